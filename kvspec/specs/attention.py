@@ -1,0 +1,124 @@
+"""Attention: rows for tokens, dealt in KV heads or, where there is one latent, not at all."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import attrs
+
+from kvspec.dtypes import dtype_name, itemsize
+from kvspec.errors import SpecError
+from kvspec.ranges import EMPTY, positive_int
+from kvspec.slices import Part
+from kvspec.specs.layer import LayerSpec, is_count, is_size, is_size_or_none
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class AttentionSpec(LayerSpec):
+    """A layer with rows for tokens.
+
+    *tokens_per_state*: tokens that one row stands for (> 1 where the cache is compressed).
+    *state_content_bytes*: if given, one (head, row) is this many opaque bytes (per-token scales,
+    packed formats) in a single part ``kv``; *dtype* and head size then describe nothing in memory.
+    """
+
+    head_size: int = attrs.field(validator=is_size)
+    dtype: str = attrs.field(converter=dtype_name)
+    tokens_per_state: int = attrs.field(default=1, validator=is_size)
+    state_content_bytes: int | None = attrs.field(default=None, validator=is_size_or_none)
+
+    def __attrs_post_init__(self) -> None:
+        if self.block_size % self.tokens_per_state:
+            wanted = f"a multiple of tokens_per_state={self.tokens_per_state}"
+            raise SpecError("block_size", self.block_size, wanted)
+
+    def _rows(self, units: int, **contents: int) -> tuple[Part, ...]:
+        if self.state_content_bytes is not None:
+            contents = {"kv": self.state_content_bytes}
+        return tuple(
+            Part(
+                name=name,
+                units=units,
+                states=self.block_size // self.tokens_per_state,
+                content_bytes=content,
+                tokens_per_state=self.tokens_per_state,
+            )
+            for name, content in contents.items()
+        )
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class FullAttentionSpec(AttentionSpec):
+    """Keys and values of every token, dealt in KV heads.
+
+    *total_num_kv_heads*: KV heads of the model, not of a rank. *head_size*, *head_size_v*:
+    elements of one key and one value (equal unless given).
+    """
+
+    total_num_kv_heads: int = attrs.field(validator=is_size)
+    head_size_v: int | None = attrs.field(default=None, validator=is_size_or_none)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Keys and values of the model's KV heads."""
+        size, value = itemsize(self.dtype), self.head_size_v or self.head_size
+        return self._rows(self.total_num_kv_heads, k=self.head_size * size, v=value * size)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class CrossAttentionSpec(FullAttentionSpec):
+    """Keys and values of the encoder's tokens; `live_tokens` takes the encoder's own count."""
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class SlidingWindowSpec(FullAttentionSpec):
+    """Full attention that looks back *sliding_window* tokens, its own included.
+
+    *extra_retained_tokens*: positions kept before the window, for speculative decoding.
+    """
+
+    sliding_window: int = attrs.field(validator=is_size)
+    extra_retained_tokens: int = attrs.field(default=0, validator=is_count)
+
+    def live_tokens(self, num_tokens: int) -> range:
+        """Return ``[max(0, n - window + 1 - extra), n)``."""
+        return _window(num_tokens, self.sliding_window + self.extra_retained_tokens)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    """Full attention within chunks of *attention_chunk_size* tokens."""
+
+    attention_chunk_size: int = attrs.field(validator=is_size)
+
+    def live_tokens(self, num_tokens: int) -> range:
+        """Return the tokens before *num_tokens* that lie in its chunk."""
+        n = positive_int("num_tokens", num_tokens, least=0)
+        return range(n // self.attention_chunk_size * self.attention_chunk_size, n) or EMPTY
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class MLAAttentionSpec(AttentionSpec):
+    """One latent vector of *head_size* elements a token; one unit, so every rank is a replica."""
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The latent, one unit."""
+        return self._rows(1, latent=self.head_size * itemsize(self.dtype))
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class SlidingWindowMLASpec(MLAAttentionSpec):
+    """Multi-head latent attention that looks back *sliding_window* tokens."""
+
+    sliding_window: int = attrs.field(validator=is_size)
+    extra_retained_tokens: int = attrs.field(default=0, validator=is_count)
+
+    def live_tokens(self, num_tokens: int) -> range:
+        """Return ``[max(0, n - window + 1 - extra), n)``."""
+        return _window(num_tokens, self.sliding_window + self.extra_retained_tokens)
+
+
+def _window(num_tokens: int, window: int) -> range:
+    n = positive_int("num_tokens", num_tokens, least=0)
+    return range(max(0, n - window + 1), n) or EMPTY

@@ -1,0 +1,148 @@
+"""What every kind of layer offers.
+
+Law: the modules of this package are the only ones that know a kind of layer by name. A kind says
+which parts a block has and which tokens a query still needs; it knows nothing of layouts, block
+tables or transports.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.parallel import default_deal
+from kvspec.ranges import positive_int
+from kvspec.slices import Part, Replicas, Role, TPTransferSlice, check_policy, transfer_slices
+
+MEMORY_FIELDS = frozenset({"block_size", "page_size_padded"})
+"""Fields that say where bytes lie, not what they mean: two engines may differ in them."""
+
+WHY = {
+    "total_num_kv_heads": "heads pair by their global number",
+    "head_size": "one head of one token has another length",
+    "head_size_v": "one value of one token has another length",
+    "dtype": "the same bytes mean other numbers",
+    "tokens_per_state": "a row stands for other tokens",
+    "state_content_bytes": "one head's row has another length or packing",
+    "sliding_window": "the sides keep different tokens",
+    "extra_retained_tokens": "the sides keep different tokens",
+    "attention_chunk_size": "the sides keep different tokens",
+}
+"""Why a field of a spec must be the same on both engines."""
+
+
+def is_size(_: object, at: attrs.Attribute[int], value: object) -> None:
+    """Accept an int >= 1 (an attrs validator)."""
+    positive_int(at.name, value)
+
+
+def is_count(_: object, at: attrs.Attribute[int], value: object) -> None:
+    """Accept an int >= 0 (an attrs validator)."""
+    positive_int(at.name, value, least=0)
+
+
+def is_size_or_none(_: object, at: attrs.Attribute[int | None], value: object) -> None:
+    """Accept None or an int >= 1 (an attrs validator)."""
+    if value is not None:
+        positive_int(at.name, value)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class LayerSpec:
+    """What every kind of layer offers; a kind overrides `parts` and, where it differs, the rest.
+
+    *block_size*: tokens of one block. *page_size_padded*: bytes to which an engine pads the page
+    (one layer, one block, one rank), or None.
+    """
+
+    block_size: int = attrs.field(validator=is_size)
+    page_size_padded: int | None = attrs.field(default=None, validator=is_size_or_none)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The named arrays of one block, unsharded."""
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that the spec itself names: none, unless it is a uniform-type group."""
+        return ()
+
+    def of_layer(self, layer: str) -> LayerSpec:  # noqa: ARG002
+        """Return the spec of one layer of a group that has this spec."""
+        return self
+
+    def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
+        """Return the bytes of one block of one layer on one rank, padding included."""
+        _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
+        deals = [(p, default_deal(p.units, tp_size, p.deal_in)) for p in self.parts]
+        real = sum(len(d.ranges[tp_rank]) * p.states * p.content_bytes for p, d in deals)
+        return padded_page(real, self.page_size_padded)
+
+    def live_tokens(self, num_tokens: int) -> range:
+        """Return the positions that the query at position *num_tokens* still reads."""
+        return range(positive_int("num_tokens", num_tokens, least=0))
+
+    def get_tp_transfer_slices(
+        self,
+        local_tp_rank: int,
+        local_tp_size: int,
+        remote_tp_size: int,
+        role: Role = "consumer",
+        replicas: Replicas = "spread",
+        salt: int = 0,
+    ) -> tuple[TPTransferSlice, ...]:
+        """Return which units the local rank exchanges with which remote ranks.
+
+        *role* says whether the local side is the consumer or the producer; *replicas* which one of
+        several equal producer ranks is read (``spread``, ``first`` or ``stripe``); *salt* rotates
+        that choice. The slices of a consumer tile what it owns, exactly once.
+
+        >>> from kvspec import FullAttentionSpec
+        >>> spec = FullAttentionSpec(
+        ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+        >>> [(s.remote_rank, s.global_range) for s in spec.get_tp_transfer_slices(1, 3, 2)]
+        [(0, range(2, 4)), (1, range(4, 5))]
+        """
+        _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
+        positive_int("remote_tp_size", remote_tp_size)
+        check_policy(replicas)
+        if role not in ("consumer", "producer"):
+            raise SpecError("role", role, "'consumer' or 'producer'")
+        return self._slices(local_tp_rank, local_tp_size, remote_tp_size, role, replicas, salt)
+
+    def _slices(
+        self,
+        rank: int,
+        size: int,
+        remote: int,
+        role: Role,
+        replicas: Replicas,
+        salt: int,
+        layers: tuple[str, ...] = (),
+    ) -> tuple[TPTransferSlice, ...]:
+        return transfer_slices(
+            self.parts,
+            rank,
+            lambda part: default_deal(part.units, size, part.deal_in),
+            lambda part: default_deal(part.units, remote, part.deal_in),
+            role=role,
+            replicas=replicas,
+            salt=salt,
+            layers=layers,
+        )
+
+
+def padded_page(real: int, padded: int | None) -> int:
+    """Return the bytes of a page whose contents take *real* bytes, padded to *padded*."""
+    if padded is not None and padded < real:
+        raise SpecError("page_size_padded", padded, f"at least the {real} bytes of the page")
+    return real if padded is None else padded
+
+
+def _check_rank(field: str, rank: object, size_field: str, size: object) -> None:
+    positive_int(size_field, size)
+    if positive_int(field, rank, least=0) >= size:  # type: ignore[operator]
+        raise SpecError(field, rank, f"less than {size_field}={size}")

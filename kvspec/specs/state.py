@@ -1,0 +1,197 @@
+"""Recurrent states: one block holds the state after some number of tokens.
+
+The conv state's channels are dealt in whole heads or groups, each named sub-projection by itself:
+cutting the concatenation [x | B | C] by rank would give one rank another's channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import attrs
+
+from kvspec.dtypes import dtype_name, itemsize
+from kvspec.errors import SpecError
+from kvspec.ranges import EMPTY, positive_int
+from kvspec.slices import Part
+from kvspec.specs.layer import LayerSpec, is_size
+
+
+def _parts(value: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(value)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class MambaSpec(LayerSpec):
+    """A recurrent state with its own *state_parts*, not indexed by tokens.
+
+    Build one with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
+    arguments are the model's own sizes, before TP; *dtype* is that of the conv state, *ssm_dtype*
+    (the same unless given) that of the temporal state. The conv state has
+    ``conv_kernel - 1 + num_speculative_tokens`` rows.
+    """
+
+    block_size: int = attrs.field(default=1, validator=is_size)
+    state_parts: tuple[Part, ...] = attrs.field(converter=_parts)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.state_parts:
+            raise SpecError("state_parts", self.state_parts, "at least one part")
+        for part in self.state_parts:
+            if part.tokens_per_state:
+                wanted = "0: a state is not indexed by tokens"
+                raise SpecError(f"{part.name}.tokens_per_state", part.tokens_per_state, wanted)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The state's own parts."""
+        return self.state_parts
+
+    def live_tokens(self, num_tokens: int) -> range:
+        """Return the position after which the state stands: the last of *num_tokens*."""
+        n = positive_int("num_tokens", num_tokens, least=0)
+        return range(n - 1, n) if n else EMPTY
+
+    @classmethod
+    def mamba1(
+        cls,
+        *,
+        intermediate_size: int,
+        state_size: int,
+        conv_kernel: int,
+        dtype: str,
+        ssm_dtype: str | None = None,
+        num_speculative_tokens: int = 0,
+        block_size: int = 1,
+        page_size_padded: int | None = None,
+    ) -> MambaSpec:
+        """Return the state of a Mamba1 layer: conv channels, and as many SSM channels."""
+        rows = _conv_rows(conv_kernel, num_speculative_tokens)
+        positive_int("state_size", state_size)
+        parts = (
+            _conv("conv_x", "intermediate_size", intermediate_size, 1, rows, dtype),
+            _ssm("intermediate_size", intermediate_size, state_size, ssm_dtype or dtype),
+        )
+        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+
+    @classmethod
+    def mamba2(
+        cls,
+        *,
+        num_heads: int,
+        head_dim: int,
+        n_groups: int,
+        state_size: int,
+        conv_kernel: int,
+        dtype: str,
+        ssm_dtype: str | None = None,
+        num_speculative_tokens: int = 0,
+        block_size: int = 1,
+        page_size_padded: int | None = None,
+    ) -> MambaSpec:
+        """Return the state of a Mamba2 layer: x in heads, B and C in groups, SSM heads.
+
+        With fewer groups than ranks, B and C are replicated while x and the SSM state are not.
+        """
+        rows = _conv_rows(conv_kernel, num_speculative_tokens)
+        positive_int("state_size", state_size)
+        positive_int("head_dim", head_dim)
+        parts = (
+            _conv("conv_x", "num_heads", num_heads, head_dim, rows, dtype),
+            _conv("conv_b", "n_groups", n_groups, state_size, rows, dtype),
+            _conv("conv_c", "n_groups", n_groups, state_size, rows, dtype),
+            _ssm("num_heads", num_heads, head_dim * state_size, ssm_dtype or dtype),
+        )
+        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+
+    @classmethod
+    def gated_delta_net(
+        cls,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        conv_kernel: int,
+        dtype: str,
+        ssm_dtype: str | None = None,
+        num_speculative_tokens: int = 0,
+        block_size: int = 1,
+        page_size_padded: int | None = None,
+    ) -> MambaSpec:
+        """Return the state of a gated delta net: q and k in key heads, v in value heads."""
+        rows = _conv_rows(conv_kernel, num_speculative_tokens)
+        positive_int("head_k_dim", head_k_dim)
+        positive_int("head_v_dim", head_v_dim)
+        parts = (
+            _conv("conv_q", "num_k_heads", num_k_heads, head_k_dim, rows, dtype),
+            _conv("conv_k", "num_k_heads", num_k_heads, head_k_dim, rows, dtype),
+            _conv("conv_v", "num_v_heads", num_v_heads, head_v_dim, rows, dtype),
+            _ssm("num_v_heads", num_v_heads, head_k_dim * head_v_dim, ssm_dtype or dtype),
+        )
+        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+
+    @classmethod
+    def short_conv(
+        cls,
+        *,
+        conv_dim: int,
+        conv_kernel: int,
+        dtype: str,
+        num_speculative_tokens: int = 0,
+        block_size: int = 1,
+        page_size_padded: int | None = None,
+    ) -> MambaSpec:
+        """Return the state of a short convolution over *conv_dim* channels."""
+        rows = _conv_rows(conv_kernel, num_speculative_tokens)
+        parts = (_conv("conv_x", "conv_dim", conv_dim, 1, rows, dtype),)
+        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+
+    @classmethod
+    def replicated_state(
+        cls, *, state_bytes: int, block_size: int = 1, page_size_padded: int | None = None
+    ) -> MambaSpec:
+        """Return a state of *state_bytes* opaque bytes that every TP rank holds whole."""
+        positive_int("state_bytes", state_bytes)
+        parts = (
+            Part(
+                name="state",
+                units=1,
+                states=1,
+                content_bytes=state_bytes,
+                tokens_per_state=0,
+                tensor="state",
+            ),
+        )
+        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+
+
+def _conv_rows(conv_kernel: int, num_speculative_tokens: int) -> int:
+    positive_int("conv_kernel", conv_kernel, least=2)
+    return conv_kernel - 1 + positive_int("num_speculative_tokens", num_speculative_tokens, least=0)
+
+
+def _conv(name: str, field: str, heads: int, channels: int, rows: int, dtype: str) -> Part:
+    positive_int(field, heads)
+    return Part(
+        name=name,
+        units=heads * channels,
+        states=rows,
+        content_bytes=itemsize(dtype_name(dtype)),
+        deal_in=channels,
+        tokens_per_state=0,
+        tensor="conv",
+    )
+
+
+def _ssm(field: str, heads: int, elements: int, dtype: str) -> Part:
+    positive_int(field, heads)
+    return Part(
+        name="ssm",
+        units=heads,
+        states=1,
+        content_bytes=elements * itemsize(dtype_name(dtype, "ssm_dtype")),
+        tokens_per_state=0,
+        tensor="ssm",
+    )

@@ -1,0 +1,110 @@
+"""Uniform-type groups: layers of one kind with sizes of their own.
+
+Every layer keeps its own parts. There is no representative layer, since deriving a slice from one
+gives every other layer wrong heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.slices import Part, Replicas, Role, TPTransferSlice
+from kvspec.specs.layer import LayerSpec
+
+_OWN = {
+    "total_num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "tokens_per_state",
+    "state_content_bytes",
+    "page_size_padded",
+}
+"""Fields in which the layers of a uniform-type group may differ."""
+
+
+def _specs(value: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+    return dict(value)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class UniformTypeKVCacheSpecs(LayerSpec):
+    """Layers of one kind that share block tables but not head counts or head sizes.
+
+    *specs*: the spec of each layer, by name. They have one class, block size and window.
+    """
+
+    block_size: int = attrs.field(init=False)
+    specs: Mapping[str, LayerSpec] = attrs.field(converter=_specs)
+    page_size_padded: None = attrs.field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.specs:
+            raise SpecError("specs", self.specs, "at least one layer")
+        first_name, first = next(iter(self.specs.items()))
+        for layer, spec in self.specs.items():
+            if not isinstance(spec, LayerSpec) or type(spec) is not type(first):
+                wanted = f"a {type(first).__name__}, as {first_name} has"
+                raise SpecError(f"specs[{layer!r}]", spec, wanted)
+            for field in attrs.fields(type(first)):
+                ours, theirs = getattr(spec, field.name), getattr(first, field.name)
+                if field.name not in _OWN and ours != theirs:
+                    wanted = f"{theirs!r}, as {first_name} has"
+                    raise SpecError(f"specs[{layer!r}].{field.name}", ours, wanted)
+        object.__setattr__(self, "block_size", first.block_size)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.specs.items()))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Every layer's own parts, named ``layer/part``."""
+        return tuple(
+            attrs.evolve(part, name=f"{layer}/{part.name}")
+            for layer, spec in self.specs.items()
+            for part in spec.parts
+        )
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers, in order."""
+        return tuple(self.specs)
+
+    def of_layer(self, layer: str) -> LayerSpec:
+        """Return the spec of *layer*."""
+        if layer not in self.specs:
+            raise SpecError("layer", layer, f"one of {', '.join(self.specs)}")
+        return self.specs[layer]
+
+    def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
+        """Return the bytes of one block of all layers on one rank, padding included."""
+        return sum(spec.page_size_bytes(tp_rank, tp_size) for spec in self.specs.values())
+
+    def live_tokens(self, num_tokens: int) -> range:
+        """Return the positions that the query at position *num_tokens* still reads."""
+        return next(iter(self.specs.values())).live_tokens(num_tokens)
+
+    def _slices(
+        self,
+        rank: int,
+        size: int,
+        remote: int,
+        role: Role,
+        replicas: Replicas,
+        salt: int,
+        layers: tuple[str, ...] = (),  # noqa: ARG002
+    ) -> tuple[TPTransferSlice, ...]:
+        alike: dict[tuple[Part, ...], list[str]] = {}
+        for layer, spec in self.specs.items():
+            alike.setdefault(spec.parts, []).append(layer)
+        return tuple(
+            each
+            for names in alike.values()
+            for each in self.specs[names[0]]._slices(  # noqa: SLF001
+                rank, size, remote, role, replicas, salt, tuple(names)
+            )
+        )
