@@ -1,0 +1,105 @@
+"""Block tables with token ranges, and the requests that move them.
+
+Law: a block table says which tokens its blocks hold; nothing is ever paired by count or from the
+end. What to move is ``live ∩ [cached, num_tokens)``, cut into pieces by each side's own table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.errors import SpecError
+from kvspec.ranges import EMPTY, positive_int
+from kvspec.specs import CrossAttentionSpec, LayerSpec
+
+Ids = npt.NDArray[np.int64]
+
+
+def _block_ids(value: object) -> Ids:
+    ids = np.asarray(value if isinstance(value, np.ndarray) else list(value))  # type: ignore[call-overload]
+    if ids.size == 0:
+        ids = ids.astype(np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise SpecError("block_ids", value, "a sequence of ints")
+    ids = ids.astype(np.int64)
+    ids.flags.writeable = False
+    return ids
+
+
+@attrs.frozen
+class BlockTable:
+    """The blocks of one request in one group, in token order.
+
+    Block ``i`` holds the tokens ``first_token + i * block_size`` and on. The table of a group of
+    state layers is the one slot that holds the state.
+    """
+
+    block_ids: Ids = attrs.field(converter=_block_ids, eq=attrs.cmp_using(eq=np.array_equal))
+    first_token: int = attrs.field(default=0)
+
+    def __attrs_post_init__(self) -> None:
+        positive_int("first_token", self.first_token, least=0)
+
+    def tokens(self, block_size: int) -> range:
+        """Return the token positions that the table holds, for blocks of *block_size* tokens."""
+        return range(self.first_token, self.first_token + len(self.block_ids) * block_size)
+
+
+def _tables(value: Mapping[str, BlockTable | Sequence[int]]) -> dict[str, BlockTable]:
+    return {
+        group: table if isinstance(table, BlockTable) else BlockTable(table)
+        for group, table in value.items()
+    }
+
+
+@attrs.frozen(kw_only=True)
+class TransferRequest:
+    """One request: how many tokens, how many the consumer has, and both sides' block tables.
+
+    *num_tokens*: position of the first token that the consumer computes itself. *cached_tokens*:
+    leading tokens that the consumer already holds, one count or one for each group. Tables are
+    keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
+    *encoder_tokens*: the encoder's own count, for cross attention. *state_tokens*: how many tokens
+    the producer's recurrent states have seen, `num_tokens` unless given.
+    """
+
+    request_id: str
+    num_tokens: int
+    producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_tables)
+    consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_tables)
+    cached_tokens: int | Mapping[str, int] = 0
+    encoder_tokens: int | None = None
+    state_tokens: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise SpecError("request_id", self.request_id, "a non-empty str")
+        positive_int("num_tokens", self.num_tokens, least=0)
+        cached: Any = self.cached_tokens
+        for value in cached.values() if isinstance(cached, Mapping) else (cached,):
+            positive_int("cached_tokens", value, least=0)
+        for field in ("encoder_tokens", "state_tokens"):
+            if getattr(self, field) is not None:
+                positive_int(field, getattr(self, field), least=0)
+
+    def cached(self, group: str) -> int:
+        """Return the leading tokens of *group* that the consumer already holds."""
+        if isinstance(self.cached_tokens, Mapping):
+            return self.cached_tokens.get(group, 0)
+        return self.cached_tokens
+
+    def total(self, spec: LayerSpec) -> int:
+        """Return how many tokens layers of *spec* count: the prompt's, or the encoder's."""
+        if isinstance(spec, CrossAttentionSpec) and self.encoder_tokens is not None:
+            return self.encoder_tokens
+        return self.num_tokens
+
+    def wanted(self, group: str, spec: LayerSpec) -> range:
+        """Return the token positions of *group* that have to move."""
+        live = spec.live_tokens(self.total(spec))
+        return range(max(live.start, self.cached(group)), live.stop) or EMPTY

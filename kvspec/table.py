@@ -1,0 +1,167 @@
+"""Descriptor rows of one pair of ranks, and the ids of one request.
+
+Law: rows are made once and do not know a request; a request only picks ids. Every live, uncached
+byte lies in exactly one selected descriptor, and a cached byte in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.cache import RankCache
+from kvspec.engine import EngineSpec
+from kvspec.errors import Mismatch, MismatchError
+from kvspec.pieces import Cells, cut
+from kvspec.plan import Edge, TransferPlan
+from kvspec.request import TransferRequest
+from kvspec.runs import Ints, Pool, RowSet, merge, row_sets
+
+Rows = npt.NDArray[np.uint64]
+RowIds = npt.NDArray[np.int32]
+MAX_IDS = 2**31
+"""Ids are int32: NIXL truncates wider ones without a word."""
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """A set of rows of one edge, and the first id of each side's."""
+
+    edge: Edge
+    rows: RowSet
+    producer_first: int
+    consumer_first: int
+
+    def ids(self, cells: Cells) -> tuple[RowIds, RowIds]:
+        """Return the ids of *cells* on both sides, row by row."""
+        found = []
+        for pool, first, block, cell in (
+            (self.rows.producer, self.producer_first, cells.producer_block, cells.producer_cell),
+            (self.rows.consumer, self.consumer_first, cells.consumer_block, cells.consumer_cell),
+        ):
+            per_run = pool.num_blocks * pool.cells
+            starts = first + np.arange(len(self.rows), dtype=np.int32) * per_run
+            steps = pool.steps(block, cell).astype(np.int32)
+            found.append((starts.astype(np.int32)[:, None] + steps).ravel())
+        return found[0], found[1]
+
+    def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
+        """Return (producer address, consumer address, length) of *cells*, row by row."""
+        rows = self.rows
+        found = np.empty((len(rows) * len(cells), 3), np.int64)
+        ours = rows.producer.offsets(cells.producer_block, cells.producer_cell)
+        theirs = rows.consumer.offsets(cells.consumer_block, cells.consumer_cell)
+        found[:, 0] = (rows.producer_address[:, None] + ours).ravel()
+        found[:, 1] = (rows.consumer_address[:, None] + theirs).ravel()
+        found[:, 2] = np.repeat(rows.length, len(cells))
+        return found
+
+
+@attrs.frozen(eq=False)
+class DescriptorTable:
+    """Strided rows of both sides of one pair of ranks; see `build_table`.
+
+    *producer_rows*, *consumer_rows*: uint64 of shape (rows, 5), one row ``(address, length,
+    device, stride, count)``. A descriptor's id counts through the rows' counts in order. All rows
+    of a side lie in one type of memory.
+    """
+
+    producer: RankCache
+    consumer: RankCache
+    entries: tuple[Entry, ...]
+    producer_rows: Rows
+    consumer_rows: Rows
+    producer_memory_type: str
+    consumer_memory_type: str
+
+    def select(self, request: TransferRequest) -> tuple[RowIds, RowIds]:
+        """Return the ids of the descriptors that *request* moves: producer's, consumer's.
+
+        Both are int32 and of equal length; descriptor i of one side pairs with descriptor i of the
+        other. Ids adjacent on both sides stand together. Raises `SpecError` or `MismatchError` for
+        any fault of the block tables, before anything is posted.
+        """
+        found = [entry.ids(cells) for entry, cells in self._cells(request)]
+        if not found:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        ours, theirs = zip(*found, strict=True)
+        return np.concatenate(ours), np.concatenate(theirs)
+
+    def descriptors(self, request: TransferRequest) -> Rows:
+        """Return (producer address, consumer address, length) of what *request* moves.
+
+        A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one.
+        """
+        found = [entry.addresses(cells) for entry, cells in self._cells(request)]
+        if not found:
+            return np.empty((0, 3), np.uint64)
+        return np.stack(merge(found), axis=1).astype(np.uint64)
+
+    def _cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
+        known: dict[tuple[object, ...], Cells] = {}
+        for entry in self.entries:
+            rows = entry.rows
+            pools = rows.producer.num_blocks, rows.consumer.num_blocks
+            key = (id(entry.edge), id(rows.spec), rows.tokens, rows.stripe, *pools)
+            if key not in known:
+                known[key] = cut(request, entry.edge, rows)
+            if len(known[key]):
+                yield entry, known[key]
+
+
+def build_table(
+    plan: TransferPlan, producer_cache: RankCache, consumer_cache: RankCache
+) -> DescriptorTable:
+    """Make the descriptor rows of one pair of ranks.
+
+    The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
+    not one of the plan's, or if the ids of one side would not fit an int32.
+    """
+    _check_engine("producer", plan.producer, producer_cache.engine)
+    _check_engine("consumer", plan.consumer, consumer_cache.engine)
+    entries: list[Entry] = []
+    at = (0, 0)
+    for edge in plan.between(producer_cache.rank, consumer_cache.rank):
+        specs = plan.producer.group(edge.producer_group).spec, plan.consumer.group(edge.group).spec
+        for rows in row_sets(edge, specs, producer_cache, consumer_cache):
+            entries.append(Entry(edge, rows, *at))
+            used = rows.ids_used()
+            at = at[0] + used[0], at[1] + used[1]
+    for side, count in zip(("producer", "consumer"), at, strict=True):
+        if count > MAX_IDS:
+            why = "descriptor ids are int32; give fewer blocks, or groups of fewer layers"
+            raise MismatchError([Mismatch(f"{side} descriptors", count, MAX_IDS, why)])
+    producer_rows, producer_type = _side(
+        "producer", [(e.rows.producer, e.rows.producer_address, e.rows.length) for e in entries]
+    )
+    consumer_rows, consumer_type = _side(
+        "consumer", [(e.rows.consumer, e.rows.consumer_address, e.rows.length) for e in entries]
+    )
+    return DescriptorTable(
+        producer=producer_cache,
+        consumer=consumer_cache,
+        entries=tuple(entries),
+        producer_rows=producer_rows,
+        consumer_rows=consumer_rows,
+        producer_memory_type=producer_type,
+        consumer_memory_type=consumer_type,
+    )
+
+
+def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:
+    """Return all rows of one side, and the type of memory they lie in."""
+    types = sorted({pool.memory_type for pool, _, _ in runs}) or ["DRAM"]
+    if len(types) > 1:
+        why = "not yet: one type of memory on each side of a pair of ranks"
+        raise MismatchError([Mismatch(f"{side} memory_type", types[0], types[1], why)])
+    rows = [pool.rows(address, length) for pool, address, length in runs]
+    return np.concatenate([np.empty((0, 5), np.uint64), *rows]), types[0]
+
+
+def _check_engine(side: str, planned: EngineSpec, given: EngineSpec) -> None:
+    if given is not planned and given != planned:
+        why = "the cache was laid out for another engine than the plan's"
+        raise MismatchError([Mismatch(f"{side}_cache.engine", planned, given, why)])
