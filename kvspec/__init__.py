@@ -1,0 +1,72 @@
+"""Which bytes of which rank's KV cache go where, for any two LLM serving engines."""
+
+from kvspec.cache import Memory, RankCache, Region, allocate
+from kvspec.engine import EngineSpec, KVCacheGroup, mismatches
+from kvspec.errors import (
+    KVSpecError,
+    Mismatch,
+    MismatchError,
+    SpecError,
+    TransferError,
+    WireError,
+)
+from kvspec.parallel import Deal, ParallelConfig, RankId, default_deal
+from kvspec.plan import Edge, TransferPlan, plan_transfer
+from kvspec.request import BlockTable, TransferRequest
+from kvspec.slices import Part, TPTransferSlice
+from kvspec.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    LayerSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvspec.table import DescriptorTable, build_table
+from kvspec.verify import CounterExample, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockTable",
+    "ChunkedLocalAttentionSpec",
+    "CounterExample",
+    "CrossAttentionSpec",
+    "Deal",
+    "DescriptorTable",
+    "Edge",
+    "EngineSpec",
+    "FullAttentionSpec",
+    "KVCacheGroup",
+    "KVSpecError",
+    "LayerSpec",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "Memory",
+    "Mismatch",
+    "MismatchError",
+    "ParallelConfig",
+    "Part",
+    "RankCache",
+    "RankId",
+    "Region",
+    "SlidingWindowMLASpec",
+    "SlidingWindowSpec",
+    "SpecError",
+    "TPTransferSlice",
+    "TransferError",
+    "TransferPlan",
+    "TransferRequest",
+    "UniformTypeKVCacheSpecs",
+    "WireError",
+    "__version__",
+    "allocate",
+    "build_table",
+    "default_deal",
+    "mismatches",
+    "plan_transfer",
+    "verify",
+]
