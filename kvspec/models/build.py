@@ -1,0 +1,252 @@
+"""From a config and its row of the table to KV cache groups.
+
+Law: every size stands in the config or in the row's defaults. Layers of one kind make one group,
+and no group mixes windows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import attrs
+
+from kvspec.dtypes import dtype_name, itemsize
+from kvspec.engine import KVCacheGroup
+from kvspec.errors import SpecError
+from kvspec.models.fields import Config, kinds_of
+from kvspec.models.table import ROWS, Architecture
+from kvspec.ranges import positive_int
+from kvspec.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    LayerSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+ConfigSource: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
+"""A parsed ``config.json``, or the path of one, or of the folder that holds it."""
+
+_BY_NAME: dict[str, Architecture] = {name: row for row in ROWS for name in row.names}
+_KINDS = ("full", "mla", "sliding_window", "chunked_local", "state")
+_INDEXER_BLOCK = 128
+"""Elements of an indexer key that share one float32 scale."""
+
+
+def architectures() -> tuple[str, ...]:
+    """Return the names that a config's ``architectures`` may hold, sorted."""
+    return tuple(sorted(name for name in _BY_NAME if not name.islower()))
+
+
+def from_config(
+    config: ConfigSource,
+    *,
+    block_size: int = 16,
+    dtype: object = None,
+    ssm_dtype: object = None,
+    num_speculative_tokens: int = 0,
+) -> tuple[KVCacheGroup, ...]:
+    """Return the KV cache groups of the model that *config* describes.
+
+    *config*: a parsed ``config.json``, or the path of one or of its folder; of a multimodal model
+    the nested ``text_config`` is read. *block_size*: tokens of one attention block. *dtype*:
+    element type of the cache; the config's own unless given. Recurrent states follow it unless it
+    is an 8-bit type, which engines use for attention only: they then keep the config's.
+    *ssm_dtype*: element type of the temporal state; the config's ``mamba_ssm_dtype``, else that of
+    the conv state. *num_speculative_tokens*: extra rows of a conv state.
+
+    Groups come in the order full (or mla), sliding_window, chunked_local, then the state group:
+    mamba, gated_delta_net or short_conv. Layers are named as vLLM names them, with
+    ``language_model.`` in front where the text model is nested; two sides that pair layers only
+    need the same names. Draft (MTP) layers are not listed.
+
+    Raises `SpecError` for an unknown architecture, and for a missing or impossible field.
+
+    >>> llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 256,
+    ...     "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
+    >>> (group,) = from_config(llama)
+    >>> group.name, group.layers[0], group.spec.page_size_bytes()
+    ('full', 'model.layers.0.self_attn.attn', 8192)
+    """
+    outer = _load(config)
+    row, text, prefix = _resolve(outer)
+    declared = _declared_dtype(text, outer, row.defaults)
+    if dtype is None and declared is None:
+        raise SpecError("dtype", None, "a dtype or torch_dtype in the config, or one given")
+    cache = dtype_name(declared if dtype is None else dtype)
+    read = Config(text, row.defaults)
+    ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
+    model = _Model(
+        row=row,
+        read=read,
+        prefix=prefix,
+        block_size=positive_int("block_size", block_size),
+        dtype=cache,
+        state_dtype=dtype_name(declared) if declared and itemsize(cache) == 1 else cache,
+        ssm_dtype=None if ssm is None else dtype_name(ssm, "ssm_dtype"),
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    return model.groups()
+
+
+@attrs.frozen(kw_only=True)
+class _Model:
+    """One model as it is cached: its config, its row of the table, and the caller's choices."""
+
+    row: Architecture
+    read: Config
+    prefix: str
+    block_size: int
+    dtype: str
+    state_dtype: str
+    ssm_dtype: str | None
+    num_speculative_tokens: int
+
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        kinds = kinds_of(self.read, self.row.kinds)
+        return tuple(
+            self._group(kind, [index for index, each in enumerate(kinds) if each == kind])
+            for kind in _KINDS
+            if kind in kinds
+        )
+
+    def _group(self, kind: str, indices: list[int]) -> KVCacheGroup:
+        if kind == "state":
+            return self._state_group(indices)
+        layers = self._named(self.row.attention, indices)
+        match kind:
+            case "mla":
+                latent = self._latent()
+                if self.row.indexer:
+                    return self._with_indexers(latent, layers, indices)
+                return KVCacheGroup(name=kind, layers=layers, spec=latent)
+            case "sliding_window":
+                spec = self._attention(SlidingWindowSpec, "sliding_window")
+            case "chunked_local":
+                spec = self._attention(ChunkedLocalAttentionSpec, "attention_chunk_size")
+            case _:
+                spec = self._attention(FullAttentionSpec)
+        return KVCacheGroup(name=kind, layers=layers, spec=spec)
+
+    def _named(self, pattern: str, indices: list[int]) -> tuple[str, ...]:
+        return tuple(self.prefix + pattern.format(index) for index in indices)
+
+    def _attention(self, kind: type[FullAttentionSpec], *extra: str) -> LayerSpec:
+        return kind(
+            block_size=self.block_size,
+            total_num_kv_heads=self._kv_heads(),
+            head_size=self._head_size(),
+            dtype=self.dtype,
+            **{name: self.read.number(name) for name in extra},
+        )
+
+    def _kv_heads(self) -> int:
+        # One shared head; the newer Falcon decoder keeps the flag and means its own KV heads.
+        newer = self.read.get("new_decoder_architecture") is True
+        if self.read.get("multi_query") is True and not newer:
+            return 1
+        own = self.read.get("num_key_value_heads") is not None
+        return self.read.number("num_key_value_heads" if own else "num_attention_heads")
+
+    def _head_size(self) -> int:
+        if self.read.get("head_dim") is not None:
+            return self.read.number("head_dim")
+        hidden, heads = self.read.number("hidden_size"), self.read.number("num_attention_heads")
+        if hidden % heads:
+            wanted = f"a multiple of num_attention_heads={heads}, or a head_dim in the config"
+            raise SpecError("hidden_size", hidden, wanted)
+        return hidden // heads
+
+    def _latent(self) -> MLAAttentionSpec:
+        size = self.read.number("kv_lora_rank") + self.read.number("qk_rope_head_dim")
+        return MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype=self.dtype)
+
+    def _with_indexers(
+        self, latent: MLAAttentionSpec, layers: tuple[str, ...], indices: list[int]
+    ) -> KVCacheGroup:
+        """Return latents and indexer keys as one uniform-type group: they share block tables.
+
+        A key is kept as 8-bit floats with one float32 scale for each 128 elements.
+        """
+        size = self.read.number("index_head_dim")
+        if size % _INDEXER_BLOCK:
+            raise SpecError("index_head_dim", size, f"a multiple of {_INDEXER_BLOCK}")
+        content = size + size // _INDEXER_BLOCK * itemsize("float32")
+        keys = attrs.evolve(latent, head_size=size, state_content_bytes=content)
+        specs: dict[str, LayerSpec] = {}
+        for layer, indexer in zip(layers, self._named(self.row.indexer, indices), strict=True):
+            specs |= {layer: latent, indexer: keys}
+        spec = UniformTypeKVCacheSpecs(specs=specs)
+        return KVCacheGroup(name="mla", layers=spec.layers, spec=spec)
+
+    def _state_group(self, indices: list[int]) -> KVCacheGroup:
+        state = self.row.state
+        if state is None:
+            wanted = f"attention layers only, as {self.row.names[0]} has"
+            raise SpecError("layer_types", self.read.get("layer_types"), wanted)
+        sizes = {name: self.read.product(key) for name, key in state.fields.items()}
+        build: Callable[..., MambaSpec] = getattr(MambaSpec, state.kind)
+        temporal: dict[str, str | None] = {}
+        if state.kind != "short_conv":
+            temporal["ssm_dtype"] = self.ssm_dtype
+        spec = build(
+            dtype=self.state_dtype,
+            num_speculative_tokens=self.num_speculative_tokens,
+            **temporal,
+            **sizes,
+        )
+        return KVCacheGroup(name=state.group, layers=self._named(state.layer, indices), spec=spec)
+
+
+def _declared_dtype(*configs: Mapping[str, object]) -> object:
+    values = (config.get(key) for config in configs for key in ("dtype", "torch_dtype"))
+    return next((value for value in values if value is not None), None)
+
+
+def _load(source: ConfigSource) -> Mapping[str, object]:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise SpecError("config", source, "a dict, or the path of a config.json")
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError("config", str(path), f"a readable JSON file ({error})") from error
+    if not isinstance(loaded, dict):
+        raise SpecError("config", str(path), "a JSON object")
+    return loaded
+
+
+def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, object], str]:
+    """Return the table's row, the text model's own config, and what precedes its layer names."""
+    text = outer.get("text_config")
+    if not isinstance(text, Mapping):
+        # A class that is not listed may share a model_type and still name its layers otherwise.
+        names = _names(outer, "architectures") or _names(outer, "model_type")
+        return _row(names, outer), outer, ""
+    inner = [*_names(text, "model_type"), *_names(text, "architectures")]
+    row = _row([*inner, *_names(outer, "architectures"), *_names(outer, "model_type")], outer)
+    return row, text, "" if row.attention.startswith("language_model.") else "language_model."
+
+
+def _names(config: Mapping[str, object], key: str) -> list[str]:
+    value = config.get(key)
+    found = value if isinstance(value, list) else [value]
+    return [name for name in found if isinstance(name, str)]
+
+
+def _row(names: list[str], outer: Mapping[str, object]) -> Architecture:
+    for name in names:
+        if name in _BY_NAME:
+            return _BY_NAME[name]
+    field = "architectures" if outer.get("architectures") else "model_type"
+    known = ", ".join(architectures())
+    raise SpecError(field, outer.get(field), f"a known architecture, one of {known}")

@@ -1,0 +1,267 @@
+"""The known architectures, one row each.
+
+Law: a row says which layers keep which kind of cache, what the layers are called, and which values
+the model class supplies when ``config.json`` is silent. No code asks for an architecture by name; a
+new one is a new row, and a rule only if its layers alternate in a way not yet seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from kvspec.models.fields import (
+    FULL,
+    MLA,
+    KindRule,
+    all_layers,
+    chunks,
+    every,
+    late_window,
+    letters,
+    listed,
+    offset,
+    window,
+)
+
+
+@attrs.frozen
+class State:
+    """The recurrent layers of a row: their group, name, and where the sizes stand in the config.
+
+    *kind*: the constructor of `MambaSpec`; *fields*: its arguments, each a config key or a product
+    of keys.
+    """
+
+    group: str
+    layer: str
+    kind: str
+    fields: Mapping[str, str]
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
+@attrs.frozen
+class Architecture:
+    """One row: *names* are architectures and model types; *attention* names a layer by its index.
+
+    *kinds* decides where the config has no ``layer_types``. *indexer*: the name of the layer that
+    keeps indexer keys beside an MLA latent, or empty. *defaults*: what the model class supplies.
+    """
+
+    names: tuple[str, ...] = attrs.field(converter=_split)
+    kinds: KindRule = FULL
+    attention: str = attrs.field(default="model.layers.{}.self_attn.attn", kw_only=True)
+    state: State | None = attrs.field(default=None, kw_only=True)
+    indexer: str = attrs.field(default="", kw_only=True)
+    defaults: Mapping[str, object] = attrs.field(factory=dict, kw_only=True)
+
+
+_MIXER = "model.layers.{}.mixer"
+_MAMBA1 = {"intermediate_size": "intermediate_size", "state_size": "state_size"}
+_MAMBA2 = {
+    "num_heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "n_groups": "mamba_n_groups",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+}
+_GATED_DELTA_NET = {
+    "num_k_heads": "linear_num_key_heads",
+    "num_v_heads": "linear_num_value_heads",
+    "head_k_dim": "linear_key_head_dim",
+    "head_v_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
+_CONV = {"conv_kernel": "conv_kernel"}
+_GPT = "transformer.h.{}.attn.attn"
+_BLOOM = "transformer.h.{}.self_attention.attn"
+
+ROWS: tuple[Architecture, ...] = (
+    # Every layer full attention.
+    Architecture("LlamaForCausalLM llama"),
+    Architecture("ArceeForCausalLM arcee"),
+    Architecture("ApertusForCausalLM apertus"),
+    Architecture("CohereForCausalLM cohere"),
+    Architecture("Ernie4_5ForCausalLM Ernie4_5_ForCausalLM ernie4_5"),
+    Architecture("Ernie4_5_MoeForCausalLM ernie4_5_moe"),
+    Architecture("GemmaForCausalLM gemma", defaults={"head_dim": 256}),
+    Architecture("GlmForCausalLM glm", defaults={"head_dim": 128}),
+    Architecture("Glm4ForCausalLM glm4", defaults={"head_dim": 128}),
+    Architecture("Glm4MoeForCausalLM glm4_moe"),
+    Architecture("GraniteForCausalLM granite"),
+    Architecture("GraniteMoeForCausalLM granitemoe"),
+    Architecture("GraniteMoeSharedForCausalLM granitemoeshared"),
+    Architecture("HunYuanDenseV1ForCausalLM hunyuan_v1_dense"),
+    Architecture("MiniMaxM2ForCausalLM minimax_m2"),
+    Architecture("NemotronForCausalLM nemotron"),
+    Architecture("OlmoForCausalLM olmo"),
+    Architecture("Olmo2ForCausalLM olmo2"),
+    Architecture("OlmoeForCausalLM olmoe"),
+    Architecture("PhiForCausalLM phi"),
+    Architecture("SeedOssForCausalLM seed_oss"),
+    Architecture("SmolLM3ForCausalLM smollm3"),
+    Architecture("StableLmForCausalLM stablelm"),
+    Architecture("FalconForCausalLM falcon", attention=_BLOOM, defaults={"multi_query": True}),
+    Architecture("BloomForCausalLM bloom", attention=_BLOOM),
+    Architecture("GPT2LMHeadModel gpt2", attention=_GPT),
+    Architecture(
+        "GPTBigCodeForCausalLM gpt_bigcode", attention=_GPT, defaults={"multi_query": True}
+    ),
+    Architecture("GPTNeoXForCausalLM gpt_neox", attention="gpt_neox.layers.{}.attention.attn"),
+    Architecture("OPTForCausalLM opt", attention="model.decoder.layers.{}.self_attn.attn"),
+    # Every layer slides, if the config has a window.
+    Architecture("MistralForCausalLM mistral", window),
+    Architecture("Ministral3ForCausalLM ministral3", window),
+    Architecture("MixtralForCausalLM mixtral", window),
+    Architecture("Phi3ForCausalLM phi3", window),
+    Architecture("Starcoder2ForCausalLM starcoder2", window),
+    # A window that is usually there and turned off.
+    Architecture("Qwen2ForCausalLM qwen2", late_window),
+    Architecture("Qwen2MoeForCausalLM qwen2_moe", late_window),
+    Architecture("Qwen3ForCausalLM qwen3 qwen3_vl_text", late_window),
+    Architecture("Qwen3MoeForCausalLM qwen3_moe qwen3_vl_moe_text", late_window),
+    Architecture(
+        "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"
+        " qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
+        late_window,
+        attention="language_model.model.layers.{}.self_attn.attn",
+    ),
+    # Windows or chunks, and full attention in between.
+    Architecture(
+        "Gemma2ForCausalLM gemma2",
+        every("sliding_window_pattern", "sliding_window"),
+        defaults={"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    ),
+    Architecture(
+        "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3",
+        every("sliding_window_pattern", "sliding_window"),
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+    ),
+    Architecture(
+        "Cohere2ForCausalLM cohere2",
+        every("sliding_window_pattern", "sliding_window"),
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    Architecture(
+        "Olmo3ForCausalLM olmo3",
+        every("sliding_window_pattern", "sliding_window"),
+        defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    Architecture("Exaone4ForCausalLM exaone4", every("sliding_window_pattern", "sliding_window")),
+    Architecture(
+        "GptOssForCausalLM gpt_oss",
+        every("sliding_window_pattern", "sliding_window"),
+        # The published files name no dtype; their unquantised tensors are bfloat16.
+        defaults={"sliding_window_pattern": 2, "dtype": "bfloat16"},
+    ),
+    Architecture(
+        "Llama4ForCausalLM Llama4ForConditionalGeneration llama4_text llama4",
+        chunks,
+        defaults={"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
+    ),
+    # Multi-head latent attention.
+    Architecture("DeepseekV2ForCausalLM deepseek_v2", MLA),
+    Architecture("DeepseekV3ForCausalLM deepseek_v3 kimi_k2", MLA),
+    Architecture("Glm4MoeLiteForCausalLM glm4_moe_lite", MLA),
+    Architecture(
+        "DeepseekV32ForCausalLM deepseek_v32",
+        MLA,
+        indexer="model.layers.{}.self_attn.indexer.k_cache",
+        defaults={"index_head_dim": 128},
+    ),
+    # Recurrent layers, alone or beside attention.
+    Architecture(
+        "Qwen3NextForCausalLM qwen3_next"
+        " Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text"
+        " Qwen3_5MoeForConditionalGeneration qwen3_5_moe qwen3_5_moe_text",
+        every("full_attention_interval", "state"),
+        state=State(
+            "gated_delta_net", "model.layers.{}.linear_attn", "gated_delta_net", _GATED_DELTA_NET
+        ),
+        defaults={
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    Architecture(
+        "NemotronHForCausalLM nemotron_h",
+        letters,
+        attention="model.layers.{}.mixer.attn",
+        state=State(
+            "mamba",
+            _MIXER,
+            "mamba2",
+            _CONV
+            | {
+                "num_heads": "mamba_num_heads",
+                "head_dim": "mamba_head_dim",
+                "n_groups": "n_groups",
+                "state_size": "ssm_state_size",
+            },
+        ),
+    ),
+    Architecture(
+        "GraniteMoeHybridForCausalLM granitemoehybrid",
+        all_layers("state"),
+        state=State("mamba", _MIXER, "mamba2", _MAMBA2),
+    ),
+    Architecture(
+        "BambaForCausalLM bamba",
+        listed("attn_layer_indices"),
+        attention="model.layers.{}.attn",
+        state=State("mamba", _MIXER, "mamba2", _MAMBA2),
+    ),
+    Architecture(
+        "JambaForCausalLM jamba",
+        offset,
+        attention="model.layers.{}.attn",
+        state=State(
+            "mamba",
+            _MIXER,
+            "mamba1",
+            {
+                "intermediate_size": "mamba_expand*hidden_size",
+                "state_size": "mamba_d_state",
+                "conv_kernel": "mamba_d_conv",
+            },
+        ),
+    ),
+    Architecture(
+        "Lfm2ForCausalLM lfm2",
+        listed("full_attn_idxs"),
+        state=State(
+            "short_conv",
+            "model.layers.{}.short_conv",
+            "short_conv",
+            {"conv_dim": "conv_dim", "conv_kernel": "conv_L_cache"},
+        ),
+    ),
+    Architecture(
+        "MambaForCausalLM FalconMambaForCausalLM mamba falcon_mamba",
+        all_layers("state"),
+        state=State("mamba", "backbone.layers.{}.mixer", "mamba1", _CONV | _MAMBA1),
+    ),
+    Architecture(
+        "Mamba2ForCausalLM mamba2",
+        all_layers("state"),
+        state=State(
+            "mamba",
+            "backbone.layers.{}.mixer",
+            "mamba2",
+            _CONV | {name: name for name in ("num_heads", "head_dim", "n_groups", "state_size")},
+        ),
+    ),
+)
+"""Every known architecture. Layer names follow vLLM's modules."""
