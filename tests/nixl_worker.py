@@ -1,0 +1,91 @@
+"""A child process that owns one rank and does what its parent says over a pipe.
+
+Started by path, with the number of an inherited pipe end: a spawned process that imports neither
+pytest nor the parent's modules.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+
+from kvspec.errors import TransferError
+from kvspec.nixl import NixlRank
+
+BLOCK, BLOCKS = 4096, 64
+SIZE = 2 * BLOCK * BLOCKS  # every second block's worth is a gap
+
+
+class Bytes(NamedTuple):
+    """A memory to register."""
+
+    address: int
+    length: int
+    memory_type: str = "DRAM"
+    device: int = 0
+
+
+def memory(array: np.ndarray) -> Bytes:
+    """Return the memory of *array*."""
+    return Bytes(array.ctypes.data, array.nbytes)
+
+
+def rows(address: int) -> np.ndarray:
+    """Return one strided row of `BLOCKS` blocks with gaps between them."""
+    return np.array([[address, BLOCK, 0, 2 * BLOCK, BLOCKS]], np.uint64)
+
+
+def pattern(seed: int) -> np.ndarray:
+    """Return bytes that only *seed* makes."""
+    return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+def use_in_fork(rank: NixlRank) -> str:
+    """Use *rank* in a fork, which leaves through the normal exit; return what it saw."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            rank.notifications()
+            said = b"nothing"
+        except TransferError as error:
+            said = str(error.state).encode()
+        os.write(write, said)
+        sys.exit(7)  # the destructors run, as at the end of any script
+    said = os.read(read, 64)
+    _, status = os.waitpid(pid, 0)
+    return f"{said.decode()} {os.waitstatus_to_exitcode(status)}"
+
+
+def main(parent: Connection) -> None:
+    """Answer commands until the pipe is closed."""
+    storage = pattern(int(sys.argv[2]))
+    name = sys.argv[3] if len(sys.argv) > 3 else None
+    with NixlRank(name, prefix="" if name else "worker-") as rank:
+        rank.register([memory(storage)], owner=storage)
+        parent.send((rank.metadata(), storage.ctypes.data))
+        while True:
+            try:
+                command, *arguments = parent.recv()
+            except EOFError:
+                return
+            answer: object = None
+            match command:
+                case "notify":
+                    rank.connect(arguments[0])
+                    rank.notify(arguments[1], b"from the worker")
+                case "wait":
+                    answer = rank.wait_notification(arguments[0], 5.0)
+                case "storage":
+                    answer = storage.tobytes()
+                case "fork":
+                    answer = use_in_fork(rank)
+            parent.send(answer)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

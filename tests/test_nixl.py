@@ -1,0 +1,662 @@
+"""Real NIXL agents in one process: what they move, what they merge, what never reaches them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec import nixl_agent, nixl_checks, nixl_pairs
+from kvspec.errors import KVSpecError, SpecError, TransferError, WireError
+from kvspec.nixl import NixlRank, Prepared
+from kvspec.nixl_checks import Introduction
+from kvspec.nixl_inbox import HELLO
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from nixl_worker import Bytes, memory
+
+pytestmark = pytest.mark.nixl
+SIZE = 1 << 20
+
+
+class Pair:
+    """A rank that reads and writes, a rank that serves, and the memory of both."""
+
+    def __init__(self, mine: NixlRank, theirs: NixlRank) -> None:
+        self.mine, self.theirs = mine, theirs
+        self.local = np.zeros(SIZE, np.uint8)
+        self.remote = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
+        mine.register([memory(self.local)], owner=self.local)
+        theirs.register([memory(self.remote)], owner=self.remote)
+        self.peer = mine.connect(theirs.metadata())
+
+    def lists(self, local: list[tuple[int, ...]], remote: list[tuple[int, ...]]) -> list[Prepared]:
+        """Prepare rows of (offset, length, stride, count) on each side."""
+        return [
+            self.mine.prepare(table(self.local.ctypes.data, local)),
+            self.mine.prepare(table(self.remote.ctypes.data, remote), peer=self.peer),
+        ]
+
+
+def table(base: int, rows: list[tuple[int, ...]]) -> np.ndarray:
+    """Return (offset, length, stride, count) rows as `NixlRank.prepare` takes them."""
+    return np.array([(base + at, size, 0, stride, n) for at, size, stride, n in rows], np.uint64)
+
+
+def offsets(rows: list[tuple[int, ...]]) -> list[int]:
+    """Return the offset of each id, counted one by one."""
+    return [at + k * stride for at, _, stride, count in rows for k in range(count)]
+
+
+def open_files() -> int:
+    """Return how many file descriptors this process holds."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Pair]:
+    """Two connected ranks; the first is polled and has telemetry."""
+    with NixlRank(polled=True, telemetry=True) as mine, NixlRank() as theirs:
+        yield Pair(mine, theirs)
+
+
+LOCAL = [(0, 512, 1024, 100), (200_000, 512, 512, 60), (300_000, 64, 64, 16)]
+REMOTE = [(4096, 512, 512, 70), (500_000, 512, 4096, 90), (900_000, 64, 640, 16)]
+ALL = np.arange(160)  # the ids of 512 bytes; 160 to 176 are of 64
+
+
+@pytest.mark.parametrize("strided", [True, False], ids=["Nx5", "Nx3"])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_exact_bytes_move_over_strided_rows(ranks: Pair, operation: str, *, strided: bool) -> None:
+    """Each pair of ids moves its bytes, no other byte changes; also without strided lists."""
+    ranks.mine._agent.strided = strided
+    local, remote = ranks.lists(LOCAL, REMOTE)
+    random = np.random.default_rng(5)
+    mine = np.concatenate([random.permutation(ALL)[:50], [170, 171, 160]])
+    theirs = np.concatenate([random.permutation(ALL)[:50], [165, 166, 175]])
+    ranks.local[:] = random.integers(0, 256, SIZE, dtype=np.uint8)
+    wanted = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
+    for one, other in zip(mine.tolist(), theirs.tolist(), strict=True):
+        size = 512 if one < 160 else 64
+        here, there = offsets(LOCAL)[one], offsets(REMOTE)[other]
+        if operation == "read":
+            wanted[here : here + size] = ranks.remote[there : there + size]
+        else:
+            wanted[there : there + size] = ranks.local[here : here + size]
+    move = getattr(ranks.mine, operation)
+    transfer = move(local, mine, remote, theirs, request="r", timeout=10)
+    transfer.wait()
+    assert ("DONE", 53, 50 * 512 + 3 * 64) == (
+        transfer.state,
+        transfer.descriptors,
+        transfer.nbytes,
+    )
+    result = ranks.local if operation == "read" else ranks.remote
+    assert np.array_equal(wanted, result)
+    assert (0, ()) == (ranks.mine.live_handles, ranks.mine.quarantined)
+
+
+def posted(ranks: Pair, mine: np.ndarray, theirs: np.ndarray, lists: list[Prepared]) -> int:
+    """Return how many descriptors nixl posts for a read; `runs` must have said so."""
+    transfer = ranks.mine.read(lists[0], mine, lists[1], theirs, request="r", timeout=10)
+    transfer.wait()
+    assert transfer.runs == transfer.posted
+    return transfer.runs
+
+
+def test_ids_adjacent_on_both_sides_are_posted_as_one(ranks: Pair) -> None:
+    """Merging follows the order of the ids, within dense rows, on both sides at once."""
+    lists = ranks.lists([(0, 1024, 1024, 512)], [(1024, 1024, 1024, 512)])
+    ids = np.arange(512)
+    shuffled = np.arange(32)[::-1]
+    runs = (shuffled[:, None] * 16 + np.arange(16)).ravel()
+    assert posted(ranks, ids, ids, lists) == 1
+    assert posted(ranks, runs, ids, lists) == 32
+    assert posted(ranks, ids, runs, lists) == 32
+    assert posted(ranks, ids[::-1], ids[::-1], lists) == 512
+
+
+def test_neither_gaps_nor_rows_are_merged_over(ranks: Pair) -> None:
+    """Rows that touch stay apart, so one row should hold whatever is to be merged."""
+    gaps = ranks.lists([(0, 512, 1024, 64)], [(0, 512, 512, 64)])
+    assert posted(ranks, np.arange(64), np.arange(64), gaps) == 64
+    touching = [(k * 4096, 512, 512, 8) for k in range(8)]
+    assert posted(ranks, np.arange(64), np.arange(64), ranks.lists(touching, touching)) == 8
+
+
+def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No handle passes the bounds, no run is cut unless it alone is too long, nothing is lost."""
+    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 3)
+    monkeypatch.setattr(nixl_pairs, "MAX_BYTES", 40 * 512)
+    lists = ranks.lists([(0, 512, 512, 1000)], [(0, 512, 512, 1000)])
+    lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]  # pieces: 10+10+10, 10, 39+1, 2, 40, 40, 20, 5
+    ids = np.concatenate([np.arange(n) + 101 * k for k, n in enumerate(lengths)])
+    transfer = ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
+    transfer.wait()
+    assert (9, 11, 8) == (transfer.runs, transfer.posted, transfer.handles)
+    for at in ids.tolist():
+        here = slice(at * 512, (at + 1) * 512)
+        assert np.array_equal(ranks.remote[here], ranks.local[here])
+    assert 187 * 512 == transfer.nbytes
+    assert not ranks.local[512_000:].any()
+
+
+def test_poll_posts_piece_after_piece(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`poll` never waits: a long transfer is "PROC" in between and "DONE" at the end."""
+    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
+    lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
+    ids = np.arange(100)
+    transfer = ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
+    assert "READ 'r'" in repr(transfer)
+    assert ranks.mine.name in repr(ranks.mine)
+    states = [transfer.state]
+    while states[-1] != "DONE":
+        states.append(transfer.poll())
+        time.sleep(0.0001)
+    assert "PROC" == states[0]
+    assert 100 == transfer.handles == transfer.posted
+    assert "DONE" == transfer.poll()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint64])
+def test_ids_may_be_any_integers(ranks: Pair, dtype: type) -> None:
+    """Integer arrays of any width, also with strides of their own, name the same descriptors."""
+    lists = ranks.lists([(0, 512, 512, 100)], [(0, 512, 512, 100)])
+    ids = np.arange(100).astype(dtype)[::2]
+    ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=10).wait()
+    assert np.array_equal(ranks.remote[1024:1536], ranks.local[1024:1536])
+    assert not ranks.local[512:1024].any()
+
+
+BAD_IDS = {
+    "wraps to 1 in 32 bits": (np.array([2**32 + 1]), r"local_ids\[0\]=4294967297: .*\[0, 4\)"),
+    "wraps to 1 in 64 bits": (np.array([2**64 - 1], np.uint64), r"\[0\]=18446744073709551615"),
+    "one too many": (np.array([0, 4]), r"local_ids\[1\]=4: wanted an id in \[0, 4\)"),
+    "negative": (np.array([1, 2, -1]), r"local_ids\[2\]=-1"),
+    "floats": (np.array([1.7]), r"local_ids='float64\(1,\)': wanted a one-dim.* integers"),
+    "bools": (np.array([True]), "bool"),
+    "a square": (np.array([[1]]), r"int64\(1, 1\)"),
+    "a list": ([1], "list"),
+    "another number": (np.array([0, 1]), "local_ids=2: wanted as many as remote_ids, 1"),
+    "twice": (np.array([1, 1]), "runs from 1 and 1.*no byte written twice"),
+    "the other row's bytes": (np.array([0, 3]), "runs from 0 and 3.*no byte written twice"),
+    "another length": (np.array([2]), r"local_ids\[0\]='2 \(64 B\)': .* 512 B of remote id 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_IDS)
+def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -> None:
+    """What nixl would truncate, wrap or overwrite in any order is a `SpecError` with the value."""
+    ids, words = BAD_IDS[case]
+    local, remote = ranks.lists(
+        [(0, 512, 512, 2), (8192, 64, 64, 1), (256, 512, 512, 1)], [(0, 512, 512, 9)]
+    )
+    count = 1 if case == "another number" else len(ids)
+    with pytest.raises(SpecError, match=words):
+        ranks.mine.read(local, ids, remote, np.arange(count), request="r", timeout=1)
+    assert not ranks.local.any()
+    assert ranks.mine.live_handles == 0
+
+
+def test_a_source_may_be_named_twice(ranks: Pair) -> None:
+    """Only destinations must differ: the remote side of a write, the local side of a read."""
+    local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    one, other = np.array([1, 1]), np.array([2, 3])
+    ranks.mine.write(local, one, remote, other, request="w", timeout=5).wait()
+    ranks.mine.read(local, other, remote, one, request="r", timeout=5).wait()
+    with pytest.raises(SpecError, match="remote_ids='runs from 1 and 1'"):
+        ranks.mine.write(local, other, remote, one, request="w", timeout=5)
+
+
+@pytest.mark.parametrize("rows", [[(0, 512, 512, 4)], []])
+def test_no_ids_are_done_at_once(ranks: Pair, rows: list[tuple[int, ...]]) -> None:
+    """An empty transfer, even over empty lists, is complete without a handle."""
+    lists = [
+        ranks.mine.prepare(table(ranks.local.ctypes.data, rows).reshape(-1, 5)),
+        ranks.mine.prepare(table(ranks.remote.ctypes.data, rows).reshape(-1, 5), peer=ranks.peer),
+    ]
+    none = np.array([], np.int32)
+    transfer = ranks.mine.read(lists[0], none, lists[1], none, request="r", timeout=0)
+    assert ("DONE", 0, 0) == (transfer.state, transfer.handles, transfer.nbytes)
+    transfer.wait()
+    assert transfer.poll() == "DONE"
+
+
+HIGH = 2**63
+BAD_ROWS = {
+    "no length": ((8, 0, 0, 8, 1), "wanted length >= 1"),
+    "no count": ((8, 8, 0, 8, 0), "wanted 1 <= count"),
+    "count of 2**31": ((8, 8, 0, 8, 2**31), "wanted 1 <= count"),
+    "stride under length": ((8, 8, 0, 7, 2), "wanted stride >= length where count > 1"),
+    "device": ((8, 8, 2**31, 8, 1), r"wanted device < 2\*\*31"),
+    "end at 2**63": ((HIGH - 8, 8, 0, 8, 1), r"below 2\*\*63"),
+    "end wraps at 2**64": ((2**64 - 8, 16, 0, 16, 1), r"below 2\*\*63"),
+    "length wraps at 2**64": ((4096, 2**64 - 8, 0, 2**64 - 8, 1), r"below 2\*\*63"),
+    "strides wrap at 2**64": ((4096, 8, 0, 2**33, 2**31 - 1), r"2147483647 x 8 B from 0x1000 e"),
+    "one stride wraps": ((4096, 8, 0, 2**64 - 4096, 2), r"rows\[1\]=.*below 2\*\*63"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None:
+    """Each wrong number of a row is found on either side, wherever the row stands."""
+    row, words = BAD_ROWS[case]
+    good = (ranks.local.ctypes.data, 8, 0, 8, 1)
+    with pytest.raises(SpecError, match=words) as caught:
+        ranks.mine.prepare(
+            np.array([good, row], np.uint64), peer=ranks.peer if side == "remote" else None
+        )
+    assert caught.value.field == "rows[1]"
+
+
+def test_rows_are_nothing_but_an_n_by_5_array_of_uint64(ranks: Pair) -> None:
+    """Other dtypes, shapes and types, unknown memory types and 2**31 ids are refused."""
+    good = table(ranks.local.ctypes.data, [(0, 8, 8, 1)])
+    for bad, words in (
+        (good.astype(np.int64), "rows='int64'"),
+        (good[:, :3], r"rows=\(1, 3\)"),
+        (good[0], r"rows=\(5,\)"),
+        (good.tolist(), "rows='list'"),
+        (np.array([(8, 1, 0, 1, 2**30)] * 2, np.uint64), "2147483648 ids"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            ranks.mine.prepare(bad)
+    with pytest.raises(SpecError, match="memory_type='HBM': wanted DRAM or VRAM"):
+        ranks.mine.prepare(good, "HBM")
+
+
+def test_prepared_rows_do_not_follow_the_callers_array(ranks: Pair) -> None:
+    """Rows are copied: changing them afterwards changes nothing."""
+    rows = table(ranks.local.ctypes.data, [(0, 512, 512, 4)])
+    prepared = ranks.mine.prepare(rows)
+    rows[:] = 0
+    assert 512 == int(prepared.rows.length[0])
+
+
+@pytest.mark.parametrize(
+    "row", [(-8, 16, 16, 1), (SIZE - 8, 16, 16, 1), (0, 8, SIZE, 2)], ids=["before", "past", "last"]
+)
+def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int, ...]) -> None:
+    """Of this rank's rows the row and the nearest region are named, of a peer's what to do."""
+    base = ranks.local.ctypes.data
+    words = rf"rows\[1\].* from {base + row[0]:#x} .*nearest: DRAM \[{base:#x}"
+    with pytest.raises(TransferError, match=words) as caught:
+        ranks.mine.prepare(table(base, [(0, 8, 8, 1), row]))
+    assert caught.value.state == "not_registered"
+    with pytest.raises(TransferError, match="prepare failed: NotFound") as caught:
+        ranks.mine.prepare(table(ranks.remote.ctypes.data, [row]), peer=ranks.peer)
+    assert ("not_registered", ranks.peer) == (caught.value.state, caught.value.rank)
+    with pytest.raises(TransferError, match="not inside registered VRAM memory; nearest: nothing"):
+        ranks.mine.prepare(table(base, [(0, 8, 8, 1)]), "VRAM")
+
+
+def test_each_byte_is_registered_once() -> None:
+    """Repeated and contained memories are covered; any other overlap is refused with both."""
+    array = np.zeros(8192, np.uint8)
+    at = array.ctypes.data
+    with NixlRank(polled=True) as rank:
+        rank.register([Bytes(at + 64, 64), Bytes(at, 4096), Bytes(at, 4096)], array)
+        rank.register([memory(array[:4096]), Bytes(at + 4000, 96)])
+        assert [4096, 1] == sorted(
+            (each.end - each.address for each in rank._extents), reverse=True
+        )
+        rank.register([Bytes(at + 4096, 64)])
+        assert 3 == len(rank._extents) == len(rank._registered)  # one is the probe
+        for bad in (Bytes(at + 4000, 97), Bytes(at, 8192), Bytes(at - 8, 16), Bytes(at + 4100, 64)):
+            with pytest.raises(SpecError, match=r"memories=.*wanted no overlap with"):
+                rank.register([bad])
+        assert 3 == len(rank._extents)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (Bytes(0, 8), r"memories\[0\].address=0"),
+        (Bytes(8, 0), r"memories\[0\].length=0"),
+        (Bytes(2**63 - 8, 8), r"length=8: wanted an int in \[1, 8\)"),
+        (Bytes(8, np.True_), r"length=np.True_: wanted an int"),
+        (Bytes(8, 8, "HBM"), "memory_type='HBM'"),
+        (Bytes(8, 8, "DRAM", -1), "device=-1"),
+    ],
+)
+def test_impossible_memory_is_refused(ranks: Pair, bad: Bytes, words: str) -> None:
+    """Addresses, lengths, types and devices are checked before nixl sees them."""
+    with pytest.raises(SpecError, match=words):
+        ranks.mine.register([bad])
+
+
+def test_the_owner_of_memory_lives_until_the_rank_is_closed() -> None:
+    """Registered bytes cannot be freed under nixl, and are freed after it."""
+
+    class Storage:
+        bytes = np.zeros(64, np.uint8)
+
+    owner = Storage()
+    alive = weakref.ref(owner)
+    with NixlRank(polled=True) as rank:
+        rank.register([memory(owner.bytes)], owner)
+        del owner
+        gc.collect()
+        assert alive() is not None
+    gc.collect()
+    assert alive() is None
+
+
+def test_metadata_registered_later_is_added_by_connecting_again(ranks: Pair) -> None:
+    """The same peer's newer metadata makes its newer memory reachable."""
+    more = np.ones(4096, np.uint8)
+    ranks.theirs.register([memory(more)], more)
+    rows = table(more.ctypes.data, [(0, 4096, 4096, 1)])
+    with pytest.raises(TransferError, match="NotFound"):
+        ranks.mine.prepare(rows, peer=ranks.peer)
+    assert ranks.peer == ranks.mine.connect(ranks.theirs.metadata())
+    remote = ranks.mine.prepare(rows, peer=ranks.peer)
+    local = ranks.mine.prepare(table(ranks.local.ctypes.data, [(0, 4096, 4096, 1)]))
+    one = np.array([0])
+    ranks.mine.read(local, one, remote, one, request="r", timeout=5).wait()
+    assert ranks.local[:4096].all()
+
+
+def forged(metadata: bytes, name: bytes) -> bytes:
+    """Return sealed *metadata* with another name on its envelope."""
+    it = nixl_checks.unseal(metadata)
+    body = nixl_checks._HEAD.pack(len(name), it.probe) + name + it.metadata
+    return nixl_checks._MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def test_damaged_metadata_is_refused_and_leaves_nothing_behind() -> None:
+    """Any cut or any changed byte is a `WireError`, after which the whole metadata still loads."""
+    with NixlRank(polled=True) as mine, NixlRank() as theirs:
+        metadata = theirs.metadata()
+        for damaged in (
+            b"",
+            b"rubbish" * 99,
+            "text",
+            metadata + b"\0",
+            *(metadata[:n] for n in range(0, len(metadata), 7)),
+            *(
+                metadata[:n] + bytes([metadata[n] ^ 1]) + metadata[n + 1 :]
+                for n in range(len(metadata))
+            ),
+        ):
+            with pytest.raises(WireError, match=r"metadata.*wanted"):
+                mine.connect(damaged)
+        with pytest.raises(WireError, match=r"metadata.name: got b'\\xff'"):
+            mine.connect(forged(metadata, b"\xff"))
+        with pytest.raises(WireError, match=r"metadata.name: got .*, wanted 'somebody'"):
+            mine.connect(forged(metadata, b"somebody"))
+        with pytest.raises(TransferError, match="connect failed: Mismatch"):
+            mine.connect(Introduction(name="somebody", metadata=b"not nixl's", probe=8).seal())
+        assert () == mine.peers
+        assert theirs.name == mine.connect(metadata)
+
+
+def test_a_rank_does_not_connect_to_itself(ranks: Pair) -> None:
+    """Its own metadata is told from a peer's."""
+    with pytest.raises(TransferError, match=r"own name.*metadata of a peer") as caught:
+        ranks.mine.connect(ranks.mine.metadata())
+    assert caught.value.state == "stale_peer"
+
+
+def test_names_are_unique_while_they_live() -> None:
+    """A name is free again after `close`; default names never meet."""
+    with NixlRank("one", polled=True), NixlRank(prefix="p-", polled=True) as other:
+        assert other.name.startswith("p-")
+        with pytest.raises(SpecError, match=r"name='one'.*live rank"):
+            NixlRank("one", polled=True)
+        for bad in ({"name": ""}, {"name": "x", "prefix": "y"}):
+            with pytest.raises(SpecError, match="not both"):
+                NixlRank(**bad)
+    NixlRank("one", polled=True).close()
+
+
+def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
+    """Old lists say so; a connection made anew moves bytes again."""
+    ids = np.arange(4)
+    local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    ranks.mine.disconnect(ranks.peer)
+    with pytest.raises(TransferError, match="was released") as caught:
+        ranks.mine.read(local, ids, remote, ids, request="r", timeout=1)
+    assert caught.value.state == "closed"
+    for use in (
+        lambda: ranks.mine.disconnect(ranks.peer),
+        lambda: ranks.mine.notify(ranks.peer, b"x"),
+        lambda: ranks.mine.prepare(table(8, [(0, 8, 8, 1)]), peer=ranks.peer),
+    ):
+        with pytest.raises(TransferError, match="is not connected") as caught:
+            use()
+        assert caught.value.state == "stale_peer"
+    ranks.mine.connect(ranks.theirs.metadata())
+    local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    ranks.mine.read(local, ids, remote, ids, request="r", timeout=5).wait()
+    assert np.array_equal(ranks.remote[:2048], ranks.local[:2048])
+
+
+def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
+    """Swapped sides, foreign lists and things that are no list are refused."""
+    ids = np.arange(4)
+    local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    foreign = ranks.theirs.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
+    for sides, words in (
+        ((remote, local), "wanted a list prepared for the local side"),
+        ((local, local), "wanted a list prepared for the remote side"),
+        ((local, None), "remote=None"),
+        ((foreign, remote), "the list of .* was given to"),
+    ):
+        with pytest.raises(KVSpecError, match=words):
+            ranks.mine.read(sides[0], ids, sides[1], ids, request="r", timeout=1)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), True, "1", None])
+def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
+    """No wait is for ever."""
+    ids = np.arange(4)
+    local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    with pytest.raises(SpecError, match="timeout"):
+        ranks.mine.read(local, ids, remote, ids, request="r", timeout=timeout)
+    with pytest.raises(SpecError, match="request=7: wanted a str"):
+        ranks.mine.read(local, ids, remote, ids, request=7, timeout=1)
+    with pytest.raises(SpecError, match="timeout"):
+        ranks.mine.wait_notification(b"x", timeout)
+
+
+def test_a_transfer_that_is_late_posts_no_more(
+    ranks: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past its deadline a transfer fails, even when the next piece would be quick."""
+    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
+    ids = np.arange(100)
+    lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
+    transfer = ranks.mine.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
+    with pytest.raises(TransferError, match=r"not done after 0.0 s: .* of 100 pieces") as caught:
+        transfer.wait()
+    assert ("late", "timeout") == (caught.value.request, caught.value.state)
+    assert not ranks.local[-1024 * 50 :].any()
+
+
+def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
+    """A wait takes what equals its bytes; the rest stays, in order, greetings aside."""
+    with NixlRank(polled=True) as third:
+        third.connect(ranks.theirs.metadata())
+        sent = [b"plan 1", b"plan 10", b"plan", b"", b"plan 1", bytes(range(256)) * 256]
+        for payload in sent:
+            ranks.mine.notify(ranks.peer, payload)
+        third.notify(ranks.theirs.name, b"plan 1")
+        mine, theirs = ranks.mine.name, ranks.theirs
+        assert third.name == theirs.wait_notification(b"plan 1", 5, peer=third.name)
+        assert mine == theirs.wait_notification(b"plan", 5)
+        assert mine == theirs.wait_notification(sent[-1], 5)
+        rest = []
+        while len(rest) < 4:
+            rest += theirs.notifications()
+        assert [(mine, each) for each in (b"plan 1", b"plan 10", b"", b"plan 1")] == rest
+        with pytest.raises(TransferError, match=r"no notification b'plan 2' in 0.05 s") as caught:
+            theirs.wait_notification(b"plan 2", 0.05)
+        assert caught.value.state == "timeout"
+        assert theirs.notifications() == []
+
+
+def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
+    """Text, too many bytes and the greeting's own bytes are refused."""
+    for bad, words in (
+        ("text", "payload='str': wanted bytes"),
+        (bytes(65537), "payload='65537 bytes'"),
+        (HELLO, "and not b'kvspec"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            ranks.mine.notify(ranks.peer, bad)
+
+
+def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crashes after `close`: each use is an error, closing again is not."""
+    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
+    ids = np.arange(100)
+    local, remote = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
+    rank = ranks.mine
+    going = rank.read(local, ids, remote, ids, request="going", timeout=5)
+    assert going.state == "PROC"
+    rank.close()
+    for use in (
+        rank.metadata,
+        rank.notifications,
+        rank.reap,
+        going.poll,
+        going.wait,
+        local.release,
+        lambda: rank.register([memory(ranks.local)]),
+        lambda: rank.connect(ranks.theirs.metadata()),
+        lambda: rank.disconnect(ranks.peer),
+        lambda: rank.notify(ranks.peer, b"x"),
+        lambda: rank.wait_notification(b"x", 1),
+        lambda: rank.prepare(table(8, [(0, 8, 8, 1)])),
+        lambda: rank.read(local, ids, remote, ids, request="r", timeout=1),
+    ):
+        with pytest.raises(TransferError, match="closed") as caught:
+            use()
+        assert caught.value.state == "closed"
+    assert ("closed", 0, ()) == (going.state, rank.live_handles, rank.quarantined)
+    rank.close()
+
+
+def test_transfers_leave_nothing_behind(ranks: Pair) -> None:
+    """Handles and file descriptors are where they were after twenty transfers."""
+    ids = np.arange(160)
+    lists = ranks.lists(LOCAL, REMOTE)
+    for turn in range(22):
+        if turn == 2:
+            before = open_files()
+        ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=5).wait()
+        ranks.mine.notify(ranks.peer, b"done")
+    assert before == open_files()
+    assert (0, set()) == (ranks.mine.live_handles, ranks.mine._transfers)
+
+
+def test_closing_gives_every_descriptor_of_the_process_back() -> None:
+    """Making and closing ranks does not grow the process."""
+    counts = []
+    for _ in range(3):
+        with NixlRank(polled=True) as mine, NixlRank() as theirs:
+            Pair(mine, theirs)
+        counts.append(open_files())
+    assert counts[1] == counts[2]
+
+
+def test_an_idle_rank_does_not_spin() -> None:
+    """The progress thread of a rank that waits takes a small part of a core."""
+    with NixlRank():
+        time.sleep(0.1)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.25
+
+
+def test_threads_share_a_rank(ranks: Pair) -> None:
+    """Reading, registering and notifying at once neither fails nor mixes bytes."""
+    lists = ranks.lists([(0, 512, 512, 1600)], [(0, 512, 512, 1600)])
+    failures: list[BaseException] = []
+
+    def run(work: int) -> None:
+        try:
+            ids = np.arange(400) + 400 * work
+            for turn in range(10):
+                move = ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=20)
+                extra = np.zeros(64, np.uint8)
+                ranks.mine.register([memory(extra)], extra)
+                ranks.mine.notify(ranks.peer, b"%d %d" % (work, turn))
+                move.wait()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert np.array_equal(ranks.remote[: 1600 * 512], ranks.local[: 1600 * 512])
+    for work in range(4):
+        ranks.theirs.wait_notification(b"%d 9" % work, 5)
+
+
+def test_every_fault_has_its_advice() -> None:
+    """Whatever nixl says is mapped to a state, and every state says what to do."""
+    kinds = {*nixl_agent._KINDS.values(), *nixl_agent._KINDS_OF_STEP.values()}
+    assert kinds <= set(nixl_agent.STATES)
+    nb = nixl_agent.bindings()
+    words = {
+        nixl_agent.kind_of(each()) for name, each in vars(nb).items() if name.endswith("Error")
+    }
+    ours = {"InvalidParam", "Mismatch", "RepostActive", "NotPosted", "NotAllowed", "NotSupported"}
+    assert words == {*nixl_agent._KINDS, *ours, "NoTelemetry"}
+
+
+def test_the_package_follows_the_environment_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`KVSPEC_NIXL_PACKAGE` wins, then what is loaded, then torch's CUDA, then the newest."""
+    monkeypatch.delenv("KVSPEC_NIXL_PACKAGE", raising=False)
+    assert nixl_agent.package_names() == ("nixl_cu13",)  # the other tests have loaded it
+    for name in nixl_agent.PACKAGES:
+        monkeypatch.delitem(sys.modules, f"{name}._bindings", raising=False)
+    for cuda, names in (("12.8", ("nixl_cu12",)), (None, ("nixl_cu13", "nixl_cu12"))):
+        version = type("version", (), {"cuda": cuda})
+        monkeypatch.setitem(sys.modules, "torch", type("torch", (), {"version": version}))
+        assert names == nixl_agent.package_names()
+    monkeypatch.setenv("KVSPEC_NIXL_PACKAGE", "nixl_nowhere")
+    with pytest.raises(
+        TransferError, match=r"nixl_nowhere.*pip install 'kvspec\[nixl\]'"
+    ) as caught:
+        NixlRank("never made")
+    assert caught.value.state == "unavailable"
+    monkeypatch.delenv("KVSPEC_NIXL_PACKAGE")
+
+
+def test_neither_nixl_nor_torch_is_imported_early() -> None:
+    """Importing the module loads nothing; making a rank loads the bindings and no torch."""
+    code = (
+        "import sys, kvspec.nixl as n\n"
+        "loaded = lambda: sorted({'nixl', 'nixl_cu13', 'torch'} & set(sys.modules))\n"
+        "first = loaded(); n.NixlRank(polled=True).close(); print(first, loaded())"
+    )
+    done = subprocess.run(  # noqa: S603 - our own interpreter and code
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(kvspec.__file__).parents[1])},
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("[] ['nixl_cu13']\n")

@@ -1,0 +1,288 @@
+"""Ranks in different processes: killed, stopped, forked, and moving bytes meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec.errors import TransferError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+
+from nixl_worker import BLOCK, BLOCKS, SIZE, memory, pattern, rows
+
+from kvspec.nixl import NixlRank, Prepared, Transfer
+
+pytestmark = pytest.mark.nixl
+WORKER = Path(__file__).with_name("nixl_worker.py")
+REPO = Path(kvspec.__file__).parents[1]
+
+
+class Worker:
+    """A child process with one rank whose storage holds `pattern(seed)`."""
+
+    def __init__(self, seed: int, name: tuple[str, ...], tls: str) -> None:
+        self.pipe, theirs = Pipe()
+        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and file
+            [sys.executable, str(WORKER), str(theirs.fileno()), str(seed), *name],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(REPO), "UCX_TLS": tls},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def introduce(self) -> tuple[bytes, int]:
+        """Return its metadata and the address of its storage."""
+        metadata, address = self.receive()
+        return metadata, address
+
+    def ask(self, *command: object) -> Any:
+        """Return its answer to *command*."""
+        self.pipe.send(command)
+        return self.receive()
+
+    def receive(self) -> Any:
+        """Return what it sends, within 20 s."""
+        assert self.pipe.poll(20), "the worker is silent"
+        return self.pipe.recv()
+
+    def stop(self) -> None:
+        """Stop it, and wait until its last thread stands."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def go_on(self) -> None:
+        """Let it go on."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def leave(self) -> int:
+        """Let it close its rank and exit; return its exit status."""
+        self.pipe.close()
+        return self.process.wait(20)
+
+
+@contextlib.contextmanager
+def worker(seed: int = 1, *name: str, tls: str = "all") -> Iterator[Worker]:
+    """Run a `Worker`, and end it whatever happens."""
+    made = Worker(seed, name, tls)
+    try:
+        yield made
+    finally:
+        made.kill()
+        made.pipe.close()
+
+
+class Side:
+    """The rank of the process that runs the test, its storage, and lists for one worker."""
+
+    def __init__(self, rank: NixlRank, metadata: bytes, address: int) -> None:
+        self.rank = rank
+        self.storage = np.zeros(SIZE, np.uint8)
+        rank.register([memory(self.storage)], owner=self.storage)
+        self.peer = rank.connect(metadata)
+        self.local = rank.prepare(rows(self.storage.ctypes.data))
+        self.remote: Prepared = rank.prepare(rows(address), peer=self.peer)
+
+    def read(self, timeout: float = 10.0, request: str = "r") -> Transfer:
+        """Start reading every block."""
+        ids = np.arange(BLOCKS)
+        return self.rank.read(self.local, ids, self.remote, ids, request=request, timeout=timeout)
+
+    def blocks(self) -> np.ndarray:
+        """Return the bytes of the blocks, without the gaps."""
+        return blocks(self.storage)
+
+
+def blocks(storage: np.ndarray) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Return the bytes of the blocks of *storage*, without the gaps."""
+    return storage.reshape(BLOCKS, 2, BLOCK)[:, 0]
+
+
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make agents move data over sockets, so that a stopped peer stops the data."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    return "tcp"
+
+
+def reaped(rank: NixlRank, seconds: float = 10.0) -> tuple[Transfer, ...]:
+    """Reap until something comes back."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if done := rank.reap():
+            return done
+        time.sleep(0.01)
+    return ()
+
+
+def test_two_processes_move_exact_bytes_and_notify_afterwards() -> None:
+    """A read and a write over strided rows move the blocks and nothing between them."""
+    with worker() as child, NixlRank(polled=True) as rank:
+        side = Side(rank, *child.introduce())
+        side.read().wait()
+        wanted = np.zeros(SIZE, np.uint8)
+        blocks(wanted)[:] = blocks(pattern(1))
+        assert wanted.tobytes() == side.storage.tobytes()
+        side.storage[:] = pattern(2)
+        ids = np.array([5, 6, 7, 20])
+        order = rank.write(side.local, ids, side.remote, ids[::-1], request="w", timeout=5)
+        order.wait()
+        rank.notify(side.peer, b"plan 7")
+        assert rank.name == child.ask("wait", b"plan 7")
+        there = pattern(1)
+        blocks(there)[ids[::-1]] = blocks(pattern(2))[ids]
+        assert there.tobytes() == child.ask("storage")
+        child.ask("notify", rank.metadata(), rank.name)
+        assert side.peer == rank.wait_notification(b"from the worker", 5.0)
+        assert 0 == child.leave()
+
+
+def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> None:
+    """The deadline holds although nothing fails; nothing is released while it is in flight."""
+    with worker() as child, NixlRank() as rank:
+        side = Side(rank, *child.introduce())
+        side.read().wait()
+        child.stop()
+        rank.notify(side.peer, b"x")  # from here on, reads wait for the peer's progress
+        began = time.monotonic()
+        transfer = side.read(0.5, "late")
+        with pytest.raises(TransferError, match=r"not done after 0.5 s.*quarantine") as caught:
+            transfer.wait()
+        assert 0.4 < time.monotonic() - began < 5
+        told = caught.value
+        assert (side.peer, "late", "timeout") == (told.rank, told.request, told.state)
+        assert (transfer,) == rank.quarantined
+        assert (1, 1) == (rank.live_handles, transfer.live_handles)
+        assert () == rank.reap()
+        with pytest.raises(TransferError, match="not done after"):
+            transfer.poll()
+        with pytest.raises(TransferError, match=r"late.*not over") as caught:
+            rank.disconnect(side.peer)
+        assert "busy" == caught.value.state
+        child.go_on()
+        assert (transfer,) == reaped(rank)
+        assert ((), 0, "timeout") == (rank.quarantined, rank.live_handles, transfer.state)
+        side.storage[:] = 0
+        side.read().wait()
+        assert np.array_equal(blocks(pattern(1)), side.blocks())
+
+
+def test_a_polled_rank_proves_the_connection_or_says_that_it_does_not_stand() -> None:
+    """Connecting to a silent peer ends at the deadline; the attempt is in quarantine."""
+    with worker() as child, NixlRank(polled=True) as rank:
+        metadata, _ = child.introduce()
+        child.stop()
+        with pytest.raises(TransferError, match=r"not done after 0.3 s") as caught:
+            rank.connect(metadata, timeout=0.3)
+        peer = caught.value.rank
+        assert ("connect", "timeout") == (caught.value.request, caught.value.state)
+        assert ["connect"] == [each.request for each in rank.quarantined]
+        child.go_on()
+        assert ["connect"] == [each.request for each in reaped(rank)]
+        rank.notify(peer, b"now it does")
+        assert rank.name == child.ask("wait", b"now it does")
+
+
+def test_closing_the_rank_is_the_abort(tcp: str) -> None:
+    """After `close` no byte of a quarantined read arrives, however long the peer lives."""
+    with worker(tls=tcp) as child:
+        metadata, address = child.introduce()
+        rank = NixlRank()
+        side = Side(rank, metadata, address)
+        child.stop()
+        transfer = side.read(0.3)
+        with pytest.raises(TransferError, match="quarantine"):
+            transfer.wait()
+        before = side.storage.copy()
+        assert not np.array_equal(blocks(pattern(1)), side.blocks())
+        rank.close()
+        assert 0 == transfer.live_handles == rank.live_handles
+        child.go_on()
+        time.sleep(0.5)
+        assert np.array_equal(before, side.storage)
+
+
+def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
+    """Every use of a dead peer says "peer_lost" long before the deadline."""
+    with NixlRank() as rank:
+        with worker() as child:
+            side = Side(rank, *child.introduce())
+            side.read().wait()
+            child.kill()
+            began = time.monotonic()
+            with pytest.raises(TransferError, match="RemoteDisconnect") as caught:
+                side.read(20.0, "dead").wait()
+            assert time.monotonic() - began < 5
+            told = caught.value
+            assert (side.peer, "dead", "peer_lost") == (told.rank, told.request, told.state)
+            assert ((), 0) == (rank.quarantined, rank.live_handles)
+            with pytest.raises(TransferError, match="notify failed") as caught:
+                rank.notify(side.peer, b"hello?")
+            assert "peer_lost" == caught.value.state
+            rank.disconnect(side.peer)
+            assert () == rank.peers
+        with worker(seed=3) as child:
+            side = Side(rank, *child.introduce())
+            side.read().wait()
+            assert np.array_equal(blocks(pattern(3)), side.blocks())
+
+
+def test_a_peer_killed_in_the_middle_is_lost_and_leaves_nothing_in_flight(tcp: str) -> None:
+    """Handles of a dead peer end by themselves, so none needs quarantine."""
+    with worker(tls=tcp) as child, NixlRank() as rank:
+        side = Side(rank, *child.introduce())
+        child.stop()
+        transfer = side.read(20.0)
+        assert "PROC" == transfer.poll()
+        child.kill()
+        with pytest.raises(TransferError) as caught:
+            transfer.wait()
+        assert "peer_lost" == caught.value.state
+        assert ((), 0) == (rank.quarantined, rank.live_handles)
+
+
+def test_two_peers_of_one_name_collide_until_the_first_is_disconnected() -> None:
+    """A restarted peer that kept its name is stale, not silently the old one."""
+    with worker(1, "twin") as one, worker(2, "twin") as two, NixlRank() as rank:
+        first, second = one.introduce(), two.introduce()
+        side = Side(rank, *first)
+        with pytest.raises(TransferError, match=r"NotAllowed.*no longer") as caught:
+            rank.connect(second[0])
+        assert "stale_peer" == caught.value.state
+        side.read().wait()
+        assert np.array_equal(blocks(pattern(1)), side.blocks())
+        rank.disconnect("twin")
+        side = Side(rank, *second)
+        side.read().wait()
+        assert np.array_equal(blocks(pattern(2)), side.blocks())
+
+
+def test_a_fork_is_refused_and_does_not_hurt_its_parent() -> None:
+    """The child is told so, leaves through the normal exit, and the parent goes on."""
+    with worker() as child, NixlRank() as rank:
+        side = Side(rank, *child.introduce())
+        assert "forked 7" == child.ask("fork")
+        side.read().wait()
+        assert np.array_equal(blocks(pattern(1)), side.blocks())
+        assert 0 == child.leave()
