@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan
 from kvspec.slices import TPTransferSlice
@@ -35,16 +37,10 @@ def _slice_bytes(spec: LayerSpec, each: TPTransferSlice, num_tokens: int) -> int
             moves = live and live.start // spec.block_size % step == first
             total += units * part.states * part.content_bytes if moves else 0
             continue
-        tokens = len(live)
-        if step > 1:
-            blocks = range(live.start // spec.block_size, -(-live.stop // spec.block_size))
-            mine = (
-                range(block * spec.block_size, (block + 1) * spec.block_size)
-                for block in blocks
-                if block % step == first
-            )
-            tokens = sum(max(0, min(b.stop, live.stop) - max(b.start, live.start)) for b in mine)
-        total += units * tokens * part.content_bytes // part.tokens_per_state
+        tokens = np.arange(live.start, live.stop)
+        tokens = tokens[tokens // spec.block_size % step == first]
+        rows = len(np.unique(tokens // part.tokens_per_state))
+        total += units * rows * part.content_bytes
     return total
 
 
