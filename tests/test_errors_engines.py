@@ -1,0 +1,453 @@
+"""Refusals of layouts, groups, engines, deals and pairs of engines, by their words.
+
+A description that is impossible is a `SpecError`; two engines that do not fit are a
+`MismatchError` that lists every differing field with both values and the reason.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+
+import kvspec
+from kvspec import RankId
+
+GQA: dict[str, Any] = {
+    "block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16",
+}  # fmt: skip
+FULL = kvspec.FullAttentionSpec(**GQA)
+PADDED = kvspec.FullAttentionSpec(**GQA, page_size_padded=1024)
+WINDOW = kvspec.SlidingWindowSpec(**GQA, sliding_window=4)
+CHUNKED = kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=4)
+MLA = kvspec.MLAAttentionSpec(block_size=4, head_size=8, dtype="bfloat16")
+TWO = kvspec.UniformTypeKVCacheSpecs(
+    specs={"a": FULL, "b": attrs.evolve(FULL, total_num_kv_heads=2)}
+)
+ROWS = kvspec.UniformTypeKVCacheSpecs(
+    specs={"a": FULL, "b": attrs.evolve(FULL, tokens_per_state=2)}
+)
+LAYOUT = "the letters L, B, H, N, C, optionally K, each once, outermost first, C last"
+SUCH_AS = (
+    f"{LAYOUT}, such as LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC, LKBNHC, LBKNHC, LBKHNC, BLKHNC"
+)
+
+
+def group(
+    *layers: Any, name: Any = "g", spec: Any = FULL, layout: Any = None
+) -> kvspec.KVCacheGroup:
+    """Return a group of *layers*, "l" unless given."""
+    return kvspec.KVCacheGroup(name=name, layers=layers or ("l",), spec=spec, layout=layout)
+
+
+def engine(*groups: Any, layout: Any = "LBHNC", **sizes: Any) -> kvspec.EngineSpec:
+    """Return an engine of *groups*, one of one layer unless given, with parallel *sizes*."""
+    parallel = kvspec.ParallelConfig(**sizes)
+    return kvspec.EngineSpec(groups=groups or (group(),), parallel=parallel, layout=layout)
+
+
+def state(**sizes: Any) -> kvspec.MambaSpec:
+    """Return a Mamba2 state of two heads with *sizes* of its own."""
+    base: dict[str, Any] = {
+        "num_heads": 2, "head_dim": 2, "n_groups": 1, "state_size": 2, "conv_kernel": 2,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    return kvspec.MambaSpec.mamba2(**base | sizes)
+
+
+def opaque(**sizes: Any) -> kvspec.MambaSpec:
+    """Return a state of one part "p" of four units with *sizes* of its own."""
+    base: dict[str, Any] = {
+        "name": "p", "units": 4, "states": 1, "content_bytes": 1, "tokens_per_state": 0,
+    }  # fmt: skip
+    return kvspec.MambaSpec(state_parts=(kvspec.Part(**base | sizes),))
+
+
+def refusal(call: Callable[[], object], kind: type[Exception]) -> Any:
+    """Return the error of *kind* that *call* raises; it survives a pickle."""
+    with pytest.raises(kind) as caught:
+        call()
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
+    assert (type(caught.value), str(caught.value)) == (type(again), str(again))
+    return caught.value
+
+
+def words(call: Callable[[], object]) -> str:
+    """Return the message of the `SpecError` that *call* raises."""
+    return str(refusal(call, kvspec.SpecError))
+
+
+def silent(reason: str) -> pytest.MarkDecorator:
+    """Mark a case that is not refused yet, or not in these words."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["LBHN", "LBHNCC", "LBHHNC", "LBHNCB", "LBXNC", "LBKKHNC", "KC", "", "lbhnc", "nhd", "LBHNC ",
+     3, b"LBHNC", ("L", "B", "H", "N", "C")],
+)  # fmt: skip
+def test_a_layout_has_each_letter_once(layout: Any) -> None:
+    """Missing, doubled and unknown letters and other types are refused, on engines and groups."""
+    assert f"layout={layout!r}: wanted {SUCH_AS}" == words(lambda: engine(layout=layout))
+    wanted = f"groups['g'].layout={layout!r}: wanted {SUCH_AS}"
+    assert wanted == words(lambda: group(layout=layout))
+
+
+@pytest.mark.parametrize("layout", ["CLBHN", "LBHCN", "LBKHCN"])
+def test_content_is_the_last_letter(layout: str) -> None:
+    """Content that is not contiguous is no layout."""
+    wanted = f"{LAYOUT}: content is contiguous in every layout"
+    assert f"layout={layout!r}: wanted {wanted}" == words(lambda: engine(layout=layout))
+
+
+def test_an_engine_needs_a_layout() -> None:
+    """None stands for the engine's layout in a group only."""
+    assert f"layout=None: wanted {SUCH_AS}" == words(lambda: engine(layout=None))
+    assert group(layout=None).layout is None
+
+
+RANK = "RankId(pp={}, pcp={}, tp={}): wanted pp < 1, pcp < 1, tp < 2, none negative"
+COVER = "wanted equal or disjoint ranges that cover 0..4; units"
+
+
+def deal(*ranges: Any, units: Any = 4) -> object:
+    """Return a config of two TP ranks with an explicit deal."""
+    return kvspec.ParallelConfig(tp_size=2, unit_deals={units: ranges})
+
+
+def blocks(num_blocks: Any, **given: Any) -> object:
+    """Allocate a cache of *num_blocks*."""
+    return kvspec.allocate(engine(), RankId(), num_blocks, **given)
+
+
+def at(rank: Any) -> object:
+    """Allocate a cache of rank *rank* of two."""
+    return kvspec.allocate(engine(tp_size=2), rank, 1)
+
+
+def cache(spec: kvspec.LayerSpec, layout: str) -> object:
+    """Allocate a cache of *spec* in *layout*."""
+    layers = spec.layers or ("a", "b")
+    return kvspec.allocate(engine(group(*layers, spec=spec), layout=layout), RankId(), 2)
+
+
+TWO_LAYERS = "groups['g'].layers={}: wanted the spec's ('a', 'b')"
+EACH_RANK = "wanted one range for each of the 2 TP ranks"
+SHORT = (range(2), range(2, 3))
+LONG = (range(2), range(2, 5))
+DOUBLE = (range(3), range(2, 4))
+THREE = (range(4), range(4), range(4))
+REFUSED: list[Any] = [
+    # groups
+    (lambda: group(name=""), "name='': wanted a group name"),
+    (lambda: group(name=None), "name=None: wanted a group name"),
+    (lambda: kvspec.KVCacheGroup(name="g", layers=(), spec=FULL),
+     "groups['g'].layers=(): wanted at least one layer name"),
+    (lambda: kvspec.KVCacheGroup(name="g", layers="l", spec=FULL),
+     "layers='l': wanted a sequence of layer names"),
+    (lambda: group("l", "m", "l"), "groups['g'].layers=('l', 'm', 'l'): wanted each layer once"),
+    (lambda: group(spec=None), "groups['g'].spec=None: wanted a spec of a kind of layer"),
+    (lambda: group(spec="full"), "groups['g'].spec='full': wanted a spec of a kind of layer"),
+    (lambda: group(spec=int), "groups['g'].spec=<class 'int'>: wanted a spec of a kind of layer"),
+    (lambda: group("a", spec=TWO), TWO_LAYERS.format("('a',)")),
+    (lambda: group("a", "c", spec=TWO), TWO_LAYERS.format("('a', 'c')")),
+    # engines
+    (lambda: kvspec.EngineSpec(groups=()), "groups=(): wanted at least one group"),
+    (lambda: engine("full"), "groups='full': wanted a KVCacheGroup"),
+    (lambda: engine(group("l"), group("m")), "groups='g': wanted group names that differ"),
+    (lambda: engine(group("l"), group("m", "l", name="h")),
+     "groups['h'].layers='l': wanted each layer in one group; it is in 'g' too"),
+    (lambda: engine().group("h"), "group='h': wanted one of g"),
+    # deals
+    (lambda: deal(*SHORT), f"unit_deals[4]={SHORT!r}: {COVER} range(3, 4) are missing"),
+    (lambda: deal(*DOUBLE), f"unit_deals[4]={DOUBLE!r}: {COVER} range(2, 3) are double"),
+    (lambda: deal(*LONG), f"unit_deals[4]={LONG!r}: {COVER} range(2, 5) are outside"),
+    (lambda: deal(*THREE[:1]), f"unit_deals[4]=(range(0, 4),): {EACH_RANK}"),
+    (lambda: deal(*THREE), f"unit_deals[4]={THREE!r}: {EACH_RANK}"),
+    (lambda: deal(range(0, 4, 2), range(1, 4, 2)),
+     "unit_deals[4]=range(0, 4, 2): wanted a range of step 1 with start >= 0"),
+    (lambda: deal(range(-1, 2), range(2, 4)),
+     "unit_deals[4]=range(-1, 2): wanted a range of step 1 with start >= 0"),
+    (lambda: deal((0, 2), (2, 4)),
+     "unit_deals[4]=(0, 2): wanted a range of step 1 with start >= 0"),
+    (lambda: deal(range(1), range(1), units=0), "unit_deals=0: wanted an int >= 1"),
+    (lambda: deal(range(1), range(1), units="k"), "unit_deals='k': wanted an int >= 1"),
+    (lambda: kvspec.plan_transfer(*[engine(
+        group(spec=state()), tp_size=2, unit_deals={4: (range(1), range(1, 4))})] * 2),
+     "unit_deals[4]=range(0, 1): wanted multiples of deal_in=2"),
+    # ranks
+    (lambda: at(RankId(tp=2)), "rank=" + RANK.format(0, 0, 2)),
+    (lambda: at(RankId(tp=-1)), "rank=" + RANK.format(0, 0, -1)),
+    (lambda: at(RankId(pp=1)), "rank=" + RANK.format(1, 0, 0)),
+    (lambda: at(RankId(pcp=1)), "rank=" + RANK.format(0, 1, 0)),
+    (lambda: at(0), "rank=0: wanted a RankId"),
+    (lambda: at((0, 0, 0)), "rank=(0, 0, 0): wanted a RankId"),
+    # blocks
+    *((lambda n=n: blocks(n), f"num_blocks['g']={n!r}: wanted an int >= 1")
+      for n in (0, -1, True, 1.5, None, "3")),
+    (lambda: blocks({"g": 0}), "num_blocks['g']=0: wanted an int >= 1"),
+    (lambda: blocks({"h": 1}), "num_blocks['g']=None: wanted an int >= 1"),
+    # pages in layouts
+    *((lambda x=x: cache(PADDED, x),
+       f"page_size_padded=1024: wanted no padding in layout {x}, or L and B outermost")
+      for x in ("LHBNC", "BHLNC", "HLBNC", "LNBHC", "LKBNHC", "KLBHNC", "BKLHNC")),
+    (lambda: cache(attrs.evolve(FULL, page_size_padded=511), "LBHNC"),
+     "page_size_padded=511: wanted at least the 512 bytes of the page"),
+    *((lambda x=x: cache(TWO, x),
+       f"layout={x!r}: wanted H inside LK, since heads (units) differ: [2, 4]")
+      for x in ("BHLNC", "HLBNC")),
+    (lambda: cache(ROWS, "BHNLC"),
+     "layout='BHNLC': wanted N inside LK, since states (tokens of a block) differ: [2, 4]"),
+    # plans
+    (lambda: kvspec.plan_transfer("p", engine()),  # type: ignore[arg-type]
+     "producer='p': wanted an EngineSpec"),
+    (lambda: kvspec.plan_transfer(engine(), None),  # type: ignore[arg-type]
+     "consumer=None: wanted an EngineSpec"),
+    (lambda: kvspec.plan_transfer(engine(), engine(), replicas="all"),  # type: ignore[arg-type]
+     "replicas='all': wanted one of spread, first, stripe"),
+    (lambda: kvspec.plan_transfer(engine(), engine()).traffic(-1),
+     "num_tokens=-1: wanted an int >= 0"),
+    (lambda: kvspec.plan_transfer(engine(), engine()).traffic(num_tokens=True),
+     "num_tokens=True: wanted an int >= 0"),
+]  # fmt: skip
+
+WEAK: list[tuple[str, Any, str]] = [
+    ("raw TypeError", lambda: kvspec.KVCacheGroup(name="g", layers=None, spec=FULL),  # type: ignore[arg-type]
+     "layers=None: wanted a sequence of layer names"),
+    ("'at least one' is not what is wrong", lambda: group(1),
+     "groups['g'].layers=1: wanted layer names, each a non-empty str"),
+    ("'at least one' is not what is wrong", lambda: group("l", ""),
+     "groups['g'].layers='': wanted layer names, each a non-empty str"),
+    ("raw TypeError", lambda: kvspec.EngineSpec(groups=None),  # type: ignore[arg-type]
+     "groups=None: wanted a sequence of KVCacheGroups"),
+    ("raw TypeError", lambda: kvspec.EngineSpec(groups=group()),  # type: ignore[arg-type]
+     f"groups={group()!r}: wanted a sequence of KVCacheGroups"),
+    ("says that a layer is in 'g' too, of 'g'", lambda: engine(*[group()] * 2),
+     "groups='g': wanted group names that differ"),
+    ("accepted", lambda: kvspec.EngineSpec(groups=(group(),), parallel=4),  # type: ignore[arg-type]
+     "parallel=4: wanted a ParallelConfig"),
+    ("accepted", lambda: kvspec.EngineSpec(groups=(group(),), parallel=None),  # type: ignore[arg-type]
+     "parallel=None: wanted a ParallelConfig"),
+    ("raw AttributeError", lambda: kvspec.ParallelConfig(unit_deals=None),  # type: ignore[arg-type]
+     "unit_deals=None: wanted a mapping from units to one range for each TP rank"),
+    ("raw TypeError", lambda: kvspec.ParallelConfig(unit_deals={4: None}),  # type: ignore[dict-item]
+     "unit_deals[4]=None: wanted one range for each of the 1 TP ranks"),
+    ("accepted, and no part is dealt so",
+     lambda: engine(tp_size=2, unit_deals={7: (range(3), range(3, 7))}),
+     "unit_deals=7: wanted the units of a part of the engine, one of 4"),
+    ("accepted", lambda: at(RankId(tp=True)), "rank.tp=True: wanted an int"),
+    ("raw TypeError", lambda: at(RankId(tp=1.0)),  # type: ignore[arg-type]
+     "rank.tp=1.0: wanted an int"),
+    ("raw TypeError", lambda: at(RankId(tp="1")),  # type: ignore[arg-type]
+     "rank.tp='1': wanted an int"),
+    ("accepted", lambda: blocks({"g": 1, "h": 2}),
+     "num_blocks=['h']: wanted groups of the engine: g"),
+    ("raw RuntimeError of torch", lambda: blocks(1, device="tpu"),
+     "device='tpu': wanted 'cpu' or a GPU such as 'cuda:0'"),
+    ("raw AttributeError", lambda: kvspec.allocate("e", RankId(), 1),  # type: ignore[arg-type]
+     "engine='e': wanted an EngineSpec"),
+    ("raw AttributeError", lambda: kvspec.mismatches("e", engine()),  # type: ignore[arg-type]
+     "ours='e': wanted an EngineSpec"),
+    *(("raw or accepted", lambda s=s: kvspec.plan_transfer(engine(tp_size=8), engine(), salt=s),
+       f"salt={s!r}: wanted an int >= 0") for s in ("x", 1.5, True)),
+]  # fmt: skip
+
+
+CASES = [
+    *(pytest.param(call, text, id=f"{i} {text[:40]}") for i, (call, text) in enumerate(REFUSED)),
+    *(
+        pytest.param(call, text, id=f"weak {i} {text[:40]}", marks=silent(why))
+        for i, (why, call, text) in enumerate(WEAK)
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "wanted"), CASES)
+def test_a_wrong_description_is_refused_in_words(call: Callable[[], object], wanted: str) -> None:
+    """Field, value and what was wanted are told, in these words."""
+    assert wanted == words(call)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "LBNHC", "LBKNHC", "BLKHNC"])
+def test_padding_is_accepted_where_a_page_lies_in_one_piece(layout: str) -> None:
+    """The refusals of padding are no broader than they must be."""
+    cache(PADDED, layout)
+
+
+@pytest.mark.parametrize(
+    ("ask", "field", "size"),
+    [("sources", "consumer", 1), ("notifies", "consumer", 1), ("targets", "producer", 2),
+     ("notifiers", "producer", 2)],
+)  # fmt: skip
+def test_a_plan_knows_its_ranks(ask: str, field: str, size: int) -> None:
+    """A rank that the engine on that side does not have is refused by the side's name."""
+    plan = kvspec.plan_transfer(engine(tp_size=2), engine())
+    for rank in (RankId(tp=size), RankId(tp=-1), RankId(pp=1), RankId(pcp=1)):
+        told = f"pp < 1, pcp < 1, tp < {size}, none negative"
+        assert f"{field}={rank!r}: wanted {told}" == words(lambda r=rank: getattr(plan, ask)(r))
+    assert f"{field}=0: wanted a RankId" == words(lambda: getattr(plan, ask)(0))
+
+
+HEADS = "heads pair by their global number"
+TOKENS = "the sides keep different tokens"
+ROW = "one unit's row has another length"
+STATES = "the states have different rows (speculative tokens?)"
+NOT_YET = "not yet: only 1 on both sides"
+ONE_SIDE = "a layer on one side only has no source or no target"
+BYTES = "the same bytes mean other numbers"
+KIND = "each kind keeps other tokens and other parts"
+PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = [
+    (FULL, attrs.evolve(FULL, total_num_kv_heads=8), [("l.total_num_kv_heads", 4, 8, HEADS)]),
+    (FULL, attrs.evolve(FULL, head_size=4),
+     [("l.head_size", 8, 4, "one head of one token has another length")]),
+    (FULL, attrs.evolve(FULL, head_size_v=4),
+     [("l.head_size_v", None, 4, "one value of one token has another length")]),
+    (FULL, attrs.evolve(FULL, dtype="float16"), [("l.dtype", "bfloat16", "float16", BYTES)]),
+    (FULL, attrs.evolve(FULL, tokens_per_state=2),
+     [("l.tokens_per_state", 1, 2, "a row stands for other tokens")]),
+    (FULL, attrs.evolve(FULL, state_content_bytes=32),
+     [("l.state_content_bytes", None, 32, "one head's row has another length or packing")]),
+    (WINDOW, attrs.evolve(WINDOW, sliding_window=8), [("l.sliding_window", 4, 8, TOKENS)]),
+    (WINDOW, attrs.evolve(WINDOW, extra_retained_tokens=2),
+     [("l.extra_retained_tokens", 0, 2, TOKENS)]),
+    (CHUNKED, attrs.evolve(CHUNKED, attention_chunk_size=8),
+     [("l.attention_chunk_size", 4, 8, TOKENS)]),
+    (MLA, attrs.evolve(MLA, head_size=4, dtype="uint8"),
+     [("l.head_size", 8, 4, "one head of one token has another length"),
+      ("l.dtype", "bfloat16", "uint8", BYTES)]),
+    (FULL, attrs.evolve(FULL, total_num_kv_heads=8, head_size=4, dtype="float16", head_size_v=2,
+                        tokens_per_state=2, state_content_bytes=7),
+     [("l.head_size", 8, 4, "one head of one token has another length"),
+      ("l.dtype", "bfloat16", "float16", BYTES),
+      ("l.tokens_per_state", 1, 2, "a row stands for other tokens"),
+      ("l.state_content_bytes", None, 7, "one head's row has another length or packing"),
+      ("l.total_num_kv_heads", 4, 8, HEADS),
+      ("l.head_size_v", None, 2, "one value of one token has another length")]),
+    (FULL, WINDOW, [("l.kind", "FullAttentionSpec", "SlidingWindowSpec", KIND)]),
+    (MLA, attrs.evolve(opaque(), block_size=4),
+     [("l.kind", "MLAAttentionSpec", "MambaSpec", KIND)]),
+    (state(), state(num_speculative_tokens=1),
+     [(f"l.conv_{each}.states", 1, 2, STATES) for each in "xbc"]),
+    (state(), state(num_heads=4, head_dim=1),
+     [("l.conv_x.deal_in", 2, 1, "units would be cut at other places"),
+      ("l.ssm.units", 2, 4, "units pair by their global number"),
+      ("l.ssm.content_bytes", 8, 4, ROW)]),
+    (state(), state(ssm_dtype="float32"), [("l.ssm.content_bytes", 8, 16, ROW)]),
+    (opaque(), opaque(deal_in=2), [("l.p.deal_in", 1, 2, "units would be cut at other places")]),
+    (opaque(), opaque(units=8), [("l.p.units", 4, 8, "units pair by their global number")]),
+    (opaque(), opaque(content_bytes=2), [("l.p.content_bytes", 1, 2, ROW)]),
+    (opaque(), opaque(name="q"), [("l.parts", ("p",), ("q",), "parts pair by name")]),
+    (state(), kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16"),
+     [("l.parts", ("conv_x", "conv_b", "conv_c", "ssm"), ("conv_x",), "parts pair by name")]),
+]  # fmt: skip
+PARALLEL: list[tuple[kvspec.EngineSpec, kvspec.EngineSpec, list[tuple[Any, ...]]]] = [
+    *((engine(**{f: a}), engine(**{f: b}), [(f"parallel.{f}", a, b, NOT_YET)])
+      for f in ("pp_size", "dcp_size", "pcp_size") for a, b in ((2, 1), (1, 2), (2, 2))),
+    (engine(), engine(group(spec=attrs.evolve(FULL, block_size=8))),
+     [("l.block_size", 4, 8, "not yet: only equal block sizes")]),
+    (engine(pp_size=2), engine(group(spec=attrs.evolve(FULL, block_size=8, head_size=4)),
+                               dcp_size=2),
+     [("l.head_size", 8, 4, "one head of one token has another length"),
+      ("parallel.pp_size", 2, 1, NOT_YET), ("parallel.dcp_size", 1, 2, NOT_YET),
+      ("l.block_size", 4, 8, "not yet: only equal block sizes")]),
+    (engine(group("a", "b")), engine(group("a")), [("b.layer", "in group 'g'", None, ONE_SIDE)]),
+    (engine(group("a")), engine(group("a"), group("draft", name="mtp")),
+     [("draft.layer", None, "in group 'mtp'", ONE_SIDE)]),
+    (engine(group("a", "b")), engine(group("a", "b", spec=attrs.evolve(FULL, head_size=4))),
+     [("a and 1 more.head_size", 8, 4, "one head of one token has another length")]),
+    (engine(group("a"), group("b", name="h")),
+     engine(group("a", "b", spec=attrs.evolve(FULL, dtype="float16"))),
+     [("a and 1 more.dtype", "bfloat16", "float16", BYTES)]),
+    (engine(group("a", "b", spec=TWO)), engine(group("a", "b")),
+     [("b.total_num_kv_heads", 2, 4, HEADS)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differences"),
+    [*((engine(group(spec=a)), engine(group(spec=b)), found) for a, b, found in PAIRS), *PARALLEL],
+)
+def test_every_difference_of_two_engines_is_listed(
+    ours: kvspec.EngineSpec, theirs: kvspec.EngineSpec, differences: list[tuple[Any, ...]]
+) -> None:
+    """Each field with ours, theirs and why, in `mismatches` and in the text, from either side."""
+    error = refusal(lambda: kvspec.plan_transfer(ours, theirs), kvspec.MismatchError)
+    assert tuple(kvspec.Mismatch(*each) for each in differences) == error.mismatches
+    lines = [f"{field}: ours {a!r}, theirs {b!r} ({why})" for field, a, b, why in differences]
+    assert lines == str(error).splitlines()
+    swapped = refusal(lambda: kvspec.plan_transfer(theirs, ours), kvspec.MismatchError)
+    assert [(a, b) for _, a, b, _ in differences] == [
+        (m.theirs, m.ours) for m in swapped.mismatches
+    ]
+
+
+@silent("a state does not keep its dtype: the transfer is planned, and the numbers are wrong")
+@pytest.mark.parametrize("field", ["dtype", "ssm_dtype"])
+def test_states_of_another_dtype_of_the_same_size_are_a_mismatch(field: str) -> None:
+    """bfloat16 read as float16 is silent corruption, for a state as for attention."""
+    same = {"dtype": "bfloat16", "ssm_dtype": "bfloat16"}
+    ours, theirs = state(**same), state(**same | {field: "float16"})
+    error = refusal(
+        lambda: kvspec.plan_transfer(engine(group(spec=ours)), engine(group(spec=theirs))),
+        kvspec.MismatchError,
+    )
+    assert f"l.{field}: ours 'bfloat16', theirs 'float16' ({BYTES})" == str(error)
+
+
+@silent("None and its default are told apart")
+def test_a_default_said_aloud_is_no_mismatch() -> None:
+    """`head_size_v=None` means `head_size`, so a side that says so describes the same bytes."""
+    said = attrs.evolve(FULL, head_size_v=8)
+    assert () == kvspec.mismatches(engine(), engine(group(spec=said)))
+
+
+@silent("the producer's kind alone decides whether block sizes are compared")
+def test_another_kind_is_the_same_difference_from_either_side() -> None:
+    """Both sides list the same fields, so that both logs tell the same."""
+    one, two = engine(group(spec=MLA)), engine(group(spec=opaque()))
+    fields = [
+        [each.field for each in refusal(call, kvspec.MismatchError).mismatches]
+        for call in (lambda: kvspec.plan_transfer(one, two), lambda: kvspec.plan_transfer(two, one))
+    ]
+    assert [["l.kind"], ["l.kind"]] == fields
+
+
+@silent("only the first unequal block size is listed")
+def test_every_unequal_block_size_is_listed() -> None:
+    """Two groups with other block sizes are two differences."""
+    theirs = [
+        group(each, name=each, spec=attrs.evolve(FULL, block_size=size))
+        for each, size in (("l", 8), ("m", 16))
+    ]
+    error = refusal(
+        lambda: kvspec.plan_transfer(engine(group(), group("m", name="m")), engine(*theirs)),
+        kvspec.MismatchError,
+    )
+    assert [(4, 8), (4, 16)] == [(each.ours, each.theirs) for each in error.mismatches]
+
+
+@silent("'c and 1 more.layer' does not name the other one")
+def test_every_layer_on_one_side_only_is_named() -> None:
+    """A reader has to exclude them one by one, so all are named."""
+    theirs = engine(group("a", "draft.0", "draft.1"))
+    error = refusal(lambda: kvspec.plan_transfer(engine(group("a")), theirs), kvspec.MismatchError)
+    assert "draft.0" in str(error)
+    assert "draft.1" in str(error)
+
+
+def test_what_only_says_where_bytes_lie_is_no_mismatch() -> None:
+    """Padding, layout, interleave, group names and order, and a state's block size may differ."""
+    ours = engine(group("a", spec=PADDED), group("b", name="h", spec=state()))
+    theirs = engine(
+        group("b", name="x", spec=state(block_size=7)),
+        group("a", name="y"),
+        layout="BLNHC",
+        tp_size=3,
+        interleave_size=2,
+    )
+    assert () == kvspec.mismatches(ours, theirs)
+    kvspec.plan_transfer(ours, theirs)

@@ -1,0 +1,407 @@
+"""Refusals of requests, block tables and caches, by their words; and that nothing happens first.
+
+What a request gets wrong about its own tables is a `SpecError`; tokens that the producer does not
+hold, a state that has seen other tokens and caches of another engine are a `MismatchError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec import BlockTable, RankId
+
+GQA: dict[str, Any] = {
+    "block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16",
+}  # fmt: skip
+FULL = kvspec.FullAttentionSpec(**GQA)
+CROSS = kvspec.CrossAttentionSpec(**GQA)
+ROWS = kvspec.FullAttentionSpec(**GQA | {"block_size": 8}, tokens_per_state=4)
+WINDOW = kvspec.SlidingWindowSpec(**GQA | {"block_size": 8}, tokens_per_state=4, sliding_window=3)
+STATE = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16")
+LATENT = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="bfloat16")
+NUM_BLOCKS = 6
+NUMBER = itertools.count()
+BLOCKS: dict[str, Any] = {"producer_blocks": {"g": (0, 1, 2)}, "consumer_blocks": {"g": (3, 4, 5)}}
+SLOTS: dict[str, Any] = {"producer_blocks": {"g": (1,)}, "consumer_blocks": {"g": (2,)}}
+
+
+def engine(spec: kvspec.LayerSpec = FULL, **sizes: int) -> kvspec.EngineSpec:
+    """Return an engine of one group "g" of one layer "l"."""
+    groups = (kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec),)
+    return kvspec.EngineSpec(groups=groups, parallel=kvspec.ParallelConfig(**sizes))
+
+
+@attrs.frozen
+class Pair:
+    """Two engines of one rank and one kind of layer, with caches, storage and their table."""
+
+    plan: kvspec.TransferPlan
+    producer: kvspec.RankCache
+    consumer: kvspec.RankCache
+    table: kvspec.DescriptorTable
+    storage: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+    @staticmethod
+    def of(spec: kvspec.LayerSpec) -> Pair:
+        """Return the pair for a layer of *spec*."""
+        plan = kvspec.plan_transfer(engine(spec), engine(spec))
+        sides = [kvspec.allocate(e, RankId(), NUM_BLOCKS) for e in (plan.producer, plan.consumer)]
+        (ours, mine), (theirs, yours) = sides
+        table = kvspec.build_table(plan, ours, theirs)
+        return Pair(plan, ours, theirs, table, (mine["g"], yours["g"]))
+
+    def verify(self, request: kvspec.TransferRequest) -> kvspec.CounterExample | None:
+        """Return what is wrong with the library's own descriptors of *request*."""
+        return kvspec.verify(
+            self.plan, {RankId(): self.producer}, {RankId(): self.consumer}, request
+        )
+
+
+PAIRS = {spec: Pair.of(spec) for spec in (FULL, CROSS, ROWS, WINDOW, STATE)}
+PLAN, OURS, THEIRS = PAIRS[FULL].plan, PAIRS[FULL].producer, PAIRS[FULL].consumer
+
+
+def ask(**given: Any) -> kvspec.TransferRequest:
+    """Return a request of ten tokens in three blocks, with what is *given* instead."""
+    base: dict[str, Any] = {"request_id": "r", "num_tokens": 10, **BLOCKS}
+    return kvspec.TransferRequest(**base | given)
+
+
+def select(spec: kvspec.LayerSpec = FULL, **given: Any) -> Any:
+    """Return the ids that a request moves between two engines of *spec*."""
+    return PAIRS[spec].table.select(ask(**given))
+
+
+def words(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> str:
+    """Return the message with which *call* is refused; the error survives a pickle."""
+    with pytest.raises(kind) as caught:
+        call()
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
+    assert (type(caught.value), str(caught.value)) == (type(again), str(again))
+    return str(caught.value)
+
+
+def silent(reason: str) -> pytest.MarkDecorator:
+    """Mark a case that is not refused yet, or not in these words."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+def case(call: Callable[[], object], wanted: str, weak: str | None = None) -> Any:
+    """Return a case of the tables below; *weak* says how it is not refused yet."""
+    marks = (silent(weak),) if weak else ()
+    name = f"{next(NUMBER)}{' weak' if weak else ''} {wanted[:50]}"
+    return pytest.param(call, wanted, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("value", ["", None, 3, b"r"])
+def test_a_request_has_a_name(value: Any) -> None:
+    """An id that is empty or no text is refused."""
+    wanted = f"request_id={value!r}: wanted a non-empty str"
+    assert wanted == words(lambda: ask(request_id=value))
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "cached_tokens", "encoder_tokens", "state_tokens"])
+def test_a_count_of_tokens_is_a_plain_int(name: str) -> None:
+    """Negative, bool, float and text are no counts; None is one only where it means 'the same'."""
+    bad: list[Any] = [
+        -1,
+        True,
+        1.0,
+        "3",
+        *([None] if name in {"num_tokens", "cached_tokens"} else []),
+    ]
+    wanted = [f"{name}={value!r}: wanted an int >= 0" for value in bad]
+    assert wanted == [words(lambda v=value: ask(**{name: v})) for value in bad]
+
+
+def test_a_cached_count_of_a_group_is_a_plain_int() -> None:
+    """So is each of the counts by group."""
+    bad: list[Any] = [-1, True, 1.0, "3", None]
+    wanted = [f"cached_tokens={value!r}: wanted an int >= 0" for value in bad]
+    assert wanted == [words(lambda v=value: ask(cached_tokens={"g": v})) for value in bad]
+
+
+def test_a_first_token_is_a_plain_int() -> None:
+    """A table begins at a position."""
+    bad: list[Any] = [-1, True, 1.0, "3", None]
+    wanted = [f"first_token={value!r}: wanted an int >= 0" for value in bad]
+    assert wanted == [words(lambda v=value: BlockTable((1,), v)) for value in bad]
+
+
+IDS: list[tuple[Any, str | None]] = [
+    ((0.5,), None), ((1, 2.0), None), ((True, False), None), (np.array([True]), None),
+    (np.array([1.0]), None), ([[1, 2], [3, 4]], None), (np.zeros((2, 2), int), None),
+    ("12", None), (("1",), None), ((None,), None), ((2**64,), None),
+    ((1, True), "True is taken for 1"), (None, "raw TypeError"), (5, "raw TypeError"),
+    ([[1], [2, 3]], "raw ValueError of numpy"), (b"ab", "taken for 97, 98"),
+    ({1, 2}, "accepted, although a set has no order"), ((2**63,), "accepted, wrapped to -2**63"),
+    (np.array([2**63], np.uint64), "accepted, wrapped to -2**63"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value", [pytest.param(v, marks=(silent(why),) if why else ()) for v, why in IDS]
+)
+def test_block_ids_are_plain_ints(value: Any) -> None:
+    """Float, bool, text, two-dimensional and too wide ids are refused where the table is made."""
+    wanted = f"block_ids={value!r}: wanted a sequence of ints"
+    assert wanted == words(lambda: BlockTable(value))
+    assert wanted == words(lambda: ask(consumer_blocks={"g": value}))
+
+
+ONCE = "consumer_blocks['g']={}: wanted each block once"
+REFUSED = [
+    # tables too short, too late, off a block's boundary
+    case(lambda: select(consumer_blocks={"g": (3, 4)}),
+         "consumer_blocks['g']=range(0, 8): wanted blocks for tokens 0..9"),
+    case(lambda: select(consumer_blocks={"g": ()}),
+         "consumer_blocks['g']=range(0, 0): wanted blocks for tokens 0..9"),
+    case(lambda: select(consumer_blocks={"g": BlockTable((3, 4), 4)}),
+         "consumer_blocks['g']=range(4, 12): wanted blocks for tokens 0..9"),
+    case(lambda: select(consumer_blocks={"g": (3,)}, cached_tokens=3),
+         "consumer_blocks['g']=range(0, 4): wanted blocks for tokens 3..9"),
+    case(lambda: select(CROSS, encoder_tokens=14),
+         "consumer_blocks['g']=range(0, 12): wanted blocks for tokens 0..13"),
+    case(lambda: select(cached_tokens=4, consumer_blocks={"g": BlockTable((3, 4), 2)}),
+         "consumer_blocks['g'].first_token=2: wanted a multiple of 4"),
+    case(lambda: select(cached_tokens=4, producer_blocks={"g": BlockTable((1, 2), 3)}),
+         "producer_blocks['g'].first_token=3: wanted a multiple of 4"),
+    # ids
+    *(case(lambda s=side, i=i: select(**{s: {"g": (0, i, 2)}}),
+           f"{side}['g']={i}: wanted block ids from 0 to 5")
+      for side in BLOCKS for i in (6, -1, 10**12)),
+    *(case(lambda i=i: select(consumer_blocks={"g": i}), ONCE.format(i[-1]))
+      for i in ((0, 1, 0), (4, 5, 5), (2, 2, 2))),
+    case(lambda: select(cached_tokens=4, consumer_blocks={"g": (3, 4, 3)}), ONCE.format(3),
+         "accepted: block 3 holds cached tokens 0..3 and is overwritten with 8..9"),
+    # groups
+    case(lambda: select(producer_blocks={"h": (0, 1, 2)}),
+         "producer_blocks=['h']: wanted a block table for group 'g'"),
+    case(lambda: select(consumer_blocks={}),
+         "consumer_blocks=[]: wanted a block table for group 'g'"),
+    case(lambda: select(cached_tokens={"h": 4}), "cached_tokens=['h']: wanted groups of the "
+         "consumer: g", "accepted as 'nothing cached': cached blocks are overwritten"),
+    *(case(lambda s=side, v=value: ask(**{s: v}),
+           f"{side}={value!r}: wanted a mapping from group names to block tables",
+           "raw AttributeError") for side in BLOCKS for value in (None, (1, 2))),
+    # states
+    *(case(lambda s=side, i=i: select(STATE, **SLOTS | {s: {"g": i}}),
+           f"{side}['g']={list(i)}: wanted one id, the state's slot")
+      for side in SLOTS for i in ((1, 2), ())),
+    *(case(lambda s=side, i=i: select(STATE, **SLOTS | {s: {"g": (i,)}}),
+           f"{side}['g']={i}: wanted block ids from 0 to 5")
+      for side in SLOTS for i in (7, -2)),
+    # a row of several tokens cannot be written in part
+    *(case(lambda c=c: select(ROWS, cached_tokens=c),
+           f"cached_tokens={c}: wanted a multiple of tokens_per_state=4",
+           "accepted: the rest of the row is silently not moved") for c in (1, 5, 6, 9)),
+    case(lambda: select(WINDOW, num_tokens=16, cached_tokens=15),
+         "cached_tokens=15: wanted a multiple of tokens_per_state=4",
+         "accepted: the rest of the row is silently not moved"),
+    # things of another type
+    case(lambda: PAIRS[FULL].table.select("r"),  # type: ignore[arg-type]
+         "request='r': wanted a TransferRequest", "raw AttributeError"),
+    case(lambda: kvspec.build_table(None, OURS, THEIRS),  # type: ignore[arg-type]
+         "plan=None: wanted a TransferPlan", "raw AttributeError"),
+    case(lambda: kvspec.build_table(PLAN, None, THEIRS),  # type: ignore[arg-type]
+         "producer_cache=None: wanted a RankCache", "raw AttributeError"),
+    case(lambda: kvspec.build_table(PLAN, OURS, "c"),  # type: ignore[arg-type]
+         "consumer_cache='c': wanted a RankCache", "raw AttributeError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wanted"), REFUSED)
+def test_a_wrong_request_is_refused_in_words(call: Callable[[], object], wanted: str) -> None:
+    """Field, value and what was wanted are told, in these words."""
+    assert wanted == words(call)
+
+
+HELD = "producer_blocks['g']: ours {}, theirs {} (the producer's table does not hold tokens {})"
+SEEN = (
+    "state_tokens: ours {}, theirs {} "
+    "(a recurrent state cannot be rewound: it must have seen exactly these tokens)"
+)
+IDS_ARE_INT32 = (
+    "{} descriptors: ours {}, theirs 2147483648 "
+    "(descriptor ids are int32; give fewer blocks, or groups of fewer layers)"
+)
+
+
+def huge(num_blocks: int) -> kvspec.RankCache:
+    """Return a cache of *num_blocks* blocks of one row of two bytes, without memory behind it."""
+    region = kvspec.Region(
+        group="g", layer="l", part="latent", base=64, num_blocks=num_blocks, block_stride=2,
+        unit_stride=2, state_stride=2, content_bytes=2, units=1, states=1,
+    )  # fmt: skip
+    return kvspec.RankCache(engine(LATENT), RankId(), (region,), (kvspec.Memory(0, 2**62),))
+
+
+def table_of(ours: int, theirs: int) -> kvspec.DescriptorTable:
+    """Return the table of two caches with so many blocks, without memory behind them."""
+    plan = kvspec.plan_transfer(engine(LATENT), engine(LATENT))
+    return kvspec.build_table(plan, huge(ours), huge(theirs))
+
+
+UNFIT = [
+    case(lambda: select(producer_blocks={"g": (0, 1)}),
+         HELD.format("range(0, 8)", "range(0, 10)", "8..9")),
+    case(lambda: select(producer_blocks={"g": ()}),
+         HELD.format("range(0, 0)", "range(0, 10)", "0..9")),
+    case(lambda: select(producer_blocks={"g": BlockTable((1, 2), 4)}),
+         HELD.format("range(4, 12)", "range(0, 10)", "0..3")),
+    case(lambda: select(cached_tokens=3, producer_blocks={"g": (0, 1)}),
+         HELD.format("range(0, 8)", "range(3, 10)", "8..9")),
+    *(case(lambda n=n: select(STATE, **SLOTS, state_tokens=n), SEEN.format(n, 10))
+      for n in (9, 11, 0)),
+    case(lambda: table_of(2**31 + 1, 4), IDS_ARE_INT32.format("producer", 2**31 + 1)),
+    case(lambda: table_of(4, 2**40), IDS_ARE_INT32.format("consumer", 2**40)),
+    case(lambda: table_of(2**31 + 1, 2**40),
+         "\n".join([IDS_ARE_INT32.format("producer", 2**31 + 1),
+                    IDS_ARE_INT32.format("consumer", 2**40)]), "only the producer is listed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wanted"), UNFIT)
+def test_two_sides_that_do_not_fit_are_refused_in_words(
+    call: Callable[[], object], wanted: str
+) -> None:
+    """Both values and the reason are told, in these words."""
+    assert wanted == words(call, kvspec.MismatchError)
+
+
+@pytest.mark.parametrize(
+    "num_blocks",
+    [2**31 - 1, pytest.param(2**31, marks=silent("raw OverflowError of numpy in select"))],
+)
+def test_the_last_id_of_an_int32_is_used(num_blocks: int) -> None:
+    """Just as many ids as an int32 has are no fault; the last one is selected."""
+    last = num_blocks - 1
+    tables = {"producer_blocks": {"g": (last,)}, "consumer_blocks": {"g": (last,)}}
+    ids = table_of(num_blocks, num_blocks).select(ask(num_tokens=1, **tables))
+    assert ([last], [last]) == tuple(side.tolist() for side in ids)
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_cache_of_another_engine_is_refused(side: str) -> None:
+    """Both engines and the reason are told, before any row is made."""
+    other, _ = kvspec.allocate(engine(CROSS), RankId(), 2)
+    caches = (other, THEIRS) if side == "producer" else (OURS, other)
+    why = "the cache was laid out for another engine than the plan's"
+    wanted = f"{side}_cache.engine: ours {engine()!r}, theirs {engine(CROSS)!r} ({why})"
+    assert wanted == words(lambda: kvspec.build_table(PLAN, *caches), kvspec.MismatchError)
+
+
+def handmade(**changed: Any) -> object:
+    """Build a table with regions of which something is not the engine's."""
+    regions = tuple(attrs.evolve(each, **changed) for each in OURS.regions)
+    return kvspec.build_table(PLAN, attrs.evolve(OURS, regions=regions), THEIRS)
+
+
+EXTENT = OURS.regions[0].extent
+HANDMADE = [
+    case(lambda: attrs.evolve(OURS, memory=()),
+         f"regions['l.k']={EXTENT}: wanted a region inside the memory given"),
+    case(lambda: attrs.evolve(OURS, memory=(kvspec.Memory(EXTENT.start, 8),)),
+         f"regions['l.k']={EXTENT}: wanted a region inside the memory given"),
+    case(lambda: attrs.evolve(OURS, memory=(attrs.evolve(OURS.memory[0], device=1),)),
+         f"regions['l.k']={EXTENT}: wanted a region inside the memory given"),
+    case(lambda: kvspec.build_table(PLAN, attrs.evolve(OURS, regions=()), THEIRS),
+         "region='l.k': wanted a part of a layer that tp0 has"),
+    case(lambda: OURS.region("l", "z"), "region='l.z': wanted a part of a layer that tp0 has"),
+    case(lambda: attrs.evolve(OURS, rank=RankId(tp=5)),
+         "rank=RankId(pp=0, pcp=0, tp=5): wanted pp < 1, pcp < 1, tp < 1, none negative"),
+    *(case(lambda f=f, v=v: handmade(**{f: v}),
+           f"regions['l.k'].{f}={v}: wanted {right}, as the engine's part has",
+           "accepted: too few or wrong bytes are moved")
+      for f, v, right in (("content_bytes", 8, 16), ("units", 1, 4), ("states", 2, 4))),
+    case(lambda: handmade(num_blocks=-3), "regions['l.k'].num_blocks=-3: wanted an int >= 1",
+         "accepted"),
+    case(lambda: attrs.evolve(OURS, regions=OURS.regions * 2),
+         "regions='l.k': wanted each part of a layer once", "accepted: the last one is used"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wanted"), HANDMADE)
+def test_a_cache_made_by_hand_is_checked(call: Callable[[], object], wanted: str) -> None:
+    """Regions lie inside the memory given and are the engine's own parts."""
+    assert wanted == words(call)
+
+
+SKIPPED = silent("rows of a window that begins inside a row are skipped once something is cached")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cached"),
+    [
+        (14, 12),
+        (16, 8),
+        (23, 0),
+        *(pytest.param(*each, marks=SKIPPED) for each in ((16, 12), (15, 12), (23, 20))),
+    ],
+)
+def test_a_window_that_begins_inside_a_row_is_moved(num_tokens: int, cached: int) -> None:
+    """What is cached ends where the row begins, so the whole row is free to be written."""
+    assert None is PAIRS[WINDOW].verify(ask(num_tokens=num_tokens, cached_tokens=cached))
+
+
+ACCEPTED: list[tuple[kvspec.LayerSpec, dict[str, Any], list[int], list[int]]] = [
+    (FULL, {"cached_tokens": 10}, [], []),
+    (FULL, {"cached_tokens": 99}, [], []),
+    (FULL, {"num_tokens": 0, "consumer_blocks": {"g": ()}, "producer_blocks": {"g": ()}}, [], []),
+    (FULL, {"cached_tokens": 4, "consumer_blocks": {"g": BlockTable((3, 4), 4)}}, [1, 2], [3, 4]),
+    (FULL, {"cached_tokens": 4, "consumer_blocks": {"g": (-1, 4, 5)}}, [1, 2], [4, 5]),
+    (FULL, {"producer_blocks": {"g": (0, 1, 2, 99)}}, [0, 1, 2], [3, 4, 5]),
+    (FULL, {"producer_blocks": {"g": (1, 1, 1)}}, [1, 1, 1], [3, 4, 5]),
+    (FULL, {"producer_blocks": {"g": range(3), "other": (77,)}}, [0, 1, 2], [3, 4, 5]),
+    (FULL, {"state_tokens": 9}, [0, 1, 2], [3, 4, 5]),
+    (STATE, SLOTS | {"cached_tokens": 10, "state_tokens": 9}, [], []),
+    (STATE, SLOTS | {"state_tokens": 10}, [1], [2]),
+    (ROWS, {"cached_tokens": 8}, [1], [4]),
+]
+
+
+@pytest.mark.parametrize(("spec", "given", "ours", "theirs"), ACCEPTED)
+def test_what_is_not_wanted_is_not_judged(
+    spec: kvspec.LayerSpec, given: dict[str, Any], ours: list[int], theirs: list[int]
+) -> None:
+    """Dead, cached and foreign entries of a table do not matter, nor one prefix shared twice."""
+    producer, consumer = select(spec, **given)
+    assert producer.dtype == consumer.dtype == np.int32
+    assert ours == producer[: len(ours)].tolist()
+    assert theirs == consumer[: len(theirs)].tolist()
+    assert bool(ours) == bool(len(producer))
+
+
+BAD_REQUESTS: list[tuple[kvspec.LayerSpec, dict[str, Any]]] = [
+    (FULL, {"consumer_blocks": {"g": (3, 4)}}), (FULL, {"producer_blocks": {"g": (3, 4)}}),
+    (FULL, {"consumer_blocks": {"g": (3, 4, 6)}}), (FULL, {"consumer_blocks": {"g": (3, 3, 4)}}),
+    (FULL, {"consumer_blocks": {}}), (STATE, SLOTS | {"state_tokens": 9}),
+    (STATE, SLOTS | {"producer_blocks": {"g": (1, 2)}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "given"), BAD_REQUESTS)
+def test_nothing_happens_before_everything_is_checked(
+    spec: kvspec.LayerSpec, given: dict[str, Any]
+) -> None:
+    """A refused select leaves every byte and the table as they were: the next one is right."""
+    pair = Pair.of(spec)
+    good = ask(**SLOTS if spec is STATE else BLOCKS)
+    pair.storage[0][:] = np.arange(pair.storage[0].size) % 251
+    before = [each.copy() for each in (*pair.storage, *pair.table.select(good))]
+    bad = ask(**given)
+    for method in (pair.table.select, pair.table.descriptors):
+        with pytest.raises(kvspec.KVSpecError):
+            method(bad)
+    after = [*pair.storage, *pair.table.select(good)]
+    assert [each.tolist() for each in before] == [each.tolist() for each in after]
+    assert len(after[-1]) > 0
+    assert None is pair.verify(good)

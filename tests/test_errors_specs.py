@@ -1,0 +1,324 @@
+"""Refusals of specs, parts and parallel sizes, by their words: field, value, what was wanted."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import kvspec
+
+GQA: dict[str, Any] = {
+    "block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16",
+}  # fmt: skip
+MLA: dict[str, Any] = {"block_size": 4, "head_size": 8, "dtype": "bfloat16"}
+CONV: dict[str, Any] = {"conv_kernel": 4, "dtype": "bfloat16"}
+MAMBA1 = CONV | {"intermediate_size": 4, "state_size": 2}
+MAMBA2 = CONV | {"num_heads": 4, "head_dim": 2, "n_groups": 2, "state_size": 2}
+DELTA = CONV | {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 2, "head_v_dim": 2}
+STATE: dict[str, Any] = {"name": "p", "units": 4, "states": 1, "content_bytes": 1}
+FULL = kvspec.FullAttentionSpec(**GQA)
+WINDOW = kvspec.SlidingWindowSpec(**GQA, sliding_window=8)
+OPAQUE = kvspec.MambaSpec.replicated_state(state_bytes=4)
+PART = kvspec.Part(**STATE, tokens_per_state=0)
+UNIFORM = kvspec.UniformTypeKVCacheSpecs(specs={"a": FULL})
+(SLICE,) = FULL.get_tp_transfer_slices(1, 2, 1)
+DTYPES = (
+    "wanted one of float64, int64, float32, int32, bfloat16, float16, int16, float8_e4m3fn, "
+    "float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu, int8, uint8, bool"
+)
+
+LEAST = {
+    "extra_retained_tokens": 0, "num_speculative_tokens": 0, "tokens_per_state of a part": 0,
+    "conv_kernel": 2,
+}  # fmt: skip
+"""The least value of a size, where it is not 1."""
+
+MAKERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (kvspec.FullAttentionSpec, GQA),
+    (kvspec.CrossAttentionSpec, GQA),
+    (kvspec.SlidingWindowSpec, GQA | {"sliding_window": 8}),
+    (kvspec.ChunkedLocalAttentionSpec, GQA | {"attention_chunk_size": 8}),
+    (kvspec.MLAAttentionSpec, MLA),
+    (kvspec.SlidingWindowMLASpec, MLA | {"sliding_window": 8}),
+    (kvspec.MambaSpec.mamba1, MAMBA1),
+    (kvspec.MambaSpec.mamba2, MAMBA2),
+    (kvspec.MambaSpec.gated_delta_net, DELTA),
+    (kvspec.MambaSpec.short_conv, CONV | {"conv_dim": 4}),
+    (kvspec.MambaSpec.replicated_state, {"state_bytes": 4}),
+    (kvspec.ParallelConfig, {}),
+]
+OPTIONAL = {"head_size_v", "state_content_bytes", "page_size_padded"}
+SIZES = [
+    (make, base, name)
+    for make, base in MAKERS
+    for name, at in inspect.signature(make).parameters.items()
+    if "int" in str(at.annotation) and "Mapping" not in str(at.annotation)
+]
+
+
+def words(call: Callable[[], object]) -> str:
+    """Return the message with which *call* is refused; the error survives a pickle."""
+    with pytest.raises(kvspec.SpecError) as caught:
+        call()
+    error = caught.value
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    assert (type(error), str(error), error.field) == (type(again), str(again), again.field)
+    assert f"{error.field}={error.value!r}: wanted {error.wanted}" == str(error)
+    return str(error)
+
+
+def silent(reason: str) -> pytest.MarkDecorator:
+    """Mark a case that is not refused yet, or not in these words."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+def test_the_sizes_are_all_there() -> None:
+    """Every size field of every kind of layer is tried, and five of a parallel config."""
+    assert 78 == len(SIZES)
+    named = {name for _, _, name in SIZES}
+    assert set(LEAST) - {"tokens_per_state of a part"} <= named
+    assert OPTIONAL <= named
+    for make, base in MAKERS:
+        make(**base)
+
+
+@pytest.mark.parametrize(("make", "base", "name"), SIZES)
+def test_a_size_is_a_plain_int(make: Callable[..., Any], base: dict[str, Any], name: str) -> None:
+    """Zero, negative, bool, float, None and text are refused by field, value and least value."""
+    least = LEAST.get(name, 1)
+    bad = [least - 1, -1, True, 4.0, "4", *([] if name in OPTIONAL else [None])]
+    wanted = [f"{name}={value!r}: wanted an int >= {least}" for value in bad]
+    assert wanted == [words(lambda v=value: make(**base | {name: v})) for value in bad]
+
+
+@pytest.mark.parametrize(
+    "name", ["units", "states", "content_bytes", "deal_in", "tokens_per_state"]
+)
+def test_a_size_of_a_part_is_a_plain_int(name: str) -> None:
+    """A part's sizes are refused by the part's name too."""
+    least = LEAST.get(f"{name} of a part", 1)
+    bad = [least - 1, -1, True, 4.0, None, "4"]
+    wanted = [f"p.{name}={value!r}: wanted an int >= {least}" for value in bad]
+    assert wanted == [words(lambda v=value: kvspec.Part(**STATE | {name: v})) for value in bad]
+
+
+@pytest.mark.parametrize(
+    "value", ["bf16", "BFloat16", "complex64", "", None, 4, True, 2.5, b"float16", np.float32]
+)
+def test_a_dtype_is_a_known_name(value: Any) -> None:
+    """An unknown dtype is refused with every name that is known."""
+    assert f"dtype={value!r}: {DTYPES}" == words(lambda: attrs.evolve(FULL, dtype=value))
+    for make, base in ((kvspec.MambaSpec.mamba1, MAMBA1), (kvspec.MambaSpec.mamba2, MAMBA2)):
+        wanted = f"dtype={value!r}: {DTYPES}"
+        assert wanted == words(lambda m=make, b=base: m(**b | {"dtype": value}))
+
+
+@pytest.mark.parametrize(
+    "value", ["bf16", 4, True, pytest.param("", marks=silent("'' is taken for 'not given'"))]
+)
+def test_a_state_s_own_dtype_is_a_known_name(value: Any) -> None:
+    """`ssm_dtype` is refused by its own name."""
+    wanted = f"ssm_dtype={value!r}: {DTYPES}"
+    assert wanted == words(lambda: kvspec.MambaSpec.mamba1(**MAMBA1, ssm_dtype=value))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "wanted"),
+    [
+        (2, 2, "rank=2: wanted less than size=2"),
+        (7, 2, "rank=7: wanted less than size=2"),
+        (-1, 2, "rank=-1: wanted an int >= 0"),
+        (True, 2, "rank=True: wanted an int >= 0"),
+        (1.0, 2, "rank=1.0: wanted an int >= 0"),
+        (None, 2, "rank=None: wanted an int >= 0"),
+        (0, 0, "size=0: wanted an int >= 1"),
+        (0, True, "size=True: wanted an int >= 1"),
+        (0, 2.0, "size=2.0: wanted an int >= 1"),
+    ],
+)
+@pytest.mark.parametrize("spec", [FULL, OPAQUE, UNIFORM])
+def test_a_rank_lies_inside_its_size(
+    spec: kvspec.LayerSpec, rank: Any, size: Any, wanted: str
+) -> None:
+    """A rank outside its size is refused, for slices and for page sizes."""
+    named = wanted.replace("rank", "tp_rank").replace("size", "tp_size")
+    assert named == words(lambda: spec.page_size_bytes(tp_rank=rank, tp_size=size))
+    named = wanted.replace("rank", "local_tp_rank").replace("size", "local_tp_size")
+    assert named == words(lambda: spec.get_tp_transfer_slices(rank, size, 1))
+
+
+BAD_SLICES: list[Any] = [
+    ({"remote_tp_size": 0}, "remote_tp_size=0: wanted an int >= 1"),
+    ({"remote_tp_size": True}, "remote_tp_size=True: wanted an int >= 1"),
+    ({"role": "reader"}, "role='reader': wanted 'consumer' or 'producer'"),
+    ({"role": None}, "role=None: wanted 'consumer' or 'producer'"),
+    ({"role": ["consumer"]}, "role=['consumer']: wanted 'consumer' or 'producer'"),
+    ({"replicas": "all"}, "replicas='all': wanted one of spread, first, stripe"),
+    ({"replicas": None}, "replicas=None: wanted one of spread, first, stripe"),
+    ({"replicas": ["first"]}, "replicas=['first']: wanted one of spread, first, stripe"),
+    *(
+        pytest.param({"salt": salt}, f"salt={salt!r}: wanted an int >= 0", marks=silent(reason))
+        for salt, reason in (("x", "raw TypeError"), (1.5, "raw TypeError"), (True, "accepted"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), BAD_SLICES)
+def test_a_role_and_a_policy_are_known_names(given: dict[str, Any], wanted: str) -> None:
+    """Whatever selects slices is refused by name, value and what it may be."""
+    sizes: dict[str, Any] = {"local_tp_rank": 1, "local_tp_size": 2, "remote_tp_size": 16}
+    assert wanted == words(lambda: FULL.get_tp_transfer_slices(**sizes | given))
+
+
+@pytest.mark.parametrize(
+    "spec", [FULL, WINDOW, kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=3),
+             kvspec.SlidingWindowMLASpec(**MLA, sliding_window=3), OPAQUE, UNIFORM],
+)  # fmt: skip
+def test_a_number_of_tokens_is_a_plain_int(spec: kvspec.LayerSpec) -> None:
+    """Negative, bool, float, None and text are no number of tokens."""
+    bad: list[Any] = [-1, True, 1.0, None, "3"]
+    wanted = [f"num_tokens={value!r}: wanted an int >= 0" for value in bad]
+    assert wanted == [words(lambda v=value: spec.live_tokens(v)) for value in bad]
+
+
+def uniform(*specs: Any, names: tuple[Any, ...] = ("a", "b")) -> object:
+    """Return a uniform-type group of *specs*."""
+    return kvspec.UniformTypeKVCacheSpecs(specs=dict(zip(names, specs, strict=False)))
+
+
+def state(*parts: Any) -> object:
+    """Return a state of *parts*."""
+    return kvspec.MambaSpec(state_parts=parts)
+
+
+REFUSED: list[Any] = [
+    # parts
+    (lambda: kvspec.Part(**STATE, deal_in=3), "p.units=4: wanted a multiple of 3"),
+    (state, "state_parts=(): wanted at least one part"),
+    (lambda: state(attrs.evolve(PART, tokens_per_state=2)),
+     "p.tokens_per_state=2: wanted 0: a state is not indexed by tokens"),
+    # rows and pages
+    (lambda: attrs.evolve(FULL, tokens_per_state=3),
+     "block_size=4: wanted a multiple of tokens_per_state=3"),
+    (lambda: attrs.evolve(FULL, page_size_padded=511).page_size_bytes(),
+     "page_size_padded=511: wanted at least the 512 bytes of the page"),
+    (lambda: attrs.evolve(FULL, page_size_padded=255).page_size_bytes(1, 2),
+     "page_size_padded=255: wanted at least the 256 bytes of the page"),
+    (lambda: attrs.evolve(OPAQUE, page_size_padded=3).page_size_bytes(),
+     "page_size_padded=3: wanted at least the 4 bytes of the page"),
+    # uniform-type groups
+    (uniform, "specs={}: wanted at least one layer"),
+    (lambda: uniform(FULL, "x"), "specs['b']='x': wanted a FullAttentionSpec, as a has"),
+    (lambda: uniform(FULL, WINDOW), f"specs['b']={WINDOW!r}: wanted a FullAttentionSpec, as a has"),
+    (lambda: uniform(FULL, attrs.evolve(FULL, block_size=8)),
+     "specs['b'].block_size=8: wanted 4, as a has"),
+    (lambda: uniform(WINDOW, attrs.evolve(WINDOW, sliding_window=9)),
+     "specs['b'].sliding_window=9: wanted 8, as a has"),
+    (lambda: uniform(WINDOW, attrs.evolve(WINDOW, extra_retained_tokens=1)),
+     "specs['b'].extra_retained_tokens=1: wanted 0, as a has"),
+    (lambda: UNIFORM.of_layer("z"), "layer='z': wanted one of a"),
+    # views
+    (lambda: SLICE.view(np.zeros((2, 2)), 0, side="both"),  # type: ignore[arg-type]
+     "side='both': wanted 'local' or 'remote'"),
+    (lambda: SLICE.view(np.zeros((2, 2)), 2),
+     "axis=2: wanted an axis of an array with 2 dimensions"),
+    (lambda: SLICE.view(np.zeros((2, 2)), -3),
+     "axis=-3: wanted an axis of an array with 2 dimensions"),
+    (lambda: SLICE.view(np.zeros((2, 2)), axis=True),
+     "axis=True: wanted an axis of an array with 2 dimensions"),
+    (lambda: SLICE.view(np.zeros((2, 1)), 1), "array.shape[1]=1: wanted at least 2 units"),
+    (lambda: SLICE.view(np.zeros((2, 1)), 1, side="remote"),
+     "array.shape[1]=1: wanted at least 4 units"),
+    # deals
+    (lambda: kvspec.default_deal(4, 2, 3), "units=4: wanted a multiple of deal_in=3"),
+]  # fmt: skip
+
+WEAK: list[tuple[str, Any, str]] = [
+    ("accepted", lambda: kvspec.Part(**STATE | {"name": ""}), "name='': wanted a non-empty str"),
+    ("accepted", lambda: kvspec.Part(**STATE | {"name": None}),
+     "name=None: wanted a non-empty str"),
+    ("accepted", lambda: state(PART, PART),
+     "state_parts=('p', 'p'): wanted parts with names that differ"),
+    ("raw AttributeError", lambda: state("p"), "state_parts='p': wanted a Part"),
+    ("raw TypeError", lambda: kvspec.MambaSpec(state_parts=None),  # type: ignore[arg-type]
+     "state_parts=None: wanted a sequence of Parts"),
+    ("'wanted a str, as a has'", lambda: uniform("x"),
+     "specs['a']='x': wanted a spec of a kind of layer"),
+    ("accepted", lambda: uniform(UNIFORM), f"specs['a']={UNIFORM!r}: wanted a spec of one layer"),
+    ("accepted", lambda: uniform(FULL, names=("",)), "specs='': wanted layer names"),
+    ("accepted", lambda: uniform(FULL, names=(1,)), "specs=1: wanted layer names"),
+    ("raw TypeError", lambda: kvspec.UniformTypeKVCacheSpecs(specs=None),  # type: ignore[arg-type]
+     "specs=None: wanted a mapping from layer names to specs"),
+    ("a deal of no rank", lambda: kvspec.default_deal(4, 0), "tp_size=0: wanted an int >= 1"),
+    ("a rank owns unit 0 of none", lambda: kvspec.default_deal(0, 1),
+     "units=0: wanted an int >= 1"),
+    ("raw ZeroDivisionError", lambda: kvspec.default_deal(4, 2, 0),
+     "deal_in=0: wanted an int >= 1"),
+    ("raw TypeError", lambda: kvspec.default_deal(4.0, 2),  # type: ignore[arg-type]
+     "units=4.0: wanted an int >= 1"),
+]  # fmt: skip
+
+
+CASES = [
+    *(pytest.param(call, text, id=f"{i} {text[:40]}") for i, (call, text) in enumerate(REFUSED)),
+    *(
+        pytest.param(call, text, id=f"weak {i} {text[:40]}", marks=silent(why))
+        for i, (why, call, text) in enumerate(WEAK)
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "wanted"), CASES)
+def test_a_wrong_description_is_refused_in_words(call: Callable[[], object], wanted: str) -> None:
+    """Field, value and what was wanted are told, in these words."""
+    assert wanted == words(call)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        kvspec.SpecError("field", (1, "two"), "three"),
+        kvspec.Mismatch("field", range(2), None, "because"),
+        kvspec.MismatchError([kvspec.Mismatch("a", 1, 2, "x"), kvspec.Mismatch("b", 3, 4, "y")]),
+        kvspec.WireError("groups[0].name", b"\xff", "text"),
+        kvspec.TransferError("lost"),
+        kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r", state="posted"),
+    ],
+)
+def test_errors_survive_a_pickle(error: Any) -> None:
+    """Every error crosses a process boundary with its text and its fields."""
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    assert type(error) is type(again)
+    assert str(error) == str(again)
+    assert vars(error) == vars(again) if isinstance(error, Exception) else error == again
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (kvspec.WireError("groups[0]", 3, "a str"), "groups[0]: got 3, wanted a str"),
+        (kvspec.TransferError("lost"), "lost"),
+        (kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r", state="posted"),
+         "lost (rank=tp3, request=r, state=posted)"),
+        (kvspec.MismatchError([kvspec.Mismatch("a", 1, 2, "x"), kvspec.Mismatch("b", 3, 4, "y")]),
+         "a: ours 1, theirs 2 (x)\nb: ours 3, theirs 4 (y)"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_was_wrong(error: Exception, wanted: str) -> None:
+    """Path, value, rank, request and state are in the text; every mismatch has its line."""
+    assert wanted == str(error)
+
+
+def test_spec_errors_are_value_errors() -> None:
+    """A caller's impossible description is a `ValueError` too; the other faults are not."""
+    assert issubclass(kvspec.SpecError, ValueError)
+    assert issubclass(kvspec.SpecError, kvspec.KVSpecError)
+    for other in (kvspec.MismatchError, kvspec.WireError, kvspec.TransferError):
+        assert issubclass(other, kvspec.KVSpecError)
+        assert not issubclass(other, ValueError)

@@ -1,0 +1,273 @@
+"""Refusals of an engine's own tensors, by their words: layer, field, value, what was wanted."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+import kvspec
+from kvspec import RankId
+
+FULL = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=8, dtype="bfloat16")
+LATENT = kvspec.MLAAttentionSpec(block_size=4, head_size=8, dtype="bfloat16")
+STATE = kvspec.MambaSpec.mamba2(
+    num_heads=4, head_dim=2, n_groups=2, state_size=3, conv_kernel=4, dtype="bfloat16",
+    ssm_dtype="float32",
+)  # fmt: skip
+CHANNELS = 8 + 6 + 6
+"""x, B and C of the state."""
+DS = {"conv": "BHN", "ssm": "BHCC"}
+NUMBER = itertools.count()
+
+
+def engine(
+    *layers: str, spec: kvspec.LayerSpec = FULL, layout: str = "LBNHC", tp_size: int = 1
+) -> kvspec.EngineSpec:
+    """Return an engine of one group of *layers*, "l" unless given."""
+    groups = (kvspec.KVCacheGroup(name="g", layers=layers or ("l",), spec=spec),)
+    parallel = kvspec.ParallelConfig(tp_size=tp_size)
+    return kvspec.EngineSpec(groups=groups, parallel=parallel, layout=layout)
+
+
+def z(*shape: int, dtype: Any = np.uint16) -> np.ndarray[Any, Any]:
+    """Return zeros; two bytes an element, as bfloat16 has, unless *dtype* is given."""
+    return np.zeros(shape, dtype)
+
+
+GOOD = z(6, 4, 4, 16)
+"""Blocks, rows, heads, k and v of one head."""
+CONV, SSM = z(6, CHANNELS, 3), z(6, 4, 2, 3, dtype=np.float32)
+
+
+def read(tensor: Any, axes: Any = None, rank: Any = RankId(), **given: Any) -> kvspec.RankCache:  # noqa: B008 - frozen
+    """Read *tensor* as that of layer "l"."""
+    return kvspec.RankCache.from_tensors(engine(**given), rank, {"l": tensor}, axes)
+
+
+def latent(tensor: Any, axes: Any = "BNC") -> kvspec.RankCache:
+    """Read *tensor* as that of an MLA layer."""
+    return read(tensor, axes, spec=LATENT)
+
+
+def state(axes: Any = None, **tensors: Any) -> kvspec.RankCache:
+    """Read a state's tensors, dimension first, the right ones unless given."""
+    return read({"conv": CONV, "ssm": SSM} | tensors, axes or DS, spec=STATE, layout="LBHNC")
+
+
+def both(one: Any, two: Any) -> kvspec.RankCache:
+    """Read the tensors of two layers of one group."""
+    return kvspec.RankCache.from_tensors(engine("l", "m"), RankId(), {"l": one, "m": two})
+
+
+def words(call: Callable[[], object]) -> str:
+    """Return the message with which *call* is refused; the error survives a pickle."""
+    with pytest.raises(kvspec.SpecError) as caught:
+        call()
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
+    assert (kvspec.SpecError, str(caught.value)) == (type(again), str(again))
+    return str(caught.value)
+
+
+def case(call: Callable[[], object], wanted: str, weak: str | None = None) -> Any:
+    """Return a case of the tables below; *weak* says how it is not refused yet."""
+    marks = (pytest.mark.xfail(strict=True, reason=weak),) if weak else ()
+    name = f"{next(NUMBER)}{' weak' if weak else ''} {wanted[:50]}"
+    return pytest.param(call, wanted, id=name, marks=marks)
+
+
+KV, SHAPE, STRIDE = "tensors['l']['kv']", "tensors['l']['kv'].shape", "tensors['l']['kv'].stride"
+ORDER = "wanted strides in the order of layout {}, outermost first"
+CONTENT = "wanted contiguous content, {} bytes"
+APART = "tensors='{} and {}': wanted regions of one group that do not overlap"
+NARROW = "accepted: the first units are taken for the rank's own"
+BUFFER = z(2000)
+SHARED = z(9, 4, 4, 16)
+
+
+def test_the_good_tensors_are_accepted() -> None:
+    """What is refused below differs in one thing from what is accepted."""
+    assert 2 == len(read(GOOD).regions)
+    assert 1 == len(latent(z(6, 4, 8)).regions)
+    assert 4 == len(state().regions)
+    assert 4 == len(both(GOOD, GOOD.copy()).regions)
+
+
+SHAPES = [
+    case(lambda: read(z(6, 4, 64)), f"{SHAPE}=(6, 4, 64): wanted 4 dimensions, BNHC"),
+    case(lambda: read(z(6, 4, 4, 2, 8)), f"{SHAPE}=(6, 4, 4, 2, 8): wanted 4 dimensions, BNHC"),
+    case(lambda: read(z(8)), f"{SHAPE}=(8,): wanted 4 dimensions, BNHC"),
+    case(lambda: read(GOOD, "BNH"), f"{SHAPE}=(6, 4, 4, 16): wanted 3 dimensions, BNH"),
+    case(lambda: read(GOOD, "KBNHC"), f"{SHAPE}=(6, 4, 4, 16): wanted 5 dimensions, KBNHC"),
+    case(lambda: read(z(6, 4, 3, 16)),
+         f"{SHAPE}=(6, 4, 3, 16): wanted at least 4 entries along H for part k"),
+    case(lambda: read(z(6, 3, 4, 16)),
+         f"{SHAPE}=(6, 3, 4, 16): wanted at least 4 entries along N for part k"),
+    case(lambda: read(z(6, 5, 4, 16)),
+         f"{SHAPE}=(6, 5, 4, 16): wanted 4 rows of a block along N"),
+    case(lambda: read(z(6, 4, 4, 15)), f"{SHAPE}=(6, 4, 4, 15): wanted at least 32 bytes along C"),
+    case(lambda: read(z(6, 4, 4, 16, dtype=np.uint8)),
+         f"{SHAPE}=(6, 4, 4, 16): wanted at least 32 bytes along C"),
+    case(lambda: read(z(3, 6, 4, 4, 8), layout="LKBNHC"),
+         f"{SHAPE}=(3, 6, 4, 4, 8): wanted 2 planes along K"),
+    case(lambda: read(z(1, 6, 4, 4, 8), layout="LKBNHC"),
+         f"{SHAPE}=(1, 6, 4, 4, 8): wanted 2 planes along K"),
+    case(lambda: read(z(2, 6, 4, 4, 7), layout="LKBNHC"),
+         f"{SHAPE}=(2, 6, 4, 4, 7): wanted at least 16 bytes along C for part k"),
+    case(lambda: latent(z(6, 4, 8), None), f"{SHAPE}=(6, 4, 8): wanted 4 dimensions, BNHC"),
+    case(lambda: latent(z(6, 4, 7)), f"{SHAPE}=(6, 4, 7): wanted at least 16 bytes along C"),
+    case(lambda: state(conv=z(6, CHANNELS - 1, 3)),
+         "tensors['l']['conv'].shape=(6, 19, 3): wanted at least 20 units along H"),
+    case(lambda: state(conv=z(6, CHANNELS, 2)), "tensors['l']['conv'].shape=(6, 20, 2): wanted "
+         "at least 3 entries along N for part conv_x"),
+    case(lambda: state(ssm=z(6, 4, 2, 3)), "tensors['l']['ssm'].shape=(6, 4, 2, 3): wanted at "
+         "least 24 bytes along C for part ssm"),
+    case(lambda: state(ssm=z(6, 3, 2, 3, dtype=np.float32)),
+         "tensors['l']['ssm'].shape=(6, 3, 2, 3): wanted at least 4 units along H"),
+    # more than the engine says is not the engine's cache either
+    case(lambda: read(z(6, 4, 5, 16)), f"{SHAPE}=(6, 4, 5, 16): wanted 4 units along H", NARROW),
+    case(lambda: read(GOOD, rank=RankId(tp=1), tp_size=2),
+         f"{SHAPE}=(6, 4, 4, 16): wanted 2 units along H", NARROW),
+    case(lambda: read(z(6, 4, 4, 17)), f"{SHAPE}=(6, 4, 4, 17): wanted 32 bytes along C",
+         "accepted: is v the next 16 bytes, or the last 16?"),
+    case(lambda: read(z(6, 4, 4, 16, dtype=np.float32)),
+         f"{SHAPE}=(6, 4, 4, 16): wanted 32 bytes along C",
+         "accepted: half of every float32 is moved"),
+    case(lambda: latent(z(6, 4, 8, dtype=np.float32)),
+         f"{SHAPE}=(6, 4, 8): wanted 16 bytes along C", "accepted: half of every row is moved"),
+    case(lambda: read(z(2, 6, 4, 1, 8), "KBNHC", spec=LATENT, layout="LKBNHC"),
+         f"{SHAPE}=(2, 6, 4, 1, 8): wanted 1 plane along K", "accepted: the first plane is taken"),
+    case(lambda: state(conv=z(6, CHANNELS + 1, 3)),
+         "tensors['l']['conv'].shape=(6, 21, 3): wanted 20 units along H", NARROW),
+    case(lambda: state(conv=z(6, CHANNELS, 4)),
+         "tensors['l']['conv'].shape=(6, 20, 4): wanted 3 rows along N",
+         "accepted: speculative rows are left out"),
+    case(lambda: state(conv=z(6, CHANNELS, 3, dtype=np.float32)),
+         "tensors['l']['conv'].shape=(6, 20, 3): wanted content of 2 bytes, not 4",
+         "accepted: half of every float32 is moved"),
+    case(lambda: state(ssm=z(6, 4, 2, 4, dtype=np.float32)),
+         "tensors['l']['ssm'].shape=(6, 4, 2, 4): wanted 24 bytes along C",
+         "accepted: the first bytes are taken"),
+    case(lambda: read(z(0, 4, 4, 16)), f"{SHAPE}=(0, 4, 4, 16): wanted at least 1 block along B",
+         "blames the strides, which are 0"),
+]  # fmt: skip
+
+STRIDES = [
+    case(lambda: read(z(6, 4, 4, 16).swapaxes(1, 2)),
+         f"{STRIDE}=(512, 32, 128, 2): {ORDER.format('BNHC')}"),
+    case(lambda: read(GOOD, "BHNC"), f"{STRIDE}=(512, 128, 32, 2): {ORDER.format('BNHC')}"),
+    case(lambda: read(GOOD, "NBHC"), f"{STRIDE}=(512, 128, 32, 2): {ORDER.format('BNHC')}"),
+    case(lambda: read(z(6, 2, 4, 4, 8), "BKNHC", layout="LKBNHC"),
+         f"{STRIDE}=(512, 256, 64, 16, 2): {ORDER.format('KBNHC')}"),
+    case(lambda: state({"conv": "BNH", "ssm": "BHCC"}, conv=z(6, 3, CHANNELS)),
+         f"tensors['l']['conv'].stride=(120, 40, 2): {ORDER.format('BHNC')}"),
+    case(lambda: read(z(6, 4, 4, 32)[..., ::2]), f"{STRIDE}=4: {CONTENT.format(2)}"),
+    case(lambda: read(GOOD[..., ::-1]), f"{STRIDE}=-2: {CONTENT.format(2)}"),
+    case(lambda: read(as_strided(BUFFER, (6, 4, 4, 16), (512, 128, 32, 0))),
+         f"{STRIDE}=0: {CONTENT.format(2)}"),
+    case(lambda: read(GOOD[::-1]), f"{STRIDE}=(-512, 128, 32, 2): {ORDER.format('BNHC')}"),
+    case(lambda: read(GOOD[:, :, ::-1]), f"{STRIDE}=(512, 128, -32, 2): {ORDER.format('BNHC')}"),
+    case(lambda: read(np.broadcast_to(GOOD[:1], GOOD.shape)),
+         f"{STRIDE}=(0, 128, 32, 2): {ORDER.format('BNHC')}"),
+    case(lambda: read(np.broadcast_to(GOOD[:, :, :1], GOOD.shape)),
+         f"{STRIDE}=(512, 128, 0, 2): {ORDER.format('BNHC')}"),
+    case(lambda: state(ssm=z(6, 4, 3, 2, dtype=np.float32).swapaxes(2, 3)),
+         f"tensors['l']['ssm'].stride=8: {CONTENT.format(4)}"),
+]  # fmt: skip
+
+OVERLAPS = [
+    case(lambda: both(GOOD, GOOD), APART.format("l.k", "m.k")),
+    case(lambda: both(SHARED[:6], SHARED[3:]), APART.format("l.k", "m.k")),
+    case(lambda: read({"k": GOOD[..., :8], "v": GOOD[..., :8]}), APART.format("l.k", "l.v")),
+    case(lambda: read({"k": GOOD[..., :8], "v": GOOD[..., 4:12]}), APART.format("l.k", "l.v")),
+    case(lambda: read(as_strided(BUFFER, (6, 4, 4, 16), (256, 128, 32, 2))),
+         APART.format("l.k", "l.k")),
+    case(lambda: read(as_strided(BUFFER, (6, 4, 4, 16), (512, 128, 16, 2))),
+         APART.format("l.k", "l.v")),
+    case(lambda: latent(as_strided(BUFFER, (6, 4, 8), (64, 8, 2))),
+         APART.format("l.latent", "l.latent"), "accepted: rows of one part share bytes"),
+    case(lambda: latent(as_strided(BUFFER, (6, 4, 8), (32, 16, 2))),
+         APART.format("l.latent", "l.latent"), "accepted: blocks of one part share bytes"),
+    case(lambda: read({"kv": GOOD, "k": z(6, 4, 4, 8)}),
+         "tensors['l']=['k', 'kv']: wanted each part once", "accepted: the last one is used"),
+]  # fmt: skip
+
+NAMES = [
+    case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), {"m": GOOD}),
+         "tensors=['m']: wanted a tensor for layer 'l'"),
+    case(lambda: kvspec.RankCache.from_tensors(engine("l", "n"), RankId(), {"l": GOOD}),
+         "tensors=['l']: wanted a tensor for layer 'n'"),
+    case(lambda: read({"q": z(6, 4, 4, 8)}), "tensors['l']='q': wanted one of k, v, kv"),
+    case(lambda: read({"k": z(6, 4, 4, 8)}), "tensors['l']=['k']: wanted a tensor for v"),
+    case(lambda: read({}), "tensors['l']=[]: wanted a tensor for k, v"),
+    case(lambda: read({"conv": CONV}, DS, spec=STATE, layout="LBHNC"),
+         "tensors['l']=['conv']: wanted a tensor for ssm"),
+    case(lambda: state(gate=CONV),
+         "tensors['l']='gate': wanted one of conv_x, conv_b, conv_c, ssm, conv"),
+    case(lambda: read(GOOD, rank=RankId(tp=1)),
+         "rank=RankId(pp=0, pcp=0, tp=1): wanted pp < 1, pcp < 1, tp < 1, none negative"),
+    case(lambda: read(GOOD, rank=0), "rank=0: wanted a RankId"),
+    *(case(lambda v=v: read(v), f"tensor={type(v).__name__!r}: wanted a torch tensor or a numpy "
+           "array") for v in (None, 3, "x", [[1]], b"abc")),
+    # not in words that name the layer, the letter or the field
+    *(case(lambda v=v: read(v), f"tensors['l']={type(v).__name__!r}: wanted a torch tensor or a "
+           "numpy array", "does not name the layer") for v in (None, [[1]])),
+    case(lambda: both(GOOD, None), "tensors['m']='NoneType': wanted a torch tensor or a numpy "
+         "array", "does not name the layer"),
+    case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), {"l": GOOD, "draft": GOOD}),
+         "tensors='draft': wanted one of the engine's layers", "accepted, and never moved"),
+    case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), None),  # type: ignore[arg-type]
+         "tensors=None: wanted a mapping from layer names to tensors", "raw TypeError"),
+    case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), [GOOD]),  # type: ignore[arg-type]
+         "tensors='list': wanted a mapping from layer names to tensors", "raw ValueError"),
+    *(case(lambda a=a: read(GOOD, a),
+           f"axes={a!r}: wanted the letters B, K, H, N, C of the dimensions, each once (C: the "
+           "last ones)", why)
+      for a, why in (("BNHX", "wanted 4 dimensions, of a tensor of 4"), ("LBHN", "the same"),
+                     ("bnhc", "the same"), ("BBHC", "blames the rows"), (3, "raw TypeError"),
+                     ("CBNH", "blames the strides"))),
+    *(case(lambda n=n: read(GOOD, {n: "BNHC"}), f"axes={n!r}: wanted a tensor given for layer 'l'",
+           "accepted and ignored") for n in ("k", "nonsense")),
+    case(lambda: read(np.empty((6, 4, 4, 16), object)),
+         f"{KV}.dtype='object': wanted plain bytes, such as bfloat16", "accepted: pointers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wanted"), [*SHAPES, *STRIDES, *OVERLAPS, *NAMES])
+def test_a_wrong_tensor_is_refused_in_words(call: Callable[[], object], wanted: str) -> None:
+    """Layer, field, value and what was wanted are told, in these words."""
+    assert wanted == words(call)
+
+
+def test_a_torch_tensor_is_refused_in_the_same_words() -> None:
+    """Shapes and strides of torch, counted in elements there, are told in bytes."""
+    torch = pytest.importorskip("torch")
+    good = torch.zeros(6, 4, 4, 16, dtype=torch.bfloat16)
+    table = [
+        (good.transpose(1, 2), f"{STRIDE}=(512, 32, 128, 2): {ORDER.format('BNHC')}"),
+        (good[:, :, :3], f"{SHAPE}=(6, 4, 3, 16): wanted at least 4 entries along H for part k"),
+        (good[:, :3], f"{SHAPE}=(6, 3, 4, 16): wanted at least 4 entries along N for part k"),
+        (good[..., :15], f"{SHAPE}=(6, 4, 4, 15): wanted at least 32 bytes along C"),
+        (good[..., ::2], f"{STRIDE}=4: {CONTENT.format(2)}"),
+        (good[..., :1].expand(good.shape), f"{STRIDE}=0: {CONTENT.format(2)}"),
+        (good[:, :, :1].expand(good.shape), f"{STRIDE}=(512, 128, 0, 2): {ORDER.format('BNHC')}"),
+        (good.flatten(2), f"{SHAPE}=(6, 4, 64): wanted 4 dimensions, BNHC"),
+    ]
+    assert [wanted for _, wanted in table] == [words(lambda t=t: read(t)) for t, _ in table]
+    assert APART.format("l.k", "m.k") == words(lambda: both(good, good))
+
+
+@pytest.mark.parametrize("device", ["meta", "sparse"])
+@pytest.mark.xfail(strict=True, reason="meta: accepted, at address 0; sparse: raw error of torch")
+def test_a_tensor_without_memory_is_refused(device: str) -> None:
+    """A tensor that has no dense storage has no address to register."""
+    torch = pytest.importorskip("torch")
+    good = torch.zeros(6, 4, 4, 16, dtype=torch.bfloat16)
+    tensor = good.to("meta") if device == "meta" else good.float().to_sparse()
+    wanted = f"{KV}.device={device!r}: wanted a dense tensor on a CPU or a GPU"
+    assert wanted == words(lambda: read(tensor))
