@@ -1,0 +1,19 @@
+"""Tools that judge a transfer: the byte oracle here, drawn cases in `kvspec.testing.strategies`.
+
+Importing this package imports neither hypothesis nor torch; `strategies` needs the `testing` extra.
+"""
+
+from kvspec.testing.carve import deal_units, logical_views, rank_units
+from kvspec.testing.oracle import check, content, expected, fill, live_positions, spoil
+
+__all__ = [
+    "check",
+    "content",
+    "deal_units",
+    "expected",
+    "fill",
+    "live_positions",
+    "logical_views",
+    "rank_units",
+    "spoil",
+]

@@ -1,0 +1,202 @@
+"""Deal units one by one and cut a rank's storage into arrays, by the definitions alone.
+
+Half of the byte oracle: no stride, no slice and no address is computed here, so what these arrays
+show is what the layout letters mean, whatever the library believes. Of kvspec it reads only values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvspec.engine import EngineSpec, KVCacheGroup
+    from kvspec.parallel import RankId
+    from kvspec.slices import Part
+
+Bytes = NDArray[np.uint8]
+Storage = Mapping[str, Bytes]
+Views = dict[tuple[str, str, str], Bytes]
+Blocks = int | Mapping[str, int]
+_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+
+
+def deal_units(units: int, tp_size: int, deal_in: int = 1) -> list[list[int]]:
+    """Deal *units* to *tp_size* ranks one by one, in packs of *deal_in*; return each rank's units.
+
+    Enough packs: a rank's share is full once it has `packs / tp_size` of them, and the next rank
+    goes on. Too few packs: neighbours share one. `deal_units(3, 2) == [[0], [1, 2]]`.
+    """
+    packs = units // deal_in
+    hands: list[list[int]] = [[] for _ in range(tp_size)]
+    credit = 0
+    if packs >= tp_size:
+        rank = 0
+        for pack in range(packs):
+            credit += tp_size
+            if credit > packs:
+                credit, rank = credit - packs, rank + 1
+            hands[rank].append(pack)
+    else:
+        pack = 0
+        for hand in hands:
+            hand.append(pack)
+            credit += packs
+            if credit >= tp_size:
+                credit, pack = credit - tp_size, pack + 1
+    return [[pack * deal_in + one for pack in hand for one in range(deal_in)] for hand in hands]
+
+
+def rank_units(engine: EngineSpec, rank: RankId, part: Part) -> list[int]:
+    """Return the global units of *part* that *rank* holds, in the order in which it stores them."""
+    explicit = engine.parallel.unit_deals.get(part.units)
+    if explicit is not None:
+        return list(explicit[rank.tp])
+    return deal_units(part.units, engine.parallel.tp_size, part.deal_in)[rank.tp]
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """One part of one layer on one rank: how often each letter counts."""
+
+    layer: str
+    part: Part
+    counts: Mapping[str, int]
+
+    def size(self, letters: str) -> int:
+        total = 1
+        for letter in letters:
+            total *= self.counts.get(letter, 1)
+        return total
+
+
+def _planes(engine: EngineSpec, rank: RankId, group: KVCacheGroup, blocks: int) -> list[_Plane]:
+    return [
+        _Plane(
+            layer,
+            part,
+            {
+                "B": blocks,
+                "H": len(rank_units(engine, rank, part)),
+                "N": part.states,
+                "C": part.content_bytes,
+            },
+        )
+        for layer in group.layers
+        for part in group.spec.of_layer(layer).parts
+    ]
+
+
+def _apart(planes: Sequence[_Plane], letter: str) -> Iterator[list[_Plane]]:
+    """Yield *planes* layer by layer ("L"), tensor by tensor ("T") or part by part ("K")."""
+    names = [
+        {"L": p.layer, "T": p.part.tensor, "K": p.part.name, "C": p.part.name}[letter]
+        for p in planes
+    ]
+    for name in dict.fromkeys(names):
+        yield [plane for plane, own in zip(planes, names, strict=True) if own == name]
+
+
+def _carve(
+    flat: Bytes, letters: str, planes: Sequence[_Plane], seen: str = ""
+) -> Iterator[tuple[_Plane, Bytes]]:
+    """Split the last axis of *flat* letter by letter; yield each plane's [B, H, N, C] array.
+
+    *seen* names the axes before the last one. Layers and parts lie one after the other ("L", "K";
+    without "K" the parts share "C"); blocks, units and states are counted, so they must agree.
+    """
+    letter, rest = letters[0], letters[1:]
+    if letter in "LKC":
+        inner = "C" if letter == "C" else rest
+        for some in _apart(planes, letter):
+            size = sum(plane.size(inner) for plane in some)
+            piece, flat = flat[..., :size], flat[..., size:]
+            if letter == "C":
+                yield some[0], piece.transpose([*map(seen.index, "BHN"), 3])
+            else:
+                yield from _carve(piece, rest, some, seen)
+        return
+    counts = {plane.counts[letter] for plane in planes}
+    if len(counts) != 1:
+        raise ValueError(f"axis {letter} before L or K counts {sorted(counts)}: planes are ragged")
+    shape = (*flat.shape[:-1], counts.pop(), sum(plane.size(rest) for plane in planes))
+    yield from _carve(flat.reshape(shape), rest, planes, seen + letter)
+
+
+def _carve_page(
+    page: Bytes, letters: str, planes: Sequence[_Plane]
+) -> Iterator[tuple[_Plane, Bytes]]:
+    """Cut one layer's pages [B, bytes]; the page's padding is what remains at its end."""
+    if planes[0].part.tokens_per_state:
+        inner = "".join(letter for letter in letters if letter not in "LB")
+        size = sum(plane.size("HNC") for plane in planes)
+        yield from _carve(page[:, :size], inner, planes, "B")
+        return
+    for some in _apart(planes, "T"):
+        size = sum(plane.size("HNC") for plane in some)
+        order = "".join(letter for letter in letters if letter in "HN")
+        yield from _carve(page[:, :size], order.replace("H", "KH") + "C", some, "B")
+        page = page[:, size:]
+
+
+def _lone(planes: Sequence[_Plane], letter: str) -> bool:
+    """Return whether *letter* counts one thing, so that it may stand anywhere."""
+    if letter == "K":
+        return len({plane.part.name for plane in planes}) == 1
+    return all(plane.counts[letter] == 1 for plane in planes)
+
+
+def _carve_group(
+    flat: Bytes, letters: str, group: KVCacheGroup, planes: Sequence[_Plane]
+) -> Iterator[tuple[_Plane, Bytes]]:
+    """Cut the storage of one group, layers and blocks first where pages lie in one piece."""
+    layers = list(_apart(planes, "L"))
+    padded = [
+        getattr(group.spec.of_layer(layer), "page_size_padded", None) for layer in group.layers
+    ]
+    pages = [
+        pad or sum(plane.size("HNC") for plane in some)
+        for pad, some in zip(padded, layers, strict=True)
+    ]
+    blocks = planes[0].counts["B"]
+    size = blocks * sum(pages)
+    if flat.ndim != 1 or (flat.size != size and size):  # a rank that holds nothing has what it has
+        raise ValueError(f"group {group.name}: storage {flat.shape} bytes, wanted ({size},)")
+    flat = flat[:size]
+    outside = letters[: 1 + max(letters.index("L"), letters.index("B"))]
+    if all(_lone(planes, letter) for letter in outside if letter not in "LB"):
+        letters = "".join(sorted(letters, key=lambda letter: letter not in "LB"))
+    if planes[0].part.tokens_per_state and letters[:2] not in {"LB", "BL"}:
+        if any(padded):
+            raise ValueError(f"group {group.name}: {letters} has no page whose end could be padded")
+        yield from _carve(flat, letters, planes)
+        return
+    rows = flat.reshape(blocks, sum(pages)) if letters.index("B") < letters.index("L") else None
+    start = 0
+    for page, some in zip(pages, layers, strict=True):
+        if rows is not None:
+            yield from _carve_page(rows[:, start : start + page], letters, some)
+        else:
+            whole = flat[start * blocks : (start + page) * blocks]
+            yield from _carve_page(whole.reshape(blocks, page), letters, some)
+        start += page
+
+
+def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
+    """Return {(group, layer, part): array [B, H local, N, C bytes]}, writable views on *storage*.
+
+    *storage* is one flat uint8 array a group. Cut only from the layout letters, outermost first.
+    """
+    views: Views = {}
+    for group in engine.groups:
+        blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
+        planes = _planes(engine, rank, group, blocks)
+        name = group.layout or engine.layout
+        letters = _ALIASES.get(name, name)
+        for plane, view in _carve_group(storage[group.name], letters, group, planes):
+            views[group.name, plane.layer, plane.part.name] = view
+    return views

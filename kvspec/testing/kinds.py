@@ -1,0 +1,99 @@
+"""Draw layer specs: one line a kind.
+
+The only module of the tests that knows kinds of layers by name. Sizes are a few bytes, so that
+whole transfers stay small; block sizes, head counts and TP sizes need not divide one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvspec.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    LayerSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+_HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
+_SIZES = st.integers(1, 4)
+_DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn"))
+_WINDOWS = st.sampled_from((2, 3, 5, 6, 8)) | st.integers(1, 24)
+_CELLS = st.sampled_from(
+    [{"block_size": b} for b in (1, 2, 3, 4, 8, 16)]
+    + [{"block_size": b, "tokens_per_state": t} for b, t in ((2, 2), (8, 4), (16, 4))]
+)
+_ROWS: dict[str, st.SearchStrategy[Any]] = {"head_size": _SIZES, "dtype": _DTYPES}
+_GQA = _ROWS | {"total_num_kv_heads": _HEADS}
+_STATE: dict[str, st.SearchStrategy[Any]] = {
+    "conv_kernel": st.integers(2, 4),
+    "dtype": _DTYPES,
+    "num_speculative_tokens": st.integers(0, 1),
+}
+_SSM = _STATE | {"ssm_dtype": st.sampled_from((None, "float32"))}
+
+
+def _attention(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[LayerSpec]:  # noqa: ANN401
+    """Draw a block (its tokens, and tokens a state) and *fields*; build the spec."""
+
+    def build(cell: Mapping[str, int], **drawn: Any) -> LayerSpec:  # noqa: ANN401
+        spec: LayerSpec = make(**cell, **drawn)
+        return spec
+
+    return st.builds(build, _CELLS, **fields)
+
+
+@st.composite
+def _uniform(draw: st.DrawFn, /, make: Any, **own: st.SearchStrategy[Any]) -> LayerSpec:  # noqa: ANN401
+    """Draw a uniform-type group of two or three layers that differ in the fields *own*."""
+    shared = draw(_CELLS) | {"dtype": draw(_DTYPES)}
+    layers = {
+        f"uniform.{make.__name__}.{i}": make(
+            **shared, **{name: draw(field) for name, field in own.items()}
+        )
+        for i in range(draw(st.integers(2, 3)))
+    }
+    return UniformTypeKVCacheSpecs(specs=layers)
+
+
+KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
+    "full": _attention(FullAttentionSpec, **_GQA),
+    "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_SIZES),
+    "full, opaque": _attention(FullAttentionSpec, **_GQA, state_content_bytes=st.integers(1, 9)),
+    "sliding window": _attention(
+        SlidingWindowSpec, **_GQA, sliding_window=_WINDOWS, extra_retained_tokens=st.integers(0, 2)
+    ),
+    "chunked local": _attention(ChunkedLocalAttentionSpec, **_GQA, attention_chunk_size=_WINDOWS),
+    "cross": _attention(CrossAttentionSpec, **_GQA),
+    "MLA": _attention(MLAAttentionSpec, **_ROWS),
+    "sliding window MLA": _attention(SlidingWindowMLASpec, **_ROWS, sliding_window=_WINDOWS),
+    "uniform": _uniform(FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_SIZES),
+    "uniform MLA": _uniform(MLAAttentionSpec, head_size=_SIZES),
+    "mamba1": st.builds(
+        MambaSpec.mamba1, intermediate_size=st.integers(1, 12), state_size=_SIZES, **_SSM
+    ),
+    "mamba2": st.builds(
+        MambaSpec.mamba2, num_heads=_HEADS, head_dim=_SIZES, n_groups=_SIZES,
+        state_size=_SIZES, **_SSM,
+    ),
+    "gated delta net": st.builds(
+        MambaSpec.gated_delta_net, num_k_heads=_HEADS, num_v_heads=_HEADS, head_k_dim=_SIZES,
+        head_v_dim=_SIZES, **_SSM,
+    ),
+    "short conv": st.builds(MambaSpec.short_conv, conv_dim=st.integers(1, 12), **_STATE),
+    "replicated state": st.builds(MambaSpec.replicated_state, state_bytes=st.integers(1, 9)),
+}  # fmt: skip
+"""Every kind of layer, by a name for messages: how its spec is drawn."""
+
+
+def specs(kinds: Sequence[str] = tuple(KINDS)) -> st.SearchStrategy[LayerSpec]:
+    """Draw a spec of one of *kinds*."""
+    return st.sampled_from(tuple(kinds)).flatmap(KINDS.__getitem__)

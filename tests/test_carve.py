@@ -1,0 +1,182 @@
+"""The oracle's deals and arrays are judged by hand, and by a walk that counts byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvspec
+from kvspec.testing import strategies
+from kvspec.testing.carve import deal_units, logical_views, rank_units
+
+RANK = kvspec.RankId()
+
+
+def engine_of(spec: kvspec.LayerSpec, layout: str) -> kvspec.EngineSpec:
+    """Return an engine of one rank and one group of the layers a and b."""
+    group = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=spec)
+    return kvspec.EngineSpec(groups=(group,), layout=layout)
+
+
+@pytest.mark.parametrize("deal_in", [1, 3])
+def test_cards_fall_where_the_definition_says(deal_in: int) -> None:
+    """U >= T: rank r owns [rU//T, (r+1)U//T); U < T: the one unit rU//T; in packs of deal_in."""
+    for packs in range(1, 33):
+        for size in range(1, 33):
+            for rank, hand in enumerate(deal_units(packs * deal_in, size, deal_in)):
+                first = rank * packs // size
+                last = (rank + 1) * packs // size if packs >= size else first + 1
+                assert list(range(first * deal_in, last * deal_in)) == hand
+
+
+def test_deals_by_hand() -> None:
+    """Three heads on two ranks; two heads on five; six channels of three heads on two ranks."""
+    assert [[0], [1, 2]] == deal_units(3, 2)
+    assert [[0], [0], [0], [1], [1]] == deal_units(2, 5)
+    assert [[0, 1], [2, 3, 4, 5]] == deal_units(6, 2, deal_in=2)
+
+
+@attrs.frozen
+class Walk:
+    """Every byte of one group's storage on one rank, in the order that the letters say."""
+
+    engine: kvspec.EngineSpec
+    rank: kvspec.RankId
+    group: kvspec.KVCacheGroup
+    blocks: int
+
+    def __iter__(self) -> Iterator[Mapping[str, Any] | None]:
+        """Yield where each byte belongs, by letter ("K" the part); None for padding."""
+        letters = self.group.layout or self.engine.layout
+        if strategies.is_state(self.group.spec):
+            inner = "".join(each for each in letters if each in "HN").replace("H", "KH")
+            letters = "".join(each for each in letters if each in "LB") + "T" + inner + "C"
+        elif "K" not in letters:
+            letters = letters[:-1] + "KC"
+        return self.step(letters, {})
+
+    def parts(self, at: Mapping[str, Any]) -> list[kvspec.Part]:
+        """Return the parts that lie in the box *at*."""
+        found = self.group.spec.of_layer(at.get("L", self.group.layers[0])).parts
+        found = tuple(part for part in found if at.get("T", part.tensor) == part.tensor)
+        return [part for part in found if at.get("K", part.name) == part.name]
+
+    def choices(self, letter: str, at: Mapping[str, Any]) -> Sequence[Any]:
+        """Return what *letter* runs over inside the box *at*."""
+        if letter in "LB":
+            return self.group.layers if letter == "L" else range(self.blocks)
+        parts = self.parts(at)
+        if letter in "TK":
+            return list(dict.fromkeys(p.tensor if letter == "T" else p.name for p in parts))
+        units = len(rank_units(self.engine, self.rank, parts[0]))
+        return range({"H": units, "N": parts[0].states, "C": parts[0].content_bytes}[letter])
+
+    def step(self, rest: str, at: Mapping[str, Any]) -> Iterator[Mapping[str, Any] | None]:
+        """Yield the bytes of the box *at*, whose axes *rest* are still to come."""
+        if not rest:
+            yield at
+            return
+        written = 0
+        for each in self.choices(rest[0], at):
+            for byte in self.step(rest[1:], {**at, rest[0]: each}):
+                written += 1
+                yield byte
+        if set(at) == {"L", "B"}:
+            page = self.group.spec.of_layer(at["L"]).page_size_padded
+            yield from [None] * ((page or written) - written)
+
+
+@given(strategies.groups().flatmap(lambda model: strategies.engines(model, 4)), st.integers(1, 3))
+@settings(max_examples=80)
+def test_views_show_each_byte_where_counting_finds_it(
+    engine: kvspec.EngineSpec, blocks: int
+) -> None:
+    """Arrays cut by letters and bytes counted one by one in that order agree, for any layout."""
+    rank = engine.parallel.ranks[-1]
+    for group in engine.groups:
+        counted = list(Walk(engine, rank, group, blocks))
+        alone = attrs.evolve(engine, groups=(group,))
+        storage = {group.name: np.zeros(len(counted), np.uint8)}
+        views = logical_views(alone, rank, storage, blocks)
+        marks = [0 if at is None else number % 251 for number, at in enumerate(counted, 1)]
+        for mark, at in zip(marks, counted, strict=True):
+            if at is not None:
+                view = views[group.name, at["L"], at["K"]]
+                view[at["B"], at["H"], at["N"], at["C"]] = mark
+        assert marks == storage[group.name].tolist()
+
+
+def test_a_page_by_hand() -> None:
+    """LBNHC without K: token, head, then k and v of that head; padding ends each page."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=2, total_num_kv_heads=2, head_size=1, dtype="uint8", page_size_padded=10
+    )
+    storage = {"g": np.arange(60, dtype=np.uint8)}
+    views = logical_views(engine_of(spec, "LBNHC"), RANK, storage, 3)
+    assert [[30, 34], [32, 36]] == views["g", "b", "k"][0, :, :, 0].tolist()
+    assert [[51, 55], [53, 57]] == views["g", "b", "v"][2, :, :, 0].tolist()
+
+
+def test_an_alias_is_its_letters() -> None:
+    """NHD is LBNHC, HND is LBHNC."""
+    spec = kvspec.FullAttentionSpec(block_size=2, total_num_kv_heads=2, head_size=1, dtype="uint8")
+    storage = {"g": np.arange(16, dtype=np.uint8)}
+    for alias, letters in (("NHD", "LBNHC"), ("HND", "LBHNC")):
+        one, two = (logical_views(engine_of(spec, x), RANK, storage, 1) for x in (alias, letters))
+        assert two["g", "b", "v"].tolist() == one["g", "b", "v"].tolist()
+
+
+def test_a_conv_state_by_hand() -> None:
+    """Dimension first: rows of each channel, x then b then c; row first: channels x|b|c a row."""
+    spec = kvspec.MambaSpec.mamba2(
+        num_heads=2, head_dim=1, n_groups=1, state_size=1, conv_kernel=3, dtype="uint8"
+    )
+    storage = {"g": np.arange(20, dtype=np.uint8)}
+    first = logical_views(engine_of(spec, "LBHNC"), RANK, storage, 1)
+    assert [[0, 1], [2, 3]] == first["g", "a", "conv_x"][0, :, :, 0].tolist()
+    assert [[6, 7]] == first["g", "a", "conv_c"][0, :, :, 0].tolist()
+    last = logical_views(engine_of(spec, "LBNHC"), RANK, storage, 1)
+    assert [[0, 4], [1, 5]] == last["g", "a", "conv_x"][0, :, :, 0].tolist()
+    assert [[3, 7]] == last["g", "a", "conv_c"][0, :, :, 0].tolist()
+    assert [[8], [9]] == last["g", "a", "ssm"][0, :, :, 0].tolist()
+
+
+def test_storage_of_another_size_is_refused() -> None:
+    """A storage that is not what the layout needs is an error, not a shifted view."""
+    spec = kvspec.MLAAttentionSpec(block_size=2, head_size=3, dtype="uint8")
+    with pytest.raises(ValueError, match=r"storage \(13,\) bytes, wanted \(12,\)"):
+        logical_views(engine_of(spec, "LBHNC"), RANK, {"g": np.zeros(13, np.uint8)}, 1)
+
+
+def test_ragged_axes_are_refused() -> None:
+    """Layers with 1 and 2 heads have no common head axis outside of the layers."""
+    one, two = (
+        kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=n, head_size=1, dtype="uint8")
+        for n in (1, 2)
+    )
+    spec = kvspec.UniformTypeKVCacheSpecs(specs={"a": one, "b": two})
+    with pytest.raises(ValueError, match=r"axis H before L or K counts \[1, 2\]"):
+        logical_views(engine_of(spec, "BHLNC"), RANK, {"g": np.zeros(6, np.uint8)}, 1)
+
+
+def test_padding_needs_a_page() -> None:
+    """Where a layer's block is not in one piece, there is no end that could be padded."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=1, total_num_kv_heads=2, head_size=1, dtype="uint8", page_size_padded=7
+    )
+    with pytest.raises(ValueError, match="LHBNC has no page"):
+        logical_views(engine_of(spec, "LHBNC"), RANK, {"g": np.zeros(14, np.uint8)}, 1)
+
+
+def test_an_axis_of_one_may_stand_anywhere() -> None:
+    """One head outside of the blocks does not tear a page apart, so its end may be padded."""
+    spec = kvspec.MLAAttentionSpec(block_size=1, head_size=3, dtype="uint8", page_size_padded=4)
+    storage = {"g": np.arange(16, dtype=np.uint8)}
+    views = logical_views(engine_of(spec, "HLBNC"), RANK, storage, 2)
+    assert [[8, 9, 10], [12, 13, 14]] == views["g", "b", "latent"][:, 0, 0].tolist()
