@@ -1,0 +1,36 @@
+"""The commands under one roof."""
+
+from __future__ import annotations
+
+import typer
+
+import kvspec
+from kvspec.cli.slices import slices
+from kvspec.cli.transfer import transfer
+from kvspec.cli.verify import verify
+
+app = typer.Typer(
+    help="Which bytes of which rank's KV cache go where, for any two LLM serving engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(transfer)
+app.command()(slices)
+app.command()(verify)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvspec {kvspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Plan, move and prove transfers of KV caches."""
+    del version

@@ -1,0 +1,51 @@
+"""`kvspec verify`: every TP pair and head count up to a bound, each proved exact."""
+
+from __future__ import annotations
+
+import time
+from typing import cast, get_args
+
+import typer
+
+from kvspec.cli.options import WRONG, output, progress_bar, refusals
+from kvspec.errors import SpecError
+from kvspec.proof import prove
+from kvspec.slices import Replicas
+
+MAX_FAULTS = 10
+"""Counter-examples that are printed."""
+
+
+def verify(
+    max_tp: int = typer.Option(16, help="Largest tensor-parallel size, of either side."),
+    max_heads: int = typer.Option(16, help="Largest number of KV heads."),
+    jobs: int | None = typer.Option(None, help="Processes; one for each core unless given."),
+    replicas: str = typer.Option(
+        "spread", metavar="spread|first|stripe|all", help="The policies to try."
+    ),
+) -> None:
+    """Prove, triple by triple, that every consumer head is read exactly once, from its owner."""
+    policies = get_args(Replicas) if replicas == "all" else (replicas,)
+    began = time.perf_counter()
+    with refusals():
+        if jobs is not None and jobs < 1:
+            raise SpecError("jobs", jobs, "an int >= 1")
+        with progress_bar() as bar:
+            task = bar.add_task("triples", total=max(1, max_tp * max_tp * max_heads))
+            proof = prove(
+                max_tp,
+                max_heads,
+                jobs=jobs,
+                progress=lambda done: bar.update(task, advance=done),
+                replicas=cast("tuple[Replicas, ...]", policies),
+            )
+    console = output()
+    tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "
+    tried += f"{proof.rank_cases:,} consumer ranks, {time.perf_counter() - began:.1f} s"
+    if proof.exact:
+        console.print(f"all exact: {tried}", style="bold green")
+        return
+    console.print(f"WRONG: {len(proof.faults):,} of {tried}", style="bold red")
+    for fault in proof.faults[:MAX_FAULTS]:
+        console.print(f"  {fault}")
+    raise typer.Exit(WRONG)

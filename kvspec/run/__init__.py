@@ -1,0 +1,21 @@
+"""Run a plan between real processes: one NIXL agent for every rank of two engines.
+
+`run_transfer` starts the ranks, lets one side move the other's cache and has every byte of every
+consumer compared with the byte oracle. `kvspec transfer` prints what it reports.
+"""
+
+from kvspec.run.conduct import STAGES, check_job, run_transfer
+from kvspec.run.job import Job
+from kvspec.run.report import Compared, Failure, Moved, RankReport, Report
+
+__all__ = [
+    "STAGES",
+    "Compared",
+    "Failure",
+    "Job",
+    "Moved",
+    "RankReport",
+    "Report",
+    "check_job",
+    "run_transfer",
+]

@@ -1,0 +1,174 @@
+"""What to run: two engines, some requests, and who moves the bytes.
+
+Law: a job decides everything. Each rank's process draws the same block tables and the same contents
+from the job alone, so nothing but metadata and addresses has to be sent between the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal, get_args
+
+import attrs
+import numpy as np
+
+from kvspec.cache import allocate
+from kvspec.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.parallel import RankId
+from kvspec.plan import TransferPlan, plan_transfer
+from kvspec.ranges import positive_int
+from kvspec.request import BlockTable, TransferRequest
+from kvspec.slices import Replicas, check_policy
+from kvspec.specs import LayerSpec
+
+Mode = Literal["pull", "push"]
+Side = Literal["producer", "consumer"]
+SIDES: tuple[Side, Side] = ("producer", "consumer")
+
+SPARE_BLOCKS = 3
+"""Blocks of each pool that no request owns: nobody may write them."""
+MAX_TIMEOUT = 24 * 3600.0
+MAX_TOKENS = 10**9
+MAX_RANKS = 256
+"""Processes of one run, each with an agent."""
+_SEED_STEP = 16  # apart from each other by more than the oracle's own uses of a seed
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """One run: *requests* prompts of *tokens* tokens move from *producer* to *consumer*.
+
+    *cached*: leading tokens that the consumer already holds. *mode*: consumers read (``pull``) or
+    producers write (``push``). *device*: where the caches lie, ``cpu``, ``cuda`` (ranks take turns
+    on the GPUs there are) or one such as ``cuda:0``. *timeout*: seconds for the whole run.
+    *tamper*: change one byte of the first consumer rank before it compares.
+    """
+
+    producer: EngineSpec
+    consumer: EngineSpec
+    tokens: int = 300
+    cached: int = 0
+    requests: int = 2
+    replicas: Replicas = "spread"
+    mode: Mode = "pull"
+    device: str = "cpu"
+    seed: int = 0
+    timeout: float = 120.0
+    tamper: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        positive_int("tokens", self.tokens)
+        positive_int("requests", self.requests)
+        positive_int("seed", self.seed, least=0)
+        if self.tokens * self.requests > MAX_TOKENS:
+            told = f"at most {MAX_TOKENS} in all {self.requests} requests"
+            raise SpecError("tokens", self.tokens, told)
+        if positive_int("cached", self.cached, least=0) > self.tokens:
+            raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
+        check_policy(self.replicas)
+        if self.mode not in get_args(Mode):
+            raise SpecError("mode", self.mode, " or ".join(get_args(Mode)))
+        kind, _, index = self.device.partition(":")
+        if self.device not in {"cpu", "cuda"} and not (kind == "cuda" and index.isdecimal()):
+            raise SpecError("device", self.device, "cpu, cuda, or one GPU such as cuda:0")
+        ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
+        if ranks > MAX_RANKS:
+            raise SpecError("ranks", ranks, f"at most {MAX_RANKS} processes in all")
+        if not 0 < self.timeout <= MAX_TIMEOUT:
+            raise SpecError("timeout", self.timeout, f"seconds from 0 to {MAX_TIMEOUT:.0f}")
+
+    @cached_property
+    def plan(self) -> TransferPlan:
+        """The plan, as each rank computes it."""
+        return plan_transfer(self.producer, self.consumer, replicas=self.replicas)
+
+    @cached_property
+    def moves(self) -> tuple[TransferRequest, ...]:
+        """The requests, with shuffled block tables on both sides."""
+        ours, theirs = (self._tables(side) for side in SIDES)
+        return tuple(
+            TransferRequest(
+                request_id=f"request-{at}",
+                num_tokens=self.tokens,
+                cached_tokens=self.cached,
+                producer_blocks=ours[at],
+                consumer_blocks=theirs[at],
+            )
+            for at in range(self.requests)
+        )
+
+    @property
+    def active(self) -> Side:
+        """The side that starts the transfers."""
+        return "consumer" if self.mode == "pull" else "producer"
+
+    def engine(self, side: Side) -> EngineSpec:
+        """Return the engine of *side*."""
+        return self.producer if side == "producer" else self.consumer
+
+    def ranks(self) -> Iterator[tuple[Side, RankId]]:
+        """Yield every rank of both engines, producers first."""
+        for side in SIDES:
+            for rank in self.engine(side).parallel.ranks:
+                yield side, rank
+
+    def content_seed(self, request: int) -> int:
+        """Return what makes the contents of one request differ from all others."""
+        return (self.seed * self.requests + request) * _SEED_STEP
+
+    def num_blocks(self, side: Side) -> dict[str, int]:
+        """Return the blocks of each group's pool: what the requests own, and a few spare."""
+        return {
+            group.name: self.requests * len(self._tokens(group.spec)) + SPARE_BLOCKS
+            for group in self.engine(side).groups
+        }
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of one request in the model's own terms: each live byte once, nothing cached."""
+        total = 0
+        for group in self.consumer.groups:
+            for layer in group.layers:
+                spec = group.spec.of_layer(layer)
+                live = spec.live_tokens(self.tokens)
+                for part in spec.parts:
+                    size, rows = part.tokens_per_state, part.states
+                    if size:
+                        rows = -(-live.stop // size) - live.start // size
+                    total += part.units * rows * part.content_bytes
+        return total
+
+    def cache_bytes(self) -> list[int]:
+        """Return the bytes of each rank's cache; raise `SpecError` for an impossible layout.
+
+        Lays every cache out, in memory that is never touched and so never taken.
+        """
+        found = []
+        for side, rank in self.ranks():
+            try:
+                cache, _ = allocate(self.engine(side), rank, self.num_blocks(side))
+            except MemoryError:
+                wanted = f"caches that fit this machine ({side} {rank} does not)"
+                raise SpecError("tokens", self.tokens, wanted) from None
+            found.append(sum(memory.length for memory in cache.memory))
+        return found
+
+    def _tokens(self, spec: LayerSpec) -> range:
+        """Return the first token of each block that one request owns."""
+        if not any(part.tokens_per_state for part in spec.parts):
+            return range(1)
+        live, size = spec.live_tokens(self.tokens), spec.block_size
+        return range(live.start // size * size, live.stop, size) if live else range(0)
+
+    def _tables(self, side: Side) -> list[dict[str, BlockTable]]:
+        shuffle = np.random.default_rng([self.seed, SIDES.index(side)])
+        tables: list[dict[str, BlockTable]] = [{} for _ in range(self.requests)]
+        blocks = self.num_blocks(side)
+        for group in self.engine(side).groups:
+            tokens, ids = self._tokens(group.spec), shuffle.permutation(blocks[group.name])
+            for at, table in enumerate(tables):
+                own = ids[at * len(tokens) : (at + 1) * len(tokens)]
+                table[group.name] = BlockTable(own, tokens.start)
+        return tables

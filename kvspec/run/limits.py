@@ -1,0 +1,74 @@
+"""What a machine can hold: memory for the caches, and the GPUs that are asked for.
+
+Law: a run that does not fit is refused before a process starts, with what it needs and what there
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from kvspec.errors import SpecError
+
+COPIES = 4
+"""A consumer keeps its cache, what was there, what must be there, and a mask of free bytes."""
+PROCESS_BYTES = 50 << 20
+"""Bytes of a process with its libraries and agent."""
+SHARE = 0.6
+"""How much of the available memory a run may take."""
+
+
+def check_memory(caches: Collection[int], available: int | None = None) -> None:
+    """Raise `SpecError` if *caches*, bytes of each rank, need too much of the *available* bytes."""
+    free = available_bytes() if available is None else available
+    need = COPIES * sum(caches) + PROCESS_BYTES * len(caches)
+    if free is not None and need > SHARE * free:
+        told = f"{sizes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
+        wanted = f"at most {SHARE:.0%} of the {sizes(free)} that are free"
+        field, value = "memory", f"{sizes(need)} ({told})"
+        raise SpecError(field, value, f"{wanted}: fewer tokens, requests or ranks")
+
+
+def available_bytes() -> int | None:
+    """Return the bytes of memory that can be had, or None where the system does not say."""
+    found = []
+    memory = Path("/proc/meminfo")
+    if memory.exists():
+        lines = (line.split() for line in memory.read_text(encoding="ascii").splitlines())
+        found += [int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:"]
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and used.exists():
+        text = limit.read_text(encoding="ascii").strip()
+        if text.isdecimal():
+            found.append(int(text) - int(used.read_text(encoding="ascii")))
+    return min(found, default=None)
+
+
+def check_device(device: str) -> int:
+    """Return the GPUs there are for *device*, 0 for host memory; raise `SpecError` if none."""
+    if device == "cpu":
+        return 0
+    try:
+        import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
+    except ImportError:
+        raise SpecError("device", device, "cpu, since torch is not installed") from None
+    count = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    index = int(device.partition(":")[2] or 0)
+    if index >= count:
+        raise SpecError("device", device, f"cpu, or one of the {count} GPUs that torch sees")
+    return count
+
+
+def sizes(count: float) -> str:
+    """Return *count* bytes in words.
+
+    >>> sizes(1_234_567), sizes(5)
+    ('1.2 MB', '5 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:  # noqa: PLR2004 - decimal units
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,160 @@
+"""What a run found: bytes moved, notifications counted, bytes compared, ranks that failed.
+
+Law: a run is right only if every rank finished, every byte that was judged is right and every count
+is exactly what the plan says. Whatever is not known is not right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvspec.parallel import RankId
+from kvspec.run.job import Side
+
+
+@attrs.frozen(kw_only=True)
+class Moved:
+    """What one pair of ranks exchanged: *runs* are the descriptors left after merging *ids*."""
+
+    producer: RankId
+    consumer: RankId
+    nbytes: int = 0
+    ids: int = 0
+    runs: int = 0
+    seconds: float = 0.0
+
+    def plus(self, *, nbytes: int, ids: int, runs: int, seconds: float) -> Moved:
+        """Return the sum with one more transfer."""
+        return attrs.evolve(
+            self,
+            nbytes=self.nbytes + nbytes,
+            ids=self.ids + ids,
+            runs=self.runs + runs,
+            seconds=self.seconds + seconds,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Compared:
+    """A cache after the run: bytes *judged*, bytes *free* to be anything, and what is *wrong*.
+
+    *lines* tell the first wrong bytes, one a line.
+    """
+
+    judged: int
+    free: int = 0
+    wrong: int = 0
+    lines: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class RankReport:
+    """What one rank's process saw.
+
+    *notified* of *awaited* notifications came; *finished* requests had all of theirs; *foreign*
+    ones, which nobody should have sent, are told by request and sender. *torch* says whether the
+    process imported torch.
+    """
+
+    side: Side
+    rank: RankId
+    moved: tuple[Moved, ...]
+    awaited: int
+    notified: int
+    foreign: tuple[str, ...]
+    finished: int
+    compared: Compared
+    torch: bool
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """A rank that did not get through: in which *stage*, and why."""
+
+    side: Side
+    rank: RankId
+    stage: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.rank} failed in stage {self.stage}: {self.why}"
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """The outcome of one run.
+
+    *stages*: seconds of each stage, in order. *sending* and *receiving*: finished (rank, request)
+    pairs, and how many there must be.
+    """
+
+    ranks: tuple[RankReport, ...]
+    failures: tuple[Failure, ...]
+    stages: dict[str, float]
+    sending: tuple[int, int]
+    receiving: tuple[int, int]
+
+    @property
+    def moved(self) -> tuple[Moved, ...]:
+        """Every pair of ranks, by consumer, then producer."""
+        found = (each for rank in self.ranks for each in rank.moved)
+        return tuple(sorted(found, key=lambda each: (each.consumer, each.producer)))
+
+    @property
+    def consumers(self) -> tuple[RankReport, ...]:
+        """The consumer ranks that finished."""
+        return tuple(each for each in self.ranks if each.side == "consumer")
+
+    @property
+    def judged(self) -> int:
+        """Bytes of consumer ranks that were compared."""
+        return sum(each.compared.judged for each in self.consumers)
+
+    @property
+    def wrong(self) -> int:
+        """Bytes, of any rank, that are wrong."""
+        return sum(each.compared.wrong for each in self.ranks)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The first wrong bytes of every rank, one a line."""
+        return tuple(line for each in self.ranks for line in each.compared.lines)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Everything that makes the run wrong, one a line; empty if all is right."""
+        found = [str(each) for each in self.failures]
+        if self.wrong:
+            where = [f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong]
+            found.append(f"{self.wrong:,} wrong bytes, on {', '.join(where)}")
+        for name, (done, wanted) in (("sending", self.sending), ("receiving", self.receiving)):
+            if done != wanted:
+                found.append(f"finished {name} {done} times, not {wanted}")
+        for each in self.ranks:
+            if each.notified != each.awaited:
+                counted = f"{each.notified} notifications of {each.awaited}"
+                found.append(f"{each.side} {each.rank} got {counted}")
+            if each.foreign:
+                what = ", ".join(each.foreign)
+                found.append(f"{each.side} {each.rank} got notifications it must not: {what}")
+        return tuple(found)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is right and every count exact."""
+        return not self.faults
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, ranks by their names."""
+        told = attrs.asdict(self, value_serializer=_plain)
+        moved = [attrs.asdict(each, value_serializer=_plain) for each in self.moved]
+        summary = {"ok": self.ok, "faults": list(self.faults), "judged_bytes": self.judged}
+        summary |= {"wrong_bytes": self.wrong, "pairs": moved}
+        return summary | told
+
+
+def _plain(_: object, at: object, value: Any) -> Any:  # noqa: ANN401 - any field's value
+    del at
+    return str(value) if isinstance(value, RankId) else value
