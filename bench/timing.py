@@ -1,0 +1,87 @@
+"""How the bench measures: repetitions interleaved, medians reported, ratios from one run.
+
+Law: two figures that are compared come from the same process or the same minute, one repetition of
+each in turn, so that a slow moment of the machine falls on both.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import attrs
+
+Timer = Callable[[], float]
+"""Runs one repetition and returns its seconds."""
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One line of the table; every column is text but *met*: None where nothing is promised."""
+
+    budget: str
+    what: str
+    ours: str
+    other: str = ""
+    ratio: str = ""
+    wanted: str = ""
+    met: bool | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What the command line says: *quick* runs less, *python* is the interpreter with Mooncake."""
+
+    quick: bool = False
+    python: str | None = None
+
+    def times(self, full: int) -> int:
+        """Return how many repetitions to make instead of *full*."""
+        return max(3, full // 8) if self.quick else full
+
+
+def interleaved(repetitions: int, *timers: Timer) -> list[float]:
+    """Return the median seconds of each of *timers*, run in turn after one warm-up each."""
+    taken: list[list[float]] = [[] for _ in timers]
+    for timer in timers:
+        timer()
+    for _ in range(repetitions):
+        for times, timer in zip(taken, timers, strict=True):
+            times.append(timer())
+    return [median(times) for times in taken]
+
+
+def clock(work: Callable[[], object], loops: int = 1) -> Timer:
+    """Return a timer of one call of *work*, the mean of *loops* in a row."""
+
+    def run() -> float:
+        started = time.perf_counter()
+        for _ in range(loops):
+            work()
+        return (time.perf_counter() - started) / loops
+
+    return run
+
+
+def forget() -> None:
+    """Empty every cache of a function in kvspec, as in a process that plans for the first time."""
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] == "kvspec":
+            for value in tuple(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def told(seconds: float) -> str:
+    """Return *seconds* in the unit that reads best."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def times(slow: float, fast: float) -> str:
+    """Return how many times faster *fast* is, as text."""
+    return f"{slow / fast:.3g} x"

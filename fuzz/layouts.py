@@ -1,0 +1,70 @@
+"""In any layout, each byte of a group's storage lies in one region or in padding, in none twice.
+
+Padding is as many bytes as the pages were padded by, at the end of each page; regions lie where the
+layout's letters say, which the oracle cuts out of the storage without strides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvspec.cache import Region, allocate
+from kvspec.engine import EngineSpec
+from kvspec.testing.carve import logical_views
+from kvspec.testing.strategies import engines, groups
+
+MODEL = groups()
+
+
+@st.composite
+def one_engine(draw: st.DrawFn) -> EngineSpec:
+    """Draw an engine of any model: every kind of layer, layout, deal and padding."""
+    return draw(engines(draw(MODEL), largest=4))
+
+
+def offsets(region: Region, base: int) -> np.ndarray:
+    """Return the offset from *base* of every byte of *region*, [block, unit, state, byte]."""
+    shape = region.num_blocks, region.units, region.states, region.content_bytes
+    strides = region.block_stride, region.unit_stride, region.state_stride, 1
+    at = np.full(shape, region.base - base)
+    for axis, (count, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = np.arange(count) * stride
+        at += steps.reshape([-1 if each == axis else 1 for each in range(4)])
+    return at
+
+
+@given(one_engine(), st.integers(1, 4))
+def test_every_byte_in_one_region(engine: EngineSpec, num_blocks: int) -> None:
+    """Count, for each byte of the storage, the regions that hold it, and look where they lie."""
+    for rank in engine.parallel.ranks:
+        cache, storage = allocate(engine, rank, num_blocks)
+        views = logical_views(engine, rank, storage, num_blocks)
+        for group in engine.groups:
+            flat = storage[group.name]
+            seen = np.zeros(flat.size, np.int64)
+            for region in (each for each in cache.regions if each.group == group.name):
+                at = offsets(region, flat.ctypes.data)
+                assert 0 <= at.min() <= at.max() < flat.size
+                np.add.at(seen, at.ravel(), 1)
+                flat[:] = np.arange(flat.size) % 251
+                view = views[group.name, region.layer, region.part]
+                assert np.array_equal(flat[at], view)
+            assert seen.max(initial=0) <= 1
+            assert padding(engine, group.name, rank.tp, num_blocks, seen) == seen.size - seen.sum()
+
+
+def padding(engine: EngineSpec, name: str, tp_rank: int, num_blocks: int, seen: np.ndarray) -> int:
+    """Return the bytes of padding in a group; one byte where a rank holds nothing at all."""
+    group = engine.group(name)
+    if not seen.any() and seen.size == 1:
+        return 1
+    total = 0
+    for layer in group.layers:
+        spec = group.spec.of_layer(layer)
+        if spec.page_size_padded is not None:
+            deals = [(p, engine.parallel.deal(p.units, p.deal_in).ranges) for p in spec.parts]
+            real = sum(len(d[tp_rank]) * p.states * p.content_bytes for p, d in deals)
+            total += num_blocks * (spec.page_size_padded - real)
+    return total

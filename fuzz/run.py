@@ -1,0 +1,100 @@
+"""Fuzz the laws of one file, guided by coverage: `python fuzz/run.py TARGET [libFuzzer flags]`.
+
+TARGET is the name of a file of this folder (`slices`, `layouts`, `block_tables`, `from_config`) or
+the path of any file with Hypothesis laws, such as `tests/test_laws_transfer.py`. The first byte of
+an input chooses the law, Hypothesis decodes the rest; what a law raises is a crash. A folder among
+the flags is the corpus, kept between runs; unless there is one, a new one is made from seeds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+TARGETS = ("slices", "layouts", "block_tables", "from_config")
+LONGEST = 4096
+"""Bytes of the longest input."""
+SEEDS = 64
+"""Inputs of a new corpus."""
+Law = Callable[[bytes], bytes | None]
+
+
+def laws_of(target: str) -> dict[str, Law]:
+    """Return the laws of *target* by name, each as a function of bytes.
+
+    A law returns None for bytes that decode to nothing, and raises where it does not hold.
+    """
+    path = FOLDER / f"{target}.py" if target in TARGETS else Path(target)
+    spec = importlib.util.spec_from_file_location(f"fuzzed_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SystemExit(f"{target}: wanted one of {', '.join(TARGETS)}, or the path of laws")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found: dict[str, Any] = vars(module)
+    return {
+        name: value.hypothesis.fuzz_one_input
+        for name, value in sorted(found.items())
+        if hasattr(value, "hypothesis") and not hasattr(value, "pytestmark")
+    }
+
+
+def one_input(laws: Sequence[Law]) -> Callable[[bytes], bytes | None]:
+    """Return the function that gives an input to the law that its first byte chooses."""
+
+    def run(data: bytes) -> bytes | None:
+        return laws[data[0] % len(laws)](data[1:]) if data else None
+
+    return run
+
+
+def inputs(count: int, seed: int = 0, longest: int = LONGEST) -> Iterator[bytes]:
+    """Yield *count* inputs of up to *longest* bytes, the same for one *seed*."""
+    drawn = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    for _ in range(count):
+        yield drawn.randbytes(drawn.randrange(longest // 16, longest))
+
+
+def with_corpus(flags: list[str]) -> list[str]:
+    """Return *flags* with a corpus of seeds: random bytes decode to whole cases, short ones do not.
+
+    A file among the flags is an input to run again, and needs no corpus.
+    """
+    if any(Path(flag).is_file() for flag in flags):
+        return flags
+    folders = [flag for flag in flags if not flag.startswith("-")]
+    folder = Path(folders[0] if folders else tempfile.mkdtemp(prefix="corpus-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        for at, data in enumerate(inputs(SEEDS)):
+            (folder / f"seed-{at}").write_bytes(data)
+    return [f"-max_len={LONGEST}", "-len_control=0", *flags, *([] if folders else [str(folder)])]
+
+
+def main() -> None:
+    """Fuzz what the command line names."""
+    import atheris  # noqa: PLC0415 - only fuzzing needs it
+
+    if len(sys.argv) == 1:
+        raise SystemExit(__doc__)
+    program, target, *flags = sys.argv
+    with atheris.instrument_imports(include=["kvspec"]):
+        laws = laws_of(target)
+    print(f"laws: {', '.join(laws)}")
+    run = one_input(list(laws.values()))
+
+    def crash_only(data: bytes) -> None:
+        run(data)
+
+    atheris.Setup([program, *with_corpus(flags)], crash_only)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The bench runs and prints its table. Nothing here is timed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def bench(*arguments: str) -> list[str]:
+    """Return the lines that the bench prints."""
+    command = [sys.executable, str(BENCH / "run.py"), *arguments]
+    done = subprocess.run(  # noqa: S603 - our own program
+        command, check=True, capture_output=True, text=True, timeout=300
+    )
+    return done.stdout.splitlines()
+
+
+def test_the_table_has_a_row_for_each_budget() -> None:
+    """One line names the machine, one the columns; each budget asked for has its rows."""
+    machine, columns, rule, *rows, load = bench("--quick", "--only", "B1,B2,B4")
+    assert machine.startswith("machine: ")
+    for word in ("cores", "Python", "numpy", "torch", "nixl"):
+        assert word in machine
+    assert ["budget", "what", "ours", "other", "ratio", "wanted", "met"] == columns.split()
+    assert {"-"} == set(rule.replace(" ", ""))
+    assert load.startswith("load at the end: ")
+    assert {"B1", "B2", "B4"} == {row.split()[0] for row in rows}
+
+
+def test_an_unknown_budget_is_refused() -> None:
+    """A budget that does not exist is named, with those that do."""
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        bench("--only", "B99")
+    assert "B99" in caught.value.stderr
+    assert "B10" in caught.value.stderr
+
+
+def test_without_mooncake_the_row_says_how() -> None:
+    """An interpreter without Mooncake is no error: the row says that it is not installed."""
+    rows = bench("--quick", "--only", "B3", "--mooncake-python", "/nonexistent/python")
+    assert any("not installed" in row for row in rows)

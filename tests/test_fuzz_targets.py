@@ -1,0 +1,121 @@
+"""Fuzz targets do not rot: each runs on fixed inputs, decodes most of them, and can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvspec
+
+RUN = Path(__file__).parents[1] / "fuzz" / "run.py"
+INPUTS = 40
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def load() -> Any:
+    """Return the program that runs targets, as a module."""
+    spec = importlib.util.spec_from_file_location("fuzz_run", RUN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FUZZ = load()
+
+
+def fuzz(target: str, count: int = INPUTS) -> int:
+    """Give *count* fixed inputs to every law of *target*; return how many were decoded."""
+    laws = FUZZ.laws_of(target).values()
+    assert laws
+    return sum(law(data) is not None for law in laws for data in FUZZ.inputs(count))
+
+
+@pytest.mark.parametrize("target", FUZZ.TARGETS)
+def test_a_target_runs(target: str) -> None:
+    """Each target holds on the fixed inputs, and more than half of them decode to a case."""
+    assert fuzz(target) > INPUTS // 2
+
+
+@pytest.mark.parametrize("target", FUZZ.TARGETS)
+def test_a_target_opens_with_its_invariant(target: str) -> None:
+    """The first line of a target is what always holds: one sentence, no heading."""
+    first = (RUN.parent / f"{target}.py").read_text().splitlines()[0]
+    assert first.startswith('"""')
+    assert first.endswith(".")
+
+
+def crowding(patch: pytest.MonkeyPatch) -> None:
+    """Send every consumer to the first replica, whatever the policy."""
+    patch.setattr(kvspec.slices, "elect", lambda *_: ((0, kvspec.slices.ALL_BLOCKS),))
+
+
+def late_page(patch: pytest.MonkeyPatch) -> None:
+    """Place every second part one byte too late."""
+    right = kvspec.cache.place
+
+    def place(*arguments: Any) -> Any:
+        members, size = right(*arguments)
+        for each in members[1::2]:
+            each.offset += 1
+        return members, size + 1
+
+    patch.setattr(kvspec.cache, "place", place)
+
+
+def forgetful(patch: pytest.MonkeyPatch) -> None:
+    """Leave out the last cell of every request."""
+    right = kvspec.pieces._positions
+
+    def positions(*arguments: Any) -> Any:
+        return right(*arguments)[:-1]
+
+    patch.setattr(kvspec.pieces, "_positions", positions)
+
+
+def trusting(patch: pytest.MonkeyPatch) -> None:
+    """Believe any field of a config to be a number."""
+    patch.setattr("kvspec.models.fields.Config.number", lambda self, name: int(self.get(name) or 0))
+
+
+@pytest.mark.parametrize(
+    ("target", "plant"),
+    [
+        ("slices", crowding),
+        ("layouts", late_page),
+        ("block_tables", forgetful),
+        ("from_config", trusting),
+    ],
+)
+def test_a_target_can_fail(target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug planted in what a target is about is found within the same inputs."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        fuzz(target, 4 * INPUTS)
+
+
+def test_an_input_chooses_its_law() -> None:
+    """The first byte picks one of the laws, and no byte is no case."""
+    seen: list[tuple[int, bytes]] = []
+    laws = [lambda data, at=at: seen.append((at, data)) for at in range(3)]
+    run = FUZZ.one_input(laws)
+    for data in (b"", b"\x00a", b"\x04b", b"\x05"):
+        run(data)
+    assert [(0, b"a"), (1, b"b"), (2, b"")] == seen
+
+
+def test_a_new_corpus_is_made_once(tmp_path: Path) -> None:
+    """A folder that is empty gets seeds; one that is not stays as it is; a file needs none."""
+    folder = tmp_path / "corpus"
+    assert str(folder) == FUZZ.with_corpus([str(folder)])[-1]
+    assert FUZZ.SEEDS == len(list(folder.iterdir()))
+    for extra in list(folder.iterdir())[1:]:
+        extra.unlink()
+    FUZZ.with_corpus([str(folder)])
+    (only,) = folder.iterdir()
+    assert [str(only)] == FUZZ.with_corpus([str(only)])
