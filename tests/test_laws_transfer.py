@@ -19,6 +19,7 @@ from kvspec.testing.carve import logical_views
 from kvspec.testing.world import Copy, World, described, inside, selected, snapshot, world
 
 CASES = strategies.cases()
+STRIPED = ("full", "sliding window", "MLA", "uniform")
 
 
 def half_cached(cached: int, **fields: int) -> strategies.Case:
@@ -93,6 +94,31 @@ def test_once(case: strategies.Case) -> None:
     for spans in written.values():
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+@given(strategies.cases(STRIPED))
+@settings(max_examples=2 * settings.default.max_examples)
+def test_each_edge_moves_its_own(case: strategies.Case) -> None:
+    """Law 6: a pair of ranks exchanges its slices' units of its stripes' virtual blocks alone."""
+    case = attrs.evolve(case, replicas="stripe")
+    here = world(case)
+    for p, c, table in here.tables():
+        own: Any = {name: np.zeros(flat.size, bool) for name, flat in here.before[c].items()}
+        views = logical_views(case.consumer, c, own, case.consumer_pool)
+        for edge in here.plan.between(p, c):
+            held = case.request.consumer_blocks[edge.group]
+            first = held.first_token // case.consumer.group(edge.group).spec.block_size
+            for each, layer in product(edge.slices, edge.layers):
+                start, step = each.stripe
+                blocks = held.block_ids[
+                    np.arange(first, first + len(held.block_ids)) % step == start
+                ]
+                for part in each.parts if layer in (each.layers or edge.layers) else ():
+                    units = slice(each.local_range.start, each.local_range.stop)
+                    views[edge.group, layer, part][blocks, units] = True
+        for _, place, length in selected(table, case.request):
+            name, offset = inside(here.consumers[c][1], place, length)
+            assert own[name][offset : offset + length].all()
 
 
 @given(CASES)

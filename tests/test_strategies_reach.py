@@ -180,6 +180,14 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     "stripes over replicas": lambda c: (
         c.replicas == "stripe" and any_part(c, lambda p: replicated(c.producer, p))
     ),
+    "stripes over three replicas and blocks": lambda c: (
+        c.replicas == "stripe"
+        and any(
+            sizes(c)[0] >= 3 * part.units // part.deal_in and len(needed(g, c.request)) > 2 * each
+            for g in token_groups(c)
+            for part, each in [(parts_of([g])[0], g.spec.block_size)]
+        )
+    ),
     "a one-token tail": lambda c: any(
         length_of(g, c.request) % g.spec.block_size == 1 < g.spec.block_size
         for g in token_groups(c)
