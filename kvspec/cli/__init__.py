@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 

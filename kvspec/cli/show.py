@@ -78,7 +78,7 @@ def _pairs(moved: tuple[Moved, ...]) -> Table:
             f"{each.runs:,}",
             sizes(each.nbytes / each.runs) if each.runs else "-",
             f"{each.seconds * 1e3:,.1f} ms",
-            f"{each.nbytes / each.seconds / 1e9:.2f}" if each.seconds else "-",
+            f"{each.nbytes / each.seconds / 1e9:.3f}" if each.seconds else "-",
         )
     return table
 

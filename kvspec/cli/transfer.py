@@ -121,7 +121,7 @@ def _check_nixl() -> None:
 
 def _run(job: Job) -> Report:
     with progress_bar() as bar:
-        task = bar.add_task(STAGES[0])
+        task = bar.add_task(STAGES[0], total=len(list(job.ranks())))
 
         def show(stage: str, done: int, total: int) -> None:
             bar.update(task, description=f"{stage:8}", completed=done, total=total)

@@ -58,7 +58,7 @@ class _Member:
         self.process.join(LEAVE)
         code = self.process.exitcode
         how = f"exit status {code}" if code is None or code >= 0 else _signal_name(-code)
-        words = [] if self.log is None or not self.log.exists() else _tail(self.log)
+        words = _tail(self.log)
         said = f"; its last words: {' | '.join(words)}" if words else ""
         return self.failure(stage, f"{DIED} ({how}){said}")
 
@@ -253,6 +253,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _tail(log: Path) -> list[str]:
+def _tail(log: Path | None) -> list[str]:
+    if log is None or not log.exists():
+        return []
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()][-LOG_TAIL:]

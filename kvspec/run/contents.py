@@ -75,7 +75,8 @@ def _told(
     job: Job, rank: RankId, must: Storage, after: Storage, wrong: dict[str, NDArray[np.bool_]]
 ) -> list[str]:
     """Return the first wrong bytes in words: each request's own, then those of no request."""
-    engine, blocks, found = job.engine("consumer"), job.num_blocks("consumer"), []
+    engine, blocks = job.consumer, job.num_blocks("consumer")
+    found: list[str] = []
     rest = {name: flat.copy() for name, flat in wrong.items()}
     for at, request in enumerate(job.moves):
         own = {name: np.zeros_like(flat) for name, flat in must.items()}

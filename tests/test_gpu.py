@@ -1,0 +1,82 @@
+"""The pairs of the command line on a GPU: several ranks share one device."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Literal
+
+import pytest
+
+from kvspec import (
+    EngineSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    LayerSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    ParallelConfig,
+)
+from kvspec.run import Job, run_transfer
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why there is no GPU to test on; empty if there is one."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    package = f"nixl_cu{torch.version.cuda.split('.')[0]}"
+    return "" if find_spec(package) else f"{package} is not installed"
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    """Skip where there is no GPU; torch is imported only once a test runs."""
+    if why_not():
+        pytest.skip(f"needs a GPU: {why_not()}")
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nixl]
+
+HEADS_8 = FullAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+HEADS_6 = FullAttentionSpec(block_size=16, total_num_kv_heads=6, head_size=128, dtype="bfloat16")
+MLA = MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
+MAMBA2 = MambaSpec.mamba2(
+    num_heads=8, head_dim=64, n_groups=1, state_size=128, conv_kernel=4, dtype="bfloat16"
+)
+CASES: dict[str, tuple[Sequence[LayerSpec], tuple[int, int], tuple[str, str]]] = {
+    "8 heads, 4 to 2": ([HEADS_8], (4, 2), ("LBHNC", "LBHNC")),
+    "6 heads, 2 to 3, NHD to HND": ([HEADS_6], (2, 3), ("LBNHC", "LBHNC")),
+    "MLA, 3 to 2": ([MLA], (3, 2), ("LBHNC", "LBHNC")),
+    "attention and Mamba2 of one group, 1 to 2": (
+        [HEADS_6, MAMBA2],
+        (1, 2),
+        ("LBKNHC", "LBKHNC"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_byte_on_a_gpu_is_right(case: str, mode: Literal["pull", "push"]) -> None:
+    """Ranks of both engines, each a process, move device memory; all of it is compared."""
+    specs, tp_sizes, layouts = CASES[case]
+    groups = [
+        KVCacheGroup(name=f"g{at}", layers=[f"g{at}.0", f"g{at}.1"], spec=spec)
+        for at, spec in enumerate(specs)
+    ]
+    producer, consumer = (
+        EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=size), layout=layout)
+        for size, layout in zip(tp_sizes, layouts, strict=True)
+    )
+    job = Job(
+        producer=producer, consumer=consumer, tokens=300, mode=mode, device="cuda:0", timeout=180.0
+    )
+    report = run_transfer(job)
+    assert () == report.faults
+    assert all(each.torch for each in report.ranks)
