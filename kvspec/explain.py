@@ -6,48 +6,194 @@ Law: only reads a plan; nothing here decides anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
+import attrs
 import numpy as np
 
-from kvspec.parallel import RankId
+from kvspec.parallel import ParallelConfig, RankId
 from kvspec.plan import TransferPlan
-from kvspec.slices import TPTransferSlice
+from kvspec.ranges import Cyclic, Ints
+from kvspec.slices import Part
 from kvspec.specs import LayerSpec
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Flows:
+    """The bytes that one request moves, one entry for each slice of each edge.
+
+    *producer* and *consumer* are indices into each side's `ParallelConfig.ranks`, *moved* bytes.
+    *members* holds the classes of replicas, each as indices of producer ranks; *class_of* says to
+    which class an entry's producer was elected, *position* which of its members it is.
+    """
+
+    producer: Ints
+    consumer: Ints
+    moved: Ints
+    class_of: Ints
+    position: Ints
+    members: tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LinkLoads:
+    """The bytes that one request puts on every rank's own link.
+
+    *out* and *into* are int64 arrays over the producer's and the consumer's ranks. *busiest* is
+    the link with most bytes: its side, rank and bytes; the producer's and lower rank in a tie.
+    """
+
+    out: Ints
+    into: Ints
+    busiest: tuple[str, RankId, int]
+
+
+def flows(plan: TransferPlan, num_tokens: int) -> Flows:
+    """Return what each slice of *plan* moves for a request of *num_tokens*, nothing cached."""
+    ours, theirs = plan.producer.parallel, plan.consumer.parallel
+    index = [{rank: at for at, rank in enumerate(side.ranks)} for side in (ours, theirs)]
+    contexts = [{rank: side.context(rank) for rank in side.ranks} for side in (ours, theirs)]
+    groups = {group.name: group.spec for group in plan.consumer.groups}
+    classes, members = _classes(plan)
+    sizes: dict[tuple[object, ...], int] = {}
+    columns: list[tuple[int, int, int, int, int]] = []
+    for edge in plan.edges:
+        source, target = index[0][edge.producer], index[1][edge.consumer]
+        mine, other = contexts[0][edge.producer], contexts[1][edge.consumer]
+        for each in edge.slices:
+            names = each.layers or edge.layers
+            spec = groups[edge.group].of_layer(names[0])
+            key = (id(spec), each.parts, each.stripe, mine, other)
+            if key not in sizes:
+                sizes[key] = _unit_bytes(spec, each.parts, each.stripe, mine, other, num_tokens)
+            moved = len(names) * len(each.global_range) * sizes[key]
+            home = names[0], each.parts[0]
+            where = classes.get((*home, mine)) or classes[*home, None]
+            columns.append((source, target, moved, *where[source]))
+    table = np.array(columns, np.int64).reshape(-1, 5).T
+    producer, consumer, moved_bytes, class_of, position = table
+    return Flows(
+        producer=producer,
+        consumer=consumer,
+        moved=moved_bytes,
+        class_of=class_of,
+        position=position,
+        members=members,
+    )
+
+
+def _classes(
+    plan: TransferPlan,
+) -> tuple[dict[tuple[object, ...], dict[int, tuple[int, int]]], tuple[tuple[int, ...], ...]]:
+    """Return the classes of replicas, and by (layer, part, context) each rank's class and place."""
+    found: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
+    members: list[tuple[int, ...]] = []
+    for share in plan.shares:
+        places = {
+            rank: (len(members) + at, place)
+            for at, holders in enumerate(share.members.holders)
+            for place, rank in enumerate(holders)
+        }
+        members += share.members.holders
+        for layer in share.layers:
+            found.update(((layer, part.name, share.context), places) for part in share.parts)
+    return found, tuple(members)
 
 
 def traffic(plan: TransferPlan, num_tokens: int) -> dict[tuple[RankId, RankId], int]:
     """Return the bytes of a request of *num_tokens*, nothing cached, by rank pair."""
-    moved: dict[tuple[RankId, RankId], int] = {}
-    for edge in plan.edges:
-        group, pair = plan.consumer.group(edge.group), (edge.producer, edge.consumer)
-        moved[pair] = moved.get(pair, 0) + sum(
-            _slice_bytes(group.spec.of_layer(layer), each, num_tokens)
-            for each in edge.slices
-            for layer in each.layers or edge.layers
-        )
-    return moved
+    found = flows(plan, num_tokens)
+    ours, theirs = plan.producer.parallel.ranks, plan.consumer.parallel.ranks
+    pairs = found.producer * len(theirs) + found.consumer
+    _, first, at = np.unique(pairs, return_index=True, return_inverse=True)
+    total = np.zeros(len(first), np.int64)
+    np.add.at(total, at, found.moved)
+    return {
+        (ours[found.producer[first[n]]], theirs[found.consumer[first[n]]]): int(total[n])
+        for n in np.argsort(first)
+    }
 
 
-def _slice_bytes(spec: LayerSpec, each: TPTransferSlice, num_tokens: int) -> int:
-    units, total = len(each.global_range), 0
+def link_loads(plan: TransferPlan, num_tokens: int) -> LinkLoads:
+    """Return the bytes out of each producer rank and into each consumer rank, for one request."""
+    found = flows(plan, num_tokens)
+    sides = ("producer", plan.producer, found.producer), ("consumer", plan.consumer, found.consumer)
+    loads: list[Ints] = []
+    most: tuple[str, RankId, int] | None = None
+    for name, engine, at in sides:
+        ranks = engine.parallel.ranks
+        load = np.zeros(len(ranks), np.int64)
+        np.add.at(load, at, found.moved)
+        loads.append(load)
+        top = int(load.argmax())
+        if most is None or load[top] > most[2]:
+            most = (name, ranks[top], int(load[top]))
+    return LinkLoads(out=loads[0], into=loads[1], busiest=most or ("producer", RankId(), 0))
+
+
+def _unit_bytes(
+    spec: LayerSpec,
+    parts: tuple[str, ...],
+    stripe: tuple[int, int],
+    ours: Cyclic,
+    theirs: Cyclic,
+    num_tokens: int,
+) -> int:
+    """Return the bytes of one unit of one layer that move between two contexts."""
+    moved = (part for part in spec.parts if part.name in parts)
+    return sum(
+        part.content_bytes * _rows(spec, part, stripe, ours, theirs, num_tokens) for part in moved
+    )
+
+
+def _rows(
+    spec: LayerSpec,
+    part: Part,
+    stripe: tuple[int, int],
+    ours: Cyclic,
+    theirs: Cyclic,
+    num_tokens: int,
+) -> int:
+    """Return how many rows of *part* hold live tokens that both own, in the blocks of a stripe."""
     live = spec.live_tokens(num_tokens)
-    first, step = each.stripe
-    for part in (part for part in spec.parts if part.name in each.parts):
-        if not part.tokens_per_state:
-            moves = live and live.start // spec.block_size % step == first
-            total += units * part.states * part.content_bytes if moves else 0
-            continue
-        tokens = np.arange(live.start, live.stop)
-        tokens = tokens[tokens // spec.block_size % step == first]
-        rows = len(np.unique(tokens // part.tokens_per_state))
-        total += units * rows * part.content_bytes
-    return total
+    grain, virtual = part.tokens_per_state, spec.block_size * theirs.size
+    if not grain:
+        inside = [live.start // virtual % stripe[1] == stripe[0]] if live else []
+        return part.states * sum(inside)
+    if stripe == (0, 1) and ours.size == theirs.size == 1:
+        return -(-live.stop // grain) - live.start // grain
+
+    def count(start: int, stop: int) -> int:
+        tokens = np.arange(start, stop)
+        tokens = tokens[tokens // virtual % stripe[1] == stripe[0]]
+        return len(np.unique(tokens[ours.owns(tokens) & theirs.owns(tokens)] // grain))
+
+    # Ownership repeats, so one period from a row's boundary stands for all.
+    cycles = ours.size * ours.interleave, theirs.size * theirs.interleave
+    period = lcm(*cycles, virtual * stripe[1], grain)
+    first = min(-(-live.start // grain) * grain, live.stop)
+    times, rest = divmod(live.stop - first, period)
+    found = count(live.start, first) + count(live.stop - rest, live.stop)
+    return found + (times * count(first, first + period) if times else 0)
+
+
+def sizes(parallel: ParallelConfig) -> str:
+    """Return the parallel sizes in words, such as ``TP 4, PP 2``."""
+    found = [f"TP {parallel.tp_size}"]
+    if parallel.pp_size > 1:
+        found.append(f"PP {parallel.pp_size}")
+    if parallel.context_size > 1:
+        found.append(f"context {parallel.context_size} x {parallel.interleave_size} tokens")
+    return ", ".join(found)
 
 
 def explain(plan: TransferPlan) -> Iterator[str]:
     """Yield, line by line, who reads which units from whom, and who tells whom."""
-    sizes = f"TP {plan.producer.parallel.tp_size} -> TP {plan.consumer.parallel.tp_size}"
-    yield f"{sizes}, replicas by {plan.replicas!r}: {len(plan.edges)} edges"
+    both = " -> ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
+    yield f"{both}, replicas by {plan.replicas!r}: {len(plan.edges)} edges"
+    for side, engine in (("producer", plan.producer), ("consumer", plan.consumer)):
+        if engine.excluded:
+            yield f"excluded by the {side}, not transferred: {', '.join(engine.excluded)}"
     for edge in plan.edges:
         yield f"{edge.consumer} reads {edge.producer}, group {edge.group}:"
         for each in edge.slices:

@@ -7,13 +7,22 @@ where the units divide; an engine that deals unevenly says so, and the algebra t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.ranges import EMPTY, cover_fault, plain_range, positive_int
+from kvspec.ranges import (
+    EMPTY,
+    Cyclic,
+    cover_fault,
+    instance,
+    mapping,
+    plain_range,
+    positive_int,
+    sequence,
+)
 
 
 @attrs.frozen(order=True)
@@ -25,7 +34,8 @@ class RankId:
     tp: int = 0
 
     def __str__(self) -> str:
-        return f"pp{self.pp}.pcp{self.pcp}.tp{self.tp}" if self.pp or self.pcp else f"tp{self.tp}"
+        pp = f"pp{self.pp}." if self.pp else ""
+        return f"{pp}pcp{self.pcp}.tp{self.tp}" if self.pcp else f"{pp}tp{self.tp}"
 
 
 @attrs.frozen(eq=False)
@@ -69,7 +79,7 @@ class Deal:
         return tuple(sorted(rank for i in classes for rank in self.holders[i]))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=65536, typed=True)
 def default_deal(units: int, tp_size: int, deal_in: int = 1) -> Deal:
     """Return the contiguous, balanced deal of *units* over *tp_size* ranks.
 
@@ -81,6 +91,8 @@ def default_deal(units: int, tp_size: int, deal_in: int = 1) -> Deal:
     >>> default_deal(2, 4).ranges
     (range(0, 1), range(0, 1), range(1, 2), range(1, 2))
     """
+    for field, size in (("units", units), ("tp_size", tp_size), ("deal_in", deal_in)):
+        positive_int(field, size)
     pieces, rest = divmod(units, deal_in)
     if rest:
         raise SpecError("units", units, f"a multiple of deal_in={deal_in}")
@@ -92,10 +104,11 @@ def default_deal(units: int, tp_size: int, deal_in: int = 1) -> Deal:
     return Deal(units, tuple(ranges))
 
 
-def _checked_deal(units: int, ranges: tuple[range, ...], tp_size: int) -> Deal:
+def _checked_deal(units: int, given: object, tp_size: int) -> Deal:
     field = f"unit_deals[{units}]"
+    ranges = tuple(given) if isinstance(given, Iterable) else ()
     if len(ranges) != tp_size:
-        raise SpecError(field, ranges, f"one range for each of the {tp_size} TP ranks")
+        raise SpecError(field, ranges or given, f"one range for each of the {tp_size} TP ranks")
     deal = Deal(units, tuple(plain_range(field, each) for each in ranges))
     fault = cover_fault(deal.owned, range(units))
     if fault is not None:
@@ -104,13 +117,39 @@ def _checked_deal(units: int, ranges: tuple[range, ...], tp_size: int) -> Deal:
     return deal
 
 
+Stage = range | tuple[str, ...]
+
+
+def _stages(value: Iterable[Stage] | None) -> tuple[Stage, ...] | None:
+    if value is None:
+        return None
+    wanted = "stages, each a range of layer numbers or layer names"
+    stages = sequence("stages", value, wanted)
+    return tuple(
+        x if isinstance(x, range) else sequence("stages", x, "layer names") for x in stages
+    )
+
+
+def _context_ranks(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    rows = sequence("context_ranks", value, "rows, one for each PCP rank")
+    return tuple(
+        sequence("context_ranks", row, "context ranks, one for each TP rank") for row in rows
+    )
+
+
 @attrs.frozen(kw_only=True)
 class ParallelConfig:
     """The parallel sizes of one engine.
 
     *interleave_size*: tokens stored on one context rank before the next. *unit_deals*: explicit
     deals, from a part's number of units to one range of units for each TP rank; every part with
-    that many units is dealt so. A range is a whole number of the part's `deal_in`.
+    that many units is dealt so. A range is a whole number of the part's `deal_in`. *stages*: what
+    each pipeline stage holds, as a range of layer numbers (the first number in a layer's name) or
+    as layer names; unless given, layer numbers are dealt contiguously and evenly. *context_ranks*:
+    for each PCP rank, the context rank of each TP rank; unless given,
+    ``pcp_rank * dcp_size + tp_rank % dcp_size``. All zero is PCP that replicates.
     """
 
     tp_size: int = 1
@@ -119,14 +158,33 @@ class ParallelConfig:
     pcp_size: int = 1
     interleave_size: int = 1
     unit_deals: Mapping[int, tuple[range, ...]] = attrs.field(factory=dict)
+    stages: tuple[Stage, ...] | None = attrs.field(default=None, converter=_stages)
+    context_ranks: tuple[tuple[int, ...], ...] | None = attrs.field(
+        default=None, converter=_context_ranks
+    )
     _deals: dict[int, Deal] = attrs.field(init=False, factory=dict, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "dcp_size", "pcp_size", "interleave_size"):
             positive_int(name, getattr(self, name))
-        for units, ranges in self.unit_deals.items():
+        deals = mapping("unit_deals", self.unit_deals, "units to one range for each TP rank")
+        for units, ranges in deals.items():
             positive_int("unit_deals", units)
-            self._deals[units] = _checked_deal(units, tuple(ranges), self.tp_size)
+            self._deals[units] = _checked_deal(units, ranges, self.tp_size)
+        if self.stages is not None and len(self.stages) != self.pp_size:
+            raise SpecError("stages", self.stages, f"one for each of the {self.pp_size} stages")
+        if self.context_ranks is None:
+            if self.tp_size % self.dcp_size:
+                wanted = f"a divisor of tp_size={self.tp_size}, or explicit context_ranks"
+                raise SpecError("dcp_size", self.dcp_size, wanted)
+            return
+        rows = self.context_ranks
+        if len(rows) != self.pcp_size or any(len(row) != self.tp_size for row in rows):
+            wanted = f"{self.pcp_size} rows (PCP) of {self.tp_size} context ranks (TP)"
+            raise SpecError("context_ranks", rows, wanted)
+        found = {positive_int("context_ranks", each, least=0) for row in rows for each in row}
+        if found != set(range(len(found))):
+            raise SpecError("context_ranks", rows, "context ranks 0, 1, ... without a gap")
 
     @property
     def ranks(self) -> tuple[RankId, ...]:
@@ -141,12 +199,31 @@ class ParallelConfig:
     def check_rank(self, rank: RankId, field: str = "rank") -> RankId:
         """Return *rank* if this engine has it; else raise `SpecError` naming *field*."""
         sizes = (self.pp_size, self.pcp_size, self.tp_size)
-        if not isinstance(rank, RankId):
-            raise SpecError(field, rank, "a RankId")
+        instance(field, rank, RankId)
+        for name, at in zip(("pp", "pcp", "tp"), (rank.pp, rank.pcp, rank.tp), strict=True):
+            if isinstance(at, bool) or not isinstance(at, int):
+                raise SpecError(f"{field}.{name}", at, "an int")
         if not all(0 <= at < size for at, size in zip(attrs.astuple(rank), sizes, strict=True)):
             wanted = f"pp < {self.pp_size}, pcp < {self.pcp_size}, tp < {self.tp_size}"
             raise SpecError(field, rank, f"{wanted}, none negative")
         return rank
+
+    @property
+    def context_size(self) -> int:
+        """How many context ranks share the tokens."""
+        if self.context_ranks is None:
+            return self.pcp_size * self.dcp_size
+        return 1 + max(each for row in self.context_ranks for each in row)
+
+    def context(self, rank: RankId) -> Cyclic:
+        """Return which token positions *rank* owns, in groups whose rows are tokens."""
+        if self.context_size == 1:
+            return Cyclic()
+        if self.context_ranks is None:
+            at = rank.pcp * self.dcp_size + rank.tp % self.dcp_size
+        else:
+            at = self.context_ranks[rank.pcp][rank.tp]
+        return Cyclic(at, self.context_size, self.interleave_size)
 
     def deal(self, units: int, deal_in: int = 1) -> Deal:
         """Return the deal of a part with *units* units, dealt in multiples of *deal_in*."""

@@ -12,12 +12,13 @@ from functools import cached_property
 
 import attrs
 
-from kvspec.engine import EngineSpec, KVCacheGroup, mismatches
-from kvspec.errors import KVSpecError, Mismatch, MismatchError, SpecError
-from kvspec.parallel import Deal, RankId
-from kvspec.ranges import cover_fault
-from kvspec.slices import Part, Replicas, TPTransferSlice, check_policy, transfer_slices
-from kvspec.specs import LayerSpec
+from kvspec.engine import EngineSpec
+from kvspec.errors import KVSpecError, Mismatch, MismatchError
+from kvspec.mismatches import mismatches
+from kvspec.parallel import RankId
+from kvspec.ranges import cover_fault, flag, instance, shift
+from kvspec.shares import GroupPair, Share, group_pairs, shares
+from kvspec.slices import Replicas, TPTransferSlice, check_policy, consumer_pieces
 
 
 @attrs.frozen(kw_only=True)
@@ -35,22 +36,6 @@ class Edge:
     slices: tuple[TPTransferSlice, ...]
 
 
-@attrs.frozen
-class GroupPair:
-    """A producer's and a consumer's group, and the layers that they share."""
-
-    producer: KVCacheGroup
-    consumer: KVCacheGroup
-    layers: tuple[str, ...]
-
-    @cached_property
-    def alike(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
-        """The shared layers by the consumer's spec of them: one entry unless sizes differ."""
-        shared = set(self.layers)
-        kept = ((s, tuple(x for x in names if x in shared)) for s, names in self.consumer.alike)
-        return tuple((spec, names) for spec, names in kept if names)
-
-
 @attrs.frozen(kw_only=True)
 class TransferPlan:
     """Who exchanges what, for every pair of ranks of two engines; see `plan_transfer`."""
@@ -60,6 +45,7 @@ class TransferPlan:
     replicas: Replicas
     salt: int
     pairs: tuple[GroupPair, ...]
+    shares: tuple[Share, ...] = attrs.field(repr=False, eq=False)
     edges: tuple[Edge, ...]
 
     def __attrs_post_init__(self) -> None:
@@ -88,23 +74,28 @@ class TransferPlan:
 
     @cached_property
     def _notifiers(self) -> dict[RankId, tuple[RankId, ...]]:
-        found: dict[RankId, tuple[RankId, ...]] = {}
-        for rank in self.producer.parallel.ranks:
-            found[rank] = self.targets(rank) or self._releasers(rank)
-        return found
+        readers: dict[RankId, set[RankId]] = {}
+        for source, target in self._by_pair:
+            readers.setdefault(source, set()).add(target)
+        return {
+            rank: tuple(sorted(readers[rank])) if rank in readers else self._releasers(at)
+            for at, rank in enumerate(self.producer.parallel.ranks)
+        }
 
-    def _releasers(self, rank: RankId) -> tuple[RankId, ...]:
-        """Elect who tells a producer rank that nobody reads."""
-        for spec in (spec for pair in self.pairs for spec, _ in pair.alike):
-            for part in spec.parts:
-                units = _deal(self.producer, part).ranges[rank.tp]
-                if not units:
-                    continue
-                members = _deal(self.producer, part).ranks_of(units)
-                readers = _deal(self.consumer, part).ranks_of(units)
-                at = members.index(rank.tp) * len(readers) // len(members)
-                return (RankId(tp=readers[at]),)
-        return self.consumer.parallel.ranks
+    def _releasers(self, at: int) -> tuple[RankId, ...]:
+        """Elect who tells the producer rank at index *at*, which nobody reads.
+
+        The first share of which it holds any units names it; a rank that holds nothing that moves
+        is told by every consumer.
+        """
+        ranks = self.consumer.parallel.ranks
+        for share in self.shares:
+            units = share.members.ranges[at]
+            readers = share.readers.ranks_of(units)
+            if readers:
+                members = share.members.ranks_of(units)
+                return (ranks[readers[members.index(at) * len(readers) // len(members)]],)
+        return ranks
 
     def notifiers(self, producer: RankId) -> tuple[RankId, ...]:
         """Return the consumer ranks that notify *producer* when it may release a request.
@@ -145,117 +136,144 @@ class TransferPlan:
 
         return "\n".join(explain(self))
 
+    def to_svg(self, group: str | None = None) -> str:
+        """Return a picture of the plan; needs ``kvspec[draw]``; see `kvspec.draw.plan_svg`."""
+        from kvspec.draw import plan_svg  # noqa: PLC0415 - an extra draws
+
+        return plan_svg(self, group)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
 
 def plan_transfer(
-    producer: EngineSpec, consumer: EngineSpec, replicas: Replicas = "spread", salt: int = 0
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    replicas: Replicas = "spread",
+    salt: int = 0,
+    *,
+    common_states: bool = False,
 ) -> TransferPlan:
     """Plan the transfer of any request from *producer* to *consumer*.
 
     *replicas*: which one of several equal producer ranks is read; both engines must use one
-    policy and one *salt*. Raises `MismatchError` where the engines do not fit, before anything
-    else.
+    policy and one *salt*. *common_states*: where recurrent states have more rows on one side
+    (speculative tokens), move the rows that both have instead of refusing. Raises `MismatchError`
+    where the engines do not fit, before anything else.
     """
     for field, engine in (("producer", producer), ("consumer", consumer)):
-        if not isinstance(engine, EngineSpec):
-            raise SpecError(field, engine, "an EngineSpec")
-    check_policy(replicas)
-    found = [*mismatches(producer, consumer), *_not_yet(producer, consumer)]
+        instance(field, engine, EngineSpec)
+    check_policy(replicas, salt)
+    flag("common_states", common_states)
+    found = mismatches(producer, consumer)
+    if common_states:
+        found = tuple(each for each in found if not each.field.endswith(".states"))
     if found:
         raise MismatchError(found)
-    pairs = tuple(_pairs(producer, consumer))
-    edges = tuple(
-        edge
-        for rank in consumer.parallel.ranks
-        for pair in pairs
-        for edge in _edges(producer, consumer, pair, rank, replicas, salt)
-    )
-    return TransferPlan(
+    pairs = tuple(group_pairs(producer, consumer))
+    dealt = tuple(each for pair in pairs for each in shares(producer, consumer, pair))
+    edges = tuple(_edges(producer, consumer, dealt, replicas, salt))
+    plan = TransferPlan(
         producer=producer,
         consumer=consumer,
         replicas=replicas,
         salt=salt,
         pairs=pairs,
+        shares=dealt,
         edges=edges,
     )
-
-
-def _not_yet(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Mismatch]:
-    for field in ("pp_size", "dcp_size", "pcp_size"):
-        ours, theirs = getattr(producer.parallel, field), getattr(consumer.parallel, field)
-        if (ours, theirs) != (1, 1):
-            yield Mismatch(f"parallel.{field}", ours, theirs, "not yet: only 1 on both sides")
-    for layer, group in producer.homes.items():
-        other = consumer.homes.get(layer)
-        if other is None:
-            continue
-        ours, theirs = group.spec.block_size, other.spec.block_size
-        if ours != theirs and any(p.tokens_per_state for p in group.spec.of_layer(layer).parts):
-            yield Mismatch(f"{layer}.block_size", ours, theirs, "not yet: only equal block sizes")
-            return
-
-
-def _pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPair]:
-    for mine in consumer.groups:
-        by_home: dict[str, list[str]] = {}
-        for layer in mine.layers:
-            by_home.setdefault(producer.homes[layer].name, []).append(layer)
-        for name, layers in by_home.items():
-            yield GroupPair(producer.group(name), mine, tuple(layers))
-
-
-def _deal(engine: EngineSpec, part: Part) -> Deal:
-    return engine.parallel.deal(part.units, part.deal_in)
+    _check_whole(plan)
+    return plan
 
 
 def _edges(
     producer: EngineSpec,
     consumer: EngineSpec,
-    pair: GroupPair,
-    rank: RankId,
+    dealt: tuple[Share, ...],
     replicas: Replicas,
     salt: int,
 ) -> Iterator[Edge]:
-    by_source: dict[int, list[TPTransferSlice]] = {}
-    for spec, layers in pair.alike:
-        slices = transfer_slices(
-            spec.parts,
-            rank.tp,
-            lambda part: _deal(consumer, part),
-            lambda part: _deal(producer, part),
-            replicas=replicas,
-            salt=salt,
-            layers=() if len(pair.alike) == 1 else layers,
-        )
-        for each in slices:
-            by_source.setdefault(each.remote_rank, []).append(each)
-    for source in sorted(by_source):
+    """Yield the edges, ascending by consumer, then group, then producer."""
+    ours, theirs = producer.parallel.ranks, consumer.parallel.ranks
+    pairs = {share.pair: at for at, share in enumerate(dealt)}
+    found: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
+    for share in dealt:
+        names = tuple(part.name for part in share.parts)
+        at_stage = _by_stage(consumer, share.layers)
+        for reader, own in enumerate(share.readers.ranges):
+            if not own:
+                continue
+            layers = at_stage[theirs[reader].pp]
+            for piece in consumer_pieces(share.readers, share.members, reader, replicas, salt):
+                units = range(piece.start, piece.stop)
+                each = TPTransferSlice(
+                    remote_rank=ours[piece.producer].tp,
+                    parts=names,
+                    global_range=units,
+                    local_range=shift(units, -own.start),
+                    remote_range=shift(units, -share.members.ranges[piece.producer].start),
+                    layers=layers,
+                    stripe=piece.stripe,
+                )
+                found.setdefault((reader, pairs[share.pair], piece.producer), []).append(each)
+    by_index = {at: pair for pair, at in pairs.items()}
+    for reader, at, source in sorted(found):
+        pair, slices = by_index[at], found[reader, at, source]
+        moved = {layer for each in slices for layer in each.layers}
+        layers = tuple(layer for layer in pair.layers if layer in moved)
         yield Edge(
-            producer=RankId(tp=source),
-            consumer=rank,
+            producer=ours[source],
+            consumer=theirs[reader],
             producer_group=pair.producer.name,
             group=pair.consumer.name,
-            layers=pair.layers,
-            slices=tuple(by_source[source]),
+            layers=layers,
+            slices=tuple(
+                attrs.evolve(each, layers=()) if each.layers == layers else each for each in slices
+            ),
         )
+
+
+def _by_stage(engine: EngineSpec, layers: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
+    for layer in layers:
+        found.setdefault(engine.stage_of[layer], []).append(layer)
+    return {stage: tuple(names) for stage, names in found.items()}
 
 
 def _check_cover(plan: TransferPlan) -> None:
-    found: dict[tuple[RankId, str, tuple[str, ...], str], list[TPTransferSlice]] = {}
+    """Raise `KVSpecError` unless the slices of every consumer rank are exactly what it owns."""
+    found: dict[tuple[object, ...], list[TPTransferSlice]] = {}
+    parallel = plan.producer.parallel
+    contexts = {rank: parallel.context(rank) for rank in parallel.ranks}
     for edge in plan.edges:
         for each in edge.slices:
             for name in each.parts:
-                key = (edge.consumer, edge.group, each.layers or edge.layers, name)
+                key = (edge.consumer, each.layers or edge.layers, name, contexts[edge.producer])
                 found.setdefault(key, []).append(each)
-    for rank in plan.consumer.parallel.ranks:
-        for pair in plan.pairs:
-            for spec, layers in pair.alike:
-                for part in spec.parts:
-                    own = _deal(plan.consumer, part).ranges[rank.tp]
-                    slices = found.get((rank, pair.consumer.name, layers, part.name), [])
-                    fault = cover_fault(_ranges_once(slices), range(len(own)))
-                    if fault is not None:
-                        where = f"consumer {rank}, layer {layers[0]}, part {part.name}"
-                        raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
+    for share in plan.shares:
+        at_stage = _by_stage(plan.consumer, share.layers)
+        among = set(contexts.values()) if share.context is None else {share.context}
+        for rank, own in zip(plan.consumer.parallel.ranks, share.readers.ranges, strict=True):
+            for part in share.parts if own else ():
+                keys = ((rank, at_stage[rank.pp], part.name, context) for context in among)
+                slices = [each for key in keys for each in found.get(key, ())]
+                fault = cover_fault(_ranges_once(slices), range(len(own)))
+                if fault is not None:
+                    where = f"consumer {rank}, layer {at_stage[rank.pp][0]}, part {part.name}"
+                    raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
+
+
+def _check_whole(plan: TransferPlan) -> None:
+    """Refuse slices that would cut what cannot be cut between units."""
+    for share in plan.shares:
+        if not share.parts[0].whole:
+            continue
+        ours, theirs = ({r for r in d.ranges if r} for d in (share.members, share.readers))
+        if ours != theirs:
+            field = f"{share.layers[0]}.{share.parts[0].name}"
+            why = "its content spans the heads of a rank, so both sides must deal heads alike"
+            mine, yours = (sorted((r.start, r.stop) for r in each) for each in (ours, theirs))
+            raise MismatchError([Mismatch(field, mine, yours, why)])
 
 
 def _ranges_once(slices: list[TPTransferSlice]) -> Iterator[range]:

@@ -32,7 +32,8 @@ class Part:
     *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
     *tensor*: parts of one tensor lie side by side: where rows are tokens, packed in the content (k
     and v) unless the layout has planes; in a state, one part's units after the other's (the
-    channels of a conv state).
+    channels of a conv state). *whole*: what one rank holds of the part cannot be cut between units
+    (packed formats whose scales span heads).
     """
 
     name: str
@@ -42,8 +43,11 @@ class Part:
     deal_in: int = 1
     tokens_per_state: int = 1
     tensor: str = "kv"
+    whole: bool = False
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise SpecError("name", self.name, "a non-empty str")
         for field in ("units", "states", "content_bytes", "deal_in"):
             positive_int(f"{self.name}.{field}", getattr(self, field))
         positive_int(f"{self.name}.tokens_per_state", self.tokens_per_state, least=0)
@@ -83,6 +87,8 @@ class TPTransferSlice:
         if side not in ("local", "remote"):
             raise SpecError("side", side, "'local' or 'remote'")
         units = self.local_range if side == "local" else self.remote_range
+        if not isinstance(getattr(array, "shape", None), Sequence):
+            raise SpecError("array", type(array).__name__, "an array or tensor, with a shape")
         dims = len(array.shape)
         if isinstance(axis, bool) or not isinstance(axis, int) or not -dims <= axis < dims:
             raise SpecError("axis", axis, f"an axis of an array with {dims} dimensions")
@@ -102,10 +108,11 @@ class Piece(NamedTuple):
     stripe: tuple[int, int]
 
 
-def check_policy(replicas: object) -> None:
-    """Raise `SpecError` unless *replicas* is the name of an election policy."""
+def check_policy(replicas: object, salt: object = 0) -> None:
+    """Raise `SpecError` unless *replicas* is the name of an election policy and *salt* a count."""
     if replicas not in get_args(Replicas):
         raise SpecError("replicas", replicas, f"one of {', '.join(get_args(Replicas))}")
+    positive_int("salt", salt, least=0)
 
 
 def elect(

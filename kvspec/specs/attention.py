@@ -10,7 +10,7 @@ from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.ranges import EMPTY, positive_int
 from kvspec.slices import Part
-from kvspec.specs.layer import LayerSpec, is_count, is_size, is_size_or_none
+from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -20,12 +20,14 @@ class AttentionSpec(LayerSpec):
     *tokens_per_state*: tokens that one row stands for (> 1 where the cache is compressed).
     *state_content_bytes*: if given, one (head, row) is this many opaque bytes (per-token scales,
     packed formats) in a single part ``kv``; *dtype* and head size then describe nothing in memory.
+    *spans_heads*: that packing spans the heads of a rank, so that it cannot be cut between them.
     """
 
     head_size: int = attrs.field(validator=is_size)
     dtype: str = attrs.field(converter=dtype_name)
     tokens_per_state: int = attrs.field(default=1, validator=is_size)
     state_content_bytes: int | None = attrs.field(default=None, validator=is_size_or_none)
+    spans_heads: bool = attrs.field(default=False, validator=is_flag)
 
     def __attrs_post_init__(self) -> None:
         if self.block_size % self.tokens_per_state:
@@ -42,6 +44,7 @@ class AttentionSpec(LayerSpec):
                 states=self.block_size // self.tokens_per_state,
                 content_bytes=content,
                 tokens_per_state=self.tokens_per_state,
+                whole=self.spans_heads,
             )
             for name, content in contents.items()
         )

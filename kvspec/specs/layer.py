@@ -13,7 +13,7 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.parallel import default_deal
-from kvspec.ranges import positive_int
+from kvspec.ranges import flag, positive_int
 from kvspec.slices import Part, Replicas, Role, TPTransferSlice, check_policy, transfer_slices
 
 MEMORY_FIELDS = frozenset({"block_size", "page_size_padded"})
@@ -24,6 +24,7 @@ WHY = {
     "head_size": "one head of one token has another length",
     "head_size_v": "one value of one token has another length",
     "dtype": "the same bytes mean other numbers",
+    "ssm_dtype": "the same bytes mean other numbers",
     "tokens_per_state": "a row stands for other tokens",
     "state_content_bytes": "one head's row has another length or packing",
     "sliding_window": "the sides keep different tokens",
@@ -31,6 +32,9 @@ WHY = {
     "attention_chunk_size": "the sides keep different tokens",
 }
 """Why a field of a spec must be the same on both engines."""
+
+UNLESS_GIVEN = {"head_size_v": "head_size", "ssm_dtype": "dtype"}
+"""Fields that, where they are None, mean what another field says."""
 
 
 def is_size(_: object, at: attrs.Attribute[int], value: object) -> None:
@@ -47,6 +51,11 @@ def is_size_or_none(_: object, at: attrs.Attribute[int | None], value: object) -
     """Accept None or an int >= 1 (an attrs validator)."""
     if value is not None:
         positive_int(at.name, value)
+
+
+def is_flag(_: object, at: attrs.Attribute[bool], value: object) -> None:
+    """Accept a bool (an attrs validator)."""
+    flag(at.name, value)
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -108,7 +117,7 @@ class LayerSpec:
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size)
-        check_policy(replicas)
+        check_policy(replicas, salt)
         if role not in ("consumer", "producer"):
             raise SpecError("role", role, "'consumer' or 'producer'")
         return self._slices(local_tp_rank, local_tp_size, remote_tp_size, role, replicas, salt)

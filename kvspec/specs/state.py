@@ -13,13 +13,23 @@ import attrs
 
 from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
-from kvspec.ranges import EMPTY, positive_int
+from kvspec.ranges import EMPTY, instance, positive_int, sequence
 from kvspec.slices import Part
 from kvspec.specs.layer import LayerSpec, is_size
 
 
 def _parts(value: Iterable[Part]) -> tuple[Part, ...]:
-    return tuple(value)
+    return tuple(
+        instance("state_parts", part, Part) for part in sequence("state_parts", value, "Parts")
+    )
+
+
+def _dtype(value: object) -> str | None:
+    return None if value is None else dtype_name(value)
+
+
+def _ssm_dtype(value: object) -> str | None:
+    return None if value is None else dtype_name(value, "ssm_dtype")
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -29,15 +39,21 @@ class MambaSpec(LayerSpec):
     Build one with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
     arguments are the model's own sizes, before TP; *dtype* is that of the conv state, *ssm_dtype*
     (the same unless given) that of the temporal state. The conv state has
-    ``conv_kernel - 1 + num_speculative_tokens`` rows.
+    ``conv_kernel - 1 + num_speculative_tokens`` rows. Both dtypes are None where *state_parts* are
+    made by hand and do not say.
     """
 
     block_size: int = attrs.field(default=1, validator=is_size)
     state_parts: tuple[Part, ...] = attrs.field(converter=_parts)
+    dtype: str | None = attrs.field(default=None, converter=_dtype)
+    ssm_dtype: str | None = attrs.field(default=None, converter=_ssm_dtype)
 
     def __attrs_post_init__(self) -> None:
         if not self.state_parts:
             raise SpecError("state_parts", self.state_parts, "at least one part")
+        names = tuple(part.name for part in self.state_parts)
+        if len(set(names)) < len(names):
+            raise SpecError("state_parts", names, "parts with names that differ")
         for part in self.state_parts:
             if part.tokens_per_state:
                 wanted = "0: a state is not indexed by tokens"
@@ -69,11 +85,18 @@ class MambaSpec(LayerSpec):
         """Return the state of a Mamba1 layer: conv channels, and as many SSM channels."""
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("state_size", state_size)
+        ssm_dtype = dtype if ssm_dtype is None else ssm_dtype
         parts = (
             _conv("conv_x", "intermediate_size", intermediate_size, 1, rows, dtype),
-            _ssm("intermediate_size", intermediate_size, state_size, ssm_dtype or dtype),
+            _ssm("intermediate_size", intermediate_size, state_size, ssm_dtype),
         )
-        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+        return cls(
+            block_size=block_size,
+            page_size_padded=page_size_padded,
+            state_parts=parts,
+            dtype=dtype,
+            ssm_dtype=ssm_dtype,
+        )
 
     @classmethod
     def mamba2(
@@ -97,13 +120,20 @@ class MambaSpec(LayerSpec):
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("state_size", state_size)
         positive_int("head_dim", head_dim)
+        ssm_dtype = dtype if ssm_dtype is None else ssm_dtype
         parts = (
             _conv("conv_x", "num_heads", num_heads, head_dim, rows, dtype),
             _conv("conv_b", "n_groups", n_groups, state_size, rows, dtype),
             _conv("conv_c", "n_groups", n_groups, state_size, rows, dtype),
-            _ssm("num_heads", num_heads, head_dim * state_size, ssm_dtype or dtype),
+            _ssm("num_heads", num_heads, head_dim * state_size, ssm_dtype),
         )
-        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+        return cls(
+            block_size=block_size,
+            page_size_padded=page_size_padded,
+            state_parts=parts,
+            dtype=dtype,
+            ssm_dtype=ssm_dtype,
+        )
 
     @classmethod
     def gated_delta_net(
@@ -124,13 +154,20 @@ class MambaSpec(LayerSpec):
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("head_k_dim", head_k_dim)
         positive_int("head_v_dim", head_v_dim)
+        ssm_dtype = dtype if ssm_dtype is None else ssm_dtype
         parts = (
             _conv("conv_q", "num_k_heads", num_k_heads, head_k_dim, rows, dtype),
             _conv("conv_k", "num_k_heads", num_k_heads, head_k_dim, rows, dtype),
             _conv("conv_v", "num_v_heads", num_v_heads, head_v_dim, rows, dtype),
-            _ssm("num_v_heads", num_v_heads, head_k_dim * head_v_dim, ssm_dtype or dtype),
+            _ssm("num_v_heads", num_v_heads, head_k_dim * head_v_dim, ssm_dtype),
         )
-        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+        return cls(
+            block_size=block_size,
+            page_size_padded=page_size_padded,
+            state_parts=parts,
+            dtype=dtype,
+            ssm_dtype=ssm_dtype,
+        )
 
     @classmethod
     def short_conv(
@@ -146,7 +183,12 @@ class MambaSpec(LayerSpec):
         """Return the state of a short convolution over *conv_dim* channels."""
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         parts = (_conv("conv_x", "conv_dim", conv_dim, 1, rows, dtype),)
-        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+        return cls(
+            block_size=block_size,
+            page_size_padded=page_size_padded,
+            state_parts=parts,
+            dtype=dtype,
+        )
 
     @classmethod
     def replicated_state(

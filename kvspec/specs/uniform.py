@@ -12,6 +12,7 @@ from functools import cached_property
 import attrs
 
 from kvspec.errors import SpecError
+from kvspec.ranges import mapping
 from kvspec.slices import Part, Replicas, Role, TPTransferSlice
 from kvspec.specs.layer import LayerSpec
 
@@ -22,13 +23,14 @@ _OWN = {
     "dtype",
     "tokens_per_state",
     "state_content_bytes",
+    "spans_heads",
     "page_size_padded",
 }
 """Fields in which the layers of a uniform-type group may differ."""
 
 
 def _specs(value: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
-    return dict(value)
+    return dict(mapping("specs", value, "layer names to specs"))
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -47,7 +49,13 @@ class UniformTypeKVCacheSpecs(LayerSpec):
             raise SpecError("specs", self.specs, "at least one layer")
         first_name, first = next(iter(self.specs.items()))
         for layer, spec in self.specs.items():
-            if not isinstance(spec, LayerSpec) or type(spec) is not type(first):
+            if not isinstance(layer, str) or not layer:
+                raise SpecError("specs", layer, "layer names")
+            if not isinstance(spec, LayerSpec) and spec is first:
+                raise SpecError(f"specs[{layer!r}]", spec, "a spec of a kind of layer")
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                raise SpecError(f"specs[{layer!r}]", spec, "a spec of one layer")
+            if type(spec) is not type(first):
                 wanted = f"a {type(first).__name__}, as {first_name} has"
                 raise SpecError(f"specs[{layer!r}]", spec, wanted)
             for field in attrs.fields(type(first)):
