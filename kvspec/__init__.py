@@ -1,7 +1,7 @@
 """Which bytes of which rank's KV cache go where, for any two LLM serving engines."""
 
 from kvspec.cache import Memory, RankCache, Region, allocate
-from kvspec.engine import EngineSpec, KVCacheGroup, mismatches
+from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import (
     KVSpecError,
     Mismatch,
@@ -10,6 +10,7 @@ from kvspec.errors import (
     TransferError,
     WireError,
 )
+from kvspec.mismatches import mismatches
 from kvspec.parallel import Deal, ParallelConfig, RankId, default_deal
 from kvspec.plan import Edge, TransferPlan, plan_transfer
 from kvspec.request import BlockTable, TransferRequest

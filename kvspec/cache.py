@@ -6,6 +6,8 @@ registered is the distinct memory behind the regions, each once, by what it real
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -13,11 +15,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.engine import EngineSpec, Held, KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.layout import place
+from kvspec.layout import Placement, place
 from kvspec.parallel import RankId
-from kvspec.ranges import positive_int
+from kvspec.ranges import instance, positive_int
 from kvspec.slices import Part
 
 
@@ -94,6 +96,28 @@ class Memory:
     device: int = 0
 
 
+def _check_region(region: Region, wanted: Held) -> None:
+    """Check that *region* has the sizes of the engine's part."""
+    if region.group != wanted.group:
+        field = f"regions['{region.layer}.{region.part}'].group"
+        raise SpecError(field, region.group, f"{wanted.group!r}, the layer's group")
+    sizes = (region.content_bytes, region.units, region.states)
+    right = (wanted.content_bytes, wanted.units, wanted.states)
+    counts = (region.base, region.block_stride, region.unit_stride, region.state_stride)
+    plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
+    # All is well, nearly always, and this is asked of every region: so no messages until it is not.
+    if plain and sizes == right and min(counts) >= 0 < region.num_blocks:
+        return
+    for name in ("content_bytes", "units", "states"):
+        size, fits = getattr(region, name), getattr(wanted, name)
+        if type(size) is not int or size != fits:
+            field = f"regions['{region.layer}.{region.part}'].{name}"
+            raise SpecError(field, size, f"{fits}, as the engine's part has")
+    for name in ("num_blocks", "base", "block_stride", "unit_stride", "state_stride"):
+        field = f"regions['{region.layer}.{region.part}'].{name}"
+        positive_int(field, getattr(region, name), least=int(name == "num_blocks"))
+
+
 @attrs.frozen
 class RankCache:
     """Where one rank's cache lies: its *regions*, and the *memory* that holds them."""
@@ -104,19 +128,38 @@ class RankCache:
     memory: tuple[Memory, ...]
 
     def __attrs_post_init__(self) -> None:
-        self.engine.parallel.check_rank(self.rank)
-        spans = [(range(m.address, m.address + m.length), m) for m in self.memory]
+        instance("engine", self.engine, EngineSpec).parallel.check_rank(self.rank)
+        wanted = self.engine.held(self.rank)
+        excluded = set(self.engine.excluded)
+        seen: set[tuple[str, str]] = set()
         for each in self.regions:
-            kind = (each.memory_type, each.device)
+            key = (instance("regions", each, Region).layer, each.part)
+            if key in seen:
+                raise SpecError("regions", ".".join(key), "each part of a layer once")
+            if key not in wanted:
+                raise SpecError("regions", ".".join(key), f"parts of layers that {self.rank} has")
+            seen.add(key)
+            _check_region(each, wanted[key])
+        for key in wanted.keys() - seen:
+            if key[0] not in excluded:
+                told = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
+                raise SpecError("regions", sorted(map(".".join, seen)), told)
+        self._check_inside()
+
+    def _check_inside(self) -> None:
+        """Check that every region lies inside one piece of the memory given."""
+        reach: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
+        for memory in sorted(self.memory, key=lambda each: each.address):
+            starts, stops = reach.setdefault((memory.memory_type, memory.device), ([], []))
+            starts.append(memory.address)
+            stops.append(max(memory.address + memory.length, stops[-1] if stops else 0))
+        for each in self.regions:
+            starts, stops = reach.get((each.memory_type, each.device), ([], []))
             extent = each.extent
-            if not any(
-                span.start <= extent.start
-                and extent.stop <= span.stop
-                and kind == (memory.memory_type, memory.device)
-                for span, memory in spans
-            ):
-                name = f"{each.layer}.{each.part}"
-                raise SpecError(f"regions[{name!r}]", extent, "a region inside the memory given")
+            at = bisect_right(starts, extent.start)
+            if not at or stops[at - 1] < extent.stop:
+                field = f"regions['{each.layer}.{each.part}']"
+                raise SpecError(field, extent, "a region inside the memory given")
 
     @cached_property
     def _by_part(self) -> dict[tuple[str, str], Region]:
@@ -147,57 +190,93 @@ def allocate(
     rank: RankId,
     num_blocks: int | Mapping[str, int],
     device: str = "cpu",
+    *,
+    shared: bool = False,
 ) -> tuple[RankCache, dict[str, Any]]:
     """Allocate one rank's cache and return it with its storage, keyed by group name.
 
-    *num_blocks*: blocks of every group, or of each by name. Storage is one flat array of bytes for
-    each group: zeroed numpy ``uint8`` on ``"cpu"``, a torch ``uint8`` tensor on a GPU such as
-    ``"cuda:0"``.
+    *num_blocks*: blocks of every group's tables, or of each by name. Storage is one flat array of
+    bytes for each group: zeroed numpy ``uint8`` on ``"cpu"``, a torch ``uint8`` tensor on a GPU
+    such as ``"cuda:0"``. *shared*: all groups lie in the same bytes, as hybrid memory allocators
+    have it, and one array serves them all; block ids then belong to one group at a time.
     """
-    engine.parallel.check_rank(rank)
+    instance("engine", engine, EngineSpec).parallel.check_rank(rank)
+    if isinstance(num_blocks, Mapping):
+        names = [group.name for group in engine.groups]
+        strange = sorted(set(num_blocks) - set(names), key=repr)
+        if strange:
+            raise SpecError("num_blocks", strange, f"groups of the engine: {', '.join(names)}")
+    plans: list[tuple[KVCacheGroup, list[Placement], int, int]] = []
+    for group in engine.groups:
+        layers = engine.layers_at(group, rank.pp)
+        count = num_blocks.get(group.name) if isinstance(num_blocks, Mapping) else num_blocks
+        count = positive_int(f"num_blocks[{group.name!r}]", count) * group.split
+        if layers:
+            plans.append((group, *_placed(engine, group, layers, rank, count), count))
+    if shared:
+        _check_shared(plans)
     regions: list[Region] = []
     memory: list[Memory] = []
     storage: dict[str, Any] = {}
-    for group in engine.groups:
-        count = num_blocks.get(group.name) if isinstance(num_blocks, Mapping) else num_blocks
-        count = positive_int(f"num_blocks[{group.name!r}]", count)
-        placed, size = _placed(engine, group, rank, count)
-        storage[group.name], span = _array(size, device)
-        memory.append(span)
-        regions += (
-            Region(
-                group=group.name,
-                layer=each.layer,
-                part=each.part.name,
-                base=span.address + each.offset,
-                num_blocks=count,
-                block_stride=each.block_stride,
-                unit_stride=each.unit_stride,
-                state_stride=each.state_stride,
-                content_bytes=each.part.content_bytes,
-                units=each.units,
-                states=each.part.states,
-                memory_type=span.memory_type,
-                device=span.device,
-            )
-            for each in placed
-            if each.units
-        )
+    for group, placed, size, count in plans:
+        if shared and storage:
+            storage[group.name] = next(iter(storage.values()))
+        else:
+            whole = max(each[2] for each in plans) if shared else size
+            storage[group.name], span = _array(whole, device)
+            memory.append(span)
+        regions += (_region(group.name, each, count, memory[-1]) for each in placed if each.units)
     return RankCache(engine, rank, tuple(regions), tuple(memory)), storage
 
 
-def _placed(engine: EngineSpec, group: KVCacheGroup, rank: RankId, num_blocks: int) -> Any:  # noqa: ANN401
+def _check_shared(plans: list[tuple[KVCacheGroup, list[Placement], int, int]]) -> None:
+    """Raise `SpecError` unless blocks of different groups coincide or are apart."""
+    strides = {
+        (each.block_stride * group.split, count // group.split)
+        for group, placed, _, count in plans
+        for each in placed
+        if each.units
+    }
+    if len(strides) > 1:
+        found = ", ".join(f"{stride} bytes x {count}" for stride, count in sorted(strides))
+        wanted = "one block stride and one number of blocks in all groups (pad the pages)"
+        raise SpecError("shared", found, wanted)
+
+
+def _region(group: str, each: Placement, count: int, span: Memory) -> Region:
+    return Region(
+        group=group,
+        layer=each.layer,
+        part=each.part.name,
+        base=span.address + each.offset,
+        num_blocks=count,
+        block_stride=each.block_stride,
+        unit_stride=each.unit_stride,
+        state_stride=each.state_stride,
+        content_bytes=each.part.content_bytes,
+        units=each.units,
+        states=each.part.states,
+        memory_type=span.memory_type,
+        device=span.device,
+    )
+
+
+def _placed(
+    engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...], rank: RankId, count: int
+) -> tuple[list[Placement], int]:
     def local_units(part: Part) -> int:
         return len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
 
-    layers = [(layer, group.spec.of_layer(layer)) for layer in group.layers]
-    return place(engine.layout_of(group), layers, local_units, num_blocks)
+    specs = [(layer, group.in_memory(layer)) for layer in layers]
+    return place(engine.layout_of(group), specs, local_units, count)
 
 
 def _array(size: int, device: str) -> tuple[Any, Memory]:
     if device == "cpu":
         array = np.zeros(max(size, 1), dtype=np.uint8)
         return array, Memory(array.ctypes.data, array.nbytes)
+    if not re.fullmatch(r"(cuda|xpu)(:\d+)?", str(device)):
+        raise SpecError("device", device, "'cpu' or a GPU such as 'cuda:0'")
     import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
 
     tensor = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)

@@ -6,7 +6,7 @@ end. What to move is ``live ∩ [cached, num_tokens)``, cut into pieces by each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,20 +14,41 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.errors import SpecError
-from kvspec.ranges import EMPTY, positive_int
+from kvspec.ranges import EMPTY, mapping, positive_int
 from kvspec.specs import CrossAttentionSpec, LayerSpec
 
 Ids = npt.NDArray[np.int64]
+MAX_ID = 2**63 - 1
 
 
 def _block_ids(value: object) -> Ids:
-    ids = np.asarray(value if isinstance(value, np.ndarray) else list(value))  # type: ignore[call-overload]
-    if ids.size == 0:
+    ids = _array(value)
+    if ids is not None and ids.size == 0:
         ids = ids.astype(np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    fits = ids is not None and ids.ndim == 1 and ids.dtype.kind in "iu"
+    if ids is None or not fits or (ids.dtype.kind == "u" and ids.max(initial=0) > MAX_ID):
         raise SpecError("block_ids", value, "a sequence of ints")
     ids = ids.astype(np.int64)
     ids.flags.writeable = False
+    return ids
+
+
+def _array(value: object) -> npt.NDArray[Any] | None:
+    """Return *value* as an array, or None if it has no order or hides a bool among ints."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, (str, bytes)) or not (
+        isinstance(value, Sequence) or hasattr(value, "__array__")
+    ):
+        return None
+    try:
+        ids = np.asarray(value)
+    except (ValueError, TypeError):
+        return None
+    if isinstance(value, Sequence) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        small = np.flatnonzero((ids == 0) | (ids == 1))
+        if any(isinstance(value[at], (bool, np.bool_)) for at in small.tolist()):
+            return None
     return ids
 
 
@@ -35,8 +56,10 @@ def _block_ids(value: object) -> Ids:
 class BlockTable:
     """The blocks of one request in one group, in token order.
 
-    Block ``i`` holds the tokens ``first_token + i * block_size`` and on. The table of a group of
-    state layers is the one slot that holds the state.
+    Block ``i`` holds the tokens ``first_token + i * block_size`` and on; where C context ranks
+    share the tokens, it stands for a virtual block of ``block_size * C`` of them. The table of a
+    group of state layers is the one slot that holds the state; of a longer one, the state is in
+    the block of the last token.
     """
 
     block_ids: Ids = attrs.field(converter=_block_ids, eq=attrs.cmp_using(eq=np.array_equal))
@@ -50,10 +73,22 @@ class BlockTable:
         return range(self.first_token, self.first_token + len(self.block_ids) * block_size)
 
 
-def _tables(value: Mapping[str, BlockTable | Sequence[int]]) -> dict[str, BlockTable]:
+Tables = Mapping[str, BlockTable | Sequence[int]]
+
+
+def _producer_tables(value: Tables) -> dict[str, BlockTable]:
+    return _tables("producer_blocks", value)
+
+
+def _consumer_tables(value: Tables) -> dict[str, BlockTable]:
+    return _tables("consumer_blocks", value)
+
+
+def _tables(field: str, value: Tables) -> dict[str, BlockTable]:
+    given = mapping(field, value, "group names to block tables")
     return {
         group: table if isinstance(table, BlockTable) else BlockTable(table)
-        for group, table in value.items()
+        for group, table in given.items()
     }
 
 
@@ -70,8 +105,8 @@ class TransferRequest:
 
     request_id: str
     num_tokens: int
-    producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_tables)
-    consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_tables)
+    producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_producer_tables)
+    consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_consumer_tables)
     cached_tokens: int | Mapping[str, int] = 0
     encoder_tokens: int | None = None
     state_tokens: int | None = None
@@ -86,6 +121,15 @@ class TransferRequest:
         for field in ("encoder_tokens", "state_tokens"):
             if getattr(self, field) is not None:
                 positive_int(field, getattr(self, field), least=0)
+
+    def check_groups(self, groups: Iterable[str]) -> None:
+        """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""
+        if isinstance(self.cached_tokens, Mapping):
+            strange = sorted(set(self.cached_tokens) - set(groups))
+            if strange:
+                raise SpecError(
+                    "cached_tokens", strange, f"groups of the consumer: {', '.join(groups)}"
+                )
 
     def cached(self, group: str) -> int:
         """Return the leading tokens of *group* that the consumer already holds."""

@@ -11,76 +11,29 @@ from math import gcd
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvspec.cache import RankCache, Region
+from kvspec.engine import KVCacheGroup
+from kvspec.errors import Mismatch, MismatchError
+from kvspec.geometry import Geometry, Pool, TokenSide
 from kvspec.plan import Edge
+from kvspec.ranges import Cyclic, Ints
 from kvspec.slices import Part, TPTransferSlice
 from kvspec.specs import LayerSpec
-
-Ints = npt.NDArray[np.int64]
-
-
-@attrs.frozen
-class Pool:
-    """How the blocks of one side repeat: the same numbers for every run of a set.
-
-    A block holds *cells* cells, *cell_stride* bytes apart. *folded*: a block's stride is a whole
-    number of cells, so that one row counts through cells and blocks alike.
-    """
-
-    num_blocks: int
-    block_stride: int
-    cells: int
-    cell_stride: int
-    memory_type: str
-    device: int
-
-    @property
-    def folded(self) -> bool:
-        """Whether the cells of consecutive blocks are equally far apart."""
-        return self.cells == 1 or self.block_stride == self.cells * self.cell_stride
-
-    def steps(self, block: Ints, cell: Ints) -> Ints:
-        """Return the ids of cells, counted from a run's first id."""
-        if self.folded:
-            return block * self.cells + cell
-        return cell * self.num_blocks + block
-
-    def offsets(self, block: Ints, cell: Ints) -> Ints:
-        """Return the bytes of cells, counted from a run's first address."""
-        return block * self.block_stride + cell * self.cell_stride
-
-    def rows(self, address: Ints, length: Ints) -> npt.NDArray[np.uint64]:
-        """Return the rows (address, length, device, stride, count) of runs."""
-        repeat, count = 1, self.num_blocks * self.cells
-        stride = self.cell_stride if self.cells > 1 else self.block_stride
-        if not self.folded:
-            repeat, count, stride = self.cells, self.num_blocks, self.block_stride
-        rows = np.empty((len(address) * repeat, 5), np.uint64)
-        first = address[:, None] + (np.arange(repeat) * self.cell_stride)[None, :]
-        rows[:, 0] = first.ravel()
-        rows[:, 1] = np.repeat(length, repeat)
-        rows[:, 2] = self.device
-        rows[:, 3] = np.maximum(stride, rows[:, 1]) if count == 1 else stride
-        rows[:, 4] = count
-        return rows
 
 
 @attrs.frozen(eq=False)
 class RowSet:
     """Runs that repeat alike on both sides.
 
-    *spec* is the consumer's. *tokens* of one cell of these rows, 0 for a state that moves whole.
-    *within*: None for whole cells; else the next larger grain: these rows move the end of a cell
-    whose beginning the consumer has cached.
+    Each row is *tokens* tokens that begin *skip* tokens into a step of *unit* tokens; 0 of all for
+    a state, which moves whole.
     """
 
-    spec: LayerSpec
-    producer_block_size: int
+    geometry: Geometry
+    unit: int
+    skip: int
     tokens: int
-    within: int | None
-    stripe: tuple[int, int]
     producer: Pool
     consumer: Pool
     producer_address: Ints
@@ -96,54 +49,65 @@ class RowSet:
         ours, theirs = (len(self) * side.num_blocks * side.cells for side in sides)
         return ours, theirs
 
-
-def grains(cell: int, least: int) -> tuple[int, ...]:
-    """Return *cell* tokens and the ever finer pieces it is cut into, down to *least* tokens.
-
-    Each grain divides the one before, by as little as possible, so that the end of a cell is few
-    pieces.
-
-    >>> grains(16, 1)
-    (16, 8, 4, 2, 1)
-    >>> grains(48, 4)
-    (48, 24, 12, 4)
-    """
-    found = [cell]
-    while found[-1] > least:
-        ratio = found[-1] // least
-        found.append(found[-1] // next(d for d in range(2, ratio + 1) if ratio % d == 0))
-    return tuple(found)
+    @property
+    def dense(self) -> bool:
+        """Whether consecutive ids are consecutive bytes on both sides, so that NIXL joins them."""
+        sides = (self.producer, self.consumer)
+        return all(side.folded and (self.length == side.stride).all() for side in sides)
 
 
 def row_sets(
     edge: Edge,
-    specs: tuple[LayerSpec, LayerSpec],
+    groups: tuple[KVCacheGroup, KVCacheGroup],
     producer: RankCache,
     consumer: RankCache,
 ) -> tuple[RowSet, ...]:
-    """Return the runs of one edge; *specs* are the producer's and the consumer's group's.
+    """Return the runs of one edge between the producer's and the consumer's *groups*.
 
-    Rows for whole cells come first, then those for ever finer ends of a cell.
+    For each family of layers and parts that are cut alike: rows for whole cells, rows for several
+    cells in one where that makes longer runs, and rows for the end of a cell whose beginning the
+    consumer has cached.
     """
-    shapes: dict[object, _Boxes] = {}
-    for each, layer, part in _pieces(edge, specs[1]):
-        ours, theirs = producer.region(layer, part.name), consumer.region(layer, part.name)
-        size = specs[0].of_layer(layer).block_size
-        key = (each.stripe, len(each.global_range), part, size, ours.shape, theirs.shape)
-        if key not in shapes:
-            spec = specs[1].of_layer(layer)
-            shapes[key] = _Boxes(
-                spec, size, each.stripe, len(each.global_range), part, ours, theirs
+    families: dict[Geometry, dict[object, _Boxes]] = {}
+    contexts = [cache.engine.parallel.context(cache.rank) for cache in (producer, consumer)]
+    for each, layer, part in _pieces(edge, groups[1].spec):
+        regions = producer.region(layer, part.name), consumer.region(layer, part.name)
+        (mine, ours), (yours, theirs) = (
+            _fused(*side) for side in zip(regions, groups, contexts, strict=True)
+        )
+        cell = _cell_tokens(layer, part, ours, theirs) if part.tokens_per_state else 0
+        spec = groups[1].spec.of_layer(layer)
+        geometry = Geometry(spec, each.stripe, cell, part.tokens_per_state, ours, theirs)
+        units = len(each.global_range)
+        key = (units, part.tokens_per_state, part.content_bytes, mine.shape, yours.shape)
+        family = families.setdefault(geometry, {})
+        if key not in family:
+            family[key] = _Boxes(units, part, mine, yours)
+        family[key].first.append(
+            (
+                mine.base + each.remote_range.start * mine.unit_stride,
+                yours.base + each.local_range.start * yours.unit_stride,
             )
-        first = ours.base + each.remote_range.start * ours.unit_stride
-        shapes[key].first.append((first, theirs.base + each.local_range.start * theirs.unit_stride))
-    found: dict[tuple[object, ...], list[tuple[_Boxes, _Grain]]] = {}
-    for boxes in shapes.values():
-        for grain in boxes.grains():
-            key = (boxes.stripe, boxes.producer_block_size, *attrs.astuple(grain, recurse=False))
-            found.setdefault(key, []).append((boxes, grain))
-    whole_first = sorted(found.values(), key=lambda alike: alike[0][1].within is not None)
-    return tuple(_row_set(alike) for alike in whole_first)
+        )
+    return tuple(
+        rows
+        for geometry, boxes in families.items()
+        for rows in _family(geometry, tuple(boxes.values()))
+    )
+
+
+def _fused(region: Region, group: KVCacheGroup, context: Cyclic) -> tuple[Region, TokenSide]:
+    """Take the kernel's blocks for one where they follow each other like rows of one block."""
+    size, memory_size = group.spec.block_size, group.memory_block_size
+    if group.split > 1 and region.block_stride == region.states * region.state_stride:
+        region = attrs.evolve(
+            region,
+            num_blocks=region.num_blocks // group.split,
+            block_stride=region.block_stride * group.split,
+            states=region.states * group.split,
+        )
+        memory_size = size
+    return region, TokenSide(size, memory_size, context)
 
 
 def _pieces(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str, Part]]:
@@ -154,42 +118,88 @@ def _pieces(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str,
                     yield each, layer, part
 
 
-@attrs.frozen
-class _Grain:
-    """One way to cut blocks into cells: the tokens of a cell, and how cells repeat."""
+def _cell_tokens(layer: str, part: Part, ours: TokenSide, theirs: TokenSide) -> int:
+    """Return the tokens of a cell: the gcd of everything that cuts the token axis."""
+    cell = gcd(ours.memory_block_size, theirs.memory_block_size)
+    if not ours.context.alike(theirs.context):
+        for context in (ours.context, theirs.context):
+            cell = gcd(cell, context.interleave) if context.size > 1 else cell
+    if cell % part.tokens_per_state:
+        why = "blocks or interleaves would cut a row that stands for several tokens"
+        field = f"{layer}.{part.name}.tokens_per_state"
+        raise MismatchError([Mismatch(field, part.tokens_per_state, cell, why)])
+    return cell
 
-    tokens: int
-    within: int | None
-    producer: Pool
-    consumer: Pool
+
+def _family(geometry: Geometry, boxes: tuple[_Boxes, ...]) -> list[RowSet]:
+    """Return every set of rows that a family needs, and none that would not make runs longer."""
+    cell, grain = geometry.cell, geometry.grain
+    whole = _sets(geometry, boxes, unit=cell, skip=0, tokens=cell)
+    if not cell:
+        return whole
+    found: list[RowSet] = []
+    spans = min(side.memory_block_size // cell for side in (geometry.producer, geometry.consumer))
+    several = spans > 1 and _longer(whole, geometry, boxes, unit=cell, skip=0, tokens=2 * cell)
+    one = _sets(geometry, boxes, unit=grain, skip=0, tokens=grain) if cell > grain else []
+    tails = cell > 2 * grain and bool(
+        _longer(one, geometry, boxes, unit=cell, skip=cell - 2 * grain, tokens=2 * grain)
+    )
+    final = attrs.evolve(geometry, spans=spans if several else 1, tails=tails)
+    for cells in range(1, final.spans + 1):
+        found += _sets(final, boxes, unit=cell, skip=0, tokens=cells * cell)
+    if tails:
+        for tokens in range(grain, cell, grain):
+            found += _sets(final, boxes, unit=cell, skip=cell - tokens, tokens=tokens)
+    elif one:
+        found += _sets(final, boxes, unit=grain, skip=0, tokens=grain)
+    return found
 
 
-@attrs.define
+def _longer(
+    single: list[RowSet],
+    geometry: Geometry,
+    boxes: tuple[_Boxes, ...],
+    *,
+    unit: int,
+    skip: int,
+    tokens: int,
+) -> bool:
+    """Return whether rows of *tokens* are longer, and NIXL would not join the single ones."""
+    if all(rows.dense for rows in single):
+        return False
+    double = _sets(geometry, boxes, unit=unit, skip=skip, tokens=tokens)
+    return sum(map(len, double)) < 2 * sum(map(len, single))
+
+
+def _sets(
+    geometry: Geometry, boxes: tuple[_Boxes, ...], *, unit: int, skip: int, tokens: int
+) -> list[RowSet]:
+    """Return the rows of one cut, boxes whose blocks repeat alike joined."""
+    alike: dict[tuple[Pool, Pool], list[Ints]] = {}
+    for each in boxes:
+        pools = tuple(
+            _pool(side, each.part, unit, skip, tokens) for side in (each.ours, each.theirs)
+        )
+        alike.setdefault((pools[0], pools[1]), []).append(each.runs(skip, tokens))
+    return [
+        RowSet(geometry, unit, skip, tokens, *pools, *merge(runs)) for pools, runs in alike.items()
+    ]
+
+
+@attrs.define(eq=False)
 class _Boxes:
     """Boxes (units x states x content) that differ in nothing but where they begin."""
 
-    spec: LayerSpec
-    producer_block_size: int
-    stripe: tuple[int, int]
     units: int
     part: Part
     ours: Region
     theirs: Region
     first: list[tuple[int, int]] = attrs.field(factory=list)
 
-    def grains(self) -> Iterator[_Grain]:
-        """Yield every grain that the boxes are cut in: one for a state, which moves whole."""
-        least = self.part.tokens_per_state
-        cell = gcd(self.producer_block_size, self.spec.block_size) if least else 0
-        within = None
-        for tokens in grains(cell, least):
-            pools = (_pool(side, self.part, tokens) for side in (self.ours, self.theirs))
-            yield _Grain(tokens, within, *pools)
-            within = tokens
-
-    def runs(self, tokens: int) -> Ints:
-        """Return (producer address, consumer address, length) of the first cell's runs."""
-        states = tokens // self.part.tokens_per_state if tokens else self.part.states
+    def runs(self, skip: int, tokens: int) -> Ints:
+        """Return (producer address, consumer address, length) of the first block's first runs."""
+        grain = self.part.tokens_per_state
+        states = tokens // grain if grain else min(self.ours.states, self.theirs.states)
         length = self.part.content_bytes
         dims = [
             (self.units, self.ours.unit_stride, self.theirs.unit_stride),
@@ -200,38 +210,29 @@ class _Boxes:
             length *= touching[0]
             dims.remove(touching)
         at = np.asarray(self.first, np.int64)
+        if skip:
+            row = np.array([self.ours.state_stride, self.theirs.state_stride])
+            at = at + skip // grain * row
         for count, mine, other in dims:
             steps = np.arange(count, dtype=np.int64)[:, None] * np.array([mine, other])
             at = (at[:, None, :] + steps).reshape(-1, 2)
         return np.column_stack([at, np.full(len(at), length)])
 
 
-def _pool(region: Region, part: Part, tokens: int) -> Pool:
-    rows = tokens // part.tokens_per_state if tokens else region.states
+def _pool(region: Region, part: Part, unit: int, skip: int, tokens: int) -> Pool:
+    """Return how cells repeat: every *unit* tokens, as long as they end inside the block."""
+    grain = part.tokens_per_state
+    cells = 1
+    if grain:
+        block = region.states * grain
+        cells = (block - skip - tokens) // unit + 1
     return Pool(
         num_blocks=region.num_blocks,
         block_stride=region.block_stride,
-        cells=region.states // rows,
-        cell_stride=rows * region.state_stride if region.states > rows else 0,
+        cells=cells,
+        cell_stride=unit // grain * region.state_stride if cells > 1 else 0,
         memory_type=region.memory_type,
         device=region.device,
-    )
-
-
-def _row_set(alike: list[tuple[_Boxes, _Grain]]) -> RowSet:
-    boxes, grain = alike[0]
-    ours, theirs, length = merge(each.runs(grain.tokens) for each, _ in alike)
-    return RowSet(
-        spec=boxes.spec,
-        producer_block_size=boxes.producer_block_size,
-        tokens=grain.tokens,
-        within=grain.within,
-        stripe=boxes.stripe,
-        producer=grain.producer,
-        consumer=grain.consumer,
-        producer_address=ours,
-        consumer_address=theirs,
-        length=length,
     )
 
 

@@ -15,10 +15,13 @@ import numpy.typing as npt
 from kvspec.cache import RankCache
 from kvspec.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError
-from kvspec.pieces import Cells, cut
+from kvspec.geometry import Geometry, Pool
+from kvspec.mismatches import differing
+from kvspec.pieces import Cells, Pieces, cells, pieces
 from kvspec.plan import Edge, TransferPlan
+from kvspec.ranges import Ints, instance
 from kvspec.request import TransferRequest
-from kvspec.runs import Ints, Pool, RowSet, merge, row_sets
+from kvspec.runs import RowSet, merge, row_sets
 
 Rows = npt.NDArray[np.uint64]
 RowIds = npt.NDArray[np.int32]
@@ -43,7 +46,7 @@ class Entry:
             (self.rows.consumer, self.consumer_first, cells.consumer_block, cells.consumer_cell),
         ):
             per_run = pool.num_blocks * pool.cells
-            starts = first + np.arange(len(self.rows), dtype=np.int32) * per_run
+            starts = first + np.arange(len(self.rows), dtype=np.int64) * per_run
             steps = pool.steps(block, cell).astype(np.int32)
             found.append((starts.astype(np.int32)[:, None] + steps).ravel())
         return found[0], found[1]
@@ -69,6 +72,7 @@ class DescriptorTable:
     of a side lie in one type of memory.
     """
 
+    plan: TransferPlan
     producer: RankCache
     consumer: RankCache
     entries: tuple[Entry, ...]
@@ -84,7 +88,7 @@ class DescriptorTable:
         other. Ids adjacent on both sides stand together. Raises `SpecError` or `MismatchError` for
         any fault of the block tables, before anything is posted.
         """
-        found = [entry.ids(cells) for entry, cells in self._cells(request)]
+        found = [entry.ids(chosen) for entry, chosen in self._cells(request)]
         if not found:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         ours, theirs = zip(*found, strict=True)
@@ -95,21 +99,56 @@ class DescriptorTable:
 
         A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one.
         """
-        found = [entry.addresses(cells) for entry, cells in self._cells(request)]
+        found = [entry.addresses(chosen) for entry, chosen in self._cells(request)]
         if not found:
             return np.empty((0, 3), np.uint64)
         return np.stack(merge(found), axis=1).astype(np.uint64)
 
+    def counts(self, request: TransferRequest) -> tuple[int, int]:
+        """Return how many descriptors NIXL posts for `select`, and the fewest there could be.
+
+        NIXL joins neighbours of the list whose ids follow each other in one dense row.
+        """
+        posted = 0
+        for entry, chosen in self._cells(request):
+            joined = np.zeros(max(len(chosen) - 1, 0), np.bool_)
+            if entry.rows.dense:
+                ours, theirs = (each[: len(chosen)] for each in entry.ids(chosen))
+                joined = (np.diff(ours) == 1) & (np.diff(theirs) == 1)
+            posted += len(entry.rows) * (len(chosen) - int(joined.sum()))
+        return posted, len(self.descriptors(request))
+
+    def explain(self, consumer_id: int, request: TransferRequest | None = None) -> str:
+        """Return, in words, what one descriptor moves: layer, part, units, tokens, both ranks."""
+        from kvspec.describe import describe  # noqa: PLC0415 - it reads this module's values
+
+        return describe(self, consumer_id, request)
+
     def _cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
+        instance("request", request, TransferRequest)
+        request.check_groups([group.name for group in self.plan.consumer.groups])
+        cut: dict[tuple[int, Geometry], Pieces] = {}
         known: dict[tuple[object, ...], Cells] = {}
         for entry in self.entries:
             rows = entry.rows
-            pools = rows.producer.num_blocks, rows.consumer.num_blocks
-            key = (id(entry.edge), id(rows.spec), rows.tokens, rows.stripe, *pools)
+            family = (id(entry.edge), rows.geometry)
+            if family not in cut:
+                cut[family] = pieces(request, entry.edge, rows.geometry)
+            pools = (rows.producer.num_blocks, rows.producer.folded, rows.consumer.num_blocks)
+            key = (*family, rows.unit, rows.skip, rows.tokens, *pools)
             if key not in known:
-                known[key] = cut(request, entry.edge, rows)
+                known[key] = cells(cut[family], entry.edge, rows)
             if len(known[key]):
                 yield entry, known[key]
+
+    def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
+        """Return a picture of one block; needs ``kvspec[draw]``; see `kvspec.draw.table_svg`."""
+        from kvspec.draw import table_svg  # noqa: PLC0415 - an extra draws
+
+        return table_svg(self, request, group)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
 
 
 def build_table(
@@ -120,20 +159,27 @@ def build_table(
     The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
     not one of the plan's, or if the ids of one side would not fit an int32.
     """
+    instance("plan", plan, TransferPlan)
+    instance("producer_cache", producer_cache, RankCache)
+    instance("consumer_cache", consumer_cache, RankCache)
     _check_engine("producer", plan.producer, producer_cache.engine)
     _check_engine("consumer", plan.consumer, consumer_cache.engine)
     entries: list[Entry] = []
     at = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
-        specs = plan.producer.group(edge.producer_group).spec, plan.consumer.group(edge.group).spec
-        for rows in row_sets(edge, specs, producer_cache, consumer_cache):
+        groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
+        for rows in row_sets(edge, groups, producer_cache, consumer_cache):
             entries.append(Entry(edge, rows, *at))
             used = rows.ids_used()
             at = at[0] + used[0], at[1] + used[1]
-    for side, count in zip(("producer", "consumer"), at, strict=True):
-        if count > MAX_IDS:
-            why = "descriptor ids are int32; give fewer blocks, or groups of fewer layers"
-            raise MismatchError([Mismatch(f"{side} descriptors", count, MAX_IDS, why)])
+    why = "descriptor ids are int32; give fewer blocks, or groups of fewer layers"
+    many = [
+        Mismatch(f"{side} descriptors", count, MAX_IDS, why)
+        for side, count in zip(("producer", "consumer"), at, strict=True)
+        if count > MAX_IDS
+    ]
+    if many:
+        raise MismatchError(many)
     producer_rows, producer_type = _side(
         "producer", [(e.rows.producer, e.rows.producer_address, e.rows.length) for e in entries]
     )
@@ -141,6 +187,7 @@ def build_table(
         "consumer", [(e.rows.consumer, e.rows.consumer_address, e.rows.length) for e in entries]
     )
     return DescriptorTable(
+        plan=plan,
         producer=producer_cache,
         consumer=consumer_cache,
         entries=tuple(entries),
@@ -164,4 +211,4 @@ def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:
 def _check_engine(side: str, planned: EngineSpec, given: EngineSpec) -> None:
     if given is not planned and given != planned:
         why = "the cache was laid out for another engine than the plan's"
-        raise MismatchError([Mismatch(f"{side}_cache.engine", planned, given, why)])
+        raise MismatchError(differing(planned, given, f"{side}_cache.engine", why))

@@ -7,8 +7,7 @@ layout says about them is checked, and every contradiction is an error that name
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import numpy as np
@@ -16,8 +15,12 @@ import numpy as np
 from kvspec.cache import Memory, RankCache, Region
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
+from kvspec.overlaps import check_apart
 from kvspec.parallel import RankId
+from kvspec.ranges import instance
 from kvspec.slices import Part
+
+_NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "C": "byte"}
 
 
 @attrs.frozen
@@ -43,22 +46,63 @@ def read(
     name (``"k"``, ``"v"``, ``"conv"``, ``"ssm"``) to one. *axes*: the letters of a tensor's
     dimensions in order, for all tensors or by part or tensor name; unless given, the layout's
     without L. A letter that is not there has extent 1; the last dimensions may all be ``C``. A
-    tensor that holds both k and v has them along ``K``, or packed in ``C``.
+    tensor that holds both k and v has them along ``K``, or packed in ``C``. Extents are those of
+    the engine's parts exactly: of a larger tensor, give the view that is the cache.
     """
-    engine.parallel.check_rank(rank)
+    instance("engine", engine, EngineSpec).parallel.check_rank(rank)
+    _check_layers(engine, rank, tensors)
     regions: list[Region] = []
     memory: dict[Memory, None] = {}
+    names: dict[str, None] = {}
     for group in engine.groups:
         own: list[Region] = []
-        for layer in group.layers:
+        for layer in engine.layers_at(group, rank.pp):
             if layer not in tensors:
-                raise SpecError("tensors", sorted(tensors), f"a tensor for layer {layer!r}")
-            for array, region in _layer(engine, group, rank, layer, tensors[layer], axes):
+                continue
+            named = _named(group, layer, tensors[layer])
+            names |= dict.fromkeys(named)
+            for array, region in _layer(engine, group, rank, layer, named, axes):
                 memory[array.memory] = None
                 own.append(region)
-        _check_apart(own)
+        check_apart(own)
         regions += own
+    for name in axes if isinstance(axes, Mapping) else ():
+        if name not in names:
+            raise SpecError("axes", name, f"names of the tensors given: {', '.join(names)}")
     return RankCache(engine, rank, tuple(regions), tuple(memory))
+
+
+def _check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
+    """Check that there is something for each layer that moves, and nothing for other ranks'."""
+    if not isinstance(tensors, Mapping):
+        wanted = "a mapping from layer names to tensors"
+        raise SpecError("tensors", type(tensors).__name__, wanted)
+    excluded = set(engine.excluded)
+    for layer, _ in engine.held(rank):
+        if layer not in tensors and layer not in excluded:
+            raise SpecError("tensors", sorted(tensors, key=repr), f"a tensor for layer {layer!r}")
+    for layer in tensors:
+        if engine.stage_of.get(layer) != rank.pp:
+            raise SpecError("tensors", layer, f"layers that {rank} has")
+
+
+def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, _Array]:  # noqa: ANN401
+    """Read the tensors of one layer by the name of a part or of a tensor of parts."""
+    field, parts = f"tensors[{layer!r}]", group.spec.of_layer(layer).parts
+    if not isinstance(given, Mapping):
+        name = parts[0].tensor
+        return {name: _array(field, f"{field}[{name!r}]", given)}
+    known = dict.fromkeys([*(p.name for p in parts), *(p.tensor for p in parts)])
+    for name in given:
+        if name not in known:
+            raise SpecError(field, name, f"one of {', '.join(known)}")
+    for part in parts:
+        if part.name != part.tensor and {part.name, part.tensor} <= set(given):
+            raise SpecError(field, sorted(given), "each part once")
+    return {
+        name: _array(f"{field}[{name!r}]", f"{field}[{name!r}]", tensor)
+        for name, tensor in given.items()
+    }
 
 
 def _layer(
@@ -66,30 +110,38 @@ def _layer(
     group: KVCacheGroup,
     rank: RankId,
     layer: str,
-    given: Any,  # noqa: ANN401
+    named: Mapping[str, _Array],
     axes: str | Mapping[str, str] | None,
 ) -> Iterator[tuple[_Array, Region]]:
-    parts = group.spec.of_layer(layer).parts
+    parts = {
+        part: len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
+        for part in group.in_memory(layer).parts
+    }
     letters = engine.layout_of(group).replace("L", "")
-    named = given if isinstance(given, Mapping) else {parts[0].tensor: given}
-    for name, tensor in named.items():
-        held = [part for part in parts if name in (part.name, part.tensor)]
-        if not held:
-            known = ", ".join(dict.fromkeys([*(p.name for p in parts), *(p.tensor for p in parts)]))
-            raise SpecError(f"tensors[{layer!r}]", name, f"one of {known}")
-        order = axes.get(name) if isinstance(axes, Mapping) else axes
-        if order is None:
-            order = letters if len(held) > 1 else letters.replace("K", "")
-        reader = _Reader(f"tensors[{layer!r}][{name!r}]", group, letters, order, _array(tensor))
-        units = [
-            len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp]) for part in held
-        ]
-        for part, count, offset in reader.apart(held, units):
-            if count:
-                yield reader.array, reader.region(layer, part, count, offset)
-    missing = [p.name for p in parts if not {p.name, p.tensor} & set(named)]
+    for name, array in named.items():
+        held = {p: units for p, units in parts.items() if units and name in (p.name, p.tensor)}
+        if held:
+            order = axes.get(name) if isinstance(axes, Mapping) else axes
+            if order is None:
+                planes = len(held) > 1 and all(part.tokens_per_state for part in held)
+                order = letters if planes else letters.replace("K", "")
+            field = f"tensors[{layer!r}][{name!r}]"
+            reader = _Reader(field, group.name, letters, _letters(order), array)
+            yield from ((array, region) for region in reader.regions(layer, held))
+    missing = [
+        p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(named)
+    ]
     if missing:
         raise SpecError(f"tensors[{layer!r}]", sorted(named), f"a tensor for {', '.join(missing)}")
+
+
+def _letters(axes: object) -> str:
+    """Return *axes* if each of its letters stands once, but for C, which is last."""
+    once = axes.rstrip("C") if isinstance(axes, str) else "?"
+    if not isinstance(axes, str) or not set(once) <= set("BKHN") or len(set(once)) < len(once):
+        wanted = "the letters B, K, H, N, C of the dimensions, each once (C: the last ones)"
+        raise SpecError("axes", axes, wanted)
+    return axes
 
 
 @attrs.frozen
@@ -97,15 +149,17 @@ class _Reader:
     """One tensor with its letters."""
 
     field: str
-    group: KVCacheGroup
+    group: str
     layout: str
     axes: str
     array: _Array
 
     def __attrs_post_init__(self) -> None:
-        if len(self.axes) != len(self.array.shape) or not set(self.axes) <= set("BKHNC"):
-            wanted = f"{len(self.axes)} dimensions, {self.axes}"
-            raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
+        if len(self.axes) != len(self.array.shape):
+            self._refuse(f"{len(self.axes)} dimensions, {self.axes}")
+        for letter, count, _ in self._dims():
+            if not count:
+                self._refuse(f"at least 1 {_NOUNS[letter]} along {letter}")
         step = self.array.itemsize
         for letter, count, stride in reversed(self._dims()):
             if letter != "C":
@@ -133,63 +187,65 @@ class _Reader:
         """Return the bytes from one index of *letter* to the next."""
         return next((stride for axis, _, stride in self._dims() if axis == letter), 0)
 
-    def apart(self, parts: list[Part], units: list[int]) -> Iterator[tuple[Part, int, int]]:
-        """Yield each part of the tensor with its local units and its first byte."""
-        stacked = not parts[0].tokens_per_state
-        planes = "K" in self.axes and len(parts) > 1
-        if planes and self.extent("K") != len(parts):
-            raise SpecError(f"{self.field}.shape", self.array.shape, f"{len(parts)} planes along K")
-        axis, sizes = "C", [part.content_bytes for part in parts]
-        if stacked and "H" in self.axes:
-            axis, sizes = "H", units
-        if not planes and self.extent(axis) < sum(sizes):
-            wanted = f"at least {sum(sizes)} {'bytes' if axis == 'C' else 'units'} along {axis}"
-            raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
-        step = self.stride("K") if planes else self.stride("H") if axis == "H" else 1
+    def regions(self, layer: str, parts: Mapping[Part, int]) -> Iterator[Region]:
+        """Yield the regions of the tensor's *parts*, of which the rank has so many units each.
+
+        Parts are planes along K, or lie side by side: along H in a state, otherwise in the content.
+        """
+        state = not all(part.tokens_per_state for part in parts)
+        axis = "H" if state else "K" if "K" in self.axes else "C"
+        sizes = [
+            {"K": 1, "H": units, "N": part.states, "C": part.content_bytes}
+            for part, units in parts.items()
+        ]
+        self._check(axis, sum(size[axis] for size in sizes))
         at = 0
-        for part, count, size in zip(parts, units, sizes, strict=True):
-            yield part, count, at * step
-            at += 1 if planes else size
+        for part, size in zip(parts, sizes, strict=True):
+            for letter in size.keys() - axis:
+                self._check(letter, size[letter])
+            yield Region(
+                group=self.group,
+                layer=layer,
+                part=part.name,
+                base=self.array.address + at * (1 if axis == "C" else self.stride(axis)),
+                num_blocks=self.extent("B"),
+                block_stride=self.stride("B"),
+                unit_stride=self.stride("H"),
+                state_stride=self.stride("N"),
+                content_bytes=part.content_bytes,
+                units=size["H"],
+                states=part.states,
+                memory_type=self.array.memory.memory_type,
+                device=self.array.memory.device,
+            )
+            at += size[axis]
 
-    def region(self, layer: str, part: Part, units: int, offset: int) -> Region:
-        """Return the region of *part*, checked against the tensor's extents."""
-        wanted = {"H": units, "N": part.states, "C": part.content_bytes}
-        for letter, least in wanted.items():
-            if self.extent(letter) < least:
-                unit = "bytes" if letter == "C" else "entries"
-                told = f"at least {least} {unit} along {letter} for part {part.name}"
-                raise SpecError(f"{self.field}.shape", self.array.shape, told)
-        if part.tokens_per_state and self.extent("N") != part.states:
-            told = f"{part.states} rows of a block along N"
-            raise SpecError(f"{self.field}.shape", self.array.shape, told)
-        return Region(
-            group=self.group.name,
-            layer=layer,
-            part=part.name,
-            base=self.array.address + offset,
-            num_blocks=self.extent("B"),
-            block_stride=self.stride("B"),
-            unit_stride=self.stride("H"),
-            state_stride=self.stride("N"),
-            content_bytes=part.content_bytes,
-            units=units,
-            states=part.states,
-            memory_type=self.array.memory.memory_type,
-            device=self.array.memory.device,
-        )
+    def _check(self, letter: str, wanted: int) -> None:
+        """Check that the tensor has exactly so much along *letter*."""
+        found = self.extent(letter)
+        if found != wanted:
+            told = f"{wanted} {_NOUNS[letter]}{'s' if wanted > 1 else ''} along {letter}"
+            self._refuse(told if letter != "C" else f"content of {wanted} bytes, not {found}")
+
+    def _refuse(self, wanted: str) -> NoReturn:
+        raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
 
 
-def _array(tensor: Any) -> _Array:  # noqa: ANN401
-    """Read a torch tensor or a numpy array, and the storage behind it."""
+def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
+    """Read a torch tensor or a numpy array, called *name*, and the storage behind it."""
     if isinstance(tensor, np.ndarray):
-        root = tensor
-        while isinstance(root.base, np.ndarray):
-            root = root.base
-        memory = Memory(root.ctypes.data, root.nbytes)
-        return _Array(tensor.ctypes.data, tensor.shape, tensor.strides, tensor.itemsize, memory)
-    for name in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "shape"):
-        if not hasattr(tensor, name):
-            raise SpecError("tensor", type(tensor).__name__, "a torch tensor or a numpy array")
+        if tensor.dtype.hasobject:
+            raise SpecError(f"{name}.dtype", str(tensor.dtype), "plain bytes, such as bfloat16")
+        address, strides = tensor.ctypes.data, tensor.strides
+        return _Array(address, tensor.shape, strides, tensor.itemsize, _root(tensor))
+    for needed in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "layout"):
+        if not hasattr(tensor, needed):
+            raise SpecError(field, type(tensor).__name__, "a torch tensor or a numpy array")
+    dense = "a dense tensor on a CPU or a GPU"
+    if tensor.device.type == "meta":
+        raise SpecError(f"{name}.device", tensor.device.type, dense)
+    if str(tensor.layout) != "torch.strided":
+        raise SpecError(f"{name}.layout", str(tensor.layout), dense)
     storage, size = tensor.untyped_storage(), tensor.element_size()
     on_cpu = tensor.device.type == "cpu"
     memory = Memory(
@@ -202,38 +258,12 @@ def _array(tensor: Any) -> _Array:  # noqa: ANN401
     return _Array(tensor.data_ptr(), tuple(tensor.shape), strides, size, memory)
 
 
-def _check_apart(regions: list[Region]) -> None:
-    """Raise `SpecError` if two parts of one group share a byte.
-
-    Regions whose extents meet are taken to repeat with the blocks: then their contents, counted
-    within a block stride, must be apart.
-    """
-    ordered = sorted(regions, key=lambda each: each.extent.start)
-    meeting: list[Region] = []
-    stop = 0
-    for each in [*ordered, None]:
-        if each is not None and each.extent.start < stop:
-            meeting.append(each)
-            stop = max(stop, each.extent.stop)
-            continue
-        if len(meeting) > 1:
-            _check_interleaved(meeting)
-        if each is not None:
-            meeting, stop = [each], each.extent.stop
-
-
-def _check_interleaved(regions: list[Region]) -> None:
-    blocks = {(each.block_stride, each.num_blocks) for each in regions}
-    contents: list[tuple[int, int, Region]] = []
-    for each in regions:
-        units = np.arange(each.units)[:, None] * each.unit_stride
-        rows = np.arange(each.states) * each.state_stride
-        first = (each.base + units + rows).ravel() - regions[0].base
-        if len(blocks) == 1 and each.num_blocks > 1:
-            first %= each.block_stride
-        contents += [(int(at), int(at) + each.content_bytes, each) for at in first]
-    contents.sort(key=lambda content: content[:2])
-    for (_, stop, one), (start, _, other) in pairwise(contents):
-        if start < stop or len(blocks) > 1:
-            pair = f"{one.layer}.{one.part} and {other.layer}.{other.part}"
-            raise SpecError("tensors", pair, "regions of one group that do not overlap")
+def _root(array: np.ndarray[Any, Any]) -> Memory:
+    """Return the memory of the array that *array* is a view of, however it was made."""
+    root = array
+    base = root.base
+    while base is not None:
+        if isinstance(base, np.ndarray):
+            root = base
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return Memory(root.ctypes.data, root.nbytes)

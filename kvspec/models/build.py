@@ -143,7 +143,7 @@ class _Model:
             total_num_kv_heads=self._kv_heads(),
             head_size=self._head_size(),
             dtype=self.dtype,
-            **{name: self.read.number(name) for name in extra},
+            **{name: self.read.number(name) for name in extra},  # type: ignore[arg-type]
         )
 
     def _kv_heads(self) -> int:

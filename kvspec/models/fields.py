@@ -141,6 +141,9 @@ def chunks(read: Config, layers: int) -> list[str]:
     return ["chunked_local" if flag else "full" for flag in rotary]
 
 
+MAX_LAYERS = 10_000
+"""More layers than any model has: a config that asks for more is refused, not listed."""
+
 _LAYER_TYPES = {
     "full_attention": "full",
     "attention": "full",
@@ -157,12 +160,14 @@ _LAYER_TYPES = {
 def kinds_of(read: Config, rule: KindRule) -> list[str]:
     """Return the kind of cache of each layer, from ``layer_types``, else from *rule*."""
     layers = read.number("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise SpecError("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
     types = read.get("layer_types")
     if types is None or rule is MLA:
         return rule(read, layers)
     if not isinstance(types, list) or len(types) != layers:
         raise SpecError("layer_types", types, f"num_hidden_layers={layers} names")
     for name in types:
-        if name not in _LAYER_TYPES:
+        if not isinstance(name, str) or name not in _LAYER_TYPES:
             raise SpecError("layer_types", name, f"names out of {', '.join(_LAYER_TYPES)}")
     return [_LAYER_TYPES[name] for name in types]
