@@ -7,8 +7,6 @@ that owns those heads, and within a replica class consumers per replica differ b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 
 import attrs
 
@@ -50,10 +48,14 @@ def prove(
     positive_int("max_heads", max_heads)
     for policy in replicas:
         check_policy(policy)
-    context = get_context("spawn")
+    # Imported here: who plans a transfer does not start processes.
+    from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
+    from multiprocessing import get_context  # noqa: PLC0415
+
     triples = rank_cases = 0
     faults: list[str] = []
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)
+    try:
         # Most heads first: the longest tasks should not be the last ones.
         tasks = [pool.submit(_prove_heads, h, max_tp, replicas) for h in range(max_heads, 0, -1)]
         for task in as_completed(tasks):
@@ -63,7 +65,16 @@ def prove(
             faults += wrong
             if progress is not None:
                 progress(max_tp * max_tp)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return Proof(triples, rank_cases, tuple(faults))
+
+
+def _quiet() -> None:
+    """Leave an interrupt to the parent, which ends the pool."""
+    import signal  # noqa: PLC0415
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _prove_heads(heads: int, max_tp: int, replicas: tuple[Replicas, ...]) -> tuple[int, list[str]]:
@@ -111,19 +122,28 @@ def _fault(
         for source, first, last, stripe in pieces if policy != "stripe" else _whole(pieces):
             if first != at or last <= first:
                 return f"rank {rank}: heads {at}.. missing or double at {first}..{last - 1}"
+            if last > stop:
+                over = f"heads {max(first, stop)}..{last - 1} read, although not its own"
+                return f"rank {rank}: {over}"
             if not theirs[source][0] <= first < last <= theirs[source][1]:
                 return f"rank {rank}: producer {source} does not own heads {first}..{last - 1}"
             reads[source] += stripe == (0, 1)
             at = last
         if at != stop:
             return f"rank {rank}: heads {at}..{stop - 1} missing"
-    if policy == "spread" and len(theirs) > len(set(theirs)):
-        by_class: dict[tuple[int, int], list[int]] = {}
-        for own, count in zip(theirs, reads, strict=True):
-            by_class.setdefault(own, []).append(count)
-        for own, counts in by_class.items():
-            if max(counts) - min(counts) > 1:
-                return f"replicas of heads {own} are read {counts} times"
+    return _unfair(theirs, reads) if policy == "spread" else None
+
+
+def _unfair(theirs: Owned, reads: list[int]) -> str | None:
+    """Return which replicas are read unevenly, or None."""
+    if len(theirs) == len(set(theirs)):
+        return None
+    by_class: dict[tuple[int, int], list[int]] = {}
+    for own, count in zip(theirs, reads, strict=True):
+        by_class.setdefault(own, []).append(count)
+    for own, counts in by_class.items():
+        if max(counts) - min(counts) > 1:
+            return f"replicas of heads {own} are read {counts} times"
     return None
 
 

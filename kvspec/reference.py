@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.cache import RankCache, Region
-from kvspec.errors import Mismatch, MismatchError, SpecError
+from kvspec.engine import KVCacheGroup
+from kvspec.errors import Mismatch, MismatchError
 from kvspec.parallel import RankId
-from kvspec.plan import Edge, TransferPlan
+from kvspec.plan import TransferPlan
+from kvspec.ranges import Cyclic
 from kvspec.request import BlockTable, Ids, TransferRequest
 from kvspec.slices import Part, TPTransferSlice
 from kvspec.specs import LayerSpec
@@ -32,20 +34,23 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     them. Exactly the live, uncached rows are written.
     """
     for edge in plan.edges:
-        group = plan.producer.group(edge.producer_group)
+        sides = (
+            (plan.producer.group(edge.producer_group), plan.producer.parallel, edge.producer),
+            (plan.consumer.group(edge.group), plan.consumer.parallel, edge.consumer),
+        )
+        groups = [(group, parallel.context(rank)) for group, parallel, rank in sides]
         for each in edge.slices:
             for layer in each.layers or edge.layers:
-                spec = plan.consumer.group(edge.group).spec.of_layer(layer)
-                size = group.spec.of_layer(layer).block_size
+                spec = groups[1][0].spec.of_layer(layer)
                 for part in (part for part in spec.parts if part.name in each.parts):
-                    rows = _rows(request, edge, each, spec, part, size)
+                    rows = _rows(request, each, spec, part, groups)
                     source = _view(producers[edge.producer], layer, part)
                     target = _view(consumers[edge.consumer], layer, part)
                     _copy_rows(source, target, each, rows)
 
 
 def _copy_rows(
-    source: torch.Tensor, target: torch.Tensor, each: TPTransferSlice, rows: list[Any]
+    source: torch.Tensor, target: torch.Tensor, each: TPTransferSlice, rows: list[torch.Tensor]
 ) -> None:
     ours, our_state, theirs, their_state = rows
     remote, local = each.remote_range, each.local_range
@@ -71,47 +76,52 @@ def _view(held: tuple[RankCache, Mapping[str, Any]], layer: str, part: Part) -> 
 
 def _rows(
     request: TransferRequest,
-    edge: Edge,
     each: TPTransferSlice,
     spec: LayerSpec,
     part: Part,
-    producer_block_size: int,
-) -> list[Any]:
+    groups: list[tuple[KVCacheGroup, Cyclic]],
+) -> list[torch.Tensor]:
     """Return producer block, row, consumer block, row of every row that moves, as index tensors."""
     import torch  # noqa: PLC0415
 
-    wanted = request.wanted(edge.group, spec)
-    ours = request.producer_blocks[edge.producer_group]
-    theirs = request.consumer_blocks[edge.group]
+    (ours, our_context), (theirs, their_context) = groups
+    wanted = request.wanted(theirs.name, spec)
+    tables = request.producer_blocks[ours.name], request.consumer_blocks[theirs.name]
     first, step = each.stripe
+    virtual = spec.block_size * their_context.size
     if part.tokens_per_state == 0:
-        moves = len(wanted) and wanted.start // spec.block_size % step == first
+        moves = len(wanted) and wanted.start // virtual % step == first
         rows = np.arange(part.states if moves else 0)
-        columns = [np.repeat(t.block_ids[:1], len(rows)) for t in (ours, theirs)]
-        found = [columns[0], rows, columns[1], rows]
+        slots = [
+            table.block_ids[0 if len(table.block_ids) == 1 else at]
+            for table, group in zip(tables, (ours, theirs), strict=True)
+            for at in [(wanted.start - table.first_token) // group.spec.block_size if wanted else 0]
+        ]
+        found = [np.full(len(rows), slots[0]), rows, np.full(len(rows), slots[1]), rows]
     else:
-        rows = np.unique(np.arange(wanted.start, wanted.stop) // part.tokens_per_state)
-        tokens = rows * part.tokens_per_state
-        tokens = tokens[tokens // spec.block_size % step == first]
+        tokens = np.arange(wanted.start, wanted.stop)
+        tokens = tokens[tokens // virtual % step == first]
+        tokens = np.unique(tokens // part.tokens_per_state) * part.tokens_per_state
+        tokens = tokens[our_context.owns(tokens) & their_context.owns(tokens)]
         found = [
-            *_place(ours, tokens, producer_block_size, part, "producer_blocks"),
-            *_place(theirs, tokens, spec.block_size, part, "consumer_blocks"),
+            *_place(tables[0], tokens, ours, our_context, part),
+            *_place(tables[1], tokens, theirs, their_context, part),
         ]
     return [torch.from_numpy(np.ascontiguousarray(column)) for column in found]
 
 
 def _place(
-    table: BlockTable,
-    tokens: Ids,
-    block_size: int,
-    part: Part,
-    field: str,
+    table: BlockTable, tokens: Ids, group: KVCacheGroup, context: Cyclic, part: Part
 ) -> tuple[Ids, Ids]:
-    block, token = np.divmod(tokens - table.first_token, block_size)
-    if len(block) and not 0 <= block[0] <= block[-1] < len(table.block_ids):
-        held = table.tokens(block_size)
-        if field == "consumer_blocks":
-            raise SpecError(field, held, f"blocks for tokens {tokens[0]}..{tokens[-1]}")
-        why = "the producer's table does not hold every token that is wanted"
-        raise MismatchError([Mismatch(field, held, range(tokens[0], tokens[-1] + 1), why)])
-    return table.block_ids[block], token // part.tokens_per_state
+    """Return the block in memory and the row in it of every row that begins with a token."""
+    size = group.spec.block_size
+    held = table.tokens(size * context.size)
+    if len(tokens) and not (held.start <= tokens[0] and tokens[-1] < held.stop):
+        why = "the table does not hold every token that is wanted"
+        wanted = range(int(tokens[0]), int(tokens[-1]) + 1)
+        raise MismatchError([Mismatch(f"blocks of {group.name}", held, wanted, why)])
+    block, token = np.divmod(tokens - table.first_token, size * context.size)
+    rounds, rest = np.divmod(token, context.interleave * context.size)
+    token = rounds * context.interleave + rest % context.interleave
+    part_of, token = np.divmod(token, group.memory_block_size)
+    return table.block_ids[block] * group.split + part_of, token // part.tokens_per_state
