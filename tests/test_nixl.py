@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 import kvspec
-from kvspec import nixl_agent, nixl_checks, nixl_pairs
 from kvspec.errors import KVSpecError, SpecError, TransferError, WireError
 from kvspec.nixl import NixlRank, Prepared
-from kvspec.nixl_checks import Introduction
-from kvspec.nixl_inbox import HELLO
+from kvspec.nixl import agent as nixl_agent
+from kvspec.nixl import checks as nixl_checks
+from kvspec.nixl import pairs as nixl_pairs
+from kvspec.nixl.checks import Introduction
+from kvspec.nixl.inbox import HELLO
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")

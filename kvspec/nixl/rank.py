@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl_agent import STATES, Agent
-from kvspec.nixl_checks import (
+from kvspec.nixl.agent import STATES, Agent
+from kvspec.nixl.checks import (
     Extent,
     Introduction,
     Memory,
@@ -36,8 +36,8 @@ from kvspec.nixl_checks import (
     row_of_one,
     unseal,
 )
-from kvspec.nixl_inbox import HELLO, MAX_NOTIFICATION, Inbox, check_payload
-from kvspec.nixl_transfer import Order, Prepared, Transfer, order_of
+from kvspec.nixl.inbox import HELLO, MAX_NOTIFICATION, Inbox, check_payload
+from kvspec.nixl.transfer import Order, Prepared, Transfer, order_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

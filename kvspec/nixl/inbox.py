@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl_agent import Agent
-from kvspec.nixl_checks import seconds
+from kvspec.nixl.agent import Agent
+from kvspec.nixl.checks import seconds
 
 MAX_NOTIFICATION = 64 << 10  # bytes; a notification blocks its sender for as long as it takes
 HELLO = b"kvspec-nixl hello"  # opens the connection, so that the first read does not

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.errors import KVSpecError, TransferError, WireError
-from kvspec.nixl_checks import Extent, Ids, Rows, expanded
+from kvspec.nixl.checks import Extent, Ids, Rows, expanded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

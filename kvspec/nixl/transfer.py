@@ -15,10 +15,10 @@ from typing import Literal
 import attrs
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl_agent import STATES, Agent
-from kvspec.nixl_checks import Rows, seconds
-from kvspec.nixl_inbox import FIRST_WAIT, LAST_WAIT
-from kvspec.nixl_pairs import Pairing, checked_ids, pair
+from kvspec.nixl.agent import STATES, Agent
+from kvspec.nixl.checks import Rows, seconds
+from kvspec.nixl.inbox import FIRST_WAIT, LAST_WAIT
+from kvspec.nixl.pairs import Pairing, checked_ids, pair
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 
@@ -276,10 +276,14 @@ class Transfer:
 
     def _late(self) -> TransferError:
         done, all_ = self._settled, len(self._order.pairs.pieces)
+        told = "nothing is in flight"
+        if self.live_handles:
+            told = (
+                f"{self.live_handles} stay in flight, in quarantine: no block of either side may be"
+                " used again until reap() returns this transfer or the rank is closed"
+            )
         return TransferError(
-            f"not done after {self._order.timeout} s: {done} of {all_} pieces are;"
-            f" {self.live_handles} stay in flight, in quarantine: no block of either side may be"
-            " used again until reap() returns this transfer or the rank is closed",
+            f"not done after {self._order.timeout} s: {done} of {all_} pieces are; {told}",
             rank=self.peer,
             request=self.request,
             state="timeout",

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
-from kvspec.nixl_checks import Ids, Ints, Rows
+from kvspec.nixl.checks import Ids, Ints, Rows
 
 MAX_DESCRIPTORS = 4096  # posted descriptors of one handle: about 13 ms that nothing can interrupt
 MAX_BYTES = 64 << 20
