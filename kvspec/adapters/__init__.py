@@ -1,0 +1,1 @@
+"""Serving engines' own descriptions of their caches, read as this library's."""

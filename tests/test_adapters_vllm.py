@@ -1,0 +1,311 @@
+"""vLLM's configs become engines, or an error names what is not known."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec.adapters import vllm
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import vllm_like as like
+from moved import moved, request_of
+from vllm_like import HEADS, config, state
+
+ONE = kvspec.RankId()
+
+KEPT: list[Any] = []
+"""A cache knows addresses only, so somebody has to keep the memory."""
+
+
+def zeros(shape: Any, dtype: Any) -> Any:
+    """Return an array that stays."""
+    KEPT.append(np.zeros(shape, dtype))
+    return KEPT[-1]
+
+
+def one(spec: Any, **given: Any) -> kvspec.LayerSpec:
+    """Return the spec read of the only layer."""
+    engine = vllm.engine_spec(config((["layer.0"], spec)), **given)
+    return engine.groups[0].spec
+
+
+def tp(size: int) -> kvspec.ParallelConfig:
+    """Return TP only."""
+    return kvspec.ParallelConfig(tp_size=size)
+
+
+KINDS = [
+    (like.FullAttentionSpec(**HEADS), "FullAttentionSpec", {"total_num_kv_heads": 2}),
+    (like.TQFullAttentionSpec(**HEADS), "FullAttentionSpec", {"head_size": 8}),
+    (like.FullAttentionSpec(**HEADS, head_size_v=4), "FullAttentionSpec", {"head_size_v": 4}),
+    (
+        like.SlidingWindowSpec(**HEADS, sliding_window=9),
+        "SlidingWindowSpec",
+        {"sliding_window": 9},
+    ),
+    (
+        like.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=8),
+        "ChunkedLocalAttentionSpec",
+        {"attention_chunk_size": 8},
+    ),
+    (like.CrossAttentionSpec(**HEADS), "CrossAttentionSpec", {"dtype": "bfloat16"}),
+    (
+        like.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16"),
+        "MLAAttentionSpec",
+        {"head_size": 576, "state_content_bytes": None},
+    ),
+    (
+        like.MLAAttentionSpec(
+            block_size=16, head_size=512, dtype="uint8", state_content_bytes=584, tokens_per_state=4
+        ),
+        "MLAAttentionSpec",
+        {"tokens_per_state": 4, "state_content_bytes": 584},
+    ),
+    (
+        like.SlidingWindowMLASpec(block_size=16, head_size=8, dtype="uint8", sliding_window=9),
+        "SlidingWindowMLASpec",
+        {"sliding_window": 9},
+    ),
+    (
+        like.FullAttentionSpec(**HEADS, state_content_bytes=40),
+        "FullAttentionSpec",
+        {"state_content_bytes": 40, "spans_heads": False},
+    ),
+    (
+        like.FullAttentionSpec(**HEADS, page_size_padded=4096),
+        "FullAttentionSpec",
+        {"page_size_padded": 4096},
+    ),
+]
+
+
+@pytest.mark.parametrize(("theirs", "kind", "fields"), KINDS)
+def test_a_kind_is_known_by_the_names_of_its_class(
+    theirs: Any, kind: str, fields: dict[str, Any]
+) -> None:
+    """The nearest known class counts, and what both have is the same."""
+    spec = one(theirs)
+    assert kind == type(spec).__name__
+    assert fields == {name: getattr(spec, name) for name in fields}
+    assert theirs.page_size_bytes == spec.page_size_bytes()
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (like.EncoderOnlyAttentionSpec, "it keeps nothing between steps"),
+        (like.SinkFullAttentionSpec, "sink tokens stand in no request's block table"),
+    ],
+)
+def test_what_is_no_cache_is_refused_or_excluded(cls: Any, why: str) -> None:
+    """An encoder-only layer or sink tokens: an error that says why, or left out by name."""
+    both = config((["layer.0"], like.FullAttentionSpec(**HEADS)), (["layer.1"], cls(**HEADS)))
+    with pytest.raises(kvspec.SpecError, match=f"{cls.__name__}.*FullAttentionSpec.*{why}"):
+        vllm.engine_spec(both)
+    assert ["layer.0"] == list(vllm.engine_spec(both, excluded=["layer.1"]).homes)
+
+
+def test_an_unknown_class_is_refused_by_name() -> None:
+    """The error lists the classes that are known."""
+    with pytest.raises(kvspec.SpecError, match=r"kv_cache_spec\['layer.0'\]='KVCacheSpec'.*Mamba"):
+        one(like.KVCacheSpec(block_size=16))
+
+
+def test_a_rank_s_heads_are_multiplied_back() -> None:
+    """Of 8 heads, rank 1 of 3 holds 3; of 2 heads each of 4 ranks holds one."""
+    spec = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 3})
+    found = one(spec, parallel=tp(3), total_num_kv_heads={"layer.0": 8}, tp_rank=1)
+    assert 8 == found.total_num_kv_heads  # type: ignore[attr-defined]
+    spec = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1})
+    assert one(spec, parallel=tp(4), total_num_kv_heads=2).page_size_bytes(3, 4)
+    with pytest.raises(kvspec.SpecError, match="num_kv_heads=1: wanted 4: rank 0 of 2 has 4 of"):
+        one(spec, parallel=tp(2), total_num_kv_heads=8)
+    with pytest.raises(kvspec.SpecError, match="total_num_kv_heads=None: wanted the KV heads"):
+        one(spec, parallel=tp(2))
+    with pytest.raises(kvspec.SpecError, match="tp_rank=2: wanted less than tp_size=2"):
+        one(spec, parallel=tp(2), tp_rank=2, total_num_kv_heads=2)
+
+
+def test_a_page_has_vllm_s_bytes() -> None:
+    """What the config says of a page is held against its parts."""
+
+    class FullAttentionSpec(like.FullAttentionSpec):
+        unpadded_page_size_bytes = 1152
+
+    told = "page_size_bytes=1152: wanted 1024, the bytes of k, v in a block"
+    with pytest.raises(kvspec.SpecError, match=told):
+        one(FullAttentionSpec(**HEADS))
+    with pytest.raises(kvspec.SpecError, match="page_size_bytes=100: wanted at least 1024"):
+        one(like.FullAttentionSpec(**HEADS, page_size_padded=100))
+
+
+def test_an_older_latent_says_its_bytes_by_its_page() -> None:
+    """Before `state_content_bytes`, only the page told of 656 bytes a token."""
+
+    class MLAAttentionSpec(like.MLAAttentionSpec):
+        real_page_size_bytes = page_size_bytes = 16 * 656
+        unpadded_page_size_bytes = None
+
+    spec = one(MLAAttentionSpec(block_size=16, head_size=576, dtype="uint8"))
+    assert 656 == spec.state_content_bytes  # type: ignore[attr-defined]
+
+
+STATES = [
+    ("MAMBA1", ((32, 3), (32, 4)), {}, {"conv_x": 64, "ssm": 64}),
+    ("mamba2", ((40, 3), (4, 8, 4)), {"n_groups": 1}, {"conv_x": 64, "conv_b": 4, "conv_c": 4}),
+    ("mamba2", ((64, 3), (4, 8, 4)), {}, {"conv_x": 64, "conv_b": 32, "ssm": 8}),
+    (
+        "GDN_ATTN",
+        ((64, 3), (8, 4, 4)),
+        {},
+        {"conv_q": 32, "conv_k": 32, "conv_v": 64, "ssm": 16},
+    ),
+    ("short_conv", ((32, 2),), {}, {"conv_x": 64}),
+    ("linear_attention", ((4, 8, 8),), {}, {"ssm": 8}),
+]
+
+
+@pytest.mark.parametrize(("kind", "shapes", "more", "units"), STATES)
+@pytest.mark.parametrize("conv_layout", ["DS", "SD"])
+def test_a_state_s_parts_follow_from_its_shapes(
+    kind: str, shapes: Any, more: Any, units: dict[str, int], conv_layout: str
+) -> None:
+    """On one of 2 ranks: conv channels become the model's x, B and C or q, k and v."""
+    if conv_layout == "SD" and "linear" not in kind:
+        shapes = (shapes[0][::-1], *shapes[1:])
+    spec = one(state(kind, shapes), parallel=tp(2), conv_layout=conv_layout, **more)
+    assert units == {p.name: p.units for p in spec.parts if p.name in units}
+    assert state(kind, shapes).page_size_bytes == spec.page_size_bytes(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "given", "told"),
+    [
+        (state("rwkv", ((4, 3), (4, 4))), {}, "mamba_type='rwkv': wanted one of MAMBA1, MAMBA2"),
+        (state("mamba1", ((32, 3), (16, 4))), {}, r"shapes\[0\]=\(32, 3\): wanted 16, the tempor"),
+        (state("mamba2", ((41, 3), (4, 8, 4))), {}, r"wanted 32 \(x\) and whole pairs of 4"),
+        (state("mamba2", ((40, 3), (4, 8))), {}, r"temporal state \(num_heads, head_dim"),
+        (state("mamba2", ((40, 3), (4, 8, 4))), {"parallel": tp(2)}, "n_groups=None: wanted the"),
+        (
+            state("mamba2", ((48, 3), (4, 8, 4))),
+            {"parallel": tp(2), "n_groups": 2},
+            "n_groups=2: wanted a number of which rank 0 of 2 has 2",
+        ),
+        (state("gdn_attn", ((63, 3), (8, 4, 4))), {}, "two times whole heads of 4"),
+        (state("short_conv", ((32, 3), (8, 4))), {}, "one conv state of 2 axes"),
+        (state("mamba1", ((32,), (32, 4))), {}, r"a conv state of 2 axes \(DS\) first"),
+        (state("linear", ((4, 8), (2, 2))), {}, "one state of heads and their content"),
+        (state("mamba1", ((32, 3), (32, 4))), {"conv_layout": "XY"}, "conv_layout='XY': wanted"),
+    ],
+)
+def test_a_state_that_does_not_come_out_whole_is_refused(
+    theirs: Any, given: Any, told: str
+) -> None:
+    """The error names the shape and what it would have to be."""
+    with pytest.raises(kvspec.SpecError, match=told):
+        one(theirs, **given)
+
+
+NVFP4 = {
+    "kv_quant_mode": like.KVQuantMode.NVFP4,
+    "num_head_slots": 4,
+    "state_content_bytes": 9,
+}
+
+
+def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
+    """NVFP4: equal TP moves it, whatever its inside is; other heads or blocks are refused."""
+    spec = like.FullAttentionSpec(**HEADS, **NVFP4)
+    engine = vllm.engine_spec(config((["layer.0"], spec)))
+    caches = [
+        {ONE: vllm.rank_cache(engine, ONE, {"layer.0": zeros((4, 4, 16, 9), np.uint8)})}
+        for _ in "pd"
+    ]
+    request = request_of(20, {"group0": [3, 0]}, {"group0": [1, 2]})
+    assert [] == moved(engine, engine, request, (caches[0], caches[1]))
+    half = like.FullAttentionSpec(**{**HEADS, **NVFP4, "num_kv_heads": 1, "num_head_slots": 2})
+    cut = vllm.engine_spec(config((["layer.0"], half)), parallel=tp(2), total_num_kv_heads=2)
+    with pytest.raises(kvspec.MismatchError, match="its content spans the heads of a rank"):
+        kvspec.plan_transfer(engine, cut)
+    longer = like.FullAttentionSpec(**{**HEADS, **NVFP4, "block_size": 32})
+    with pytest.raises(kvspec.MismatchError, match="tokens_per_state: ours 16, theirs 32"):
+        kvspec.plan_transfer(engine, vllm.engine_spec(config((["layer.0"], longer))))
+    with pytest.raises(kvspec.SpecError, match="layout='LHBNC': wanted L and B outermost"):
+        one(spec, layout="LHBNC")
+    torn = zeros((4, 4, 16, 12), np.uint8)[..., :9]
+    with pytest.raises(kvspec.SpecError, match="stride=12: wanted one piece, 9 bytes apart"):
+        vllm.rank_cache(engine, ONE, {"layer.0": torn})
+    odd = {"num_kv_heads": 3, "num_head_slots": 5, "block_size": 4, "state_content_bytes": 8}
+    with pytest.raises(kvspec.SpecError, match="state_content_bytes=8: wanted 3 heads of equal"):
+        one(like.FullAttentionSpec(**{**HEADS, **NVFP4, **odd}))
+    kernel = vllm.engine_spec(config((["layer.0"], spec)), kernel_block_size=8)
+    assert 8 == kernel.groups[0].spec.parts[0].tokens_per_state
+    assert 1 == kernel.groups[0].in_memory("layer.0").parts[0].states
+
+
+def test_two_head_slots_are_planes_of_all_heads() -> None:
+    """Their own layout has no K; ours puts it outside the tokens and the heads inside."""
+    spec = like.FullAttentionSpec(**HEADS, num_head_slots=2, state_content_bytes=32)
+    engine = vllm.engine_spec(config((["layer.0"], spec)), layout="LBNHC")
+    assert "LBNKHC" == engine.layout_of(engine.groups[0])
+    assert ("k", "v") == tuple(part.name for part in engine.groups[0].spec.parts)
+    with pytest.raises(kvspec.SpecError, match="layout='LKBNHC': wanted no K where head slots"):
+        one(spec, layout="LKBNHC")
+
+
+def test_pipeline_stages_have_a_config_each() -> None:
+    """Layers of a group on both stages are one group; stages are named by what they hold."""
+    spec = like.FullAttentionSpec(**HEADS)
+    stages = [config(([f"layer.{2 * at}", f"layer.{2 * at + 1}"], spec)) for at in (0, 1)]
+    engine = vllm.engine_spec(stages, parallel=kvspec.ParallelConfig(pp_size=2))
+    assert {"layer.0": 0, "layer.1": 0, "layer.2": 1, "layer.3": 1} == engine.stage_of
+    later = kvspec.RankId(pp=1)
+    tensors = {f"layer.{at}": zeros((3, 2, 16, 16), np.uint16) for at in (2, 3)}
+    cache = vllm.rank_cache(engine, later, tensors)
+    assert {"layer.2", "layer.3"} == {region.layer for region in cache.regions}
+    with pytest.raises(kvspec.SpecError, match="one KVCacheConfig for each of the 2 pipeline"):
+        vllm.engine_spec(stages[0], parallel=kvspec.ParallelConfig(pp_size=2))
+    other = config((["layer.2"], like.FullAttentionSpec(**{**HEADS, "head_size": 4})))
+    with pytest.raises(kvspec.SpecError, match=r"group0\['layer.2'\].spec=.*as layer.0 has"):
+        vllm.engine_spec([stages[0], other], parallel=kvspec.ParallelConfig(pp_size=2))
+
+
+def test_a_uniform_group_keeps_each_layer_s_sizes() -> None:
+    """A latent and indexer keys: no layer stands for the others."""
+    specs = {
+        "layer.0.attn": like.MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16"),
+        "layer.0.indexer": like.MLAAttentionSpec(block_size=64, head_size=132, dtype="uint8"),
+    }
+    group = like.UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+    spec = vllm.engine_spec(config((list(specs), group))).groups[0].spec
+    assert {64 * 1152, 64 * 132} == {spec.of_layer(x).page_size_bytes() for x in specs}
+    with pytest.raises(kvspec.SpecError, match=r"kv_cache_specs=.*a spec for 'layer.9'"):
+        vllm.engine_spec(config((["layer.9"], group)))
+
+
+def test_what_is_not_transferred_is_excluded() -> None:
+    """Layers named by the caller, and groups that vLLM keeps to itself, are listed, not lost."""
+    spec = like.FullAttentionSpec(**HEADS)
+    theirs = config((["layer.0", "draft.1"], spec), (["draft.2"], spec))
+    theirs.kv_cache_groups[1].enable_kv_transfer = False
+    engine = vllm.engine_spec(theirs, excluded=["draft.1"])
+    assert ("draft.1", "draft.2") == engine.excluded
+    right = {"layer.0": zeros((3, 2, 16, 16), np.uint16)}
+    assert 2 == len(vllm.rank_cache(engine, ONE, right).regions)
+
+
+def test_a_config_has_groups_and_a_tensor_for_every_layer() -> None:
+    """A layer that no tensor holds, or a config without groups: refused."""
+    spec = like.FullAttentionSpec(**HEADS)
+    tensors = [like.KVCacheTensor(1024 * 6, ["layer.0"])]
+    with pytest.raises(kvspec.SpecError, match=r"kv_cache_tensors=.*one that holds 'layer.1'"):
+        vllm.engine_spec(config((["layer.0", "layer.1"], spec), tensors=tensors))
+    with pytest.raises(kvspec.SpecError, match="at least one of kv_cache_groups"):
+        vllm.engine_spec(config())

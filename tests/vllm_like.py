@@ -1,0 +1,308 @@
+"""Classes with vLLM's names and attributes, and tensors placed as its configs say.
+
+Only what an adapter reads: a rank's `KVCacheConfig`, its groups' specs, and numpy views of one flat
+buffer in place of torch tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class KVQuantMode(Enum):
+    """How a cache is quantised."""
+
+    NONE = 0
+    NVFP4 = 4
+    INT8_PER_TOKEN_HEAD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What all have."""
+
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """A rank's heads, and how a backend packs them."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    head_size_v: int | None = None
+    kv_quant_mode: KVQuantMode = KVQuantMode.NONE
+    page_size_padded: int | None = None
+    num_head_slots: int | None = None
+    state_content_bytes: int | None = None
+    tokens_per_state: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Extent of a view along H."""
+        return self.num_head_slots or self.num_kv_heads
+
+    @property
+    def content(self) -> int:
+        """Bytes of a view along C."""
+        if self.state_content_bytes is not None:
+            return self.state_content_bytes
+        return (self.head_size + self._value()) * ITEMSIZE[self.dtype]
+
+    def _value(self) -> int:
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.slots * self.block_size // self.tokens_per_state * self.content
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        return self.page_size_padded or self.unpadded_page_size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Every token."""
+
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TQFullAttentionSpec(FullAttentionSpec):
+    """A backend's own kind of full attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """Full attention with sink tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyAttentionSpec(AttentionSpec):
+    """No cache at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """The encoder's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """The last tokens."""
+
+    sliding_window: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """The tokens of a chunk."""
+
+    attention_chunk_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """One latent."""
+
+    num_kv_heads: int = 1
+    cache_dtype_str: str | None = None
+
+    def _value(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    """One latent of the last tokens."""
+
+    num_kv_heads: int = 1
+
+    def _value(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """A rank's state tensors."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    mamba_type: str = "mamba2"
+    num_speculative_blocks: int = 0
+    page_size_padded: int | None = None
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        sizes = zip(self.shapes, self.dtypes, strict=True)
+        return self.page_size_padded or sum(prod(s) * ITEMSIZE[d] for s, d in sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """Layers with a spec each."""
+
+    kv_cache_specs: Mapping[str, KVCacheSpec]
+
+
+@dataclass
+class KVCacheGroupSpec:
+    """Layers that share block tables."""
+
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+    enable_kv_transfer: bool = True
+
+
+@dataclass
+class KVCacheTensor:
+    """A piece of memory and the layers in it."""
+
+    size: int
+    shared_by: list[str] = field(default_factory=list)
+    offset: int = 0
+    layer_stride: int = 0
+    block_stride: int = 0
+
+
+@dataclass
+class KVCacheConfig:
+    """What one rank has."""
+
+    num_blocks: int
+    kv_cache_tensors: list[KVCacheTensor]
+    kv_cache_groups: list[KVCacheGroupSpec]
+
+
+def spec_of(recorded: Mapping[str, Any]) -> KVCacheSpec:
+    """Return the spec of a recorded row, whose element is a byte."""
+    given = dict(recorded)
+    cls, page = given.pop("cls"), given.pop("page_size_bytes")
+    if cls == "MambaSpec":
+        given["shapes"] = tuple(tuple(shape) for shape in given["shapes"])
+        given["dtypes"] = ("uint8",) * len(given["shapes"])
+    else:
+        given["dtype"] = "uint8"
+        given["kv_quant_mode"] = KVQuantMode[given.get("kv_quant_mode", "NONE")]
+    found: Any = globals()[cls](**given)
+    assert page == found.page_size_bytes
+    return found  # type: ignore[no-any-return]
+
+
+def config_of(row: Mapping[str, Any], side: str) -> KVCacheConfig:
+    """Return the config of one rank of *side* ("p" or "d") of a recorded row."""
+    specs = [spec_of(each) for each in row[f"{side}_specs"]]
+    groups = row.get("groups")
+    if groups is None:
+        alike: dict[KVCacheSpec, list[int]] = {}
+        for at, spec in enumerate(specs):
+            alike.setdefault(spec, []).append(at)
+        groups = list(alike.values())
+    tensors = [
+        KVCacheTensor(
+            size=each["size"],
+            shared_by=[f"layer.{at}" for at in each["layers"]],
+            offset=each["offset"],
+            layer_stride=each["layer_stride"],
+            block_stride=each["block_stride"],
+        )
+        for each in row.get(f"{side}_tensors", ())
+    ]
+    named = [
+        KVCacheGroupSpec([f"layer.{at}" for at in members], specs[members[0]]) for members in groups
+    ]
+    return KVCacheConfig(row[f"{side}_num_blocks"], tensors, named)
+
+
+def buffer_of(config: KVCacheConfig) -> npt.NDArray[np.uint8]:
+    """Return the one allocation that backs every tensor of *config*."""
+    return np.zeros(max(t.offset + t.size for t in config.kv_cache_tensors), np.uint8)
+
+
+def tensors_of(config: KVCacheConfig, layout: str, flat: npt.NDArray[np.uint8]) -> dict[str, Any]:
+    """Return every layer's tensor, or list of them, as views of *flat*."""
+    specs = {
+        layer: group.kv_cache_spec
+        for group in config.kv_cache_groups
+        for layer in group.layer_names
+    }
+    found: dict[str, Any] = {}
+    for tensor in config.kv_cache_tensors:
+        for at, layer in enumerate(tensor.shared_by):
+            place = (tensor.offset + at * tensor.layer_stride, tensor.block_stride)
+            spec = specs[layer]
+            if isinstance(spec, MambaSpec):
+                found[layer] = _states(spec, config.num_blocks, place, flat)
+            else:
+                count = len(tensor.shared_by)
+                found[layer] = _tokens(spec, config.num_blocks, place, flat, layout, tensor, count)
+    return found
+
+
+def _states(
+    spec: MambaSpec, num_blocks: int, place: tuple[int, int], flat: npt.NDArray[np.uint8]
+) -> list[Any]:
+    found, (offset, block) = [], place
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        size = ITEMSIZE[dtype]
+        inner = [prod(shape[at + 1 :]) * size for at in range(len(shape))]
+        found.append(np.ndarray((num_blocks, *shape), NUMPY[size], flat, offset, (block, *inner)))
+        offset += prod(shape) * size
+    return found
+
+
+def _tokens(
+    spec: Any,
+    num_blocks: int,
+    place: tuple[int, int],
+    flat: npt.NDArray[np.uint8],
+    layout: str,
+    tensor: KVCacheTensor,
+    layers: int,
+) -> Any:
+    """Return a view [blocks, slots, tokens, content]; strides of H and N follow from the layout."""
+    rows, content = spec.block_size // spec.tokens_per_state, spec.content
+    extents = {"H": spec.slots, "N": rows, "C": content}
+    strides = {"C": 1}
+    for letter in "HN":
+        inside = layout[layout.index(letter) + 1 :]
+        if "B" in inside:
+            strides[letter] = tensor.block_stride * num_blocks
+        elif "L" in inside:
+            strides[letter] = tensor.layer_stride * layers
+        else:
+            strides[letter] = prod(extents[each] for each in inside)
+    shape = (num_blocks, spec.slots, rows, content)
+    at = (place[1], strides["H"], strides["N"], 1)
+    return np.ndarray(shape, np.uint8, flat, place[0], at)
+
+
+HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
+"""A rank's heads."""
+
+
+def config(*groups: Any, num_blocks: int = 6, tensors: Any = ()) -> KVCacheConfig:
+    """Return a config of (layers, spec) groups."""
+    named = [KVCacheGroupSpec(list(layers), spec) for layers, spec in groups]
+    return KVCacheConfig(num_blocks, list(tensors), named)
+
+
+def state(kind: str, shapes: Any, **more: Any) -> MambaSpec:
+    """Return a state of bytes."""
+    dtypes = ("uint8",) * len(shapes)
+    return MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, mamba_type=kind, **more)
