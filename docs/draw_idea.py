@@ -4,7 +4,7 @@
 plan: the example of README.md: 4 heads, producer TP 8 (each head on two ranks), consumer TP 2.
 """
 
-# ruff: noqa: INP001 - a program, not a package
+
 from __future__ import annotations
 
 from collections.abc import Iterator

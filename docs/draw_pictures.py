@@ -1,0 +1,40 @@
+"""Draw the pictures of the documentation: ``python docs/draw_pictures.py``.
+
+Writes ``plan.svg`` and ``table.svg`` beside this file: a model of 8 KV heads, moved from 4 ranks
+that keep tokens outermost to 3 ranks that keep heads outermost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kvspec
+
+HERE = Path(__file__).parent
+
+
+def engine(tp_size: int, layout: str) -> kvspec.EngineSpec:
+    """Return an engine that serves Llama-3.1-8B."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16"
+    )
+    layers = tuple(f"model.layers.{number}" for number in range(32))
+    group = kvspec.KVCacheGroup(name="attention", layers=layers, spec=spec)
+    parallel = kvspec.ParallelConfig(tp_size=tp_size)
+    return kvspec.EngineSpec(groups=(group,), parallel=parallel, layout=layout)
+
+
+def pictures() -> dict[str, str]:
+    """Return every picture by its file name."""
+    producer, consumer = engine(4, "NHD"), engine(3, "HND")
+    plan = kvspec.plan_transfer(producer, consumer)
+    rank = kvspec.RankId(tp=1)
+    ours, _ours = kvspec.allocate(producer, rank, num_blocks=4)
+    theirs, _theirs = kvspec.allocate(consumer, rank, num_blocks=4)
+    table = kvspec.build_table(plan, ours, theirs)
+    return {"plan.svg": plan.to_svg(), "table.svg": table.to_svg()}
+
+
+if __name__ == "__main__":
+    for name, text in pictures().items():
+        (HERE / name).write_text(text + "\n", encoding="utf-8")

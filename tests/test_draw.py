@@ -1,0 +1,459 @@
+"""Pictures show every rank and every slice, in letters that can be read."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from itertools import combinations
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+import pytest
+
+import kvspec
+
+pytest.importorskip("svg")
+
+from kvspec.draw import plan_svg, table_svg
+from kvspec.draw.canvas import (
+    BAND,
+    FAINT,
+    HOLLOW,
+    INK,
+    LINE,
+    PALETTE,
+    PAPER,
+    SHADE,
+    SMALL,
+    nbytes,
+    shortened,
+    width_of,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Box(NamedTuple):
+    """Where something is drawn, and what it says."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    says: str = ""
+
+    def inside(self, other: Box, slack: float = 0.0) -> bool:
+        """Whether this lies in *other*."""
+        return (
+            other.left - slack <= self.left
+            and self.right <= other.right + slack
+            and other.top - slack <= self.top
+            and self.bottom <= other.bottom + slack
+        )
+
+    def meets(self, other: Box) -> bool:
+        """Whether any pixel is in both."""
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
+
+
+def attention(heads: int, layers: int = 4, first: int = 0, block: int = 16) -> kvspec.KVCacheGroup:
+    """Return a group of full attention."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=block, total_num_kv_heads=heads, head_size=8, dtype="bfloat16"
+    )
+    names = tuple(f"model.layers.{at}" for at in range(first, first + layers))
+    return kvspec.KVCacheGroup(name=f"full{first}", layers=names, spec=spec)
+
+
+def engine(tp_size: int, *groups: kvspec.KVCacheGroup, **sizes: int) -> kvspec.EngineSpec:
+    """Return an engine of *groups*."""
+    parallel = kvspec.ParallelConfig(tp_size=tp_size, **sizes)  # type: ignore[arg-type]
+    return kvspec.EngineSpec(groups=groups, parallel=parallel, layout="NHD")
+
+
+def latent() -> kvspec.KVCacheGroup:
+    """Return a group of MLA."""
+    spec = kvspec.MLAAttentionSpec(block_size=16, head_size=64, dtype="bfloat16")
+    return kvspec.KVCacheGroup(name="latent", layers=("model.layers.0",), spec=spec)
+
+
+def states() -> kvspec.KVCacheGroup:
+    """Return a group of Mamba2, whose b and c are dealt otherwise than x and the heads."""
+    spec = kvspec.MambaSpec.mamba2(
+        num_heads=16, head_dim=4, n_groups=2, state_size=8, conv_kernel=4, dtype="bfloat16"
+    )
+    return kvspec.KVCacheGroup(name="states", layers=("model.layers.9",), spec=spec)
+
+
+PLANS = {
+    "4 to 3": kvspec.plan_transfer(engine(4, attention(8)), engine(3, attention(8))),
+    "8 to 16": kvspec.plan_transfer(engine(8, attention(8)), engine(16, attention(8))),
+    "16 to 6": kvspec.plan_transfer(engine(16, attention(8)), engine(6, attention(8))),
+    "mla": kvspec.plan_transfer(engine(8, latent()), engine(3, latent())),
+    "mla striped": kvspec.plan_transfer(engine(8, latent()), engine(3, latent()), "stripe"),
+    "hybrid": kvspec.plan_transfer(
+        engine(4, attention(2), states()), engine(8, attention(2), states())
+    ),
+    "hybrid 8 to 16": kvspec.plan_transfer(
+        engine(8, attention(4), states()), engine(16, attention(4), states())
+    ),
+    "stages": kvspec.plan_transfer(
+        engine(2, attention(4, 6), pp_size=2), engine(4, attention(4, 6), pp_size=3)
+    ),
+    "contexts": kvspec.plan_transfer(
+        engine(4, attention(2), dcp_size=2), engine(2, attention(2), pcp_size=2)
+    ),
+    "two groups": kvspec.plan_transfer(
+        engine(2, attention(4), attention(2, first=4)),
+        engine(4, attention(4), attention(2, first=4)),
+    ),
+    "many heads": kvspec.plan_transfer(engine(2, attention(64)), engine(3, attention(64))),
+}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+
+
+def parsed(text: str) -> ET.Element:
+    """Return a picture's root; it is well-formed XML, or this raises."""
+    return ET.fromstring(text)  # noqa: S314 - drawn by this process
+
+
+def texts(root: ET.Element) -> list[Box]:
+    """Return every text with room for its letters."""
+    found = []
+    for each in root.iter(f"{SVG}text"):
+        size, x, y = (float(each.attrib[name]) for name in ("font-size", "x", "y"))
+        wide = width_of(each.text or "", size, bold=each.get("font-weight") == "bold")
+        left = x - {"middle": wide / 2, "end": wide}.get(each.get("text-anchor", ""), 0)
+        found.append(Box(left, y - size * 0.8, left + wide, y + size * 0.22, each.text or ""))
+    return found
+
+
+def boxes(root: ET.Element, name: str) -> list[tuple[Box, dict[str, str]]]:
+    """Return every rectangle that has the data attribute *name*."""
+    found = []
+    for each in root.iter(f"{SVG}rect"):
+        if f"data-{name}" in each.attrib:
+            x, y, wide, high = (float(each.attrib[k]) for k in ("x", "y", "width", "height"))
+            found.append((Box(x, y, x + wide, y + high), each.attrib))
+    return found
+
+
+def units_in(label: str) -> range:
+    """Return the units that a cell stands for."""
+    first, _, last = label.partition("\N{EN DASH}")
+    return range(int(first), int(last or first) + 1)
+
+
+def drawn_tables() -> dict[str, str]:
+    """Return pictures of tables: other layouts, block sizes, kinds of layers, requests."""
+    rank, found = kvspec.RankId(), {}
+    for name, ours, theirs in (
+        ("heads", engine(2, attention(4)), engine(1, attention(4))),
+        ("blocks", engine(2, attention(4)), engine(1, attention(4, block=64))),
+        ("latent", engine(2, latent()), engine(1, latent())),
+        ("states", engine(2, states()), engine(1, states())),
+    ):
+        caches = kvspec.allocate(ours, rank, 4), kvspec.allocate(theirs, rank, 4)
+        plan = kvspec.plan_transfer(ours, theirs)
+        found[name] = kvspec.build_table(plan, caches[0][0], caches[1][0]).to_svg()
+    return found
+
+
+@every_plan
+def test_every_rank_has_one_box_that_names_it(plan: kvspec.TransferPlan) -> None:
+    """Both sides' ranks are all there, each once, with its name written inside."""
+    root = parsed(plan.to_svg())
+    for side, ranks in (
+        ("producer", plan.producer.parallel.ranks),
+        ("consumer", plan.consumer.parallel.ranks),
+    ):
+        found = [(box, data) for box, data in boxes(root, "rank") if data["data-side"] == side]
+        assert sorted(map(str, ranks)) == sorted(data["data-rank"] for _, data in found)
+        for box, data in found:
+            assert data["data-rank"] in [text.says for text in texts(root) if text.inside(box, 1)]
+
+
+@every_plan
+def test_every_unit_of_the_target_has_a_label(plan: kvspec.TransferPlan) -> None:
+    """For every unit that a consumer rank owns, a cell in its box says the unit's number."""
+    root = parsed(plan_svg(plan))
+    cells, said = boxes(root, "cell"), texts(root)
+    homes = {
+        data["data-rank"]: box
+        for box, data in boxes(root, "rank")
+        if data["data-side"] == "consumer"
+    }
+    for rank in plan.consumer.parallel.ranks:
+        own = [(box, data) for box, data in cells if box.inside(homes[str(rank)])]
+        for box, data in own:
+            assert data["data-cell"] in [each.says for each in said if each.inside(box, 4)]
+        for group in plan.consumer.groups:
+            if not plan.consumer.layers_at(group, rank.pp):
+                continue
+            for part in group.spec.parts:
+                dealt = plan.consumer.parallel.deal(part.units, part.deal_in).ranges[rank.tp]
+                target = {unit // part.deal_in for unit in dealt}
+                shown = {
+                    unit
+                    for _, data in own
+                    if part.name in data["data-parts"].split("+")
+                    for unit in units_in(data["data-cell"])
+                }
+                assert set() == target - shown
+
+
+@every_plan
+def test_every_slice_is_a_line_between_its_ranks(plan: kvspec.TransferPlan) -> None:
+    """A line for each slice of each edge leaves the producer's box and ends at the consumer's."""
+    root = parsed(plan.to_svg())
+    homes = {(d["data-side"], d["data-rank"]): box for box, d in boxes(root, "rank")}
+    lines = [each for each in root.iter(f"{SVG}path") if "data-producer" in each.attrib]
+    wanted = {
+        (str(e.producer), str(e.consumer), "+".join(s.parts), s.global_range, e.group)
+        for e in plan.edges
+        for s in e.slices
+    }
+    found = set()
+    for line in lines:
+        data = line.attrib
+        start, stop = map(int, data["data-units"].split("-"))
+        for group in data["data-groups"].split():
+            key = (data["data-producer"], data["data-consumer"], data["data-parts"])
+            found.add((*key, range(start, stop), group))
+        x0, y0, *_, x1, y1 = map(float, re.findall(r"-?[\d.]+", data["d"]))
+        ours = homes["producer", data["data-producer"]]
+        theirs = homes["consumer", data["data-consumer"]]
+        assert ours.right == pytest.approx(x0, abs=0.2)
+        assert theirs.left == pytest.approx(x1 + 6, abs=0.2)
+        assert ours.top < y0 < ours.bottom
+        assert theirs.top < y1 < theirs.bottom
+    assert wanted == found
+
+
+@every_plan
+def test_a_rank_that_nobody_reads_is_grey_and_says_who_releases_it(
+    plan: kvspec.TransferPlan,
+) -> None:
+    """Its box is shaded and names the rank that tells it; a rank that is read is not."""
+    root = parsed(plan.to_svg())
+    homes = {d["data-rank"]: (b, d) for b, d in boxes(root, "rank") if d["data-side"] == "producer"}
+    for rank in plan.producer.parallel.ranks:
+        box, data = homes[str(rank)]
+        if plan.targets(rank):
+            assert PAPER == data["fill"]
+            continue
+        (teller,) = plan.notifiers(rank)
+        assert SHADE == data["fill"]
+        note = f"not read; {teller} tells it to release"
+        assert note in [each.says for each in texts(root) if each.inside(box, 1)]
+
+
+@every_plan
+def test_no_label_of_a_plan_covers_another(plan: kvspec.TransferPlan) -> None:
+    """Texts keep apart and inside the picture, also at TP 8 to 16."""
+    root = parsed(plan.to_svg())
+    said = texts(root)
+    paper = Box(0, 0, float(root.attrib["width"]), float(root.attrib["height"]))
+    assert [] == [each.says for each in said if not each.inside(paper)]
+    assert [] == [(a.says, b.says) for a, b in combinations(said, 2) if a.meets(b)]
+
+
+@pytest.mark.parametrize("name", ["heads", "blocks", "latent", "states"])
+def test_no_label_of_a_table_covers_another(name: str) -> None:
+    """Texts keep apart and inside the picture."""
+    root = parsed(drawn_tables()[name])
+    said = texts(root)
+    paper = Box(0, 0, float(root.attrib["width"]), float(root.attrib["height"]))
+    assert [] == [each.says for each in said if not each.inside(paper)]
+    assert [] == [(a.says, b.says) for a, b in combinations(said, 2) if a.meets(b)]
+
+
+def test_letters_are_large_and_colours_are_of_the_palette() -> None:
+    """No text is smaller than 11 pixels; colours are the palette's, or greys."""
+    allowed = {*PALETTE, INK, FAINT, LINE, BAND, PAPER, SHADE, HOLLOW, "none"}
+    for text in [*(plan.to_svg() for plan in PLANS.values()), *drawn_tables().values()]:
+        root = parsed(text)
+        assert min(float(each.attrib["font-size"]) for each in root.iter(f"{SVG}text")) >= SMALL
+        used = {each.get(name) for each in root.iter() for name in ("fill", "stroke")} - {None}
+        assert set() == {each for each in used if each and not each.startswith("url(")} - allowed
+
+
+@every_plan
+def test_a_plan_has_one_picture(plan: kvspec.TransferPlan) -> None:
+    """Drawing is deterministic, and a notebook shows what `to_svg` returns."""
+    assert plan.to_svg() == plan_svg(plan) == plan._repr_svg_()
+
+
+def test_a_table_has_one_picture_wherever_its_memory_lies() -> None:
+    """Addresses do not show: caches allocated anew give the same picture."""
+    assert drawn_tables() == drawn_tables()
+
+
+def test_stages_and_contexts_are_bands() -> None:
+    """Bands say which layers a stage holds, and which tokens a context rank."""
+    said = {each.says for each in texts(parsed(PLANS["stages"].to_svg()))}
+    stages = {("0", "0", "2"), ("1", "3", "5"), ("2", "4", "5")}
+    told = {f"stage {stage}: layers {a}\N{EN DASH}{b}" for stage, a, b in stages}
+    assert set() == told - said
+    said = {each.says for each in texts(parsed(PLANS["contexts"].to_svg()))}
+    assert "context 1 of 2, 1 token at a time" in said
+
+
+def test_parts_that_are_dealt_alike_share_a_pattern() -> None:
+    """Conv x, b with c, the heads' states and attention can be told apart without colour."""
+    root = parsed(PLANS["hybrid"].to_svg())
+    named = {data["data-parts"] for _, data in boxes(root, "cell")}
+    assert {"k+v", "conv_x", "conv_b+conv_c", "ssm"} == named
+    hatches = {each.get("fill") for each in root.iter(f"{SVG}rect")}
+    assert {"url(#slope)", "url(#dots)", "url(#cross)"} <= hatches
+
+
+def test_one_group_can_be_drawn_alone() -> None:
+    """Other groups' parts do not show, and an unknown group is refused."""
+    root = parsed(plan_svg(PLANS["hybrid"], "states"))
+    assert "k+v" not in {data["data-parts"] for _, data in boxes(root, "cell")}
+    with pytest.raises(kvspec.SpecError, match="group='none'"):
+        plan_svg(PLANS["hybrid"], "none")
+
+
+def ribbons(text: str) -> list[int]:
+    """Return the bytes of the runs of every ribbon."""
+    paths = parsed(text).iter(f"{SVG}path")
+    return [int(each.attrib["data-length"]) for each in paths if "data-length" in each.attrib]
+
+
+def test_ribbons_are_the_runs_of_one_block() -> None:
+    """2 heads of 16 tokens, k and v together: 32 runs of 32 bytes for each of 3 layers drawn."""
+    ours, theirs = engine(2, attention(4)), engine(1, attention(4))
+    theirs = kvspec.EngineSpec(groups=theirs.groups, parallel=theirs.parallel, layout="HND")
+    caches = kvspec.allocate(ours, kvspec.RankId(), 4), kvspec.allocate(theirs, kvspec.RankId(), 4)
+    table = kvspec.build_table(kvspec.plan_transfer(ours, theirs), caches[0][0], caches[1][0])
+    text = table.to_svg()
+    said = " ".join(each.says for each in texts(parsed(text)))
+    layers = int(re.findall(r"(\d+) layers? drawn", said)[0])
+    assert [32] * 32 * layers == ribbons(text)
+    assert f"{layers} layer{'s' if layers > 1 else ''} drawn, … and {4 - layers} more" in said
+    assert "one block of 4 layers: 128 runs of 32 B, 4 KiB in all" in said
+    assert text == table._repr_svg_()
+
+
+def test_ribbons_join_the_bytes_of_one_unit() -> None:
+    """Each ribbon ends on the same layer and unit on both sides; every unit that moves has one."""
+    ours, theirs = engine(2, attention(4)), engine(1, attention(4))
+    theirs = kvspec.EngineSpec(groups=theirs.groups, parallel=theirs.parallel, layout="HND")
+    rank = kvspec.RankId(tp=1)
+    caches = kvspec.allocate(ours, rank, 4), kvspec.allocate(theirs, kvspec.RankId(), 4)
+    table = kvspec.build_table(kvspec.plan_transfer(ours, theirs), caches[0][0], caches[1][0])
+    root = parsed(table.to_svg())
+    bars = boxes(root, "layer")
+    joined = set()
+    for line in (each for each in root.iter(f"{SVG}path") if "data-length" in each.attrib):
+        numbers = [float(each) for each in re.findall(r"-?[\d.]+", line.attrib["d"])]
+        a, c, d, b = numbers[0], numbers[6], numbers[8], numbers[14]
+        ends = []
+        for side, left, right in (("producer", a, b), ("consumer", c, d)):
+            under = [
+                (data["data-layer"], data["data-units"])
+                for box, data in bars
+                if data["data-side"] == side and box.left + 0.3 < right and left < box.right - 0.3
+            ]
+            assert 1 == len(set(under))
+            ends.append(under[0])
+        assert ends[0] == ends[1]
+        joined.add(ends[0])
+    moved = {(d["data-layer"], d["data-units"]) for _, d in bars if d["data-side"] == "producer"}
+    assert {"2", "3"} == {unit for _, unit in moved}
+    assert moved == joined
+
+
+def test_a_request_shows_its_own_block() -> None:
+    """The block drawn is one of the request's, and a cached end moves in fewer bytes."""
+    ours, theirs = engine(1, latent()), engine(1, latent())
+    caches = kvspec.allocate(ours, kvspec.RankId(), 8), kvspec.allocate(theirs, kvspec.RankId(), 8)
+    table = kvspec.build_table(kvspec.plan_transfer(ours, theirs), caches[0][0], caches[1][0])
+    request = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=16,
+        cached_tokens=12,
+        producer_blocks={"latent": [5]},
+        consumer_blocks={"latent": [2]},
+    )
+    text = table_svg(table, request)
+    said = " ".join(each.says for each in texts(parsed(text)))
+    assert "block 5" in said
+    assert "block 2" in said
+    assert sum(table.descriptors(request)[:, 2]) == sum(ribbons(text)) == 4 * 64 * 2
+
+
+def test_nothing_to_move_is_drawn_without_runs() -> None:
+    """A request that is cached whole has no ribbons."""
+    ours = engine(1, latent())
+    cache, _storage = kvspec.allocate(ours, kvspec.RankId(), 8)
+    table = kvspec.build_table(kvspec.plan_transfer(ours, ours), cache, cache)
+    request = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=16,
+        cached_tokens=16,
+        producer_blocks={"latent": [5]},
+        consumer_blocks={"latent": [2]},
+    )
+    assert [] == ribbons(table.to_svg(request))
+
+
+def test_groups_that_two_ranks_do_not_exchange_are_refused() -> None:
+    """The error names the groups that they do exchange."""
+    ours = engine(1, latent())
+    cache, _storage = kvspec.allocate(ours, kvspec.RankId(), 8)
+    table = kvspec.build_table(kvspec.plan_transfer(ours, ours), cache, cache)
+    with pytest.raises(kvspec.SpecError, match=r"group='full'.*\['latent'\]"):
+        table.to_svg(group="full")
+
+
+def test_names_are_escaped() -> None:
+    """A name with marks of XML is shown as it is."""
+    spec = latent().spec
+    group = kvspec.KVCacheGroup(name='a<b>&"c"', layers=('<"&>',), spec=spec)
+    side = kvspec.EngineSpec(groups=(group,))
+    cache, _storage = kvspec.allocate(side, kvspec.RankId(), 2)
+    plan = kvspec.plan_transfer(side, side)
+    root = parsed(kvspec.build_table(plan, cache, cache).to_svg())
+    assert {'<"&>'} == {data["data-layer"] for _, data in boxes(root, "layer")}
+    (line,) = (e for e in parsed(plan.to_svg()).iter() if "data-groups" in e.attrib)
+    assert 'a<b>&"c"' == line.attrib["data-groups"]
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without svg.py the error names the extra; importing kvspec does not need it."""
+    for name in [name for name in sys.modules if name.startswith("kvspec.draw")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "svg", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'kvspec\[draw\]'"):
+        importlib.import_module("kvspec.draw")
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1024, "1 KiB"),
+        (5888, "5,888 B"),
+        (11776, "11.5 KiB"),
+        (2**21, "2 MiB"),
+    ],
+)
+def test_sizes_are_told_exactly_or_shortly(size: int, told: str) -> None:
+    """Whole kibibytes, few bytes, or one decimal."""
+    assert told == nbytes(size)
+
+
+def test_long_names_lose_their_middle() -> None:
+    """Both ends of a name say most."""
+    assert "model.….27" == shortened("model.layers.27", 10)
+    assert "short" == shortened("short", 10)
