@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 import kvspec
+from kvspec.cli.simulate import simulate_command
 from kvspec.cli.slices import slices
 from kvspec.cli.transfer import transfer
 from kvspec.cli.verify import verify
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(transfer)
 app.command()(slices)
 app.command()(verify)
+app.command("simulate")(simulate_command)
 
 
 def _print_version(wanted: bool) -> None:

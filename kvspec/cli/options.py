@@ -7,10 +7,12 @@ status 2; results go to standard output, progress to standard error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import attrs
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -38,12 +40,54 @@ def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
     return models.from_config(catalogue.config(model), block_size=block_size)
 
 
-def engine(side: str, groups: tuple[KVCacheGroup, ...], *, tp_size: int, layout: str) -> EngineSpec:
-    """Return the engine that serves *groups* at *tp_size* in *layout*; errors name its *side*."""
+KEYS = {
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "dcp": "dcp_size",
+    "pcp": "pcp_size",
+    "interleave": "interleave_size",
+    "block": "block_size",
+    "kernel": "kernel_block_size",
+    "layout": "layout",
+}
+"""What the words of one engine may set, such as ``tp=4,pp=2,block=16,layout=LBNHC``."""
+
+
+def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int | str]:
+    """Return the sizes and the layout of *side*: *defaults*, changed by ``key=value,…`` *words*."""
+    found = dict(defaults)
+    for word in filter(None, (word.strip() for word in words.split(","))):
+        key, _, value = word.partition("=")
+        if key not in KEYS or not value:
+            raise SpecError(side, word, f"key=value, with a key of {', '.join(KEYS)}")
+        if key == "layout":
+            found["layout"] = value
+        elif value.isdecimal():
+            found[KEYS[key]] = int(value)
+        else:
+            raise SpecError(f"{side}.{key}", value, "a whole number")
+    return found
+
+
+def engine(side: str, model: str, sizes: Mapping[str, int | str]) -> EngineSpec:
+    """Return the engine that serves *model* as *sizes* say; errors name its *side*."""
+    given: dict[str, Any] = dict(sizes)
+    block_size, layout = given.pop("block_size", 16), given.pop("layout", "LBHNC")
+    kernel = given.pop("kernel_block_size", None)
+    groups = model_groups(model, block_size)
     try:
-        return EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=tp_size), layout=layout)
+        if kernel is not None:
+            groups = tuple(_cut_finer(group, kernel) for group in groups)
+        return EngineSpec(groups=groups, parallel=ParallelConfig(**given), layout=layout)
     except SpecError as error:
-        raise SpecError(f"{side} {error.field}", error.value, error.wanted) from None
+        raise SpecError(f"{side}.{error.field}", error.value, error.wanted) from None
+
+
+def _cut_finer(group: KVCacheGroup, kernel: int) -> KVCacheGroup:
+    """Return *group* with the kernel's blocks, unless its rows are no tokens."""
+    if not all(part.tokens_per_state for part in group.spec.parts):
+        return group
+    return attrs.evolve(group, kernel_block_size=kernel)
 
 
 @contextmanager

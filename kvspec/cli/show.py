@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvspec.engine import KVCacheGroup
+from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.explain import sizes as parallel_words
 from kvspec.run import Job, Moved, Report
 from kvspec.run.limits import sizes
 from kvspec.slices import Part
@@ -25,7 +26,7 @@ MAX_LINES = 12
 def show_job(console: Console, model: str, job: Job) -> None:
     """Print what is to be done: the model, both engines, the requests."""
     groups = ", ".join(map(_group, job.producer.groups))
-    ours, theirs = (f"TP {e.parallel.tp_size} {e.layout}" for e in (job.producer, job.consumer))
+    ours, theirs = (_engine(each) for each in (job.producer, job.consumer))
     cached = f", {job.cached} of them cached" if job.cached else ""
     who = "consumers read" if job.mode == "pull" else "producers write"
     where = "host memory" if job.device == "cpu" else job.device
@@ -33,6 +34,12 @@ def show_job(console: Console, model: str, job: Job) -> None:
     console.print(Text.assemble((model, "bold"), f"  {groups}"))
     console.print(Text.assemble((ours, "bold"), " -> ", (theirs, "bold"), f", {who}, {where}"))
     console.print(f"{count} of {job.tokens:,} tokens{cached}; {sizes(job.request_bytes)} each")
+
+
+def _engine(engine: EngineSpec) -> str:
+    blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].tokens_per_state}
+    told = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
+    return f"{parallel_words(engine.parallel)}{told}, {engine.layout}"
 
 
 def _group(group: KVCacheGroup) -> str:

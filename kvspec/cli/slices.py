@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -12,7 +13,10 @@ from rich import box
 from rich.table import Table
 
 from kvspec.cli.options import model_groups, output, refusals
+from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
+from kvspec.parallel import ParallelConfig
+from kvspec.plan import plan_transfer
 from kvspec.ranges import positive_int
 from kvspec.slices import ALL_BLOCKS, Replicas, Role, TPTransferSlice
 from kvspec.specs import FullAttentionSpec, LayerSpec, MambaSpec, MLAAttentionSpec
@@ -97,6 +101,9 @@ def slices(
         "spread", metavar="spread|first|stripe", help="Which of several equal ranks is read."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print a JSON array instead of a table."),
+    svg: str | None = typer.Option(
+        None, metavar="FILE", help="Draw who reads which units from whom; group by group."
+    ),
 ) -> None:
     """Show which units each rank exchanges with which rank of the other side."""
     with refusals():
@@ -116,6 +123,8 @@ def slices(
                 each, local, remote, cast("Role", role), cast("Replicas", replicas)
             )
         ]
+        if svg is not None:
+            _draw(specs, producer_tp, consumer_tp, cast("Replicas", replicas), svg)
     if as_json:
         typer.echo(json.dumps([_plain(each, role) for each in rows], indent=1))
     else:
@@ -130,6 +139,29 @@ def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict
     if heads is None and kind != "mla":
         raise SpecError("heads", heads, "a number of heads, or --model NAME, or --kind mla")
     return {"": KINDS[kind](1 if heads is None else heads, groups)}
+
+
+def _draw(
+    specs: dict[str, LayerSpec], producer: int, consumer: int, replicas: Replicas, file: str
+) -> None:
+    """Write the picture of the plan between engines of these TP sizes, a file for each group."""
+    groups = [
+        KVCacheGroup(name=name or "layers", layers=spec.layers or (f"{name}.0",), spec=spec)
+        for name, spec in specs.items()
+    ]
+    ours, theirs = (
+        EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=size))
+        for size in (producer, consumer)
+    )
+    plan = plan_transfer(ours, theirs, replicas)
+    for group in groups:
+        path = Path(file)
+        if len(groups) > 1:
+            path = path.with_stem(f"{path.stem}-{group.name}")
+        try:
+            path.write_text(plan.to_svg(group=group.name), encoding="utf-8")
+        except OSError as error:
+            raise SpecError("svg", str(path), f"a file that can be written: {error}") from None
 
 
 def _other(role: str) -> str:

@@ -12,10 +12,18 @@ from typing import cast
 import typer
 
 from kvspec import catalogue
-from kvspec.cli.options import WRONG, engine, model_groups, output, progress_bar, refusals
+from kvspec.cli.options import (
+    KEYS,
+    WRONG,
+    engine,
+    engine_words,
+    output,
+    progress_bar,
+    refusals,
+)
 from kvspec.cli.show import show_job, show_report
 from kvspec.errors import SpecError
-from kvspec.nixl_agent import package_names
+from kvspec.nixl.agent import package_names
 from kvspec.run import STAGES, Job, Report, check_job, run_transfer
 from kvspec.run.job import Mode
 from kvspec.slices import Replicas
@@ -42,6 +50,18 @@ def transfer(
         "LBHNC", help="Layout of the consumer's cache.", rich_help_panel=_ENGINES
     ),
     block_size: int = typer.Option(16, help="Tokens of one block.", rich_help_panel=_ENGINES),
+    producer: str = typer.Option(
+        "",
+        metavar="KEY=VALUE,…",
+        help=f"More of the producer, or the same: {', '.join(KEYS)}.",
+        rich_help_panel=_ENGINES,
+    ),
+    consumer: str = typer.Option(
+        "",
+        metavar="KEY=VALUE,…",
+        help="The same of the consumer, such as tp=4,pp=2,block=32.",
+        rich_help_panel=_ENGINES,
+    ),
     replicas: str = typer.Option(
         "spread",
         metavar="spread|first|stripe",
@@ -86,10 +106,16 @@ def transfer(
     Exit status 0: every byte is right and every notification came once; 1: not so; 2: bad input.
     """
     with refusals():
-        groups = model_groups(model, block_size)
+        ours, theirs = (
+            engine_words(side, words, tp_size=tp_size, layout=layout, block_size=block_size)
+            for side, words, tp_size, layout in (
+                ("producer", producer, producer_tp, producer_layout),
+                ("consumer", consumer, consumer_tp, consumer_layout),
+            )
+        )
         job = Job(
-            producer=engine("producer", groups, tp_size=producer_tp, layout=producer_layout),
-            consumer=engine("consumer", groups, tp_size=consumer_tp, layout=consumer_layout),
+            producer=engine("producer", model, ours),
+            consumer=engine("consumer", model, theirs),
             tokens=tokens,
             cached=cached,
             requests=requests,

@@ -121,7 +121,7 @@ class Job:
     def num_blocks(self, side: Side) -> dict[str, int]:
         """Return the blocks of each group's pool: what the requests own, and a few spare."""
         return {
-            group.name: self.requests * len(self._tokens(group.spec)) + SPARE_BLOCKS
+            group.name: self.requests * len(self._tokens(side, group.spec)) + SPARE_BLOCKS
             for group in self.engine(side).groups
         }
 
@@ -155,11 +155,12 @@ class Job:
             found.append(sum(memory.length for memory in cache.memory))
         return found
 
-    def _tokens(self, spec: LayerSpec) -> range:
+    def _tokens(self, side: Side, spec: LayerSpec) -> range:
         """Return the first token of each block that one request owns."""
         if not any(part.tokens_per_state for part in spec.parts):
             return range(1)
-        live, size = spec.live_tokens(self.tokens), spec.block_size
+        live = spec.live_tokens(self.tokens)
+        size = spec.block_size * self.engine(side).parallel.context_size
         return range(live.start // size * size, live.stop, size) if live else range(0)
 
     def _tables(self, side: Side) -> list[dict[str, BlockTable]]:
@@ -167,7 +168,7 @@ class Job:
         tables: list[dict[str, BlockTable]] = [{} for _ in range(self.requests)]
         blocks = self.num_blocks(side)
         for group in self.engine(side).groups:
-            tokens, ids = self._tokens(group.spec), shuffle.permutation(blocks[group.name])
+            tokens, ids = self._tokens(side, group.spec), shuffle.permutation(blocks[group.name])
             for at, table in enumerate(tables):
                 own = ids[at * len(tokens) : (at + 1) * len(tokens)]
                 table[group.name] = BlockTable(own, tokens.start)

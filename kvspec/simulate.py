@@ -1,0 +1,214 @@
+"""How long a transfer takes, and which link bounds it, for each policy of election.
+
+Law: only counts bytes on links; every byte counted is one that a plan moves. A predicted time is
+a fluid lower bound: no transfer can be faster on these links, and a real one is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal, get_args
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.explain import Flows, flows
+from kvspec.parallel import RankId
+from kvspec.plan import TransferPlan, plan_transfer
+from kvspec.ranges import Ints, positive_int
+from kvspec.slices import Replicas
+
+Floats = npt.NDArray[np.float64]
+Speed = float | Sequence[float]
+"""Bytes a second of every rank's link, or one number a rank."""
+
+POLICIES: tuple[Replicas, ...] = get_args(Replicas)
+
+
+@attrs.frozen(kw_only=True)
+class Link:
+    """One rank's link in one direction: its load in bytes, and how long that takes alone."""
+
+    side: Literal["producer", "consumer"]
+    rank: RankId
+    load: int
+    seconds: float
+
+    def __str__(self) -> str:
+        way = "out of" if self.side == "producer" else "into"
+        return f"{way} {self.side} {self.rank}"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PolicyLoad:
+    """What one policy puts on every link.
+
+    *out* are bytes out of each producer rank, to all consumer engines together; *into* are bytes
+    into each rank of any one consumer engine, the same for all of them. Both are int64 arrays over
+    `ParallelConfig.ranks`; *out_seconds* and *into_seconds* divide them by the links' speeds.
+    """
+
+    replicas: Replicas
+    producer_ranks: tuple[RankId, ...]
+    consumer_ranks: tuple[RankId, ...]
+    out: Ints
+    into: Ints
+    out_seconds: Floats
+    into_seconds: Floats
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time: the greatest of load / speed over all links."""
+        return self.bottleneck.seconds
+
+    @cached_property
+    def bottleneck(self) -> Link:
+        """The link that takes longest alone; of equal ones the producer's, and the lowest rank."""
+        ours, theirs = int(self.out_seconds.argmax()), int(self.into_seconds.argmax())
+        if self.out_seconds[ours] >= self.into_seconds[theirs]:
+            return self._link("producer", ours)
+        return self._link("consumer", theirs)
+
+    @cached_property
+    def busiest(self) -> Link:
+        """The producer's link with most bytes, which is what a policy decides."""
+        return self._link("producer", int(self.out.argmax()))
+
+    @property
+    def unevenness(self) -> float:
+        """The most loaded producer link's bytes over the mean of all: 1 is perfectly even."""
+        mean = float(self.out.mean())
+        return float(self.out.max()) / mean if mean else 1.0
+
+    def _link(self, side: Literal["producer", "consumer"], at: int) -> Link:
+        if side == "producer":
+            ranks, load, seconds = self.producer_ranks, self.out, self.out_seconds
+        else:
+            ranks, load, seconds = self.consumer_ranks, self.into, self.into_seconds
+        return Link(side=side, rank=ranks[at], load=int(load[at]), seconds=float(seconds[at]))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Simulation:
+    """The loads of one request to each of *consumers* engines, under several policies."""
+
+    num_tokens: int
+    consumers: int
+    policies: tuple[PolicyLoad, ...]
+
+    @property
+    def best(self) -> PolicyLoad:
+        """The policy with the shortest predicted time; of equal ones, the first compared."""
+        return min(self.policies, key=lambda each: each.seconds)
+
+    def policy(self, replicas: Replicas) -> PolicyLoad:
+        """Return the loads under one policy."""
+        for each in self.policies:
+            if each.replicas == replicas:
+                return each
+        compared = ", ".join(each.replicas for each in self.policies)
+        raise SpecError("replicas", replicas, f"one of the policies compared: {compared}")
+
+
+def simulate(
+    plan_or_engines: TransferPlan | tuple[EngineSpec, EngineSpec],
+    *,
+    num_tokens: int,
+    consumers: int = 1,
+    out_speed: Speed = 50e9,
+    in_speed: Speed = 50e9,
+    replicas: Sequence[Replicas] = POLICIES,
+) -> Simulation:
+    """Predict how the links are loaded when every consumer engine fetches one request.
+
+    *plan_or_engines*: the producer and the consumer, or a plan between them, whose own policy and
+    salt do not matter. *num_tokens*: length of each request, nothing cached. *consumers*: how many
+    engines like the consumer fetch at once from the one producer; engine e elects with salt e.
+    *out_speed*, *in_speed*: bytes a second of each rank's own link, full duplex, one number for
+    all ranks or one a rank. *replicas*: the policies to compare.
+
+    A predicted time is ``max(load / speed)`` over all links: a fluid lower bound. It assumes that
+    nothing but the ranks' own links is short (no oversubscribed switch), and leaves out latency,
+    the cost of each descriptor, dead bytes of partly live blocks, and pauses while one rank waits
+    for another. Raises `MismatchError` where the engines do not fit.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
+    >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
+    >>> group = KVCacheGroup(name="latent", layers=("layers.0",), spec=spec)
+    >>> ours = EngineSpec(groups=(group,), parallel=ParallelConfig(tp_size=4))
+    >>> theirs = EngineSpec(groups=(group,))
+    >>> found = simulate((ours, theirs), num_tokens=1024, consumers=8)
+    >>> {each.replicas: each.out.tolist() for each in found.policies if each.replicas != "stripe"}
+    {'spread': [2359296, 2359296, 2359296, 2359296], 'first': [9437184, 0, 0, 0]}
+    """
+    if isinstance(plan_or_engines, TransferPlan):
+        producer, consumer = plan_or_engines.producer, plan_or_engines.consumer
+    else:
+        producer, consumer = plan_or_engines
+    positive_int("num_tokens", num_tokens, least=0)
+    positive_int("consumers", consumers)
+    if not replicas:
+        raise SpecError("replicas", replicas, "at least one policy")
+    ours, theirs = producer.parallel.ranks, consumer.parallel.ranks
+    speeds = _speeds("out_speed", out_speed, len(ours)), _speeds("in_speed", in_speed, len(theirs))
+    found: list[PolicyLoad] = []
+    for policy in replicas:
+        moved = flows(plan_transfer(producer, consumer, policy), num_tokens)
+        out = _out(moved, len(ours), consumers, rotate=policy != "first")
+        into = _total(moved.consumer, moved.moved, len(theirs))
+        found.append(
+            PolicyLoad(
+                replicas=policy,
+                producer_ranks=ours,
+                consumer_ranks=theirs,
+                out=out,
+                into=into,
+                out_seconds=out / speeds[0],
+                into_seconds=into / speeds[1],
+            )
+        )
+    return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(found))
+
+
+def _speeds(field: str, speed: Speed, ranks: int) -> Floats:
+    found = np.asarray(speed, np.float64)
+    if found.shape not in ((), (ranks,)) or not (np.isfinite(found) & (found > 0)).all():
+        raise SpecError(field, speed, f"bytes a second > 0, one number or {ranks} of them")
+    return np.broadcast_to(found, (ranks,))
+
+
+def _total(at: Ints, moved: Ints, size: int) -> Ints:
+    found = np.zeros(size, np.int64)
+    np.add.at(found, at, moved)
+    return found
+
+
+def _out(moved: Flows, ranks: int, consumers: int, *, rotate: bool) -> Ints:
+    """Return the bytes out of each producer rank, summed over all consumer engines.
+
+    A salt rotates each class of replicas, so engine e loads the member at place p as the first
+    engine loads the member at place p - e.
+    """
+    if not rotate:
+        return _total(moved.producer, moved.moved, ranks) * consumers
+    found = np.zeros(ranks, np.int64)
+    sizes = np.array([len(each) for each in moved.members], np.int64)
+    slots = np.zeros(len(sizes), np.int64)
+    for size in np.unique(sizes[moved.class_of]):
+        chosen = np.flatnonzero(sizes == size)
+        slots[chosen] = np.arange(len(chosen))
+        mine = sizes[moved.class_of] == size
+        cells = slots[moved.class_of[mine]] * size + moved.position[mine]
+        loads = _total(cells, moved.moved[mine], len(chosen) * size).reshape(-1, size)
+        turns, rest = divmod(consumers, int(size))
+        summed = loads.sum(1, keepdims=True) * turns
+        before = np.concatenate([loads, loads], 1).cumsum(1)
+        # Engines 0 .. rest - 1 give place p what lies at places p - rest + 1 .. p.
+        window = before[:, size:] - before[:, size - rest : 2 * size - rest]
+        members = np.array([moved.members[each] for each in chosen], np.int64)
+        np.add.at(found, members, summed + window)
+    return found

@@ -1,0 +1,81 @@
+"""The main job over every axis at once: real models, real processes, every byte compared."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvspec
+from kvspec.cli.options import engine, engine_words
+from kvspec.run import Job, run_transfer
+
+pytest.importorskip("nixl_cu13")
+
+RUNS = {
+    "gemma 3: two groups, pipeline stages, blocks of 16 and 64": (
+        "gemma-3-4b", "tp=2,pp=2,block=16", "tp=3,block=64", 1100, 0, "pull",
+    ),
+    "gpt-oss: windows, 48 and 32 tokens, cached inside a block, pushed": (
+        "gpt-oss-20b", "tp=2,block=48", "tp=2,pp=2,block=32,layout=LBNHC", 300, 33, "push",
+    ),
+    "DeepSeek-V3.2: latent and indexer keys, context ranks, kernel blocks": (
+        "DeepSeek-V3.2", "tp=2,dcp=2,interleave=8,block=64", "tp=3,block=32,kernel=16", 150, 0,
+        "pull",
+    ),
+    "Qwen3-Next: attention and gated delta nets at unequal TP and PP": (
+        "Qwen3-Next-80B-A3B", "tp=4", "tp=1,pp=2,block=48", 60, 0, "pull",
+    ),
+    "granite-4-h: Mamba2 with one group, replicated conv channels": (
+        "granite-4.0-h-tiny", "tp=1,pp=2", "tp=3", 60, 0, "pull",
+    ),
+    "Qwen3: context ranks on both sides, interleaves of 4 and 8, 16 and 24 tokens": (
+        "Qwen3-0.6B", "tp=1,pcp=2,interleave=4,block=16", "tp=1,pcp=3,interleave=8,block=24", 200,
+        50, "pull",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("model", "producer", "consumer", "tokens", "cached", "mode"), RUNS.values(), ids=RUNS
+)
+def test_every_byte_of_a_real_model_is_right(
+    model: str, producer: str, consumer: str, tokens: int, cached: int, mode: str
+) -> None:
+    """A transfer over real NIXL leaves every byte of every consumer rank as it should be."""
+    job = Job(
+        producer=engine("producer", model, engine_words("producer", producer)),
+        consumer=engine("consumer", model, engine_words("consumer", consumer)),
+        tokens=tokens,
+        cached=cached,
+        requests=1,
+        mode=mode,  # type: ignore[arg-type]
+    )
+    report = run_transfer(job)
+    assert () == tuple(report.faults)
+    assert report.ok
+
+
+def test_words_become_an_engine() -> None:
+    """Every key sets its size; what is not said keeps its default."""
+    words = "tp=4, pp=2,dcp=2,interleave=8,block=32,kernel=16,layout=NHD"
+    found = engine("producer", "DeepSeek-V3", engine_words("producer", words))
+    parallel = found.parallel
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.dcp_size, parallel.interleave_size)
+    assert (4, 2, 2, 8) == sizes
+    assert (32, 16) == (found.groups[0].spec.block_size, found.groups[0].kernel_block_size)
+    assert "LBNHC" == found.layout_of(found.groups[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("tpp=2", "producer='tpp=2': wanted key=value, with a key of tp, pp, dcp"),
+        ("tp", "producer='tp': wanted key=value"),
+        ("tp=two", "producer.tp='two': wanted a whole number"),
+    ],
+)
+def test_other_words_are_refused(words: str, told: str) -> None:
+    """The message names the side, the word and what would have been right."""
+    with pytest.raises(kvspec.SpecError) as caught:
+        engine_words("producer", words)
+    assert str(caught.value).startswith(told)
