@@ -1,5 +1,8 @@
 """Which bytes of which rank's KV cache go where, for any two LLM serving engines."""
 
+from importlib import import_module
+from types import ModuleType
+
 from kvspec.cache import Memory, RankCache, Region, allocate
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import (
@@ -71,3 +74,14 @@ __all__ = [
     "plan_transfer",
     "verify",
 ]
+
+_ON_DEMAND = frozenset(
+    {"adapters", "catalogue", "draw", "models", "nixl", "reference", "simulate", "testing"}
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a part of the library when it is first named, as in ``kvspec.models.from_config``."""
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'kvspec' has no attribute {name!r}")
+    return import_module(f"kvspec.{name}")

@@ -14,7 +14,7 @@ from itertools import pairwise
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.layout import layout_letters
+from kvspec.layout import layout_letters, without_alias
 from kvspec.parallel import ParallelConfig, RankId, Stage
 from kvspec.ranges import instance, positive_int, sequence
 from kvspec.slices import Part
@@ -43,7 +43,7 @@ class KVCacheGroup:
     name: str
     layers: tuple[str, ...] = attrs.field(converter=_layers)
     spec: LayerSpec
-    layout: str | None = None
+    layout: str | None = attrs.field(default=None, converter=without_alias)
     kernel_block_size: int | None = None
     excluded: tuple[str, ...] = attrs.field(default=(), converter=_excluded)
 
@@ -129,7 +129,7 @@ class EngineSpec:
 
     groups: tuple[KVCacheGroup, ...] = attrs.field(converter=_groups)
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
-    layout: str = "LBHNC"
+    layout: str = attrs.field(default="LBHNC", converter=without_alias)
 
     def __attrs_post_init__(self) -> None:
         layout_letters(self.layout)

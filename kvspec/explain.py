@@ -53,7 +53,6 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     ours, theirs = plan.producer.parallel, plan.consumer.parallel
     index = [{rank: at for at, rank in enumerate(side.ranks)} for side in (ours, theirs)]
     contexts = [{rank: side.context(rank) for rank in side.ranks} for side in (ours, theirs)]
-    groups = {group.name: group.spec for group in plan.consumer.groups}
     classes, members = _classes(plan)
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
@@ -62,7 +61,7 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
         mine, other = contexts[0][edge.producer], contexts[1][edge.consumer]
         for each in edge.slices:
             names = each.layers or edge.layers
-            spec = groups[edge.group].of_layer(names[0])
+            spec = plan.pair_of(edge).specs[names[0]]
             key = (id(spec), each.parts, each.stripe, mine, other)
             if key not in sizes:
                 sizes[key] = _unit_bytes(spec, each.parts, each.stripe, mine, other, num_tokens)

@@ -43,9 +43,14 @@ NAMED_LAYOUTS = (
 _ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 
+def without_alias(layout: object) -> object:
+    """Return the letters that an alias (``NHD``, ``HND``) stands for; anything else as it is."""
+    return _ALIASES.get(layout, layout) if isinstance(layout, str) else layout
+
+
 def layout_letters(layout: object, field: str = "layout") -> str:
     """Return the letters of *layout*, outermost first; raise `SpecError` unless it is legal."""
-    name = _ALIASES.get(layout, layout) if isinstance(layout, str) else layout
+    name = without_alias(layout)
     wanted = "the letters L, B, H, N, C, optionally K, each once, outermost first, C last"
     if not isinstance(name, str) or sorted(name.replace("K", "", 1)) != sorted("LBHNC"):
         raise SpecError(field, layout, f"{wanted}, such as {', '.join(NAMED_LAYOUTS)}")

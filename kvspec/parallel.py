@@ -139,6 +139,10 @@ def _context_ranks(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ..
     )
 
 
+MAX_RANKS = 2**16
+"""More ranks than any engine has: every one of them is listed."""
+
+
 @attrs.frozen(kw_only=True)
 class ParallelConfig:
     """The parallel sizes of one engine.
@@ -167,6 +171,9 @@ class ParallelConfig:
     def __attrs_post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "dcp_size", "pcp_size", "interleave_size"):
             positive_int(name, getattr(self, name))
+        ranks = self.tp_size * self.pp_size * self.pcp_size
+        if ranks > MAX_RANKS:
+            raise SpecError("ranks", ranks, f"at most {MAX_RANKS}: tp_size x pp_size x pcp_size")
         deals = mapping("unit_deals", self.unit_deals, "units to one range for each TP rank")
         for units, ranges in deals.items():
             positive_int("unit_deals", units)

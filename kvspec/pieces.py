@@ -75,10 +75,14 @@ def pieces(request: TransferRequest, edge: Edge, geometry: Geometry) -> Pieces:
     mine, yours, tokens, tails = _cut(request, edge, geometry)
     mine = mine - _first(ours, geometry.producer)
     yours = yours - _first(theirs, geometry.consumer)
-    for field, table, used in (
-        (f"producer_blocks[{edge.producer_group!r}]", ours, mine // geometry.producer.block_size),
-        (f"consumer_blocks[{edge.group!r}]", theirs, yours // geometry.consumer.block_size),
+    for field, table, side in (
+        (f"producer_blocks[{edge.producer_group!r}]", ours, geometry.producer),
+        (f"consumer_blocks[{edge.group!r}]", theirs, geometry.consumer),
     ):
+        # Of all that moves, not of this edge alone: another may read a block's other place.
+        ends = np.array([wanted.start, wanted.stop - 1]) - table.first_token
+        first, last = ends // (side.block_size * side.context.size)
+        used = table.block_ids[first : last + 1]
         _check_once(field, table, used, written=table is theirs)
     return Pieces(mine, yours, tokens, tails, ours, theirs)
 
@@ -247,12 +251,12 @@ def _check_ids(field: str, ids: Ints, num_blocks: int) -> None:
         raise SpecError(field, int(wrong[0]), f"block ids from 0 to {num_blocks - 1}")
 
 
-def _check_once(field: str, table: BlockTable, blocks: Ints, *, written: bool) -> None:
-    """Raise `SpecError` if a block stands for two places in the table.
+def _check_once(field: str, table: BlockTable, ids: Ints, *, written: bool) -> None:
+    """Raise `SpecError` if one of the block *ids* that move stands for two places.
 
-    A block that is *written* may not stand anywhere else in it; of others, two that are read.
+    A block that is *written* may stand nowhere else in its table; one that is only read may, where
+    nothing of it moves.
     """
-    ids = table.block_ids[np.unique(blocks)]
     used = np.sort(table.block_ids[np.isin(table.block_ids, ids)] if written else ids)
     twice = used[:-1][used[:-1] == used[1:]]
     if len(twice):

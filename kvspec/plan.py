@@ -58,6 +58,14 @@ class TransferPlan:
             found.setdefault((edge.producer, edge.consumer), []).append(edge)
         return {pair: tuple(edges) for pair, edges in found.items()}
 
+    @cached_property
+    def _pairs(self) -> dict[tuple[str, str], GroupPair]:
+        return {(pair.producer.name, pair.consumer.name): pair for pair in self.pairs}
+
+    def pair_of(self, edge: Edge) -> GroupPair:
+        """Return the groups between which *edge* is."""
+        return self._pairs[edge.producer_group, edge.group]
+
     def between(self, producer: RankId, consumer: RankId) -> tuple[Edge, ...]:
         """Return the edges of one pair of ranks, one for each pair of groups."""
         return self._by_pair.get((producer, consumer), ())

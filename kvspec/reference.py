@@ -41,7 +41,7 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
         groups = [(group, parallel.context(rank)) for group, parallel, rank in sides]
         for each in edge.slices:
             for layer in each.layers or edge.layers:
-                spec = groups[1][0].spec.of_layer(layer)
+                spec = plan.pair_of(edge).specs[layer]
                 for part in (part for part in spec.parts if part.name in each.parts):
                     rows = _rows(request, each, spec, part, groups)
                     source = _view(producers[edge.producer], layer, part)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvspec.errors import SpecError
 from kvspec.ranges import EMPTY, mapping, positive_int
-from kvspec.specs import CrossAttentionSpec, LayerSpec
+from kvspec.specs import LayerSpec
 
 Ids = npt.NDArray[np.int64]
 MAX_ID = 2**63 - 1
@@ -139,9 +139,7 @@ class TransferRequest:
 
     def total(self, spec: LayerSpec) -> int:
         """Return how many tokens layers of *spec* count: the prompt's, or the encoder's."""
-        if isinstance(spec, CrossAttentionSpec) and self.encoder_tokens is not None:
-            return self.encoder_tokens
-        return self.num_tokens
+        return spec.total(self.num_tokens, self.encoder_tokens)
 
     def wanted(self, group: str, spec: LayerSpec) -> range:
         """Return the token positions of *group* that have to move."""

@@ -99,11 +99,13 @@ def row_sets(
 def _fused(region: Region, group: KVCacheGroup, context: Cyclic) -> tuple[Region, TokenSide]:
     """Take the kernel's blocks for one where they follow each other like rows of one block."""
     size, memory_size = group.spec.block_size, group.memory_block_size
-    if group.split > 1 and region.block_stride == region.states * region.state_stride:
+    row = region.state_stride if region.states > 1 else region.block_stride
+    if group.split > 1 and region.block_stride == region.states * row:
         region = attrs.evolve(
             region,
             num_blocks=region.num_blocks // group.split,
             block_stride=region.block_stride * group.split,
+            state_stride=row,
             states=region.states * group.split,
         )
         memory_size = size

@@ -29,10 +29,22 @@ class GroupPair:
 
     @cached_property
     def alike(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
-        """The shared layers by the consumer's spec of them: one entry unless sizes differ."""
+        """The shared layers by the consumer's spec of them: one entry unless sizes differ.
+
+        Of a state, the spec has the rows that both sides have.
+        """
         shared = set(self.layers)
         kept = ((s, tuple(x for x in names if x in shared)) for s, names in self.consumer.alike)
-        return tuple((spec, names) for spec, names in kept if names)
+        return tuple(
+            (spec.common_rows(self.producer.spec.of_layer(names[0])), names)
+            for spec, names in kept
+            if names
+        )
+
+    @cached_property
+    def specs(self) -> dict[str, LayerSpec]:
+        """The spec of each shared layer, by layer name."""
+        return {layer: spec for spec, names in self.alike for layer in names}
 
 
 def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPair]:

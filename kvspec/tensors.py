@@ -6,7 +6,7 @@ layout says about them is checked, and every contradiction is an error that name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import attrs
@@ -19,6 +19,7 @@ from kvspec.overlaps import check_apart
 from kvspec.parallel import RankId
 from kvspec.ranges import instance
 from kvspec.slices import Part
+from kvspec.specs import LayerSpec
 
 _NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "C": "byte"}
 
@@ -32,6 +33,7 @@ class _Array:
     strides: tuple[int, ...]
     itemsize: int
     memory: Memory
+    dtype: str
 
 
 def read(
@@ -105,6 +107,18 @@ def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, _Array]:  #
     }
 
 
+def _check_dtype(field: str, spec: LayerSpec, parts: Iterable[Part], array: _Array) -> None:
+    """Refuse elements of another float type than the spec's; plain bytes and ints may be any."""
+    if "float" not in array.dtype:
+        return
+    for part in parts:
+        wanted = spec.dtype_of(part.name)
+        if wanted is not None and "float" in wanted and wanted != array.dtype:
+            raise SpecError(
+                f"{field}.dtype", array.dtype, f"{wanted}, as the spec has, or plain bytes"
+            )
+
+
 def _layer(
     engine: EngineSpec,
     group: KVCacheGroup,
@@ -127,7 +141,9 @@ def _layer(
                 order = letters if planes else letters.replace("K", "")
             field = f"tensors[{layer!r}][{name!r}]"
             reader = _Reader(field, group.name, letters, _letters(order), array)
-            yield from ((array, region) for region in reader.regions(layer, held))
+            regions = list(reader.regions(layer, held))
+            _check_dtype(field, group.in_memory(layer), held, array)
+            yield from ((array, region) for region in regions)
     missing = [
         p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(named)
     ]
@@ -237,7 +253,8 @@ def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
         if tensor.dtype.hasobject:
             raise SpecError(f"{name}.dtype", str(tensor.dtype), "plain bytes, such as bfloat16")
         address, strides = tensor.ctypes.data, tensor.strides
-        return _Array(address, tensor.shape, strides, tensor.itemsize, _root(tensor))
+        dtype = str(tensor.dtype)
+        return _Array(address, tensor.shape, strides, tensor.itemsize, _root(tensor), dtype)
     for needed in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "layout"):
         if not hasattr(tensor, needed):
             raise SpecError(field, type(tensor).__name__, "a torch tensor or a numpy array")
@@ -255,7 +272,8 @@ def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
         0 if on_cpu else tensor.device.index or 0,
     )
     strides = tuple(each * size for each in tensor.stride())
-    return _Array(tensor.data_ptr(), tuple(tensor.shape), strides, size, memory)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _Array(tensor.data_ptr(), tuple(tensor.shape), strides, size, memory, dtype)
 
 
 def _root(array: np.ndarray[Any, Any]) -> Memory:

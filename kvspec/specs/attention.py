@@ -34,6 +34,10 @@ class AttentionSpec(LayerSpec):
             wanted = f"a multiple of tokens_per_state={self.tokens_per_state}"
             raise SpecError("block_size", self.block_size, wanted)
 
+    def dtype_of(self, part: str) -> str | None:  # noqa: ARG002
+        """Return the dtype of keys and values, unless they are packed."""
+        return None if self.state_content_bytes is not None else self.dtype
+
     def _rows(self, units: int, **contents: int) -> tuple[Part, ...]:
         if self.state_content_bytes is not None:
             contents = {"kv": self.state_content_bytes}
@@ -71,6 +75,10 @@ class FullAttentionSpec(AttentionSpec):
 @attrs.frozen(kw_only=True, slots=False)
 class CrossAttentionSpec(FullAttentionSpec):
     """Keys and values of the encoder's tokens; `live_tokens` takes the encoder's own count."""
+
+    def total(self, num_tokens: int, encoder_tokens: int | None) -> int:
+        """Return the encoder's tokens, if the request tells them."""
+        return num_tokens if encoder_tokens is None else encoder_tokens
 
 
 @attrs.frozen(kw_only=True, slots=False)

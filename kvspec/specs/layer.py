@@ -83,6 +83,18 @@ class LayerSpec:
         """Return the spec of one layer of a group that has this spec."""
         return self
 
+    def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
+        """Return how many tokens such a layer counts: the prompt's, unless it has others."""
+        return num_tokens
+
+    def dtype_of(self, part: str) -> str | None:  # noqa: ARG002
+        """Return the dtype of a part's elements, or None where its bytes are opaque."""
+        return None
+
+    def common_rows(self, other: LayerSpec) -> LayerSpec:  # noqa: ARG002
+        """Return this spec with the rows that *other*'s state has too; of tokens, all of them."""
+        return self
+
     def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
         """Return the bytes of one block of one layer on one rank, padding included."""
         _check_rank("tp_rank", tp_rank, "tp_size", tp_size)

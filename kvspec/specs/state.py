@@ -64,6 +64,19 @@ class MambaSpec(LayerSpec):
         """The state's own parts."""
         return self.state_parts
 
+    def dtype_of(self, part: str) -> str | None:
+        """Return the dtype of the temporal state or of the conv state."""
+        return self.ssm_dtype if part == "ssm" else self.dtype
+
+    def common_rows(self, other: LayerSpec) -> LayerSpec:
+        """Return this state with the rows that *other* has too, of each part of the same name."""
+        rows = {part.name: part.states for part in other.parts}
+        least = [min(part.states, rows.get(part.name, part.states)) for part in self.parts]
+        if least == [part.states for part in self.parts]:
+            return self
+        parts = zip(self.parts, least, strict=True)
+        return attrs.evolve(self, state_parts=[attrs.evolve(p, states=n) for p, n in parts])
+
     def live_tokens(self, num_tokens: int) -> range:
         """Return the position after which the state stands: the last of *num_tokens*."""
         n = positive_int("num_tokens", num_tokens, least=0)
