@@ -71,7 +71,7 @@ class Checker:
             return
         region = self.cache.region(layer, part.name)
         table = self.request.consumer_blocks[pair.consumer.name]
-        rows = tokens = np.arange(region.states)
+        rows = tokens = np.arange(part.states)
         states: Ints = np.zeros(len(rows), np.int64)
         if part.tokens_per_state:
             rows, tokens, states = self._row_states(pair, spec, part, table)
@@ -242,7 +242,19 @@ class Checker:
             kind="unwanted", consumer=self.cache.rank, layer="", part="", byte=address
         )
 
-    def _told(self, grid: Grid, kind: Kind, at: int, byte: int = 0) -> CounterExample:
+    def _byte(self, grid: Grid, kind: Kind, at: int) -> int:
+        """Return the first byte of a content that is missing, doubled, or written at all."""
+        each = grid.address[at] + np.arange(grid.part.content_bytes)
+        if grid.address[at] < 0:
+            return 0
+        if kind == "double":
+            return int(np.argmax(self.coverage.doubled(each, 1) > 0))
+        missing = self.coverage.missing(each, 1) > 0
+        return int(np.argmax(missing if kind == "missing" else ~missing))
+
+    def _told(self, grid: Grid, kind: Kind, at: int, byte: int | None = None) -> CounterExample:
+        if byte is None:
+            byte = self._byte(grid, kind, at)
         row, unit = divmod(at, len(grid.units))
         unit = grid.units[unit]
         parallel, part = self.plan.producer.parallel, grid.part

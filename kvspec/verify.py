@@ -20,6 +20,7 @@ from kvspec.parallel import RankId
 from kvspec.pieces import check_producer_holds
 from kvspec.plan import TransferPlan
 from kvspec.proof import Proof, prove
+from kvspec.ranges import Ints
 from kvspec.request import TransferRequest
 from kvspec.table import build_table
 
@@ -33,7 +34,7 @@ def verify(
     producers: Mapping[RankId, RankCache],
     consumers: Mapping[RankId, RankCache],
     request: TransferRequest,
-    descriptors: Mapping[tuple[RankId, RankId], Rows] | None = None,
+    descriptors: Mapping[tuple[RankId, RankId], npt.ArrayLike] | None = None,
 ) -> CounterExample | None:
     """Return the first byte of *request* that would not be right, or None if every byte is.
 
@@ -47,9 +48,10 @@ def verify(
             for rank, cache in consumers.items()
             for source in plan.sources(rank)
         }
+    moved = {pair: _rows(plan, pair, rows) for pair, rows in descriptors.items()}
     for rank, cache in consumers.items():
-        sources = tuple(source for source, target in descriptors if target == rank)
-        writes = [descriptors[source, rank].astype(np.int64) for source in sources]
+        sources = tuple(source for source, target in moved if target == rank)
+        writes = [moved[source, rank] for source in sources]
         numbers = np.repeat(np.arange(len(writes)), [len(each) for each in writes])
         table = np.concatenate([np.empty((0, 3), np.int64), *writes])
         order = np.argsort(table[:, 1], kind="stable")
@@ -58,6 +60,22 @@ def verify(
         if found is not None:
             return found
     return None
+
+
+def _rows(plan: TransferPlan, pair: tuple[RankId, RankId], rows: object) -> Ints:
+    """Return descriptors as int64 rows of three, if they are between two ranks of the plan."""
+    field = f"descriptors[{pair}]"
+    if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004 - two ranks
+        raise SpecError("descriptors", pair, "keys (producer RankId, consumer RankId)")
+    plan.producer.parallel.check_rank(pair[0], field)
+    plan.consumer.parallel.check_rank(pair[1], field)
+    found = np.asarray(rows)
+    if found.size == 0:
+        return np.empty((0, 3), np.int64)
+    if found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind not in "iu":  # noqa: PLR2004
+        told = f"{found.dtype} of shape {found.shape}"
+        raise SpecError(field, told, "integers of shape (n, 3): addresses and a length")
+    return found.astype(np.int64)
 
 
 def _check_given(
@@ -75,6 +93,11 @@ def _check_given(
         if missing:
             told = f"the cache of {', '.join(missing)}"
             raise SpecError(field, [str(rank) for rank in given], told)
+        for rank, cache in given.items():
+            if not isinstance(cache, RankCache) or cache.rank != rank:
+                found = cache.rank if isinstance(cache, RankCache) else type(cache).__name__
+                raise SpecError(f"{field}[{rank}]", str(found), "the cache of that rank")
+    request.check_groups([group.name for group in plan.consumer.groups])
     for pair in plan.pairs:
         for field, tables, group in (
             ("consumer_blocks", request.consumer_blocks, pair.consumer),
@@ -83,8 +106,8 @@ def _check_given(
             if group.name not in tables:
                 raise SpecError(field, sorted(tables), f"a block table for group {group.name!r}")
         virtual = pair.producer.spec.block_size * plan.producer.parallel.context_size
-        held = request.producer_blocks[pair.producer.name].tokens(virtual)
+        tokens = request.producer_blocks[pair.producer.name].tokens(virtual)
         for spec, _ in pair.alike:
             wanted = request.wanted(pair.consumer.name, spec)
             if wanted and all(part.tokens_per_state for part in spec.parts):
-                check_producer_holds(pair.producer.name, held, wanted)
+                check_producer_holds(pair.producer.name, tokens, wanted)
