@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec.testing import strategies
-from kvspec.testing.carve import deal_units, logical_views, rank_units
+from kvspec.testing.carve import deal_units, logical_views, rank_layers, rank_units
 
 RANK = kvspec.RankId()
 
@@ -44,12 +45,17 @@ def test_deals_by_hand() -> None:
 
 @attrs.frozen
 class Walk:
-    """Every byte of one group's storage on one rank, in the order that the letters say."""
+    """Every byte of one group's storage on one rank, in the order that the letters say.
+
+    *layers* are the stage's own; *blocks* those of a table, each of which is *split* in memory.
+    """
 
     engine: kvspec.EngineSpec
     rank: kvspec.RankId
     group: kvspec.KVCacheGroup
+    layers: tuple[str, ...]
     blocks: int
+    split: int
 
     def __iter__(self) -> Iterator[Mapping[str, Any] | None]:
         """Yield where each byte belongs, by letter ("K" the part); None for padding."""
@@ -63,19 +69,22 @@ class Walk:
 
     def parts(self, at: Mapping[str, Any]) -> list[kvspec.Part]:
         """Return the parts that lie in the box *at*."""
-        found = self.group.spec.of_layer(at.get("L", self.group.layers[0])).parts
+        found = self.group.spec.of_layer(at.get("L", self.layers[0])).parts
         found = tuple(part for part in found if at.get("T", part.tensor) == part.tensor)
         return [part for part in found if at.get("K", part.name) == part.name]
 
     def choices(self, letter: str, at: Mapping[str, Any]) -> Sequence[Any]:
         """Return what *letter* runs over inside the box *at*."""
         if letter in "LB":
-            return self.group.layers if letter == "L" else range(self.blocks)
+            return self.layers if letter == "L" else range(self.blocks * self.split)
         parts = self.parts(at)
         if letter in "TK":
             return list(dict.fromkeys(p.tensor if letter == "T" else p.name for p in parts))
         units = len(rank_units(self.engine, self.rank, parts[0]))
-        return range({"H": units, "N": parts[0].states, "C": parts[0].content_bytes}[letter])
+        rows = 0
+        while rows * self.split < parts[0].states:
+            rows += 1
+        return range({"H": units, "N": rows, "C": parts[0].content_bytes}[letter])
 
     def step(self, rest: str, at: Mapping[str, Any]) -> Iterator[Mapping[str, Any] | None]:
         """Yield the bytes of the box *at*, whose axes *rest* are still to come."""
@@ -92,24 +101,85 @@ class Walk:
             yield from [None] * ((page or written) - written)
 
 
-@given(strategies.groups().flatmap(lambda model: strategies.engines(model, 4)), st.integers(1, 3))
+def split_of(group: kvspec.KVCacheGroup) -> int:
+    """Return how many kernel's blocks fill one of the table's, tried one after the other."""
+    split = 1
+    while split * (group.kernel_block_size or group.spec.block_size) < group.spec.block_size:
+        split += 1
+    return split
+
+
+@given(strategies.engine_pairs(largest=4), st.integers(1, 3), st.data())
 @settings(max_examples=80)
 def test_views_show_each_byte_where_counting_finds_it(
-    engine: kvspec.EngineSpec, blocks: int
+    engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec], blocks: int, data: st.DataObject
 ) -> None:
     """Arrays cut by letters and bytes counted one by one in that order agree, for any layout."""
-    rank = engine.parallel.ranks[-1]
+    engine = engines[0]
+    rank = data.draw(st.sampled_from(engine.parallel.ranks))
+    storage, every, found = {}, {}, {}
     for group in engine.groups:
-        counted = list(Walk(engine, rank, group, blocks))
-        alone = attrs.evolve(engine, groups=(group,))
-        storage = {group.name: np.zeros(len(counted), np.uint8)}
-        views = logical_views(alone, rank, storage, blocks)
+        layers = tuple(each for each in group.layers if stage_of(engine, each) == rank.pp)
+        if layers:
+            walk = Walk(engine, rank, group, layers, blocks, split_of(group))
+            every[group.name] = list(walk)
+            storage[group.name] = np.zeros(len(every[group.name]), np.uint8)
+    views = logical_views(engine, rank, storage, blocks)
+    for name, counted in every.items():
         marks = [0 if at is None else number % 251 for number, at in enumerate(counted, 1)]
         for mark, at in zip(marks, counted, strict=True):
             if at is not None:
-                view = views[group.name, at["L"], at["K"]]
-                view[at["B"], at["H"], at["N"], at["C"]] = mark
-        assert marks == storage[group.name].tolist()
+                views[name, at["L"], at["K"]][at["B"], at["H"], at["N"], at["C"]] = mark
+        found[name] = marks
+    assert found == {name: flat.tolist() for name, flat in storage.items()}
+
+
+def stage_of(engine: kvspec.EngineSpec, layer: str) -> int:
+    """Return the stage of a layer: the one that names it, or whose share of numbers it is in."""
+    stages, size = engine.parallel.stages, engine.parallel.pp_size
+    if stages is not None:
+        return next(at for at, names in enumerate(stages) if layer in names)
+    if size == 1:
+        return 0
+    layers = [each for group in engine.groups for each in group.layers]
+    number = {each: int(next(iter(re.findall(r"[0-9]+", each)))) for each in layers}
+    place = sorted(set(number.values())).index(number[layer])
+    return max(s for s in range(size) if s * len(set(number.values())) // size <= place)
+
+
+def test_stages_by_hand() -> None:
+    """Five numbers on two stages are 2 + 3; layers of one number stay together."""
+    spec = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="uint8")
+    names = tuple(f"{kind}.{at}" for at in (9, 2, 4, 7, 5) for kind in ("key", "index"))
+    group = kvspec.KVCacheGroup(name="g", layers=names, spec=spec)
+    engine = kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(pp_size=2))
+    found = [rank_layers(engine, rank, group) for rank in engine.parallel.ranks]
+    assert [["key.2", "index.2", "key.4", "index.4"], [x for x in names if x[-1] in "975"]] == found
+
+
+def test_kernel_blocks_by_hand() -> None:
+    """A block of 4 tokens cut in kernel blocks of 2: twice as many, of two rows each."""
+    spec = kvspec.MLAAttentionSpec(block_size=4, head_size=3, dtype="uint8")
+    engine = engine_of(spec, "LBHNC")
+    cut = attrs.evolve(engine.groups[0], kernel_block_size=2)
+    storage = {"g": np.arange(48, dtype=np.uint8)}
+    views = logical_views(attrs.evolve(engine, groups=(cut,)), RANK, storage, 2)
+    assert (4, 1, 2, 3) == views["g", "b", "latent"].shape
+    assert [[30, 31, 32], [33, 34, 35]] == views["g", "b", "latent"][1, 0].tolist()
+
+
+def test_one_memory_of_two_groups_by_hand() -> None:
+    """Groups that share an array both begin with its first byte; the smaller ends before it."""
+    spec = kvspec.MLAAttentionSpec(block_size=1, head_size=3, dtype="uint8", page_size_padded=4)
+    groups = tuple(
+        kvspec.KVCacheGroup(name=name, layers=layers, spec=spec)
+        for name, layers in (("g", ("a", "b")), ("h", ("c",)))
+    )
+    flat = np.arange(24, dtype=np.uint8)
+    engine = kvspec.EngineSpec(groups=groups)
+    views = logical_views(engine, RANK, {"g": flat, "h": flat}, 3)
+    assert [[0, 1, 2], [4, 5, 6], [8, 9, 10]] == views["h", "c", "latent"][:, 0, 0].tolist()
+    assert [[12, 13, 14], [16, 17, 18], [20, 21, 22]] == views["g", "b", "latent"][:, 0, 0].tolist()
 
 
 def test_a_page_by_hand() -> None:

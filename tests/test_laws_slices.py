@@ -21,7 +21,7 @@ from kvspec.testing.carve import deal_units
 from kvspec.testing.strategies import POLICIES, specs, tp_sizes
 
 SIZES = tp_sizes(16)
-MANY = settings(max_examples=10 * settings.default.max_examples)
+MANY = settings(max_examples=5 * settings.default.max_examples)
 POLICY = st.sampled_from(POLICIES)
 GQA = kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=2, head_size=1, dtype="uint8")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 
 import kvspec
-from kvspec.testing import oracle, strategies
+from kvspec.testing import oracle, positions, strategies
 from kvspec.testing.carve import logical_views, rank_units
 
 WORD = 2**64 - 1
@@ -84,7 +86,7 @@ def test_live_positions_by_hand(
     request = kvspec.TransferRequest(
         request_id="r", num_tokens=tokens, encoder_tokens=3, producer_blocks={}, consumer_blocks={}
     )
-    assert live == oracle.live_positions(spec, request).nonzero()[0].tolist()
+    assert live == positions.live_positions(spec, request).nonzero()[0].tolist()
 
 
 Place = tuple[str, str, int, int, int, int]
@@ -111,48 +113,127 @@ def storage_of(case: strategies.Case, rank: kvspec.RankId) -> dict[str, npt.NDAr
     return storage
 
 
+def slow_tokens(engine: kvspec.EngineSpec, rank: kvspec.RankId, first: int) -> Iterator[int]:
+    """Yield the positions from *first* that *rank* stores: cards dealt to the context ranks."""
+    parallel = engine.parallel
+    if parallel.context_ranks is None:
+        seats = {
+            (pcp, tp): pcp * parallel.dcp_size + dcp
+            for pcp in range(parallel.pcp_size)
+            for tp, dcp in zip(range(parallel.tp_size), cycle(range(parallel.dcp_size)))
+        }
+    else:
+        seats = {
+            (pcp, tp): seat
+            for pcp, row in enumerate(parallel.context_ranks)
+            for tp, seat in enumerate(row)
+        }
+    rounds = cycle(sorted(set(seats.values())))
+    for start in count(0, parallel.interleave_size):
+        if next(rounds) == seats[rank.pcp, rank.tp]:
+            for token in range(start, start + parallel.interleave_size):
+                if token >= first:
+                    yield token
+
+
+def slow_tokens_of_row(
+    case: strategies.Case, rank: kvspec.RankId, name: str, part: kvspec.Part, at: tuple[int, int]
+) -> list[int] | None:
+    """Return the positions of the row *at* (block in memory, row of it); None: not the request's.
+
+    The table is unrolled row by row: the kernel's blocks of each of its own, and their rows.
+    """
+    group, table = case.consumer.group(name), case.request.consumer_blocks[name]
+    kernel = group.kernel_block_size or group.spec.block_size
+    tokens = slow_tokens(case.consumer, rank, table.first_token)
+    for own in list(table.block_ids):
+        for piece in range(group.spec.block_size // kernel):
+            for row in range(kernel // part.tokens_per_state):
+                first = next(tokens)
+                for _ in range(part.tokens_per_state - 1):
+                    next(tokens)
+                if at == (own * (group.spec.block_size // kernel) + piece, row):
+                    return [first + i for i in range(part.tokens_per_state)]
+    return None
+
+
 def slow_verdict(
     case: strategies.Case, rank: kvspec.RankId, name: str, place: Place | None
 ) -> int | str:
     """Return what one byte of a consumer must be: its true value, "same" or "any"."""
-    request, table = case.request, case.request.consumer_blocks[name]
-    if place is None or place[2] not in list(table.block_ids):
+    request = case.request
+    if place is None or name not in request.consumer_blocks or excluded(case, place[0]):
         return "same"
     layer, part_name, block, unit, row, byte = place
     spec = case.consumer.group(name).spec.of_layer(layer)
     part = next(part for part in spec.parts if part.name == part_name)
     cached = request.cached_tokens
-    cached = cached if isinstance(cached, int) else cached[name]
+    cached = cached if isinstance(cached, int) else cached.get(name, 0)
     head = rank_units(case.consumer, rank, part)[unit]
     if not part.tokens_per_state:
-        if cached >= request.num_tokens:
-            return "same"
-        return slow_content(layer, part_name, head, row, byte, seed=9, seen=request.num_tokens)
-    start = table.first_token + list(table.block_ids).index(block) * spec.block_size
-    tokens = [start + row * part.tokens_per_state + i for i in range(part.tokens_per_state)]
-    live = set(oracle.live_positions(spec, request).nonzero()[0].tolist())
+        slot = list(request.consumer_blocks[name].block_ids)
+        true = slow_content(layer, part_name, head, row, byte, seed=9, seen=request.num_tokens)
+        return "same" if cached >= request.num_tokens or [block] != slot else true
+    tokens = slow_tokens_of_row(case, rank, name, part, (block, row)) or [-1]
+    live = set(positions.live_positions(spec, request).nonzero()[0].tolist())
     if any(token in live and token >= cached for token in tokens):
         return slow_content(layer, part_name, head, tokens[0], byte, seed=9)
-    return "same" if any(token < cached for token in tokens) else "any"
+    return "same" if any(token < cached for token in tokens) or tokens == [-1] else "any"
+
+
+def excluded(case: strategies.Case, layer: str) -> bool:
+    """Return whether a group of either side names *layer* as excluded."""
+    engines = case.producer, case.consumer
+    return any(layer in group.excluded for engine in engines for group in engine.groups)
+
+
+def slow_layers(engine: kvspec.EngineSpec, rank: kvspec.RankId) -> set[str]:
+    """Return the layers of a rank's stage: a number at a time goes to the stage whose turn it is.
+
+    Stage s of S holds the numbers from s N // S on, of N.
+    """
+    layers = [layer for group in engine.groups for layer in group.layers]
+    numbers = {layer: int((re.findall(r"[0-9]+", layer) or ["-1"])[0]) for layer in layers}
+    stages: Any = engine.parallel.stages
+    if stages is None:
+        known = sorted(set(numbers.values()))
+        starts = [s * len(known) // engine.parallel.pp_size for s in range(rank.pp, rank.pp + 2)]
+        own = known[starts[0] : starts[1]]
+        return {layer for layer in layers if engine.parallel.pp_size == 1 or numbers[layer] in own}
+    stage = stages[rank.pp]
+    return {
+        each for each in layers if (numbers[each] if isinstance(stage, range) else each) in stage
+    }
 
 
 @given(strategies.cases(largest=3))
 @settings(max_examples=60)
 def test_expectation_agrees_with_one_byte_at_a_time(case: strategies.Case) -> None:
     """A live uncached byte is true, a dead one of the request's own free, any other is kept."""
-    rank = case.consumer.parallel.ranks[-1]
-    before = storage_of(case, rank)
-    rest = case.consumer_pool, case.request.consumer_blocks, case.request
-    oracle.spoil(case.consumer, rank, before, *rest, seed=9)
-    must, may = oracle.expected(case.consumer, rank, before, *rest, seed=9)
-    for name, counted in places(case, rank).items():
-        verdicts = [slow_verdict(case, rank, name, place) for place in counted]
-        kept = [
-            int(old) if isinstance(verdict, str) else verdict
-            for old, verdict in zip(before[name], verdicts, strict=True)
-        ]
-        assert kept == must[name].tolist()
-        assert [int(verdict == "any") for verdict in verdicts] == may[name].tolist()
+    ranks = case.consumer.parallel.ranks
+    for rank in {ranks[0], ranks[-1]}:
+        before = storage_of(case, rank)
+        rest = case.consumer_pool, case.request.consumer_blocks, case.request
+        oracle.spoil(case.consumer, rank, before, *rest, seed=9)
+        must, may = oracle.expected(
+            case.consumer, rank, before, *rest, seed=9, source=case.producer
+        )
+        for name, counted in places(case, rank).items():
+            group = case.consumer.group(name)
+            units = {
+                layer
+                for layer in slow_layers(case.consumer, rank) & set(group.layers)
+                for part in group.spec.of_layer(layer).parts
+                if rank_units(case.consumer, rank, part)
+            }
+            assert units == {place[0] for place in counted if place is not None}
+            verdicts = [slow_verdict(case, rank, name, place) for place in counted]
+            kept = [
+                int(old) if isinstance(verdict, str) else verdict
+                for old, verdict in zip(before[name], verdicts, strict=True)
+            ]
+            assert kept == must[name].tolist()
+            assert [int(verdict == "any") for verdict in verdicts] == may[name].tolist()
 
 
 @given(strategies.cases(largest=3))
@@ -171,7 +252,7 @@ def test_a_producer_holds_true_bytes_and_a_consumer_none(case: strategies.Case) 
         logical_views(case.consumer, rank, each, case.consumer_pool)
         for each in (must, blank, storage)
     )
-    for rows in oracle._rows(case.consumer, rank, full.consumer_blocks, full):
+    for rows in positions.rows_of(case.consumer, rank, full.consumer_blocks, full):
         at = rows.block[rows.live], slice(None), rows.row[rows.live]
         assert true[rows.key][at].tolist() == filled[rows.key][at].tolist()
         assert not (true[rows.key][at] == wrong[rows.key][at]).any()
@@ -245,7 +326,7 @@ def test_the_oracle_starts_light_and_alone() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert got.stdout.strip() == "[]"
-    for module in ("carve", "oracle"):
+    for module in ("carve", "positions", "oracle"):
         text = (Path(kvspec.__path__[0]) / "testing" / f"{module}.py").read_text()
         imports = [line for line in text.splitlines() if line.startswith(("import", "from"))]
         judged = [x for x in imports if "kvspec" in x and "kvspec.testing" not in x]

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
+from math import gcd
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import kvspec
-from kvspec.testing.carve import rank_units
+from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.oracle import live_positions
+from kvspec.testing.positions import context_of, live_positions, own_positions
 from kvspec.testing.strategies import (
     NAMED_LAYOUTS,
     POLICIES,
@@ -54,23 +55,101 @@ def drawn() -> tuple[Case, ...]:
 def cached_of(case: Case, group: kvspec.KVCacheGroup) -> int:
     """Return how many tokens of *group* the consumer has."""
     cached = case.request.cached_tokens
-    return cached if isinstance(cached, int) else cached[group.name]
+    return cached if isinstance(cached, int) else cached.get(group.name, 0)
 
 
 def token_groups(case: Case) -> list[kvspec.KVCacheGroup]:
-    """Return the consumer's groups whose rows are tokens."""
-    return [group for group in case.consumer.groups if not is_state(group.spec)]
+    """Return the consumer's groups that move and whose rows are tokens."""
+    return [own for _, own in pairs(case) if not is_state(own.spec)]
+
+
+Group = kvspec.KVCacheGroup
+
+
+def pairs(case: Case) -> list[tuple[Group, Group]]:
+    """Return the producer's and the consumer's group of each name, but for drafts' own."""
+    theirs = {group.name: group for group in case.consumer.groups if group.name != "draft"}
+    return [(each, theirs[each.name]) for each in case.producer.groups if each.name in theirs]
+
+
+def any_pair(case: Case, test: Callable[[Group, Group], bool]) -> bool:
+    """Return whether *test* holds for both sides' groups of any name, of rows that are tokens."""
+    return any(test(a, b) for a, b in pairs(case) if not is_state(a.spec))
+
+
+def stages(case: Case) -> tuple[int, int]:
+    """Return how many pipeline stages each side has."""
+    return case.producer.parallel.pp_size, case.consumer.parallel.pp_size
+
+
+def contexts(case: Case) -> tuple[int, int]:
+    """Return over how many context ranks each side deals the tokens of a group."""
+    if not token_groups(case):
+        return 1, 1
+    ours, theirs = (context_of(e, kvspec.RankId())[1] for e in (case.producer, case.consumer))
+    return ours, theirs
+
+
+def uneven(engine: kvspec.EngineSpec) -> bool:
+    """Return whether stages hold different counts of layers."""
+    return len({sum(map(len, each)) for each in shares(engine)}) > 1
+
+
+def shares(engine: kvspec.EngineSpec) -> list[list[list[str]]]:
+    """Return the layers of each group, for each stage."""
+    stages = [kvspec.RankId(pp=stage) for stage in range(engine.parallel.pp_size)]
+    return [[rank_layers(engine, stage, group) for group in engine.groups] for stage in stages]
+
+
+def missing(engine: kvspec.EngineSpec) -> bool:
+    """Return whether a stage has layers, but none of one of the groups."""
+    return any(any(each) and not all(each) for each in shares(engine))
+
+
+def cut(blocks: tuple[int, int]) -> bool:
+    """Return whether neither of two block sizes divides the other."""
+    return blocks[0] % blocks[1] != 0 != blocks[1] % blocks[0]
+
+
+def blocks(one: Group, other: Group) -> tuple[int, int]:
+    """Return both block sizes."""
+    return one.spec.block_size, other.spec.block_size
+
+
+def cell(one: Group, other: Group) -> int:
+    """Return the tokens that both sides' blocks in memory cut alike, contexts aside."""
+    return gcd(*((each.kernel_block_size or each.spec.block_size) for each in (one, other)))
+
+
+def boundary(case: Case, group: Group) -> int:
+    """Return the cached boundary of a group if it lies inside what the request has, else 0."""
+    cached = cached_of(case, group)
+    return cached if 0 < cached < length_of(group, case.request) else 0
+
+
+def sharing_replicas(engine: kvspec.EngineSpec) -> bool:
+    """Return whether ranks hold the same of several heads, and different tokens of it."""
+    return any(
+        own_positions(engine, one, 0, 8).tolist() != own_positions(engine, other, 0, 8).tolist()
+        for group in engine.groups
+        if not is_state(group.spec)
+        for part in parts_of([group])
+        if part.units > 1
+        for one, other in product(engine.parallel.ranks, repeat=2)
+        if one.pcp == other.pcp and rank_units(engine, one, part) == rank_units(engine, other, part)
+    )
 
 
 def replicated(engine: kvspec.EngineSpec, part: kvspec.Part) -> bool:
     """Return whether two ranks of *engine* hold the same, of a part that could be dealt."""
-    hands = [tuple(rank_units(engine, rank, part)) for rank in engine.parallel.ranks]
+    ranks = [kvspec.RankId(tp=tp) for tp in range(engine.parallel.tp_size)]
+    hands = [tuple(rank_units(engine, rank, part)) for rank in ranks]
     return part.units > part.deal_in and len(set(hands)) < len(hands)
 
 
 def any_part(case: Case, test: Callable[[kvspec.Part], bool]) -> bool:
     """Return whether *test* holds for any part."""
-    return any(map(test, parts_of(case.producer.groups)))
+    return any(map(test, parts_of([group for group, _ in pairs(case)])))
 
 
 def sizes(case: Case) -> tuple[int, int]:
@@ -219,8 +298,7 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     "something cached by group": lambda c: not isinstance(c.request.cached_tokens, int),
     "a padded page": lambda c: any(g.spec.page_size_padded for g in c.consumer.groups),
     "pages padded differently": lambda c: any(
-        a.spec.page_size_padded != b.spec.page_size_padded
-        for a, b in zip(c.producer.groups, c.consumer.groups, strict=True)
+        a.spec.page_size_padded != b.spec.page_size_padded for a, b in pairs(c)
     ),
     "unequal layouts": lambda c: letters(c.producer) != letters(c.consumer),
     "planes against packed": lambda c: len(planes(c)) == 2,
@@ -234,20 +312,162 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     ),
     "states and tokens together": hybrid,
     "an encoder of its own length": lambda c: c.request.encoder_tokens is not None,
-    "one rank to one": lambda c: sizes(c) == (1, 1),
+    "one rank to one": lambda c: (
+        len(c.producer.parallel.ranks) == len(c.consumer.parallel.ranks) == 1
+    ),
+}
+
+AXES: dict[str, Callable[[Case], bool]] = {
+    "PP on P only, uneven": lambda c: stages(c)[0] > stages(c)[1] == 1 and uneven(c.producer),
+    "PP on D only, uneven": lambda c: stages(c)[1] > stages(c)[0] == 1 and uneven(c.consumer),
+    "PP on both, uneven": lambda c: (
+        min(stages(c)) > 1 and uneven(c.producer) and uneven(c.consumer)
+    ),
+    "PP on both, of other sizes": lambda c: min(stages(c)) > 1 and len(set(stages(c))) > 1,
+    "stages by layer numbers": lambda c: (
+        max(stages(c)) > 1 and None in (c.producer.parallel.stages, c.consumer.parallel.stages)
+    ),
+    "a stage without layers of a group on P": lambda c: missing(c.producer),
+    "a stage without layers of a group on D": lambda c: missing(c.consumer),
+    "a stage without layers": lambda c: any(
+        not any(each) for each in (*shares(c.producer), *shares(c.consumer))
+    ),
+    "states at unequal TP with PP": lambda c: (
+        max(stages(c)) > 1
+        and sizes(c)[0] != sizes(c)[1]
+        and any(is_state(a.spec) for a, _ in pairs(c))
+    ),
+    "tokens dealt on P only": lambda c: contexts(c)[0] > contexts(c)[1] == 1,
+    "tokens dealt on D only": lambda c: contexts(c)[1] > contexts(c)[0] == 1,
+    "tokens dealt on both, to other sizes": lambda c: (
+        min(contexts(c)) > 1 and len(set(contexts(c))) > 1
+    ),
+    "DCP on both": lambda c: (
+        min(contexts(c)) > 1 and min(e.parallel.dcp_size for e in (c.producer, c.consumer)) > 1
+    ),
+    "tokens dealt on both, by other interleaves": lambda c: (
+        min(contexts(c)) > 1
+        and len({e.parallel.interleave_size for e in (c.producer, c.consumer)}) > 1
+    ),
+    "interleaves that do not divide": lambda c: (
+        min(contexts(c)) > 1
+        and cut((c.producer.parallel.interleave_size, c.consumer.parallel.interleave_size))
+    ),
+    "tokens dealt alike": lambda c: (
+        min(contexts(c)) > 1
+        and contexts(c)[0] == contexts(c)[1]
+        and c.producer.parallel.interleave_size == c.consumer.parallel.interleave_size
+    ),
+    "PCP and DCP together": lambda c: any(
+        e.parallel.pcp_size > 1 and e.parallel.dcp_size > 1 for e in (c.producer, c.consumer)
+    ),
+    "PCP that replicates on P": lambda c: c.producer.parallel.pcp_size > contexts(c)[0] == 1,
+    "PCP that replicates on D": lambda c: c.consumer.parallel.pcp_size > contexts(c)[1] == 1,
+    "explicit context ranks": lambda c: any(
+        e.parallel.context_ranks is not None and size > 1
+        for e, size in zip((c.producer, c.consumer), contexts(c), strict=True)
+    ),
+    "replicas of heads that share the tokens": lambda c: (
+        max(contexts(c)) > 1 and (sharing_replicas(c.producer) or sharing_replicas(c.consumer))
+    ),
+    "dealt tokens and a cached prefix": lambda c: (
+        max(contexts(c)) > 1 and any(boundary(c, g) for g in token_groups(c))
+    ),
+    "dealt tokens and a cached boundary in an interleave": lambda c: (
+        max(contexts(c)) > 1
+        and any(boundary(c, g) % c.consumer.parallel.interleave_size for g in token_groups(c))
+    ),
+    "dealt tokens and unequal blocks": lambda c: (
+        max(contexts(c)) > 1 and any_pair(c, lambda a, b: len(set(blocks(a, b))) > 1)
+    ),
+    "dealt tokens and a window": lambda c: (
+        max(contexts(c)) > 1 and any(window_start(c, g) for g in token_groups(c))
+    ),
+    "dealt tokens and kernel blocks": lambda c: (
+        max(contexts(c)) > 1 and any_pair(c, lambda a, b: a.split * b.split > 1)
+    ),
+    "dealt tokens, stripes and replicas": lambda c: (
+        max(contexts(c)) > 1
+        and c.replicas == "stripe"
+        and any_part(c, lambda p: p.units * contexts(c)[0] < len(c.producer.parallel.ranks))
+    ),
+    "dealt tokens and a table that starts late": lambda c: any(
+        size > 1 and any(tables(c, g)[at].first_token for g in token_groups(c))
+        for at, size in enumerate(contexts(c))
+    ),
+    "several blocks of dealt tokens": lambda c: any(
+        size > 1 and any(len(tables(c, g)[at].block_ids) > 1 for g in token_groups(c))
+        for at, size in enumerate(contexts(c))
+    ),
+    "blocks of P that D's divide": lambda c: any_pair(
+        c, lambda a, b: blocks(a, b)[0] % blocks(a, b)[1] == 0 < blocks(a, b)[0] - blocks(a, b)[1]
+    ),
+    "blocks of D that P's divide": lambda c: any_pair(
+        c, lambda a, b: blocks(a, b)[1] % blocks(a, b)[0] == 0 < blocks(a, b)[1] - blocks(a, b)[0]
+    ),
+    "larger blocks on P that do not divide": lambda c: any_pair(
+        c, lambda a, b: cut(blocks(a, b)) and a.spec.block_size > b.spec.block_size
+    ),
+    "larger blocks on D that do not divide": lambda c: any_pair(
+        c, lambda a, b: cut(blocks(a, b)) and a.spec.block_size < b.spec.block_size
+    ),
+    "kernel blocks on P": lambda c: any_pair(c, lambda a, b: a.split > b.split == 1),
+    "kernel blocks on D": lambda c: any_pair(c, lambda a, b: b.split > a.split == 1),
+    "kernel blocks on both, unequal": lambda c: any_pair(
+        c, lambda a, b: min(a.split, b.split) > 1 and a.split != b.split
+    ),
+    "compressed rows and unequal blocks": lambda c: any_pair(
+        c, lambda a, b: len(set(blocks(a, b))) > 1 and parts_of([a])[0].tokens_per_state > 1
+    ),
+    "unequal blocks and a window start in one": lambda c: any_pair(
+        c,
+        lambda a, b: len(set(blocks(a, b))) > 1 and window_start(c, b) % min(blocks(a, b)) != 0,
+    ),
+    "a cached boundary in a cell": lambda c: any_pair(c, lambda a, b: boundary(c, b) % cell(a, b)),
+    "a cached boundary between cells of a block": lambda c: any_pair(
+        c,
+        lambda a, b: boundary(c, b) % cell(a, b) == 0 < boundary(c, b) % b.spec.block_size,
+    ),
+    "groups with their own blocks": lambda c: (
+        len({group.spec.block_size for group in token_groups(c)}) > 1
+    ),
+    "a draft layer on P": lambda c: drafts(c.producer, c.consumer, alone=False),
+    "a draft layer on D": lambda c: drafts(c.consumer, c.producer, alone=False),
+    "a group of drafts on P": lambda c: drafts(c.producer, c.consumer, alone=True),
+    "a group of drafts on D": lambda c: drafts(c.consumer, c.producer, alone=True),
+    "a layer that one side excludes": lambda c: any(
+        a.layers == b.layers and a.excluded != b.excluded for a, b in pairs(c)
+    ),
+    "no table for a group of drafts": lambda c: any(
+        group.name not in tables
+        for engine, tables in (
+            (c.producer, c.request.producer_blocks),
+            (c.consumer, c.request.consumer_blocks),
+        )
+        for group in engine.groups
+    ),
 }
 
 
-@pytest.mark.parametrize("name", REACHED)
+def drafts(engine: kvspec.EngineSpec, other: kvspec.EngineSpec, *, alone: bool) -> bool:
+    """Return whether *engine* excludes a layer that *other* lacks, in a group of its own or not."""
+    known = {layer for group in other.groups for layer in group.layers}
+    return any(
+        (group.name == "draft") == alone and set(group.excluded) - known for group in engine.groups
+    )
+
+
+@pytest.mark.parametrize("name", REACHED | AXES)
 def test_a_hard_case_is_reached(name: str) -> None:
     """At least three of the cases drawn are of this sort, so the laws meet it in every run."""
-    assert sum(map(bool, map(REACHED[name], drawn()))) >= 3
+    test = (REACHED | AXES)[name]
+    assert sum(map(bool, map(test, drawn()))) >= 3
 
 
 def test_every_kind_layout_and_policy_is_reached() -> None:
     """All kinds of layer, the ten named layouts and others, and all election policies are drawn."""
     groups = [group.name for case in drawn() for group in case.producer.groups]
-    assert set(KINDS) == set(groups)
+    assert {*KINDS, "draft"} == set(groups)
     layouts = {each for case in drawn() for each in letters(case.consumer)}
     assert set(NAMED_LAYOUTS) < layouts
     assert set(POLICIES) == {case.replicas for case in drawn()}

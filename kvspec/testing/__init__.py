@@ -4,7 +4,8 @@ Importing this package imports neither hypothesis nor torch; `strategies` needs 
 """
 
 from kvspec.testing.carve import deal_units, logical_views, rank_units
-from kvspec.testing.oracle import check, content, expected, fill, live_positions, spoil
+from kvspec.testing.oracle import check, content, expected, fill, spoil
+from kvspec.testing.positions import live_positions
 
 __all__ = [
     "check",

@@ -74,19 +74,56 @@ class _Plane:
         return total
 
 
+def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[str]:
+    """Return the layers of *group* that *rank*'s pipeline stage holds.
+
+    Stages that are not given hold runs of layer numbers, dealt like heads: one by one, in order.
+    """
+    stages = engine.parallel.stages
+    if engine.parallel.pp_size == 1 and stages is None:
+        return list(group.layers)
+    numbers = {layer: _number(layer) for each in engine.groups for layer in each.layers}
+    if stages is None:
+        order = sorted({number for number in numbers.values() if number is not None})
+        shares: list[list[int]] = [[] for _ in range(engine.parallel.pp_size)]
+        stage = 0
+        for at, number in enumerate(order):
+            while (stage + 1) * len(order) // len(shares) <= at:
+                stage += 1
+            shares[stage].append(number)
+        own = shares[rank.pp]
+        return [layer for layer in group.layers if numbers[layer] in own]
+    mine = stages[rank.pp]
+    if isinstance(mine, range):
+        return [layer for layer in group.layers if numbers[layer] in mine]
+    return [layer for layer in group.layers if layer in mine]
+
+
+def _number(layer: str) -> int | None:
+    digits = "".join(char if char.isdigit() else " " for char in layer).split()
+    return int(digits[0]) if digits else None
+
+
+def block_split(group: KVCacheGroup) -> int:
+    """Return how many blocks in memory one block of a table is."""
+    kernel = group.kernel_block_size
+    return 1 if kernel is None else group.spec.block_size // kernel
+
+
 def _planes(engine: EngineSpec, rank: RankId, group: KVCacheGroup, blocks: int) -> list[_Plane]:
+    split = block_split(group)
     return [
         _Plane(
             layer,
             part,
             {
-                "B": blocks,
+                "B": blocks * split,
                 "H": len(rank_units(engine, rank, part)),
-                "N": part.states,
+                "N": part.states // split,
                 "C": part.content_bytes,
             },
         )
-        for layer in group.layers
+        for layer in rank_layers(engine, rank, group)
         for part in group.spec.of_layer(layer).parts
     ]
 
@@ -150,20 +187,27 @@ def _lone(planes: Sequence[_Plane], letter: str) -> bool:
     return all(plane.counts[letter] == 1 for plane in planes)
 
 
+def _pages(group: KVCacheGroup, planes: Sequence[_Plane]) -> list[int]:
+    """Return the bytes of one block of each layer, its padding included."""
+    return [
+        group.spec.of_layer(some[0].layer).page_size_padded
+        or sum(plane.size("HNC") for plane in some)
+        for some in _apart(planes, "L")
+    ]
+
+
+def _group_bytes(group: KVCacheGroup, planes: Sequence[_Plane]) -> int:
+    return planes[0].counts["B"] * sum(_pages(group, planes))
+
+
 def _carve_group(
     flat: Bytes, letters: str, group: KVCacheGroup, planes: Sequence[_Plane]
 ) -> Iterator[tuple[_Plane, Bytes]]:
     """Cut the storage of one group, layers and blocks first where pages lie in one piece."""
     layers = list(_apart(planes, "L"))
-    padded = [
-        getattr(group.spec.of_layer(layer), "page_size_padded", None) for layer in group.layers
-    ]
-    pages = [
-        pad or sum(plane.size("HNC") for plane in some)
-        for pad, some in zip(padded, layers, strict=True)
-    ]
+    pages = _pages(group, planes)
     blocks = planes[0].counts["B"]
-    size = blocks * sum(pages)
+    size = _group_bytes(group, planes)
     if flat.ndim != 1 or (flat.size != size and size):  # a rank that holds nothing has what it has
         raise ValueError(f"group {group.name}: storage {flat.shape} bytes, wanted ({size},)")
     flat = flat[:size]
@@ -171,7 +215,7 @@ def _carve_group(
     if all(_lone(planes, letter) for letter in outside if letter not in "LB"):
         letters = "".join(sorted(letters, key=lambda letter: letter not in "LB"))
     if planes[0].part.tokens_per_state and letters[:2] not in {"LB", "BL"}:
-        if any(padded):
+        if any(group.spec.of_layer(some[0].layer).page_size_padded for some in layers):
             raise ValueError(f"group {group.name}: {letters} has no page whose end could be padded")
         yield from _carve(flat, letters, planes)
         return
@@ -189,14 +233,21 @@ def _carve_group(
 def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
     """Return {(group, layer, part): array [B, H local, N, C bytes]}, writable views on *storage*.
 
-    *storage* is one flat uint8 array a group. Cut only from the layout letters, outermost first.
+    *storage* is one flat uint8 array a group, or one that all groups share from its first byte. Cut
+    only from the layout letters, outermost first. B and N count blocks in memory and their rows:
+    the kernel's, where tables' blocks are cut finer.
     """
     views: Views = {}
+    shared = len({id(flat) for flat in storage.values()}) < len(storage)
     for group in engine.groups:
         blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
         planes = _planes(engine, rank, group, blocks)
         name = group.layout or engine.layout
         letters = _ALIASES.get(name, name)
-        for plane, view in _carve_group(storage[group.name], letters, group, planes):
+        if not planes:
+            continue  # no layer of the group is on this rank's stage
+        flat = storage[group.name]
+        flat = flat[: _group_bytes(group, planes)] if shared else flat
+        for plane, view in _carve_group(flat, letters, group, planes):
             views[group.name, plane.layer, plane.part.name] = view
     return views

@@ -67,17 +67,14 @@ def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str
     raise AssertionError(f"{length} bytes at {address:#x} are not in any storage of this rank")
 
 
-def held(engine: EngineSpec, pool: dict[str, int]) -> Held:
+def held(engine: EngineSpec, pool: dict[str, int], *, shared: bool = False) -> Held:
     """Return the cache and storage of every rank of *engine*."""
-    return {rank: allocate(engine, rank, pool) for rank in engine.parallel.ranks}
+    return {rank: allocate(engine, rank, pool, shared=shared) for rank in engine.parallel.ranks}
 
 
 def snapshot(ranks: Held) -> dict[RankId, Storage]:
     """Return a copy of every rank's storage."""
-    return {
-        rank: {name: flat.copy() for name, flat in storage.items()}
-        for rank, (_, storage) in ranks.items()
-    }
+    return {rank: oracle.each_array(storage, np.copy) for rank, (_, storage) in ranks.items()}
 
 
 @attrs.frozen
@@ -116,7 +113,13 @@ class World:
             line
             for rank, (_, after) in self.consumers.items()
             for line in oracle.check(
-                self.case.consumer, rank, self.before[rank], after, *self.rest(), seed=SEED
+                self.case.consumer,
+                rank,
+                self.before[rank],
+                after,
+                *self.rest(),
+                seed=SEED,
+                source=self.case.producer,
             )
         ]
 
@@ -126,20 +129,28 @@ class World:
         Bytes that arrive are those that must change: `spoil` left none of them right.
         """
         before = self.before[rank]
-        must, may = oracle.expected(self.case.consumer, rank, before, *self.rest(), seed=SEED)
+        must, may = oracle.expected(
+            self.case.consumer, rank, before, *self.rest(), seed=SEED, source=self.case.producer
+        )
         return must, may, {name: must[name] != before[name] for name in must}
 
 
 def world(case: Case, producers: Held | None = None) -> World:
     """Plan *case*, allocate both sides, fill the producers and spoil the consumers."""
-    plan = plan_transfer(case.producer, case.consumer, replicas=case.replicas, salt=case.salt)
+    plan = plan_transfer(
+        case.producer,
+        case.consumer,
+        replicas=case.replicas,
+        salt=case.salt,
+        common_states=case.common_states,
+    )
     request = case.request
     if producers is None:
-        producers = held(case.producer, case.producer_pool)
+        producers = held(case.producer, case.producer_pool, shared=case.shared)
         for rank, (_, storage) in producers.items():
             pool, tables = case.producer_pool, request.producer_blocks
             oracle.fill(case.producer, rank, storage, pool, tables, request, seed=SEED)
-    consumers = held(case.consumer, case.consumer_pool)
+    consumers = held(case.consumer, case.consumer_pool, shared=case.shared)
     for rank, (_, storage) in consumers.items():
         pool, tables = case.consumer_pool, request.consumer_blocks
         oracle.spoil(case.consumer, rank, storage, pool, tables, request, seed=SEED)

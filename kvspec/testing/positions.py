@@ -1,0 +1,212 @@
+"""Which rows a request's own blocks hold: asked token by token, by the definitions alone.
+
+Half of the byte oracle: tokens are dealt to the context ranks in turn, liveness is a question about
+one position, and a row is found by counting through the table. Of kvspec it reads only values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvspec.testing.carve import block_split, rank_layers, rank_units
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvspec.engine import EngineSpec, KVCacheGroup
+    from kvspec.parallel import RankId
+    from kvspec.request import BlockTable, TransferRequest
+    from kvspec.slices import Part
+
+Tables = Mapping[str, "BlockTable | Sequence[int]"]
+
+
+def length_in(spec: object, request: TransferRequest) -> int:
+    """Return how many positions the request has in this kind of layer."""
+    if type(spec).__name__ == "CrossAttentionSpec" and request.encoder_tokens is not None:
+        return request.encoder_tokens
+    return request.num_tokens
+
+
+def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  # noqa: ANN401
+    """Return, for each position below the request's length, whether the next query sees it.
+
+    The query stands at position n = `num_tokens`: it sees what is less than a window away, or in
+    its own chunk; cross attention sees every encoder token.
+    """
+    length = length_in(spec, request)
+    position = np.arange(length)
+    window = getattr(spec, "sliding_window", None)
+    if window is not None:
+        return np.asarray(length - position < window + spec.extra_retained_tokens)
+    chunk = getattr(spec, "attention_chunk_size", None)
+    if chunk is not None:
+        return np.asarray(position // chunk == length // chunk)
+    return np.ones(length, bool)
+
+
+def context_of(engine: EngineSpec, rank: RankId) -> tuple[int, int]:
+    """Return the context rank of *rank*, and how many context ranks share the tokens."""
+    parallel = engine.parallel
+    if parallel.context_ranks is None:
+        size = parallel.dcp_size * parallel.pcp_size
+        return rank.pcp * parallel.dcp_size + rank.tp % parallel.dcp_size, size
+    size = len({each for row in parallel.context_ranks for each in row})
+    return parallel.context_ranks[rank.pcp][rank.tp], size
+
+
+def own_positions(engine: EngineSpec, rank: RankId, first: int, count: int) -> NDArray[np.int64]:
+    """Return the next *count* token positions from *first* that *rank* stores.
+
+    Positions are dealt to the context ranks in turn, an interleave at a time; *first* begins a
+    round.
+    """
+    mine, size = context_of(engine, rank)
+    positions = np.arange(first, first + count * size)
+    own: NDArray[np.bool_] = positions // engine.parallel.interleave_size % size == mine
+    return positions[own]
+
+
+def excluded_layers(engine: EngineSpec | None) -> set[str]:
+    """Return the layers that the groups of *engine* name as not transferred."""
+    groups = () if engine is None else engine.groups
+    return {layer for group in groups for layer in group.excluded}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one part that a request's own blocks hold: one entry a (block, row), same order."""
+
+    key: tuple[str, str, str]
+    part: Part
+    units: Sequence[int]
+    block: NDArray[np.int64]
+    row: NDArray[np.int64]
+    token: NDArray[np.int64]
+    known: NDArray[np.bool_]  # below the request's length
+    live: NDArray[np.bool_]  # must arrive
+    dead: NDArray[np.bool_]  # may be overwritten
+    seen: int
+
+
+def rows_of(
+    engine: EngineSpec,
+    rank: RankId,
+    tables: Tables,
+    request: TransferRequest,
+    seen: int | Mapping[str, int] | None = None,
+    source: EngineSpec | None = None,
+) -> Iterator[Rows]:
+    """Yield the rows of every part that *tables* give the request on this rank.
+
+    States have *seen* that many tokens, or, as the consumer wants them, exactly `num_tokens`. What
+    either this engine or *source* excludes does not move, nor do a state's rows that *source*
+    lacks: they are neither live nor dead.
+    """
+    still = excluded_layers(engine) | excluded_layers(source)
+    for group in engine.groups:
+        if group.name not in tables and still.issuperset(group.layers):
+            continue
+        table = _table(tables[group.name])
+        count = len(table[0]) * group.spec.block_size
+        own = own_positions(engine, rank, table[1], count)
+        for layer in rank_layers(engine, rank, group):
+            for part in group.spec.of_layer(layer).parts:
+                moves = 0 if layer in still else _common_rows(source, layer, part)
+                if part.tokens_per_state:
+                    found = _token_rows(group, layer, part, own, request)
+                else:
+                    found = _state_rows(group, part, table, request, moves)
+                at, row, token, known, live, dead = found
+                split = block_split(group)
+                piece, row = np.divmod(row, part.states // split)
+                yield Rows(
+                    key=(group.name, layer, part.name),
+                    part=part,
+                    units=rank_units(engine, rank, part),
+                    block=table[0][at] * split + piece,
+                    row=row,
+                    token=token,
+                    known=known,
+                    live=live & (moves > 0),
+                    dead=dead & (moves > 0),
+                    seen=of_group(seen, group.name, request.num_tokens),
+                )
+
+
+def of_group(value: int | Mapping[str, int] | None, group: str, default: int) -> int:
+    """Return what a count that may be told by group is for *group*."""
+    if value is None:
+        return default
+    return value if isinstance(value, int) else value.get(group, default)
+
+
+def _common_rows(source: EngineSpec | None, layer: str, part: Part) -> int:
+    """Return how many rows of one block of *part* the *source* has too."""
+    for group in () if source is None else source.groups:
+        for other in group.spec.of_layer(layer).parts if layer in group.layers else ():
+            if other.name == part.name and not part.tokens_per_state:
+                return min(part.states, other.states)
+    return part.states
+
+
+_Table = tuple["NDArray[np.int64]", int]
+
+
+def _table(table: Any) -> _Table:  # noqa: ANN401
+    """Return the block ids of a table, and the first token of the first."""
+    ids = np.asarray(getattr(table, "block_ids", table), np.int64)
+    return ids, getattr(table, "first_token", 0)
+
+
+_Found = tuple[
+    "NDArray[np.int64]",
+    "NDArray[np.int64]",
+    "NDArray[np.int64]",
+    "NDArray[np.bool_]",
+    "NDArray[np.bool_]",
+    "NDArray[np.bool_]",
+]
+
+
+def _token_rows(
+    group: KVCacheGroup,
+    layer: str,
+    part: Part,
+    own: NDArray[np.int64],
+    request: TransferRequest,
+) -> _Found:
+    """Return (place in the table, row, token, known, live, dead) of rows that are tokens."""
+    cached = of_group(request.cached_tokens, group.name, 0)
+    live = live_positions(group.spec.of_layer(layer), request)
+    blocks = len(own) // group.spec.block_size
+    at, row = (each.ravel() for each in np.indices((blocks, part.states)))
+    token = own[at * group.spec.block_size + row * part.tokens_per_state]
+    covered = token[:, None] + np.arange(part.tokens_per_state)
+    wanted = np.append(live, False)[np.minimum(covered, len(live))]
+    must = np.asarray((wanted & (covered >= cached)).any(axis=1))
+    dead = ~must & np.asarray((covered >= cached).all(axis=1))
+    return at, row, token, token < len(live), must, dead
+
+
+def _state_rows(
+    group: KVCacheGroup,
+    part: Part,
+    table: _Table,
+    request: TransferRequest,
+    moves: int,
+) -> _Found:
+    """Return the same of one state's rows, the first *moves* of which move; tokens are -1.
+
+    Of a table of several blocks, the one of the last token holds the state.
+    """
+    row, slot = np.arange(part.states), 0
+    if len(table[0]) > 1:
+        slot = (request.num_tokens - 1 - table[1]) // group.spec.block_size
+    wanted = of_group(request.cached_tokens, group.name, 0) < request.num_tokens
+    none = np.zeros(part.states, bool)
+    return np.full_like(row, slot), row, np.full_like(row, -1), ~none, wanted & (row < moves), none

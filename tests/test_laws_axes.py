@@ -1,0 +1,384 @@
+"""The laws where stages, tokens and blocks are dealt too: counts, invariance, drafts, mutations.
+
+Whole transfers again, executed by numpy and judged by the oracle, and `verify` held against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import kvspec
+from kvspec.testing import strategies
+from kvspec.testing.carve import logical_views
+from kvspec.testing.positions import excluded_layers, rows_of
+from kvspec.testing.world import World, described, selected, world
+
+CASES = strategies.cases()
+HALF = settings(max_examples=settings.default.max_examples // 2)
+Descriptors = dict[tuple[kvspec.RankId, kvspec.RankId], npt.NDArray[np.uint64]]
+
+
+def right(case: strategies.Case) -> None:
+    """Check a whole transfer by ids and by descriptors, byte by byte."""
+    for copies in (selected, described):
+        here = world(case)
+        here.execute(copies)
+        assert [] == here.differences()
+
+
+def caches(here: World) -> tuple[Any, Any]:
+    """Return the caches of both sides by rank."""
+    ours, theirs = (
+        {rank: cache for rank, (cache, _) in side.items()}
+        for side in (here.producers, here.consumers)
+    )
+    return ours, theirs
+
+
+# Law 1 on memory that engines make of it.
+
+
+@HALF
+@given(strategies.sharing_cases())
+def test_groups_in_one_memory(case: strategies.Case) -> None:
+    """Law 1: where all groups lie in the same bytes, each block is only its own group's."""
+    right(case)
+
+
+@HALF
+@given(strategies.spanning_cases())
+def test_content_that_spans_heads(case: strategies.Case) -> None:
+    """Law 1: what spans a rank's heads arrives whole, where both sides deal the heads alike."""
+    right(case)
+
+
+@HALF
+@given(strategies.common_cases())
+def test_common_rows_of_states(case: strategies.Case) -> None:
+    """Law 1: of states with other rows, those that both sides have move, and no other changes."""
+    right(case)
+
+
+def test_a_draft_is_not_moved() -> None:
+    """A consumer's excluded layer of the same group keeps every byte of the request's blocks."""
+    spec = kvspec.MLAAttentionSpec(block_size=2, head_size=3, dtype="uint8")
+    ours, theirs = (
+        kvspec.EngineSpec(
+            groups=(kvspec.KVCacheGroup(name="g", layers=layers, spec=spec, excluded=excluded),)
+        )
+        for layers, excluded in ((("a",), ()), (("draft", "a"), ("draft",)))
+    )
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=3, producer_blocks={"g": [0, 1]}, consumer_blocks={"g": [1, 0]}
+    )
+    here = world(
+        strategies.Case(
+            producer=ours, consumer=theirs, producer_pool={"g": 2}, consumer_pool={"g": 2},
+            request=request,
+        )
+    )  # fmt: skip
+    here.execute(described)
+    (_, after), (before,) = here.consumers[kvspec.RankId()], here.before.values()
+    assert before["g"][:12].tolist() == after["g"][:12].tolist()
+    assert not (before["g"][12:] == after["g"][12:])[:6].any()
+    assert [] == here.differences()
+
+
+@HALF
+@given(CASES)
+def test_excluded_layers_are_in_no_edge(case: strategies.Case) -> None:
+    """Each layer that both sides have and neither excludes is in an edge, and no other is."""
+    here = world(case)
+    ours, theirs = (
+        {layer for group in engine.groups for layer in group.layers} - excluded_layers(engine)
+        for engine in (case.producer, case.consumer)
+    )
+    assert ours & theirs == {layer for edge in here.plan.edges for layer in edge.layers}
+
+
+# Law 8 in numbers.
+
+
+def test_few_descriptors_are_posted() -> None:
+    """Over all cases, `select` posts at most 1.15 of the fewest copies; never fewer than those."""
+    posted, fewest = Counter[str](), Counter[str]()
+
+    @settings(phases=[Phase.generate])
+    @given(CASES)
+    def count(case: strategies.Case) -> None:
+        for _, _, table in world(case).tables():
+            got, least = table.counts(case.request)
+            assert least == len(table.descriptors(case.request)) <= got
+            posted["all"] += got
+            fewest["all"] += least
+
+    count()
+    assert 0 < fewest["all"]
+    assert posted["all"] <= 1.15 * fewest["all"]
+
+
+# Law 9 and law 4.
+
+
+@HALF
+@given(CASES, st.data())
+def test_block_and_interleave_invariance(case: strategies.Case, data: st.DataObject) -> None:
+    """Law 9: which bytes arrive, and their values, depends on no block, context, stage or rank."""
+    producer, consumer = (
+        data.draw(strategies.engines(engine.groups, 4)) for engine in (case.producer, case.consumer)
+    )
+    (ours, producer_pool), (theirs, consumer_pool) = (
+        data.draw(strategies.tables(engine, case.request)) for engine in (producer, consumer)
+    )
+    request = attrs.evolve(case.request, producer_blocks=ours, consumer_blocks=theirs)
+    other = attrs.evolve(
+        case,
+        producer=producer,
+        consumer=consumer,
+        producer_pool=producer_pool,
+        consumer_pool=consumer_pool,
+        request=request,
+    )
+    found = []
+    for each in (case, other):
+        here = world(each)
+        here.execute(selected)
+        found.append(arrived(here))
+    assert found[0] == found[1]
+
+
+def arrived(here: World) -> dict[tuple[str, str, int, int], bytes]:
+    """Return the live bytes of all consumer ranks by layer, part, unit and token (or state row)."""
+    found: dict[tuple[str, str, int, int], bytes] = {}
+    case = here.case
+    tables, pool = case.request.consumer_blocks, case.consumer_pool
+    for rank, (_, storage) in here.consumers.items():
+        views = logical_views(case.consumer, rank, storage, pool)
+        for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
+            of_tokens = rows.part.tokens_per_state > 0
+            for at in rows.live.nonzero()[0]:
+                row = int(rows.token[at] if of_tokens else rows.row[at])
+                for unit, content in zip(
+                    rows.units, views[rows.key][rows.block[at], :, rows.row[at]], strict=True
+                ):
+                    key = (*rows.key[1:], unit, row)
+                    assert found.setdefault(key, content.tobytes()) == content.tobytes()
+    return found
+
+
+# Both engines, one plan.
+
+
+@HALF
+@given(CASES)
+def test_pull_is_push(case: strategies.Case) -> None:
+    """Law 3: planned twice, from descriptions alone, edges and who tells whom are the same."""
+    election: Any = {"replicas": case.replicas, "salt": case.salt}
+    pulled, pushed = (
+        kvspec.plan_transfer(*map(attrs.evolve, (case.producer, case.consumer)), **election)
+        for _ in range(2)
+    )
+    ours = {
+        (source, rank): pulled.between(source, rank)
+        for rank in case.consumer.parallel.ranks
+        for source in pulled.sources(rank)
+    }
+    theirs = {
+        (rank, target): pushed.between(rank, target)
+        for rank in case.producer.parallel.ranks
+        for target in pushed.targets(rank)
+    }
+    assert ours == theirs
+    assert sum(map(len, ours.values())) == len(pulled.edges)
+    for rank in case.producer.parallel.ranks:
+        told = {r for r in case.consumer.parallel.ranks if rank in pulled.notifies(r)}
+        assert told == set(pushed.notifiers(rank))
+
+
+# `verify`, held against the oracle.
+
+
+@HALF
+@given(CASES)
+def test_verify_accepts_what_the_library_does(case: strategies.Case) -> None:
+    """Every byte of every transfer is right, also by the checker that users have."""
+    here = world(case)
+    assert None is kvspec.verify(here.plan, *caches(here), case.request)
+
+
+@HALF
+@given(strategies.sharing_cases() | strategies.spanning_cases())
+def test_verify_accepts_shared_memory_and_spanning_content(case: strategies.Case) -> None:
+    """So it is where groups share their memory, and where content spans heads."""
+    here = world(case)
+    assert None is kvspec.verify(here.plan, *caches(here), case.request)
+
+
+def changed(rows: npt.NDArray[np.uint64], at: int, how: str) -> npt.NDArray[np.uint64]:
+    """Return *rows* with row *at* removed, twice, cut, or read or written a byte further on."""
+    if how == "removed":
+        return np.delete(rows, at, axis=0)
+    if how == "doubled":
+        return np.concatenate([rows, rows[at : at + 1]])
+    found = rows.copy()
+    column, step = {"cut": (2, -1), "read elsewhere": (0, 1), "written elsewhere": (1, 1)}[how]
+    found[at, column] = int(found[at, column]) + step
+    return found
+
+
+HOW = ("removed", "doubled", "cut", "read elsewhere", "written elsewhere")
+Sources = dict[kvspec.RankId, dict[int, list[tuple[kvspec.RankId, int]]]]
+
+
+def sources(here: World, made: Descriptors) -> Sources:
+    """Return where each byte that a consumer rank is sent comes from, by its address."""
+    found: Sources = {rank: {} for rank in here.consumers}
+    for (source, rank), rows in made.items():
+        for start, place, length in rows.tolist():
+            for i in range(length):
+                found[rank].setdefault(place + i, []).append((source, start + i))
+    return found
+
+
+def faults(here: World, made: Descriptors, right: Sources) -> set[tuple[kvspec.RankId, int, str]]:
+    """Return (rank, address, kind) of every byte that is wrong; live and dead as the oracle says.
+
+    A byte that is read from elsewhere than in *right*, where all bytes are right, is wrong.
+    """
+    found = set()
+    for rank, sent in sources(here, made).items():
+        _, may, live = here.live(rank)
+        free: set[int] = set()
+        for name, flat in here.consumers[rank][1].items():
+            base = flat.ctypes.data
+            free |= set((base + np.flatnonzero(may[name])).tolist())
+            for address in (base + np.flatnonzero(live[name])).tolist():
+                free.add(address)
+                got = sent.get(address, [])
+                if not got:
+                    found.add((rank, address, "missing"))
+                if len(got) > 1:
+                    found.add((rank, address, "double"))
+                if got != right[rank][address]:
+                    found.add((rank, address, "wrong source"))
+        found |= {(rank, address, "unwanted") for address in sent if address not in free}
+    return found
+
+
+def address_of(here: World, found: kvspec.CounterExample) -> int:
+    """Return the address of the byte that a counter-example names, looked up by the oracle."""
+    case, rank = here.case, found.consumer
+    if not found.layer:
+        return found.byte
+    views = logical_views(case.consumer, rank, here.consumers[rank][1], case.consumer_pool)
+    (key,) = (each for each in views if each[1:] == (found.layer, found.part))
+    if found.block is not None:
+        return int(views[key][found.block, found.unit, found.row, found.byte :].ctypes.data)
+    for rows in rows_of(case.consumer, rank, case.request.consumer_blocks, case.request):
+        if rows.key == key:
+            named = rows.row == found.row if found.token is None else rows.token == found.token
+            (at,) = named.nonzero()[0].tolist()
+            unit = rows.units.index(found.unit)
+            return int(views[key][rows.block[at], unit, rows.row[at], found.byte :].ctypes.data)
+    raise AssertionError(f"the oracle knows no byte such as {found}")
+
+
+@given(CASES, st.sampled_from(HOW), st.integers(0, 2**16))
+def test_verify_names_a_byte_that_is_wrong(case: strategies.Case, how: str, pick: int) -> None:
+    """One row removed, doubled, cut or shifted is found, and the byte named is wrong in that way.
+
+    Unless nothing is wrong: the row held nothing but dead tokens.
+    """
+    here = world(case)
+    made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    before = sources(here, made)
+    filled = [pair for pair in sorted(made) if len(made[pair])]
+    assume(filled)
+    pair = filled[pick % len(filled)]
+    made[pair] = changed(made[pair], pick % len(made[pair]), how)
+    wrong = faults(here, made, before)
+    found = kvspec.verify(here.plan, *caches(here), case.request, made)
+    if found is None:
+        assert set() == wrong
+    else:
+        assert (found.consumer, address_of(here, found), found.kind) in wrong
+
+
+def one_rank(spec: kvspec.LayerSpec) -> kvspec.EngineSpec:
+    """Return an engine of one rank and one layer."""
+    return kvspec.EngineSpec(groups=(kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec),))
+
+
+def short(rows: int) -> kvspec.EngineSpec:
+    """Return an engine of one short convolution whose state has *rows* rows of one byte."""
+    spec = kvspec.MambaSpec.short_conv(conv_dim=1, conv_kernel=rows + 1, dtype="uint8")
+    return one_rank(spec)
+
+
+def one_block(producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, **more: Any) -> World:
+    """Return the world of a request of one block and two tokens."""
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=2, producer_blocks={"g": [0]}, consumer_blocks={"g": [0]}
+    )
+    pool = {"g": 1}
+    return world(
+        strategies.Case(
+            producer=producer, consumer=consumer, producer_pool=pool, consumer_pool=pool,
+            request=request, **more,
+        )
+    )  # fmt: skip
+
+
+def test_verify_names_the_very_byte() -> None:
+    """Of a content that is cut short, the byte that is missing is named."""
+    engine = one_rank(kvspec.MLAAttentionSpec(block_size=2, head_size=3, dtype="uint8"))
+    here = one_block(engine, engine)
+    ((p, c, table),) = here.tables()
+    made = {(p, c): changed(table.descriptors(here.case.request), 0, "cut")}
+    found = kvspec.verify(here.plan, *caches(here), here.case.request, made)
+    assert found is not None
+    assert ("missing", 1, 2) == (found.kind, found.token, found.byte)
+
+
+@pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
+def test_common_rows_by_hand(rows: tuple[int, int]) -> None:
+    """One row and two: the first row moves, the second keeps its byte."""
+    here = one_block(*map(short, rows), common_states=True)
+    here.execute(described)
+    assert [] == here.differences()
+    ((before,), (_, after)) = here.before.values(), here.consumers[kvspec.RankId()]
+    changes = (before["g"] != after["g"]).tolist()
+    assert [True, False][: rows[1]] == changes
+
+
+@pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
+def test_verify_knows_common_rows(rows: tuple[int, int]) -> None:
+    """A row that the producer lacks is not missing, where the plan is for common rows."""
+    here = one_block(*map(short, rows), common_states=True)
+    assert None is kvspec.verify(here.plan, *caches(here), here.case.request)
+
+
+@pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
+def test_traffic_of_common_rows(rows: tuple[int, int]) -> None:
+    """One row of one byte moves, whichever side has two."""
+    here = one_block(*map(short, rows), common_states=True)
+    assert [1] == list(here.plan.traffic(2).values())
+
+
+@pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
+def test_the_reference_copies_common_rows(rows: tuple[int, int]) -> None:
+    """The torch reference moves the rows that both sides have."""
+    pytest.importorskip("torch")
+    from kvspec import reference  # noqa: PLC0415 - torch
+
+    here = one_block(*map(short, rows), common_states=True)
+    reference.copy(here.plan, here.producers, here.consumers, here.case.request)
+    assert [] == here.differences()
