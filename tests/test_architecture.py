@@ -37,22 +37,31 @@ ORDER = (
     "specs",
     "layout",
     "engine",
+    "mismatches",
+    "shares",
     "plan",
     "explain",
     "request",
     "cache",
+    "overlaps",
     "tensors",
+    "geometry",
     "runs",
     "pieces",
     "table",
+    "describe",
+    "counterexample",
+    "coverage",
+    "checker",
     "proof",
     "verify",
     "reference",
-    "nixl_checks",
-    "nixl_agent",
-    "nixl_pairs",
-    "nixl_inbox",
-    "nixl_transfer",
+    "nixl.checks",
+    "nixl.agent",
+    "nixl.pairs",
+    "nixl.inbox",
+    "nixl.transfer",
+    "nixl.rank",
     "nixl",
     "",  # kvspec/__init__.py, which names the public values
     "models.fields",
@@ -61,11 +70,28 @@ ORDER = (
     "models",
     "catalogue",
     "testing.carve",
+    "testing.positions",
     "testing.oracle",
     "testing",
     "testing.kinds",
+    "testing.parallels",
+    "testing.engines",
     "testing.strategies",
     "testing.world",
+    "simulate",
+    "draw.canvas",
+    "draw.scene",
+    "draw.column",
+    "draw.block",
+    "draw.bars",
+    "draw.ranks",
+    "draw.memory",
+    "draw",
+    "adapters",
+    "adapters.vllm_states",
+    "adapters.vllm_specs",
+    "adapters.vllm_tensors",
+    "adapters.vllm",
     "run.limits",
     "run.job",
     "run.report",
@@ -77,6 +103,7 @@ ORDER = (
     "cli",
     "cli.options",
     "cli.show",
+    "cli.simulate",
     "cli.slices",
     "cli.transfer",
     "cli.verify",
@@ -88,11 +115,14 @@ PLACE = {f"kvspec.{name}".rstrip("."): place for place, name in enumerate(ORDER)
 UPWARD = {
     ("kvspec.plan", "kvspec.explain"): "a plan reads itself out; explain reads plans",
     ("kvspec.cache", "kvspec.tensors"): "RankCache.from_tensors; tensors builds RankCaches",
+    ("kvspec.table", "kvspec.describe"): "a table tells of one descriptor; describe reads tables",
+    ("kvspec.plan", "kvspec.draw"): "a plan draws itself",
+    ("kvspec.table", "kvspec.draw"): "a table draws itself",
     ("kvspec.cli", "kvspec.cli.app"): "the entry point says which extra is missing",
 }
 """Imports against the order, each inside a function, and why."""
 
-CORE = {name for name, place in PLACE.items() if place < PLACE["kvspec.nixl_checks"]}
+CORE = {name for name, place in PLACE.items() if place < PLACE["kvspec.nixl.checks"]}
 """The pure part: descriptions in, rows out."""
 
 EFFECTS = {"torch", "nixl", "ctypes", "socket", "threading", "subprocess", "time", "os", "pathlib"}
@@ -192,14 +222,17 @@ def test_torch_is_imported_only_inside_functions() -> None:
 
 
 def test_one_module_binds_nixl() -> None:
-    """Nothing but `kvspec.nixl_agent` imports nixl, nor anything by a name worked out late."""
+    """Nothing but `kvspec.nixl.agent` imports nixl, nor anything by a name worked out late.
+
+    `kvspec` itself finds its own modules by name, when they are first asked for.
+    """
     found = {
         module
         for module, path in SOURCES.items()
         if any(top(each.name).startswith("nixl") for each in imports_of(module))
         or "import_module" in path.read_text(encoding="utf-8")
     }
-    assert {"kvspec.nixl_agent"} == found
+    assert {"kvspec", "kvspec.nixl.agent"} == found
 
 
 @pytest.mark.parametrize("start", ["kvspec", "kvspec.verify", "kvspec.table", "kvspec.reference"])
@@ -248,6 +281,20 @@ def test_contributing_draws_the_same_order() -> None:
     words = drawn.replace("←", " ").replace("·", " ").split()
     places = [PLACE[f"kvspec.{word}"] for word in words]
     assert places == sorted(places)
-    packages = {"models", "testing", "run", "cli", "specs"}
+    packages = {"models", "testing", "run", "cli", "specs", "draw", "adapters"}
     modules = {name for name in ORDER if name and name.partition(".")[0] not in packages}
     assert modules | packages == set(words)
+
+
+def test_parts_of_the_library_come_when_they_are_named() -> None:
+    """`kvspec.models` needs no import of its own, and what nobody names is not loaded."""
+    code = (
+        "import kvspec, sys; assert 'kvspec.models' not in sys.modules; "
+        "print(kvspec.models.from_config.__name__, 'kvspec.nixl' in sys.modules)"
+    )
+    done = subprocess.run(  # noqa: S603 - our own interpreter
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "from_config False\n" == done.stdout
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kvspec.nothing  # noqa: B018

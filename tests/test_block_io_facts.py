@@ -6,8 +6,6 @@ to two decimals, a tie towards zero (0.875 is given as 0.87, 0.4375 as 0.44). Bl
 in bfloat16 unless a row says otherwise.
 """
 
-# ruff: noqa: SIM300 - an assertion reads expected == actual
-
 from __future__ import annotations
 
 from decimal import ROUND_HALF_DOWN, Decimal

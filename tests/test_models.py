@@ -1,7 +1,5 @@
 """A config.json gives the groups that engines build from it."""
 
-# ruff: noqa: SIM300 - an assertion reads expected == actual
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """What `from_config` and the catalogue accept, and how they refuse the rest."""
 
-# ruff: noqa: SIM300 - an assertion reads expected == actual
-
 from __future__ import annotations
 
 import json
