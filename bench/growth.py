@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import attrs
 import works
-from planning import first_pair, planned, tables
+from planning import OTHERS, first_pair, first_table, planned
 from timing import Options, Row, clock, interleaved, told
 
+from kvspec import plan_transfer
 from kvspec.verify import prove
 
 
@@ -31,19 +32,38 @@ def b9(options: Options) -> Iterator[Row]:
 
 
 def b10(options: Options) -> Iterator[Row]:
-    """Growth: what must not depend on tokens does not, what may is linear."""
-    short = attrs.evolve(works.W1, tokens=works.W1.tokens // 16)
+    """Growth: what must not depend on tokens or blocks does not, what may is linear."""
     repetitions = options.times(24)
-    full, less = interleaved(repetitions, lambda: planned(works.W1), lambda: planned(short))
-    yield _growth("plan_transfer, W1 (other: 1/16 of the tokens)", full, less, limit=1.25)
-    made = [(tables(work)[0], work.request()) for work in (works.W1, short)]
-    counts = [len(table.select(request)[0]) for table, request in made]
-    full, less = interleaved(repetitions, *(clock(lambda m=m: m[0].select(m[1])) for m in made))
-    per_id = [seconds / count for seconds, count in zip((full, less), counts, strict=True)]
-    yield _growth("select, W1, each descriptor (other: 1/16 of the tokens)", *per_id, limit=2)
-    halved = [attrs.evolve(works.W1, layers=n) for n in (80, 40)]
-    full, less = interleaved(repetitions, *(first_pair(work, work.num_blocks) for work in halved))
-    yield _growth("build_table, 80 layers (other: 40 layers)", full, less, limit=2.5)
+    for work in (works.W1, *OTHERS):
+        short = attrs.evolve(work, tokens=work.tokens // 16)
+        full, less = interleaved(repetitions, lambda w=work: planned(w), lambda w=short: planned(w))
+        yield _growth(f"plan_transfer, {work.name} (other: 1/16 of the tokens)", full, less, 1.25)
+        full, less = interleaved(repetitions, first_pair(work), first_pair(short))
+        what = "  build_table (other: 1/16 of the tokens, and of the blocks)"
+        yield _growth(what, full, less, limit=1.25)
+        made = [(first_table(each), each.request()) for each in (work, short)]
+        counts = [len(table.select(request)[0]) for table, request in made]
+        taken = interleaved(repetitions, *(clock(lambda m=m: m[0].select(m[1])) for m in made))
+        per_id = [seconds / count for seconds, count in zip(taken, counts, strict=True)]
+        what = "  select, each descriptor (other: 1/16 of the tokens)"
+        yield _growth(what, *per_id, limit=2)
+        half = attrs.evolve(work, layers=work.layers // 2)
+        full, less = interleaved(repetitions, first_pair(work), first_pair(half))
+        yield _growth("  build_table (other: half the layers)", full, less, limit=2.5)
+    yield from _edges(options)
+
+
+def _edges(options: Options) -> Iterator[Row]:
+    """Compare plans of many and of few edges, each by what one edge's layer costs."""
+    made = [works.many_ranks(scale) for scale in (4, 2)]
+    taken = interleaved(1 if options.quick else 3, *(lambda w=w: planned(w) for w in made))
+    sizes = []
+    for work in made:
+        plan = plan_transfer(*work.engines())
+        sizes.append(sum(len(edge.layers) for edge in plan.edges))
+    what = f"plan_transfer, {made[0].name}, each of {sizes[0]} edges x layers (other: {sizes[1]})"
+    full, less = (seconds / size for seconds, size in zip(taken, sizes, strict=True))
+    yield _growth(what, full, less, limit=2)
 
 
 def _growth(what: str, full: float, less: float, limit: float) -> Row:

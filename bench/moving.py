@@ -77,7 +77,7 @@ def serve(pipe: Connection, work: works.Work) -> None:
 
     producer, consumer = work.engines()
     sources = plan_transfer(producer, consumer).sources(TARGET)
-    made = [allocate(producer, source, work.num_blocks) for source in sources]
+    made = [allocate(producer, source, work.pools[0]) for source in sources]
     with NixlRank() as rank:
         for cache, storage in made:
             for each in storage.values():
@@ -97,7 +97,7 @@ def _against(options: Options, work: works.Work, pipe: Connection) -> tuple[floa
 
     producer, consumer = work.engines()
     plan, request = plan_transfer(producer, consumer), work.request()
-    cache, storage = allocate(consumer, TARGET, work.num_blocks)
+    cache, storage = allocate(consumer, TARGET, work.pools[1])
     for each in storage.values():
         each[:] = 2
     with NixlRank(polled=True, telemetry=True) as rank:
@@ -106,7 +106,7 @@ def _against(options: Options, work: works.Work, pipe: Connection) -> tuple[floa
         peer = rank.connect(metadata)
         lists = []
         for source, base in zip(plan.sources(TARGET), bases, strict=True):
-            far = works.cache_at(producer, source, work.num_blocks, base)
+            far = works.cache_at(producer, source, work.pools[0], base)
             table = build_table(plan, far, cache)
             remote = rank.prepare(table.producer_rows, peer=peer)
             lists.append((table, rank.prepare(table.consumer_rows), remote))

@@ -18,7 +18,8 @@ import mooncake_client
 from growth import b9, b10
 from merging import b6
 from moving import b7
-from planning import b1, b2, b3, b4, b5
+from planning import b3, b4, b5
+from starting import b1, b2
 from timing import Options, Row
 
 BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
@@ -33,7 +34,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B10": b10,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "wanted", "met")
-WIDTHS = (6, 88, 24, 22, 9, 16, 4)
+WIDTHS = (6, 98, 24, 22, 9, 16, 4)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

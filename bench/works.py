@@ -34,8 +34,11 @@ SPARE = 0.1
 class Work:
     """One model, one pair of engines, one request.
 
-    *fragments*: blocks that lie side by side on both sides before the next place is drawn; 1 is a
-    shuffled pool, 0 a pool in order. *cached*: leading tokens that the consumer has.
+    Pairs are (producer's, consumer's). *spec* has the block size of both unless *block_sizes* says
+    otherwise; *kernel_blocks* cut a side's blocks finer in memory. *tp_sizes* are all there is of
+    parallelism unless *parallels* are given. *fragments*: blocks that lie side by side before the
+    next place is drawn; 1 is a shuffled pool, 0 a pool in order. *cached*: leading tokens that the
+    consumer has.
     """
 
     name: str
@@ -44,40 +47,76 @@ class Work:
     tp_sizes: tuple[int, int]
     tokens: int
     layouts: tuple[str, str] = ("LBHNC", "LBHNC")
+    block_sizes: tuple[int, int] | None = None
+    kernel_blocks: tuple[int | None, int | None] = (None, None)
+    parallels: tuple[ParallelConfig, ParallelConfig] | None = None
     fragments: int = 1
     cached: int = 0
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of each side's pool."""
-        return self.used + max(2, int(self.used * SPARE))
+    def blocks(self) -> tuple[int, int]:
+        """Tokens of a block of each side's table, on one rank."""
+        return self.block_sizes or (self.spec.block_size, self.spec.block_size)
 
     @property
-    def used(self) -> int:
-        """Blocks of the request."""
-        return -(-self.tokens // self.spec.block_size)
+    def sides(self) -> tuple[ParallelConfig, ParallelConfig]:
+        """The parallel sizes of each side."""
+        if self.parallels is not None:
+            return self.parallels
+        ours, theirs = (ParallelConfig(tp_size=size) for size in self.tp_sizes)
+        return ours, theirs
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Blocks of the request in each side's table: one block counts on every context rank."""
+        ours, theirs = (
+            -(-self.tokens // (size * side.context_size))
+            for size, side in zip(self.blocks, self.sides, strict=True)
+        )
+        return ours, theirs
+
+    @property
+    def pools(self) -> tuple[int, int]:
+        """Blocks of each side's pool."""
+        ours, theirs = (used + max(2, int(used * SPARE)) for used in self.used)
+        return ours, theirs
 
     def engines(self) -> tuple[EngineSpec, EngineSpec]:
         """Return new descriptions of the producer and the consumer."""
         names = tuple(f"model.layers.{i}" for i in range(self.layers))
-        group = KVCacheGroup(name=GROUP, layers=names, spec=self.spec)
         producer, consumer = (
-            EngineSpec(groups=(group,), parallel=ParallelConfig(tp_size=size), layout=layout)
-            for size, layout in zip(self.tp_sizes, self.layouts, strict=True)
+            EngineSpec(
+                groups=(
+                    KVCacheGroup(
+                        name=GROUP,
+                        layers=names,
+                        spec=attrs.evolve(self.spec, block_size=size),
+                        kernel_block_size=kernel,
+                    ),
+                ),
+                parallel=side,
+                layout=layout,
+            )
+            for size, kernel, side, layout in zip(
+                self.blocks, self.kernel_blocks, self.sides, self.layouts, strict=True
+            )
         )
         return producer, consumer
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the request's block ids in the producer's and the consumer's pool."""
         drawn = np.random.default_rng(len(self.name) + self.tokens)
-        ours, theirs = (self._fragmented(drawn) for _ in range(2))
+        ours, theirs = (
+            self._fragmented(drawn, used, pool)
+            for used, pool in zip(self.used, self.pools, strict=True)
+        )
         return ours, theirs
 
-    def _fragmented(self, drawn: np.random.Generator) -> np.ndarray:
+    def _fragmented(self, drawn: np.random.Generator, used: int, pool: int) -> np.ndarray:
         if not self.fragments:
-            return np.arange(self.used)
-        runs = np.array_split(np.arange(self.num_blocks), -(-self.num_blocks // self.fragments))
-        return np.concatenate([runs[i] for i in drawn.permutation(len(runs))])[: self.used]
+            return np.arange(used)
+        runs = np.array_split(np.arange(pool), -(-pool // self.fragments))
+        return np.concatenate([runs[i] for i in drawn.permutation(len(runs))])[:used]
 
     def request(self) -> TransferRequest:
         """Return the request."""
@@ -116,9 +155,65 @@ W3 = Work(
 )
 """32 layers, TP 8 to TP 4, rows first, 1,024 tokens: 524,288 pieces of 256 bytes."""
 
+W4 = Work(
+    name="W1 with PP 2 -> 3, blocks 16 -> 64",
+    layers=80,
+    spec=heads(8, 16),
+    tp_sizes=(8, 4),
+    tokens=131_072,
+    block_sizes=(16, 64),
+    parallels=(ParallelConfig(tp_size=8, pp_size=2), ParallelConfig(tp_size=4, pp_size=3)),
+)
+"""W1 between other stages, into blocks four times as large."""
+
+W5 = Work(
+    name="W1 with PP 2 -> 3, blocks 48 -> 32",
+    layers=80,
+    spec=heads(8, 16),
+    tp_sizes=(8, 4),
+    tokens=131_072,
+    block_sizes=(48, 32),
+    parallels=W4.parallels,
+)
+"""W1 between other stages, and blocks of which neither divides the other."""
+
+W6 = Work(
+    name="W2 with DCP 8, interleave 64 -> TP 1",
+    layers=61,
+    spec=LATENT,
+    tp_sizes=(8, 1),
+    tokens=131_072,
+    parallels=(ParallelConfig(tp_size=8, dcp_size=8, interleave_size=64), ParallelConfig()),
+)
+"""DeepSeek-V3's latents, each token on one of eight context ranks."""
+
+
+def many_ranks(scale: int = 4) -> Work:
+    """Return W1's model on 32 * *scale* -> 64 * *scale* ranks: other stages, blocks and contexts.
+
+    PP 4 and DCP *scale* by 4 tokens, to PP 2 and DCP 4 * *scale* by 64: every consumer rank reads
+    both stages that hold its layers, and every producer context.
+    """
+    sides = (
+        ParallelConfig(tp_size=8 * scale, pp_size=4, dcp_size=scale, interleave_size=4),
+        ParallelConfig(tp_size=32 * scale, pp_size=2, dcp_size=4 * scale, interleave_size=64),
+    )
+    return Work(
+        name=f"{32 * scale} x {64 * scale} ranks, PP 4 -> 2, DCP {scale} -> {4 * scale}",
+        layers=80,
+        spec=heads(8, 16),
+        tp_sizes=(8 * scale, 32 * scale),
+        tokens=131_072,
+        block_sizes=(16, 64),
+        parallels=sides,
+    )
+
 
 def cache_at(engine: EngineSpec, rank: RankId, num_blocks: int, base: int) -> RankCache:
-    """Return the cache of *rank* as it would lie at address *base*; no byte is allocated."""
+    """Return the cache of *rank* as it would lie at address *base*; no byte is allocated.
+
+    *num_blocks* counts the blocks of tables.
+    """
     regions: list[Region] = []
     memory: list[Memory] = []
     for group in engine.groups:
@@ -126,8 +221,12 @@ def cache_at(engine: EngineSpec, rank: RankId, num_blocks: int, base: int) -> Ra
         def local_units(part: Part) -> int:
             return len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
 
-        layers = [(layer, group.spec.of_layer(layer)) for layer in group.layers]
-        placed, size = place(engine.layout_of(group), layers, local_units, num_blocks)
+        here = engine.layers_at(group, rank.pp)
+        if not here:
+            continue
+        count = num_blocks * group.split
+        layers = [(layer, group.in_memory(layer)) for layer in here]
+        placed, size = place(engine.layout_of(group), layers, local_units, count)
         memory.append(Memory(base, size))
         regions += (
             Region(
@@ -135,7 +234,7 @@ def cache_at(engine: EngineSpec, rank: RankId, num_blocks: int, base: int) -> Ra
                 layer=each.layer,
                 part=each.part.name,
                 base=base + each.offset,
-                num_blocks=num_blocks,
+                num_blocks=count,
                 block_stride=each.block_stride,
                 unit_stride=each.unit_stride,
                 state_stride=each.state_stride,
@@ -155,6 +254,6 @@ def caches(engine: EngineSpec, num_blocks: int, side: int) -> Iterator[tuple[Ran
 
     *side*: 0 for the producer, 1 for the consumer, so that no two ranks of a transfer overlap.
     """
-    for rank in engine.parallel.ranks:
-        base = (1 + 1024 * side + rank.tp) << 40
+    for at, rank in enumerate(engine.parallel.ranks):
+        base = (1 + 1024 * side + at) << 40
         yield rank, cache_at(engine, rank, num_blocks, base)

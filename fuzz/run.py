@@ -1,6 +1,6 @@
 """Fuzz the laws of one file, guided by coverage: `python fuzz/run.py TARGET [libFuzzer flags]`.
 
-TARGET is the name of a file of this folder (`slices`, `layouts`, `block_tables`, `from_config`) or
+TARGET is the name of a file of this folder (such as `contexts`) or
 the path of any file with Hypothesis laws, such as `tests/test_laws_transfer.py`. The first byte of
 an input chooses the law, Hypothesis decodes the rest; what a law raises is a crash. A folder among
 the flags is the corpus, kept between runs; unless there is one, a new one is made from seeds.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-TARGETS = ("slices", "layouts", "block_tables", "from_config")
+TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config")
 LONGEST = 4096
 """Bytes of the longest input."""
 SEEDS = 64

@@ -32,6 +32,21 @@ def test_the_table_has_a_row_for_each_budget() -> None:
     assert {"B1", "B2", "B4"} == {row.split()[0] for row in rows}
 
 
+def test_what_must_not_depend_on_blocks_does_not() -> None:
+    """B4's rows of stages, unequal blocks and context ranks are as many in a sixteenth's pools."""
+    rows = [row.split() for row in bench("--quick", "--only", "B4") if "  rows, pools" in row]
+    assert ["yes"] * 5 == [row[-1] for row in rows]
+
+
+def test_our_count_is_nixls_rule() -> None:
+    """B6 counts what is posted by itself, and `counts` agrees in every case of every kind."""
+    rows = bench("--quick", "--only", "B6")
+    for kind in ("equal blocks", "unequal blocks", "kernel blocks", "context ranks"):
+        assert 2 == sum(f", {kind}: " in row for row in rows)
+    [agreed] = [row.split() for row in rows if "counts() says otherwise" in row]
+    assert ["0", "0", "yes"] == agreed[-3:]
+
+
 def test_an_unknown_budget_is_refused() -> None:
     """A budget that does not exist is named, with those that do."""
     with pytest.raises(subprocess.CalledProcessError) as caught:
