@@ -4,7 +4,6 @@
 plan: the example of README.md: 4 heads, producer TP 8 (each head on two ranks), consumer TP 2.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,6 +146,8 @@ def _draw(
     specs: dict[str, LayerSpec], producer: int, consumer: int, replicas: Replicas, file: str
 ) -> None:
     """Write the picture of the plan between engines of these TP sizes, a file for each group."""
+    if find_spec("svg") is None:
+        raise SpecError("svg", file, "svg.py to draw with: pip install 'kvspec[draw]'")
     groups = [
         KVCacheGroup(name=name or "layers", layers=spec.layers or (f"{name}.0",), spec=spec)
         for name, spec in specs.items()
@@ -160,6 +163,7 @@ def _draw(
             path = path.with_stem(f"{path.stem}-{group.name}")
         try:
             path.write_text(plan.to_svg(group=group.name), encoding="utf-8")
+            typer.echo(f"wrote {path}", err=True)
         except OSError as error:
             raise SpecError("svg", str(path), f"a file that can be written: {error}") from None
 
