@@ -6,7 +6,9 @@ hold; it decides nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -16,39 +18,56 @@ from kvspec.ranges import Ints
 from kvspec.request import TransferRequest
 from kvspec.table import DescriptorTable, Entry
 
+Side = Literal["producer", "consumer"]
+
 
 def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest | None) -> str:
     """Say what the descriptor with the consumer's id *consumer_id* moves, and why from there.
 
-    Names layers, parts, the model's units and the block; with *request*, the tokens too.
+    Names layers, parts, the model's units and the block; with *request*, the tokens and where the
+    bytes come from too.
     """
-    entry, run, block, cell = _found(table, consumer_id)
+    entry, run, block, cell = _found(table, "consumer", consumer_id)
     rows, edge = entry.rows, entry.edge
     start = int(rows.consumer_address[run] + rows.consumer.offsets(block, cell))
     length = int(rows.length[run])
-    lines = [f"id {consumer_id}: {length} bytes, {edge.producer} -> {edge.consumer}"]
+    source = "" if request is None else _source(table, consumer_id, request)
+    title = f"id {consumer_id}: {length} bytes, {edge.producer}{source} -> {edge.consumer}"
     regions = [
         each
         for each in table.consumer.regions
         if each.group == edge.group and each.layer in edge.layers
     ]
-    lines += (
-        line
-        for region in regions
-        if (line := _line(table, entry, region, range(start, start + length), request))
-    )
-    return "\n".join([*lines, f"  {_why(table, entry)}"])
+    lines = (_line(table, entry, each, range(start, start + length), request) for each in regions)
+    told = [line for line in lines if line is not None]
+    return "\n".join([f"{title} at {start:#x}", *told, f"  {_why(table, entry)}"])
 
 
-def _found(table: DescriptorTable, consumer_id: int) -> tuple[Entry, int, Ints, Ints]:
-    total = sum(entry.rows.ids_used()[1] for entry in table.entries)
-    if not 0 <= consumer_id < total:
-        raise SpecError("consumer_id", consumer_id, f"an id from 0 to {total - 1}")
-    entry = next(each for each in reversed(table.entries) if each.consumer_first <= consumer_id)
-    pool = entry.rows.consumer
-    run, step = divmod(consumer_id - entry.consumer_first, pool.num_blocks * pool.cells)
+def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
+    """Say which bytes of the producer *request* pairs with a consumer's id."""
+    ours, theirs = table.select(request)
+    index = np.flatnonzero(theirs == consumer_id)
+    if not len(index):
+        return " (not of this request)"
+    entry, run, block, cell = _found(table, "producer", int(ours[index[0]]))
+    rows = entry.rows
+    address = int(rows.producer_address[run] + rows.producer.offsets(block, cell))
+    return f" at {address:#x} (its block {int(block)})"
+
+
+def _found(table: DescriptorTable, side: Side, at: int) -> tuple[Entry, int, Ints, Ints]:
+    """Return an id's entry, its run, its block in memory and its place in the block."""
+    number = 0 if side == "producer" else 1
+    total = sum(entry.rows.ids_used()[number] for entry in table.entries)
+    if isinstance(at, bool) or not isinstance(at, (int, np.integer)) or not 0 <= at < total:
+        wanted = f"an id from 0 to {total - 1}" if total else "nothing: this pair moves nothing"
+        raise SpecError(f"{side}_id", at, wanted)
+    firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
+    entry = table.entries[bisect_right(firsts, at) - 1]
+    pool = getattr(entry.rows, side)
+    run, step = divmod(at - getattr(entry, f"{side}_first"), pool.num_blocks * pool.cells)
     block, cell = divmod(step, pool.cells) if pool.folded else divmod(step, pool.num_blocks)[::-1]
-    return entry, run, np.int64(block), np.int64(cell)  # type: ignore[return-value]
+    return entry, run, np.asarray(block, np.int64), np.asarray(cell, np.int64)
 
 
 def _line(
@@ -69,7 +88,8 @@ def _line(
         if inside.any():
             unit, state = np.nonzero(inside)
             first = _first_unit(table, entry, region)
-            told = f"  {region.layer} {region.part}: units {_span(unit + first)}, block {block}"
+            told = f"  {region.layer} {region.part}: {_span('unit', unit + first)}"
+            told += f", consumer's block {block}"
             return f"{told}, {_rows(table, entry, block, state, request)}"
     return None
 
@@ -91,27 +111,28 @@ def _rows(
     """Say which rows of a block, as token positions where a request's table holds the block."""
     grain = entry.rows.geometry.grain
     if request is None or not grain:
-        return f"rows {_span(state)}"
+        return _span("row", state)
     engine, rank = table.consumer.engine, table.consumer.rank
     group = engine.group(entry.edge.group)
     held = request.consumer_blocks[group.name]
     of_table, part = divmod(block, group.split)
     index = np.flatnonzero(held.block_ids == of_table)
     if not len(index):
-        return f"rows {_span(state)} of a block that is not the request's"
+        return f"{_span('row', state)} of a block that is not the request's"
     context = engine.parallel.context(rank)
     local = int(index[0]) * group.spec.block_size + part * group.memory_block_size + state * grain
     tokens = context.position(held.first_token // context.size + local)
-    return f"tokens {_span(tokens)}"
+    return _span("token", tokens)
 
 
-def _span(values: Ints) -> str:
+def _span(noun: str, values: Ints) -> str:
+    """Return *values* with their noun: ``unit 3``, ``tokens 4..9``, ``rows 1, 3``."""
     found = np.unique(values)
     if len(found) == 1:
-        return str(found[0])
+        return f"{noun} {found[0]}"
     if found[-1] - found[0] == len(found) - 1:
-        return f"{found[0]}..{found[-1]}"
-    return ", ".join(map(str, found.tolist()))
+        return f"{noun}s {found[0]}..{found[-1]}"
+    return f"{noun}s {', '.join(map(str, found.tolist()))}"
 
 
 def _why(table: DescriptorTable, entry: Entry) -> str:
@@ -127,7 +148,7 @@ def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
         if share.pair.consumer.name != edge.group or not share.members.ranges[at]:
             continue
         units = share.members.ranges[at]
-        held = f"units {_span(np.arange(units.start, units.stop))}"
+        held = _span("unit", np.arange(units.start, units.stop))
         members = share.members.ranks_of(units)
         if not set(share.layers) & set(edge.layers):
             continue
@@ -136,4 +157,4 @@ def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
             yield f"only {edge.producer} holds {held} of {parts}"
         else:
             others = ", ".join(str(ranks[each]) for each in members)
-            yield f"{held} of {parts} are held by {others}; elected by {plan.replicas!r}"
+            yield f"{held} of {parts} held by {others}; elected by {plan.replicas!r}"

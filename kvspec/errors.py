@@ -11,6 +11,17 @@ from typing import Any
 
 import attrs
 
+MAX_SHOWN = 400
+"""Characters of a value in a message; of a longer one the beginning is shown, and its type."""
+
+
+def shown(value: object) -> str:
+    """Return *value* as a message shows it."""
+    text = repr(value)
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[: MAX_SHOWN // 4]}... (a {type(value).__name__})"
+
 
 class KVSpecError(Exception):
     """Any error of this library."""
@@ -23,7 +34,7 @@ class SpecError(KVSpecError, ValueError):
     """
 
     def __init__(self, field: str, value: object, wanted: str) -> None:
-        super().__init__(f"{field}={value!r}: wanted {wanted}")
+        super().__init__(f"{field}={shown(value)}: wanted {wanted}")
         self.field = field
         self.value = value
         self.wanted = wanted
@@ -42,7 +53,7 @@ class Mismatch:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.field}: ours {self.ours!r}, theirs {self.theirs!r} ({self.why})"
+        return f"{self.field}: ours {shown(self.ours)}, theirs {shown(self.theirs)} ({self.why})"
 
 
 class MismatchError(KVSpecError):

@@ -1,7 +1,7 @@
-"""Intervals of integers, and the exact-cover check.
+"""Intervals, block-cyclic ownership, the exact-cover check, and the checks of plain input.
 
-Law: does not know who is producer and who is consumer. Every operation is total and canonical:
-disjoint intervals meet in *the* empty range, ``range(0, 0)``.
+Law: does not know who is producer and who is consumer. There is one empty interval,
+``range(0, 0)``; operations on intervals are total.
 """
 
 from __future__ import annotations
@@ -20,18 +20,6 @@ from kvspec.errors import SpecError
 T = TypeVar("T")
 EMPTY = range(0)
 """The one empty interval."""
-
-
-def intersect(a: range, b: range) -> range:
-    """Return the integers that lie in both intervals.
-
-    >>> intersect(range(2, 6), range(4, 9))
-    range(4, 6)
-    >>> intersect(range(0, 2), range(5, 7))
-    range(0, 0)
-    """
-    start, stop = max(a.start, b.start), min(a.stop, b.stop)
-    return range(start, stop) if start < stop else EMPTY
 
 
 def shift(a: range, by: int) -> range:

@@ -1,4 +1,4 @@
-"""The command line: `kvspec transfer`, `kvspec slices`, `kvspec verify`.
+"""The command line: `kvspec transfer`, `slices`, `verify` and `simulate`.
 
 Law: importing this package imports neither typer nor rich, since each rank of `kvspec transfer` is
 a process that imports what started its parent.

@@ -1,0 +1,115 @@
+"""What a table says of one descriptor: read back, it is what the request wants."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import kvspec
+from kvspec import RankId
+
+WORDS = re.compile(r"  (\S+) (\S+): units? (\S+), consumer's block (\d+), tokens? (.+)")
+
+
+def engine(layout: str, block_size: int, **sizes: int) -> kvspec.EngineSpec:
+    """Return an engine of two layers of four heads."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=block_size, total_num_kv_heads=4, head_size=8, dtype="bfloat16"
+    )
+    group = kvspec.KVCacheGroup(name="g", layers=("layers.0", "layers.1"), spec=spec)
+    return kvspec.EngineSpec(
+        groups=(group,), parallel=kvspec.ParallelConfig(**sizes), layout=layout
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers that ``4..6``, ``3`` or ``1, 5`` means."""
+    first, _, last = text.partition("..")
+    return (
+        list(range(int(first), int(last) + 1)) if last else [int(each) for each in text.split(",")]
+    )
+
+
+PAIRS = [
+    (engine("LBNHC", 4, tp_size=8), engine("LBHNC", 6, tp_size=2)),
+    (engine("BLHNC", 4, tp_size=2), engine("LBNHC", 4, tp_size=2)),
+    (engine("LKBNHC", 4, tp_size=1, pcp_size=2, interleave_size=2), engine("BLHNC", 4, pp_size=2)),
+]
+
+
+@pytest.mark.parametrize(("producer", "consumer"), PAIRS)
+def test_every_wanted_token_is_told_once(
+    producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec
+) -> None:
+    """Over all ids, each layer, part, head and uncached token is named, in the right block."""
+    plan = kvspec.plan_transfer(producer, consumer)
+    size = consumer.groups[0].spec.block_size
+    blocks = {
+        "producer_blocks": {"g": list(range(20))}, "consumer_blocks": {"g": [9, 3, 4, 0, 7, 1, 2]}
+    }  # fmt: skip
+    request = kvspec.TransferRequest(request_id="r", num_tokens=23, cached_tokens=5, **blocks)
+    told = []
+    for rank in consumer.parallel.ranks:
+        theirs, _ = kvspec.allocate(consumer, rank, 10)
+        for source in plan.sources(rank):
+            ours, _ = kvspec.allocate(producer, source, 20)
+            table = kvspec.build_table(plan, ours, theirs)
+            for each in table.select(request)[1].tolist():
+                for line in table.explain(each, request).splitlines():
+                    found = WORDS.fullmatch(line)
+                    if found:
+                        layer, part, units, block, tokens = found.groups()
+                        for token in numbers(tokens):
+                            assert blocks["consumer_blocks"]["g"][token // size] == int(block)
+                            told += [(layer, part, u, token) for u in numbers(units)]
+    live = [each for each in told if 5 <= each[3] < 23]
+    wanted = {
+        (layer, part, head, token)
+        for layer in ("layers.0", "layers.1")
+        for part in "kv"
+        for head in range(4)
+        for token in range(5, 23)
+    }
+    assert wanted == set(live)
+    assert len(wanted) == len(live)
+    assert all(each[3] >= 5 for each in told)
+
+
+def test_one_descriptor_in_words() -> None:
+    """Bytes, both places, what they hold, and why this replica: worked out by hand."""
+    producer, consumer = PAIRS[0]
+    plan = kvspec.plan_transfer(producer, consumer)
+    ours, _ = kvspec.allocate(producer, RankId(tp=2), 4)
+    theirs, _ = kvspec.allocate(consumer, RankId(tp=0), 4)
+    table = kvspec.build_table(plan, ours, theirs)
+    request = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=4,
+        producer_blocks={"g": [3]},
+        consumer_blocks={"g": [2]},
+    )
+    first = int(table.select(request)[1][0])
+    # Producer tp2 has head 1 alone, its block 3 begins 3 x 4 tokens x 32 bytes on; the consumer's
+    # head 1 follows 6 tokens of head 0 in block 2 of 2 heads. Both hold 4 tokens in one piece.
+    source = ours.region("layers.0", "k").base + 3 * 4 * 32
+    target = theirs.region("layers.0", "k").base + (2 * 2 + 1) * 6 * 32
+    head = f"id {first}: 128 bytes, tp2 at {source:#x} (its block 3) -> tp0 at {target:#x}"
+    wanted = [
+        head,
+        "  layers.0 k: unit 1, consumer's block 2, tokens 0..3",
+        "  layers.0 v: unit 1, consumer's block 2, tokens 0..3",
+        "  unit 1 of k+v held by tp2, tp3; elected by 'spread'",
+    ]
+    assert "\n".join(wanted) == table.explain(first, request)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**9, True, "0", None])
+def test_an_id_that_is_none_is_refused(wrong: object) -> None:
+    """The ids there are, are told."""
+    producer, consumer = PAIRS[1]
+    plan = kvspec.plan_transfer(producer, consumer)
+    caches = (kvspec.allocate(each, RankId(), 4)[0] for each in (producer, consumer))
+    table = kvspec.build_table(plan, *caches)
+    with pytest.raises(kvspec.SpecError, match=r"consumer_id=.*: wanted an id from 0 to \d+"):
+        table.explain(wrong)  # type: ignore[arg-type]
