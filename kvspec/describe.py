@@ -65,8 +65,8 @@ def _found(table: DescriptorTable, side: Side, at: int) -> tuple[Entry, int, Int
     firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
     entry = table.entries[bisect_right(firsts, at) - 1]
     pool = getattr(entry.rows, side)
-    run, step = divmod(at - getattr(entry, f"{side}_first"), pool.num_blocks * pool.cells)
-    block, cell = divmod(step, pool.cells) if pool.folded else divmod(step, pool.num_blocks)[::-1]
+    run, step = divmod(int(at) - getattr(entry, f"{side}_first"), pool.ids_per_run)
+    block, cell = pool.place(step)
     return entry, run, np.asarray(block, np.int64), np.asarray(cell, np.int64)
 
 

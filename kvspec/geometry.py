@@ -6,6 +6,8 @@ layout or the ranks that they came from.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,9 @@ class Pool:
     """How the blocks of one side repeat: the same numbers for every run of a set.
 
     A block holds *cells* cells, *cell_stride* bytes apart. *folded*: a block's stride is a whole
-    number of cells, so that one row counts through cells and blocks alike.
+    number of cells, so that one row counts through cells and blocks alike. *span*: cells that one
+    id takes where they run on from block to block; ids then count every span-th cell, from each of
+    the first *span* cells in turn.
     """
 
     num_blocks: int
@@ -28,6 +32,7 @@ class Pool:
     cell_stride: int
     memory_type: str
     device: int
+    span: int = 1
 
     @property
     def folded(self) -> bool:
@@ -37,13 +42,43 @@ class Pool:
     @property
     def stride(self) -> int:
         """Bytes from one id of a row to the next."""
+        if self.span > 1:
+            return self.span * self.cell_stride
         return self.cell_stride if self.folded and self.cells > 1 else self.block_stride
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The ids of each row of one run, in order."""
+        total = self.num_blocks * self.cells
+        if self.span > 1:
+            return tuple(max(0, total - first) // self.span for first in range(self.span))
+        return (total,) if self.folded else (self.num_blocks,) * self.cells
+
+    @cached_property
+    def ids_per_run(self) -> int:
+        """The ids of one run's rows together."""
+        return sum(self.counts)
 
     def steps(self, block: Ints, cell: Ints) -> Ints:
         """Return the ids of cells, counted from a run's first id."""
-        if self.folded:
-            return block * self.cells + cell
-        return cell * self.num_blocks + block
+        if not self.folded:
+            return cell * self.num_blocks + block
+        at = block * self.cells + cell
+        if self.span == 1:
+            return at
+        row = at % self.span
+        starts = np.concatenate([[0], np.cumsum(self.counts)])
+        return np.asarray(starts[row] + at // self.span, np.int64)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the block and the cell in it of an id, counted from a run's first id."""
+        row = 0
+        while step >= self.counts[row]:
+            step -= self.counts[row]
+            row += 1
+        if not self.folded:
+            return step, row
+        return divmod(step * self.span + row, self.cells)
 
     def offsets(self, block: Ints, cell: Ints) -> Ints:
         """Return the bytes of cells, counted from a run's first address."""
@@ -51,16 +86,15 @@ class Pool:
 
     def rows(self, address: Ints, length: Ints) -> npt.NDArray[np.uint64]:
         """Return the rows (address, length, device, stride, count) of runs."""
-        repeat, count = 1, self.num_blocks * self.cells
-        if not self.folded:
-            repeat, count = self.cells, self.num_blocks
-        rows = np.empty((len(address) * repeat, 5), np.uint64)
-        first = address[:, None] + (np.arange(repeat) * self.cell_stride)[None, :]
+        counts = np.array([count for count in self.counts if count], np.int64)
+        rows = np.empty((len(address) * len(counts), 5), np.uint64)
+        first = address[:, None] + (np.arange(len(counts)) * self.cell_stride)[None, :]
         rows[:, 0] = first.ravel()
-        rows[:, 1] = np.repeat(length, repeat)
+        rows[:, 1] = np.repeat(length, len(counts))
         rows[:, 2] = self.device
-        rows[:, 3] = np.maximum(self.stride, rows[:, 1]) if count == 1 else self.stride
-        rows[:, 4] = count
+        rows[:, 4] = np.tile(counts, len(address))
+        single = rows[:, 4] == 1
+        rows[:, 3] = np.where(single, np.maximum(self.stride, rows[:, 1]), self.stride)
         return rows
 
 
@@ -69,11 +103,13 @@ class TokenSide:
     """How one side's tokens lie in blocks.
 
     Tokens of a table's block, tokens of a block in memory, and which positions the rank owns.
+    *flows*: rows run on from one block in memory to the next.
     """
 
     block_size: int
     memory_block_size: int
     context: Cyclic
+    flows: bool = False
 
 
 @attrs.frozen

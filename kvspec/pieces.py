@@ -160,20 +160,35 @@ def _cut(request: TransferRequest, edge: Edge, geometry: Geometry) -> tuple[Ints
     tails = int(first < cached and keep[0])
     positions, tokens = positions[keep], tokens[keep]
     columns = ours.local(positions), theirs.local(positions), tokens
-    return (*_joined(geometry, *columns, tails), tails)
+    return (*_joined(request, edge, geometry, columns, tails), tails)
 
 
 def _joined(
-    geometry: Geometry, ours: Ints, theirs: Ints, tokens: Ints, tails: int
+    request: TransferRequest,
+    edge: Edge,
+    geometry: Geometry,
+    columns: tuple[Ints, Ints, Ints],
+    tails: int,
 ) -> tuple[Ints, Ints, Ints]:
-    """Join cells that follow each other inside one block in memory on both sides."""
+    """Join cells that follow each other in memory on both sides.
+
+    Inside one block they do; from block to block where rows flow on and the ids follow each other.
+    """
+    ours, theirs, tokens = columns
     if geometry.spans == 1 or len(tokens) <= tails + 1:
-        return ours, theirs, tokens
+        return columns
     follows = np.ones(len(tokens) - 1, np.bool_)
     follows[:tails] = False
-    for local, side in ((ours, geometry.producer), (theirs, geometry.consumer)):
+    for local, side, table in (
+        (ours, geometry.producer, request.producer_blocks[edge.producer_group]),
+        (theirs, geometry.consumer, request.consumer_blocks[edge.group]),
+    ):
         follows &= local[:-1] + tokens[:-1] == local[1:]
-        follows &= local[1:] % side.memory_block_size != 0
+        inside = local[1:] % side.memory_block_size != 0
+        if side.flows:
+            ids = table.block_ids[(local - _first(table, side)) // side.block_size]
+            inside |= ids[1:] == ids[:-1] + 1
+        follows &= inside
     starts = np.concatenate([[0], np.flatnonzero(~follows) + 1])
     return ours[starts], theirs[starts], np.add.reduceat(tokens, starts)
 

@@ -46,7 +46,7 @@ class RowSet:
     def ids_used(self) -> tuple[int, int]:
         """Return how many ids the rows of each side take."""
         sides = (self.producer, self.consumer)
-        ours, theirs = (len(self) * side.num_blocks * side.cells for side in sides)
+        ours, theirs = (len(self) * side.ids_per_run for side in sides)
         return ours, theirs
 
     @property
@@ -99,7 +99,7 @@ def row_sets(
 def _fused(region: Region, group: KVCacheGroup, context: Cyclic) -> tuple[Region, TokenSide]:
     """Take the kernel's blocks for one where they follow each other like rows of one block."""
     size, memory_size = group.spec.block_size, group.memory_block_size
-    row = region.state_stride if region.states > 1 else region.block_stride
+    row = _row_stride(region)
     if group.split > 1 and region.block_stride == region.states * row:
         region = attrs.evolve(
             region,
@@ -140,7 +140,9 @@ def _family(geometry: Geometry, boxes: tuple[_Boxes, ...]) -> list[RowSet]:
     if not cell:
         return whole
     found: list[RowSet] = []
-    spans = min(side.memory_block_size // cell for side in (geometry.producer, geometry.consumer))
+    geometry = _flowing(geometry, boxes)
+    cut = [side for side in (geometry.producer, geometry.consumer) if not side.flows]
+    spans = min((side.memory_block_size // cell for side in cut), default=1)
     several = spans > 1 and _longer(whole, geometry, boxes, unit=cell, skip=0, tokens=2 * cell)
     one = _sets(geometry, boxes, unit=grain, skip=0, tokens=grain) if cell > grain else []
     tails = cell > 2 * grain and bool(
@@ -155,6 +157,25 @@ def _family(geometry: Geometry, boxes: tuple[_Boxes, ...]) -> list[RowSet]:
     elif one:
         found += _sets(final, boxes, unit=grain, skip=0, tokens=grain)
     return found
+
+
+def _flowing(geometry: Geometry, boxes: tuple[_Boxes, ...]) -> Geometry:
+    """Return *geometry* with what is known of memory: whose rows run on from block to block."""
+    ours = all(
+        _row_stride(each.ours) * each.ours.states == each.ours.block_stride for each in boxes
+    )
+    theirs = all(
+        _row_stride(each.theirs) * each.theirs.states == each.theirs.block_stride for each in boxes
+    )
+    return attrs.evolve(
+        geometry,
+        producer=attrs.evolve(geometry.producer, flows=ours),
+        consumer=attrs.evolve(geometry.consumer, flows=theirs),
+    )
+
+
+def _row_stride(region: Region) -> int:
+    return region.state_stride if region.states > 1 else region.block_stride
 
 
 def _longer(
@@ -180,7 +201,8 @@ def _sets(
     alike: dict[tuple[Pool, Pool], list[Ints]] = {}
     for each in boxes:
         pools = tuple(
-            _pool(side, each.part, unit, skip, tokens) for side in (each.ours, each.theirs)
+            _pool(region, each.part, unit, skip, tokens, flows=side.flows)
+            for region, side in ((each.ours, geometry.producer), (each.theirs, geometry.consumer))
         )
         alike.setdefault((pools[0], pools[1]), []).append(each.runs(skip, tokens))
     return [
@@ -205,7 +227,7 @@ class _Boxes:
         length = self.part.content_bytes
         dims = [
             (self.units, self.ours.unit_stride, self.theirs.unit_stride),
-            (states, self.ours.state_stride, self.theirs.state_stride),
+            (states, _row_stride(self.ours), _row_stride(self.theirs)),
         ]
         dims = [dim for dim in dims if dim[0] > 1]
         while (touching := next((d for d in dims if d[1] == d[2] == length), None)) is not None:
@@ -213,7 +235,7 @@ class _Boxes:
             dims.remove(touching)
         at = np.asarray(self.first, np.int64)
         if skip:
-            row = np.array([self.ours.state_stride, self.theirs.state_stride])
+            row = np.array([_row_stride(self.ours), _row_stride(self.theirs)])
             at = at + skip // grain * row
         for count, mine, other in dims:
             steps = np.arange(count, dtype=np.int64)[:, None] * np.array([mine, other])
@@ -221,20 +243,24 @@ class _Boxes:
         return np.column_stack([at, np.full(len(at), length)])
 
 
-def _pool(region: Region, part: Part, unit: int, skip: int, tokens: int) -> Pool:
-    """Return how cells repeat: every *unit* tokens, as long as they end inside the block."""
-    grain = part.tokens_per_state
-    cells = 1
-    if grain:
-        block = region.states * grain
-        cells = (block - skip - tokens) // unit + 1
+def _pool(region: Region, part: Part, unit: int, skip: int, tokens: int, *, flows: bool) -> Pool:
+    """Return how cells repeat: every *unit* tokens, as long as they end inside the block.
+
+    Where rows flow from block to block, several cells may end in a later block.
+    """
+    grain, cells, span = part.tokens_per_state, 1, 1
+    if grain and flows and tokens > unit and not skip:
+        cells, span = region.states * grain // unit, tokens // unit
+    elif grain:
+        cells = (region.states * grain - skip - tokens) // unit + 1
     return Pool(
         num_blocks=region.num_blocks,
         block_stride=region.block_stride,
         cells=cells,
-        cell_stride=unit // grain * region.state_stride if cells > 1 else 0,
+        cell_stride=unit // grain * _row_stride(region) if cells > 1 or span > 1 else 0,
         memory_type=region.memory_type,
         device=region.device,
+        span=span,
     )
 
 

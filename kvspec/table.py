@@ -45,7 +45,7 @@ class Entry:
             (self.rows.producer, self.producer_first, cells.producer_block, cells.producer_cell),
             (self.rows.consumer, self.consumer_first, cells.consumer_block, cells.consumer_cell),
         ):
-            per_run = pool.num_blocks * pool.cells
+            per_run = pool.ids_per_run
             starts = first + np.arange(len(self.rows), dtype=np.int64) * per_run
             steps = pool.steps(block, cell).astype(np.int32)
             found.append((starts.astype(np.int32)[:, None] + steps).ravel())

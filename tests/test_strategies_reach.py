@@ -28,7 +28,7 @@ from kvspec.testing.strategies import (
     parts_of,
 )
 
-TRIES = 500
+TRIES = 1500
 
 
 @lru_cache(maxsize=1)
