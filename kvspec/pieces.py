@@ -108,7 +108,10 @@ def cells(found: Pieces, edge: Edge, rows: RowSet) -> Cells:
         part, token = np.divmod(token, side.memory_block_size)
         split = side.block_size // side.memory_block_size
         ids = table.block_ids[at]
-        _check_ids(f"{name}_blocks[{group!r}]", ids, pool.num_blocks // split)
+        # A piece may run on into later blocks. Their ids follow the first, so the last is greatest.
+        last = table.block_ids[(local + rows.tokens - 1) // side.block_size]
+        for ends in (ids, last):
+            _check_ids(f"{name}_blocks[{group!r}]", ends, pool.num_blocks // split)
         columns += [ids * split + part, (token - rows.skip) // rows.unit]
     order = np.argsort(rows.producer.steps(columns[0], columns[1]), kind="stable")
     return Cells(*(column[order] for column in columns))

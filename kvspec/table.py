@@ -134,6 +134,7 @@ class DescriptorTable:
             family = (id(entry.edge), rows.geometry)
             if family not in cut:
                 cut[family] = pieces(request, entry.edge, rows.geometry)
+            # Cells stand in the producer's order, and ids are checked against both pools.
             pools = (rows.producer.num_blocks, rows.producer.folded, rows.consumer.num_blocks)
             key = (*family, rows.unit, rows.skip, rows.tokens, *pools)
             if key not in known:

@@ -431,3 +431,27 @@ def test_a_block_read_twice_is_refused_by_every_pair(
             table = kvspec.build_table(plan, *caches)
             told = words(lambda table=table: table.select(request))
             assert "producer_blocks['g']=0: wanted each block once" == told
+
+
+@pytest.mark.parametrize("sizes", [(4, 16), (16, 4)])
+def test_every_block_of_a_long_piece_is_checked(sizes: tuple[int, int]) -> None:
+    """Blocks of 4 that follow each other are one piece of the other side's block; all must be."""
+    engines = [
+        attrs.evolve(
+            engine(attrs.evolve(FULL, block_size=size)),
+            layout="LKBNHC" if size == 4 else "LBKHNC",
+            parallel=kvspec.ParallelConfig(tp_size=4 if size == 4 else 2),
+        )
+        for size in sizes
+    ]
+    plan = kvspec.plan_transfer(*engines)
+    caches = [kvspec.allocate(each, RankId(), 6)[0] for each in engines]
+    table = kvspec.build_table(plan, *caches)
+    assert any(entry.rows.geometry.spans > 1 for entry in table.entries)
+    tables = [{"g": (3, 4, 5, 6)} if size == 4 else {"g": (0,)} for size in sizes]
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=16, producer_blocks=tables[0], consumer_blocks=tables[1]
+    )
+    side = "producer" if sizes[0] == 4 else "consumer"
+    told = words(lambda: table.select(request))
+    assert f"{side}_blocks['g']=6: wanted block ids from 0 to 5" == told
