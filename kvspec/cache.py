@@ -162,6 +162,17 @@ class RankCache:
                 raise SpecError(field, extent, "a region inside the memory given")
 
     @cached_property
+    def seams(self) -> tuple[int, ...]:
+        """Addresses where one memory ends and another begins: no descriptor lies over one."""
+        found: list[int] = []
+        reached = 0
+        for each in sorted(self.memory, key=lambda memory: memory.address):
+            if each.address == reached:
+                found.append(each.address)
+            reached = max(reached, each.address + each.length)
+        return tuple(found)
+
+    @cached_property
     def _by_part(self) -> dict[tuple[str, str], Region]:
         return {(each.layer, each.part): each for each in self.regions}
 

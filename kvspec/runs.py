@@ -6,7 +6,8 @@ alone, and runs of several parts and layers become one wherever they touch on bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from math import gcd
 
 import attrs
@@ -20,6 +21,9 @@ from kvspec.plan import Edge
 from kvspec.ranges import Cyclic, Ints
 from kvspec.slices import Part, TPTransferSlice
 from kvspec.specs import LayerSpec
+
+Seams = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where no run of the producer's, of the consumer's, may be joined."""
 
 
 @attrs.frozen(eq=False)
@@ -89,10 +93,11 @@ def row_sets(
                 yours.base + each.local_range.start * yours.unit_stride,
             )
         )
+    seams = producer.seams, consumer.seams
     return tuple(
         rows
         for geometry, boxes in families.items()
-        for rows in _family(geometry, tuple(boxes.values()))
+        for rows in _family(geometry, tuple(boxes.values()), seams)
     )
 
 
@@ -133,29 +138,30 @@ def _cell_tokens(layer: str, part: Part, ours: TokenSide, theirs: TokenSide) -> 
     return cell
 
 
-def _family(geometry: Geometry, boxes: tuple[_Boxes, ...]) -> list[RowSet]:
+def _family(geometry: Geometry, boxes: tuple[_Boxes, ...], seams: Seams) -> list[RowSet]:
     """Return every set of rows that a family needs, and none that would not make runs longer."""
     cell, grain = geometry.cell, geometry.grain
-    whole = _sets(geometry, boxes, unit=cell, skip=0, tokens=cell)
+    sets = partial(_sets, boxes, seams)
+    whole = sets(geometry, unit=cell, skip=0, tokens=cell)
     if not cell:
         return whole
     found: list[RowSet] = []
     geometry = _flowing(geometry, boxes)
     cut = [side for side in (geometry.producer, geometry.consumer) if not side.flows]
     spans = min((side.memory_block_size // cell for side in cut), default=1)
-    several = spans > 1 and _longer(whole, geometry, boxes, unit=cell, skip=0, tokens=2 * cell)
-    one = _sets(geometry, boxes, unit=grain, skip=0, tokens=grain) if cell > grain else []
-    tails = cell > 2 * grain and bool(
-        _longer(one, geometry, boxes, unit=cell, skip=cell - 2 * grain, tokens=2 * grain)
-    )
+    double = partial(sets, geometry, unit=cell, tokens=2 * cell)
+    several = spans > 1 and _longer(whole, partial(double, skip=0))
+    one = sets(geometry, unit=grain, skip=0, tokens=grain) if cell > grain else []
+    double = partial(sets, geometry, unit=cell, tokens=2 * grain)
+    tails = cell > 2 * grain and _longer(one, partial(double, skip=cell - 2 * grain))
     final = attrs.evolve(geometry, spans=spans if several else 1, tails=tails)
     for cells in range(1, final.spans + 1):
-        found += _sets(final, boxes, unit=cell, skip=0, tokens=cells * cell)
+        found += sets(final, unit=cell, skip=0, tokens=cells * cell)
     if tails:
         for tokens in range(grain, cell, grain):
-            found += _sets(final, boxes, unit=cell, skip=cell - tokens, tokens=tokens)
+            found += sets(final, unit=cell, skip=cell - tokens, tokens=tokens)
     elif one:
-        found += _sets(final, boxes, unit=grain, skip=0, tokens=grain)
+        found += sets(final, unit=grain, skip=0, tokens=grain)
     return found
 
 
@@ -178,24 +184,21 @@ def _row_stride(region: Region) -> int:
     return region.state_stride if region.states > 1 else region.block_stride
 
 
-def _longer(
-    single: list[RowSet],
-    geometry: Geometry,
+def _longer(single: list[RowSet], double: Callable[[], list[RowSet]]) -> bool:
+    """Return whether rows of twice the tokens are longer, and NIXL would not join single ones."""
+    if all(rows.dense for rows in single):
+        return False
+    return sum(map(len, double())) < 2 * sum(map(len, single))
+
+
+def _sets(
     boxes: tuple[_Boxes, ...],
+    seams: Seams,
+    geometry: Geometry,
     *,
     unit: int,
     skip: int,
     tokens: int,
-) -> bool:
-    """Return whether rows of *tokens* are longer, and NIXL would not join the single ones."""
-    if all(rows.dense for rows in single):
-        return False
-    double = _sets(geometry, boxes, unit=unit, skip=skip, tokens=tokens)
-    return sum(map(len, double)) < 2 * sum(map(len, single))
-
-
-def _sets(
-    geometry: Geometry, boxes: tuple[_Boxes, ...], *, unit: int, skip: int, tokens: int
 ) -> list[RowSet]:
     """Return the rows of one cut, boxes whose blocks repeat alike joined."""
     alike: dict[tuple[Pool, Pool], list[Ints]] = {}
@@ -206,7 +209,8 @@ def _sets(
         )
         alike.setdefault((pools[0], pools[1]), []).append(each.runs(skip, tokens))
     return [
-        RowSet(geometry, unit, skip, tokens, *pools, *merge(runs)) for pools, runs in alike.items()
+        RowSet(geometry, unit, skip, tokens, *pools, *merge(runs, seams))
+        for pools, runs in alike.items()
     ]
 
 
@@ -264,14 +268,18 @@ def _pool(region: Region, part: Part, unit: int, skip: int, tokens: int, *, flow
     )
 
 
-def merge(runs: Iterable[Ints]) -> tuple[Ints, Ints, Ints]:
+def merge(runs: Iterable[Ints], seams: Seams) -> tuple[Ints, Ints, Ints]:
     """Join runs (producer address, consumer address, length) that touch on both sides.
 
-    Takes arrays of shape (n, 3); returns three columns, ascending in the producer's address.
+    Takes arrays of shape (n, 3); returns three columns, ascending in the producer's address. None
+    is joined over a seam of either side: see `RankCache.seams`.
     """
     table = np.concatenate(list(runs))
     table = table[np.argsort(table[:, 0], kind="stable")]
     ours, theirs, length = table.T
     touches = (ours[:-1] + length[:-1] == ours[1:]) & (theirs[:-1] + length[:-1] == theirs[1:])
+    for begins, seam in zip((ours[1:], theirs[1:]), seams, strict=True):
+        if seam:
+            touches &= ~np.isin(begins, seam)
     starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
     return ours[starts], theirs[starts], np.add.reduceat(length, starts)

@@ -97,12 +97,14 @@ class DescriptorTable:
     def descriptors(self, request: TransferRequest) -> Rows:
         """Return (producer address, consumer address, length) of what *request* moves.
 
-        A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one.
+        A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one, each
+        inside one memory of either cache.
         """
         found = [entry.addresses(chosen) for entry, chosen in self._cells(request)]
         if not found:
             return np.empty((0, 3), np.uint64)
-        return np.stack(merge(found), axis=1).astype(np.uint64)
+        seams = self.producer.seams, self.consumer.seams
+        return np.stack(merge(found, seams), axis=1).astype(np.uint64)
 
     def counts(self, request: TransferRequest) -> tuple[int, int]:
         """Return how many descriptors NIXL posts for `select`, and the fewest there could be.

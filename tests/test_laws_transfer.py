@@ -17,7 +17,7 @@ import kvspec
 from kvspec.testing import strategies
 from kvspec.testing.carve import block_split, logical_views
 from kvspec.testing.positions import context_of
-from kvspec.testing.world import Copy, World, described, inside, selected, snapshot, world
+from kvspec.testing.world import Copy, World, described, finest, inside, selected, snapshot, world
 
 CASES = strategies.cases()
 STRIPED = ("full", "sliding window", "MLA", "uniform")
@@ -195,26 +195,31 @@ def wider(table: kvspec.DescriptorTable, copies: list[Copy]) -> Iterator[Copy]:
                     yield origin, start, total
 
 
+def in_one(cache: kvspec.RankCache, address: int, end: int) -> bool:
+    """Return whether the bytes from *address* to *end* lie in one memory of *cache*."""
+    return any(m.address <= address and end <= m.address + m.length for m in cache.memory)
+
+
 @given(CASES)
 def test_bounds(case: strategies.Case) -> None:
-    """Law 10: each row lies, from first to last copy, in memory that its own side registers."""
+    """Law 10: rows, from first to last copy, and descriptors lie in one memory of their side."""
     here = world(case)
-    for p, c, table in here.tables():
-        for rows, cache in (
-            (table.producer_rows, here.producers[p][0]),
-            (table.consumer_rows, here.consumers[c][0]),
-        ):
+    for edge in here.plan.edges:
+        caches = [
+            finest(side[rank][0])
+            for side, rank in ((here.producers, edge.producer), (here.consumers, edge.consumer))
+        ]
+        table = kvspec.build_table(here.plan, *caches)
+        for rows, cache in zip((table.producer_rows, table.consumer_rows), caches, strict=True):
             assert (np.uint64, 2, 5) == (rows.dtype, rows.ndim, rows.shape[1])
             for address, length, device, stride, count in rows.tolist():
-                last = address + (count - 1) * stride + length
+                assert device == cache.memory[0].device
                 assert count > 0
                 assert length > 0
-                assert any(
-                    memory.address <= address
-                    and last <= memory.address + memory.length
-                    and device == memory.device
-                    for memory in cache.memory
-                )
+                assert in_one(cache, address, address + (count - 1) * stride + length)
+        for source, place, length in described(table, case.request):
+            assert in_one(caches[0], source, source + length)
+            assert in_one(caches[1], place, place + length)
 
 
 @given(CASES, st.data())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvspec.cache import RankCache, allocate
+from kvspec.cache import Memory, RankCache, allocate
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan, plan_transfer
 from kvspec.request import TransferRequest
@@ -65,6 +65,18 @@ def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str
         if offset >= 0 and offset + length <= flat.size:
             return name, offset
     raise AssertionError(f"{length} bytes at {address:#x} are not in any storage of this rank")
+
+
+def finest(cache: RankCache) -> RankCache:
+    """Return *cache* in as many memories as its regions allow; some of them touch."""
+    memories: list[Memory] = []
+    for region in sorted(cache.regions, key=lambda each: (each.extent.start, each.extent.stop)):
+        start, stop = region.extent.start, region.extent.stop
+        if memories and start < memories[-1].address + memories[-1].length:
+            last = memories.pop()
+            start, stop = last.address, max(stop, last.address + last.length)
+        memories.append(Memory(start, stop - start, region.memory_type, region.device))
+    return attrs.evolve(cache, memory=tuple(memories))
 
 
 def held(engine: EngineSpec, pool: dict[str, int], *, shared: bool = False) -> Held:
