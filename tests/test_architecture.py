@@ -57,6 +57,7 @@ ORDER = (
     "verify",
     "reference",
     "nixl.checks",
+    "nixl.states",
     "nixl.agent",
     "nixl.pairs",
     "nixl.inbox",

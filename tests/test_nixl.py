@@ -22,6 +22,7 @@ from kvspec.nixl import NixlRank, Prepared
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import checks as nixl_checks
 from kvspec.nixl import pairs as nixl_pairs
+from kvspec.nixl import states as nixl_states
 from kvspec.nixl.checks import Introduction
 from kvspec.nixl.inbox import HELLO
 
@@ -121,7 +122,7 @@ def posted(ranks: Pair, mine: np.ndarray, theirs: np.ndarray, lists: list[Prepar
 
 
 def test_ids_adjacent_on_both_sides_are_posted_as_one(ranks: Pair) -> None:
-    """Merging follows the order of the ids, within dense rows, on both sides at once."""
+    """Ids are merged within dense rows, on both sides at once, whatever their order."""
     lists = ranks.lists([(0, 1024, 1024, 512)], [(1024, 1024, 1024, 512)])
     ids = np.arange(512)
     shuffled = np.arange(32)[::-1]
@@ -129,7 +130,49 @@ def test_ids_adjacent_on_both_sides_are_posted_as_one(ranks: Pair) -> None:
     assert posted(ranks, ids, ids, lists) == 1
     assert posted(ranks, runs, ids, lists) == 32
     assert posted(ranks, ids, runs, lists) == 32
-    assert posted(ranks, ids[::-1], ids[::-1], lists) == 512
+    assert posted(ranks, ids[::-1], ids[::-1], lists) == 1
+    assert posted(ranks, ids[::-1], ids, lists) == 512
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_runs_of_several_rows_are_posted_as_one(
+    ranks: Pair, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Rows that share memory are joined where their runs touch; the bytes are right, none else."""
+    monkeypatch.setattr(nixl_pairs, "MAX_BYTES", 9 * 512)
+    rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # whole cells, and their eighths
+    lists = ranks.lists(rows, [(at + 512, *rest) for at, *rest in rows])
+    ids = np.array([*range(64 + 8 * 3 - 5, 64 + 8 * 3), *range(3, 20), 40, 41, 30])
+    ranks.local[:] = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
+    wanted = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
+    for start, stop in ((3 * 512 - 320, 20 * 512), (40 * 512, 42 * 512), (30 * 512, 31 * 512)):
+        there = slice(start + 512, stop + 512)
+        if operation == "read":
+            wanted[start:stop] = ranks.remote[there]
+        else:
+            wanted[there] = ranks.local[start:stop]
+    move = getattr(ranks.mine, operation)
+    transfer = move(lists[0], ids, lists[1], ids, request="r", timeout=10)
+    transfer.wait()
+    # 17.6 cells as 9 and 8.6 of them, each a handle; then two runs in one handle.
+    assert (4, 4, 3) == (transfer.runs, transfer.posted, transfer.handles)
+    assert len(ids) == transfer.descriptors
+    assert 20 * 512 + 320 == transfer.nbytes
+    assert np.array_equal(wanted, ranks.local if operation == "read" else ranks.remote)
+
+
+def test_a_row_lies_in_one_registered_memory() -> None:
+    """Neither side takes a row over two memories that touch: so rows that share bytes share one."""
+    array = np.zeros(8192, np.uint8)
+    with NixlRank(polled=True) as mine, NixlRank() as theirs:
+        for rank in (mine, theirs):
+            rank.register([memory(array[:4096]), memory(array[4096:])], owner=array)
+        peer = mine.connect(theirs.metadata())
+        over = table(array.ctypes.data, [(0, 512, 512, 16)])
+        for who in (None, peer):
+            with pytest.raises(TransferError) as caught:
+                mine.prepare(over, peer=who)
+            assert caught.value.state == "not_registered"
 
 
 def test_neither_gaps_nor_rows_are_merged_over(ranks: Pair) -> None:
@@ -617,14 +660,14 @@ def test_threads_share_a_rank(ranks: Pair) -> None:
 
 def test_every_fault_has_its_advice() -> None:
     """Whatever nixl says is mapped to a state, and every state says what to do."""
-    kinds = {*nixl_agent._KINDS.values(), *nixl_agent._KINDS_OF_STEP.values()}
-    assert kinds <= set(nixl_agent.STATES)
+    kinds = {*nixl_states._OF_KIND.values(), *nixl_states._OF_STEP.values()}
+    assert kinds <= set(nixl_states.STATES)
     nb = nixl_agent.bindings()
     words = {
-        nixl_agent.kind_of(each()) for name, each in vars(nb).items() if name.endswith("Error")
+        nixl_states.kind_of(each()) for name, each in vars(nb).items() if name.endswith("Error")
     }
     ours = {"InvalidParam", "Mismatch", "RepostActive", "NotPosted", "NotAllowed", "NotSupported"}
-    assert words == {*nixl_agent._KINDS, *ours, "NoTelemetry"}
+    assert words == {*nixl_states._OF_KIND, *ours, "NoTelemetry"}
 
 
 def test_the_package_follows_the_environment_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,46 +21,13 @@ import numpy as np
 
 from kvspec.errors import KVSpecError, TransferError, WireError
 from kvspec.nixl.checks import Extent, Ids, Rows, expanded
+from kvspec.nixl.states import STATES, TERMINAL_KINDS, kind_of, state_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 PROGRESS_DELAY_US = 1000  # 0, the default of nixl's own Python class, takes a whole core while idle
-
-STATES = {
-    "peer_lost": "the peer died or was cut off, or this rank's own memory is gone; destination"
-    " blocks are undefined; disconnect and connect anew",
-    "stale_peer": "the peer is not, or no longer, the one that was connected; disconnect it and"
-    " connect with its present metadata",
-    "not_registered": "a row is not inside memory that was registered when metadata was taken",
-    "timeout": "nothing is known of the data",
-    "busy": "not over; wait(), reap() or close() first",
-    "closed": "the rank or the list is closed",
-    "forked": "agents do not survive a fork; start processes with spawn",
-    "unavailable": "nixl or its backend is missing",
-    "bug": "kvspec passed nixl something that it should have refused itself",
-}
-_KINDS = {
-    "RemoteDisconnect": "peer_lost",
-    "Cancelled": "peer_lost",
-    "Backend": "peer_lost",
-    "Unknown": "peer_lost",
-    "NotFound": "stale_peer",
-}
-_KINDS_OF_STEP = {
-    ("create", "NotFound"): "unavailable",
-    ("create", "Backend"): "unavailable",
-    ("create", "NotSupported"): "unavailable",
-    ("register", "Backend"): "not_registered",
-    ("prepare", "NotFound"): "not_registered",
-    ("connect", "NotAllowed"): "stale_peer",
-    ("connect", "InvalidParam"): "stale_peer",
-    ("connect", "Mismatch"): "stale_peer",
-}
-# Kinds after which the backend has let go of a handle. Not NotFound: it also means that the peer's
-# entry was removed while the data still moves.
-TERMINAL_KINDS = frozenset({"RemoteDisconnect", "Cancelled", "Backend", "NotPosted"})
 
 
 def package_names() -> tuple[str, ...]:
@@ -86,11 +53,6 @@ def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
             failures.append(f"{name}: {error}")
     message = f"nixl cannot be imported ({'; '.join(failures)}): pip install 'kvspec[nixl]'"
     raise TransferError(message, state="unavailable")
-
-
-def kind_of(error: BaseException) -> str:
-    """Return nixl's word for *error*: "NotFound" for nixlNotFoundError."""
-    return type(error).__name__.removeprefix("nixl").removesuffix("Error")
 
 
 class Agent:
@@ -153,7 +115,7 @@ class Agent:
                 raise
             except self._errors as error:
                 kind = kind_of(error)
-                state = _KINDS_OF_STEP.get((step, kind), _KINDS.get(kind, "bug"))
+                state = state_of(step, kind)
                 message = f"nixl {step} failed: {kind} ({error}): {STATES[state]}"
                 if state == "unavailable":
                     message += "; NIXL_LOG_LEVEL=DEBUG names the library"
@@ -224,6 +186,21 @@ class Agent:
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
         with self.step("make", *told):
             return int(self._native.makeXferReq(verb, *local, *remote, "", [], False))  # noqa: FBT003
+
+    def make_plain(
+        self,
+        operation: str,
+        local: tuple[str, NDArray[np.uint64]],
+        remote: tuple[str, NDArray[np.uint64]],
+        told: tuple[str, str],
+    ) -> int:
+        """Return a handle for *operation* over (memory type, descriptors) pairs, one to one."""
+        verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
+        mine, theirs = (
+            self._nb.nixlXferDList(self._memory(kind), descs) for kind, descs in (local, remote)
+        )
+        with self.step("make", *told):
+            return int(self._native.createXferReq(verb, mine, theirs, told[0], "", []))
 
     def post(self, handle: int, told: tuple[str, str]) -> bool:
         """Start *handle*; whether it is done already."""

@@ -11,6 +11,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import attrs
@@ -100,6 +101,24 @@ class Rows:
     def dense(self) -> NDArray[np.bool_]:
         """Whether neighbouring ids touch, by row."""
         return np.asarray(self.table[:, 1] == self.table[:, 3])
+
+    @cached_property
+    def area(self) -> Ints:
+        """A number for each row, equal where rows surely lie in one registered memory.
+
+        A row lies in one, and those are disjoint: so rows do whose spans share bytes.
+        """
+        address, length, device, stride, count = self.table.view(np.int64).T
+        end = address + (count - 1) * stride + length
+        area = np.empty(len(self.table), np.int64)
+        known = 0
+        for each in np.unique(device):
+            at = np.flatnonzero(device == each)
+            at = at[np.argsort(address[at], kind="stable")]
+            apart = address[at[1:]] >= np.maximum.accumulate(end[at])[:-1]
+            area[at] = known + np.concatenate(([0], np.cumsum(apart)))
+            known += len(at)
+        return area
 
     def row_of(self, ids: Ids) -> Ints:
         """Return the row of each id."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl.agent import STATES, Agent
+from kvspec.nixl.agent import Agent
 from kvspec.nixl.checks import (
     Extent,
     Introduction,
@@ -37,6 +37,7 @@ from kvspec.nixl.checks import (
     unseal,
 )
 from kvspec.nixl.inbox import HELLO, MAX_NOTIFICATION, Inbox, check_payload
+from kvspec.nixl.states import STATES
 from kvspec.nixl.transfer import Order, Prepared, Transfer, order_of
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class NixlRank:
         """Start copying remote id *i* to local id *i*, pair by pair, and return the `Transfer`.
 
         *timeout* in seconds from now. Ids are any integers; no destination byte may be named twice.
-        Adjacent ids on both sides that follow each other are moved as one.
+        What touches on both sides is moved as one, in any order of the ids.
         """
         sides = (local, local_ids), (remote, remote_ids)
         return self._start(order_of(self._agent, "READ", *sides, request=request, timeout=timeout))

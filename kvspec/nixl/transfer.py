@@ -15,10 +15,11 @@ from typing import Literal
 import attrs
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl.agent import STATES, Agent
+from kvspec.nixl.agent import Agent
 from kvspec.nixl.checks import Rows, seconds
 from kvspec.nixl.inbox import FIRST_WAIT, LAST_WAIT
 from kvspec.nixl.pairs import Pairing, checked_ids, pair
+from kvspec.nixl.states import STATES
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 
@@ -87,6 +88,18 @@ class Order:
     def told(self) -> tuple[str, str]:
         """Peer and request, for errors."""
         return self.remote.peer or "", self.request
+
+    def make(self, agent: Agent, piece: slice) -> int:
+        """Return nixl's handle for one of the pairs' pieces."""
+        handles = self.local.handle(agent), self.remote.handle(agent)
+        pairs = self.pairs
+        if pairs.joined is not None:
+            local = self.local.memory_type, pairs.joined.local[piece]
+            remote = self.remote.memory_type, pairs.joined.remote[piece]
+            return agent.make_plain(self.operation, local, remote, self.told)
+        mine = handles[0], pairs.local_ids[piece]
+        theirs = handles[1], pairs.remote_ids[piece]
+        return agent.make(self.operation, mine, theirs, self.told)
 
 
 def order_of(
@@ -251,12 +264,7 @@ class Transfer:
         order, agent = self._order, self._agent
         while self._pending and len(self._in_flight) < IN_FLIGHT:
             piece = self._pending[0]
-            handle = agent.make(
-                order.operation,
-                (order.local.handle(agent), order.pairs.local_ids[piece]),
-                (order.remote.handle(agent), order.pairs.remote_ids[piece]),
-                order.told,
-            )
+            handle = order.make(agent, piece)
             self._in_flight.append(handle)
             self._pending.popleft()
             self.handles += 1

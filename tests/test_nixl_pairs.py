@@ -1,0 +1,167 @@
+"""How pairs of ids become descriptors: byte by byte what the ids say, in few, within one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvspec.errors import SpecError
+from kvspec.nixl import pairs
+from kvspec.nixl.checks import Rows, checked_rows
+from kvspec.table import build_table
+from kvspec.testing import strategies
+from kvspec.testing.world import finest, world
+
+GAP = 5
+"""Bytes between memories that do not touch."""
+
+
+@attrs.frozen
+class Drawn:
+    """Rows in memories that may touch, ids of them, and the memory of each row."""
+
+    rows: Rows
+    ids: np.ndarray
+    homes: list[int]
+    memories: list[range]
+
+    def bytes_of(self) -> list[list[int]]:
+        """Return the addresses of each id's bytes, counted one by one."""
+        every = [
+            list(range(address + step * stride, address + step * stride + length))
+            for address, length, _, stride, count in self.rows.table.tolist()
+            for step in range(count)
+        ]
+        return [every[each] for each in self.ids.tolist()]
+
+    def memory_of(self, address: int) -> int:
+        """Return which memory holds *address*."""
+        return next(at for at, each in enumerate(self.memories) if address in each)
+
+
+@st.composite
+def sides(draw: st.DrawFn, count: int, size: int) -> Drawn:
+    """Draw rows of *size* bytes an id, and *count* ids, each once, often one after the other."""
+    memories, table, homes, at = [], [], [], 1000
+    for home in range(draw(st.integers(1, 3))):
+        at += draw(st.sampled_from((0, GAP)))
+        start = at
+        for _ in range(draw(st.integers(1, 2))):
+            dense, many = draw(st.booleans()), draw(st.integers(1, 6))
+            stride = size if dense else draw(st.integers(1, 3)) * size
+            first = draw(st.integers(start, at))  # rows may share bytes
+            table.append((first, size, 0, stride, many))
+            homes.append(home)
+            at = max(at, first + (many - 1) * stride + size)
+        memories.append(range(start, at))
+    rows = checked_rows(np.array(table, np.uint64))
+    ids = draw(st.permutations(range(rows.total)) | st.just(range(rows.total)))
+    return Drawn(rows, np.array([*ids][:count], np.int32), homes, memories)
+
+
+@st.composite
+def drawn_pairs(draw: st.DrawFn) -> tuple[Drawn, Drawn]:
+    """Draw both sides of one transfer, with ids of as many bytes."""
+    size = draw(st.integers(1, 3))
+    one, other = draw(sides(99, size)), draw(sides(99, size))
+    count = min(len(one.ids), len(other.ids))
+    return attrs.evolve(one, ids=one.ids[:count]), attrs.evolve(other, ids=other.ids[:count])
+
+
+def moves(local: Drawn, remote: Drawn, found: pairs.Pairing) -> Iterator[tuple[list[int], ...]]:
+    """Yield the bytes of both sides of each descriptor of *found*, piece after piece."""
+    ids = local.bytes_of(), remote.bytes_of()
+    for piece in found.pieces:
+        if found.joined is None:
+            yield from zip(ids[0][piece], ids[1][piece], strict=True)
+            continue
+        for one, other in zip(
+            found.joined.local[piece].tolist(), found.joined.remote[piece].tolist(), strict=True
+        ):
+            assert one[1:] == other[1:]
+            yield tuple(list(range(at, at + length)) for at, length, _ in (one, other))
+
+
+@given(drawn_pairs(), st.sampled_from(("local", "remote")), st.integers(1, 20), st.integers(1, 9))
+def test_descriptors_are_the_bytes_that_the_ids_name(
+    both: tuple[Drawn, Drawn], destination: str, most_bytes: int, most: int
+) -> None:
+    """However runs are joined and cut: the same bytes from the same bytes, in one memory each."""
+    local, remote = both
+    wanted = sorted(
+        pair
+        for one, other in zip(local.bytes_of(), remote.bytes_of(), strict=True)
+        for pair in zip(one, other, strict=True)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairs, "MAX_BYTES", most_bytes)
+        patch.setattr(pairs, "MAX_DESCRIPTORS", most)
+        written = [pair[destination == "remote"] for pair in wanted]
+        twice = len(set(written)) < len(written)
+        sent = local.rows, local.ids, remote.rows, remote.ids, destination
+        if twice:
+            with pytest.raises(SpecError, match="no byte written twice"):
+                pairs.pair(*sent)
+            return
+        found = pairs.pair(*sent)
+    moved = list(moves(local, remote, found))
+    assert wanted == sorted(p for one, other in moved for p in zip(one, other, strict=True))
+    assert found.nbytes == len(wanted)
+    for side, number in ((local, 0), (remote, 1)):
+        for each in moved:
+            assert side.memory_of(each[number][0]) == side.memory_of(each[number][-1])
+
+
+@given(strategies.cases())
+def test_what_is_posted_is_the_fewest(case: strategies.Case) -> None:
+    """Of any request, at most 1.15 of the fewest descriptors are posted, also of one alone."""
+    here = world(case)
+    for p, c, _ in here.tables():
+        caches = finest(here.producers[p][0]), finest(here.consumers[c][0])
+        table = build_table(here.plan, *caches)
+        ours, theirs = table.select(case.request)
+        rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
+        found = pairs.pair(rows[0], theirs, rows[1], ours, "local")
+        assert found.runs <= pairs.LIMIT * len(table.descriptors(case.request))
+
+
+def test_runs_of_rows_that_share_memory_are_joined() -> None:
+    """The end of a cell and the cells that follow are one descriptor, although rows differ."""
+    rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1000, 4, 0, 4, 32)], np.uint64))
+    ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, then three cells
+    found = pairs.pair(rows, ids, rows, ids, "local")
+    assert found.joined is not None
+    assert [[1024, 56, 0]] == found.joined.local.tolist() == found.joined.remote.tolist()
+    assert (1, 56, (slice(0, 1),)) == (found.runs, found.nbytes, found.pieces)
+
+
+def test_runs_of_rows_that_only_touch_are_not() -> None:
+    """Two rows of which one begins where the other ends may be two registered memories."""
+    rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1128, 16, 0, 16, 8)], np.uint64))
+    found = pairs.pair(rows, np.arange(16), rows, np.arange(16), "local")
+    assert (None, 2) == (found.joined, found.runs)
+
+
+def test_a_row_of_another_device_is_other_memory() -> None:
+    """Equal addresses of two devices are not one memory."""
+    rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1016, 16, 1, 16, 8)], np.uint64))
+    ids = np.array([0, 8], np.int32)
+    assert pairs.pair(rows, ids, rows, ids, "local").joined is None
+
+
+def test_a_long_run_is_cut() -> None:
+    """No descriptor is longer than one handle takes, and the last is what is left."""
+    rows = checked_rows(
+        np.array([(0, 1 << 20, 0, 1 << 20, 200), (0, 1, 0, 1, 200 << 20)], np.uint64)
+    )
+    ids = np.array([200 + (1 << 20) - 1, *range(1, 131)], np.int32)
+    found = pairs.pair(rows, ids, rows, ids, "remote")
+    assert found.joined is not None
+    assert [64 << 20, 64 << 20, (2 << 20) + 1] == found.joined.local[:, 1].tolist()
+    assert [(1 << 20) - 1, (65 << 20) - 1] == found.joined.local[:2, 0].tolist()
+    assert (slice(0, 1), slice(1, 2), slice(2, 3)) == found.pieces
