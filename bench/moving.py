@@ -16,7 +16,7 @@ from typing import Any
 import works
 from timing import Options, Row, interleaved, told
 
-from kvspec import RankId, allocate, build_table, plan_transfer
+from kvspec import RankId, allocate, build_table, lay_out, plan_transfer
 from kvspec.cache import Memory
 
 TARGET = RankId()
@@ -106,7 +106,7 @@ def _against(options: Options, work: works.Work, pipe: Connection) -> tuple[floa
         peer = rank.connect(metadata)
         lists = []
         for source, base in zip(plan.sources(TARGET), bases, strict=True):
-            far = works.cache_at(producer, source, work.pools[0], base)
+            far = lay_out(producer, source, work.pools[0], base)
             table = build_table(plan, far, cache)
             remote = rank.prepare(table.producer_rows, peer=peer)
             lists.append((table, rank.prepare(table.consumer_rows), remote))

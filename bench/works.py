@@ -18,12 +18,11 @@ from kvspec import (
     LayerSpec,
     MLAAttentionSpec,
     ParallelConfig,
+    RankCache,
     RankId,
     TransferRequest,
+    lay_out,
 )
-from kvspec.cache import Memory, RankCache, Region
-from kvspec.layout import place
-from kvspec.slices import Part
 
 GROUP = "full"
 SPARE = 0.1
@@ -209,46 +208,6 @@ def many_ranks(scale: int = 4) -> Work:
     )
 
 
-def cache_at(engine: EngineSpec, rank: RankId, num_blocks: int, base: int) -> RankCache:
-    """Return the cache of *rank* as it would lie at address *base*; no byte is allocated.
-
-    *num_blocks* counts the blocks of tables.
-    """
-    regions: list[Region] = []
-    memory: list[Memory] = []
-    for group in engine.groups:
-
-        def local_units(part: Part) -> int:
-            return len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
-
-        here = engine.layers_at(group, rank.pp)
-        if not here:
-            continue
-        count = num_blocks * group.split
-        layers = [(layer, group.in_memory(layer)) for layer in here]
-        placed, size = place(engine.layout_of(group), layers, local_units, count)
-        memory.append(Memory(base, size))
-        regions += (
-            Region(
-                group=group.name,
-                layer=each.layer,
-                part=each.part.name,
-                base=base + each.offset,
-                num_blocks=count,
-                block_stride=each.block_stride,
-                unit_stride=each.unit_stride,
-                state_stride=each.state_stride,
-                content_bytes=each.part.content_bytes,
-                units=each.units,
-                states=each.part.states,
-            )
-            for each in placed
-            if each.units
-        )
-        base += size
-    return RankCache(engine, rank, tuple(regions), tuple(memory))
-
-
 def caches(engine: EngineSpec, num_blocks: int, side: int) -> Iterator[tuple[RankId, RankCache]]:
     """Yield every rank of *engine* and its cache, each in an address range of its own.
 
@@ -256,4 +215,4 @@ def caches(engine: EngineSpec, num_blocks: int, side: int) -> Iterator[tuple[Ran
     """
     for at, rank in enumerate(engine.parallel.ranks):
         base = (1 + 1024 * side + at) << 40
-        yield rank, cache_at(engine, rank, num_blocks, base)
+        yield rank, lay_out(engine, rank, num_blocks, base)

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.cache import Region, allocate
+from kvspec.allocation import allocate
+from kvspec.cache import Region
 from kvspec.engine import EngineSpec
 from kvspec.parallel import RankId
 from kvspec.testing.carve import logical_views, rank_layers

@@ -3,7 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
-from kvspec.cache import Memory, RankCache, Region, allocate
+from kvspec.allocation import allocate, lay_out
+from kvspec.cache import Memory, RankCache, Region
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import (
     KVSpecError,
@@ -70,6 +71,7 @@ __all__ = [
     "allocate",
     "build_table",
     "default_deal",
+    "lay_out",
     "mismatches",
     "plan_transfer",
     "verify",

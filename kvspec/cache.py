@@ -6,21 +6,17 @@ registered is the distinct memory behind the regions, each once, by what it real
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import attrs
-import numpy as np
 
-from kvspec.engine import EngineSpec, Held, KVCacheGroup
+from kvspec.engine import EngineSpec, Held
 from kvspec.errors import SpecError
-from kvspec.layout import Placement, place
 from kvspec.parallel import RankId
 from kvspec.ranges import instance, positive_int
-from kvspec.slices import Part
 
 
 @attrs.frozen(kw_only=True)
@@ -194,101 +190,3 @@ class RankCache:
         from kvspec.tensors import read  # noqa: PLC0415 - it imports this module's values
 
         return read(engine, rank, tensors, axes)
-
-
-def allocate(
-    engine: EngineSpec,
-    rank: RankId,
-    num_blocks: int | Mapping[str, int],
-    device: str = "cpu",
-    *,
-    shared: bool = False,
-) -> tuple[RankCache, dict[str, Any]]:
-    """Allocate one rank's cache and return it with its storage, keyed by group name.
-
-    *num_blocks*: blocks of every group's tables, or of each by name. Storage is one flat array of
-    bytes for each group: zeroed numpy ``uint8`` on ``"cpu"``, a torch ``uint8`` tensor on a GPU
-    such as ``"cuda:0"``. *shared*: all groups lie in the same bytes, as hybrid memory allocators
-    have it, and one array serves them all; block ids then belong to one group at a time.
-    """
-    instance("engine", engine, EngineSpec).parallel.check_rank(rank)
-    if isinstance(num_blocks, Mapping):
-        names = [group.name for group in engine.groups]
-        strange = sorted(set(num_blocks) - set(names), key=repr)
-        if strange:
-            raise SpecError("num_blocks", strange, f"groups of the engine: {', '.join(names)}")
-    plans: list[tuple[KVCacheGroup, list[Placement], int, int]] = []
-    for group in engine.groups:
-        layers = engine.layers_at(group, rank.pp)
-        count = num_blocks.get(group.name) if isinstance(num_blocks, Mapping) else num_blocks
-        count = positive_int(f"num_blocks[{group.name!r}]", count) * group.split
-        if layers:
-            plans.append((group, *_placed(engine, group, layers, rank, count), count))
-    if shared:
-        _check_shared(plans)
-    regions: list[Region] = []
-    memory: list[Memory] = []
-    storage: dict[str, Any] = {}
-    for group, placed, size, count in plans:
-        if shared and storage:
-            storage[group.name] = next(iter(storage.values()))
-        else:
-            whole = max(each[2] for each in plans) if shared else size
-            storage[group.name], span = _array(whole, device)
-            memory.append(span)
-        regions += (_region(group.name, each, count, memory[-1]) for each in placed if each.units)
-    return RankCache(engine, rank, tuple(regions), tuple(memory)), storage
-
-
-def _check_shared(plans: list[tuple[KVCacheGroup, list[Placement], int, int]]) -> None:
-    """Raise `SpecError` unless blocks of different groups coincide or are apart."""
-    strides = {
-        (each.block_stride * group.split, count // group.split)
-        for group, placed, _, count in plans
-        for each in placed
-        if each.units
-    }
-    if len(strides) > 1:
-        found = ", ".join(f"{stride} bytes x {count}" for stride, count in sorted(strides))
-        wanted = "one block stride and one number of blocks in all groups (pad the pages)"
-        raise SpecError("shared", found, wanted)
-
-
-def _region(group: str, each: Placement, count: int, span: Memory) -> Region:
-    return Region(
-        group=group,
-        layer=each.layer,
-        part=each.part.name,
-        base=span.address + each.offset,
-        num_blocks=count,
-        block_stride=each.block_stride,
-        unit_stride=each.unit_stride,
-        state_stride=each.state_stride,
-        content_bytes=each.part.content_bytes,
-        units=each.units,
-        states=each.part.states,
-        memory_type=span.memory_type,
-        device=span.device,
-    )
-
-
-def _placed(
-    engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...], rank: RankId, count: int
-) -> tuple[list[Placement], int]:
-    def local_units(part: Part) -> int:
-        return len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
-
-    specs = [(layer, group.in_memory(layer)) for layer in layers]
-    return place(engine.layout_of(group), specs, local_units, count)
-
-
-def _array(size: int, device: str) -> tuple[Any, Memory]:
-    if device == "cpu":
-        array = np.zeros(max(size, 1), dtype=np.uint8)
-        return array, Memory(array.ctypes.data, array.nbytes)
-    if not re.fullmatch(r"(cuda|xpu)(:\d+)?", str(device)):
-        raise SpecError("device", device, "'cpu' or a GPU such as 'cuda:0'")
-    import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
-
-    tensor = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
-    return tensor, Memory(tensor.data_ptr(), tensor.numel(), "VRAM", tensor.device.index or 0)

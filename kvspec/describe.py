@@ -1,4 +1,4 @@
-"""One descriptor in words.
+"""A table and one descriptor of it in words.
 
 Law: reads a table backwards, from an id to bytes to the layer, part, units and tokens that they
 hold; it decides nothing.
@@ -41,6 +41,25 @@ def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest 
     lines = (_line(table, entry, each, range(start, start + length), request) for each in regions)
     told = [line for line in lines if line is not None]
     return "\n".join([f"{title} at {start:#x}", *told, f"  {_why(table, entry)}"])
+
+
+def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
+    """Say how many rows and ids each side has, and how many descriptors *request* takes.
+
+    They are counted as ids, as what NIXL merges those to, and as the fewest that memory allows.
+    """
+    lines = [f"{table.producer.rank} -> {table.consumer.rank}"]
+    for number, side in enumerate(("producer", "consumer")):
+        rows = len(getattr(table, f"{side}_rows"))
+        ids = sum(entry.rows.ids_used()[number] for entry in table.entries)
+        where = getattr(table, f"{side}_memory_type")
+        lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {where}")
+    if request is not None:
+        merged, fewest = table.counts(request)
+        moved = int(table.descriptors(request)[:, 2].sum())
+        told = f"{len(table.select(request)[0]):,} ids, {merged:,} after NIXL's merging"
+        lines.append(f"  {request.request_id}: {moved:,} bytes; {told}, {fewest:,} the fewest")
+    return "\n".join(lines)
 
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:

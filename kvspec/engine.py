@@ -209,6 +209,13 @@ class EngineSpec:
         """Return the layers of *group* that pipeline stage *stage* holds."""
         return tuple(layer for layer in group.layers if self.stage_of[layer] == stage)
 
+    def by_stage(self, layers: Iterable[str]) -> dict[int, tuple[str, ...]]:
+        """Return *layers* by the pipeline stage that holds them."""
+        found: dict[int, list[str]] = {}
+        for layer in layers:
+            found.setdefault(self.stage_of[layer], []).append(layer)
+        return {stage: tuple(names) for stage, names in found.items()}
+
     def held(self, rank: RankId) -> dict[tuple[str, str], Held]:
         """Return what *rank* holds any units of, by layer and part."""
         found: dict[tuple[str, str], Held] = {}

@@ -14,6 +14,7 @@ import attrs
 
 from kvspec.engine import EngineSpec
 from kvspec.errors import KVSpecError, Mismatch, MismatchError
+from kvspec.loads import Traffic
 from kvspec.mismatches import mismatches
 from kvspec.parallel import RankId
 from kvspec.ranges import cover_fault, flag, instance, shift
@@ -129,12 +130,12 @@ class TransferPlan:
         """Consumer ranks that report a request as received."""
         return len(self.consumer.parallel.ranks)
 
-    def traffic(self, num_tokens: int) -> dict[tuple[RankId, RankId], int]:
-        """Return the bytes of a request of *num_tokens*, nothing cached, by rank pair.
+    def traffic(self, num_tokens: int) -> Traffic:
+        """Return the bytes and descriptors that a request of *num_tokens* moves, nothing cached.
 
-        Counted by live token and whole state; the blocks' dead ends are not counted.
+        By pair of ranks, by rank, and the busiest link; see `kvspec.traffic.traffic`.
         """
-        from kvspec.explain import traffic  # noqa: PLC0415 - it reads this module's values
+        from kvspec.traffic import traffic  # noqa: PLC0415 - it reads this module's values
 
         return traffic(self, num_tokens)
 
@@ -207,7 +208,7 @@ def _edges(
     found: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
     for share in dealt:
         names = tuple(part.name for part in share.parts)
-        at_stage = _by_stage(consumer, share.layers)
+        at_stage = consumer.by_stage(share.layers)
         for reader, own in enumerate(share.readers.ranges):
             if not own:
                 continue
@@ -241,13 +242,6 @@ def _edges(
         )
 
 
-def _by_stage(engine: EngineSpec, layers: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    found: dict[int, list[str]] = {}
-    for layer in layers:
-        found.setdefault(engine.stage_of[layer], []).append(layer)
-    return {stage: tuple(names) for stage, names in found.items()}
-
-
 def _check_cover(plan: TransferPlan) -> None:
     """Raise `KVSpecError` unless the slices of every consumer rank are exactly what it owns."""
     found: dict[tuple[object, ...], list[TPTransferSlice]] = {}
@@ -259,7 +253,7 @@ def _check_cover(plan: TransferPlan) -> None:
                 key = (edge.consumer, each.layers or edge.layers, name, contexts[edge.producer])
                 found.setdefault(key, []).append(each)
     for share in plan.shares:
-        at_stage = _by_stage(plan.consumer, share.layers)
+        at_stage = plan.consumer.by_stage(share.layers)
         among = set(contexts.values()) if share.context is None else {share.context}
         for rank, own in zip(plan.consumer.parallel.ranks, share.readers.ranges, strict=True):
             for part in share.parts if own else ():

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvspec.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.explain import Flows, flows
+from kvspec.flows import Flows, flows
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan, plan_transfer
 from kvspec.ranges import Ints, positive_int

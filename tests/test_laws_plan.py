@@ -360,8 +360,8 @@ def test_traffic_is_what_is_wanted(engines: Engines, replicas: Any, salt: int, t
         rows = len({token // each for token in live.nonzero()[0].tolist()}) if each else part.states
         wanted[rank] += len(rank_units(engines[1], rank, part)) * rows * part.content_bytes
     got = Counter[kvspec.RankId]()
-    for (_, rank), moved in plan.traffic(tokens).items():
-        got[rank] += moved
+    for rank, load in plan.traffic(tokens).consumers.items():
+        got[rank] += load.nbytes
     assert +wanted == +got
 
 

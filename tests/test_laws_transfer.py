@@ -222,6 +222,28 @@ def test_bounds(case: strategies.Case) -> None:
             assert in_one(caches[1], place, place + length)
 
 
+@given(CASES | strategies.sharing_cases())
+def test_a_cache_on_paper(case: strategies.Case) -> None:
+    """`lay_out` has the regions of `allocate`, each as far into its memory, and no bytes."""
+    for engine, pool in (
+        (case.producer, case.producer_pool),
+        (case.consumer, case.consumer_pool),
+    ):
+        for rank in engine.parallel.ranks:
+            cache, _ = kvspec.allocate(engine, rank, pool, shared=case.shared)
+            paper = kvspec.lay_out(engine, rank, pool, 4096, shared=case.shared)
+            assert [m.length for m in cache.memory] == [m.length for m in paper.memory]
+            assert 4096 == paper.memory[0].address if paper.memory else True
+            ends = [m.address + m.length for m in paper.memory]
+            assert ends[:-1] == [m.address for m in paper.memory[1:]]
+            moved = {m.address: n.address for m, n in zip(cache.memory, paper.memory, strict=True)}
+            wanted = []
+            for region in cache.regions:
+                home = max(at for at in moved if at <= region.base)
+                wanted.append(attrs.evolve(region, base=region.base - home + moved[home]))
+            assert wanted == list(paper.regions)
+
+
 @given(CASES, st.data())
 def test_layout_invariance(case: strategies.Case, data: st.DataObject) -> None:
     """Law 9: what arrives does not depend on either side's layouts and padding."""

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import attrs
 import numpy as np
 
-from kvspec.cache import allocate
+from kvspec.allocation import allocate
 from kvspec.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.parallel import RankId

@@ -18,7 +18,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvspec.cache import RankCache, allocate
+from kvspec.allocation import allocate
+from kvspec.cache import RankCache
 from kvspec.errors import KVSpecError
 from kvspec.nixl import NixlRank, Prepared
 from kvspec.parallel import RankId

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvspec.cache import Memory, RankCache, allocate
+from kvspec.allocation import allocate
+from kvspec.cache import Memory, RankCache
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan, plan_transfer
 from kvspec.request import TransferRequest
