@@ -150,14 +150,17 @@ def check_cover(plan: kvspec.TransferPlan) -> None:
 
 
 @given(PAIRS, POLICY, SALT)
-def test_edges_are_one_per_pair_and_group(engines: Engines, replicas: Any, salt: int) -> None:
+def test_edges_are_one_per_pair_of_ranks_and_groups(
+    engines: Engines, replicas: Any, salt: int
+) -> None:
     """An edge moves something, stands once, and its slices name its own producer."""
     plan = kvspec.plan_transfer(*engines, replicas=replicas, salt=salt)
-    names = Counter((edge.producer, edge.consumer, edge.group) for edge in plan.edges)
+    names = Counter((e.producer, e.consumer, e.producer_group, e.group) for e in plan.edges)
     assert {1} == set(names.values())
     for edge in plan.edges:
         assert edge.slices
         assert {edge.producer.tp} == {each.remote_rank for each in edge.slices}
+        assert set(edge.layers) <= set(engines[0].group(edge.producer_group).layers)
         assert set(edge.layers) <= set(engines[1].group(edge.group).layers)
 
 

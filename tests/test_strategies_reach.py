@@ -67,9 +67,12 @@ Group = kvspec.KVCacheGroup
 
 
 def pairs(case: Case) -> list[tuple[Group, Group]]:
-    """Return the producer's and the consumer's group of each name, but for drafts' own."""
-    theirs = {group.name: group for group in case.consumer.groups if group.name != "draft"}
-    return [(each, theirs[each.name]) for each in case.producer.groups if each.name in theirs]
+    """Return the producer's and the consumer's groups that have a layer in common."""
+    return [
+        (ours, theirs)
+        for ours, theirs in product(case.producer.groups, case.consumer.groups)
+        if set(ours.layers) & set(theirs.layers) and theirs.name != "draft"
+    ]
 
 
 def any_pair(case: Case, test: Callable[[Group, Group], bool]) -> bool:
@@ -169,9 +172,10 @@ def window_start(case: Case, group: kvspec.KVCacheGroup) -> int:
 
 
 def tables(case: Case, group: kvspec.KVCacheGroup) -> tuple[kvspec.BlockTable, kvspec.BlockTable]:
-    """Return the producer's and the consumer's block table of *group*."""
+    """Return the producer's and the consumer's block table of *group*, one of the consumer's."""
     request = case.request
-    return request.producer_blocks[group.name], request.consumer_blocks[group.name]
+    ours = next(a for a, b in pairs(case) if b is group)
+    return request.producer_blocks[ours.name], request.consumer_blocks[group.name]
 
 
 def has_unread_rank(case: Case) -> bool:
@@ -231,7 +235,7 @@ def planes(case: Case) -> set[bool]:
 def conv_orders(case: Case) -> set[tuple[str, bool]]:
     """Return, of groups of states, whether each side stores the dimension first."""
     return {
-        (group.name, layout.index("H") < layout.index("N"))
+        (group.layers[0].rpartition(".")[0], layout.index("H") < layout.index("N"))
         for engine in (case.producer, case.consumer)
         for group, layout in zip(engine.groups, letters(engine), strict=True)
         if is_state(group.spec)
@@ -431,6 +435,27 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "groups with their own blocks": lambda c: (
         len({group.spec.block_size for group in token_groups(c)}) > 1
     ),
+    "groups of other names": lambda c: any(a.name != b.name for a, b in pairs(c)),
+    "a group that P splits": lambda c: any(
+        len([a for a, other in pairs(c) if other is b]) > 1 for _, b in pairs(c)
+    ),
+    "a group that D splits": lambda c: any(
+        len([b for other, b in pairs(c) if other is a]) > 1 for a, _ in pairs(c)
+    ),
+    "a group split in two ways": lambda c: any(
+        len([a for a, other in pairs(c) if other is b]) > 1
+        and len([each for other, each in pairs(c) if other is one]) > 1
+        for one, b in pairs(c)
+    ),
+    "groups in another order": lambda c: (
+        [b for a in c.producer.groups for b in c.consumer.groups if (a, b) in pairs(c)]
+        != [b for b in c.consumer.groups if any(b is each for _, each in pairs(c))]
+    ),
+    "a state in one of several blocks on P": lambda c: states_in_tables(c, 0),
+    "a state in one of several blocks on D": lambda c: states_in_tables(c, 1),
+    "a pool without a spare block": lambda c: any(
+        c.consumer_pool[g.name] == len(tables(c, g)[1].block_ids) > 1 for g in token_groups(c)
+    ),
     "a draft layer on P": lambda c: drafts(c.producer, c.consumer, alone=False),
     "a draft layer on D": lambda c: drafts(c.consumer, c.producer, alone=False),
     "a group of drafts on P": lambda c: drafts(c.producer, c.consumer, alone=True),
@@ -447,6 +472,17 @@ AXES: dict[str, Callable[[Case], bool]] = {
         for group in engine.groups
     ),
 }
+
+
+def states_in_tables(case: Case, side: int) -> bool:
+    """Return whether a state lies in one of several blocks, and not in the first."""
+    return any(
+        len(tables(case, b)[side].block_ids) > 1
+        and case.request.num_tokens
+        > tables(case, b)[side].first_token + (a, b)[side].spec.block_size
+        for a, b in pairs(case)
+        if is_state(b.spec)
+    )
 
 
 def drafts(engine: kvspec.EngineSpec, other: kvspec.EngineSpec, *, alone: bool) -> bool:
@@ -466,7 +502,7 @@ def test_a_hard_case_is_reached(name: str) -> None:
 
 def test_every_kind_layout_and_policy_is_reached() -> None:
     """All kinds of layer, the ten named layouts and others, and all election policies are drawn."""
-    groups = [group.name for case in drawn() for group in case.producer.groups]
+    groups = [g.name.partition(" on ")[0] for case in drawn() for g in case.producer.groups]
     assert {*KINDS, "draft"} == set(groups)
     layouts = {each for case in drawn() for each in letters(case.consumer)}
     assert set(NAMED_LAYOUTS) < layouts

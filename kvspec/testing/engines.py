@@ -107,7 +107,10 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
 def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     """Draw this engine's own block size of a group, often the model's."""
     spec = group.spec
-    if is_state(spec) or (shape.rows is None and draw(st.booleans())):
+    if is_state(spec):
+        size = draw(st.sampled_from((1, 1, 2, 4, 8)))
+        return attrs.evolve(group, spec=attrs.evolve(spec, block_size=size))
+    if shape.rows is None and draw(st.booleans()):
         return group
     row = max(part.tokens_per_state for part in spec.parts)
     size = row * draw(st.sampled_from(shape.rows or (1, 2, 3, 4, 6, 8)))
@@ -159,6 +162,29 @@ def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGro
 
 
 @st.composite
+def _regrouped(
+    draw: st.DrawFn, model: Sequence[KVCacheGroup], side: str
+) -> tuple[KVCacheGroup, ...]:
+    """Give one engine groups of its own: in another order, under other names, or split in two."""
+    found: list[KVCacheGroup] = []
+    for group in model:
+        sort = draw(st.sampled_from((None, None, None, None, "name", "split")))
+        if sort is None:
+            found.append(group)
+        elif sort == "split" and len(group.layers) > 1 and not group.spec.layers:
+            layers, at = draw(st.permutations(group.layers)), draw(st.integers(1, 2))
+            halves = (tuple(layers[:at]), tuple(layers[at:]))
+            found += [
+                attrs.evolve(group, name=f"{group.name} on {side} {number}", layers=half)
+                for number, half in enumerate(halves)
+                if half
+            ]
+        else:
+            found.append(attrs.evolve(group, name=f"{group.name} on {side}"))
+    return tuple(draw(st.permutations(found)))
+
+
+@st.composite
 def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
     """Draw so few heads that ranks have replicas, which can share the tokens."""
     spec: Any = group.spec
@@ -177,8 +203,9 @@ def engine_pairs(
     ours, theirs = draw(shapes())
     if ours.dealt:
         model = tuple(draw(_few_heads(group)) for group in model)
-    producer = draw(engines(draw(_drafted(model)), largest, shape=ours))
-    return producer, draw(engines(draw(_drafted(model)), largest, shape=theirs))
+    sides = [draw(_drafted(draw(_regrouped(model, side)))) for side in "PD"]
+    producer = draw(engines(sides[0], largest, shape=ours))
+    return producer, draw(engines(sides[1], largest, shape=theirs))
 
 
 @st.composite

@@ -28,7 +28,7 @@ from kvspec.testing.engines import (
 )
 from kvspec.testing.kinds import KINDS, specs
 from kvspec.testing.parallels import explicit_deals, is_state, parallels, parts_of, tp_sizes
-from kvspec.testing.positions import live_positions
+from kvspec.testing.positions import excluded_layers, live_positions
 
 __all__ = [
     "KINDS",
@@ -106,14 +106,16 @@ def _table(
     """Draw a table of at least what is needed, lookahead blocks after it, and a pool around it."""
     size = group.spec.block_size * engine.parallel.context_size
     length, wanted = length_of(group, request), needed(group, request)
-    if is_state(group.spec):
-        first, count = 0, 1
+    if is_state(group.spec):  # its slot, or blocks of which one has the last token
+        size, last = group.spec.block_size, (length - 1) // group.spec.block_size
+        first = draw(st.sampled_from((0, 0, last // 2, last)))
+        count = draw(st.sampled_from((1, 1, last - first + 1, last - first + 2)))
     else:
         latest = (wanted.start if wanted else length) // size
         first = draw(st.sampled_from((0, latest)) | st.integers(0, latest))
         end = -(-length // size) if wanted or draw(st.booleans()) else first
         count = max(end - first, 0) + draw(st.sampled_from((0, 0, 1, 2)))
-    pool = count + draw(st.integers(1, 4))
+    pool = max(1, count + draw(st.integers(0, 4)))
     order = draw(st.sampled_from(("ascending", "shuffled", "descending")))
     start = draw(st.integers(0, pool - count))
     ids = list(range(start, start + count))
@@ -142,7 +144,7 @@ def _shared(
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
     """Draw other ids for the tables *found*: each block of one pool belongs to one group."""
     total = sum(len(table.block_ids) for table in found.values())
-    pool = total + draw(st.integers(1, 4))
+    pool = max(1, total + draw(st.integers(0, 4)))
     ids = random.Random(draw(st.integers(0, 2**16))).sample(range(pool), total)  # noqa: S311
     own = {}
     for name, table in found.items():
@@ -187,8 +189,8 @@ def requests(
     draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
 ) -> tuple[TransferRequest, dict[str, int], dict[str, int]]:
     """Draw a request between two engines, and the pools of both that its tables fit in."""
-    names = {group.name for group in producer.groups}
-    model = [group for group in consumer.groups if group.name in names]
+    still = excluded_layers(producer) | excluded_layers(consumer)
+    model = [group for group in consumer.groups if not still.issuperset(group.layers)]
     tokens = draw(_lengths(model))
     cross = any(isinstance(group.spec, CrossAttentionSpec) for group in model)
     bare = TransferRequest(
