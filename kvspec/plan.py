@@ -69,6 +69,8 @@ class TransferPlan:
 
     def between(self, producer: RankId, consumer: RankId) -> tuple[Edge, ...]:
         """Return the edges of one pair of ranks, one for each pair of groups."""
+        self.producer.parallel.check_rank(producer, "producer")
+        self.consumer.parallel.check_rank(consumer, "consumer")
         return self._by_pair.get((producer, consumer), ())
 
     def sources(self, consumer: RankId) -> tuple[RankId, ...]:

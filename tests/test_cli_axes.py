@@ -71,6 +71,7 @@ def test_words_become_an_engine() -> None:
     [
         ("tpp=2", "producer='tpp=2': wanted key=value, with a key of tp, pp, dcp"),
         ("tp", "producer='tp': wanted key=value"),
+        ("tp=4,pp=2,tp=8", "producer.tp='8': wanted each key once"),
         ("tp=two", "producer.tp='two': wanted a whole number"),
     ],
 )

@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 import kvspec
@@ -288,6 +289,18 @@ def test_letters_are_large_and_colours_are_of_the_palette() -> None:
 def test_a_plan_has_one_picture(plan: kvspec.TransferPlan) -> None:
     """Drawing is deterministic, and a notebook shows what `to_svg` returns."""
     assert plan.to_svg() == plan_svg(plan) == plan._repr_svg_()
+
+
+def test_each_memory_has_an_axis_of_its_own() -> None:
+    """Layers in memories of their own: each is numbered, and its bytes count from its first."""
+    arrays = {f"model.layers.{at}": np.zeros((2, 4, 4, 4, 16), np.uint8) for at in range(3)}
+    plan = kvspec.plan_transfer(*[engine(1, attention(4, layers=3, block=4))] * 2)
+    cache = kvspec.RankCache.from_tensors(plan.producer, kvspec.RankId(), arrays, axes="KBNHC")
+    other, _ = kvspec.allocate(plan.consumer, kvspec.RankId(), 4)
+    root = parsed(kvspec.build_table(plan, cache, other).to_svg())
+    said = ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
+    axis = [each for each in said if each in {"0 B", "elsewhere"} or each.startswith("memory")]
+    assert ["0 B", "memory 2", "memory 3", "0 B"] == axis
 
 
 def test_a_table_has_one_picture_wherever_its_memory_lies() -> None:

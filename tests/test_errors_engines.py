@@ -331,6 +331,8 @@ def test_a_plan_knows_its_ranks(ask: str, field: str, size: int) -> None:
     for rank in (RankId(tp=size), RankId(tp=-1), RankId(pp=1), RankId(pcp=1)):
         told = f"pp < 1, pcp < 1, tp < {size}, none negative"
         assert f"{field}={rank!r}: wanted {told}" == words(lambda r=rank: getattr(plan, ask)(r))
+        pair = {"producer": RankId(), "consumer": RankId()} | {field: rank}
+        assert f"{field}={rank!r}: wanted {told}" == words(lambda p=pair: plan.between(**p))
     assert f"{field}=0: wanted a RankId" == words(lambda: getattr(plan, ask)(0))
 
 

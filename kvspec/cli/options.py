@@ -55,11 +55,14 @@ KEYS = {
 
 def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int | str]:
     """Return the sizes and the layout of *side*: *defaults*, changed by ``key=value,…`` *words*."""
-    found = dict(defaults)
+    found, told = dict(defaults), set[str]()
     for word in filter(None, (word.strip() for word in words.split(","))):
         key, _, value = word.partition("=")
         if key not in KEYS or not value:
             raise SpecError(side, word, f"key=value, with a key of {', '.join(KEYS)}")
+        if key in told:
+            raise SpecError(f"{side}.{key}", value, "each key once")
+        told.add(key)
         if key == "layout":
             found["layout"] = value
         elif value.isdecimal():

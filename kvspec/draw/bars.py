@@ -137,15 +137,16 @@ def axis(canvas: Canvas, side: Side, y: float) -> None:
 
 
 def _ticks(side: Side) -> Iterator[tuple[float, str]]:
-    """Yield where each chunk begins, and round distances inside it."""
-    first = side.placed[0].stretch
+    """Yield where each chunk begins in its memory, and round distances inside it."""
     memory = {each.stretch.start: each.stretch.memory for each in side.placed}
+    origin: dict[object, int] = {}
     for chunk in chunks(side.placed):
-        start = chunk.bytes.start - first.start
-        if memory[chunk.bytes.start] != first.memory:
-            yield chunk.left, "elsewhere"
-            continue
-        yield chunk.left, f"+{nbytes(start)}" if start else "0 B"
+        own = memory[chunk.bytes.start]
+        start = chunk.bytes.start - origin.setdefault(own, chunk.bytes.start)
+        if start:
+            yield chunk.left, f"+{nbytes(start)}"
+        else:
+            yield chunk.left, f"memory {len(origin)}" if len(origin) > 1 else "0 B"
         step = 64
         scale = (chunk.right - chunk.left) / len(chunk.bytes)
         while step * scale < _APART:
