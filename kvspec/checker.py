@@ -129,14 +129,16 @@ class Checker:
             at = 0
             if len(table.block_ids) > 1:
                 at = (self.request.num_tokens - 1 - table.first_token) // group.spec.block_size
-            base = region.base + int(table.block_ids[at]) * region.block_stride
-            return np.asarray(base + tokens * region.state_stride, np.int64)
+            block = int(table.block_ids[at])
+            found = region.base + block * region.block_stride + tokens * region.state_stride
+            return np.where(0 <= block < region.num_blocks, found, -1).astype(np.int64)
         context = cache.engine.parallel.context(cache.rank)
         local = context.local(tokens) - table.first_token // context.size
         block, token = np.divmod(local, group.spec.block_size)
         split, token = np.divmod(token, group.memory_block_size)
         inside = context.owns(tokens) & (block >= 0) & (block < len(table.block_ids))
         ids = table.block_ids[np.where(inside, block, 0)] * group.split + split
+        inside &= (ids >= 0) & (ids < region.num_blocks)  # null blocks are nowhere
         row = token // part.tokens_per_state
         found = region.base + ids * region.block_stride + row * region.state_stride
         return np.where(inside, found, -1).astype(np.int64)

@@ -38,8 +38,8 @@ def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest 
         for each in table.consumer.regions
         if each.group == edge.group and each.layer in edge.layers
     ]
-    lines = (_line(table, entry, each, range(start, start + length), request) for each in regions)
-    told = [line for line in lines if line is not None]
+    span = range(start, start + length)
+    told = (line for each in regions for line in _lines(table, entry, each, span, request))
     return "\n".join([f"{title} at {start:#x}", *told, f"  {_why(table, entry)}"])
 
 
@@ -89,28 +89,28 @@ def _found(table: DescriptorTable, side: Side, at: int) -> tuple[Entry, int, Int
     return entry, run, np.asarray(block, np.int64), np.asarray(cell, np.int64)
 
 
-def _line(
+def _lines(
     table: DescriptorTable,
     entry: Entry,
     region: Region,
     span: range,
     request: TransferRequest | None,
-) -> str | None:
-    """Say which of the region's contents lie in *span*, or None if none do."""
-    at = region.locate(span.start)
-    blocks = [at[0]] if at is not None else range(region.num_blocks)
+) -> Iterator[str]:
+    """Say, block by block, which of the region's contents lie in *span*."""
     units = np.arange(region.units)[:, None] * region.unit_stride
     grid = region.base + units + np.arange(region.states) * region.state_stride
-    for block in blocks:
-        address = grid + block * region.block_stride
-        inside = (address >= span.start) & (address < span.stop)
-        if inside.any():
-            unit, state = np.nonzero(inside)
-            first = _first_unit(table, entry, region)
-            told = f"  {region.layer} {region.part}: {_span('unit', unit + first)}"
-            told += f", consumer's block {block}"
-            return f"{told}, {_rows(table, entry, block, state, request)}"
-    return None
+    stride = max(region.block_stride, 1)
+    before = np.maximum(
+        -((grid - span.start) // stride), 0
+    )  # the first block in the span, the last
+    after = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
+    spans = zip(before.ravel().tolist(), after.ravel().tolist(), strict=True)
+    for block in sorted({each for first, last in spans for each in range(first, last + 1)}):
+        unit, state = np.nonzero((before <= block) & (block <= after))
+        first = _first_unit(table, entry, region)
+        told = f"  {region.layer} {region.part}: {_span('unit', unit + first)}"
+        told += f", consumer's block {block}"
+        yield f"{told}, {_rows(table, entry, block, state, request)}"
 
 
 def _first_unit(table: DescriptorTable, entry: Entry, region: Region) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import attrs
 import pytest
 
 import kvspec
@@ -102,6 +103,41 @@ def test_one_descriptor_in_words() -> None:
         "  unit 1 of k+v held by tp2, tp3; elected by 'spread'",
     ]
     assert "\n".join(wanted) == table.explain(first, request)
+
+
+@pytest.mark.parametrize("layouts", [("BLNHC", "LBNHC"), ("LBNHC", "LNBHC"), ("NBLHC", "BLNHC")])
+def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
+    """Every byte of a request is told by the descriptors that select picks, block by block."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=64, total_num_kv_heads=1, head_size=8, dtype="bfloat16"
+    )
+    producer, consumer = (
+        kvspec.EngineSpec(
+            groups=(kvspec.KVCacheGroup(name="g", layers=("l.0", "l.1"), spec=each),), layout=layout
+        )
+        for each, layout in zip((spec, attrs.evolve(spec, block_size=16)), layouts, strict=True)
+    )
+    caches = kvspec.lay_out(producer, RankId(), 4, 10**6), kvspec.lay_out(consumer, RankId(), 8)
+    table = kvspec.build_table(kvspec.plan_transfer(producer, consumer), *caches)
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=40, producer_blocks={"g": [2]}, consumer_blocks={"g": [4, 5, 3]}
+    )
+    told: list[tuple[str, str, int, int]] = []
+    for each in table.select(request)[1].tolist():
+        for line in table.explain(each, request).splitlines():
+            found = WORDS.fullmatch(line)
+            if found:
+                layer, part, _, block, tokens = found.groups()
+                told += [(layer, part, int(block), token) for token in numbers(tokens)]
+    wanted = {
+        (layer, part, block, 16 * at + token)
+        for layer in ("l.0", "l.1")
+        for part in "kv"
+        for at, block in enumerate((4, 5, 3))
+        for token in range(16)
+    }
+    assert len(wanted) == len(told)
+    assert wanted == set(told)
 
 
 def test_a_table_in_words() -> None:

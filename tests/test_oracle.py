@@ -146,13 +146,17 @@ def slow_tokens_of_row(
     group, table = case.consumer.group(name), case.request.consumer_blocks[name]
     kernel = group.kernel_block_size or group.spec.block_size
     tokens = slow_tokens(case.consumer, rank, table.first_token)
-    for own in list(table.block_ids):
+    ids = list(table.block_ids)
+    for own in ids:
         for piece in range(group.spec.block_size // kernel):
             for row in range(kernel // part.tokens_per_state):
                 first = next(tokens)
                 for _ in range(part.tokens_per_state - 1):
                     next(tokens)
-                if at == (own * (group.spec.block_size // kernel) + piece, row):
+                if ids.count(own) == 1 and at == (
+                    own * (group.spec.block_size // kernel) + piece,
+                    row,
+                ):
                     return [first + i for i in range(part.tokens_per_state)]
     return None
 

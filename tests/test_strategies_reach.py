@@ -174,8 +174,9 @@ def window_start(case: Case, group: kvspec.KVCacheGroup) -> int:
 def tables(case: Case, group: kvspec.KVCacheGroup) -> tuple[kvspec.BlockTable, kvspec.BlockTable]:
     """Return the producer's and the consumer's block table of *group*, one of the consumer's."""
     request = case.request
-    ours = next(a for a, b in pairs(case) if b is group)
-    return request.producer_blocks[ours.name], request.consumer_blocks[group.name]
+    told = request.producer_blocks
+    ours = next(a.name for a, b in pairs(case) if b is group and a.name in told)
+    return told[ours], request.consumer_blocks[group.name]
 
 
 def has_unread_rank(case: Case) -> bool:
@@ -453,6 +454,15 @@ AXES: dict[str, Callable[[Case], bool]] = {
     ),
     "a state in one of several blocks on P": lambda c: states_in_tables(c, 0),
     "a state in one of several blocks on D": lambda c: states_in_tables(c, 1),
+    "a null block that is none": lambda c: any(
+        -1 in table.block_ids for table in c.request.consumer_blocks.values()
+    ),
+    "a null block for many tokens": lambda c: any(
+        list(table.block_ids).count(0) > 1 for table in c.request.consumer_blocks.values()
+    ),
+    "null blocks on P": lambda c: any(
+        -1 in table.block_ids for table in c.request.producer_blocks.values()
+    ),
     "a pool without a spare block": lambda c: any(
         c.consumer_pool[g.name] == len(tables(c, g)[1].block_ids) > 1 for g in token_groups(c)
     ),
@@ -481,7 +491,8 @@ def states_in_tables(case: Case, side: int) -> bool:
         and case.request.num_tokens
         > tables(case, b)[side].first_token + (a, b)[side].spec.block_size
         for a, b in pairs(case)
-        if is_state(b.spec)
+        if is_state(b.spec) and a.name in case.request.producer_blocks
+        if b.name in case.request.consumer_blocks
     )
 
 

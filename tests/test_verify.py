@@ -447,6 +447,23 @@ def doubled(pieces: list[Piece]) -> list[Piece]:
     return [pieces[0], *pieces]
 
 
+def test_a_null_block_is_nowhere() -> None:
+    """Id -1 is no block, not the one before the first: what lies there is another part's."""
+    spec = kvspec.SlidingWindowSpec(
+        block_size=4, total_num_kv_heads=1, head_size=2, dtype="int8", sliding_window=5
+    )
+    group = kvspec.KVCacheGroup(name="w", layers=("l.0", "l.1"), spec=spec)
+    engine = kvspec.EngineSpec(groups=(group,), layout="LKBNHC")
+    plan, rank = kvspec.plan_transfer(engine, engine), kvspec.RankId()
+    caches = [{rank: kvspec.allocate(engine, rank, 4)[0]} for _ in range(2)]
+    for null in (-1, 9, 0):
+        request = kvspec.TransferRequest(
+            request_id="r", num_tokens=8, cached_tokens=4,
+            producer_blocks={"w": [0, 1]}, consumer_blocks={"w": [null, 3]},
+        )  # fmt: skip
+        assert None is kvspec.verify(plan, *caches, request)
+
+
 def elsewhere(pieces: list[Piece]) -> list[Piece]:
     """Read the first piece from producer rank 0."""
     return [pieces[0]._replace(producer=0), *pieces[1:]]

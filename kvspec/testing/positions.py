@@ -121,7 +121,8 @@ def rows_of(
                     found = _token_rows(group, layer, part, own, request)
                 else:
                     found = _state_rows(group, part, table, request, moves)
-                at, row, token, known, live, dead = found
+                own_rows = _held(table[0])[found[0]]
+                at, row, token, known, live, dead = (each[own_rows] for each in found)
                 split = block_split(group)
                 piece, row = np.divmod(row, part.states // split)
                 yield Rows(
@@ -161,6 +162,11 @@ def _table(table: Any) -> _Table:  # noqa: ANN401
     """Return the block ids of a table, and the first token of the first."""
     ids = np.asarray(getattr(table, "block_ids", table), np.int64)
     return ids, getattr(table, "first_token", 0)
+
+
+def _held(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which blocks of a table are the request's: null ones are no block, or stand often."""
+    return np.array([each >= 0 and (ids == each).sum() == 1 for each in ids], bool)
 
 
 _Found = tuple[

@@ -103,7 +103,10 @@ def needed(group: KVCacheGroup, request: TransferRequest) -> range:
 def _table(
     draw: st.DrawFn, engine: EngineSpec, group: KVCacheGroup, request: TransferRequest
 ) -> tuple[BlockTable, int]:
-    """Draw a table of at least what is needed, lookahead blocks after it, and a pool around it."""
+    """Draw a table of at least what is needed, lookahead blocks after it, and a pool around it.
+
+    Blocks that are not needed may be null: a number that is no block, or one block for all of them.
+    """
     size = group.spec.block_size * engine.parallel.context_size
     length, wanted = length_of(group, request), needed(group, request)
     if is_state(group.spec):  # its slot, or blocks of which one has the last token
@@ -123,7 +126,16 @@ def _table(
         ids = random.Random(draw(st.integers(0, 2**16))).sample(range(pool), count)  # noqa: S311
     elif order == "descending":
         ids.reverse()
-    return BlockTable(ids, first * size), pool
+    null = draw(st.sampled_from((None, None, -1, 0)))
+    if null is None:
+        return BlockTable(ids, first * size), pool
+    if is_state(group.spec):
+        wanted = range(length - 1, length) if count > 1 else range(first * size, first * size + 1)
+    ids, pool = [each + null + 1 for each in ids], pool + null + 1
+    starts = range(first * size, (first + count) * size, size)
+    kept = [bool(range(max(at, wanted.start), min(at + size, wanted.stop))) for at in starts]
+    table = [each if keep else null for each, keep in zip(ids, kept, strict=True)]
+    return BlockTable(table, first * size), pool
 
 
 @st.composite
