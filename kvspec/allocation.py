@@ -17,7 +17,7 @@ from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.layout import Placement, place
 from kvspec.parallel import RankId
-from kvspec.ranges import instance, positive_int
+from kvspec.ranges import flag, instance, positive_int
 from kvspec.slices import Part
 
 Blocks = int | Mapping[str, int]
@@ -45,6 +45,7 @@ def allocate(
         arrays.append(array)
         return memory
 
+    flag("shared", shared)
     cache, groups = _laid_out(engine, rank, num_blocks, obtain, shared=shared)
     each = arrays * len(groups) if shared else arrays
     return cache, dict(zip(groups, each, strict=True))
@@ -63,6 +64,7 @@ def lay_out(
     Nothing is allocated: caches of any size can be planned with, and looked at.
     """
     at = positive_int("address", address, least=0)
+    flag("shared", shared)
 
     def obtain(size: int) -> Memory:
         nonlocal at
@@ -171,11 +173,18 @@ def _placed(
 
 def _array(size: int, device: str) -> tuple[Any, Memory]:
     if device == "cpu":
-        array = np.zeros(size, dtype=np.uint8)
+        try:
+            array = np.zeros(size, dtype=np.uint8)
+        except (MemoryError, ValueError, OverflowError):
+            raise SpecError("num_blocks", f"{size} bytes", "what fits into memory") from None
         return array, Memory(array.ctypes.data, array.nbytes)
     if not re.fullmatch(r"(cuda|xpu)(:\d+)?", str(device)):
         raise SpecError("device", device, "'cpu' or a GPU such as 'cuda:0'")
     import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
 
-    tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    try:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise SpecError("device", device, f"a GPU with {size} bytes free ({why})") from error
     return tensor, Memory(tensor.data_ptr(), tensor.numel(), "VRAM", tensor.device.index or 0)

@@ -16,7 +16,7 @@ import attrs
 from kvspec.engine import EngineSpec, Held
 from kvspec.errors import SpecError
 from kvspec.parallel import RankId
-from kvspec.ranges import instance, positive_int
+from kvspec.ranges import MOST, instance, positive_int, sequence
 
 
 @attrs.frozen(kw_only=True)
@@ -82,6 +82,9 @@ class Region:
         return range(self.base, last + self.content_bytes)
 
 
+MEMORY_TYPES = ("DRAM", "VRAM")
+
+
 @attrs.frozen
 class Memory:
     """One distinct piece of memory to register: address and length in bytes."""
@@ -90,6 +93,14 @@ class Memory:
     length: int
     memory_type: str = "DRAM"
     device: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("address", "length", "device"):
+            positive_int(name, getattr(self, name), least=0)
+        if self.memory_type not in MEMORY_TYPES:
+            raise SpecError("memory_type", self.memory_type, " or ".join(MEMORY_TYPES))
+        if self.address + self.length > MOST:
+            raise SpecError("length", self.length, f"an end of at most {MOST}")
 
 
 def _check_region(region: Region, wanted: Held) -> None:
@@ -102,7 +113,8 @@ def _check_region(region: Region, wanted: Held) -> None:
     counts = (region.base, region.block_stride, region.unit_stride, region.state_stride)
     plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
     # All is well, nearly always, and this is asked of every region: so no messages until it is not.
-    if plain and sizes == right and min(counts) >= 0 < region.num_blocks:
+    fit = min(counts) >= 0 < region.num_blocks <= MOST and max(counts) <= MOST
+    if plain and fit and sizes == right:
         return
     for name in ("content_bytes", "units", "states"):
         size, fits = getattr(region, name), getattr(wanted, name)
@@ -114,14 +126,24 @@ def _check_region(region: Region, wanted: Held) -> None:
         positive_int(field, getattr(region, name), least=int(name == "num_blocks"))
 
 
+def _regions(value: object) -> tuple[Region, ...]:
+    return tuple(
+        instance("regions", each, Region) for each in sequence("regions", value, "Regions")
+    )
+
+
+def _memories(value: object) -> tuple[Memory, ...]:
+    return tuple(instance("memory", each, Memory) for each in sequence("memory", value, "Memories"))
+
+
 @attrs.frozen
 class RankCache:
     """Where one rank's cache lies: its *regions*, and the *memory* that holds them."""
 
     engine: EngineSpec
     rank: RankId
-    regions: tuple[Region, ...]
-    memory: tuple[Memory, ...]
+    regions: tuple[Region, ...] = attrs.field(converter=_regions)
+    memory: tuple[Memory, ...] = attrs.field(converter=_memories)
 
     def __attrs_post_init__(self) -> None:
         instance("engine", self.engine, EngineSpec).parallel.check_rank(self.rank)
@@ -129,7 +151,7 @@ class RankCache:
         excluded = set(self.engine.excluded)
         seen: set[tuple[str, str]] = set()
         for each in self.regions:
-            key = (instance("regions", each, Region).layer, each.part)
+            key = (each.layer, each.part)
             if key in seen:
                 raise SpecError("regions", ".".join(key), "each part of a layer once")
             if key not in wanted:
@@ -174,8 +196,9 @@ class RankCache:
 
     def region(self, layer: str, part: str) -> Region:
         """Return the region of one part of one layer."""
-        found = self._by_part.get((layer, part))
-        if found is None:
+        key = str(layer), str(part)
+        found = self._by_part.get(key)
+        if found is None or key != (layer, part):
             raise SpecError("region", f"{layer}.{part}", f"a part of a layer that {self.rank} has")
         return found
 

@@ -129,9 +129,9 @@ class Checker:
             at = 0
             if len(table.block_ids) > 1:
                 at = (self.request.num_tokens - 1 - table.first_token) // group.spec.block_size
-            block = int(table.block_ids[at])
-            found = region.base + block * region.block_stride + tokens * region.state_stride
-            return np.where(0 <= block < region.num_blocks, found, -1).astype(np.int64)
+            slot = int(table.block_ids[at])
+            states = region.base + slot * region.block_stride + tokens * region.state_stride
+            return np.where(0 <= slot < region.num_blocks, states, -1).astype(np.int64)
         context = cache.engine.parallel.context(cache.rank)
         local = context.local(tokens) - table.first_token // context.size
         block, token = np.divmod(local, group.spec.block_size)

@@ -51,7 +51,7 @@ class KVCacheGroup:
         field = f"groups[{self.name!r}]"
         if not isinstance(self.name, str) or not self.name:
             raise SpecError("name", self.name, "a group name")
-        if not isinstance(self.spec, LayerSpec):
+        if not isinstance(self.spec, LayerSpec) or type(self.spec) is LayerSpec:
             raise SpecError(f"{field}.spec", self.spec, "a spec of a kind of layer")
         self._check_layers(field)
         if self.layout is not None:

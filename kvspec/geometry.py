@@ -70,6 +70,12 @@ class Pool:
         starts = np.concatenate([[0], np.cumsum(self.counts)])
         return np.asarray(starts[row] + at // self.span, np.int64)
 
+    def row(self, block: Ints, cell: Ints) -> Ints:
+        """Return in which of a run's rows the ids of cells stand."""
+        if not self.folded:
+            return cell
+        return (block * self.cells + cell) % self.span
+
     def place(self, step: int) -> tuple[int, int]:
         """Return the block and the cell in it of an id, counted from a run's first id."""
         row = 0

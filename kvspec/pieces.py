@@ -69,6 +69,8 @@ def pieces(request: TransferRequest, edge: Edge, geometry: Geometry) -> Pieces:
             _slot(f"producer_blocks[{edge.producer_group!r}]", ours, geometry.producer, wanted),
             _slot(f"consumer_blocks[{edge.group!r}]", theirs, geometry.consumer, wanted),
         )
+        written = theirs.block_ids[slots[1] : slots[1] + 1]
+        _check_once(f"consumer_blocks[{edge.group!r}]", theirs, written, written=True)
         at = [np.full(int(moves), slot, np.int64) for slot in slots]
         return Pieces(at[0], at[1], np.zeros(int(moves), np.int64), 0, ours, theirs)
     _check_held(edge, geometry, ours, theirs, wanted)
@@ -212,9 +214,12 @@ def _state_moves(request: TransferRequest, geometry: Geometry, wanted: range) ->
 
 
 def _slot(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
-    """Return which of a table's blocks holds the state: the only one, or the last token's."""
-    if len(table.block_ids) == 1:
+    """Return which of a table's blocks holds the state: its only slot, or the last token's."""
+    if len(table.block_ids) == 1 and not table.first_token:
         return 0
+    if table.first_token % side.block_size:
+        told = f"a multiple of {side.block_size}"
+        raise SpecError(f"{field}.first_token", table.first_token, told)
     held = table.tokens(side.block_size)
     if wanted.start not in held:
         told = f"one id, the state's slot, or a block for token {wanted.start}"
@@ -225,7 +230,7 @@ def _slot(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
 def _table(tables: Mapping[str, BlockTable], group: str, field: str) -> BlockTable:
     found = tables.get(group)
     if found is None:
-        raise SpecError(field, sorted(tables), f"a block table for group {group!r}")
+        raise SpecError(field, sorted(tables, key=repr), f"a block table for group {group!r}")
     return found
 
 

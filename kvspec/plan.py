@@ -13,7 +13,7 @@ from functools import cached_property
 import attrs
 
 from kvspec.engine import EngineSpec
-from kvspec.errors import KVSpecError, Mismatch, MismatchError
+from kvspec.errors import KVSpecError, Mismatch, MismatchError, SpecError
 from kvspec.loads import Traffic
 from kvspec.mismatches import mismatches
 from kvspec.parallel import RankId
@@ -65,7 +65,11 @@ class TransferPlan:
 
     def pair_of(self, edge: Edge) -> GroupPair:
         """Return the groups between which *edge* is."""
-        return self._pairs[edge.producer_group, edge.group]
+        instance("edge", edge, Edge)
+        found = self._pairs.get((edge.producer_group, edge.group))
+        if found is None:
+            raise SpecError("edge", edge, "an edge of this plan")
+        return found
 
     def between(self, producer: RankId, consumer: RankId) -> tuple[Edge, ...]:
         """Return the edges of one pair of ranks, one for each pair of groups."""

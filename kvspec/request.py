@@ -99,8 +99,8 @@ class TransferRequest:
     *num_tokens*: position of the first token that the consumer computes itself. *cached_tokens*:
     leading tokens that the consumer already holds, one count or one for each group. Tables are
     keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
-    *encoder_tokens*: the encoder's own count, for cross attention. *state_tokens*: how many tokens
-    the producer's recurrent states have seen, `num_tokens` unless given.
+    *encoder_tokens*: the encoder's own count, which cross attention needs. *state_tokens*: how
+    many tokens the producer's recurrent states have seen, `num_tokens` unless given.
     """
 
     request_id: str
@@ -125,7 +125,7 @@ class TransferRequest:
     def check_groups(self, groups: Iterable[str]) -> None:
         """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""
         if isinstance(self.cached_tokens, Mapping):
-            strange = sorted(set(self.cached_tokens) - set(groups))
+            strange = sorted(set(self.cached_tokens) - set(groups), key=repr)
             if strange:
                 raise SpecError(
                     "cached_tokens", strange, f"groups of the consumer: {', '.join(groups)}"

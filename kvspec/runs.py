@@ -54,10 +54,14 @@ class RowSet:
         return ours, theirs
 
     @property
+    def touching(self) -> bool:
+        """Whether consecutive ids of a row are consecutive bytes on both sides: NIXL joins them."""
+        return all((self.length == side.stride).all() for side in (self.producer, self.consumer))
+
+    @property
     def dense(self) -> bool:
-        """Whether consecutive ids are consecutive bytes on both sides, so that NIXL joins them."""
-        sides = (self.producer, self.consumer)
-        return all(side.folded and (self.length == side.stride).all() for side in sides)
+        """Whether so are the cells of each block, so that NIXL joins whatever is contiguous."""
+        return self.touching and self.producer.folded and self.consumer.folded
 
 
 def row_sets(

@@ -113,11 +113,15 @@ class DescriptorTable:
         """
         posted = 0
         for entry, chosen in self._cells(request):
-            joined = np.zeros(max(len(chosen) - 1, 0), np.bool_)
-            if entry.rows.dense:
-                ours, theirs = (each[: len(chosen)] for each in entry.ids(chosen))
-                joined = (np.diff(ours) == 1) & (np.diff(theirs) == 1)
-            posted += len(entry.rows) * (len(chosen) - int(joined.sum()))
+            rows = entry.rows
+            joined = np.full(max(len(chosen) - 1, 0), rows.touching)
+            for pool, block, cell in (
+                (rows.producer, chosen.producer_block, chosen.producer_cell),
+                (rows.consumer, chosen.consumer_block, chosen.consumer_cell),
+            ):
+                joined &= np.diff(pool.steps(block, cell)) == 1
+                joined &= np.diff(pool.row(block, cell)) == 0
+            posted += len(rows) * (len(chosen) - int(joined.sum()))
         return posted, len(self.descriptors(request))
 
     def explain(

@@ -22,9 +22,10 @@ from kvspec.table import build_table
 def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
     """Return what a request of *num_tokens* moves over *plan*, nothing cached.
 
-    Bytes count live tokens and whole states, not the blocks' dead ends. Descriptors are for caches
-    as `allocate` makes them, and blocks of which no two lie side by side: blocks in order take
-    fewer. `MismatchError` where `build_table` has one.
+    Cross attention counts as many tokens of the encoder. Bytes count live tokens and whole states,
+    not the blocks' dead ends. Descriptors are for caches as `allocate` makes them, and blocks of
+    which no two lie side by side: blocks in order take fewer. `MismatchError` where `build_table`
+    has one.
     """
     found = flows(plan, num_tokens)
     ours, theirs = plan.producer.parallel.ranks, plan.consumer.parallel.ranks
@@ -63,6 +64,7 @@ class _Counts:
         self.request = TransferRequest(
             request_id="traffic",
             num_tokens=num_tokens,
+            encoder_tokens=num_tokens,
             producer_blocks=sides[0],
             consumer_blocks=sides[1],
         )

@@ -112,6 +112,9 @@ def deal(*ranges: Any, units: Any = 4) -> object:
     return kvspec.ParallelConfig(tp_size=2, unit_deals={units: ranges})
 
 
+BARE = kvspec.LayerSpec(block_size=4)
+
+
 def blocks(num_blocks: Any, **given: Any) -> object:
     """Allocate a cache of *num_blocks*."""
     return kvspec.allocate(engine(), RankId(), num_blocks, **given)
@@ -247,6 +250,36 @@ REFUSED: list[Any] = [
        f"salt={s!r}: wanted an int >= 0") for s in ("x", 1.5, True)),
     (lambda: kvspec.plan_transfer(engine(), engine(), common_states=1),  # type: ignore[arg-type]
      "common_states=1: wanted True or False"),
+    (lambda: FULL.get_tp_transfer_slices(0, 4, 2**40),
+     "remote_tp_size=1099511627776: wanted at most 65536"),
+    (lambda: FULL.page_size_bytes(0, 2**40), "tp_size=1099511627776: wanted at most 65536"),
+    (lambda: group(spec=BARE),
+     f"groups['g'].spec={BARE!r}: wanted a spec of a kind of layer"),
+    (lambda: kvspec.plan_transfer(engine(), engine()).pair_of(None),  # type: ignore[arg-type]
+     "edge=None: wanted an Edge"),
+    # memory that cannot be, and caches of no regions
+    (lambda: kvspec.Memory("a", 10), "address='a': wanted an int >= 0"),  # type: ignore[arg-type]
+    (lambda: kvspec.Memory(1, -1), "length=-1: wanted an int >= 0"),
+    (lambda: kvspec.Memory(1, 10, "HBM"), "memory_type='HBM': wanted DRAM or VRAM"),
+    (lambda: kvspec.Memory(1, 10, "DRAM", -1), "device=-1: wanted an int >= 0"),
+    (lambda: kvspec.Memory(2**63 - 8, 10),
+     "length=10: wanted an end of at most 9223372036854775807"),
+    (lambda: kvspec.RankCache(engine(), RankId(), None, ()),  # type: ignore[arg-type]
+     "regions=None: wanted a sequence of Regions"),
+    (lambda: kvspec.RankCache(engine(), RankId(), (5,), ()),  # type: ignore[arg-type]
+     "regions=5: wanted a Region"),
+    (lambda: kvspec.RankCache(engine(), RankId(), (), None),  # type: ignore[arg-type]
+     "memory=None: wanted a sequence of Memories"),
+    (lambda: kvspec.RankCache(engine(), RankId(), (), (5,)),  # type: ignore[arg-type]
+     "memory=5: wanted a Memory"),
+    (lambda: kvspec.lay_out(engine(), RankId(), 1, 2**63 - 8),
+     "length=512: wanted an end of at most 9223372036854775807"),
+    (lambda: kvspec.lay_out(engine(), RankId(), 1, -8), "address=-8: wanted an int >= 0"),
+    (lambda: kvspec.lay_out(engine(), RankId(), 1, shared=1),  # type: ignore[arg-type]
+     "shared=1: wanted True or False"),
+    (lambda: blocks(2**62),
+     "num_blocks='2361183241434822606848 bytes': wanted what fits into memory"),
+    (lambda: blocks(1, shared="no"), "shared='no': wanted True or False"),
     # blocks that the kernel cuts finer, and layers that are left out
     *((lambda n=n: group(kernel_block_size=n),
        f"groups['g'].kernel_block_size={n!r}: wanted an int >= 1") for n in (0, True, 2.0, "2")),

@@ -26,6 +26,7 @@ CROSS = kvspec.CrossAttentionSpec(**GQA)
 ROWS = kvspec.FullAttentionSpec(**GQA | {"block_size": 8}, tokens_per_state=4)
 WINDOW = kvspec.SlidingWindowSpec(**GQA | {"block_size": 8}, tokens_per_state=4, sliding_window=3)
 STATE = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16")
+STATES = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16", block_size=8)
 LATENT = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="bfloat16")
 NUM_BLOCKS = 6
 NUMBER = itertools.count()
@@ -65,7 +66,7 @@ class Pair:
         )
 
 
-PAIRS = {spec: Pair.of(spec) for spec in (FULL, CROSS, ROWS, WINDOW, STATE)}
+PAIRS = {spec: Pair.of(spec) for spec in (FULL, CROSS, ROWS, WINDOW, STATE, STATES)}
 PLAN, OURS, THEIRS = PAIRS[FULL].plan, PAIRS[FULL].producer, PAIRS[FULL].consumer
 
 
@@ -177,6 +178,10 @@ REFUSED = [
          "consumer_blocks=[]: wanted a block table for group 'g'"),
     case(lambda: select(cached_tokens={"h": 4}), "cached_tokens=['h']: wanted groups of the "
          "consumer: g"),
+    case(lambda: select(cached_tokens={0: 1, "b": 2}),
+         "cached_tokens=['b', 0]: wanted groups of the consumer: g"),
+    case(lambda: select(producer_blocks={0: (1,), "a": (2,)}),
+         "producer_blocks=['a', 0]: wanted a block table for group 'g'"),
     *(case(lambda s=side, v=value: ask(**{s: v}),
            f"{side}={value!r}: wanted a mapping from group names to block tables")
       for side in BLOCKS for value in (None, (1, 2))),
@@ -187,6 +192,17 @@ REFUSED = [
     *(case(lambda s=side, i=i: select(STATE, **SLOTS | {s: {"g": (i,)}}),
            f"{side}['g']={i}: wanted block ids from 0 to 5")
       for side in SLOTS for i in (7, -2)),
+    *(case(lambda s=side, t=table: select(STATES, **SLOTS | {s: {"g": t}}),
+           f"{side}['g'].first_token=2: wanted a multiple of 8")
+      for side in SLOTS for table in (BlockTable((1, 2), 2), BlockTable((1,), 2))),
+    *(case(lambda s=side: select(STATES, **SLOTS | {s: {"g": BlockTable((1,), 400)}}),
+           f"{side}['g']=[1]: wanted one id, the state's slot, or a block for token 9")
+      for side in SLOTS),
+    case(lambda: select(STATES, producer_blocks={"g": (1,)}, consumer_blocks={"g": (5, 5)}),
+         ONCE.format(5)),
+    # the encoder's tokens
+    case(lambda: select(CROSS),
+         "encoder_tokens=None: wanted the encoder's own count, for cross attention"),
     # a row of several tokens cannot be written in part
     *(case(lambda c=c: select(ROWS, cached_tokens=c),
            f"cached_tokens={c}: wanted a multiple of tokens_per_state=4") for c in (1, 5, 6, 9)),

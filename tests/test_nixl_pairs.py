@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvspec
 from kvspec.errors import SpecError
 from kvspec.nixl import pairs
 from kvspec.nixl.checks import Rows, checked_rows
@@ -17,6 +18,7 @@ from kvspec.table import build_table
 from kvspec.testing import strategies
 from kvspec.testing.world import finest, world
 
+HALF = settings(max_examples=settings.default.max_examples // 2)
 GAP = 5
 """Bytes between memories that do not touch."""
 
@@ -128,6 +130,47 @@ def test_what_is_posted_is_the_fewest(case: strategies.Case) -> None:
         rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
         found = pairs.pair(rows[0], theirs, rows[1], ours, "local")
         assert found.runs <= pairs.LIMIT * len(table.descriptors(case.request))
+
+
+def by_nixls_rule(table: kvspec.DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
+    """Return the descriptors left of pairs of ids, of which those that follow in a row join."""
+    starts = [0] if len(ids[0]) else []
+    for at in range(1, len(ids[0])):
+        for rows, own in zip((table.producer_rows, table.consumer_rows), ids, strict=True):
+            ends = np.cumsum(rows[:, 4].astype(np.int64))
+            row, before = (int(np.searchsorted(ends, own[n], "right")) for n in (at, at - 1))
+            if row != before or own[at] != own[at - 1] + 1 or rows[row, 1] != rows[row, 3]:
+                starts.append(at)
+                break
+    return len(starts)
+
+
+@HALF
+@given(strategies.cases())
+def test_counts_are_nixls(case: strategies.Case) -> None:
+    """What `counts` says that NIXL posts for the ids alone is NIXL's rule, id by id."""
+    for _, _, table in world(case).tables():
+        posted, fewest = table.counts(case.request)
+        assert by_nixls_rule(table, table.select(case.request)) == posted
+        assert len(table.descriptors(case.request)) == fewest <= posted
+
+
+def test_counts_of_blocks_that_lie_side_by_side() -> None:
+    """With tokens outside of the blocks, a row of one token's blocks is dense by itself."""
+    sides = []
+    for size in (4, 2):
+        spec = kvspec.MLAAttentionSpec(block_size=size, head_size=4, dtype="int8")
+        group = kvspec.KVCacheGroup(name="g", layers=("l.0",), spec=spec)
+        sides.append(kvspec.EngineSpec(groups=(group,), layout="LHNBC"))
+    caches = [
+        kvspec.lay_out(each, kvspec.RankId(), n) for each, n in zip(sides, (2, 4), strict=True)
+    ]
+    table = build_table(kvspec.plan_transfer(*sides), *caches)
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=8, producer_blocks={"g": [0, 1]},
+        consumer_blocks={"g": [0, 2, 1, 3]},
+    )  # fmt: skip
+    assert (4, 4) == table.counts(request)
 
 
 def test_runs_of_rows_that_share_memory_are_joined() -> None:

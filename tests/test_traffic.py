@@ -37,7 +37,11 @@ def test_traffic_is_that_of_each_pairs_own_table(case: strategies.Case) -> None:
     assert tokens == found.num_tokens
     (ours, pool), (theirs, other) = (apart(e, tokens) for e in (case.producer, case.consumer))
     request = kvspec.TransferRequest(
-        request_id="r", num_tokens=tokens, producer_blocks=ours, consumer_blocks=theirs
+        request_id="r",
+        num_tokens=tokens,
+        encoder_tokens=tokens,
+        producer_blocks=ours,
+        consumer_blocks=theirs,
     )
     assert {(edge.producer, edge.consumer) for edge in plan.edges} == set(found.pairs)
     for (p, c), load in found.pairs.items():

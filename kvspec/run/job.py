@@ -92,6 +92,7 @@ class Job:
             TransferRequest(
                 request_id=f"request-{at}",
                 num_tokens=self.tokens,
+                encoder_tokens=self.tokens,
                 cached_tokens=self.cached,
                 producer_blocks=ours[at],
                 consumer_blocks=theirs[at],

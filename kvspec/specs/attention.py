@@ -76,9 +76,11 @@ class FullAttentionSpec(AttentionSpec):
 class CrossAttentionSpec(FullAttentionSpec):
     """Keys and values of the encoder's tokens; `live_tokens` takes the encoder's own count."""
 
-    def total(self, num_tokens: int, encoder_tokens: int | None) -> int:
-        """Return the encoder's tokens, if the request tells them."""
-        return num_tokens if encoder_tokens is None else encoder_tokens
+    def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
+        """Return the encoder's tokens, which the request must tell."""
+        if encoder_tokens is None:
+            raise SpecError("encoder_tokens", None, "the encoder's own count, for cross attention")
+        return encoder_tokens
 
 
 @attrs.frozen(kw_only=True, slots=False)

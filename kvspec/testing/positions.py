@@ -121,20 +121,20 @@ def rows_of(
                     found = _token_rows(group, layer, part, own, request)
                 else:
                     found = _state_rows(group, part, table, request, moves)
-                own_rows = _held(table[0])[found[0]]
-                at, row, token, known, live, dead = (each[own_rows] for each in found)
+                at, row, token, known, live, dead = found
+                held = _held(table[0])[at]
                 split = block_split(group)
                 piece, row = np.divmod(row, part.states // split)
                 yield Rows(
                     key=(group.name, layer, part.name),
                     part=part,
                     units=rank_units(engine, rank, part),
-                    block=table[0][at] * split + piece,
-                    row=row,
-                    token=token,
-                    known=known,
-                    live=live & (moves > 0),
-                    dead=dead & (moves > 0),
+                    block=(table[0][at] * split + piece)[held],
+                    row=row[held],
+                    token=token[held],
+                    known=known[held],
+                    live=live[held] & (moves > 0),
+                    dead=dead[held] & (moves > 0),
                     seen=of_group(seen, group.name, request.num_tokens),
                 )
 

@@ -112,7 +112,8 @@ def _table(
     if is_state(group.spec):  # its slot, or blocks of which one has the last token
         size, last = group.spec.block_size, (length - 1) // group.spec.block_size
         first = draw(st.sampled_from((0, 0, last // 2, last)))
-        count = draw(st.sampled_from((1, 1, last - first + 1, last - first + 2)))
+        several = (last - first + 1, last - first + 2)
+        count = draw(st.sampled_from((1, 1, *several) if first in (0, last) else several))
     else:
         latest = (wanted.start if wanted else length) // size
         first = draw(st.sampled_from((0, latest)) | st.integers(0, latest))
@@ -208,7 +209,7 @@ def requests(
     bare = TransferRequest(
         request_id="request",
         num_tokens=tokens,
-        encoder_tokens=draw(st.sampled_from((None, 1, 5, 17))) if cross else None,
+        encoder_tokens=draw(st.sampled_from((1, 5, 17, tokens))) if cross else None,
         state_tokens=draw(st.sampled_from((None, tokens))),
         producer_blocks={},
         consumer_blocks={},
