@@ -192,6 +192,9 @@ class ParallelConfig:
         found = {positive_int("context_ranks", each, least=0) for row in rows for each in row}
         if found != set(range(len(found))):
             raise SpecError("context_ranks", rows, "context ranks 0, 1, ... without a gap")
+        if len(found) % self.dcp_size:
+            wanted = f"a multiple of dcp_size={self.dcp_size} different ones"
+            raise SpecError("context_ranks", rows, wanted)
 
     @property
     def ranks(self) -> tuple[RankId, ...]:

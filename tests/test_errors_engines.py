@@ -329,6 +329,8 @@ REFUSED: list[Any] = [
      "context_ranks=((0, 2),): wanted context ranks 0, 1, ... without a gap"),
     (lambda: kvspec.ParallelConfig(tp_size=2, context_ranks=((1, 2),)),
      "context_ranks=((1, 2),): wanted context ranks 0, 1, ... without a gap"),
+    (lambda: kvspec.ParallelConfig(tp_size=2, dcp_size=2, context_ranks=((0, 0),)),
+     "context_ranks=((0, 0),): wanted a multiple of dcp_size=2 different ones"),
     (lambda: kvspec.ParallelConfig(context_ranks=((-1,),)),
      "context_ranks=-1: wanted an int >= 0"),
     (lambda: kvspec.ParallelConfig(context_ranks=(0,)),  # type: ignore[arg-type]
