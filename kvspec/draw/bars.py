@@ -140,7 +140,7 @@ def _ticks(side: Side) -> Iterator[tuple[float, str]]:
     """Yield where each chunk begins in its memory, and round distances inside it."""
     memory = {each.stretch.start: each.stretch.memory for each in side.placed}
     origin: dict[object, int] = {}
-    for chunk in chunks(side.placed):
+    for chunk in sorted(chunks(side.placed), key=lambda each: each.left):
         own = memory[chunk.bytes.start]
         start = chunk.bytes.start - origin.setdefault(own, chunk.bytes.start)
         if start:

@@ -203,7 +203,8 @@ def requests(
 ) -> tuple[TransferRequest, dict[str, int], dict[str, int]]:
     """Draw a request between two engines, and the pools of both that its tables fit in."""
     still = excluded_layers(producer) | excluded_layers(consumer)
-    model = [group for group in consumer.groups if not still.issuperset(group.layers)]
+    moving = [group for group in consumer.groups if not still.issuperset(group.layers)]
+    model = moving or list(consumer.groups)
     tokens = draw(_lengths(model))
     cross = any(isinstance(group.spec, CrossAttentionSpec) for group in model)
     bare = TransferRequest(
