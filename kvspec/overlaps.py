@@ -1,79 +1,121 @@
-"""Whether regions of one cache share a byte.
+"""Whether regions of one cache share a byte that two tokens would both need.
 
 Law: two contents of one group are one content or lie apart; which layer, part or block they belong
-to does not matter. Blocks of different groups may share memory, as hybrid allocators have it.
+to does not matter. A block id is of one group at a time, so that groups may share memory, as hybrid
+allocators have it: block i of one then meets block i of another, and no other block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import NoReturn
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations, pairwise
 
 import numpy as np
 
 from kvspec.cache import Region
 from kvspec.errors import SpecError
 
+Meeting = tuple[Region, Region, bool]
+"""Two regions that share a byte, and whether only blocks of one id do."""
 
-def check_apart(regions: list[Region]) -> None:
-    """Raise `SpecError` if two parts of one group share a byte.
+_Span = tuple[int, int, int, int]
+"""Where a run begins and stops within a block stride, strides before it, number of its region."""
 
-    Regions whose extents meet are taken to repeat with the blocks: then their contents, counted
-    within a block stride, must be apart.
+
+def check_apart(regions: Iterable[Region], split: Mapping[str, int]) -> None:
+    """Raise `SpecError` if two parts of one group, or other blocks of two groups, share a byte.
+
+    *split*: blocks in memory for each block of the table, by group.
     """
+    regions = list(regions)
     for each in regions:
         if not _nested(each):
-            _refuse_overlap(each, each)
-    ordered = sorted(regions, key=lambda each: each.extent.start)
-    meeting: list[Region] = []
+            raise _overlap(each, each)
+    for one, other, alike in meetings(regions, split):
+        if one.group == other.group or not alike:
+            raise _overlap(one, other)
+
+
+def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Meeting]:
+    """Yield regions that share a byte; of many that share one, each with the next.
+
+    Regions whose extents meet are taken to repeat with the blocks of the table: then their
+    contents, counted within a block stride, show which blocks meet.
+    """
+    ordered = sorted(regions, key=lambda r: (r.memory_type, r.device, r.extent.start))
+    near: list[Region] = []
     stop = 0
     for each in ordered:
-        if each.extent.start >= stop:
-            _check_interleaved(meeting)
-            meeting = []
-        meeting.append(each)
+        new = near and (each.memory_type, each.device) != (near[0].memory_type, near[0].device)
+        if new or each.extent.start >= stop:
+            yield from _repeating(near, split)
+            near.clear()
+            stop = 0
+        near.append(each)
         stop = max(stop, each.extent.stop)
-    _check_interleaved(meeting)
+    yield from _repeating(near, split)
 
 
-def _check_interleaved(regions: list[Region]) -> None:
+def _repeating(regions: list[Region], split: Mapping[str, int]) -> Iterator[Meeting]:
+    """Yield meetings of regions whose extents meet, one with the next."""
     if len(regions) < 2:  # noqa: PLR2004 - it takes two to overlap
         return
-    blocks = {(each.block_stride, each.num_blocks) for each in regions}
-    if len(blocks) > 1:
-        _refuse_overlap(regions[0], regions[1])
-    stride, count = blocks.pop()
-    found: list[tuple[int, int, int]] = []  # place within a block stride, strides before, region
-    for number, each in enumerate(regions):
-        units = np.arange(each.units)[:, None] * each.unit_stride
-        rows = np.arange(each.states) * each.state_stride
-        first = (each.base + units + rows).ravel() - regions[0].base
-        before, place = np.divmod(first, stride) if count > 1 else (np.zeros_like(first), first)
-        found += zip(place.tolist(), before.tolist(), [number] * len(place), strict=True)
-    for alike in _sharing(sorted(found), [each.content_bytes for each in regions]):
-        alike.sort(key=lambda content: content[1])
-        for (_, one, mine), (_, other, yours) in pairwise(alike):
-            if other - one < count:
-                _refuse_overlap(regions[mine], regions[yours])
+    tables = [_table(each, split[each.group]) for each in regions]
+    stride, count = tables[0]
+    if len(set(tables)) > 1:
+        pairs = combinations(zip(regions, tables, strict=True), 2)
+        yield next(
+            (one, other, False)
+            for (one, mine), (other, yours) in pairs
+            if mine != yours and other.extent.start < one.extent.stop
+        )
+        return
+    spans = [
+        span
+        for number, each in enumerate(regions)
+        for span in _spans(number, each, split[each.group], stride, regions[0].base)
+    ]
+    edges = sorted({edge for start, stop, *_ in spans for edge in (start, stop)})
+    held: list[list[tuple[int, str, int]]] = [[] for _ in edges]
+    for start, stop, before, number in spans:
+        for at in range(bisect_left(edges, start), bisect_left(edges, stop)):
+            held[at].append((before, regions[number].group, number))
+    for sharing in held:
+        for (one_before, _, mine), (before, _, yours) in pairwise(sorted(sharing)):
+            if before - one_before < count:
+                yield regions[mine], regions[yours], one_before == before
 
 
-def _sharing(
-    contents: list[tuple[int, int, int]], sizes: list[int]
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield contents whose places within a block stride meet, those that meet none left out."""
-    alike: list[tuple[int, int, int]] = []
-    stop = 0
-    for content in contents:
-        place, _, region = content
-        if place >= stop:
-            if len(alike) > 1:
-                yield alike
-            alike = []
-        alike.append(content)
-        stop = max(stop, place + sizes[region])
-    if len(alike) > 1:
-        yield alike
+def _table(region: Region, split: int) -> tuple[int, int]:
+    """Return the stride and the number of the table's blocks; one block has no stride."""
+    count = max(region.num_blocks // split, 1)
+    return region.block_stride * split if count > 1 else 0, count
+
+
+def _spans(number: int, region: Region, split: int, stride: int, origin: int) -> Iterator[_Span]:
+    """Yield the runs of the first block of the table, cut where a block stride ends.
+
+    Axes that lie one piece after the other are one run.
+    """
+    length, starts = region.content_bytes, np.array([region.base - origin])
+    axes = (
+        (region.unit_stride, region.units),
+        (region.state_stride, region.states),
+        (region.block_stride, min(split, region.num_blocks)),
+    )
+    for step, many in sorted(each for each in axes if each[1] > 1):
+        if step == length and len(starts) == 1:
+            length *= many
+        else:
+            starts = (starts[:, None] + np.arange(many) * step).ravel()
+    for start in starts.tolist():
+        before, place = divmod(start, stride) if stride else (0, start)
+        stop = place + length
+        if stride and stop > stride:
+            yield 0, stop - stride, before + 1, number
+            stop = stride
+        yield place, stop, before, number
 
 
 def _nested(region: Region) -> bool:
@@ -91,6 +133,9 @@ def _nested(region: Region) -> bool:
     return True
 
 
-def _refuse_overlap(one: Region, other: Region) -> NoReturn:
+def _overlap(one: Region, other: Region) -> SpecError:
     pair = f"{one.layer}.{one.part} and {other.layer}.{other.part}"
-    raise SpecError("tensors", pair, "regions of one group that do not overlap")
+    if one.group == other.group:
+        return SpecError("tensors", pair, "regions of one group that do not overlap")
+    wanted = "blocks of different groups that coincide or lie apart"
+    return SpecError("tensors", pair, wanted)

@@ -52,12 +52,11 @@ def read(
     the engine's parts exactly: of a larger tensor, give the view that is the cache.
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
-    _check_layers(engine, rank, tensors)
+    check_layers(engine, rank, tensors)
     regions: list[Region] = []
     memory: dict[Memory, None] = {}
     names: dict[str, None] = {}
     for group in engine.groups:
-        own: list[Region] = []
         for layer in engine.layers_at(group, rank.pp):
             if layer not in tensors:
                 continue
@@ -65,16 +64,15 @@ def read(
             names |= dict.fromkeys(named)
             for array, region in _layer(engine, group, rank, layer, named, axes):
                 memory[array.memory] = None
-                own.append(region)
-        check_apart(own)
-        regions += own
+                regions.append(region)
+    check_apart(regions, {group.name: group.split for group in engine.groups})
     for name in axes if isinstance(axes, Mapping) else ():
         if name not in names:
             raise SpecError("axes", name, f"names of the tensors given: {', '.join(names)}")
     return RankCache(engine, rank, tuple(regions), tuple(memory))
 
 
-def _check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
+def check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
     """Check that there is something for each layer that moves, and nothing for other ranks'."""
     if not isinstance(tensors, Mapping):
         wanted = "a mapping from layer names to tensors"
@@ -247,14 +245,13 @@ class _Reader:
         raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
 
 
-def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
-    """Read a torch tensor or a numpy array, called *name*, and the storage behind it."""
+def check_tensor(field: str, tensor: Any, name: str | None = None) -> None:  # noqa: ANN401
+    """Raise `SpecError` naming *field* unless *tensor* is one, and *name* unless it has memory."""
+    name = field if name is None else name
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:
             raise SpecError(f"{name}.dtype", str(tensor.dtype), "plain bytes, such as bfloat16")
-        address, strides = tensor.ctypes.data, tensor.strides
-        dtype = str(tensor.dtype)
-        return _Array(address, tensor.shape, strides, tensor.itemsize, _root(tensor), dtype)
+        return
     for needed in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "layout"):
         if not hasattr(tensor, needed):
             raise SpecError(field, type(tensor).__name__, "a torch tensor or a numpy array")
@@ -263,6 +260,15 @@ def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
         raise SpecError(f"{name}.device", tensor.device.type, dense)
     if str(tensor.layout) != "torch.strided":
         raise SpecError(f"{name}.layout", str(tensor.layout), dense)
+
+
+def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
+    """Read a torch tensor or a numpy array, called *name*, and the storage behind it."""
+    check_tensor(field, tensor, name)
+    if isinstance(tensor, np.ndarray):
+        address, strides = tensor.ctypes.data, tensor.strides
+        dtype = str(tensor.dtype)
+        return _Array(address, tensor.shape, strides, tensor.itemsize, _root(tensor), dtype)
     storage, size = tensor.untyped_storage(), tensor.element_size()
     on_cpu = tensor.device.type == "cpu"
     memory = Memory(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 
 import kvspec
 from kvspec.adapters import vllm
+from kvspec.dtypes import ITEMSIZE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -114,7 +120,7 @@ def test_what_is_no_cache_is_refused_or_excluded(cls: Any, why: str) -> None:
 
 def test_an_unknown_class_is_refused_by_name() -> None:
     """The error lists the classes that are known."""
-    with pytest.raises(kvspec.SpecError, match=r"kv_cache_spec\['layer.0'\]='KVCacheSpec'.*Mamba"):
+    with pytest.raises(kvspec.SpecError, match=r"kv_cache_spec='KVCacheSpec': wanted.*Mamba"):
         one(like.KVCacheSpec(block_size=16))
 
 
@@ -307,5 +313,183 @@ def test_a_config_has_groups_and_a_tensor_for_every_layer() -> None:
     tensors = [like.KVCacheTensor(1024 * 6, ["layer.0"])]
     with pytest.raises(kvspec.SpecError, match=r"kv_cache_tensors=.*one that holds 'layer.1'"):
         vllm.engine_spec(config((["layer.0", "layer.1"], spec), tensors=tensors))
-    with pytest.raises(kvspec.SpecError, match="at least one of kv_cache_groups"):
+    with pytest.raises(kvspec.SpecError, match=r"kv_cache_groups=\[\]: wanted at least one group"):
         vllm.engine_spec(config())
+
+
+FULL = like.FullAttentionSpec(**HEADS)
+WINDOW = like.SlidingWindowSpec(**HEADS, sliding_window=9)
+LATENT = like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
+MAMBA = state("mamba2", ((40, 3), (4, 8, 4)))
+BOTH = like.UniformTypeKVCacheSpecs(
+    block_size=16, kv_cache_specs={"l.0": FULL, "l.1": replace(FULL, head_size=16)}
+)
+SPEC = "kv_cache_groups[0].kv_cache_spec"
+
+
+def read(spec: Any = FULL, **given: Any) -> kvspec.EngineSpec:
+    """Read the config of one layer, or of a uniform group of two."""
+    layers = ["l.0", "l.1"] if isinstance(spec, like.UniformTypeKVCacheSpecs) else ["l.0"]
+    return vllm.engine_spec(config((layers, spec)), **given)
+
+
+def less(spec: Any, name: str, value: object = "gone") -> kvspec.EngineSpec:
+    """Read a spec one of whose attributes is missing, or another *value*."""
+    return read(like.changed(spec, name, value))
+
+
+def grouped(name: str, value: object = "gone") -> kvspec.EngineSpec:
+    """Read a config one of whose groups has an attribute missing, or another *value*."""
+    theirs = config((["l.0"], FULL), (["l.1"], FULL))
+    theirs.kv_cache_groups[1] = like.changed(theirs.kv_cache_groups[1], name, value)
+    return vllm.engine_spec(theirs)
+
+
+def tensors(*held: Any) -> kvspec.EngineSpec:
+    """Read a config of layers l.0 and l.1 in tensors that hold the layers *held*."""
+    placed = [like.KVCacheTensor(6144, layers) for layers in held]
+    return vllm.engine_spec(config((["l.0", "l.1"], FULL), tensors=placed))
+
+
+NUMBER = itertools.count()
+
+
+def case(call: Callable[[], object], wanted: str) -> Any:
+    """Return a call, and the message with which it is refused."""
+    return pytest.param(call, wanted, id=f"{next(NUMBER)} {wanted[:50]}")
+
+
+REFUSED = [
+    case(lambda: vllm.engine_spec(None),
+         "config='NoneType': wanted a KVCacheConfig, with kv_cache_groups"),
+    case(lambda: vllm.engine_spec("abc"),
+         "config='str': wanted a KVCacheConfig, with kv_cache_groups"),
+    case(lambda: vllm.engine_spec([]),
+         "config='0 of them': wanted one KVCacheConfig for each of the 1 pipeline stages"),
+    case(lambda: vllm.engine_spec([5]),
+         "config[0]='int': wanted a KVCacheConfig, with kv_cache_groups"),
+    case(lambda: vllm.engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_groups", 5)),
+         "kv_cache_groups=5: wanted a sequence of KVCacheGroupSpecs"),
+    case(lambda: vllm.engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_tensors", 5)),
+         "kv_cache_tensors=5: wanted a sequence of KVCacheTensors"),
+    case(lambda: vllm.engine_spec([config((["l.0"], FULL)), config(([0], FULL))],
+                              parallel=kvspec.ParallelConfig(pp_size=2)),
+         "config[1].kv_cache_groups[0].layer_names=0: wanted layer names, each a non-empty str"),
+    case(lambda: grouped("layer_names"),
+         "kv_cache_groups[1].layer_names=None: wanted a sequence of layer names"),
+    case(lambda: grouped("layer_names", "l.1"),
+         "kv_cache_groups[1].layer_names='l.1': wanted a sequence of layer names"),
+    case(lambda: grouped("enable_kv_transfer", "no"),
+         "kv_cache_groups[1].enable_kv_transfer='no': wanted True or False"),
+    case(lambda: grouped("kv_cache_spec"),
+         "kv_cache_groups[1].kv_cache_spec='NoneType': wanted one of FullAttentionSpec, "
+         "SlidingWindowSpec, ChunkedLocalAttentionSpec, CrossAttentionSpec, MLAAttentionSpec, "
+         "SlidingWindowMLASpec, MambaSpec"),
+    case(lambda: less(FULL, "head_size"), f"{SPEC}.head_size=None: wanted an int >= 1"),
+    case(lambda: less(FULL, "num_kv_heads"), f"{SPEC}.num_kv_heads=None: wanted an int >= 1"),
+    case(lambda: less(FULL, "num_head_slots", -1), f"{SPEC}.num_head_slots=-1: wanted an int >= 1"),
+    case(lambda: less(FULL, "tokens_per_state", 3),
+         f"{SPEC}.block_size=16: wanted a multiple of tokens_per_state=3"),
+    case(lambda: less(FULL, "page_size_bytes", "x"),
+         f"{SPEC}.page_size_bytes='x': wanted an int >= 1"),
+    case(lambda: less(WINDOW, "sliding_window"), f"{SPEC}.sliding_window=None: wanted an int >= 1"),
+    case(lambda: less(LATENT, "block_size", 0), f"{SPEC}.block_size=0: wanted an int >= 1"),
+    case(lambda: less(MAMBA, "shapes"), f"{SPEC}.shapes=None: wanted a sequence of shapes"),
+    case(lambda: less(MAMBA, "shapes", 5), f"{SPEC}.shapes=5: wanted a sequence of shapes"),
+    case(lambda: less(MAMBA, "shapes", (5,)),
+         f"{SPEC}.shapes[0]=5: wanted a sequence of ints >= 1"),
+    case(lambda: less(MAMBA, "shapes", ((40, 3), (2, 4, 0))),
+         f"{SPEC}.shapes[1]=(2, 4, 0): wanted a sequence of ints >= 1"),
+    case(lambda: less(MAMBA, "dtypes", ()),
+         f"{SPEC}.dtypes=(): wanted one for each of the 2 shapes"),
+    case(lambda: less(MAMBA, "dtypes", ("uint8", 8)),
+         f"{SPEC}.dtypes[1]=8: wanted one of {', '.join(ITEMSIZE)}"),
+    case(lambda: less(BOTH, "kv_cache_specs"),
+         f"{SPEC}.kv_cache_specs=None: wanted a mapping from layer names to specs"),
+    case(lambda: less(BOTH, "kv_cache_specs", {"l.0": FULL}),
+         f"{SPEC}.kv_cache_specs=['l.0']: wanted a spec for 'l.1'"),
+
+    case(lambda: less(BOTH, "kv_cache_specs",
+                      {"l.0": FULL, "l.1": like.changed(FULL, "dtype", "x")}),
+         f"{SPEC}.kv_cache_specs['l.1'].dtype='x': wanted one of {', '.join(ITEMSIZE)}"),
+    case(lambda: tensors(["l.0"]), "kv_cache_tensors=['l.0']: wanted one that holds 'l.1'"),
+    case(lambda: tensors(["l.0", "l.1"], ["l.2"]),
+         "kv_cache_tensors[1].shared_by='l.2': wanted layers of kv_cache_groups"),
+    case(lambda: tensors(["l.0"], None),
+         "kv_cache_tensors[1].shared_by=None: wanted a sequence of layer names"),
+    case(lambda: read(parallel="2"), "parallel='2': wanted a ParallelConfig"),
+    case(lambda: read(kernel_block_size="a"), "kernel_block_size='a': wanted an int >= 1"),
+    case(lambda: read(n_groups="a"), "n_groups='a': wanted an int >= 1"),
+    case(lambda: read(excluded=None), "excluded=None: wanted a sequence of layer names"),
+    case(lambda: read(excluded="l.0"), "excluded='l.0': wanted a sequence of layer names"),
+    case(lambda: read(excluded=[["l.0"]]),
+         "excluded=['l.0']: wanted layer names, each a non-empty str"),
+    case(lambda: read(excluded=["l.9"]), "excluded='l.9': wanted layers of kv_cache_groups"),
+    case(lambda: read(total_num_kv_heads={"l.9": 2}),
+         "total_num_kv_heads='l.9': wanted layers of kv_cache_groups"),
+    case(lambda: read(total_num_kv_heads={"l.0": "2"}),
+         "total_num_kv_heads['l.0']='2': wanted an int >= 1"),
+    case(lambda: read(MAMBA, total_num_kv_heads="2"), "total_num_kv_heads='2': wanted an int >= 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wanted"), REFUSED)
+def test_a_config_of_unknown_shape_is_refused_in_words(
+    call: Callable[[], object], wanted: str
+) -> None:
+    """The path to what is wrong, its value, and what was expected."""
+    with pytest.raises(kvspec.SpecError) as caught:
+        call()
+    assert wanted == str(caught.value)
+
+
+def test_a_property_that_raises_is_refused_by_name() -> None:
+    """Whatever reading an attribute of theirs does, it is told of that attribute."""
+
+    class FullAttentionSpec(like.FullAttentionSpec):
+        @property
+        def page_size_bytes(self) -> int:
+            raise NotImplementedError("which backend?")
+
+    told = f"{SPEC}.page_size_bytes='NotImplementedError: which backend?': wanted a value"
+    with pytest.raises(kvspec.SpecError, match=re.escape(told)):
+        read(FullAttentionSpec(**HEADS))
+
+
+def test_excluded_layers_come_in_any_order() -> None:
+    """A set of names is as good as a list."""
+    theirs = config((["l.0", "l.1", "l.2"], FULL))
+    assert ("l.1", "l.2") == vllm.engine_spec(theirs, excluded={"l.2", "l.1"}).excluded
+
+
+@pytest.mark.parametrize(
+    "spec", [FULL, WINDOW, LATENT, MAMBA, BOTH], ids=lambda spec: type(spec).__name__
+)
+@pytest.mark.parametrize("sizes", [1, 2])
+def test_a_config_with_one_thing_wrong_is_read_or_refused(spec: Any, sizes: int) -> None:
+    """Any one attribute missing or replaced, of the config or what it holds: no other error."""
+    layers = ["l.0", "l.1"] if spec is BOTH else ["l.0"]
+    page = 6 * spec.page_size_bytes if spec is not BOTH else 6144
+    placed = [like.KVCacheTensor(page, [layer]) for layer in layers]
+    right = config((layers, spec), tensors=placed)
+    given = {"parallel": tp(sizes), "total_num_kv_heads": 2 * sizes, "n_groups": sizes}
+    vllm.engine_spec(right, **given)
+    refused = 0
+    for where, theirs in like.broken(right):
+        try:
+            vllm.engine_spec(theirs, **given)
+        except (kvspec.SpecError, kvspec.MismatchError):
+            refused += 1
+        except Exception as error:
+            raise AssertionError(where) from error
+    assert refused > 50
+
+
+def test_an_argument_of_another_type_is_read_or_refused() -> None:
+    """Each argument of the caller's replaced: no other error."""
+    names = ("parallel", "total_num_kv_heads", "layout", "tp_rank", "kernel_block_size",
+             "conv_layout", "n_groups", "excluded")  # fmt: skip
+    theirs = config((["l.0"], FULL), (["l.1"], MAMBA))
+    for name, value in itertools.product(names, (None, 5, "x", (), -1, 1.5, [["l.0"]], {})):
+        with contextlib.suppress(kvspec.SpecError):
+            vllm.engine_spec(theirs, **{name: value})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,7 @@ def test_gemma_s_34_layers_in_5_tensors() -> None:
         for tensor in tensors:
             shared = zeros(tensor.size, np.uint8).reshape(blocks, 4, 16, 32)
             views |= dict.fromkeys(tensor.shared_by, shared)
-        sides.append({ONE: vllm.rank_cache(engine, ONE, views, blocks)})
+        sides.append({ONE: vllm.rank_cache(engine, ONE, views, config=theirs)})
         assert 5 == len(sides[-1][ONE].memory)
         assert 34 * 2 == len(sides[-1][ONE].regions)
     tables = [{f"group{at}": [first + at, 15 + at, 29 - at] for at in range(7)} for first in (1, 8)]
@@ -78,7 +81,7 @@ def test_all_groups_in_one_allocation(layout: str) -> None:
     for _ in "pd":
         flat = zeros(2 * page * blocks, np.uint8)
         views = like.tensors_of(theirs, layout, flat)
-        sides.append({ONE: vllm.rank_cache(engine, ONE, views, blocks)})
+        sides.append({ONE: vllm.rank_cache(engine, ONE, views, config=theirs)})
         memory = kvspec.Memory(flat.ctypes.data, flat.nbytes)
         assert (memory,) == sides[-1][ONE].memory
     tables = {"group0": [2, 1], "group1": [5]}, {"group0": [4, 6], "group1": [3]}
@@ -196,3 +199,258 @@ def test_torch_tensors_are_read_too() -> None:
     assert [flat.numel() * 2] == [memory.length for memory in cache.memory]
     assert 16 == cache.region("layer.0", "v").base - cache.region("layer.0", "k").base
     assert {"group0", "group1"} == set(blocks_for(engine, 20))
+
+
+FULL = like.FullAttentionSpec(**HEADS)
+WINDOW = like.SlidingWindowSpec(**HEADS, sliding_window=40)
+MAMBA = state("mamba2", ((40, 3), (4, 8, 4)), page_size_padded=1024)
+PAGE, BLOCKS = 1024, 6
+POOL = np.zeros(8 * BLOCKS * PAGE, np.uint8)
+WHOLE = BLOCKS * PAGE
+
+
+def pages(at: int = 0, stride: int = PAGE, blocks: int = BLOCKS) -> Any:
+    """Return the view [blocks, 2 heads, 16 tokens, 32 bytes] from byte *at* of the pool on."""
+    return np.ndarray((blocks, 2, 16, 32), np.uint8, POOL, at, (stride, 512, 32, 1))
+
+
+def states(at: int = 0, stride: int = PAGE, blocks: int = BLOCKS) -> list[Any]:
+    """Return conv and temporal state in the same pages."""
+    return [
+        np.ndarray((blocks, 40, 3), np.uint8, POOL, at, (stride, 3, 1)),
+        np.ndarray((blocks, 4, 8, 4), np.uint8, POOL, at + 120, (stride, 32, 4, 1)),
+    ]
+
+
+def hybrid(*shared: Any, **place: int) -> like.KVCacheConfig:
+    """Return a config: two full, two sliding-window, two Mamba2 layers in tensors *shared*."""
+    groups = (["f.0", "f.1"], FULL), (["w.0", "w.1"], WINDOW), (["m.0", "m.1"], MAMBA)
+    size = WHOLE if not place else len(POOL)
+    return config(*groups, tensors=[like.KVCacheTensor(size, list(x), **place) for x in shared])
+
+
+APART = hybrid(["f.0", "w.0", "m.0"], ["f.1", "w.1", "m.1"])
+"""Each tensor is memory of its own, of one layer of each group."""
+ROWS = hybrid(["f.0", "f.1"], ["w.0", "w.1"], ["m.0", "m.1"], layer_stride=PAGE, block_stride=2048)
+"""One allocation, a row of two pages for each block."""
+
+
+TWO = config(
+    (["f.0"], FULL),
+    (["w.0"], WINDOW),
+    tensors=[like.KVCacheTensor(WHOLE, ["f.0"]), like.KVCacheTensor(WHOLE, ["w.0"])],
+)
+"""Two tensors that no layers share."""
+
+
+def placed(theirs: like.KVCacheConfig, places: dict[str, int], stride: int) -> kvspec.RankCache:
+    """Read pages that begin at *places*, against the config."""
+    engine = vllm.engine_spec(theirs, layout="LBHNC" if stride == PAGE else "BLHNC")
+    given = {
+        layer: states(at, stride) if layer.startswith("m") else pages(at, stride)
+        for layer, at in places.items()
+    }
+    return vllm.rank_cache(engine, ONE, given, config=theirs)
+
+
+def apart(**moved: int) -> kvspec.RankCache:
+    """Read tensors that lie as APART says, but for those that are *moved*."""
+    at = {f"{kind}_{n}": n * WHOLE for kind in "fwm" for n in (0, 1)} | moved
+    return placed(APART, {name.replace("_", "."): each for name, each in at.items()}, PAGE)
+
+
+def rows(stride: int = 2048, **moved: int) -> kvspec.RankCache:
+    """Read tensors that lie as ROWS says, but for those that are *moved*."""
+    at = {f"{kind}_{n}": n * PAGE for kind in "fwm" for n in (0, 1)} | moved
+    return placed(ROWS, {name.replace("_", "."): each for name, each in at.items()}, stride)
+
+
+def test_layers_share_memory_as_the_config_says() -> None:
+    """In tensors of their own, or in the rows of one allocation, wherever that begins."""
+    further = {f"{kind}_{n}": 64 + n * PAGE for kind in "fwm" for n in (0, 1)}
+    for cache in (apart(), rows(), rows(**further)):
+        assert 6 == len({region.layer for region in cache.regions})
+
+
+def test_a_tensor_s_layers_have_two_names() -> None:
+    """What was once `shared_by` is `layers` where a tensor says how far they are apart."""
+    theirs = hybrid(layer_stride=PAGE, block_stride=2048)
+    for each in ROWS.kv_cache_tensors:
+        theirs.kv_cache_tensors.append(like.changed(each, "shared_by", "gone"))
+        theirs.kv_cache_tensors[-1].layers = each.shared_by  # type: ignore[attr-defined]
+    places = {f"{kind}.{n}": n * PAGE for kind in "fwm" for n in (0, 1)}
+    assert rows() == placed(theirs, places, 2048)
+    with pytest.raises(kvspec.SpecError, match=r"config.kv_cache_tensors\[1\].layers have them"):
+        placed(theirs, places | {"w.0": PAGE, "w.1": 0}, 2048)
+
+
+def one_full(**given: Any) -> kvspec.RankCache:
+    """Read one layer of full attention, or what is *given* in place of it."""
+    theirs = config((["l.0"], FULL))
+    engine = given.pop("engine", vllm.engine_spec(theirs))
+    rank, tensors = given.pop("rank", ONE), given.pop("tensors", {"l.0": pages()})
+    return vllm.rank_cache(engine, rank, tensors, **given)
+
+
+def one_state(given: Any) -> kvspec.RankCache:
+    """Read one state."""
+    return vllm.rank_cache(vllm.engine_spec(config((["l.0"], MAMBA))), ONE, {"l.0": given})
+
+
+TENSOR = "wanted a torch tensor or a numpy array"
+LENT = "config.kv_cache_tensors[{}].shared_by"
+NUMBER = itertools.count()
+
+
+def case(call: Callable[[], object], wanted: str) -> Any:
+    """Return a call, and the message with which it is refused."""
+    return pytest.param(call, wanted, id=f"{next(NUMBER)} {wanted[:50]}")
+
+
+REFUSED = [
+    # against the config
+    case(lambda: apart(w_0=2 * WHOLE),
+         f"tensors='f.0 and w.0, 12288 bytes apart': wanted 0 bytes, as {LENT.format(0)} has both"),
+    case(lambda: apart(m_0=WHOLE, m_1=0),
+         f"tensors='f.0 and m.0, 6144 bytes apart': wanted 0 bytes, as {LENT.format(0)} has both"),
+    case(lambda: apart(f_1=0, w_1=0, m_1=0),
+         "tensors='f.0.k and f.1.k': wanted regions of one group that do not overlap"),
+    case(lambda: placed(TWO, {"f.0": 0, "w.0": 0}, PAGE),
+         "tensors='f.0 and w.0': wanted no byte shared, as "
+         f"{LENT.format(0)} and {LENT.format(1)} have them"),
+    case(lambda: apart(m_1=WHOLE + 512),
+         f"tensors='f.1 and m.1, 512 bytes apart': wanted 0 bytes, as {LENT.format(1)} has both"),
+    case(lambda: apart(m_1=WHOLE + 1000),
+         "tensors='w.1.k and m.1.conv_x': wanted blocks of different groups that coincide or lie "
+         "apart"),
+    case(lambda: rows(w_0=2 * WHOLE, w_1=2 * WHOLE + PAGE),
+         "tensors='f.0 and w.0, 12288 bytes apart': wanted 0 bytes, as "
+         f"{LENT.format(0)} and {LENT.format(1)} have them"),
+    case(lambda: rows(w_0=PAGE, w_1=0),
+         "tensors='f.0 and w.0, 1024 bytes apart': wanted 0 bytes, as "
+         f"{LENT.format(0)} and {LENT.format(1)} have them"),
+    case(lambda: rows(3072),
+         "tensors['f.0'].stride=3072: wanted 2048, the block_stride that holds for "
+         f"{LENT.format(0)}"),
+    case(lambda: one_full(config=config((["l.1"], FULL), tensors=[like.KVCacheTensor(1, ["l.1"])])),
+         "config=['l.1']: wanted a tensor that holds 'l.0'"),
+    case(lambda: one_full(config=config((["l.0"], FULL), num_blocks=5)),
+         "tensors['l.0'].shape=(6, 2, 16, 16): wanted 5 blocks in memory"),
+    case(lambda: one_full(config=config((["l.0"], FULL)), num_blocks=5),
+         "num_blocks=5: wanted 6, as the config has"),
+    case(lambda: one_full(config="abc"),
+         "config='str': wanted a KVCacheConfig, with kv_cache_groups"),
+    case(lambda: one_full(config=like.changed(config((["l.0"], FULL)), "num_blocks", "gone")),
+         "config.num_blocks=None: wanted an int >= 1"),
+    # the arguments
+    case(lambda: one_full(engine=None), "engine=None: wanted an EngineSpec"),
+    case(lambda: one_full(rank=None), "rank=None: wanted a RankId"),
+    case(lambda: one_full(rank=kvspec.RankId(tp=4)),
+         "rank=RankId(pp=0, pcp=0, tp=4): wanted pp < 1, pcp < 1, tp < 1, none negative"),
+    case(lambda: one_full(num_blocks="6"), "num_blocks='6': wanted an int >= 1"),
+    case(lambda: one_full(tensors=None),
+         "tensors='NoneType': wanted a mapping from layer names to tensors"),
+    case(lambda: one_full(tensors=[pages()]),
+         "tensors='list': wanted a mapping from layer names to tensors"),
+    case(lambda: one_full(tensors={"l.0": pages(), "zz": pages()}),
+         "tensors='zz': wanted layers that tp0 has"),
+    # a tensor
+    case(lambda: one_full(tensors={"l.0": None}), f"tensors['l.0']='NoneType': {TENSOR}"),
+    case(lambda: one_full(tensors={"l.0": "x"}), f"tensors['l.0']='str': {TENSOR}"),
+    case(lambda: one_full(tensors={"l.0": {"k": pages()}}), f"tensors['l.0']='dict': {TENSOR}"),
+    case(lambda: one_full(tensors={"l.0": [pages()]}),
+         "tensors['l.0']='1 tensors': wanted one tensor where rows are tokens"),
+    case(lambda: one_full(tensors={"l.0": pages()[0, 0, 0, 0]}),
+         f"tensors['l.0']='uint8': {TENSOR}"),
+    case(lambda: one_full(tensors={"l.0": np.zeros((), np.uint8)}),
+         "tensors['l.0'].shape=(): wanted [blocks, 2, 16, 32 bytes] for layout BHNC"),
+    case(lambda: one_full(tensors={"l.0": pages(blocks=0)}),
+         "tensors['l.0']['k'].shape=(0, 2, 16, 16): wanted at least 1 block along B"),
+    case(lambda: one_full(tensors={"l.0": np.empty((6, 2, 16, 4), object)}),
+         "tensors['l.0'].dtype='object': wanted plain bytes, such as bfloat16"),
+    case(lambda: one_state(None), f"tensors['l.0']='NoneType': {TENSOR}"),
+    case(lambda: one_state("ab"), f"tensors['l.0']='str': {TENSOR}"),
+    case(lambda: one_state([states()[0], None]), f"tensors['l.0'][1]='NoneType': {TENSOR}"),
+    case(lambda: one_state([]), "tensors['l.0']='0 tensors': wanted 2 tensors: conv, ssm"),
+    case(lambda: one_state(states(blocks=0)),
+         "tensors['l.0']['conv'].shape=(0, 40, 3): wanted at least 1 block along B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "wanted"), REFUSED)
+def test_tensors_that_are_not_the_config_s_are_refused_in_words(
+    call: Callable[[], object], wanted: str
+) -> None:
+    """What they are, and what was expected; of two layers that alias, what the config says."""
+    with pytest.raises(kvspec.SpecError) as caught:
+        call()
+    assert wanted == str(caught.value)
+
+
+def test_a_torch_tensor_without_memory_is_refused() -> None:
+    """On the meta device, or sparse: before anything else is read of it."""
+    torch = pytest.importorskip("torch")
+    good = torch.zeros(6, 2, 16, 16)
+    for tensor, told in (
+        (good.to("meta"), "device='meta'"),
+        (good.to_sparse(), "layout='torch.sp"),
+    ):
+        with pytest.raises(kvspec.SpecError, match=rf"tensors\['l.0'\].{told}"):
+            one_full(tensors={"l.0": tensor})
+
+
+@pytest.mark.parametrize("whole", [APART, ROWS], ids=["apart", "rows"])
+def test_a_config_with_one_thing_wrong_is_read_or_refused(whole: like.KVCacheConfig) -> None:
+    """Any one attribute missing or replaced, of the config or what it holds: no other error."""
+    in_rows = whole is ROWS
+    engine = vllm.engine_spec(whole, layout="BLHNC" if in_rows else "LBHNC")
+    stride, far = (2048, PAGE) if in_rows else (PAGE, WHOLE)
+    given = {
+        f"{kind}.{n}": (states if kind == "m" else pages)(n * far, stride)
+        for kind in "fwm"
+        for n in (0, 1)
+    }
+    vllm.rank_cache(engine, ONE, given, config=whole)
+    for where, theirs in like.broken(whole):
+        try:
+            vllm.rank_cache(engine, ONE, given, config=theirs)
+        except kvspec.SpecError:
+            continue
+        except Exception as error:
+            raise AssertionError(where) from error
+
+
+def torn(tensor: Any) -> Iterator[Any]:
+    """Yield what could stand in place of a tensor."""
+    yield from (None, 5, "x", (), -1, b"", {}, [tensor], [tensor, tensor], tensor[0], tensor[:0])
+    yield from (
+        tensor.reshape(-1),
+        tensor.astype("f4"),
+        tensor[..., :1],
+        tensor[..., ::-1],
+        tensor.T,
+    )
+    yield from (
+        np.zeros((), np.uint8),
+        tensor[None],
+        tensor[:, :0],
+        np.broadcast_to(tensor[:1], tensor.shape),
+    )
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LKBNHC", "LBKHNC"])
+def test_any_other_tensor_is_read_or_refused(layout: str) -> None:
+    """Whatever is given as a tensor, of tokens, opaque pages or a state: no other error."""
+    opaque = {
+        "kv_quant_mode": like.KVQuantMode.NVFP4,
+        "num_head_slots": 4,
+        "state_content_bytes": 9,
+    }
+    for spec in (FULL, MAMBA, like.FullAttentionSpec(**HEADS, **opaque)):
+        whole = spec not in (FULL, MAMBA)
+        engine = vllm.engine_spec(config((["l.0"], spec)), layout="LBHNC" if whole else layout)
+        for shape in ((6, 2, 16, 32), (6, 4, 16, 9), (6, 40, 3), (6, 4, 8, 4), (2, 6, 16, 2, 16)):
+            for given in torn(zeros(shape, np.uint8)):
+                for each in (given, [given], [states()[0], given]):
+                    with contextlib.suppress(kvspec.SpecError):
+                        vllm.rank_cache(engine, ONE, {"l.0": each})

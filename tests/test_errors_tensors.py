@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 import kvspec
@@ -83,8 +85,37 @@ KV, SHAPE, STRIDE = "tensors['l']['kv']", "tensors['l']['kv'].shape", "tensors['
 ORDER = "wanted strides in the order of layout {}, outermost first"
 CONTENT = "wanted contiguous content, {} bytes"
 APART = "tensors='{} and {}': wanted regions of one group that do not overlap"
+ACROSS = "tensors='{} and {}': wanted blocks of different groups that coincide or lie apart"
 BUFFER = z(2000)
 SHARED = z(9, 4, 4, 16)
+POOL = z(6144)
+PAGE = 4 * 4 * 16 * 2
+"""Bytes of a page of `FULL`."""
+
+
+def pages(at: int = 0, stride: int = PAGE, blocks: int = 6) -> Any:
+    """Return pages of `FULL`, *stride* bytes apart, from byte *at* of the pool on."""
+    return np.ndarray((blocks, 4, 4, 16), np.uint16, POOL, at, (stride, 128, 32, 2))
+
+
+def finer(at: int = 0) -> Any:
+    """Return the same pages as blocks of 2 tokens, 2 for each block of the table."""
+    return np.ndarray((12, 2, 4, 16), np.uint16, POOL, at, (PAGE // 2, 128, 32, 2))
+
+
+def latents(at: int = 0, stride: int = 64, blocks: int = 6) -> Any:
+    """Return pages of `LATENT`."""
+    return np.ndarray((blocks, 4, 1, 8), np.uint16, POOL, at, (stride, 16, 16, 2))
+
+
+def across(one: Any, other: Any, spec: kvspec.LayerSpec = FULL, **given: Any) -> kvspec.RankCache:
+    """Read the tensors of two layers, l and m, each of a group of its own."""
+    groups = [
+        kvspec.KVCacheGroup(name="g", layers=["l"], spec=FULL),
+        kvspec.KVCacheGroup(name="h", layers=["m"], spec=spec, **given),
+    ]
+    engine = kvspec.EngineSpec(groups=groups, layout="LBNHC")
+    return kvspec.RankCache.from_tensors(engine, RankId(), {"l": one, "m": other})
 
 
 def test_the_good_tensors_are_accepted() -> None:
@@ -189,6 +220,29 @@ OVERLAPS = [
          APART.format("l.latent", "l.latent")),
     case(lambda: read({"kv": GOOD, "k": z(6, 4, 4, 8)}),
          "tensors['l']=['k', 'kv']: wanted each part once"),
+    # the end of a block of m is the beginning of the next one of l
+    case(lambda: kvspec.RankCache.from_tensors(
+        engine("l", "m", spec=LATENT), RankId(), {"l": latents(0, 128), "m": latents(96, 128)}),
+         APART.format("l.latent", "m.latent")),
+]  # fmt: skip
+
+GROUPS = [
+    case(lambda: across(pages(), pages(16)), ACROSS.format("l.k", "m.v")),
+    case(lambda: across(pages(), pages(PAGE // 2)), ACROSS.format("l.k", "m.k")),
+    case(lambda: across(pages(), pages(PAGE)), ACROSS.format("l.k", "m.k")),
+    case(lambda: across(pages(5 * PAGE), pages()), ACROSS.format("m.k", "l.k")),
+    case(lambda: across(pages(), pages(0, 2 * PAGE, 3)), ACROSS.format("l.k", "m.k")),
+    case(lambda: across(pages(), pages(blocks=5)), ACROSS.format("l.k", "m.k")),
+    case(lambda: across(pages(), pages(blocks=1)), ACROSS.format("l.k", "m.k")),
+    case(lambda: across(pages(), latents(), LATENT), ACROSS.format("l.k", "m.latent")),
+    case(lambda: across(pages(), latents(PAGE - 32, PAGE), LATENT),
+         ACROSS.format("l.k", "m.latent")),
+    case(lambda: across(pages(), finer(PAGE // 2), kernel_block_size=2),
+         ACROSS.format("l.k", "m.k")),
+    case(lambda: across(pages(), pages(blocks=12), kernel_block_size=2),
+         "tensors['m']['kv'].shape=(12, 4, 4, 16): wanted 2 rows along N"),
+    case(lambda: across(pages(), POOL[:1536].reshape(2, 6, 4, 4, 8), layout="LKBNHC"),
+         ACROSS.format("l.k", "m.k")),
 ]  # fmt: skip
 
 NAMES = [
@@ -230,10 +284,67 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "wanted"), [*SHAPES, *STRIDES, *OVERLAPS, *NAMES])
+@pytest.mark.parametrize(("call", "wanted"), [*SHAPES, *STRIDES, *OVERLAPS, *GROUPS, *NAMES])
 def test_a_wrong_tensor_is_refused_in_words(call: Callable[[], object], wanted: str) -> None:
     """Layer, field, value and what was wanted are told, in these words."""
     assert wanted == words(call)
+
+
+LEGAL: dict[str, Callable[[], kvspec.RankCache]] = {
+    "the same pages": lambda: across(pages(), pages()),
+    "one after the other": lambda: across(pages(), pages(6 * PAGE)),
+    "apart, in other numbers": lambda: across(pages(), pages(6 * PAGE, blocks=3)),
+    "side by side in a row": lambda: across(pages(0, 2 * PAGE), pages(PAGE, 2 * PAGE)),
+    "shifted within a padded page": lambda: across(pages(0, 2 * PAGE), pages(16, 2 * PAGE)),
+    "a smaller page": lambda: across(pages(), latents(0, PAGE), LATENT),
+    "at the end of the page": lambda: across(pages(), latents(PAGE - 64, PAGE), LATENT),
+    "kernel blocks": lambda: across(pages(), finer(), kernel_block_size=2),
+    "kernel blocks apart": lambda: across(pages(), finer(6 * PAGE), kernel_block_size=2),
+    "one block": lambda: across(pages(blocks=1), pages(16, blocks=1)),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_groups_may_share_blocks(name: str) -> None:
+    """Block i of one group within the page of block i of the other, or apart: it is accepted."""
+    assert {"l", "m"} == {region.layer for region in LEGAL[name]().regions}
+
+
+PLACES = st.tuples(
+    st.integers(0, 40).map(lambda n: 8 * n), st.sampled_from([64, 72, 96, 128]), st.integers(1, 4)
+)
+
+
+@given(one=PLACES, other=PLACES, kernel=st.booleans())
+def test_groups_share_no_byte_of_two_blocks(
+    one: tuple[int, int, int], other: tuple[int, int, int], *, kernel: bool
+) -> None:
+    """Where pages are accepted, block i of one and j of the other share none; counted by bytes."""
+    (at, stride, blocks), (there, step, count) = one, other
+    tensors = {"l": latents(at, stride, blocks), "m": latents(there, step, count)}
+    if kernel:
+        shape, strides = (2 * count, 2, 1, 8), (step // 2, 16, 16, 2)
+        tensors["m"] = np.ndarray(shape, np.uint16, POOL, there, strides)
+    groups = [
+        kvspec.KVCacheGroup(name="g", layers=["l"], spec=LATENT),
+        kvspec.KVCacheGroup(
+            name="h", layers=["m"], spec=LATENT, kernel_block_size=2 if kernel else None
+        ),
+    ]
+    halves = (range(32), range(step // 2, step // 2 + 32)) if kernel else (range(64),)
+    held = [{at + i * stride + x for x in range(64)} for i in range(blocks)]
+    others = [{there + j * step + x for half in halves for x in half} for j in range(count)]
+    clash = any(a & b for i, a in enumerate(held) for j, b in enumerate(others) if i != j)
+    alike = blocks == count and (stride == step or count == 1)
+    try:
+        kvspec.RankCache.from_tensors(
+            kvspec.EngineSpec(groups=groups, layout="LBNHC"), RankId(), tensors
+        )
+    except kvspec.SpecError:
+        assert clash or not alike
+    else:
+        assert not clash
+        assert alike or not set.union(*held) & set.union(*others)
 
 
 def test_a_torch_tensor_is_refused_in_the_same_words() -> None:

@@ -220,7 +220,7 @@ def states_are_whole() -> Faults:
 
 
 def aliases_of_other_lengths() -> Faults:
-    """Two groups at one base, pages of 32768 and 19008 bytes, TP 8 to 8: each its own stride."""
+    """Two groups at one base, pages of 32768 and 19008 bytes, TP 8 to 8: each its own length."""
     sizes = {"layer.0": 32768, "layer.1": 19008}
     specs = [mla(4, size // 4, dtype="uint8") for size in sizes.values()]
     side, ranks, kept = engine(*specs, tp=8, layers=1), [], []
@@ -231,7 +231,7 @@ def aliases_of_other_lengths() -> Faults:
             kept.append(flat)
             views = {
                 layer: np.ndarray(
-                    (8, 1, 4, size // 4), np.uint8, flat, 0, (size, size, size // 4, 1)
+                    (8, 1, 4, size // 4), np.uint8, flat, 0, (32768, size, size // 4, 1)
                 )
                 for layer, size in sizes.items()
             }

@@ -6,8 +6,8 @@ buffer in place of torch tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from typing import Any
@@ -187,6 +187,64 @@ class KVCacheConfig:
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
+
+
+BROKEN = ("gone", None, 5, "x", (), -1)
+"""What an attribute is replaced with; "gone": it is deleted."""
+
+
+def changed(given: Any, name: str, value: object) -> Any:
+    """Return *given* with attribute or property *name* replaced, an object of the same class name.
+
+    A field of a dataclass that is deleted is gone even where the class has a default for it.
+    """
+
+    def get(_: object) -> object:
+        if value == "gone":
+            raise AttributeError(name)
+        return value
+
+    found = object.__new__(type(type(given).__name__, (type(given),), {name: property(get)}))
+    found.__dict__.update(vars(given))
+    return found
+
+
+def attributes(given: Any) -> list[str]:
+    """Return the names of *given*'s fields and properties."""
+    return [name for name in dir(given) if not name.startswith("_")]
+
+
+def broken(given: KVCacheConfig) -> Iterator[tuple[str, KVCacheConfig]]:
+    """Yield copies of a config, each with one attribute of it or of what it holds replaced."""
+    for name in attributes(given):
+        for value in BROKEN:
+            yield f"{name} {value!r}", changed(given, name, value)
+    for held in ("kv_cache_groups", "kv_cache_tensors"):
+        for at, each in enumerate(getattr(given, held)):
+            for where, other in _broken_member(each):
+                members = list(getattr(given, held))
+                members[at] = other
+                yield f"{held}[{at}]{where}", replace(given, **{held: members})
+
+
+def _broken_member(given: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a group or a tensor, and its specs, with one attribute replaced."""
+    for value in BROKEN[1:]:
+        yield f" {value!r}", value
+    for name in attributes(given):
+        for value in BROKEN:
+            yield f".{name} {value!r}", changed(given, name, value)
+    spec = getattr(given, "kv_cache_spec", None)
+    for name in attributes(spec) if spec is not None else ():
+        for value in BROKEN:
+            other = replace(given, kv_cache_spec=changed(spec, name, value))
+            yield f".kv_cache_spec.{name} {value!r}", other
+    for layer, each in getattr(spec, "kv_cache_specs", {}).items():
+        for name in attributes(each):
+            for value in BROKEN:
+                specs = {**spec.kv_cache_specs, layer: changed(each, name, value)}
+                other = replace(given, kv_cache_spec=replace(spec, kv_cache_specs=specs))
+                yield f"[{layer!r}].{name} {value!r}", other
 
 
 def spec_of(recorded: Mapping[str, Any]) -> KVCacheSpec:

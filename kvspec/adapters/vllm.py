@@ -12,19 +12,25 @@ from typing import Any, TypeVar
 
 import attrs
 
+from kvspec.adapters.vllm_config import (
+    Config,
+    Group,
+    excluded_layers,
+    given_heads,
+    read_configs,
+)
 from kvspec.adapters.vllm_specs import RankSpecs, name_of
 from kvspec.adapters.vllm_tensors import rank_cache
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.layout import layout_letters
 from kvspec.parallel import ParallelConfig
+from kvspec.ranges import instance
 from kvspec.specs import LayerSpec, UniformTypeKVCacheSpecs
 
 __all__ = ["engine_spec", "rank_cache"]
 
 T = TypeVar("T")
-
-_UNIFORM = "UniformTypeKVCacheSpecs"
 
 
 def engine_spec(
@@ -53,58 +59,40 @@ def engine_spec(
     The groups are called ``group0``, ``group1``, ... in vLLM's order.
     """
     parallel = ParallelConfig() if parallel is None else parallel
-    configs = _by_stage(config, parallel)
-    if conv_layout not in ("DS", "SD"):
-        raise SpecError("conv_layout", conv_layout, "'DS' (dimension first) or 'SD' (row first)")
+    configs = read_configs(config, instance("parallel", parallel, ParallelConfig))
     specs = RankSpecs(
         parallel=parallel,
         tp_rank=tp_rank,
-        heads=total_num_kv_heads,
+        heads=given_heads(total_num_kv_heads, configs),
         layout=layout_letters(layout),
         kernel_block_size=kernel_block_size,
         conv_layout=conv_layout,
         n_groups=n_groups,
     )
-    _check_tensors(configs)
-    groups = _groups(configs, specs, set(excluded))
+    groups = _groups(configs, specs, excluded_layers(excluded, configs))
     return EngineSpec(groups=groups, parallel=_staged(parallel, configs), layout=layout)
 
 
-def _by_stage(config: Any, parallel: ParallelConfig) -> list[Any]:  # noqa: ANN401
-    configs = list(config) if isinstance(config, Sequence) else [config]
-    if len(configs) != parallel.pp_size:
-        wanted = f"one KVCacheConfig for each of the {parallel.pp_size} pipeline stages"
-        raise SpecError("config", f"{len(configs)} of them", wanted)
-    for each in configs:
-        if not getattr(each, "kv_cache_groups", None):
-            raise SpecError("config", each, "a KVCacheConfig with at least one of kv_cache_groups")
-    return configs
-
-
-def _staged(parallel: ParallelConfig, configs: Sequence[Any]) -> ParallelConfig:
+def _staged(parallel: ParallelConfig, configs: Sequence[Config]) -> ParallelConfig:
     """Return *parallel* with the stages that the configs show, unless it names its own."""
     if parallel.pp_size == 1 or parallel.stages is not None:
         return parallel
-    stages = (
-        tuple(layer for group in each.kv_cache_groups for layer in group.layer_names)
-        for each in configs
-    )
-    return attrs.evolve(parallel, stages=tuple(stages))
+    return attrs.evolve(parallel, stages=tuple(each.layers for each in configs))
 
 
 def _groups(
-    configs: Sequence[Any], specs: RankSpecs, excluded: set[str]
+    configs: Sequence[Config], specs: RankSpecs, excluded: frozenset[str]
 ) -> tuple[KVCacheGroup, ...]:
     found: list[KVCacheGroup] = []
-    for index in range(max(len(each.kv_cache_groups) for each in configs)):
-        members = [e.kv_cache_groups[index] for e in configs if index < len(e.kv_cache_groups)]
+    for index in range(max(len(each.groups) for each in configs)):
+        members = [each.groups[index] for each in configs if index < len(each.groups)]
         group = _group(f"group{index}", members, specs, excluded)
         found += [group] if group is not None else []
     return tuple(found)
 
 
 def _group(
-    name: str, members: Sequence[Any], specs: RankSpecs, excluded: set[str]
+    name: str, members: Sequence[Group], specs: RankSpecs, excluded: frozenset[str]
 ) -> KVCacheGroup | None:
     """Return the group whose parts on each stage are *members*; None if it holds no cache."""
     found: dict[str, LayerSpec] = {}
@@ -112,11 +100,10 @@ def _group(
     kernel_blocks: dict[str, int | None] = {}
     out: list[str] = []
     for each in members:
-        transferred = getattr(each, "enable_kv_transfer", True) is not False
-        for layer in each.layer_names:
-            theirs = _spec_of(each.kv_cache_spec, layer)
-            left_out = layer in excluded or not transferred
-            if left_out and name_of(theirs) is None:
+        for layer in each.layers:
+            theirs = each.spec_of(layer)
+            left_out = layer in excluded or not each.transferred
+            if left_out and name_of(theirs.value) is None:
                 continue
             found[layer] = specs.read(layer, theirs)
             layouts[layer] = specs.layout_of(found[layer], theirs)
@@ -124,7 +111,7 @@ def _group(
             out += [layer] if left_out else []
     if not found:
         return None
-    uniform = any(type(each.kv_cache_spec).__name__ == _UNIFORM for each in members)
+    uniform = any(each.uniform for each in members)
     return KVCacheGroup(
         name=name,
         layers=tuple(found),
@@ -142,26 +129,3 @@ def _one(name: str, field: str, found: Mapping[str, T]) -> T:
             wanted = f"{first!r}, as {first_layer} has: one {field} in a group"
             raise SpecError(f"{name}[{layer!r}].{field}", each, wanted)
     return first
-
-
-def _spec_of(spec: Any, layer: str) -> Any:  # noqa: ANN401
-    if type(spec).__name__ != _UNIFORM:
-        return spec
-    if layer not in spec.kv_cache_specs:
-        raise SpecError("kv_cache_specs", sorted(spec.kv_cache_specs), f"a spec for {layer!r}")
-    return spec.kv_cache_specs[layer]
-
-
-def _check_tensors(configs: Sequence[Any]) -> None:
-    """Check that a tensor holds every layer, where the config says which tensors there are."""
-    for each in configs:
-        tensors = getattr(each, "kv_cache_tensors", None)
-        if not tensors:
-            continue
-        held: set[str] = set()
-        for tensor in tensors:
-            held.update(getattr(tensor, "shared_by", None) or getattr(tensor, "layers", None) or ())
-        for group in each.kv_cache_groups:
-            for layer in group.layer_names:
-                if layer not in held:
-                    raise SpecError("kv_cache_tensors", sorted(held), f"one that holds {layer!r}")

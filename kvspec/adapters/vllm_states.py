@@ -12,7 +12,8 @@ from typing import Any
 
 import attrs
 
-from kvspec.dtypes import dtype_name, itemsize
+from kvspec.adapters.vllm_config import Given
+from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
 from kvspec.parallel import ParallelConfig
 from kvspec.slices import Part
@@ -149,35 +150,37 @@ TYPES: dict[str, Callable[[_State], MambaSpec]] = {
 
 
 def read_state(
-    field: str,
-    theirs: Any,  # noqa: ANN401
+    theirs: Given,
     parallel: ParallelConfig,
     tp_rank: int,
     conv_layout: str,
     n_groups: int | None,
 ) -> MambaSpec:
     """Return the state whose shapes on this rank are those of vLLM's MambaSpec *theirs*."""
-    kind = getattr(theirs, "mamba_type", None)
+    kind = theirs.get("mamba_type").value
     read = TYPES.get(str(getattr(kind, "name", kind)).upper())
     if read is None:
-        raise SpecError(f"{field}.mamba_type", kind, f"one of {', '.join(TYPES)}")
-    shapes = tuple(tuple(shape) for shape in theirs.shapes)
+        raise SpecError(f"{theirs.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
+    shapes = tuple(each.sizes() for each in theirs.get("shapes").members("shapes"))
+    dtypes = tuple(each.dtype() for each in theirs.get("dtypes").members("dtypes"))
+    if len(dtypes) != len(shapes):
+        wanted = f"one for each of the {len(shapes)} shapes"
+        raise SpecError(f"{theirs.path}.dtypes", dtypes, wanted)
     channels = rows = 0
     if read is not _linear:
         if not shapes or len(shapes[0]) != 2:  # noqa: PLR2004 - channels and rows
             wanted = f"a conv state of 2 axes ({conv_layout}) first"
-            raise SpecError(f"{field}.shapes", shapes, wanted)
+            raise SpecError(f"{theirs.path}.shapes", shapes, wanted)
         channels, rows = shapes[0] if conv_layout == "DS" else shapes[0][::-1]
-    return read(
-        _State(
-            field=field,
-            parallel=parallel,
-            tp_rank=tp_rank,
-            shapes=shapes,
-            dtypes=tuple(dtype_name(each) for each in theirs.dtypes),
-            channels=channels,
-            rows=rows,
-            n_groups=n_groups,
-            block_size=theirs.block_size,
-        )
+    state = _State(
+        field=theirs.path,
+        parallel=parallel,
+        tp_rank=tp_rank,
+        shapes=shapes,
+        dtypes=dtypes,
+        channels=channels,
+        rows=rows,
+        n_groups=n_groups,
+        block_size=theirs.get("block_size").size(),
     )
+    return read(state)

@@ -10,11 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from kvspec.adapters.vllm_config import Config, Given, read_config
+from kvspec.adapters.vllm_memory import check_places
 from kvspec.cache import RankCache
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.parallel import RankId
+from kvspec.ranges import instance, positive_int
 from kvspec.slices import Part
+from kvspec.tensors import check_layers, check_tensor
 
 _AXES = {
     "k": "BHNC",
@@ -35,6 +39,8 @@ def rank_cache(
     rank: RankId,
     tensors: Mapping[str, Any],
     num_blocks: int | None = None,
+    *,
+    config: Any = None,  # noqa: ANN401 - vLLM's class, not imported
 ) -> RankCache:
     """Return where vLLM's *tensors* of one rank lie.
 
@@ -42,9 +48,15 @@ def rank_cache(
     ``[blocks, heads, tokens, content]`` (content: k then v); with planes in the layout
     ``[2, blocks, tokens, heads, size]`` or ``[blocks, 2, tokens, heads, size]``; of one latent
     ``[blocks, tokens, content]`` too; of a state the list of its tensors, conv before temporal.
-    Blocks are the kernel's. Layers that the engine excludes may be left out. *num_blocks*: the
-    config's, in the table's blocks; checked if given.
+    Blocks are the kernel's. Layers that the engine excludes may be left out. *num_blocks*: in the
+    table's blocks; checked if given. *config*: this rank's own `KVCacheConfig`; if given, the
+    tensors have its number of blocks, layers share memory where its `kv_cache_tensors` say so, and
+    no others do.
     """
+    instance("engine", engine, EngineSpec).parallel.check_rank(rank)
+    check_layers(engine, rank, tensors)
+    held = None if config is None else read_config(Given("config", config))
+    num_blocks = _blocks(num_blocks, held)
     views = {}
     for group in engine.groups:
         for layer in engine.layers_at(group, rank.pp):
@@ -53,8 +65,23 @@ def rank_cache(
             views[layer] = dict(_Layer(engine, group, rank, layer).views(tensors[layer]))
             if num_blocks is not None:
                 _check_blocks(layer, views[layer], num_blocks * group.split)
-    names = {name for held in views.values() for name in held}
-    return RankCache.from_tensors(engine, rank, views, {name: _AXES[name] for name in names})
+    names = {name for views_of in views.values() for name in views_of}
+    cache = RankCache.from_tensors(engine, rank, views, {name: _AXES[name] for name in names})
+    if held is not None:
+        check_places(cache, held)
+    return cache
+
+
+def _blocks(given: int | None, config: Config | None) -> int | None:
+    """Return the table's blocks, as the caller or the config says."""
+    if given is not None:
+        positive_int("num_blocks", given)
+    if config is None:
+        return given
+    told = config.given.get("num_blocks").size()
+    if given not in (None, told):
+        raise SpecError("num_blocks", given, f"{told}, as the config has")
+    return told
 
 
 def _check_blocks(layer: str, views: Mapping[str, Any], wanted: int) -> None:
@@ -79,8 +106,9 @@ class _Layer:
         if not self.parts[0].tokens_per_state:
             yield from self._states(given)
             return
-        if isinstance(given, Sequence):
+        if _several(given):
             raise SpecError(self.field, f"{len(given)} tensors", "one tensor where rows are tokens")
+        check_tensor(self.field, given)
         for part, view in zip(self.parts, self._tokens(given), strict=True):
             yield part.name, view
 
@@ -89,9 +117,9 @@ class _Layer:
         heads, part = self.units[0], self.parts[0]
         shape = tuple(tensor.shape)
         if part.whole and len(shape) == _TOKENS:
-            page = heads * part.states * part.content_bytes
-            if prod(shape[1:]) * _itemsize(tensor) == page:
-                return [self._flat(tensor, (shape[0], heads, 1, -1))]
+            page, (size, rest) = prod(shape[1:]), divmod(prod(shape[1:]), heads)
+            if not rest and page * _itemsize(tensor) == heads * part.states * part.content_bytes:
+                return [self._flat(tensor, (shape[0], heads, 1, size))]
         if "K" in self.letters:
             return self._planes(tensor, heads, part)
         content = sum(each.content_bytes for each in self.parts)
@@ -152,7 +180,9 @@ class _Layer:
 
     def _states(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         names = tuple(dict.fromkeys(part.tensor for part in self.parts))
-        held = list(given) if isinstance(given, Sequence) else [given]
+        held = list(given) if _several(given) else [given]
+        for at, tensor in enumerate(held):
+            check_tensor(f"{self.field}[{at}]" if _several(given) else self.field, tensor)
         if len(held) != len(names):
             wanted = f"{len(names)} tensors: {', '.join(names)}"
             raise SpecError(self.field, f"{len(held)} tensors", wanted)
@@ -172,7 +202,7 @@ class _Layer:
             return tensor if dim_first else _ordered(tensor, (0, 2, 1))
         if shape[1:2] != (units,) or prod(shape[2:]) * _itemsize(tensor) != part.content_bytes:
             raise SpecError(field, shape, f"[blocks, {units}, ...] of {part.content_bytes} bytes")
-        return self._flat(tensor, (shape[0], units, -1))
+        return self._flat(tensor, (shape[0], units, prod(shape[2:])))
 
     def _flat(self, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
         """Return *tensor* with all but its blocks in a new shape; raise unless that is a view."""
@@ -187,6 +217,10 @@ class _Layer:
                 raise SpecError(f"{self.field}.stride", stride, f"one piece, {step} bytes apart")
             step *= count
         return tensor.reshape(shape)
+
+
+def _several(given: Any) -> bool:  # noqa: ANN401
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
 
 
 def _has(tensor: Any, content: int) -> bool:  # noqa: ANN401
