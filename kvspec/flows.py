@@ -10,10 +10,16 @@ from math import lcm
 import attrs
 import numpy as np
 
+from kvspec.errors import SpecError
 from kvspec.plan import TransferPlan
-from kvspec.ranges import Cyclic, Ints
+from kvspec.ranges import MOST, Cyclic, Ints, instance, positive_int
 from kvspec.slices import Part
 from kvspec.specs import LayerSpec
+
+MAX_PERIOD = 2**28
+"""Tokens that are looked at one by one, for a pair of context ranks: some seconds."""
+STEP = 2**22
+"""Tokens that are looked at together, about: their positions are an array."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -34,7 +40,12 @@ class Flows:
 
 
 def flows(plan: TransferPlan, num_tokens: int) -> Flows:
-    """Return what each slice of *plan* moves for a request of *num_tokens*, nothing cached."""
+    """Return what each slice of *plan* moves for a request of *num_tokens*, nothing cached.
+
+    `SpecError` where that is more bytes in all than a signed 64-bit number holds.
+    """
+    instance("plan", plan, TransferPlan)
+    positive_int("num_tokens", num_tokens, least=0)
     ours, theirs = plan.producer.parallel, plan.consumer.parallel
     index = [{rank: at for at, rank in enumerate(side.ranks)} for side in (ours, theirs)]
     contexts = [{rank: side.context(rank) for rank in side.ranks} for side in (ours, theirs)]
@@ -54,6 +65,10 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
             home = names[0], each.parts[0]
             where = classes.get((*home, mine)) or classes[*home, None]
             columns.append((source, target, moved, *where[source]))
+    total = sum(column[2] for column in columns)
+    if total > MOST:
+        told = f"fewer: all links together would carry {total} bytes, more than {MOST}"
+        raise SpecError("num_tokens", num_tokens, told)
     table = np.array(columns, np.int64).reshape(-1, 5).T
     producer, consumer, moved_bytes, class_of, position = table
     return Flows(
@@ -116,14 +131,23 @@ def _rows(
     if stripe == (0, 1) and ours.size == theirs.size == 1:
         return -(-live.stop // grain) - live.start // grain
 
-    def count(start: int, stop: int) -> int:
-        tokens = np.arange(start, stop)
-        tokens = tokens[tokens // virtual % stripe[1] == stripe[0]]
-        return len(np.unique(tokens[ours.owns(tokens) & theirs.owns(tokens)] // grain))
-
     # Ownership repeats, so one period from a row's boundary stands for all.
     cycles = ours.size * ours.interleave, theirs.size * theirs.interleave
     period = lcm(*cycles, virtual * stripe[1], grain)
+    if min(period, len(live)) > MAX_PERIOD:
+        told = f"at most {MAX_PERIOD}, since who owns which tokens repeats only after {period}"
+        raise SpecError("num_tokens", num_tokens, told)
+
+    def owned(start: int, stop: int) -> int:
+        tokens = np.arange(start, stop)
+        tokens = tokens[tokens // virtual % stripe[1] == stripe[0]]
+        rows = tokens[ours.owns(tokens) & theirs.owns(tokens)] // grain
+        return len(rows) and 1 + int(np.count_nonzero(np.diff(rows)))
+
+    def count(start: int, stop: int) -> int:
+        step = grain * -(-STEP // grain)  # whole rows, as the first begins at a row's boundary
+        return sum(owned(at, min(at + step, stop)) for at in range(start, stop, step))
+
     first = min(-(-live.start // grain) * grain, live.stop)
     times, rest = divmod(live.stop - first, period)
     found = count(live.start, first) + count(live.stop - rest, live.stop)

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
+from kvspec.errors import SpecError
 from kvspec.parallel import Deal, default_deal
-from kvspec.ranges import positive_int
+from kvspec.ranges import positive_int, sequence
 from kvspec.slices import Piece, Replicas, check_policy, consumer_pieces
 
 Owned = tuple[tuple[int, int], ...]
+
+MAX_TP = MAX_HEADS = 256
+"""Both at once are two thousand million consumer ranks: about an hour of one core."""
 
 
 @attrs.frozen
@@ -41,12 +45,18 @@ def prove(
 ) -> Proof:
     """Try every (producer TP, consumer TP, heads) up to the bounds, on every consumer rank.
 
-    *jobs*: processes, one for each core unless given. *progress* is called with the number of
-    triples finished since its last call.
+    The bounds are at most 256 each. *jobs*: processes, one for each core unless given. *progress*
+    is called with the number of triples finished since its last call.
     """
-    positive_int("max_tp", max_tp)
-    positive_int("max_heads", max_heads)
-    for policy in replicas:
+    for field, bound, most in (("max_tp", max_tp, MAX_TP), ("max_heads", max_heads, MAX_HEADS)):
+        if positive_int(field, bound) > most:
+            raise SpecError(field, bound, f"at most {most}")
+    if jobs is not None:
+        positive_int("jobs", jobs)
+    policies = sequence("replicas", replicas, "policies")
+    if not policies:
+        raise SpecError("replicas", replicas, "at least one policy")
+    for policy in policies:
         check_policy(policy)
     # Imported here: who plans a transfer does not start processes.
     from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
@@ -57,7 +67,7 @@ def prove(
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)
     try:
         # Most heads first: the longest tasks should not be the last ones.
-        tasks = [pool.submit(_prove_heads, h, max_tp, replicas) for h in range(max_heads, 0, -1)]
+        tasks = [pool.submit(_prove_heads, h, max_tp, policies) for h in range(max_heads, 0, -1)]
         for task in as_completed(tasks):
             ranks, wrong = task.result()
             rank_cases += ranks

@@ -6,17 +6,17 @@ table, so that the two can be held against each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvspec.cache import RankCache, Region
 from kvspec.engine import KVCacheGroup
-from kvspec.errors import Mismatch, MismatchError
+from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan
-from kvspec.ranges import Cyclic
+from kvspec.ranges import Cyclic, instance, mapping
 from kvspec.request import BlockTable, Ids, TransferRequest
 from kvspec.slices import Part, TPTransferSlice
 from kvspec.specs import LayerSpec
@@ -25,14 +25,54 @@ if TYPE_CHECKING:
     import torch
 
 Held = Mapping[RankId, tuple[RankCache, Mapping[str, Any]]]
+Move = tuple["torch.Tensor", "torch.Tensor", TPTransferSlice, list["torch.Tensor"]]
+"""From and to: [blocks, units, states, content]; which units; producer's and consumer's rows."""
 
 
 def copy(plan: TransferPlan, producers: Held, consumers: Held, request: TransferRequest) -> None:
     """Copy what *request* moves from the producers' storage to the consumers'.
 
     *producers*, *consumers*: for each rank its cache and storage, as `kvspec.allocate` returns
-    them. Exactly the live, uncached rows are written.
+    them. Exactly the live, uncached rows are written; of a request that is refused, none.
     """
+    instance("plan", plan, TransferPlan)
+    instance("request", request, TransferRequest)
+    _check_held("producers", producers, {edge.producer for edge in plan.edges})
+    _check_held("consumers", consumers, {edge.consumer for edge in plan.edges})
+    _check_tables(plan, request)
+    for source, target, each, (ours, our_state, theirs, their_state) in list(
+        _moves(plan, producers, consumers, request)
+    ):
+        remote, local = each.remote_range, each.local_range
+        moved = source[ours, remote.start : remote.stop, our_state]
+        target[theirs, local.start : local.stop, their_state] = moved
+
+
+def _check_held(field: str, held: Held, ranks: Iterable[RankId]) -> None:
+    given = mapping(field, held, "RankId to (RankCache, storage)")
+    for rank in sorted(ranks):
+        match given.get(rank):
+            case (RankCache(rank=found), Mapping()) if found == rank:
+                continue
+            case other:
+                wanted = "(RankCache, storage) of that rank"
+                raise SpecError(f"{field}[{rank}]", other, wanted)
+
+
+def _check_tables(plan: TransferPlan, request: TransferRequest) -> None:
+    request.check_groups([group.name for group in plan.consumer.groups])
+    for pair in plan.pairs:
+        for field, tables, group in (
+            ("producer_blocks", request.producer_blocks, pair.producer),
+            ("consumer_blocks", request.consumer_blocks, pair.consumer),
+        ):
+            if group.name not in tables:
+                raise SpecError(field, [*tables], f"a block table for group {group.name!r}")
+
+
+def _moves(
+    plan: TransferPlan, producers: Held, consumers: Held, request: TransferRequest
+) -> Iterator[Move]:
     for edge in plan.edges:
         sides = (
             (plan.producer.group(edge.producer_group), plan.producer.parallel, edge.producer),
@@ -44,34 +84,46 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
                 spec = plan.pair_of(edge).specs[layer]
                 for part in (part for part in spec.parts if part.name in each.parts):
                     rows = _rows(request, each, spec, part, groups)
-                    source = _view(producers[edge.producer], layer, part)
-                    target = _view(consumers[edge.consumer], layer, part)
-                    _copy_rows(source, target, each, rows)
+                    source = _view("producers", producers[edge.producer], layer, part)
+                    target = _view("consumers", consumers[edge.consumer], layer, part)
+                    _check_ids("producer_blocks", groups[0][0], rows[0], len(source))
+                    _check_ids("consumer_blocks", groups[1][0], rows[2], len(target))
+                    yield source, target, each, rows
 
 
-def _copy_rows(
-    source: torch.Tensor, target: torch.Tensor, each: TPTransferSlice, rows: list[torch.Tensor]
-) -> None:
-    ours, our_state, theirs, their_state = rows
-    remote, local = each.remote_range, each.local_range
-    moved = source[ours, remote.start : remote.stop, our_state]
-    target[theirs, local.start : local.stop, their_state] = moved
+def _check_ids(field: str, group: KVCacheGroup, blocks: torch.Tensor, count: int) -> None:
+    """Raise `SpecError` naming the first block id that the pool of *count* blocks does not have."""
+    wrong = blocks[(blocks < 0) | (blocks >= count)]
+    if len(wrong):
+        told = f"block ids from 0 to {count // group.split - 1}"
+        raise SpecError(f"{field}[{group.name!r}]", int(wrong[0]) // group.split, told)
 
 
-def _view(held: tuple[RankCache, Mapping[str, Any]], layer: str, part: Part) -> torch.Tensor:
+def _view(
+    side: str, held: tuple[RankCache, Mapping[str, Any]], layer: str, part: Part
+) -> torch.Tensor:
     """Return the bytes of one part of one layer as [blocks, units, states, content]."""
     import torch  # noqa: PLC0415 - a library user who never executes a plan does not need it
 
     cache, storage = held
     region: Region = cache.region(layer, part.name)
-    flat = storage[region.group]
+    flat = storage.get(region.group)
     if isinstance(flat, np.ndarray):
         flat = torch.from_numpy(flat)
+    if not isinstance(flat, torch.Tensor) or not _holds(flat, region):
+        told = f"the bytes of group {region.group!r} that the cache lies in"
+        raise SpecError(f"{side}[{cache.rank}]", [*storage], told)
     return flat.as_strided(
         (region.num_blocks, region.units, region.states, region.content_bytes),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
         region.base - flat.data_ptr(),
     )
+
+
+def _holds(flat: torch.Tensor, region: Region) -> bool:
+    """Return whether *flat* is bytes, all those of *region* among them."""
+    first, size = region.base - flat.data_ptr(), flat.nelement()
+    return bool(flat.element_size() == 1 and 0 <= first <= size - len(region.extent))
 
 
 def _rows(
@@ -90,14 +142,16 @@ def _rows(
     first, step = each.stripe
     virtual = spec.block_size * their_context.size
     if part.tokens_per_state == 0:
-        moves = len(wanted) and wanted.start // virtual % step == first
-        rows = np.arange(part.states if moves else 0)
+        if not wanted or wanted.start // virtual % step != first:
+            return [torch.zeros(0, dtype=torch.int64)] * 4
+        rows = np.arange(part.states)
         slots = [
-            table.block_ids[0 if len(table.block_ids) == 1 else at]
-            for table, group in zip(tables, (ours, theirs), strict=True)
-            for at in [(wanted.start - table.first_token) // group.spec.block_size if wanted else 0]
+            np.full(len(rows), _slot(f"{side}_blocks[{group.name!r}]", table, group, wanted.start))
+            for side, table, group in zip(
+                ("producer", "consumer"), tables, (ours, theirs), strict=True
+            )
         ]
-        found = [np.full(len(rows), slots[0]), rows, np.full(len(rows), slots[1]), rows]
+        found = [slots[0], rows, slots[1], rows]
     else:
         tokens = np.arange(wanted.start, wanted.stop)
         tokens = tokens[tokens // virtual % step == first]
@@ -108,6 +162,17 @@ def _rows(
             *_place(tables[1], tokens, theirs, their_context, part),
         ]
     return [torch.from_numpy(np.ascontiguousarray(column)) for column in found]
+
+
+def _slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> int:
+    """Return the block that holds the state: the only one, or that of the last *token*."""
+    ids = table.block_ids
+    one = len(ids) == 1 and not table.first_token
+    at = 0 if one else (token - table.first_token) // group.spec.block_size
+    if not 0 <= at < len(ids):
+        told = f"one id, the state's slot, or a block for token {token}"
+        raise SpecError(field, ids.tolist(), told)
+    return int(ids[at])
 
 
 def _place(

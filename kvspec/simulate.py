@@ -6,6 +6,7 @@ a fluid lower bound: no transfer can be faster on these links, and a real one is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal, get_args
@@ -19,7 +20,7 @@ from kvspec.errors import SpecError
 from kvspec.flows import Flows, flows
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan, plan_transfer
-from kvspec.ranges import Ints, positive_int
+from kvspec.ranges import MOST, Ints, instance, positive_int, sequence
 from kvspec.slices import Replicas
 
 Floats = npt.NDArray[np.float64]
@@ -134,7 +135,8 @@ def simulate(
     A predicted time is ``max(load / speed)`` over all links: a fluid lower bound. It assumes that
     nothing but the ranks' own links is short (no oversubscribed switch), and leaves out latency,
     the cost of each descriptor, dead bytes of partly live blocks, and pauses while one rank waits
-    for another. Raises `MismatchError` where the engines do not fit.
+    for another. Raises `MismatchError` where the engines do not fit, and `SpecError` where all
+    links together carry more bytes than a signed 64-bit number holds.
 
     >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
     >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
@@ -145,19 +147,18 @@ def simulate(
     >>> {each.replicas: each.out.tolist() for each in found.policies if each.replicas != "stripe"}
     {'spread': [2359296, 2359296, 2359296, 2359296], 'first': [9437184, 0, 0, 0]}
     """
-    if isinstance(plan_or_engines, TransferPlan):
-        producer, consumer = plan_or_engines.producer, plan_or_engines.consumer
-    else:
-        producer, consumer = plan_or_engines
+    producer, consumer = _engines(plan_or_engines)
     positive_int("num_tokens", num_tokens, least=0)
     positive_int("consumers", consumers)
-    if not replicas:
+    policies = sequence("replicas", replicas, "policies")
+    if not policies:
         raise SpecError("replicas", replicas, "at least one policy")
     ours, theirs = producer.parallel.ranks, consumer.parallel.ranks
     speeds = _speeds("out_speed", out_speed, len(ours)), _speeds("in_speed", in_speed, len(theirs))
     found: list[PolicyLoad] = []
-    for policy in replicas:
+    for policy in policies:
         moved = flows(plan_transfer(producer, consumer, policy), num_tokens)
+        _check_total(moved, consumers)
         out = _out(moved, len(ours), consumers, rotate=policy != "first")
         into = _total(moved.consumer, moved.moved, len(theirs))
         found.append(
@@ -167,18 +168,52 @@ def simulate(
                 consumer_ranks=theirs,
                 out=out,
                 into=into,
-                out_seconds=out / speeds[0],
-                into_seconds=into / speeds[1],
+                out_seconds=_seconds("out_speed", out, speeds[0]),
+                into_seconds=_seconds("in_speed", into, speeds[1]),
             )
         )
     return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(found))
 
 
+def _engines(given: object) -> tuple[EngineSpec, EngineSpec]:
+    if isinstance(given, TransferPlan):
+        return given.producer, given.consumer
+    if not isinstance(given, (tuple, list)) or len(given) != 2:  # noqa: PLR2004 - two engines
+        raise SpecError("plan_or_engines", given, "a TransferPlan, or two EngineSpecs")
+    return instance("producer", given[0], EngineSpec), instance("consumer", given[1], EngineSpec)
+
+
 def _speeds(field: str, speed: Speed, ranks: int) -> Floats:
-    found = np.asarray(speed, np.float64)
-    if found.shape not in ((), (ranks,)) or not (np.isfinite(found) & (found > 0)).all():
+    given = np.asarray(speed, object)
+    if given.shape not in ((), (ranks,)) or not all(map(_is_speed, given.flat)):
         raise SpecError(field, speed, f"bytes a second > 0, one number or {ranks} of them")
-    return np.broadcast_to(found, (ranks,))
+    return np.broadcast_to(given.astype(np.float64), (ranks,))
+
+
+def _is_speed(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:
+        return False
+
+
+def _seconds(field: str, load: Ints, speed: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        found = load / speed
+    if not np.isfinite(found).all():
+        wanted = "bytes a second that take a finite time for every link's load"
+        raise SpecError(field, float(speed.min()), wanted)
+    return found
+
+
+def _check_total(moved: Flows, consumers: int) -> None:
+    """Raise `SpecError` unless what leaves all producer ranks fits a signed 64-bit number."""
+    total = int(moved.moved.sum())
+    if total * consumers > MOST:
+        told = f"at most {MOST // total}: all links together carry at most {MOST} bytes"
+        raise SpecError("consumers", consumers, told)
 
 
 def _total(at: Ints, moved: Ints, size: int) -> Ints:

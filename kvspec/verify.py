@@ -15,13 +15,16 @@ import numpy.typing as npt
 from kvspec.cache import RankCache
 from kvspec.checker import Checker
 from kvspec.counterexample import CounterExample
-from kvspec.errors import SpecError
+from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.errors import MismatchError, SpecError
+from kvspec.mismatches import differing
 from kvspec.parallel import RankId
 from kvspec.pieces import check_producer_holds
 from kvspec.plan import TransferPlan
 from kvspec.proof import Proof, prove
-from kvspec.ranges import Ints
-from kvspec.request import TransferRequest
+from kvspec.ranges import MOST, Ints, instance, mapping
+from kvspec.request import BlockTable, TransferRequest
+from kvspec.shares import GroupPair
 from kvspec.table import build_table
 
 __all__ = ["CounterExample", "Proof", "prove", "verify"]
@@ -48,7 +51,8 @@ def verify(
             for rank, cache in consumers.items()
             for source in plan.sources(rank)
         }
-    moved = {pair: _rows(plan, pair, rows) for pair, rows in descriptors.items()}
+    given = mapping("descriptors", descriptors, "(producer RankId, consumer RankId) to rows")
+    moved = {pair: _rows(plan, pair, rows) for pair, rows in given.items()}
     for rank, cache in consumers.items():
         sources = tuple(source for source, target in moved if target == rank)
         writes = [moved[source, rank] for source in sources]
@@ -69,13 +73,40 @@ def _rows(plan: TransferPlan, pair: tuple[RankId, RankId], rows: object) -> Ints
         raise SpecError("descriptors", pair, "keys (producer RankId, consumer RankId)")
     plan.producer.parallel.check_rank(pair[0], field)
     plan.consumer.parallel.check_rank(pair[1], field)
-    found = np.asarray(rows)
+    wanted = "integers of shape (n, 3): addresses and a length"
+    try:
+        found = np.asarray(rows)
+    except (TypeError, ValueError):
+        raise SpecError(field, rows, wanted) from None
     if found.size == 0:
         return np.empty((0, 3), np.int64)
     if found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind not in "iu":  # noqa: PLR2004
-        told = f"{found.dtype} of shape {found.shape}"
-        raise SpecError(field, told, "integers of shape (n, 3): addresses and a length")
-    return found.astype(np.int64)
+        raise SpecError(field, f"{found.dtype} of shape {found.shape}", wanted)
+    whole = found.astype(np.int64)  # what 63 bits do not hold becomes negative
+    wrong = (whole < 0).any(1)
+    wrong |= whole[:, :2].max(1) > MOST - np.maximum(whole[:, 2], 0)
+    if wrong.any():
+        told = f"an address and a length >= 0, and an end of at most {MOST}"
+        raise SpecError(field, found[int(np.argmax(wrong))].tolist(), told)
+    return whole
+
+
+def _check_caches(field: str, given: Mapping[RankId, RankCache], engine: EngineSpec) -> None:
+    """Raise unless every rank of *engine* has its cache, and no other rank any."""
+    mapping(field, given, "RankId to RankCache")
+    missing = [str(rank) for rank in engine.parallel.ranks if rank not in given]
+    if missing:
+        told = f"the cache of {', '.join(missing)}"
+        raise SpecError(field, [str(rank) for rank in given], told)
+    for rank, cache in given.items():
+        name = f"{field}[{rank}]"
+        engine.parallel.check_rank(rank, name)
+        if not isinstance(cache, RankCache) or cache.rank != rank:
+            found = cache.rank if isinstance(cache, RankCache) else type(cache).__name__
+            raise SpecError(name, str(found), "the cache of that rank")
+        if cache.engine is not engine and cache.engine != engine:
+            why = "the cache was laid out for another engine than the plan's"
+            raise MismatchError(differing(engine, cache.engine, f"{name}.engine", why))
 
 
 def _check_given(
@@ -85,29 +116,38 @@ def _check_given(
     request: TransferRequest,
 ) -> None:
     """Raise unless every cache and every table is there that the check reads."""
-    for field, given, engine in (
-        ("producers", producers, plan.producer),
-        ("consumers", consumers, plan.consumer),
-    ):
-        missing = [str(rank) for rank in engine.parallel.ranks if rank not in given]
-        if missing:
-            told = f"the cache of {', '.join(missing)}"
-            raise SpecError(field, [str(rank) for rank in given], told)
-        for rank, cache in given.items():
-            if not isinstance(cache, RankCache) or cache.rank != rank:
-                found = cache.rank if isinstance(cache, RankCache) else type(cache).__name__
-                raise SpecError(f"{field}[{rank}]", str(found), "the cache of that rank")
+    instance("plan", plan, TransferPlan)
+    _check_caches("producers", producers, plan.producer)
+    _check_caches("consumers", consumers, plan.consumer)
+    instance("request", request, TransferRequest)
     request.check_groups([group.name for group in plan.consumer.groups])
     for pair in plan.pairs:
-        for field, tables, group in (
-            ("consumer_blocks", request.consumer_blocks, pair.consumer),
-            ("producer_blocks", request.producer_blocks, pair.producer),
-        ):
-            if group.name not in tables:
-                raise SpecError(field, sorted(tables), f"a block table for group {group.name!r}")
-        virtual = pair.producer.spec.block_size * plan.producer.parallel.context_size
-        tokens = request.producer_blocks[pair.producer.name].tokens(virtual)
-        for spec, _ in pair.alike:
-            wanted = request.wanted(pair.consumer.name, spec)
-            if wanted and all(part.tokens_per_state for part in spec.parts):
-                check_producer_holds(pair.producer.name, tokens, wanted)
+        _check_tables(plan, pair, request)
+
+
+def _check_tables(plan: TransferPlan, pair: GroupPair, request: TransferRequest) -> None:
+    """Raise unless both tables of a pair of groups are there, and hold what is read of them."""
+    sides = (
+        ("consumer_blocks", request.consumer_blocks, pair.consumer),
+        ("producer_blocks", request.producer_blocks, pair.producer),
+    )
+    for field, tables, group in sides:
+        if group.name not in tables:
+            raise SpecError(field, [*tables], f"a block table for group {group.name!r}")
+    virtual = pair.producer.spec.block_size * plan.producer.parallel.context_size
+    tokens = request.producer_blocks[pair.producer.name].tokens(virtual)
+    for spec, _ in pair.alike:
+        wanted = request.wanted(pair.consumer.name, spec)
+        if wanted and all(part.tokens_per_state for part in spec.parts):
+            check_producer_holds(pair.producer.name, tokens, wanted)
+        elif wanted:
+            for field, tables, group in sides:
+                _check_slot(f"{field}[{group.name!r}]", tables[group.name], group, wanted.start)
+
+
+def _check_slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> None:
+    """Raise unless *table* is one slot, or has the block in which the state of *token* lies."""
+    slot = len(table.block_ids) == 1 and not table.first_token
+    if not slot and token not in table.tokens(group.spec.block_size):
+        told = f"one id, the state's slot, or a block for token {token}"
+        raise SpecError(field, table.block_ids.tolist(), told)

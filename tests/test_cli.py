@@ -139,13 +139,22 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
         (("transfer", "--device", "tpu"), "device='tpu': wanted cpu, cuda, or one GPU"),
         (("transfer", "--timeout", "nan"), "timeout=nan: wanted seconds from 0 to 86400"),
         (("transfer", "--seed", "-1"), "seed=-1: wanted an int >= 0"),
-        (("transfer", "--block-size", "0"), "block_size=0: wanted an int >= 1"),
+        (("transfer", "--block-size", "0"), ": producer.block_size=0: wanted an int >= 1"),
+        (("transfer", "--consumer", "block=0"), ": consumer.block_size=0: wanted an int >= 1"),
+        (("simulate", "--producer", "block=0"), ": producer.block_size=0: wanted an int >= 1"),
+        (("simulate", "--model", "nemo"), ": model='nemo': wanted "),
+        (("slices", "--heads", "4", "--consumer-tp", "65537"),
+         "consumer_tp=65537: wanted at most 65536"),
+        (("slices", "--model", "gemma-3-1b", "--svg", ""), "svg='': wanted a file that can be"),
+        (("slices", "--heads", "4", "--svg", "/"), "svg='/': wanted a file that can be written"),
+        (("verify", "--max-tp", "100000000"), "max_tp=100000000: wanted at most 256"),
+        (("verify", "--max-heads", "100000000"), "max_heads=100000000: wanted at most 256"),
         (("verify", "--max-tp", "0"), "max_tp=0: wanted an int >= 1"),
         (("verify", "--max-heads", "-3"), "max_heads=-3: wanted an int >= 1"),
         (("verify", "--jobs", "0"), "jobs=0: wanted an int >= 1"),
         (("verify", "--replicas", "x"), "replicas='x': wanted one of spread"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_exit_status_two(arguments: tuple[str, ...], words: str) -> None:
     """Standard error names the value and what was wanted; nothing is printed elsewhere."""
     result = run(*arguments)

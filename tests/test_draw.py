@@ -6,9 +6,10 @@ import importlib
 import re
 import sys
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
+import attrs
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ import kvspec
 
 pytest.importorskip("svg")
 
-from kvspec.draw import plan_svg, table_svg
+from kvspec.draw import memory, plan_svg, table_svg
 from kvspec.draw.canvas import (
     BAND,
     FAINT,
@@ -291,9 +292,12 @@ def test_a_plan_has_one_picture(plan: kvspec.TransferPlan) -> None:
     assert plan.to_svg() == plan_svg(plan) == plan._repr_svg_()
 
 
-def test_each_memory_has_an_axis_of_its_own() -> None:
+@pytest.mark.parametrize("falling", [False, True])
+def test_each_memory_has_an_axis_of_its_own(falling: bool) -> None:
     """Layers in memories of their own: each is numbered, and its bytes count from its first."""
-    arrays = {f"model.layers.{at}": np.zeros((2, 4, 4, 4, 16), np.uint8) for at in range(3)}
+    made = [np.zeros((2, 4, 4, 4, 16), np.uint8) for _ in range(3)]
+    made.sort(key=lambda each: each.ctypes.data, reverse=falling)
+    arrays = {f"model.layers.{at}": each for at, each in enumerate(made)}
     plan = kvspec.plan_transfer(*[engine(1, attention(4, layers=3, block=4))] * 2)
     cache = kvspec.RankCache.from_tensors(plan.producer, kvspec.RankId(), arrays, axes="KBNHC")
     other, _ = kvspec.allocate(plan.consumer, kvspec.RankId(), 4)
@@ -417,6 +421,174 @@ def test_nothing_to_move_is_drawn_without_runs() -> None:
         consumer_blocks={"latent": [2]},
     )
     assert [] == ribbons(table.to_svg(request))
+
+
+def nothing() -> kvspec.TransferPlan:
+    """Return a plan that moves nothing: the producer excludes its only layer."""
+    group = attrs.evolve(latent(), excluded=latent().layers)
+    return kvspec.plan_transfer(engine(2, group), engine(1, latent()))
+
+
+def test_a_plan_that_moves_nothing_says_so() -> None:
+    """In words, with the layers that are excluded; in a notebook too. A group is refused."""
+    plan = nothing()
+    assert () == plan.edges
+    root = parsed(plan.to_svg())
+    said = [each.says for each in texts(root)]
+    told = ["TP 2 → TP 1", "nothing moves"]
+    assert [*told, "excluded by the producer: layer 0"] == said
+    paper = Box(0, 0, float(root.attrib["width"]), float(root.attrib["height"]))
+    assert all(each.inside(paper) for each in texts(root))
+    assert plan.to_svg() == plan._repr_svg_()
+    with pytest.raises(kvspec.SpecError) as caught:
+        plan.to_svg(group="latent")
+    assert "group='latent': wanted a group that the plan transfers" == str(caught.value)
+
+
+def test_many_excluded_layers_are_told_shortly() -> None:
+    """The picture of a plan without edges stays small."""
+    group = attrs.evolve(attention(4, layers=80), excluded=attention(4, layers=80).layers)
+    root = parsed(
+        kvspec.plan_transfer(engine(1, attention(4, layers=80)), engine(1, group)).to_svg()
+    )
+    said = [each.says for each in texts(root)]
+    assert "excluded by the consumer: layers 0\N{EN DASH}79" == said[-1]
+    assert float(root.attrib["width"]) < 500
+
+
+def test_a_table_that_moves_nothing_says_so() -> None:
+    """Of two ranks without an edge, of a plan without any, with a request or without."""
+    four = kvspec.plan_transfer(engine(4, attention(4)), engine(4, attention(4)))
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=4, producer_blocks={"full0": [0]}, consumer_blocks={"full0": [0]}
+    )
+    for plan, ranks in ((four, (0, 1)), (nothing(), (0, 0))):
+        ours, theirs = (
+            kvspec.allocate(side, kvspec.RankId(tp=tp), 4)[0]
+            for side, tp in zip((plan.producer, plan.consumer), ranks, strict=True)
+        )
+        table = kvspec.build_table(plan, ours, theirs)
+        for text in (table.to_svg(), table._repr_svg_(), table.to_svg(request)):
+            said = [each.says for each in texts(parsed(text))]
+            assert [f"tp{ranks[0]} → tp{ranks[1]}", "these two ranks exchange nothing"] == said
+        with pytest.raises(kvspec.SpecError, match=r"group='g': .* exchange: nothing"):
+            table.to_svg(group="g")
+
+
+def only_table(spec: kvspec.LayerSpec, ours: Any = None, theirs: Any = None, **more: Any) -> Any:
+    """Return the table of the first two ranks that exchange anything, with the parallel sizes."""
+    group = kvspec.KVCacheGroup(name="g", layers=("l.0",), spec=spec)
+    producer, consumer = (
+        kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(**sizes or {}))
+        for sizes in (ours, theirs)
+    )
+    plan = kvspec.plan_transfer(producer, consumer, **more)
+    pairs = dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges)
+    return [
+        kvspec.build_table(
+            plan, kvspec.allocate(producer, p, 8)[0], kvspec.allocate(consumer, c, 8)[0]
+        )
+        for p, c in pairs
+    ]
+
+
+GQA: dict[str, Any] = {
+    "block_size": 16, "total_num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16",
+}  # fmt: skip
+LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=16, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        kvspec.FullAttentionSpec(**GQA),
+        kvspec.CrossAttentionSpec(**GQA),
+        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=16),
+        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=8),
+        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=2),
+        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=64),
+        kvspec.SlidingWindowSpec(**GQA, sliding_window=2),
+        kvspec.SlidingWindowSpec(**GQA, sliding_window=1, extra_retained_tokens=3),
+    ],
+    ids=repr,
+)
+def test_the_first_block_moves_if_any_of_it_can_live(spec: kvspec.LayerSpec) -> None:
+    """As many tokens are asked for as leave some live: 16 rows of k and v, 16 bytes each."""
+    (table,) = only_table(spec)
+    text = table.to_svg()
+    said = [each.says for each in texts(parsed(text))]
+    assert "one block of 1 layer: 1 run of 512 B, 512 B in all" in said
+    assert [512] == ribbons(text)
+
+
+def test_the_first_block_s_request_tells_the_encoder_s_tokens() -> None:
+    """Cross attention counts those, and no picture asks without them."""
+    (table,) = only_table(kvspec.CrossAttentionSpec(**GQA))
+    asked = list(memory._first_blocks(table, table.entries[0].edge))
+    assert 16 == asked[0].num_tokens
+    assert [each.num_tokens for each in asked] == [each.encoder_tokens for each in asked]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        kvspec.SlidingWindowSpec(**GQA, sliding_window=1),
+        kvspec.ChunkedLocalAttentionSpec(**GQA, attention_chunk_size=1),
+    ],
+)
+def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
+    """A window of the query's own token keeps none before it."""
+    (table,) = only_table(spec)
+    said = [each.says for each in texts(parsed(table.to_svg()))]
+    assert "one block of 1 layer: nothing of it moves" in said
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "more"),
+    [
+        ({"tp_size": 4}, {"tp_size": 1}, {"replicas": "stripe"}),
+        ({"tp_size": 4}, {"tp_size": 3}, {"replicas": "stripe", "salt": 1}),
+        ({"tp_size": 4, "dcp_size": 4}, {"tp_size": 1}, {}),
+        ({"tp_size": 1}, {"tp_size": 2, "dcp_size": 2, "interleave_size": 16}, {}),
+        (
+            {"tp_size": 2, "dcp_size": 2, "interleave_size": 8},
+            {"tp_size": 3, "dcp_size": 3, "interleave_size": 4},
+            {},
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LATENT,
+        kvspec.SlidingWindowMLASpec(
+            block_size=16, head_size=16, dtype="bfloat16", sliding_window=3
+        ),
+    ],
+    ids=["full", "window"],
+)
+def test_every_pair_that_exchanges_anything_has_runs(
+    spec: kvspec.LayerSpec, ours: Any, theirs: Any, more: Any
+) -> None:
+    """Also where its first tokens are not in the first block, or not at the end of one."""
+    tables = only_table(spec, ours, theirs, **more)
+    assert len(tables) > 1
+    for table in tables:
+        assert ribbons(table.to_svg()) != []
+
+
+def test_striped_states_have_runs() -> None:
+    """A state is drawn where its last token's block is the pair's own."""
+    spec = kvspec.MambaSpec.replicated_state(state_bytes=64)
+    for table in only_table(spec, {"tp_size": 4}, {"tp_size": 1}, replicas="stripe"):
+        assert [64] == ribbons(table.to_svg())
+
+
+@pytest.mark.parametrize("draw", [plan_svg, table_svg])
+def test_only_plans_and_tables_are_drawn(draw: Any) -> None:
+    """Anything else is refused."""
+    with pytest.raises(kvspec.SpecError, match="=None: wanted a "):
+        draw(None)
 
 
 def test_groups_that_two_ranks_do_not_exchange_are_refused() -> None:

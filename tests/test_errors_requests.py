@@ -471,3 +471,91 @@ def test_every_block_of_a_long_piece_is_checked(sizes: tuple[int, int]) -> None:
     side = "producer" if sizes[0] == 4 else "consumer"
     told = words(lambda: table.select(request))
     assert f"{side}_blocks['g']=6: wanted block ids from 0 to 5" == told
+
+
+def held(pair: Pair) -> tuple[Any, Any]:
+    """Return what `reference.copy` takes of both sides."""
+    caches = (pair.producer, pair.consumer)
+    ours, theirs = ({RankId(): (c, {"g": s})} for c, s in zip(caches, pair.storage, strict=True))
+    return ours, theirs
+
+
+def copy(spec: kvspec.LayerSpec = FULL, blocks: dict[str, Any] | None = None, **given: Any) -> None:
+    """Copy by torch what a request moves, with what is *given* instead."""
+    pytest.importorskip("torch")
+    from kvspec import reference  # noqa: PLC0415 - torch
+
+    ours, theirs = held(PAIRS[spec])
+    base = {
+        "plan": PAIRS[spec].plan,
+        "producers": ours,
+        "consumers": theirs,
+        "request": ask(**blocks or {}),
+    }
+    reference.copy(**base | given)
+
+
+HELD = "a mapping from RankId to (RankCache, storage)"
+NOT_HELD = "producers[tp0]={}: wanted (RankCache, storage) of that rank"
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        case(lambda: copy(plan=None), "plan=None: wanted a TransferPlan"),
+        case(lambda: copy(producers=None), f"producers=None: wanted {HELD}"),
+        case(lambda: copy(consumers=3), f"consumers=3: wanted {HELD}"),
+        case(lambda: copy(request=None), "request=None: wanted a TransferRequest"),
+        case(lambda: copy(producers={}), NOT_HELD.format(None)),
+        case(lambda: copy(producers={RankId(): 3}), NOT_HELD.format(3)),
+        case(lambda: copy(producers={RankId(): (1, 2)}), NOT_HELD.format((1, 2))),
+        case(
+            lambda: copy(producers={RankId(): (OURS, {})}),
+            "producers[tp0]=[]: wanted the bytes of group 'g' that the cache lies in",
+        ),
+        case(
+            lambda: copy(consumers={RankId(): (THEIRS, {"g": PAIRS[FULL].storage[1][1:]})}),
+            "consumers[tp0]=['g']: wanted the bytes of group 'g' that the cache lies in",
+        ),
+        case(
+            lambda: copy(consumers={RankId(): (THEIRS, {"g": [0]})}),
+            "consumers[tp0]=['g']: wanted the bytes of group 'g' that the cache lies in",
+        ),
+        case(
+            lambda: copy(blocks={"producer_blocks": {}}),
+            "producer_blocks=[]: wanted a block table for group 'g'",
+        ),
+        case(
+            lambda: copy(blocks={"consumer_blocks": {"x": [1, 2, 3]}}),
+            "consumer_blocks=['x']: wanted a block table for group 'g'",
+        ),
+        case(
+            lambda: copy(blocks={"consumer_blocks": {"g": [1, -1, 2]}}),
+            "consumer_blocks['g']=-1: wanted block ids from 0 to 5",
+        ),
+        case(
+            lambda: copy(blocks={"producer_blocks": {"g": [1, 2, 6]}}),
+            "producer_blocks['g']=6: wanted block ids from 0 to 5",
+        ),
+        case(
+            lambda: copy(STATE, SLOTS | {"producer_blocks": {"g": [9]}}),
+            "producer_blocks['g']=9: wanted block ids from 0 to 5",
+        ),
+        case(
+            lambda: copy(STATE, SLOTS | {"consumer_blocks": {"g": []}}),
+            "consumer_blocks['g']=[]: wanted one id, the state's slot, or a block for token 9",
+        ),
+        case(
+            lambda: copy(blocks={"cached_tokens": {"x": 1}}),
+            "cached_tokens=['x']: wanted groups of the consumer: g",
+        ),
+    ],
+)
+def test_the_reference_refuses_in_words_before_it_writes(
+    call: Callable[[], object], wanted: str
+) -> None:
+    """As `select` does: nothing is copied, and no id counts from the end."""
+    before = [each.copy() for pair in PAIRS.values() for each in pair.storage]
+    assert wanted == words(call)
+    after = [each for pair in PAIRS.values() for each in pair.storage]
+    assert all(np.array_equal(*each) for each in zip(before, after, strict=True))

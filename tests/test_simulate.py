@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from math import gcd
-from typing import get_args
+from math import gcd, inf, nan
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
+import kvspec.flows
 from kvspec.flows import flows
 from kvspec.simulate import simulate
 from kvspec.slices import Replicas
@@ -267,6 +268,12 @@ def test_hundreds_of_ranks_need_no_plan_for_each_engine() -> None:
             "replicas='most': wanted one of spread, first, stripe",
         ),
         ({"num_tokens": 1, "replicas": ()}, "replicas=(): wanted at least one policy"),
+        ({"num_tokens": 1, "replicas": None}, "replicas=None: wanted a sequence of policies"),
+        ({"num_tokens": 1, "replicas": "first"}, "replicas='first': wanted a sequence of policies"),
+        (
+            {"num_tokens": 1, "out_speed": 1e-310},
+            "out_speed=1e-310: wanted bytes a second that take a finite time for every link's load",
+        ),
     ],
 )
 def test_impossible_input_is_refused_in_words(given_: dict[str, object], told: str) -> None:
@@ -274,6 +281,138 @@ def test_impossible_input_is_refused_in_words(given_: dict[str, object], told: s
     with pytest.raises(kvspec.SpecError) as error:
         simulate((latent(2), latent(3)), **given_)  # type: ignore[arg-type]
     assert told == str(error.value)
+
+
+@pytest.mark.parametrize(
+    "speed",
+    [
+        "x",
+        "5",
+        None,
+        True,
+        nan,
+        inf,
+        -inf,
+        -1.0,
+        10**400,
+        1j,
+        [1.0, True],
+        [1.0, "x"],
+        [[1.0], 2.0],
+    ],
+    ids=repr,
+)
+def test_a_speed_is_a_number_above_0(speed: Any) -> None:
+    """What is no number, no speed or endless is refused on either side."""
+    for field, ranks in (("out_speed", 2), ("in_speed", 3)):
+        with pytest.raises(kvspec.SpecError) as error:
+            simulate((latent(2), latent(3)), num_tokens=1, **{field: speed})
+        wanted = f"bytes a second > 0, one number or {ranks} of them"
+        assert (field, speed, wanted) == (error.value.field, error.value.value, error.value.wanted)
+
+
+def test_a_speed_is_any_real_number() -> None:
+    """Whole numbers and those of numpy are speeds too."""
+    for speed in (8, np.float32(8), np.int64(8), [8, 8], np.full(2, 8)):
+        found = simulate((latent(2), latent(2)), num_tokens=3, out_speed=speed)
+        assert [3.0, 3.0] == found.policy("spread").out_seconds.tolist()
+
+
+@pytest.mark.parametrize(
+    ("engines", "told"),
+    [
+        (None, "plan_or_engines=None: wanted a TransferPlan, or two EngineSpecs"),
+        ((), "plan_or_engines=(): wanted a TransferPlan, or two EngineSpecs"),
+        ((1, 2), "producer=1: wanted an EngineSpec"),
+        ((latent(1), "two"), "consumer='two': wanted an EngineSpec"),
+        ({1, 2}, "plan_or_engines={1, 2}: wanted a TransferPlan, or two EngineSpecs"),
+    ],
+)
+def test_other_than_two_engines_are_refused(engines: Any, told: str) -> None:
+    """A plan, or a producer and a consumer, and nothing else."""
+    with pytest.raises(kvspec.SpecError) as error:
+        simulate(engines, num_tokens=1)
+    assert told == str(error.value)
+
+
+def test_three_engines_are_refused() -> None:
+    """The error names the argument; which engine is too many cannot be known."""
+    with pytest.raises(kvspec.SpecError) as error:
+        simulate((latent(1),) * 3, num_tokens=1)  # type: ignore[arg-type]
+    wanted = "a TransferPlan, or two EngineSpecs"
+    assert ("plan_or_engines", wanted) == (error.value.field, error.value.wanted)
+
+
+MOST = 2**63 - 1
+
+
+def test_loads_beyond_64_bits_are_refused() -> None:
+    """3 readers of 8 bytes a token: the bound is that all links' bytes fit 63 bits."""
+    engines = latent(2), latent(3)
+    plan = kvspec.plan_transfer(*engines)
+    over = "fewer: all links together would carry 24000000000000000000 bytes, more than"
+    told = f"num_tokens=1000000000000000000: wanted {over} {MOST}"
+    calls: tuple[Any, ...] = (
+        plan.traffic,
+        lambda n: flows(plan, n),
+        lambda n: simulate(plan, num_tokens=n),
+    )
+    for call in calls:
+        with pytest.raises(kvspec.SpecError) as error:
+            call(10**18)
+        assert told == str(error.value)
+    with pytest.raises(kvspec.SpecError) as error:
+        simulate(engines, num_tokens=1, consumers=10**18)
+    bound = f"at most {MOST // 24}: all links together carry at most {MOST} bytes"
+    assert f"consumers=1000000000000000000: wanted {bound}" == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "consumers"), [(MOST // 24, 1), (1, MOST // 24), (10**9, MOST // 24 // 10**9)]
+)
+def test_the_greatest_loads_are_exact(num_tokens: int, consumers: int) -> None:
+    """As many tokens and engines as fit are counted to the byte."""
+    found = simulate((latent(2), latent(3)), num_tokens=num_tokens, consumers=consumers)
+    for each in found.policies:
+        assert 24 * num_tokens * consumers == sum(each.out.tolist())
+        assert [8 * num_tokens] * 3 == each.into.tolist()
+        assert min(each.out.tolist()) >= 0
+
+
+def contexts(dcp_size: int, block_size: int, tp_size: int) -> kvspec.EngineSpec:
+    """Return an engine of one MLA layer of 8 bytes a token, whose tokens are dealt."""
+    spec = kvspec.MLAAttentionSpec(block_size=block_size, head_size=4, dtype="bfloat16")
+    group = kvspec.KVCacheGroup(name="latent", layers=("l.0",), spec=spec)
+    parallel = kvspec.ParallelConfig(tp_size=tp_size, dcp_size=dcp_size)
+    return kvspec.EngineSpec(groups=(group,), parallel=parallel)
+
+
+def test_long_periods_are_counted_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting a few tokens at a time is counting them at once."""
+    plan = kvspec.plan_transfer(contexts(2, 48, 4), contexts(3, 16, 3), "stripe")
+    at_once = flows(plan, 1000).moved.tolist()
+    monkeypatch.setattr(kvspec.flows, "STEP", 7)
+    assert at_once == flows(plan, 1000).moved.tolist()
+
+
+def test_a_period_that_is_too_long_is_refused() -> None:
+    """127 replicas take turns over blocks of 4 Mi tokens: one round is 508 Mi tokens."""
+    plan = kvspec.plan_transfer(contexts(2, 2**22, 254), contexts(1, 2**22, 1), "stripe")
+    with pytest.raises(kvspec.SpecError) as error:
+        flows(plan, 10**9)
+    told = "at most 268435456, since who owns which tokens repeats only after 532676608"
+    assert f"num_tokens=1000000000: wanted {told}" == str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, "9", 1.0, True, -1])
+def test_flows_are_those_of_a_plan_and_a_count(value: Any) -> None:
+    """Neither is taken for another."""
+    with pytest.raises(kvspec.SpecError) as error:
+        flows(kvspec.plan_transfer(latent(1), latent(1)), value)
+    assert f"num_tokens={value!r}: wanted an int >= 0" == str(error.value)
+    with pytest.raises(kvspec.SpecError) as error:
+        flows(value, 1)
+    assert f"plan={value!r}: wanted a TransferPlan" == str(error.value)
 
 
 def test_only_compared_policies_are_told() -> None:
@@ -318,3 +457,26 @@ def test_the_command_refuses_in_one_line() -> None:
     """Bad input is exit status 2."""
     assert 2 == command("--replicas", "most")[0]
     assert 2 == command("--consumers", "0")[0]
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("option", ["--consumers", "--tokens"])
+def test_the_command_refuses_what_64_bits_do_not_hold(option: str, more: tuple[str, ...]) -> None:
+    """No wrapped number is printed, in a table or in JSON."""
+    status, told = command(option, "1000000000000000", *more)
+    if option == "--tokens":
+        status, told = command(option, "1000000000000000000", *more)
+    field = {"--consumers": "consumers", "--tokens": "num_tokens"}[option]
+    assert 2 == status
+    assert told.startswith(f"kvspec: {field}=1000000000000000")
+    assert 1 == told.count("\n")
+
+
+@pytest.mark.parametrize("option", ["--out-speed", "--in-speed"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300"])
+def test_the_command_names_a_speed_as_it_was_given(option: str, value: str) -> None:
+    """In GB/s, one for all ranks."""
+    status, told = command(option, value)
+    field = option.strip("-").replace("-", "_")
+    shown = float(value)
+    assert (2, f"kvspec: {field}={shown}: wanted GB/s > 0\n") == (status, told)

@@ -431,6 +431,15 @@ def test_bounds_of_a_proof_are_plain_ints() -> None:
         (lambda: prove(1, True), "max_heads=True: wanted an int >= 1"),  # noqa: FBT003
         (lambda: prove(1, 1, replicas=("all",)),  # type: ignore[arg-type]
          "replicas='all': wanted one of spread, first, stripe"),
+        (lambda: prove(1, 1, replicas=()), "replicas=(): wanted at least one policy"),
+        (lambda: prove(1, 1, replicas="first"),  # type: ignore[arg-type]
+         "replicas='first': wanted a sequence of policies"),
+        (lambda: prove(257, 1), "max_tp=257: wanted at most 256"),
+        (lambda: prove(10**8, 10**8), "max_tp=100000000: wanted at most 256"),
+        (lambda: prove(1, 257), "max_heads=257: wanted at most 256"),
+        (lambda: prove(1, 1, jobs=0), "jobs=0: wanted an int >= 1"),
+        (lambda: prove(1, 1, jobs="2"),  # type: ignore[arg-type]
+         "jobs='2': wanted an int >= 1"),
     ):  # fmt: skip
         with pytest.raises(kvspec.SpecError) as caught:
             call()
@@ -561,6 +570,14 @@ def test_a_window_s_dead_tokens_need_not_come() -> None:
         ({"tp0": [[1, 2, 3]]}, "wanted keys (producer RankId, consumer RankId)"),
         ({(RankId(), RankId()): [[1, 2]]}, "(1, 2)': wanted integers of shape (n, 3)"),
         ({(RankId(), RankId()): [[1.0, 2.0, 3.0]]}, "float64 of shape (1, 3)': wanted integers"),
+        ({(RankId(), RankId()): [[1, 2, 3], [4]]}, "[[1, 2, 3], [4]]: wanted integers of shape"),
+        ({(RankId(), RankId()): [[1, 2, -3]]}, "[1, 2, -3]: wanted an address and a length >= 0"),
+        (
+            {(RankId(), RankId()): np.array([[2**63, 2, 3]], np.uint64)},
+            "[9223372036854775808, 2, 3]",
+        ),
+        ({(RankId(), RankId()): [[2**63 - 3, 2, 3]]}, "[9223372036854775805, 2, 3]: wanted"),
+        ([1], "descriptors=[1]: wanted a mapping from (producer RankId, consumer RankId) to rows"),
     ],
 )
 def test_other_descriptors_are_refused(given: Any, told: str) -> None:
@@ -574,6 +591,64 @@ def test_plain_lists_are_descriptors_too() -> None:
     """Whatever numpy reads as rows of integers is taken."""
     rows = {pair: found.tolist() for pair, found in table(RIGHT).items()}
     assert None is verify(PLAN, PRODUCERS, CONSUMERS, REQUEST, rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"plan": None}, "plan=None: wanted a TransferPlan"),
+        ({"producers": None}, "producers=None: wanted a mapping from RankId to RankCache"),
+        ({"consumers": [1]}, "consumers=[1]: wanted a mapping from RankId to RankCache"),
+        ({"request": None}, "request=None: wanted a TransferRequest"),
+        (
+            {"consumers": CONSUMERS | {RankId(tp=2): PRODUCERS[RankId(tp=2)]}},
+            f"consumers[tp2]={RankId(tp=2)!r}: wanted pp < 1, pcp < 1, tp < 2, none negative",
+        ),
+        ({"consumers": CONSUMERS | {"a": 1}}, "consumers[a]='a': wanted a RankId"),
+    ],
+)
+def test_verify_takes_a_plan_caches_and_a_request(given: dict[str, Any], told: str) -> None:
+    """Anything else is refused, with descriptors and without."""
+    base: dict[str, Any] = {
+        "plan": PLAN, "producers": PRODUCERS, "consumers": CONSUMERS, "request": REQUEST
+    }  # fmt: skip
+    for more in ({}, {"descriptors": table(RIGHT)}):
+        with pytest.raises(kvspec.SpecError) as caught:
+            verify(**base | more | given)
+        assert told == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"producer_blocks": {"g": []}}, "producer_blocks['g']=[]"),
+        ({"consumer_blocks": {"g": []}}, "consumer_blocks['g']=[]"),
+        ({"consumer_blocks": {"g": [1, 2]}}, "consumer_blocks['g']=[1, 2]"),
+        ({"producer_blocks": {"g": BlockTable((1, 2), 11)}}, "producer_blocks['g']=[1, 2]"),
+    ],
+)
+def test_a_state_without_a_block_is_refused(tables: dict[str, Any], told: str) -> None:
+    """Foreign descriptors are not judged by a block that is none of the state's."""
+    plan = kvspec.plan_transfer(engine(1, "LBHNC", STATE), engine(1, "LBHNC", STATE))
+    caches = [{ONE: kvspec.allocate(side, ONE, 8)[0]} for side in (plan.producer, plan.consumer)]
+    blocks = {"producer_blocks": {"g": [1]}, "consumer_blocks": {"g": [2]}} | tables
+    request = kvspec.TransferRequest(request_id="r", num_tokens=11, **blocks)
+    for descriptors in ({}, None):
+        with pytest.raises(kvspec.SpecError) as caught:
+            verify(plan, *caches, request, descriptors)
+        wanted = "one id, the state's slot, or a block for token 10"
+        assert f"{told}: wanted {wanted}" == str(caught.value)
+
+
+def test_a_cache_of_another_engine_is_a_mismatch() -> None:
+    """Foreign descriptors are not judged by caches that the plan does not know."""
+    other = engine(2, "LBNHC", kvspec.FullAttentionSpec(**GQA | {"head_size": 16}))
+    caches = {rank: kvspec.allocate(other, rank, 8)[0] for rank in other.parallel.ranks}
+    with pytest.raises(kvspec.MismatchError) as caught:
+        verify(PLAN, PRODUCERS, caches, REQUEST, table(RIGHT))
+    why = "the cache was laid out for another engine than the plan's"
+    field = "consumers[tp0].engine.groups[0].spec.head_size"
+    assert f"{field}: ours 8, theirs 16 ({why})" == str(caught.value)
 
 
 def test_a_cache_under_another_rank_is_refused() -> None:

@@ -28,9 +28,11 @@ from kvspec.cli import INTERRUPTED
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
 from kvspec.parallel import ParallelConfig
+from kvspec.ranges import MOST
 
 WRONG, REFUSED = 1, 2
 """Exit statuses: what was checked is wrong; the input is bad."""
+_BLOCK = 16
 
 
 def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
@@ -65,24 +67,32 @@ def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int 
         told.add(key)
         if key == "layout":
             found["layout"] = value
-        elif value.isdecimal():
-            found[KEYS[key]] = int(value)
         else:
-            raise SpecError(f"{side}.{key}", value, "a whole number")
+            found[KEYS[key]] = _whole(f"{side}.{key}", value)
     return found
+
+
+def _whole(field: str, word: str) -> int:
+    """Return the number that a word of ASCII digits is."""
+    if not word.isascii() or not word.isdecimal():
+        raise SpecError(field, word, "a whole number")
+    if len(word) > len(str(MOST)):
+        raise SpecError(field, word, f"a whole number of at most {len(str(MOST))} digits")
+    return int(word)
 
 
 def engine(side: str, model: str, sizes: Mapping[str, int | str]) -> EngineSpec:
     """Return the engine that serves *model* as *sizes* say; errors name its *side*."""
     given: dict[str, Any] = dict(sizes)
-    block_size, layout = given.pop("block_size", 16), given.pop("layout", "LBHNC")
+    block_size, layout = given.pop("block_size", _BLOCK), given.pop("layout", "LBHNC")
     kernel = given.pop("kernel_block_size", None)
-    groups = model_groups(model, block_size)
     try:
+        groups = model_groups(model, block_size)
         if kernel is not None:
             groups = tuple(_cut_finer(group, kernel) for group in groups)
         return EngineSpec(groups=groups, parallel=ParallelConfig(**given), layout=layout)
     except SpecError as error:
+        model_groups(model, _BLOCK)  # raises what is wrong with the model, which is no side's
         raise SpecError(f"{side}.{error.field}", error.value, error.wanted) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from kvspec import catalogue
 from kvspec.cli.options import KEYS, engine, engine_words, output, refusals
+from kvspec.errors import SpecError
 from kvspec.simulate import POLICIES, PolicyLoad, Simulation, simulate
 from kvspec.slices import Replicas
 
@@ -70,14 +72,21 @@ def simulate_command(
             (ours, theirs),
             num_tokens=tokens,
             consumers=consumers,
-            out_speed=out_speed * 1e9,
-            in_speed=in_speed * 1e9,
+            out_speed=_speed("out_speed", out_speed),
+            in_speed=_speed("in_speed", in_speed),
             replicas=cast("Sequence[Replicas]", tuple(dict.fromkeys(replicas))),
         )
     if as_json:
         typer.echo(json.dumps({"model": model, **_plain(found)}, indent=1))
     else:
         _show(output(), model, found)
+
+
+def _speed(field: str, value: float) -> float:
+    """Return GB/s as bytes a second."""
+    if not 0 < value * 1e9 < math.inf:
+        raise SpecError(field, value, "GB/s > 0")
+    return value * 1e9
 
 
 def _show(console: Console, model: str, found: Simulation) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvspec.cli.options import model_groups, output, refusals
 from kvspec.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.parallel import ParallelConfig
+from kvspec.parallel import MAX_RANKS, ParallelConfig
 from kvspec.plan import plan_transfer
 from kvspec.ranges import positive_int
 from kvspec.slices import ALL_BLOCKS, Replicas, Role, TPTransferSlice
@@ -109,8 +109,9 @@ def slices(
     """Show which units each rank exchanges with which rank of the other side."""
     with refusals():
         specs = _specs(model, heads, kind, groups)
-        positive_int("producer_tp", producer_tp)
-        positive_int("consumer_tp", consumer_tp)
+        for field, size in (("producer_tp", producer_tp), ("consumer_tp", consumer_tp)):
+            if positive_int(field, size) > MAX_RANKS:
+                raise SpecError(field, size, f"at most {MAX_RANKS}")
         local, remote = consumer_tp, producer_tp
         if role == "producer":
             local, remote = remote, local
@@ -148,6 +149,8 @@ def _draw(
     """Write the picture of the plan between engines of these TP sizes, a file for each group."""
     if find_spec("svg") is None:
         raise SpecError("svg", file, "svg.py to draw with: pip install 'kvspec[draw]'")
+    if not Path(file).name:
+        raise SpecError("svg", file, "a file that can be written: this is a folder")
     groups = [
         KVCacheGroup(name=name or "layers", layers=spec.layers or (f"{name}.0",), spec=spec)
         for name, spec in specs.items()

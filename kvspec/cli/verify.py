@@ -9,7 +9,7 @@ import typer
 
 from kvspec.cli.options import WRONG, output, progress_bar, refusals
 from kvspec.errors import SpecError
-from kvspec.proof import prove
+from kvspec.proof import MAX_HEADS, MAX_TP, prove
 from kvspec.slices import Replicas
 
 MAX_FAULTS = 10
@@ -17,8 +17,10 @@ MAX_FAULTS = 10
 
 
 def verify(
-    max_tp: int = typer.Option(16, help="Largest tensor-parallel size, of either side."),
-    max_heads: int = typer.Option(16, help="Largest number of KV heads."),
+    max_tp: int = typer.Option(
+        16, help=f"Largest tensor-parallel size, of either side: {MAX_TP} at most."
+    ),
+    max_heads: int = typer.Option(16, help=f"Largest number of KV heads: {MAX_HEADS} at most."),
     jobs: int | None = typer.Option(None, help="Processes; one for each core unless given."),
     replicas: str = typer.Option(
         "spread", metavar="spread|first|stripe|all", help="The policies to try."

@@ -6,7 +6,7 @@ side, and what is left out says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -33,14 +33,16 @@ from kvspec.draw.canvas import (
     nbytes,
     width_of,
 )
+from kvspec.draw.ranks import note_svg
 from kvspec.errors import SpecError
 from kvspec.plan import Edge
-from kvspec.ranges import Ints
+from kvspec.ranges import Cyclic, Ints, instance
 from kvspec.request import BlockTable, TransferRequest
 from kvspec.slices import Part
 from kvspec.table import DescriptorTable
 
 _MARGIN, _WIDTH, _BETWEEN, _MARK = 28.0, 960.0, 170.0, 30.0
+_MOST_TOKENS, _MOST_TRIED = 2**16, 8
 _MOST_STRETCHES, _MOST_LAYERS, _MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 200, 3, 256, 16, 12
 
 
@@ -51,12 +53,18 @@ def table_svg(
 
     The first blocks that share tokens of *request*, or the first block of either cache, drawn byte
     by byte with the runs that move between them. *group*: a group of the consumer's; the first
-    that the two ranks exchange unless given. As many layers and tokens are drawn as fit.
+    that the two ranks exchange unless given. As many layers and tokens are drawn as fit; of ranks
+    that exchange nothing, words.
     """
+    instance("table", table, DescriptorTable)
+    if request is not None:
+        instance("request", request, TransferRequest)
+    if group is None and not table.entries:
+        title = f"{table.producer.rank} → {table.consumer.rank}"
+        return note_svg("table", title, ["these two ranks exchange nothing"])
     edge = _edge(table, group)
     own = tuple(entry for entry in table.entries if entry.edge is edge)
-    part = attrs.evolve(table, entries=own)
-    rows = part.descriptors(request or _first_block(table, edge)).astype(np.int64)
+    rows = _rows(attrs.evolve(table, entries=own), edge, request)
     windows = _windows(table, edge, rows)
     layers, by_unit = _fit(edge, windows)
     sides = []
@@ -78,25 +86,45 @@ def _parts(table: DescriptorTable, edge: Edge) -> tuple[Part, ...]:
     return table.consumer.engine.group(edge.group).spec.of_layer(edge.layers[0]).parts
 
 
-def _first_block(table: DescriptorTable, edge: Edge) -> TransferRequest:
-    """Return a request of as many tokens as the larger side's first block holds."""
+def _rows(table: DescriptorTable, edge: Edge, request: TransferRequest | None) -> Ints:
+    """Return what *request* moves, or else of first blocks the first of which anything moves."""
+    asked = _first_blocks(table, edge) if request is None else iter((request,))
+    found = (table.descriptors(each).astype(np.int64) for each in asked)
+    return next((rows for rows in found if len(rows)), np.empty((0, 3), np.int64))
+
+
+def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferRequest]:
+    """Yield requests of as many tokens as the larger side's first block holds, then of fewer.
+
+    Fewer, since of a whole block nothing may be live, or nothing that both ranks own; then a token
+    is live, if it ever is, in the request that it ends.
+    """
     tokens: list[int] = []
     room: list[int] = []
+    contexts: list[Cyclic] = []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
-        group = cache.engine.group(name)
+        group, parallel = cache.engine.group(name), cache.engine.parallel
         region = next(each for each in cache.regions if each.group == name)
-        tokens.append(group.spec.block_size * cache.engine.parallel.context_size)
-        room.append(region.num_blocks // group.split)
+        tokens.append(group.spec.block_size * parallel.context_size)
+        room.append(tokens[-1] * (region.num_blocks // group.split))
+        contexts.append(parallel.context(cache.rank))
+    first, step = edge.slices[0].stripe
+    start = first * tokens[1]
     states = not any(part.tokens_per_state for part in _parts(table, edge))
-    fits = min(size * blocks for size, blocks in zip(tokens, room, strict=True))
-    count = 1 if states else min(max(tokens), fits)
-    ours, theirs = (BlockTable(range(-(-count // size))) for size in tokens)
-    return TransferRequest(
-        request_id="first block",
-        num_tokens=count,
-        producer_blocks={edge.producer_group: ours},
-        consumer_blocks={edge.group: theirs},
-    )
+    counts = [start + 1] if states else [min(start + max(tokens), *room)]
+    if not states:
+        at = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
+        own = contexts[0].owns(at) & contexts[1].owns(at) & (at // tokens[1] % step == first)
+        counts += (at[own][: -_MOST_TRIED - 1 : -1] + 1).tolist()
+    for count in counts:
+        ours, theirs = (BlockTable(range(1 if states else -(-count // size))) for size in tokens)
+        yield TransferRequest(
+            request_id="first block",
+            num_tokens=count,
+            encoder_tokens=count,
+            producer_blocks={edge.producer_group: ours},
+            consumer_blocks={edge.group: theirs},
+        )
 
 
 def _windows(table: DescriptorTable, edge: Edge, rows: Ints) -> tuple[Window, Window]:
@@ -145,8 +173,10 @@ def _draw(
     y = _MARGIN + 14
     canvas.text(_MARGIN, y, title, size=LARGE, bold=True)
     asked = "the whole request" if request else "one block"
-    told = f"{asked} of {counted(len(edge.layers), 'layer')}: {_lengths(rows)}"
-    told += f", {nbytes(int(rows[:, 2].sum()))} in all"
+    told = f"{_lengths(rows)}, {nbytes(int(rows[:, 2].sum()))} in all"
+    if request is None and not len(rows):
+        told = "nothing of it moves"
+    told = f"{asked} of {counted(len(edge.layers), 'layer')}: {told}"
     canvas.text(_MARGIN, y + 22, told, fill=FAINT)
     hidden = len(edge.layers) - len(layers)
     if hidden:

@@ -37,10 +37,11 @@ from kvspec.draw.column import (
     labels_of,
     words_of,
 )
-from kvspec.draw.scene import Read, Scene, scene
+from kvspec.draw.scene import Read, Scene, excluded_text, scene
 from kvspec.explain import sizes
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan
+from kvspec.ranges import instance
 
 _MARGIN = 28.0
 _MIDDLE = 280.0
@@ -51,21 +52,40 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
 
     *group*: only this group of the consumer's; all of them unless given. Every rank is a box with
     the units that it holds, a line runs from the producer rank to each rank that reads it, and a
-    rank that nobody reads is grey and says who tells it to release.
+    rank that nobody reads is grey and says who tells it to release. A plan that moves nothing is
+    words.
     """
+    instance("plan", plan, TransferPlan)
+    if group is None and not plan.shares:
+        return note_svg("plan", _title_of(plan), ["nothing moves", *excluded_text(plan)])
     shown = scene(plan, group)
     read = {line.source for lines in shown.read.values() for line in lines}
     colours = {rank: at for at, rank in enumerate(sorted(read))}
     return _draw(shown, columns(shown, colours), colours)
 
 
+def note_svg(kind: str, title: str, words: list[str]) -> str:
+    """Return a small picture of words, where there is nothing to draw."""
+    canvas = Canvas()
+    y = _MARGIN + 14
+    wide = canvas.text(_MARGIN, y, title, size=LARGE, bold=True)
+    for word in words:
+        y += 22
+        wide = max(wide, canvas.text(_MARGIN, y, shortened(word, 90), fill=FAINT))
+    return canvas.svg(wide + 2 * _MARGIN, y + _MARGIN - 4, f"kvspec {kind}: {title}")
+
+
+def _title_of(plan: TransferPlan) -> str:
+    return " → ".join(sizes(each.parallel) for each in (plan.producer, plan.consumer))
+
+
 def _draw(shown: Scene, sides: tuple[Column, Column], colours: dict[RankId, int]) -> str:
-    plan, canvas = shown.plan, Canvas()
+    canvas = Canvas()
     ours, theirs = sides
     ours.x = _MARGIN
     theirs.x = _MARGIN + max(ours.width + _MIDDLE, ours.extent + _MARGIN)
     width = theirs.x + theirs.extent + _MARGIN
-    title = " → ".join(sizes(each.parallel) for each in (plan.producer, plan.consumer))
+    title = _title_of(shown.plan)
     y = _MARGIN + 14
     canvas.text(_MARGIN, y, title, size=LARGE, bold=True)
     y = _facts(canvas, shown, y, width)

@@ -172,6 +172,16 @@ def bands(engine: EngineSpec) -> list[tuple[str, list[RankId]]]:
     return told
 
 
+def excluded_text(plan: TransferPlan) -> list[str]:
+    """Say, for each side, which layers it does not transfer."""
+    sides = (("producer", plan.producer), ("consumer", plan.consumer))
+    return [
+        f"excluded by the {side}: {layers_text([*engine.excluded])}"
+        for side, engine in sides
+        if engine.excluded
+    ]
+
+
 def layers_text(layers: list[str]) -> str:
     """Return layer names in few words: by number where each has one and none is left out."""
     numbers = sorted({int(n.group()) for n in map(re.compile(r"\d+").search, layers) if n})
