@@ -11,12 +11,16 @@ import numpy as np
 
 from kvspec.allocation import lay_out
 from kvspec.engine import EngineSpec
+from kvspec.errors import SpecError
 from kvspec.flows import flows
 from kvspec.loads import Load, Pair, Traffic
 from kvspec.parallel import RankId
 from kvspec.plan import TransferPlan
 from kvspec.request import BlockTable, TransferRequest
 from kvspec.table import build_table
+
+MAX_BLOCKS = 2**22
+"""Blocks of one group that are looked at: some seconds."""
 
 
 def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
@@ -99,6 +103,9 @@ def _tables(engine: EngineSpec, num_tokens: int) -> dict[str, BlockTable]:
     found = {}
     for group in engine.groups:
         blocks = -(-num_tokens // (group.spec.block_size * size)) or 1
+        if blocks > MAX_BLOCKS:
+            told = f"at most {MAX_BLOCKS} blocks, which are counted one by one; it takes {blocks}"
+            raise SpecError("num_tokens", num_tokens, told)
         if not any(part.tokens_per_state for part in group.spec.parts):
             blocks = 1  # the slot of a state
         found[group.name] = BlockTable(2 * np.arange(blocks))

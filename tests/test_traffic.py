@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 import kvspec
@@ -101,6 +102,13 @@ def test_a_tie_is_the_producers() -> None:
     """Of equally loaded links the producer's is named."""
     plan = kvspec.plan_transfer(plan_of().consumer, plan_of().consumer)
     assert "producer" == plan.traffic(1).busiest.side
+
+
+def test_more_blocks_than_can_be_looked_at_are_refused() -> None:
+    """Bytes would fit, but blocks are counted one by one."""
+    told = r"^num_tokens=10000000000000: wanted at most 4194304 blocks, .* it takes 5000000000000$"
+    with pytest.raises(kvspec.SpecError, match=told):
+        plan_of().traffic(10**13)
 
 
 def test_nothing_moves_of_no_tokens() -> None:

@@ -71,7 +71,9 @@ class Job:
         if self.mode not in get_args(Mode):
             raise SpecError("mode", self.mode, " or ".join(get_args(Mode)))
         kind, _, index = self.device.partition(":")
-        if self.device not in {"cpu", "cuda"} and not (kind == "cuda" and index.isdecimal()):
+        if self.device not in {"cpu", "cuda"} and not (
+            kind == "cuda" and index.isascii() and index.isdecimal()
+        ):
             raise SpecError("device", self.device, "cpu, cuda, or one GPU such as cuda:0")
         ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
         if ranks > MAX_RANKS:
