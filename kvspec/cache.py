@@ -196,9 +196,8 @@ class RankCache:
 
     def region(self, layer: str, part: str) -> Region:
         """Return the region of one part of one layer."""
-        key = str(layer), str(part)
-        found = self._by_part.get(key)
-        if found is None or key != (layer, part):
+        found = self._by_part.get((instance("layer", layer, str), instance("part", part, str)))
+        if found is None:
             raise SpecError("region", f"{layer}.{part}", f"a part of a layer that {self.rank} has")
         return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
@@ -16,9 +15,8 @@ from kvspec.cache import Region
 from kvspec.errors import SpecError
 from kvspec.ranges import Ints
 from kvspec.request import TransferRequest
+from kvspec.slices import Role
 from kvspec.table import DescriptorTable, Entry
-
-Side = Literal["producer", "consumer"]
 
 
 def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest | None) -> str:
@@ -74,7 +72,7 @@ def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) 
     return f" at {address:#x} (its block {int(block)})"
 
 
-def _found(table: DescriptorTable, side: Side, at: int) -> tuple[Entry, int, Ints, Ints]:
+def _found(table: DescriptorTable, side: Role, at: int) -> tuple[Entry, int, Ints, Ints]:
     """Return an id's entry, its run, its block in memory and its place in the block."""
     number = 0 if side == "producer" else 1
     total = sum(entry.rows.ids_used()[number] for entry in table.entries)
@@ -100,9 +98,8 @@ def _lines(
     units = np.arange(region.units)[:, None] * region.unit_stride
     grid = region.base + units + np.arange(region.states) * region.state_stride
     stride = max(region.block_stride, 1)
-    before = np.maximum(
-        -((grid - span.start) // stride), 0
-    )  # the first block in the span, the last
+    # The first and the last block in which each content lies in the span.
+    before = np.maximum(-((grid - span.start) // stride), 0)
     after = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
     spans = zip(before.ravel().tolist(), after.ravel().tolist(), strict=True)
     for block in sorted({each for first, last in spans for each in range(first, last + 1)}):

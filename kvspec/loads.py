@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import attrs
 
 from kvspec.parallel import RankId
+from kvspec.slices import Role
 
 Pair = tuple[RankId, RankId]
 """A producer's rank and a consumer's."""
@@ -34,7 +34,7 @@ class Load:
 class Link:
     """One rank's own link to the other side, and what goes over it."""
 
-    side: Literal["producer", "consumer"]
+    side: Role
     rank: RankId
     load: Load
 

@@ -7,8 +7,6 @@ no cached byte is ever written; any other cell moves whole, dead tokens and all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import attrs
 import numpy as np
 
@@ -58,8 +56,8 @@ def pieces(request: TransferRequest, edge: Edge, geometry: Geometry) -> Pieces:
     Raises `SpecError` for block tables that are impossible, `MismatchError` for tokens that the
     producer does not hold.
     """
-    ours = _table(request.producer_blocks, edge.producer_group, "producer_blocks")
-    theirs = _table(request.consumer_blocks, edge.group, "consumer_blocks")
+    ours = request.table("producer", edge.producer_group)
+    theirs = request.table("consumer", edge.group)
     wanted = request.wanted(edge.group, geometry.spec)
     if not wanted:
         return Pieces(_NONE, _NONE, _NONE, 0, ours, theirs)
@@ -225,13 +223,6 @@ def _slot(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
         told = f"one id, the state's slot, or a block for token {wanted.start}"
         raise SpecError(field, table.block_ids.tolist(), told)
     return (wanted.start - table.first_token) // side.block_size
-
-
-def _table(tables: Mapping[str, BlockTable], group: str, field: str) -> BlockTable:
-    found = tables.get(group)
-    if found is None:
-        raise SpecError(field, sorted(tables, key=repr), f"a block table for group {group!r}")
-    return found
 
 
 def _check_held(

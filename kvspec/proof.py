@@ -48,9 +48,8 @@ def prove(
     The bounds are at most 256 each. *jobs*: processes, one for each core unless given. *progress*
     is called with the number of triples finished since its last call.
     """
-    for field, bound, most in (("max_tp", max_tp, MAX_TP), ("max_heads", max_heads, MAX_HEADS)):
-        if positive_int(field, bound) > most:
-            raise SpecError(field, bound, f"at most {most}")
+    positive_int("max_tp", max_tp, most=MAX_TP)
+    positive_int("max_heads", max_heads, most=MAX_HEADS)
     if jobs is not None:
         positive_int("jobs", jobs)
     policies = sequence("replicas", replicas, "policies")

@@ -116,12 +116,13 @@ MOST = 2**63 - 1
 """The greatest size: addresses and byte counts are signed 64-bit numbers in numpy."""
 
 
-def positive_int(field: str, value: object, *, least: int = 1) -> int:
-    """Return *value* if it is an int of at least *least* and no bool; else raise `SpecError`."""
+def positive_int(field: str, value: object, *, least: int = 1, most: int = MOST) -> int:
+    """Return *value* if it is an int from *least* to *most* and no bool; else raise `SpecError`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(field, value, f"an int >= {least}")
-    if value > MOST:
-        raise SpecError(field, value, f"an int that a signed 64-bit number holds, at most {MOST}")
+    if value > most:
+        why = "an int that a signed 64-bit number holds, " if most == MOST else ""
+        raise SpecError(field, value, f"{why}at most {most}")
     return value
 
 

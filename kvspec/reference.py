@@ -62,12 +62,8 @@ def _check_held(field: str, held: Held, ranks: Iterable[RankId]) -> None:
 def _check_tables(plan: TransferPlan, request: TransferRequest) -> None:
     request.check_groups([group.name for group in plan.consumer.groups])
     for pair in plan.pairs:
-        for field, tables, group in (
-            ("producer_blocks", request.producer_blocks, pair.producer),
-            ("consumer_blocks", request.consumer_blocks, pair.consumer),
-        ):
-            if group.name not in tables:
-                raise SpecError(field, [*tables], f"a block table for group {group.name!r}")
+        request.table("producer", pair.producer.name)
+        request.table("consumer", pair.consumer.name)
 
 
 def _moves(

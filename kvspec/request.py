@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvspec.errors import SpecError
 from kvspec.ranges import EMPTY, mapping, positive_int
+from kvspec.slices import Role
 from kvspec.specs import LayerSpec
 
 Ids = npt.NDArray[np.int64]
@@ -130,6 +131,15 @@ class TransferRequest:
                 raise SpecError(
                     "cached_tokens", strange, f"groups of the consumer: {', '.join(groups)}"
                 )
+
+    def table(self, side: Role, group: str) -> BlockTable:
+        """Return the block table of a *side*'s group; raise `SpecError` if there is none."""
+        tables = self.producer_blocks if side == "producer" else self.consumer_blocks
+        found = tables.get(group)
+        if found is None:
+            wanted = f"a block table for group {group!r}"
+            raise SpecError(f"{side}_blocks", sorted(tables, key=repr), wanted)
+        return found
 
     def cached(self, group: str) -> int:
         """Return the leading tokens of *group* that the consumer already holds."""

@@ -176,8 +176,8 @@ def build_table(
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
     instance("consumer_cache", consumer_cache, RankCache)
-    _check_engine("producer", plan.producer, producer_cache.engine)
-    _check_engine("consumer", plan.consumer, consumer_cache.engine)
+    check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
+    check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
     entries: list[Entry] = []
     at = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
@@ -222,7 +222,8 @@ def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:
     return np.concatenate([np.empty((0, 5), np.uint64), *rows]), types[0]
 
 
-def _check_engine(side: str, planned: EngineSpec, given: EngineSpec) -> None:
+def check_engine(field: str, planned: EngineSpec, given: EngineSpec) -> None:
+    """Raise `MismatchError` naming what of a cache's engine is not as the plan's."""
     if given is not planned and given != planned:
         why = "the cache was laid out for another engine than the plan's"
-        raise MismatchError(differing(planned, given, f"{side}_cache.engine", why))
+        raise MismatchError(differing(planned, given, field, why))

@@ -16,8 +16,7 @@ from kvspec.cache import RankCache
 from kvspec.checker import Checker
 from kvspec.counterexample import CounterExample
 from kvspec.engine import EngineSpec, KVCacheGroup
-from kvspec.errors import MismatchError, SpecError
-from kvspec.mismatches import differing
+from kvspec.errors import SpecError
 from kvspec.parallel import RankId
 from kvspec.pieces import check_producer_holds
 from kvspec.plan import TransferPlan
@@ -25,7 +24,7 @@ from kvspec.proof import Proof, prove
 from kvspec.ranges import MOST, Ints, instance, mapping
 from kvspec.request import BlockTable, TransferRequest
 from kvspec.shares import GroupPair
-from kvspec.table import build_table
+from kvspec.table import build_table, check_engine
 
 __all__ = ["CounterExample", "Proof", "prove", "verify"]
 
@@ -104,9 +103,7 @@ def _check_caches(field: str, given: Mapping[RankId, RankCache], engine: EngineS
         if not isinstance(cache, RankCache) or cache.rank != rank:
             found = cache.rank if isinstance(cache, RankCache) else type(cache).__name__
             raise SpecError(name, str(found), "the cache of that rank")
-        if cache.engine is not engine and cache.engine != engine:
-            why = "the cache was laid out for another engine than the plan's"
-            raise MismatchError(differing(engine, cache.engine, f"{name}.engine", why))
+        check_engine(f"{name}.engine", engine, cache.engine)
 
 
 def _check_given(
@@ -127,22 +124,20 @@ def _check_given(
 
 def _check_tables(plan: TransferPlan, pair: GroupPair, request: TransferRequest) -> None:
     """Raise unless both tables of a pair of groups are there, and hold what is read of them."""
-    sides = (
-        ("consumer_blocks", request.consumer_blocks, pair.consumer),
-        ("producer_blocks", request.producer_blocks, pair.producer),
-    )
-    for field, tables, group in sides:
-        if group.name not in tables:
-            raise SpecError(field, [*tables], f"a block table for group {group.name!r}")
+    theirs = request.table("consumer", pair.consumer.name)
+    ours = request.table("producer", pair.producer.name)
     virtual = pair.producer.spec.block_size * plan.producer.parallel.context_size
-    tokens = request.producer_blocks[pair.producer.name].tokens(virtual)
+    tokens = ours.tokens(virtual)
     for spec, _ in pair.alike:
         wanted = request.wanted(pair.consumer.name, spec)
         if wanted and all(part.tokens_per_state for part in spec.parts):
             check_producer_holds(pair.producer.name, tokens, wanted)
         elif wanted:
-            for field, tables, group in sides:
-                _check_slot(f"{field}[{group.name!r}]", tables[group.name], group, wanted.start)
+            for side, table, group in (
+                ("consumer", theirs, pair.consumer),
+                ("producer", ours, pair.producer),
+            ):
+                _check_slot(f"{side}_blocks[{group.name!r}]", table, group, wanted.start)
 
 
 def _check_slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> None:

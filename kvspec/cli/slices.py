@@ -109,9 +109,8 @@ def slices(
     """Show which units each rank exchanges with which rank of the other side."""
     with refusals():
         specs = _specs(model, heads, kind, groups)
-        for field, size in (("producer_tp", producer_tp), ("consumer_tp", consumer_tp)):
-            if positive_int(field, size) > MAX_RANKS:
-                raise SpecError(field, size, f"at most {MAX_RANKS}")
+        positive_int("producer_tp", producer_tp, most=MAX_RANKS)
+        positive_int("consumer_tp", consumer_tp, most=MAX_RANKS)
         local, remote = consumer_tp, producer_tp
         if role == "producer":
             local, remote = remote, local

@@ -18,9 +18,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from kvspec.cache import MEMORY_TYPES
 from kvspec.errors import SpecError, TransferError, WireError
 
-MEMORY_TYPES = ("DRAM", "VRAM")
 ADDRESS_END = 2**63
 ID_END = 2**31
 

@@ -91,7 +91,7 @@ class Order:
 
     def make(self, agent: Agent, piece: slice) -> int:
         """Return nixl's handle for one of the pairs' pieces."""
-        handles = self.local.handle(agent), self.remote.handle(agent)
+        handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
         pairs = self.pairs
         if pairs.joined is not None:
             local = self.local.memory_type, pairs.joined.local[piece]

@@ -128,7 +128,7 @@ class LayerSpec:
         [(0, range(2, 4)), (1, range(4, 5))]
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
-        _check_size("remote_tp_size", remote_tp_size)
+        positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)
         check_policy(replicas, salt)
         if role not in ("consumer", "producer"):
             raise SpecError("role", role, "'consumer' or 'producer'")
@@ -164,11 +164,5 @@ def padded_page(real: int, padded: int | None) -> int:
 
 
 def _check_rank(field: str, rank: object, size_field: str, size: object) -> None:
-    if positive_int(field, rank, least=0) >= _check_size(size_field, size):
+    if positive_int(field, rank, least=0) >= positive_int(size_field, size, most=MAX_RANKS):
         raise SpecError(field, rank, f"less than {size_field}={size}")
-
-
-def _check_size(field: str, size: object) -> int:
-    if positive_int(field, size) > MAX_RANKS:
-        raise SpecError(field, size, f"at most {MAX_RANKS}")
-    return size  # type: ignore[return-value]
