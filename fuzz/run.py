@@ -79,8 +79,10 @@ def with_corpus(flags: list[str]) -> list[str]:
 
 def main() -> None:
     """Fuzz what the command line names."""
-    import atheris  # noqa: PLC0415 - only fuzzing needs it
-
+    try:
+        import atheris  # noqa: PLC0415 - only fuzzing needs it
+    except ImportError:
+        raise SystemExit("atheris is not installed: pip install --group fuzz") from None
     if len(sys.argv) == 1:
         raise SystemExit(__doc__)
     program, target, *flags = sys.argv

@@ -475,8 +475,8 @@ def test_a_table_that_moves_nothing_says_so() -> None:
             table.to_svg(group="g")
 
 
-def only_table(spec: kvspec.LayerSpec, ours: Any = None, theirs: Any = None, **more: Any) -> Any:
-    """Return the table of the first two ranks that exchange anything, with the parallel sizes."""
+def tables_of(spec: kvspec.LayerSpec, ours: Any = None, theirs: Any = None, **more: Any) -> Any:
+    """Return the table of each two ranks that exchange anything, with the parallel sizes."""
     group = kvspec.KVCacheGroup(name="g", layers=("l.0",), spec=spec)
     producer, consumer = (
         kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(**sizes or {}))
@@ -514,7 +514,7 @@ LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=16, dtype="bfloat16")
 )
 def test_the_first_block_moves_if_any_of_it_can_live(spec: kvspec.LayerSpec) -> None:
     """As many tokens are asked for as leave some live: 16 rows of k and v, 16 bytes each."""
-    (table,) = only_table(spec)
+    (table,) = tables_of(spec)
     text = table.to_svg()
     said = [each.says for each in texts(parsed(text))]
     assert "one block of 1 layer: 1 run of 512 B, 512 B in all" in said
@@ -523,7 +523,7 @@ def test_the_first_block_moves_if_any_of_it_can_live(spec: kvspec.LayerSpec) -> 
 
 def test_the_first_block_s_request_tells_the_encoder_s_tokens() -> None:
     """Cross attention counts those, and no picture asks without them."""
-    (table,) = only_table(kvspec.CrossAttentionSpec(**GQA))
+    (table,) = tables_of(kvspec.CrossAttentionSpec(**GQA))
     asked = list(memory._first_blocks(table, table.entries[0].edge))
     assert 16 == asked[0].num_tokens
     assert [each.num_tokens for each in asked] == [each.encoder_tokens for each in asked]
@@ -538,7 +538,7 @@ def test_the_first_block_s_request_tells_the_encoder_s_tokens() -> None:
 )
 def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
     """A window of the query's own token keeps none before it."""
-    (table,) = only_table(spec)
+    (table,) = tables_of(spec)
     said = [each.says for each in texts(parsed(table.to_svg()))]
     assert "one block of 1 layer: nothing of it moves" in said
 
@@ -571,7 +571,7 @@ def test_every_pair_that_exchanges_anything_has_runs(
     spec: kvspec.LayerSpec, ours: Any, theirs: Any, more: Any
 ) -> None:
     """Also where its first tokens are not in the first block, or not at the end of one."""
-    tables = only_table(spec, ours, theirs, **more)
+    tables = tables_of(spec, ours, theirs, **more)
     assert len(tables) > 1
     for table in tables:
         assert ribbons(table.to_svg()) != []
@@ -580,7 +580,9 @@ def test_every_pair_that_exchanges_anything_has_runs(
 def test_striped_states_have_runs() -> None:
     """A state is drawn where its last token's block is the pair's own."""
     spec = kvspec.MambaSpec.replicated_state(state_bytes=64)
-    for table in only_table(spec, {"tp_size": 4}, {"tp_size": 1}, replicas="stripe"):
+    tables = tables_of(spec, {"tp_size": 4}, {"tp_size": 1}, replicas="stripe")
+    assert 4 == len(tables)
+    for table in tables:
         assert [64] == ribbons(table.to_svg())
 
 

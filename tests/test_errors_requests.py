@@ -56,6 +56,7 @@ class Pair:
         plan = kvspec.plan_transfer(engine(spec), engine(spec))
         sides = [kvspec.allocate(e, RankId(), NUM_BLOCKS) for e in (plan.producer, plan.consumer)]
         (ours, mine), (theirs, yours) = sides
+        mine["g"][:] = 7  # so that a copy would show
         table = kvspec.build_table(plan, ours, theirs)
         return Pair(plan, ours, theirs, table, (mine["g"], yours["g"]))
 
@@ -559,3 +560,20 @@ def test_the_reference_refuses_in_words_before_it_writes(
     assert wanted == words(call)
     after = [each for pair in PAIRS.values() for each in pair.storage]
     assert all(np.array_equal(*each) for each in zip(before, after, strict=True))
+
+
+def test_the_reference_writes_no_group_before_all_are_right() -> None:
+    """Of two groups the second has a wrong block: the first is not copied either."""
+    groups = [kvspec.KVCacheGroup(name=name, layers=(name,), spec=FULL) for name in "gh"]
+    side = kvspec.EngineSpec(groups=groups)
+    ours, theirs = (kvspec.allocate(side, RankId(), NUM_BLOCKS) for _ in range(2))
+    for flat in ours[1].values():
+        flat[:] = 7
+    request = ask(
+        producer_blocks={"g": (0, 1, 2), "h": (0, 1, 2)},
+        consumer_blocks={"g": (0, 1, 2), "h": (0, 1, 9)},
+    )
+    plan, held = kvspec.plan_transfer(side, side), ({RankId(): ours}, {RankId(): theirs})
+    told = "consumer_blocks['h']=9: wanted block ids from 0 to 5"
+    assert told == words(lambda: kvspec.reference.copy(plan, *held, request))
+    assert not any(flat.any() for flat in theirs[1].values())

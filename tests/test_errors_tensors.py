@@ -341,7 +341,7 @@ def test_groups_share_no_byte_of_two_blocks(
             kvspec.EngineSpec(groups=groups, layout="LBNHC"), RankId(), tensors
         )
     except kvspec.SpecError:
-        assert clash or not alike
+        assert clash or (not alike and set.union(*held) & set.union(*others))
     else:
         assert not clash
         assert alike or not set.union(*held) & set.union(*others)

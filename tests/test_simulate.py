@@ -479,4 +479,7 @@ def test_the_command_names_a_speed_as_it_was_given(option: str, value: str) -> N
     status, told = command(option, value)
     field = option.strip("-").replace("-", "_")
     shown = float(value)
-    assert (2, f"kvspec: {field}={shown}: wanted GB/s > 0\n") == (status, told)
+    assert (2, f"kvspec: {field}={shown}: wanted finite GB/s > 0, as bytes a second too\n") == (
+        status,
+        told,
+    )

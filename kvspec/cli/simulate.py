@@ -85,7 +85,7 @@ def simulate_command(
 def _speed(field: str, value: float) -> float:
     """Return GB/s as bytes a second."""
     if not 0 < value * 1e9 < math.inf:
-        raise SpecError(field, value, "GB/s > 0")
+        raise SpecError(field, value, "finite GB/s > 0, as bytes a second too")
     return value * 1e9
 
 
