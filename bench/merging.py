@@ -21,7 +21,7 @@ from timing import Options, Row
 
 from kvspec import DescriptorTable, ParallelConfig, allocate, build_table, plan_transfer
 from kvspec.nixl.checks import checked_rows
-from kvspec.nixl.pairs import pair
+from kvspec.nixl.merging import pair
 
 LAYOUTS = ("LBHNC", "LBNHC", "LKBNHC", "LBKHNC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
 PAIRS = ((8, 4), (4, 8), (4, 4), (2, 8), (8, 2), (16, 4), (3, 2))

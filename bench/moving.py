@@ -17,7 +17,7 @@ import works
 from timing import Options, Row, interleaved, told
 
 from kvspec import RankId, allocate, build_table, lay_out, plan_transfer
-from kvspec.cache import Memory
+from kvspec.memory.regions import Memory
 
 TARGET = RankId()
 TIMEOUT = 60.0

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.ranges import Cyclic, meet
+from kvspec.ownership.tokens import Cyclic, meet
 from kvspec.testing.carve import rank_units
 from kvspec.testing.positions import own_positions
 from kvspec.testing.strategies import POLICIES, explicit_deals

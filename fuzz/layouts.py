@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.allocation import allocate
-from kvspec.cache import Region
-from kvspec.engine import EngineSpec
-from kvspec.parallel import RankId
+from kvspec.engines.engine import EngineSpec
+from kvspec.memory.allocation import allocate
+from kvspec.memory.regions import Region
+from kvspec.ownership.parallel import RankId
 from kvspec.testing.carve import logical_views, rank_layers
 from kvspec.testing.strategies import engines, groups
 

@@ -12,8 +12,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.parallel import ParallelConfig, RankId
-from kvspec.slices import Part, Replicas, TPTransferSlice, transfer_slices
+from kvspec.ownership.election import Replicas
+from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.testing.carve import deal_units
 from kvspec.testing.strategies import POLICIES, explicit_deals
 

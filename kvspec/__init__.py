@@ -3,9 +3,10 @@
 from importlib import import_module
 from types import ModuleType
 
-from kvspec.allocation import allocate, lay_out
-from kvspec.cache import Memory, RankCache, Region
-from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.check.verify import CounterExample, verify
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.table import DescriptorTable, build_table
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import (
     KVSpecError,
     Mismatch,
@@ -14,11 +15,15 @@ from kvspec.errors import (
     TransferError,
     WireError,
 )
-from kvspec.mismatches import mismatches
-from kvspec.parallel import Deal, ParallelConfig, RankId, default_deal
-from kvspec.plan import Edge, TransferPlan, plan_transfer
-from kvspec.request import BlockTable, TransferRequest
-from kvspec.slices import Part, TPTransferSlice
+from kvspec.memory.allocation import allocate, lay_out
+from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.ownership.deals import Deal, default_deal
+from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.plan.edges import Edge
+from kvspec.plan.mismatches import mismatches
+from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -30,8 +35,6 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvspec.table import DescriptorTable, build_table
-from kvspec.verify import CounterExample, verify
 
 __version__ = "0.1.0"
 

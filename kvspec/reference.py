@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.cache import RankCache, Region
-from kvspec.engine import KVCacheGroup
+from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
+from kvspec.engines.engine import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.parallel import RankId
-from kvspec.plan import TransferPlan
-from kvspec.ranges import Cyclic, instance, mapping
-from kvspec.request import BlockTable, Ids, TransferRequest
-from kvspec.slices import Part, TPTransferSlice
+from kvspec.inputs import instance, mapping
+from kvspec.memory.regions import RankCache, Region
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.tokens import Cyclic
+from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 
 if TYPE_CHECKING:

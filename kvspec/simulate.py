@@ -15,13 +15,14 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.engine import EngineSpec
+from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.flows import Flows, flows
-from kvspec.parallel import RankId
-from kvspec.plan import TransferPlan, plan_transfer
-from kvspec.ranges import MOST, Ints, instance, positive_int, sequence
-from kvspec.slices import Replicas
+from kvspec.inputs import MOST, instance, positive_int, sequence
+from kvspec.ownership.election import Replicas
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.tokens import Ints
+from kvspec.plan.plan import TransferPlan, plan_transfer
+from kvspec.traffic.flows import Flows, flows
 
 Floats = npt.NDArray[np.float64]
 Speed = float | Sequence[float]

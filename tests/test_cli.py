@@ -32,9 +32,9 @@ pytest.importorskip("typer", reason="needs the cli extra")
 
 from typer.testing import CliRunner, Result
 
+from kvspec.check.exhaustive import Proof
 from kvspec.cli import app as cli
 from kvspec.cli import verify as cli_verify
-from kvspec.proof import Proof
 
 REPO = Path(kvspec.__file__).parents[1]
 

@@ -52,12 +52,12 @@ def test_a_target_opens_with_its_invariant(target: str) -> None:
 
 def crowding(patch: pytest.MonkeyPatch) -> None:
     """Send every consumer to the first replica, whatever the policy."""
-    patch.setattr(kvspec.slices, "elect", lambda *_: ((0, kvspec.slices.ALL_BLOCKS),))
+    patch.setattr(kvspec.ownership.slices, "elect", lambda *_: ((0, (0, 1)),))
 
 
 def late_page(patch: pytest.MonkeyPatch) -> None:
     """Place every second part one byte too late."""
-    right = kvspec.allocation.place
+    right = kvspec.memory.allocation.place
 
     def place(*arguments: Any) -> Any:
         members, size = right(*arguments)
@@ -65,28 +65,28 @@ def late_page(patch: pytest.MonkeyPatch) -> None:
             each.offset += 1
         return members, size + 1
 
-    patch.setattr(kvspec.allocation, "place", place)
+    patch.setattr(kvspec.memory.allocation, "place", place)
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
     """Leave out the last piece of every request."""
-    right = kvspec.pieces._cut
+    right = kvspec.descriptors.cells._cut
 
     def cut(*arguments: Any) -> Any:
         ours, theirs, tokens, tails = right(*arguments)
         return ours[:-1], theirs[:-1], tokens[:-1], min(tails, len(tokens[:-1]))
 
-    patch.setattr(kvspec.pieces, "_cut", cut)
+    patch.setattr(kvspec.descriptors.cells, "_cut", cut)
 
 
 def credulous(patch: pytest.MonkeyPatch) -> None:
     """Let a table name one block for two places."""
-    patch.setattr(kvspec.pieces, "_check_once", lambda *_, **__: None)
+    patch.setattr(kvspec.descriptors.cells, "_check_once", lambda *_, **__: None)
 
 
 def one_context(patch: pytest.MonkeyPatch) -> None:
     """Believe that two context ranks share tokens where they have one number."""
-    patch.setattr(kvspec.shares, "meet", lambda one, other: one.rank == other.rank)
+    patch.setattr(kvspec.plan.shares, "meet", lambda one, other: one.rank == other.rank)
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvspec
-from kvspec.parallel import default_deal
+from kvspec.ownership.deals import default_deal
 
 GOLDENS = Path(__file__).parent / "goldens"
 TORCH: dict[str, Any] = json.loads(

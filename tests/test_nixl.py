@@ -21,10 +21,10 @@ from kvspec.errors import KVSpecError, SpecError, TransferError, WireError
 from kvspec.nixl import NixlRank, Prepared
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import checks as nixl_checks
-from kvspec.nixl import pairs as nixl_pairs
-from kvspec.nixl import states as nixl_states
+from kvspec.nixl import errors as nixl_states
+from kvspec.nixl import merging as nixl_pairs
 from kvspec.nixl.checks import Introduction
-from kvspec.nixl.inbox import HELLO
+from kvspec.nixl.notifications import HELLO
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")

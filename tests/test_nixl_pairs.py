@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.descriptors.table import build_table
 from kvspec.errors import SpecError
-from kvspec.nixl import pairs
+from kvspec.nixl import merging as pairs
 from kvspec.nixl.checks import Rows, checked_rows
-from kvspec.table import build_table
 from kvspec.testing import strategies
 from kvspec.testing.world import finest, world
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-import kvspec.flows
-from kvspec.flows import flows
+import kvspec.traffic.flows
+from kvspec.ownership.election import Replicas
 from kvspec.simulate import simulate
-from kvspec.slices import Replicas
+from kvspec.traffic.flows import flows
 
 POLICIES: tuple[Replicas, ...] = get_args(Replicas)
 TOKENS = 200
@@ -391,7 +391,7 @@ def test_long_periods_are_counted_in_steps(monkeypatch: pytest.MonkeyPatch) -> N
     """Counting a few tokens at a time is counting them at once."""
     plan = kvspec.plan_transfer(contexts(2, 48, 4), contexts(3, 16, 3), "stripe")
     at_once = flows(plan, 1000).moved.tolist()
-    monkeypatch.setattr(kvspec.flows, "STEP", 7)
+    monkeypatch.setattr(kvspec.traffic.flows, "STEP", 7)
     assert at_once == flows(plan, 1000).moved.tolist()
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import kvspec
-from kvspec import BlockTable, RankId, proof
-from kvspec.parallel import Deal, default_deal
-from kvspec.slices import Piece, consumer_pieces
-from kvspec.verify import prove, verify
+from kvspec import BlockTable, RankId
+from kvspec.check import exhaustive as proof
+from kvspec.check.verify import prove, verify
+from kvspec.ownership.deals import Deal, default_deal
+from kvspec.ownership.slices import Piece, consumer_pieces
 
 LAYERS = ("a", "b")
 HEADS, ROWS, CONTENT = 4, 4, 16

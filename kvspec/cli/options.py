@@ -25,10 +25,10 @@ from rich.progress import (
 
 from kvspec import catalogue, models
 from kvspec.cli import INTERRUPTED
-from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
-from kvspec.parallel import ParallelConfig
-from kvspec.ranges import MOST
+from kvspec.inputs import MOST
+from kvspec.ownership.parallel import ParallelConfig
 
 WRONG, REFUSED = 1, 2
 """Exit statuses: what was checked is wrong; the input is bad."""

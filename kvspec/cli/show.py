@@ -9,11 +9,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvspec.engine import EngineSpec, KVCacheGroup
-from kvspec.explain import sizes as parallel_words
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.ownership.part import Part
+from kvspec.plan.explain import sizes as parallel_words
 from kvspec.run import Job, Moved, Report
 from kvspec.run.limits import sizes
-from kvspec.slices import Part
 
 if TYPE_CHECKING:
     from rich.console import Console

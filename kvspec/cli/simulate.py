@@ -16,8 +16,8 @@ from rich.text import Text
 from kvspec import catalogue
 from kvspec.cli.options import KEYS, engine, engine_words, output, refusals
 from kvspec.errors import SpecError
+from kvspec.ownership.election import Replicas
 from kvspec.simulate import POLICIES, PolicyLoad, Simulation, simulate
-from kvspec.slices import Replicas
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,12 +14,13 @@ from rich import box
 from rich.table import Table
 
 from kvspec.cli.options import model_groups, output, refusals
-from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.parallel import MAX_RANKS, ParallelConfig
-from kvspec.plan import plan_transfer
-from kvspec.ranges import positive_int
-from kvspec.slices import ALL_BLOCKS, Replicas, Role, TPTransferSlice
+from kvspec.inputs import positive_int
+from kvspec.ownership.election import ALL_BLOCKS, Replicas, Role
+from kvspec.ownership.parallel import MAX_RANKS, ParallelConfig
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.plan.plan import plan_transfer
 from kvspec.specs import FullAttentionSpec, LayerSpec, MambaSpec, MLAAttentionSpec
 
 _HEAD = 128  # elements: slices count units, so any size does

@@ -24,9 +24,9 @@ from kvspec.cli.options import (
 from kvspec.cli.show import show_job, show_report
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import package_names
+from kvspec.ownership.election import Replicas
 from kvspec.run import STAGES, Job, Report, check_job, run_transfer
 from kvspec.run.job import Mode
-from kvspec.slices import Replicas
 
 _ENGINES, _REQUESTS, _RUN = "The two engines", "The requests", "The run"
 

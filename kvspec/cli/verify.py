@@ -7,10 +7,10 @@ from typing import cast, get_args
 
 import typer
 
+from kvspec.check.exhaustive import MAX_HEADS, MAX_TP, prove
 from kvspec.cli.options import WRONG, output, progress_bar, refusals
 from kvspec.errors import SpecError
-from kvspec.proof import MAX_HEADS, MAX_TP, prove
-from kvspec.slices import Replicas
+from kvspec.ownership.election import Replicas
 
 MAX_FAULTS = 10
 """Counter-examples that are printed."""

@@ -12,8 +12,9 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from kvspec.cache import RankCache, Region
-from kvspec.ranges import Ints, shift
+from kvspec.memory.regions import RankCache, Region
+from kvspec.ownership.intervals import shift
+from kvspec.ownership.tokens import Ints
 
 
 @attrs.frozen

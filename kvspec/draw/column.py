@@ -9,7 +9,7 @@ import attrs
 
 from kvspec.draw.canvas import DASH, SMALL, colour, width_of
 from kvspec.draw.scene import Family, Held, Scene, bands, side_text
-from kvspec.parallel import RankId
+from kvspec.ownership.parallel import RankId
 
 LINE_HEIGHT, PAD, GAP, CAPTION = 26.0, 5.0, 8.0, 22.0
 """Pixels: a line of a box, around its lines, between boxes, and the caption of a band."""

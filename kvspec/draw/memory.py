@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 import numpy as np
 
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.table import DescriptorTable
 from kvspec.draw.bars import BAR, Side, axis, bar, heading, units_colour
 from kvspec.draw.bars import layers as layer_names
 from kvspec.draw.block import (
@@ -35,11 +37,10 @@ from kvspec.draw.canvas import (
 )
 from kvspec.draw.ranks import note_svg
 from kvspec.errors import SpecError
-from kvspec.plan import Edge
-from kvspec.ranges import Cyclic, Ints, instance
-from kvspec.request import BlockTable, TransferRequest
-from kvspec.slices import Part
-from kvspec.table import DescriptorTable
+from kvspec.inputs import instance
+from kvspec.ownership.part import Part
+from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.plan.edges import Edge
 
 _MARGIN, _WIDTH, _BETWEEN, _MARK = 28.0, 960.0, 170.0, 30.0
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8

@@ -38,10 +38,10 @@ from kvspec.draw.column import (
     words_of,
 )
 from kvspec.draw.scene import Read, Scene, excluded_text, scene
-from kvspec.explain import sizes
-from kvspec.parallel import RankId
-from kvspec.plan import TransferPlan
-from kvspec.ranges import instance
+from kvspec.inputs import instance
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.explain import sizes
+from kvspec.plan.plan import TransferPlan
 
 _MARGIN = 28.0
 _MIDDLE = 280.0

@@ -12,14 +12,14 @@ import re
 import attrs
 
 from kvspec.draw.canvas import DASH
-from kvspec.engine import EngineSpec
+from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.explain import sizes
-from kvspec.parallel import RankId
-from kvspec.plan import TransferPlan
-from kvspec.ranges import Cyclic
-from kvspec.shares import Share
-from kvspec.slices import Part
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.tokens import Cyclic
+from kvspec.plan.explain import sizes
+from kvspec.plan.plan import TransferPlan
+from kvspec.plan.shares import Share
 
 
 @attrs.frozen

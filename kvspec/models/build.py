@@ -15,11 +15,11 @@ from typing import TypeAlias
 import attrs
 
 from kvspec.dtypes import dtype_name, itemsize
-from kvspec.engine import KVCacheGroup
+from kvspec.engines.engine import KVCacheGroup
 from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
 from kvspec.models.fields import Config, kinds_of
 from kvspec.models.table import ROWS, Architecture
-from kvspec.ranges import positive_int
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

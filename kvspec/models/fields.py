@@ -12,7 +12,7 @@ from typing import TypeAlias
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.ranges import positive_int
+from kvspec.inputs import positive_int
 
 _ALIASES: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers"),

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvspec.errors import KVSpecError, TransferError, WireError
 from kvspec.nixl.checks import Extent, Ids, Rows, expanded
-from kvspec.nixl.states import STATES, TERMINAL_KINDS, kind_of, state_of
+from kvspec.nixl.errors import STATES, TERMINAL_KINDS, kind_of, state_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,8 +18,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.cache import MEMORY_TYPES
 from kvspec.errors import SpecError, TransferError, WireError
+from kvspec.memory.regions import MEMORY_TYPES
 
 ADDRESS_END = 2**63
 ID_END = 2**31

@@ -36,8 +36,8 @@ from kvspec.nixl.checks import (
     row_of_one,
     unseal,
 )
-from kvspec.nixl.inbox import HELLO, MAX_NOTIFICATION, Inbox, check_payload
-from kvspec.nixl.states import STATES
+from kvspec.nixl.errors import STATES
+from kvspec.nixl.notifications import HELLO, MAX_NOTIFICATION, Inbox, check_payload
 from kvspec.nixl.transfer import Order, Prepared, Transfer, order_of
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import attrs
 from kvspec.errors import SpecError, TransferError
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.checks import Rows, seconds
-from kvspec.nixl.inbox import FIRST_WAIT, LAST_WAIT
-from kvspec.nixl.pairs import Pairing, checked_ids, pair
-from kvspec.nixl.states import STATES
+from kvspec.nixl.errors import STATES
+from kvspec.nixl.merging import Pairing, checked_ids, pair
+from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 

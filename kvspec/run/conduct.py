@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.parallel import RankId
+from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
 from kvspec.run.limits import check_device, check_memory
 from kvspec.run.report import Failure, RankReport, Report

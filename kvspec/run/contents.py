@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.parallel import RankId
+from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
 from kvspec.run.report import Compared
 from kvspec.testing import check, expected, logical_views, spoil

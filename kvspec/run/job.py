@@ -13,14 +13,14 @@ from typing import Literal, get_args
 import attrs
 import numpy as np
 
-from kvspec.allocation import allocate
-from kvspec.engine import EngineSpec
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.parallel import RankId
-from kvspec.plan import TransferPlan, plan_transfer
-from kvspec.ranges import positive_int
-from kvspec.request import BlockTable, TransferRequest
-from kvspec.slices import Replicas, check_policy
+from kvspec.inputs import positive_int
+from kvspec.memory.allocation import allocate
+from kvspec.ownership.election import Replicas, check_policy
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.specs import LayerSpec
 
 Mode = Literal["pull", "push"]

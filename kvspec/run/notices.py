@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from kvspec.descriptors.request import TransferRequest
 from kvspec.nixl import NixlRank
-from kvspec.parallel import RankId
-from kvspec.request import TransferRequest
+from kvspec.ownership.parallel import RankId
 
 REST = 1e-3
 """Seconds between two looks into the inbox."""

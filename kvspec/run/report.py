@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.parallel import RankId
+from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Side
 
 

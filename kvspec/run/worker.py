@@ -18,16 +18,16 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvspec.allocation import allocate
-from kvspec.cache import RankCache
+from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.errors import KVSpecError
+from kvspec.memory.allocation import allocate
+from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Prepared
-from kvspec.parallel import RankId
+from kvspec.ownership.parallel import RankId
 from kvspec.run import contents
 from kvspec.run.job import Job, Side
 from kvspec.run.notices import Notices
 from kvspec.run.report import Compared, Moved, RankReport
-from kvspec.table import DescriptorTable, build_table
 
 FAILED = "failed"
 

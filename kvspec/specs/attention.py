@@ -8,8 +8,9 @@ import attrs
 
 from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
-from kvspec.ranges import EMPTY, positive_int
-from kvspec.slices import Part
+from kvspec.inputs import positive_int
+from kvspec.ownership.intervals import EMPTY
+from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 

@@ -12,9 +12,12 @@ from functools import cached_property
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.parallel import MAX_RANKS, default_deal
-from kvspec.ranges import flag, positive_int
-from kvspec.slices import Part, Replicas, Role, TPTransferSlice, check_policy, transfer_slices
+from kvspec.inputs import flag, positive_int
+from kvspec.ownership.deals import default_deal
+from kvspec.ownership.election import Replicas, Role, check_policy
+from kvspec.ownership.parallel import MAX_RANKS
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 
 MEMORY_FIELDS = frozenset({"block_size", "page_size_padded"})
 """Fields that say where bytes lie, not what they mean: two engines may differ in them."""

@@ -13,8 +13,9 @@ import attrs
 
 from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
-from kvspec.ranges import EMPTY, instance, positive_int, sequence
-from kvspec.slices import Part
+from kvspec.inputs import instance, positive_int, sequence
+from kvspec.ownership.intervals import EMPTY
+from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec, is_size
 
 

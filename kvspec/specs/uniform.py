@@ -12,8 +12,10 @@ from functools import cached_property
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.ranges import mapping
-from kvspec.slices import Part, Replicas, Role, TPTransferSlice
+from kvspec.inputs import mapping
+from kvspec.ownership.election import Replicas, Role
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
 from kvspec.specs.layer import LayerSpec
 
 _OWN = {

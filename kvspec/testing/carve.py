@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from kvspec.engine import EngineSpec, KVCacheGroup
-    from kvspec.parallel import RankId
-    from kvspec.slices import Part
+    from kvspec.engines.engine import EngineSpec, KVCacheGroup
+    from kvspec.ownership.parallel import RankId
+    from kvspec.ownership.part import Part
 
 Bytes = NDArray[np.uint8]
 Storage = Mapping[str, Bytes]

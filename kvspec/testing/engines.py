@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from kvspec.engine import EngineSpec, KVCacheGroup
-from kvspec.parallel import ParallelConfig
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import LayerSpec, MambaSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import rank_units
 from kvspec.testing.kinds import KINDS

@@ -20,9 +20,9 @@ from kvspec.testing.positions import Rows, Tables, rows_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvspec.engine import EngineSpec
-    from kvspec.parallel import RankId
-    from kvspec.request import TransferRequest
+    from kvspec.descriptors.request import TransferRequest
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.ownership.parallel import RankId
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 

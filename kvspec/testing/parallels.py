@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from kvspec.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.parallel import ParallelConfig
-from kvspec.slices import Part
+from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.part import Part
 from kvspec.specs import LayerSpec
 
 

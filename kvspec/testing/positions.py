@@ -17,10 +17,10 @@ from kvspec.testing.carve import block_split, rank_layers, rank_units
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvspec.engine import EngineSpec, KVCacheGroup
-    from kvspec.parallel import RankId
-    from kvspec.request import BlockTable, TransferRequest
-    from kvspec.slices import Part
+    from kvspec.descriptors.request import BlockTable, TransferRequest
+    from kvspec.engines.engine import EngineSpec, KVCacheGroup
+    from kvspec.ownership.parallel import RankId
+    from kvspec.ownership.part import Part
 
 Tables = Mapping[str, "BlockTable | Sequence[int]"]
 

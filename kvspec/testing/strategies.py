@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 from hypothesis import strategies as st
 
-from kvspec.engine import EngineSpec, KVCacheGroup
-from kvspec.request import BlockTable, TransferRequest
-from kvspec.slices import Replicas
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.ownership.election import Replicas
 from kvspec.specs import CrossAttentionSpec
 from kvspec.testing.engines import (
     NAMED_LAYOUTS,

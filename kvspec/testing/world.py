@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvspec.allocation import allocate
-from kvspec.cache import Memory, RankCache
-from kvspec.parallel import RankId
-from kvspec.plan import TransferPlan, plan_transfer
-from kvspec.request import TransferRequest
-from kvspec.table import DescriptorTable, build_table
+from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.table import DescriptorTable, build_table
+from kvspec.memory.allocation import allocate
+from kvspec.memory.regions import Memory, RankCache
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.testing import oracle
 from kvspec.testing.carve import Bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvspec.engine import EngineSpec
+    from kvspec.engines.engine import EngineSpec
     from kvspec.testing.strategies import Case
 
 Storage = dict[str, Bytes]

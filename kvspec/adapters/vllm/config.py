@@ -1,0 +1,212 @@
+"""vLLM's config of one rank, read field by field.
+
+Law: a field that is missing, or is not what it should be, is an error that names the path to it;
+nothing of another's class is believed, not even that reading an attribute of it succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from kvspec.dtypes import dtype_name
+from kvspec.errors import SpecError
+from kvspec.inputs import flag, mapping, positive_int, sequence
+from kvspec.ownership.parallel import ParallelConfig
+
+UNIFORM = "UniformTypeKVCacheSpecs"
+
+
+@attrs.frozen
+class Given:
+    """A value of vLLM's, and the path by which it was reached; a field that is missing is None."""
+
+    path: str
+    value: Any
+
+    def get(self, name: str) -> Given:
+        """Return the field called *name*."""
+        path = f"{self.path}.{name}" if self.path else name
+        try:
+            return Given(path, getattr(self.value, name, None))
+        except Exception as error:  # a property of theirs may do anything
+            told = f"{type(error).__name__}: {error}"
+            raise SpecError(path, told, "a value, not an error") from error
+
+    def size(self, default: int | None = None, least: int = 1) -> int:
+        """Return an int of at least *least*; *default*, if there is one, for what is missing."""
+        if self.value is None and default is not None:
+            return default
+        return positive_int(self.path, self.value, least=least)
+
+    def size_or_none(self) -> int | None:
+        """Return an int >= 1, or None for what is missing."""
+        return None if self.value is None else self.size()
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return a sequence of ints >= 1."""
+        found = sequence(self.path, self.value, "ints >= 1")
+        for each in found:
+            if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+                raise SpecError(self.path, found, "a sequence of ints >= 1")
+        return found
+
+    def dtype(self) -> str:
+        """Return the name of a dtype."""
+        return dtype_name(self.value, self.path)
+
+    def members(self, wanted: str) -> tuple[Given, ...]:
+        """Return the members of a sequence of what is *wanted*."""
+        found = sequence(self.path, self.value, wanted)
+        return tuple(Given(f"{self.path}[{at}]", each) for at, each in enumerate(found))
+
+    def names(self) -> tuple[str, ...]:
+        """Return a sequence of layer names."""
+        return layer_names(self.path, sequence(self.path, self.value, "layer names"))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Put the path before the field of an error."""
+        try:
+            yield
+        except SpecError as error:
+            raise SpecError(f"{self.path}.{error.field}", error.value, error.wanted) from None
+
+
+def layer_names(field: str, found: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return *found* if each is a non-empty str."""
+    for each in found:
+        if not isinstance(each, str) or not each:
+            raise SpecError(field, each, "layer names, each a non-empty str")
+    return found
+
+
+@attrs.frozen
+class Group:
+    """One of `kv_cache_groups`."""
+
+    layers: tuple[str, ...]
+    spec: Given
+    transferred: bool
+
+    @property
+    def uniform(self) -> bool:
+        """Whether each layer has a spec of its own."""
+        return type(self.spec.value).__name__ == UNIFORM
+
+    def spec_of(self, layer: str) -> Given:
+        """Return the spec of *layer*."""
+        if not self.uniform:
+            return self.spec
+        field = self.spec.get("kv_cache_specs")
+        specs = mapping(field.path, field.value, "layer names to specs")
+        if layer not in specs:
+            raise SpecError(field.path, sorted(specs, key=repr), f"a spec for {layer!r}")
+        return Given(f"{field.path}[{layer!r}]", specs[layer])
+
+
+@attrs.frozen
+class Tensor:
+    """One of `kv_cache_tensors`, in bytes; *block_stride* 0: it is an allocation of its own.
+
+    Otherwise the page of block b of the l-th layer begins at ``offset + l * layer_stride +
+    b * block_stride`` of one allocation, which all such tensors share.
+    """
+
+    path: str
+    layers: tuple[str, ...]
+    offset: int
+    layer_stride: int
+    block_stride: int
+
+
+@attrs.frozen
+class Config:
+    """A KVCacheConfig; *tensors* is empty where it does not say which there are."""
+
+    given: Given
+    groups: tuple[Group, ...]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of all groups."""
+        return tuple(layer for group in self.groups for layer in group.layers)
+
+
+def read_config(given: Given) -> Config:
+    """Return the config that *given* is; every layer stands in a tensor, if any does."""
+    found = given.get("kv_cache_groups")
+    if found.value is None:
+        wanted = "a KVCacheConfig, with kv_cache_groups"
+        raise SpecError(given.path or "config", type(given.value).__name__, wanted)
+    groups = tuple(map(_group, found.members("KVCacheGroupSpecs")))
+    if not groups:
+        raise SpecError(found.path, found.value, "at least one group")
+    tensors = given.get("kv_cache_tensors")
+    placed = () if tensors.value is None else tensors.members("KVCacheTensors")
+    config = Config(given, groups, tuple(map(_tensor, placed)))
+    held = {layer for tensor in config.tensors for layer in tensor.layers}
+    for layer in config.layers if placed else ():
+        if layer not in held:
+            raise SpecError(tensors.path, sorted(held), f"one that holds {layer!r}")
+    for tensor in config.tensors:
+        known_layers(tensor.path, tensor.layers, [config])
+    return config
+
+
+def read_configs(config: Any, parallel: ParallelConfig) -> tuple[Config, ...]:  # noqa: ANN401
+    """Return the config of each pipeline stage."""
+    several = isinstance(config, Sequence) and not isinstance(config, (str, bytes))
+    found = Given("config", config).members("KVCacheConfigs") if several else (Given("", config),)
+    if len(found) != parallel.pp_size:
+        wanted = f"one KVCacheConfig for each of the {parallel.pp_size} pipeline stages"
+        raise SpecError("config", f"{len(found)} of them", wanted)
+    return tuple(map(read_config, found))
+
+
+def _group(given: Given) -> Group:
+    layers = given.get("layer_names").names()
+    transferred = given.get("enable_kv_transfer")
+    told = transferred.value is None or flag(transferred.path, transferred.value)
+    return Group(layers, given.get("kv_cache_spec"), told)
+
+
+def _tensor(given: Given) -> Tensor:
+    names = given.get("shared_by")
+    if not names.value and given.get("layers").value is not None:
+        names = given.get("layers")
+    return Tensor(
+        names.path,
+        names.names(),
+        *(given.get(name).size(0, least=0) for name in ("offset", "layer_stride", "block_stride")),
+    )
+
+
+def known_layers(field: str, layers: Iterable[object], configs: Sequence[Config]) -> None:
+    """Check that *layers* are all of the *configs*' own."""
+    known = {layer for config in configs for layer in config.layers}
+    for layer in layers:
+        if layer not in known:
+            raise SpecError(field, layer, "layers of kv_cache_groups")
+
+
+def excluded_layers(given: Iterable[str], configs: Sequence[Config]) -> frozenset[str]:
+    """Return the layers that the caller excludes."""
+    unordered = isinstance(given, (set, frozenset))
+    found = tuple(given) if unordered else sequence("excluded", given, "layer names")
+    known_layers("excluded", layer_names("excluded", found), configs)
+    return frozenset(found)
+
+
+def given_heads(given: object, configs: Sequence[Config]) -> int | Mapping[str, int] | None:
+    """Return the model's KV heads: a number, one by layer, or None."""
+    if isinstance(given, Mapping):
+        known_layers("total_num_kv_heads", given, configs)
+        for layer, heads in given.items():
+            positive_int(f"total_num_kv_heads[{layer!r}]", heads)
+        return given
+    return None if given is None else positive_int("total_num_kv_heads", given)

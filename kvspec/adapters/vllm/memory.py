@@ -1,0 +1,87 @@
+"""vLLM's tensors in memory, held against the tensors that its config says there are.
+
+Law: layers alias where the config says so and nowhere else. That is judged by addresses, after the
+tensors were read, and an error names two layers and what the config says of them.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.adapters.vllm.config import Config, Tensor
+from kvspec.errors import SpecError
+from kvspec.memory.aliasing import meetings
+from kvspec.memory.regions import RankCache
+
+
+@attrs.frozen
+class _Place:
+    """Where the config puts a layer: the tensor that holds it, and its first byte there."""
+
+    tensor: Tensor
+    start: int
+
+    @property
+    def allocation(self) -> str:
+        """Tensors with a block stride lie in one allocation, any other is one by itself."""
+        return "" if self.tensor.block_stride else self.tensor.path
+
+
+def check_places(cache: RankCache, config: Config) -> None:
+    """Raise `SpecError` unless the layers of *cache* lie as *config*'s tensors say."""
+    places = {
+        layer: _Place(tensor, tensor.offset + at * tensor.layer_stride)
+        for tensor in config.tensors
+        for at, layer in enumerate(tensor.layers)
+    }
+    bases: dict[str, int] = {}
+    for region in cache.regions:
+        bases[region.layer] = min(region.base, bases.get(region.layer, region.base))
+    for layer in bases if places else ():
+        if layer not in places:
+            raise SpecError("config", sorted(places), f"a tensor that holds {layer!r}")
+    if places:
+        _check_strides(cache, places)
+        _check_starts(cache, places, bases)
+        _check_apart(cache, places)
+
+
+def _check_strides(cache: RankCache, places: dict[str, _Place]) -> None:
+    """Check that blocks follow one another as they do in the config."""
+    for region in cache.regions:
+        tensor = places[region.layer].tensor
+        found = region.block_stride * cache.engine.homes[region.layer].split
+        if tensor.block_stride not in (0, found) and region.num_blocks > 1:
+            wanted = f"{tensor.block_stride}, the block_stride that holds for {tensor.path}"
+            raise SpecError(f"tensors[{region.layer!r}].stride", found, wanted)
+
+
+def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, int]) -> None:
+    """Check that layers of one allocation begin as far from one another as in the config."""
+    firsts: dict[str, str] = {}
+    for layer, base in bases.items():
+        mine = places[layer]
+        in_rows = mine.tensor.layer_stride < mine.tensor.block_stride
+        if in_rows and cache.engine.homes[layer].split > 1:
+            continue  # finer blocks may make finer rows
+        other = firsts.setdefault(mine.allocation, layer)
+        found, wanted = base - bases[other], mine.start - places[other].start
+        if found != wanted:
+            told = f"{other} and {layer}, {found} bytes apart"
+            raise SpecError("tensors", told, f"{wanted} bytes, as {_said(places[other], mine)}")
+
+
+def _check_apart(cache: RankCache, places: dict[str, _Place]) -> None:
+    """Check that what the config holds in two allocations shares no byte."""
+    split = {group.name: group.split for group in cache.engine.groups}
+    for one, other, _ in meetings(cache.regions, split):
+        mine, yours = places[one.layer], places[other.layer]
+        if mine.allocation != yours.allocation:
+            wanted = f"no byte shared, as {_said(mine, yours)}"
+            raise SpecError("tensors", f"{one.layer} and {other.layer}", wanted)
+
+
+def _said(one: _Place, other: _Place) -> str:
+    if one.tensor is other.tensor:
+        return f"{one.tensor.path} has both"
+    return f"{one.tensor.path} and {other.tensor.path} have them"

@@ -1,0 +1,186 @@
+"""vLLM's recurrent states: shapes of one rank, read as the parts of a model's state.
+
+Law: vLLM keeps the conv state as one tensor of channels; what the channels are follows from the
+kind of state and from the temporal state's shape, and must come out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import attrs
+
+from kvspec.adapters.vllm.config import Given
+from kvspec.dtypes import itemsize
+from kvspec.errors import SpecError
+from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.part import Part
+from kvspec.specs import MambaSpec
+
+
+@attrs.frozen(kw_only=True)
+class _State:
+    """The shapes of one layer's state on one rank; *channels* and *rows* are the conv state's."""
+
+    field: str
+    parallel: ParallelConfig
+    tp_rank: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    channels: int
+    rows: int
+    n_groups: int | None
+    block_size: int
+
+    def temporal(self, *names: str) -> tuple[int, ...]:
+        """Return the temporal state's shape; raise `SpecError` unless it has axes *names*."""
+        shapes = self.shapes
+        if len(shapes) != 2 or len(shapes[1]) != len(names):  # noqa: PLR2004 - conv and ssm
+            wanted = f"a conv state of 2 axes and a temporal state ({', '.join(names)})"
+            raise SpecError(f"{self.field}.shapes", shapes, wanted)
+        return shapes[1]
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes that every kind with a conv and a temporal state has."""
+        conv, ssm = self.dtypes[0], self.dtypes[-1]
+        return {
+            "conv_kernel": self.rows + 1,
+            "dtype": conv,
+            "ssm_dtype": ssm,
+            "block_size": self.block_size,
+        }
+
+    def wrong_channels(self, wanted: str) -> SpecError:
+        """Return the error for channels that do not come out whole."""
+        return SpecError(f"{self.field}.shapes[0]", self.shapes[0], f"{wanted} channels")
+
+    @property
+    def tp_size(self) -> int:
+        """TP ranks of the engine."""
+        return self.parallel.tp_size
+
+
+def _mamba1(state: _State) -> MambaSpec:
+    width, size = state.temporal("intermediate_size", "state_size")
+    if state.channels != width:
+        raise state.wrong_channels(f"{width}, the temporal state's,")
+    total = width * state.tp_size
+    return MambaSpec.mamba1(intermediate_size=total, state_size=size, **state.sizes())
+
+
+def _mamba2(state: _State) -> MambaSpec:
+    heads, head_dim, size = state.temporal("num_heads", "head_dim", "state_size")
+    groups, rest = divmod(state.channels - heads * head_dim, 2 * size)
+    if rest or groups < 1:
+        raise state.wrong_channels(f"{heads * head_dim} (x) and whole pairs of {size} (B, C)")
+    total = state.n_groups
+    if total is None and groups == 1 and state.tp_size > 1:
+        wanted = "the model's groups: one on each rank may be dealt or replicated"
+        raise SpecError("n_groups", None, wanted)
+    if total is None:
+        total = groups * state.tp_size
+    found = MambaSpec.mamba2(
+        num_heads=heads * state.tp_size,
+        head_dim=head_dim,
+        n_groups=total,
+        state_size=size,
+        **state.sizes(),
+    )
+    dealt = len(state.parallel.deal(total * size, size).ranges[state.tp_rank])
+    if dealt != groups * size:
+        wanted = f"a number of which rank {state.tp_rank} of {state.tp_size} has {groups}"
+        raise SpecError("n_groups", total, wanted)
+    return found
+
+
+def _gated_delta_net(state: _State) -> MambaSpec:
+    heads, value_dim, key_dim = state.temporal("num_v_heads", "head_v_dim", "head_k_dim")
+    key, rest = divmod(state.channels - heads * value_dim, 2)
+    if rest or key < 1 or key % key_dim:
+        wanted = f"{heads * value_dim} (v) and two times whole heads of {key_dim} (q, k)"
+        raise state.wrong_channels(wanted)
+    return MambaSpec.gated_delta_net(
+        num_k_heads=key // key_dim * state.tp_size,
+        num_v_heads=heads * state.tp_size,
+        head_k_dim=key_dim,
+        head_v_dim=value_dim,
+        **state.sizes(),
+    )
+
+
+def _short_conv(state: _State) -> MambaSpec:
+    if len(state.shapes) != 1:
+        raise SpecError(f"{state.field}.shapes", state.shapes, "one conv state of 2 axes")
+    return MambaSpec.short_conv(
+        conv_dim=state.channels * state.tp_size,
+        conv_kernel=state.rows + 1,
+        dtype=state.dtypes[0],
+        block_size=state.block_size,
+    )
+
+
+def _linear(state: _State) -> MambaSpec:
+    if len(state.shapes) != 1 or len(state.shapes[0]) < 2:  # noqa: PLR2004 - heads, content
+        wanted = "one state of heads and their content"
+        raise SpecError(f"{state.field}.shapes", state.shapes, wanted)
+    (heads, *content), dtype = state.shapes[0], state.dtypes[0]
+    part = Part(
+        name="ssm",
+        units=heads * state.tp_size,
+        states=1,
+        content_bytes=prod(content) * itemsize(dtype),
+        tokens_per_state=0,
+        tensor="ssm",
+    )
+    return MambaSpec(block_size=state.block_size, state_parts=(part,), dtype=dtype)
+
+
+TYPES: dict[str, Callable[[_State], MambaSpec]] = {
+    "MAMBA1": _mamba1,
+    "MAMBA2": _mamba2,
+    "GDN_ATTN": _gated_delta_net,
+    "GDN_ATTENTION": _gated_delta_net,
+    "SHORT_CONV": _short_conv,
+    "LINEAR": _linear,
+    "LINEAR_ATTENTION": _linear,
+}
+"""How the state of each of vLLM's `mamba_type` is read, by the type's name."""
+
+
+def read_state(
+    theirs: Given,
+    parallel: ParallelConfig,
+    tp_rank: int,
+    conv_layout: str,
+    n_groups: int | None,
+) -> MambaSpec:
+    """Return the state whose shapes on this rank are those of vLLM's MambaSpec *theirs*."""
+    kind = theirs.get("mamba_type").value
+    read = TYPES.get(str(getattr(kind, "name", kind)).upper())
+    if read is None:
+        raise SpecError(f"{theirs.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
+    shapes = tuple(each.sizes() for each in theirs.get("shapes").members("shapes"))
+    dtypes = tuple(each.dtype() for each in theirs.get("dtypes").members("dtypes"))
+    if len(dtypes) != len(shapes):
+        wanted = f"one for each of the {len(shapes)} shapes"
+        raise SpecError(f"{theirs.path}.dtypes", dtypes, wanted)
+    channels = rows = 0
+    if read is not _linear:
+        if not shapes or len(shapes[0]) != 2:  # noqa: PLR2004 - channels and rows
+            wanted = f"a conv state of 2 axes ({conv_layout}) first"
+            raise SpecError(f"{theirs.path}.shapes", shapes, wanted)
+        channels, rows = shapes[0] if conv_layout == "DS" else shapes[0][::-1]
+    state = _State(
+        field=theirs.path,
+        parallel=parallel,
+        tp_rank=tp_rank,
+        shapes=shapes,
+        dtypes=dtypes,
+        channels=channels,
+        rows=rows,
+        n_groups=n_groups,
+        block_size=theirs.get("block_size").size(),
+    )
+    return read(state)

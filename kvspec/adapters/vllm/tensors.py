@@ -1,0 +1,241 @@
+"""vLLM's tensors, read as one rank's regions.
+
+Law: a tensor is only viewed, never copied, and its shape has to be one that is known for its kind
+and layout, extent by extent; a shape that could be believed two ways is settled by its strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from kvspec.adapters.vllm.config import Config, Given, read_config
+from kvspec.adapters.vllm.memory import check_places
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.errors import SpecError
+from kvspec.inputs import instance, positive_int
+from kvspec.memory.regions import RankCache
+from kvspec.memory.tensors import check_layers, check_tensor
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
+
+_AXES = {
+    "k": "BHNC",
+    "v": "BHNC",
+    "kv": "BHNC",
+    "latent": "BHNC",
+    "conv": "BHN",
+    "ssm": "BHC",
+}
+"""Letters of the views that this module makes, by part or tensor."""
+
+_FIVE = 5
+_TOKENS, _LATENT = 4, 3
+
+
+def rank_cache(
+    engine: EngineSpec,
+    rank: RankId,
+    tensors: Mapping[str, Any],
+    num_blocks: int | None = None,
+    *,
+    config: Any = None,  # noqa: ANN401 - vLLM's class, not imported
+) -> RankCache:
+    """Return where vLLM's *tensors* of one rank lie.
+
+    *engine*: from `engine_spec`. *tensors*: for each layer of the rank, a tensor of shape
+    ``[blocks, heads, tokens, content]`` (content: k then v); with planes in the layout
+    ``[2, blocks, tokens, heads, size]`` or ``[blocks, 2, tokens, heads, size]``; of one latent
+    ``[blocks, tokens, content]`` too; of a state the list of its tensors, conv before temporal.
+    Blocks are the kernel's. Layers that the engine excludes may be left out. *num_blocks*: in the
+    table's blocks; checked if given. *config*: this rank's own `KVCacheConfig`; if given, the
+    tensors have its number of blocks, layers share memory where its `kv_cache_tensors` say so, and
+    no others do.
+    """
+    instance("engine", engine, EngineSpec).parallel.check_rank(rank)
+    check_layers(engine, rank, tensors)
+    held = None if config is None else read_config(Given("config", config))
+    num_blocks = _blocks(num_blocks, held)
+    views = {}
+    for group in engine.groups:
+        for layer in engine.layers_at(group, rank.pp):
+            if layer not in tensors:
+                continue
+            views[layer] = dict(_Layer(engine, group, rank, layer).views(tensors[layer]))
+            if num_blocks is not None:
+                _check_blocks(layer, views[layer], num_blocks * group.split)
+    names = {name for views_of in views.values() for name in views_of}
+    cache = RankCache.from_tensors(engine, rank, views, {name: _AXES[name] for name in names})
+    if held is not None:
+        check_places(cache, held)
+    return cache
+
+
+def _blocks(given: int | None, config: Config | None) -> int | None:
+    """Return the table's blocks, as the caller or the config says."""
+    if given is not None:
+        positive_int("num_blocks", given)
+    if config is None:
+        return given
+    told = config.given.get("num_blocks").size()
+    if given not in (None, told):
+        raise SpecError("num_blocks", given, f"{told}, as the config has")
+    return told
+
+
+def _check_blocks(layer: str, views: Mapping[str, Any], wanted: int) -> None:
+    for view in views.values():
+        if view.shape[0] != wanted:
+            field = f"tensors[{layer!r}].shape"
+            raise SpecError(field, tuple(view.shape), f"{wanted} blocks in memory")
+
+
+class _Layer:
+    """What one layer's tensors should look like on one rank."""
+
+    def __init__(self, engine: EngineSpec, group: KVCacheGroup, rank: RankId, layer: str) -> None:
+        self.field = f"tensors[{layer!r}]"
+        self.parts = group.in_memory(layer).parts
+        self.letters = engine.layout_of(group).replace("L", "")
+        deal = engine.parallel.deal
+        self.units = [len(deal(p.units, p.deal_in).ranges[rank.tp]) for p in self.parts]
+
+    def views(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+        """Yield views of the layer's tensors by the name of the part or tensor that they hold."""
+        if not self.parts[0].tokens_per_state:
+            yield from self._states(given)
+            return
+        if _several(given):
+            raise SpecError(self.field, f"{len(given)} tensors", "one tensor where rows are tokens")
+        check_tensor(self.field, given)
+        for part, view in zip(self.parts, self._tokens(given), strict=True):
+            yield part.name, view
+
+    def _tokens(self, tensor: Any) -> list[Any]:  # noqa: ANN401
+        """Return a view [blocks, heads, rows, content] of every part."""
+        heads, part = self.units[0], self.parts[0]
+        shape = tuple(tensor.shape)
+        if part.whole and len(shape) == _TOKENS:
+            page, (size, rest) = prod(shape[1:]), divmod(prod(shape[1:]), heads)
+            if not rest and page * _itemsize(tensor) == heads * part.states * part.content_bytes:
+                return [self._flat(tensor, (shape[0], heads, 1, size))]
+        if "K" in self.letters:
+            return self._planes(tensor, heads, part)
+        content = sum(each.content_bytes for each in self.parts)
+        if heads == 1 and len(shape) == _LATENT:
+            tensor = tensor[:, None]
+        if tuple(tensor.shape)[1:3] != (heads, part.states) or not _has(tensor, content):
+            told = f"[blocks, {heads}, {part.states}, {content} bytes]"
+            raise SpecError(f"{self.field}.shape", shape, f"{told} for layout {self.letters}")
+        return self._beside(tensor)
+
+    def _beside(self, tensor: Any) -> list[Any]:  # noqa: ANN401
+        found: list[Any] = []
+        at = 0
+        for part in self.parts:
+            size, rest = divmod(part.content_bytes, _itemsize(tensor))
+            if rest:
+                wanted = f"elements that divide the {part.content_bytes} bytes of {part.name}"
+                raise SpecError(f"{self.field}.itemsize", _itemsize(tensor), wanted)
+            found.append(tensor[..., at : at + size])
+            at += size
+        return found
+
+    def _planes(self, tensor: Any, heads: int, part: Part) -> list[Any]:  # noqa: ANN401
+        shape, field = tuple(tensor.shape), f"{self.field}.shape"
+        size, planes = part.content_bytes, len(self.parts)
+        slots = len(shape) == _TOKENS and shape[1:3] == (planes, part.states)
+        if slots and _has(tensor, heads * size):
+            inner = (shape[0], planes, part.states, heads, size // _itemsize(tensor))
+            tensor = self._flat(tensor, inner)
+            return [_ordered(tensor[:, each], (0, 2, 1, 3)) for each in range(planes)]
+        outer = "KB" if self.letters.index("K") < self.letters.index("B") else "BK"
+        orders = [outer + "NHC", outer + "HNC"]
+        sizes = {"K": planes, "H": heads, "N": part.states}
+        fits = [
+            order
+            for order in orders
+            if len(shape) == _FIVE
+            and _has(tensor, size)
+            and all(shape[order.index(axis)] == count for axis, count in sizes.items())
+        ]
+        if not fits:
+            told = f"{'[2, blocks' if outer == 'KB' else '[blocks, 2'}, {part.states}, {heads}, "
+            raise SpecError(field, shape, f"{told}{size} bytes] for layout {self.letters}")
+        order = next((each for each in fits if self._agrees(tensor, each)), fits[0])
+        axis = order.index("K")
+        rest = order.replace("K", "")
+        found = []
+        for each in range(planes):
+            plane = tensor[each] if axis == 0 else tensor[:, each]
+            found.append(_ordered(plane, tuple(rest.index(letter) for letter in "BHNC")))
+        return found
+
+    def _agrees(self, tensor: Any, order: str) -> bool:  # noqa: ANN401
+        """Whether the strides of heads and rows stand as the layout says."""
+        strides = dict(zip(order, _strides(tensor), strict=True))
+        rows_outside = self.letters.index("N") < self.letters.index("H")
+        return rows_outside == (strides["N"] > strides["H"])
+
+    def _states(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+        names = tuple(dict.fromkeys(part.tensor for part in self.parts))
+        held = list(given) if _several(given) else [given]
+        for at, tensor in enumerate(held):
+            check_tensor(f"{self.field}[{at}]" if _several(given) else self.field, tensor)
+        if len(held) != len(names):
+            wanted = f"{len(names)} tensors: {', '.join(names)}"
+            raise SpecError(self.field, f"{len(held)} tensors", wanted)
+        for name, tensor in zip(names, held, strict=True):
+            mine = [(p, u) for p, u in zip(self.parts, self.units, strict=True) if p.tensor == name]
+            yield name, self._state(name, tensor, mine)
+
+    def _state(self, name: str, tensor: Any, mine: list[tuple[Part, int]]) -> Any:  # noqa: ANN401
+        part, units = mine[0][0], sum(count for _, count in mine)
+        shape, field = tuple(tensor.shape), f"{self.field}[{name!r}].shape"
+        if name == "conv":
+            dim_first = self.letters.index("H") < self.letters.index("N")
+            wanted = (units, part.states) if dim_first else (part.states, units)
+            if shape[1:] != wanted or _itemsize(tensor) != part.content_bytes:
+                told = f"[blocks, {wanted[0]}, {wanted[1]}] of {part.content_bytes} bytes"
+                raise SpecError(field, shape, told)
+            return tensor if dim_first else _ordered(tensor, (0, 2, 1))
+        if shape[1:2] != (units,) or prod(shape[2:]) * _itemsize(tensor) != part.content_bytes:
+            raise SpecError(field, shape, f"[blocks, {units}, ...] of {part.content_bytes} bytes")
+        return self._flat(tensor, (shape[0], units, prod(shape[2:])))
+
+    def _flat(self, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+        """Return *tensor* with all but its blocks in a new shape; raise unless that is a view."""
+        kept = next(
+            (at for at, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b),
+            len(tensor.shape),
+        )
+        step = _itemsize(tensor)
+        dims = list(zip(tensor.shape, _strides(tensor), strict=True))[kept:]
+        for count, stride in reversed(dims):
+            if count > 1 and stride != step:
+                raise SpecError(f"{self.field}.stride", stride, f"one piece, {step} bytes apart")
+            step *= count
+        return tensor.reshape(shape)
+
+
+def _several(given: Any) -> bool:  # noqa: ANN401
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+
+
+def _has(tensor: Any, content: int) -> bool:  # noqa: ANN401
+    return bool(tensor.shape[-1] * _itemsize(tensor) == content)
+
+
+def _itemsize(tensor: Any) -> int:  # noqa: ANN401
+    return int(tensor.itemsize if hasattr(tensor, "strides") else tensor.element_size())
+
+
+def _strides(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
+    if hasattr(tensor, "strides"):
+        return tuple(tensor.strides)
+    return tuple(each * tensor.element_size() for each in tensor.stride())
+
+
+def _ordered(tensor: Any, order: tuple[int, ...]) -> Any:  # noqa: ANN401
+    return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)

@@ -1,0 +1,1 @@
+"""Which bytes of a request: block tables and strides become descriptor rows, and ids."""

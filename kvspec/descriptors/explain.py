@@ -1,0 +1,176 @@
+"""A table and one descriptor of it in words.
+
+Law: reads a table backwards, from an id to bytes to the layer, part, units and tokens that they
+hold; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.table import DescriptorTable, Entry
+from kvspec.errors import SpecError
+from kvspec.memory.regions import Region
+from kvspec.ownership.election import Role
+from kvspec.ownership.tokens import Ints
+
+
+def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest | None) -> str:
+    """Say what the descriptor with the consumer's id *consumer_id* moves, and why from there.
+
+    Names layers, parts, the model's units and the block; with *request*, the tokens and where the
+    bytes come from too.
+    """
+    entry, run, block, cell = _found(table, "consumer", consumer_id)
+    rows, edge = entry.rows, entry.edge
+    start = int(rows.consumer_address[run] + rows.consumer.offsets(block, cell))
+    length = int(rows.length[run])
+    source = "" if request is None else _source(table, consumer_id, request)
+    title = f"id {consumer_id}: {length} bytes, {edge.producer}{source} -> {edge.consumer}"
+    regions = [
+        each
+        for each in table.consumer.regions
+        if each.group == edge.group and each.layer in edge.layers
+    ]
+    span = range(start, start + length)
+    told = (line for each in regions for line in _lines(table, entry, each, span, request))
+    return "\n".join([f"{title} at {start:#x}", *told, f"  {_why(table, entry)}"])
+
+
+def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
+    """Say how many rows and ids each side has, and how many descriptors *request* takes.
+
+    They are counted as ids, as what NIXL merges those to, and as the fewest that memory allows.
+    """
+    lines = [f"{table.producer.rank} -> {table.consumer.rank}"]
+    for number, side in enumerate(("producer", "consumer")):
+        rows = len(getattr(table, f"{side}_rows"))
+        ids = sum(entry.rows.ids_used()[number] for entry in table.entries)
+        where = getattr(table, f"{side}_memory_type")
+        lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {where}")
+    if request is not None:
+        merged, fewest = table.counts(request)
+        moved = int(table.descriptors(request)[:, 2].sum())
+        told = f"{len(table.select(request)[0]):,} ids, {merged:,} after NIXL's merging"
+        lines.append(f"  {request.request_id}: {moved:,} bytes; {told}, {fewest:,} the fewest")
+    return "\n".join(lines)
+
+
+def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
+    """Say which bytes of the producer *request* pairs with a consumer's id."""
+    ours, theirs = table.select(request)
+    index = np.flatnonzero(theirs == consumer_id)
+    if not len(index):
+        return " (not of this request)"
+    entry, run, block, cell = _found(table, "producer", int(ours[index[0]]))
+    rows = entry.rows
+    address = int(rows.producer_address[run] + rows.producer.offsets(block, cell))
+    return f" at {address:#x} (its block {int(block)})"
+
+
+def _found(table: DescriptorTable, side: Role, at: int) -> tuple[Entry, int, Ints, Ints]:
+    """Return an id's entry, its run, its block in memory and its place in the block."""
+    number = 0 if side == "producer" else 1
+    total = sum(entry.rows.ids_used()[number] for entry in table.entries)
+    if isinstance(at, bool) or not isinstance(at, (int, np.integer)) or not 0 <= at < total:
+        wanted = f"an id from 0 to {total - 1}" if total else "nothing: this pair moves nothing"
+        raise SpecError(f"{side}_id", at, wanted)
+    firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
+    entry = table.entries[bisect_right(firsts, at) - 1]
+    pool = getattr(entry.rows, side)
+    run, step = divmod(int(at) - getattr(entry, f"{side}_first"), pool.ids_per_run)
+    block, cell = pool.place(step)
+    return entry, run, np.asarray(block, np.int64), np.asarray(cell, np.int64)
+
+
+def _lines(
+    table: DescriptorTable,
+    entry: Entry,
+    region: Region,
+    span: range,
+    request: TransferRequest | None,
+) -> Iterator[str]:
+    """Say, block by block, which of the region's contents lie in *span*."""
+    units = np.arange(region.units)[:, None] * region.unit_stride
+    grid = region.base + units + np.arange(region.states) * region.state_stride
+    stride = max(region.block_stride, 1)
+    # The first and the last block in which each content lies in the span.
+    before = np.maximum(-((grid - span.start) // stride), 0)
+    after = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
+    spans = zip(before.ravel().tolist(), after.ravel().tolist(), strict=True)
+    for block in sorted({each for first, last in spans for each in range(first, last + 1)}):
+        unit, state = np.nonzero((before <= block) & (block <= after))
+        first = _first_unit(table, entry, region)
+        told = f"  {region.layer} {region.part}: {_span('unit', unit + first)}"
+        told += f", consumer's block {block}"
+        yield f"{told}, {_rows(table, entry, block, state, request)}"
+
+
+def _first_unit(table: DescriptorTable, entry: Entry, region: Region) -> int:
+    engine, rank = table.consumer.engine, table.consumer.rank
+    spec = engine.group(entry.edge.group).spec.of_layer(region.layer)
+    part = next(each for each in spec.parts if each.name == region.part)
+    return engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp].start
+
+
+def _rows(
+    table: DescriptorTable,
+    entry: Entry,
+    block: int,
+    state: Ints,
+    request: TransferRequest | None,
+) -> str:
+    """Say which rows of a block, as token positions where a request's table holds the block."""
+    grain = entry.rows.geometry.grain
+    if request is None or not grain:
+        return _span("row", state)
+    engine, rank = table.consumer.engine, table.consumer.rank
+    group = engine.group(entry.edge.group)
+    held = request.consumer_blocks[group.name]
+    of_table, part = divmod(block, group.split)
+    index = np.flatnonzero(held.block_ids == of_table)
+    if not len(index):
+        return f"{_span('row', state)} of a block that is not the request's"
+    context = engine.parallel.context(rank)
+    local = int(index[0]) * group.spec.block_size + part * group.memory_block_size + state * grain
+    tokens = context.position(held.first_token // context.size + local)
+    return _span("token", tokens)
+
+
+def _span(noun: str, values: Ints) -> str:
+    """Return *values* with their noun: ``unit 3``, ``tokens 4..9``, ``rows 1, 3``."""
+    found = np.unique(values)
+    if len(found) == 1:
+        return f"{noun} {found[0]}"
+    if found[-1] - found[0] == len(found) - 1:
+        return f"{noun}s {found[0]}..{found[-1]}"
+    return f"{noun}s {', '.join(map(str, found.tolist()))}"
+
+
+def _why(table: DescriptorTable, entry: Entry) -> str:
+    """Say which producer ranks hold the same bytes, and how this one came to be read."""
+    return "\n  ".join(dict.fromkeys(_reasons(table, entry)))
+
+
+def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
+    plan, edge = table.plan, entry.edge
+    ranks = plan.producer.parallel.ranks
+    at = ranks.index(edge.producer)
+    for share in plan.shares:
+        if share.pair.consumer.name != edge.group or not share.members.ranges[at]:
+            continue
+        units = share.members.ranges[at]
+        held = _span("unit", np.arange(units.start, units.stop))
+        members = share.members.ranks_of(units)
+        if not set(share.layers) & set(edge.layers):
+            continue
+        parts = "+".join(part.name for part in share.parts)
+        if len(members) == 1:
+            yield f"only {edge.producer} holds {held} of {parts}"
+        else:
+            others = ", ".join(str(ranks[each]) for each in members)
+            yield f"{held} of {parts} held by {others}; elected by {plan.replicas!r}"

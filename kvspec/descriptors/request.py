@@ -1,0 +1,158 @@
+"""Block tables with token ranges, and the requests that move them.
+
+Law: a block table says which tokens its blocks hold; nothing is ever paired by count or from the
+end. What to move is ``live ∩ [cached, num_tokens)``, cut into pieces by each side's own table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.errors import SpecError
+from kvspec.inputs import mapping, positive_int
+from kvspec.ownership.election import Role
+from kvspec.ownership.intervals import EMPTY
+from kvspec.specs import LayerSpec
+
+Ids = npt.NDArray[np.int64]
+MAX_ID = 2**63 - 1
+
+
+def _block_ids(value: object) -> Ids:
+    ids = _array(value)
+    if ids is not None and ids.size == 0:
+        ids = ids.astype(np.int64)
+    fits = ids is not None and ids.ndim == 1 and ids.dtype.kind in "iu"
+    if ids is None or not fits or (ids.dtype.kind == "u" and ids.max(initial=0) > MAX_ID):
+        raise SpecError("block_ids", value, "a sequence of ints")
+    ids = ids.astype(np.int64)
+    ids.flags.writeable = False
+    return ids
+
+
+def _array(value: object) -> npt.NDArray[Any] | None:
+    """Return *value* as an array, or None if it has no order or hides a bool among ints."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, (str, bytes)) or not (
+        isinstance(value, Sequence) or hasattr(value, "__array__")
+    ):
+        return None
+    try:
+        ids = np.asarray(value)
+    except (ValueError, TypeError):
+        return None
+    if isinstance(value, Sequence) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        small = np.flatnonzero((ids == 0) | (ids == 1))
+        if any(isinstance(value[at], (bool, np.bool_)) for at in small.tolist()):
+            return None
+    return ids
+
+
+@attrs.frozen
+class BlockTable:
+    """The blocks of one request in one group, in token order.
+
+    Block ``i`` holds the tokens ``first_token + i * block_size`` and on; where C context ranks
+    share the tokens, it stands for a virtual block of ``block_size * C`` of them. The table of a
+    group of state layers is the one slot that holds the state; of a longer one, the state is in
+    the block of the last token.
+    """
+
+    block_ids: Ids = attrs.field(converter=_block_ids, eq=attrs.cmp_using(eq=np.array_equal))
+    first_token: int = attrs.field(default=0)
+
+    def __attrs_post_init__(self) -> None:
+        positive_int("first_token", self.first_token, least=0)
+
+    def tokens(self, block_size: int) -> range:
+        """Return the token positions that the table holds, for blocks of *block_size* tokens."""
+        return range(self.first_token, self.first_token + len(self.block_ids) * block_size)
+
+
+Tables = Mapping[str, BlockTable | Sequence[int]]
+
+
+def _producer_tables(value: Tables) -> dict[str, BlockTable]:
+    return _tables("producer_blocks", value)
+
+
+def _consumer_tables(value: Tables) -> dict[str, BlockTable]:
+    return _tables("consumer_blocks", value)
+
+
+def _tables(field: str, value: Tables) -> dict[str, BlockTable]:
+    given = mapping(field, value, "group names to block tables")
+    return {
+        group: table if isinstance(table, BlockTable) else BlockTable(table)
+        for group, table in given.items()
+    }
+
+
+@attrs.frozen(kw_only=True)
+class TransferRequest:
+    """One request: how many tokens, how many the consumer has, and both sides' block tables.
+
+    *num_tokens*: position of the first token that the consumer computes itself. *cached_tokens*:
+    leading tokens that the consumer already holds, one count or one for each group. Tables are
+    keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
+    *encoder_tokens*: the encoder's own count, which cross attention needs. *state_tokens*: how
+    many tokens the producer's recurrent states have seen, `num_tokens` unless given.
+    """
+
+    request_id: str
+    num_tokens: int
+    producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_producer_tables)
+    consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_consumer_tables)
+    cached_tokens: int | Mapping[str, int] = 0
+    encoder_tokens: int | None = None
+    state_tokens: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise SpecError("request_id", self.request_id, "a non-empty str")
+        positive_int("num_tokens", self.num_tokens, least=0)
+        cached: Any = self.cached_tokens
+        for value in cached.values() if isinstance(cached, Mapping) else (cached,):
+            positive_int("cached_tokens", value, least=0)
+        for field in ("encoder_tokens", "state_tokens"):
+            if getattr(self, field) is not None:
+                positive_int(field, getattr(self, field), least=0)
+
+    def check_groups(self, groups: Iterable[str]) -> None:
+        """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""
+        if isinstance(self.cached_tokens, Mapping):
+            strange = sorted(set(self.cached_tokens) - set(groups), key=repr)
+            if strange:
+                raise SpecError(
+                    "cached_tokens", strange, f"groups of the consumer: {', '.join(groups)}"
+                )
+
+    def table(self, side: Role, group: str) -> BlockTable:
+        """Return the block table of a *side*'s group; raise `SpecError` if there is none."""
+        tables = self.producer_blocks if side == "producer" else self.consumer_blocks
+        found = tables.get(group)
+        if found is None:
+            wanted = f"a block table for group {group!r}"
+            raise SpecError(f"{side}_blocks", sorted(tables, key=repr), wanted)
+        return found
+
+    def cached(self, group: str) -> int:
+        """Return the leading tokens of *group* that the consumer already holds."""
+        if isinstance(self.cached_tokens, Mapping):
+            return self.cached_tokens.get(group, 0)
+        return self.cached_tokens
+
+    def total(self, spec: LayerSpec) -> int:
+        """Return how many tokens layers of *spec* count: the prompt's, or the encoder's."""
+        return spec.total(self.num_tokens, self.encoder_tokens)
+
+    def wanted(self, group: str, spec: LayerSpec) -> range:
+        """Return the token positions of *group* that have to move."""
+        live = spec.live_tokens(self.total(spec))
+        return range(max(live.start, self.cached(group)), live.stop) or EMPTY

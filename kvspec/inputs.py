@@ -1,0 +1,58 @@
+"""Checks of plain input: what is refused, and in which words.
+
+Law: a check returns the value that it was given, or raises `SpecError` naming field, value and what
+was wanted. A bool is no int.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from kvspec.errors import SpecError
+
+T = TypeVar("T")
+
+
+MOST = 2**63 - 1
+"""The greatest size: addresses and byte counts are signed 64-bit numbers in numpy."""
+
+
+def positive_int(field: str, value: object, *, least: int = 1, most: int = MOST) -> int:
+    """Return *value* if it is an int from *least* to *most* and no bool; else raise `SpecError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecError(field, value, f"an int >= {least}")
+    if value > most:
+        why = "an int that a signed 64-bit number holds, " if most == MOST else ""
+        raise SpecError(field, value, f"{why}at most {most}")
+    return value
+
+
+def instance(field: str, value: object, kind: type[T]) -> T:
+    """Return *value* if it is a *kind*; else raise `SpecError`."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise SpecError(field, value, f"{article} {kind.__name__}")
+    return value
+
+
+def sequence(field: str, value: object, wanted: str) -> tuple[Any, ...]:
+    """Return the members of *value* in order; text, mappings and sets are no sequences."""
+    refused = (str, bytes, Mapping, set, frozenset)
+    if isinstance(value, refused) or not isinstance(value, Iterable):
+        raise SpecError(field, value, f"a sequence of {wanted}")
+    return tuple(value)
+
+
+def mapping(field: str, value: object, wanted: str) -> Mapping[Any, Any]:
+    """Return *value* if it is a mapping; else raise `SpecError`."""
+    if not isinstance(value, Mapping):
+        raise SpecError(field, value, f"a mapping from {wanted}")
+    return value
+
+
+def flag(field: str, value: object) -> bool:
+    """Return *value* if it is a bool; else raise `SpecError`."""
+    if not isinstance(value, bool):
+        raise SpecError(field, value, "True or False")
+    return value

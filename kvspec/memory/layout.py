@@ -1,0 +1,130 @@
+"""Layout letters to strides.
+
+Law: a layout is only an order of axes. Nested boxes give every part of every layer an offset and
+three strides; whether a block is contiguous, a page padded or a layer interleaved with others
+changes those numbers and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from kvspec.engines.letters import LETTERS, layout_letters
+from kvspec.errors import SpecError
+from kvspec.ownership.part import Part
+from kvspec.specs import LayerSpec
+from kvspec.specs.layer import padded_page
+
+
+@attrs.define
+class Placement:
+    """Where one part of one layer lies: byte *offset*, byte strides, and how many units."""
+
+    layer: str
+    part: Part
+    units: int
+    padded: int | None
+    offset: int = 0
+    block_stride: int = 0
+    unit_stride: int = 0
+    state_stride: int = 0
+
+
+def place(
+    layout: str,
+    layers: Iterable[tuple[str, LayerSpec]],
+    local_units: Callable[[Part], int],
+    num_blocks: int,
+) -> tuple[list[Placement], int]:
+    """Lay out the *layers* of one group on one rank.
+
+    *local_units*: how many units of a part the rank holds. Returns the placement of every part of
+    every layer, offsets counted from the group's first byte, and the group's bytes in all.
+    """
+    members = [
+        Placement(layer, part, local_units(part), spec.page_size_padded)
+        for layer, spec in layers
+        for part in spec.parts
+    ]
+    axes = _axes(layout_letters(layout), members)
+    boxes = _Boxes(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
+    padded = next((each.padded for each in members if each.padded), None)
+    if padded and not boxes.whole_pages(members):
+        wanted = f"no padding in layout {layout}, or L and B outermost"
+        raise SpecError("page_size_padded", padded, wanted)
+    return members, boxes.lay(0, members)
+
+
+def _axes(letters: str, members: Sequence[Placement]) -> str:
+    """Return the order of axes, with T (tensors of a page) and K (parts of a tensor) put in.
+
+    Without K the parts of a tensor are packed in the content: K stands just outside C. A state's
+    page lies in one piece: T just inside L and B, and the parts of a tensor side by side in H.
+    """
+    if all(each.part.tokens_per_state for each in members):
+        return letters if "K" in letters else letters[:-1] + "KC"
+    outer = "".join(each for each in letters if each in "LB")
+    inner = "".join(each for each in letters if each in "HN")
+    return outer + "T" + inner.replace("H", "KH") + "C"
+
+
+@attrs.frozen
+class _Boxes:
+    """Nested boxes along *axes*: B, H and N repeat what is inside, L, T and K set side by side.
+
+    *page_depth*: the depth at which one layer's one block begins, just inside L and B.
+    """
+
+    layout: str
+    axes: str
+    page_depth: int
+    num_blocks: int
+
+    def whole_pages(self, members: Sequence[Placement]) -> bool:
+        """Whether a page lies in one piece: no axis outside it, but L and B, repeats anything."""
+        outside = set(self.axes[: self.page_depth]) - set("LB")
+        planes = len({each.part.name for each in members}) if "K" in outside else 1
+        counts = [self._count(axis, each) for axis in outside - {"K"} for each in members]
+        return max(counts, default=1) == planes == 1
+
+    def lay(self, depth: int, members: Sequence[Placement]) -> int:
+        """Place *members* in the box at *depth*; return the bytes of that box."""
+        axis = self.axes[depth]
+        if axis == "C":
+            return members[0].part.content_bytes
+        size = self._beside(axis, depth, members) if axis in "LTK" else self._repeat(depth, members)
+        return padded_page(size, members[0].padded) if depth == self.page_depth else size
+
+    def _beside(self, axis: str, depth: int, members: Sequence[Placement]) -> int:
+        boxes: dict[str, list[Placement]] = {}
+        for each in members:
+            key = {"L": each.layer, "T": each.part.tensor, "K": each.part.name}[axis]
+            boxes.setdefault(key, []).append(each)
+        at = 0
+        for box in boxes.values():
+            size = self.lay(depth + 1, box)
+            for each in box:
+                each.offset += at
+            at += size
+        return at
+
+    def _repeat(self, depth: int, members: Sequence[Placement]) -> int:
+        axis, size = self.axes[depth], self.lay(depth + 1, members)
+        counts = {self._count(axis, each) for each in members}
+        if len(counts) > 1:
+            inside = "".join(each for each in self.axes[depth + 1 :] if each in "LK")
+            wanted = f"{axis} inside {inside}, since {LETTERS[axis]} differ: {sorted(counts)}"
+            raise SpecError("layout", self.layout, wanted)
+        for each in members:
+            if axis == "B":
+                each.block_stride = size
+            elif axis == "H":
+                each.unit_stride = size
+            else:
+                each.state_stride = size
+        return counts.pop() * size
+
+    def _count(self, axis: str, member: Placement) -> int:
+        return {"B": self.num_blocks, "H": member.units, "N": member.part.states}[axis]

@@ -1,0 +1,45 @@
+"""The waist: one named array of a block.
+
+Law: every kind of layer becomes parts, and nothing that comes after knows more of a kind than they
+say.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """One named array of a block: units x states x content bytes.
+
+    *units*: pieces the model has that TP can deal out (KV heads, SSM heads, conv channels; 1 =
+    never split). *states*: rows of one block. *content_bytes*: bytes of one (unit, state),
+    contiguous in every layout. *deal_in*: units are dealt in whole multiples of this.
+    *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
+    *tensor*: parts of one tensor lie side by side: where rows are tokens, packed in the content (k
+    and v) unless the layout has planes; in a state, one part's units after the other's (the
+    channels of a conv state). *whole*: what one rank holds of the part cannot be cut between units
+    (packed formats whose scales span heads).
+    """
+
+    name: str
+    units: int
+    states: int
+    content_bytes: int
+    deal_in: int = 1
+    tokens_per_state: int = 1
+    tensor: str = "kv"
+    whole: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise SpecError("name", self.name, "a non-empty str")
+        for field in ("units", "states", "content_bytes", "deal_in"):
+            positive_int(f"{self.name}.{field}", getattr(self, field))
+        positive_int(f"{self.name}.tokens_per_state", self.tokens_per_state, least=0)
+        if self.units % self.deal_in:
+            raise SpecError(f"{self.name}.units", self.units, f"a multiple of {self.deal_in}")

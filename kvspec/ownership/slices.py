@@ -1,0 +1,141 @@
+"""The overlap of two deals.
+
+Law: a slice is the intersection of what two ranks own; it names the same global units at both
+ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.ownership.deals import Deal
+from kvspec.ownership.election import ALL_BLOCKS, Replicas, Role, elect
+from kvspec.ownership.intervals import shift
+from kvspec.ownership.part import Part
+
+
+@attrs.frozen
+class TPTransferSlice:
+    """The units that one pair of ranks exchanges.
+
+    Ranges are in units of *parts*: *global_range* of the model's, *local_range* of what the asking
+    rank holds, *remote_range* of what *remote_rank* holds; all three have one length. *layers* is
+    empty for "every layer of the group". *stripe* ``(first, step)``: only the virtual blocks ``b``
+    with ``b % step == first`` move over this pair; ``(0, 1)`` is all of them.
+    """
+
+    remote_rank: int
+    parts: tuple[str, ...]
+    global_range: range
+    local_range: range
+    remote_range: range
+    layers: tuple[str, ...] = ()
+    stripe: tuple[int, int] = ALL_BLOCKS
+
+    def view(self, array: Any, axis: int, side: Literal["local", "remote"] = "local") -> Any:  # noqa: ANN401
+        """Return the view of a rank's cache *array* that this slice means.
+
+        *array*: a numpy array, torch tensor or anything sliced like one, whose *axis* runs over the
+        units (heads) that the rank holds; *side* says whose array it is. No bytes are copied.
+
+        >>> import numpy as np
+        >>> heads = TPTransferSlice(0, ("k", "v"), range(2, 4), range(0, 2), range(2, 4))
+        >>> heads.view(np.zeros((7, 16, 2, 128)), axis=2).shape
+        (7, 16, 2, 128)
+        """
+        if side not in ("local", "remote"):
+            raise SpecError("side", side, "'local' or 'remote'")
+        units = self.local_range if side == "local" else self.remote_range
+        if not isinstance(getattr(array, "shape", None), Sequence):
+            raise SpecError("array", type(array).__name__, "an array or tensor, with a shape")
+        dims = len(array.shape)
+        if isinstance(axis, bool) or not isinstance(axis, int) or not -dims <= axis < dims:
+            raise SpecError("axis", axis, f"an axis of an array with {dims} dimensions")
+        if array.shape[axis] < units.stop:
+            raise SpecError(
+                f"array.shape[{axis}]", array.shape[axis], f"at least {units.stop} units"
+            )
+        return array[(slice(None),) * (axis % dims) + (slice(units.start, units.stop),)]
+
+
+class Piece(NamedTuple):
+    """Global units [start, stop) that a consumer rank reads from *producer*."""
+
+    producer: int
+    start: int
+    stop: int
+    stripe: tuple[int, int]
+
+
+@lru_cache(maxsize=65536)
+def _readers(consumer: Deal, start: int, stop: int) -> tuple[int, ...]:
+    return consumer.ranks_of(range(start, stop))
+
+
+def consumer_pieces(
+    consumer: Deal, producer: Deal, rank: int, replicas: Replicas = "spread", salt: int = 0
+) -> list[Piece]:
+    """Return what consumer *rank* reads, ascending in units; together, exactly what it owns."""
+    own = consumer.ranges[rank]
+    pieces = []
+    for index in producer.classes(own):
+        units, members = producer.owned[index], producer.holders[index]
+        start, stop = max(own.start, units.start), min(own.stop, units.stop)
+        if len(members) == 1:
+            pieces.append(Piece(members[0], start, stop, ALL_BLOCKS))
+            continue
+        readers = _readers(consumer, units.start, units.stop)
+        elected = elect(replicas, readers.index(rank), len(readers), len(members), salt)
+        pieces.extend(Piece(members[each], start, stop, stripe) for each, stripe in elected)
+    return pieces
+
+
+def _pieces_of(
+    role: Role, local: Deal, remote: Deal, rank: int, replicas: Replicas, salt: int
+) -> list[tuple[int, Piece]]:
+    """Return (remote rank, piece) for local *rank*, from whichever side it is on."""
+    if role == "consumer":
+        return [(p.producer, p) for p in consumer_pieces(local, remote, rank, replicas, salt)]
+    own = local.ranges[rank]
+    return [
+        (reader, piece)
+        for reader in remote.ranks_of(own)
+        for piece in consumer_pieces(remote, local, reader, replicas, salt)
+        if piece.producer == rank
+    ]
+
+
+def transfer_slices(
+    parts: Sequence[Part],
+    local_rank: int,
+    local_deal: Callable[[Part], Deal],
+    remote_deal: Callable[[Part], Deal],
+    *,
+    role: Role = "consumer",
+    replicas: Replicas = "spread",
+    salt: int = 0,
+    layers: tuple[str, ...] = (),
+) -> tuple[TPTransferSlice, ...]:
+    """Return the slices of *parts* that local rank *local_rank* exchanges with every remote rank.
+
+    Parts that are dealt alike share their slices.
+    """
+    alike: dict[tuple[int, int], list[Part]] = {}
+    for part in parts:
+        alike.setdefault((part.units, part.deal_in), []).append(part)
+    slices = []
+    for group in alike.values():
+        names = tuple(part.name for part in group)
+        local, remote = local_deal(group[0]), remote_deal(group[0])
+        own = local.ranges[local_rank].start
+        for peer, piece in _pieces_of(role, local, remote, local_rank, replicas, salt):
+            units = range(piece.start, piece.stop)
+            theirs = shift(units, -remote.ranges[peer].start)
+            ours = shift(units, -own)
+            slices.append(TPTransferSlice(peer, names, units, ours, theirs, layers, piece.stripe))
+    return tuple(slices)

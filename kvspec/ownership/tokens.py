@@ -1,0 +1,64 @@
+"""Block-cyclic ownership of token positions.
+
+Law: every position has one owner; an owner counts its own positions without gaps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import lcm
+from typing import overload
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@attrs.frozen
+class Cyclic:
+    """Block-cyclic ownership: of every *size* runs of *interleave* positions, the *rank*-th.
+
+    The owner counts its own positions without gaps: its ``local`` index n stands for position
+    ``((n // I) * C + rank) * I + n % I``, with I the interleave and C the size.
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave: int = 1
+
+    def owns(self, position: Ints) -> npt.NDArray[np.bool_]:
+        """Return which of the positions are owned."""
+        return np.equal(position // self.interleave % self.size, self.rank)
+
+    @overload
+    def local(self, position: int) -> int: ...
+    @overload
+    def local(self, position: Ints) -> Ints: ...
+    def local(self, position: int | Ints) -> int | Ints:
+        """Return how many owned positions lie before *position*: its own index, if it is owned."""
+        rounds, rest = divmod(position, self.interleave * self.size)
+        before = np.clip(rest - self.rank * self.interleave, 0, self.interleave)
+        found = rounds * self.interleave + before
+        return int(found) if isinstance(position, int) else found
+
+    def position(self, local: Ints) -> Ints:
+        """Return the positions of own indices."""
+        rounds, rest = np.divmod(local, self.interleave)
+        return (rounds * self.size + self.rank) * self.interleave + rest
+
+    def alike(self, other: Cyclic) -> bool:
+        """Whether both deal positions to as many ranks, in the same way."""
+        if self.size == other.size == 1:
+            return True
+        return (self.size, self.interleave) == (other.size, other.interleave)
+
+
+@lru_cache(maxsize=4096)
+def meet(a: Cyclic, b: Cyclic) -> bool:
+    """Return whether any position is owned by both."""
+    if a.alike(b):
+        return a.size == 1 or a.rank == b.rank
+    period = np.arange(lcm(a.interleave * a.size, b.interleave * b.size), dtype=np.int64)
+    return bool((a.owns(period) & b.owns(period)).any())

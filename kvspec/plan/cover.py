@@ -1,0 +1,67 @@
+"""Exact cover of a plan's edges.
+
+Law: the slices of every consumer rank tile every part of every layer that it owns, exactly once;
+what cannot be cut between units is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import KVSpecError, Mismatch, MismatchError
+from kvspec.ownership.intervals import cover_fault
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.plan.edges import Edge
+from kvspec.plan.shares import Share
+
+
+def check_cover(
+    producer: EngineSpec, consumer: EngineSpec, dealt: tuple[Share, ...], edges: tuple[Edge, ...]
+) -> None:
+    """Raise `KVSpecError` unless the slices of every consumer rank are exactly what it owns."""
+    found: dict[tuple[object, ...], list[TPTransferSlice]] = {}
+    parallel = producer.parallel
+    contexts = {rank: parallel.context(rank) for rank in parallel.ranks}
+    for edge in edges:
+        for each in edge.slices:
+            for name in each.parts:
+                key = (edge.consumer, each.layers or edge.layers, name, contexts[edge.producer])
+                found.setdefault(key, []).append(each)
+    for share in dealt:
+        at_stage = consumer.by_stage(share.layers)
+        among = set(contexts.values()) if share.context is None else {share.context}
+        for rank, own in zip(consumer.parallel.ranks, share.readers.ranges, strict=True):
+            for part in share.parts if own else ():
+                keys = ((rank, at_stage[rank.pp], part.name, context) for context in among)
+                slices = [each for key in keys for each in found.get(key, ())]
+                fault = cover_fault(_ranges_once(slices), range(len(own)))
+                if fault is not None:
+                    where = f"consumer {rank}, layer {at_stage[rank.pp][0]}, part {part.name}"
+                    raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
+
+
+def check_whole(dealt: tuple[Share, ...]) -> None:
+    """Refuse slices that would cut what cannot be cut between units."""
+    for share in dealt:
+        if not share.parts[0].whole:
+            continue
+        ours, theirs = ({r for r in d.ranges if r} for d in (share.members, share.readers))
+        if ours != theirs:
+            field = f"{share.layers[0]}.{share.parts[0].name}"
+            why = "its content spans the heads of a rank, so both sides must deal heads alike"
+            mine, yours = (sorted((r.start, r.stop) for r in each) for each in (ours, theirs))
+            raise MismatchError([Mismatch(field, mine, yours, why)])
+
+
+def _ranges_once(slices: list[TPTransferSlice]) -> Iterator[range]:
+    """Yield each local range as often as its stripes cover a virtual block."""
+    stripes: dict[range, list[tuple[int, int]]] = {}
+    for each in slices:
+        stripes.setdefault(each.local_range, []).append(each.stripe)
+    for units, ways in stripes.items():
+        period = max(step for _, step in ways)
+        hits = sorted(block for first, step in ways for block in range(first, period, step))
+        times = 1 if hits == list(range(period)) else 0 if len(hits) < period else 2
+        for _ in range(times):
+            yield units

@@ -1,0 +1,190 @@
+"""The transfer plan: every pair of ranks, what it exchanges, and who tells whom.
+
+Law: both engines compute the same plan from the two descriptions alone, so pulling and pushing
+are the same edges. Exact cover is checked where the plan is made: a plan that exists tiles every
+part of every layer of every consumer rank exactly once.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import MismatchError, SpecError
+from kvspec.inputs import flag, instance
+from kvspec.ownership.election import Replicas, check_policy
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.cover import check_cover, check_whole
+from kvspec.plan.edges import Edge, edges_of
+from kvspec.plan.mismatches import mismatches
+from kvspec.plan.shares import GroupPair, Share, group_pairs, shares
+
+if TYPE_CHECKING:
+    from kvspec.traffic.loads import Traffic
+
+
+@attrs.frozen(kw_only=True)
+class TransferPlan:
+    """Who exchanges what, for every pair of ranks of two engines; see `plan_transfer`."""
+
+    producer: EngineSpec
+    consumer: EngineSpec
+    replicas: Replicas
+    salt: int
+    pairs: tuple[GroupPair, ...]
+    shares: tuple[Share, ...] = attrs.field(repr=False, eq=False)
+    edges: tuple[Edge, ...]
+
+    def __attrs_post_init__(self) -> None:
+        check_cover(self.producer, self.consumer, self.shares, self.edges)
+
+    @cached_property
+    def _by_pair(self) -> dict[tuple[RankId, RankId], tuple[Edge, ...]]:
+        found: dict[tuple[RankId, RankId], list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault((edge.producer, edge.consumer), []).append(edge)
+        return {pair: tuple(edges) for pair, edges in found.items()}
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[str, str], GroupPair]:
+        return {(pair.producer.name, pair.consumer.name): pair for pair in self.pairs}
+
+    def pair_of(self, edge: Edge) -> GroupPair:
+        """Return the groups between which *edge* is."""
+        instance("edge", edge, Edge)
+        found = self._pairs.get((edge.producer_group, edge.group))
+        if found is None:
+            raise SpecError("edge", edge, "an edge of this plan")
+        return found
+
+    def between(self, producer: RankId, consumer: RankId) -> tuple[Edge, ...]:
+        """Return the edges of one pair of ranks, one for each pair of groups."""
+        self.producer.parallel.check_rank(producer, "producer")
+        self.consumer.parallel.check_rank(consumer, "consumer")
+        return self._by_pair.get((producer, consumer), ())
+
+    def sources(self, consumer: RankId) -> tuple[RankId, ...]:
+        """Return the producer ranks that *consumer* reads, ascending."""
+        self.consumer.parallel.check_rank(consumer, "consumer")
+        return tuple(sorted(p for p, c in self._by_pair if c == consumer))
+
+    def targets(self, producer: RankId) -> tuple[RankId, ...]:
+        """Return the consumer ranks that read *producer*, ascending."""
+        self.producer.parallel.check_rank(producer, "producer")
+        return tuple(sorted(c for p, c in self._by_pair if p == producer))
+
+    @cached_property
+    def _notifiers(self) -> dict[RankId, tuple[RankId, ...]]:
+        readers: dict[RankId, set[RankId]] = {}
+        for source, target in self._by_pair:
+            readers.setdefault(source, set()).add(target)
+        return {
+            rank: tuple(sorted(readers[rank])) if rank in readers else self._releasers(at)
+            for at, rank in enumerate(self.producer.parallel.ranks)
+        }
+
+    def _releasers(self, at: int) -> tuple[RankId, ...]:
+        """Elect who tells the producer rank at index *at*, which nobody reads.
+
+        The first share of which it holds any units names it; a rank that holds nothing that moves
+        is told by every consumer.
+        """
+        ranks = self.consumer.parallel.ranks
+        for share in self.shares:
+            units = share.members.ranges[at]
+            readers = share.readers.ranks_of(units)
+            if readers:
+                members = share.members.ranks_of(units)
+                return (ranks[readers[members.index(at) * len(readers) // len(members)]],)
+        return ranks
+
+    def notifiers(self, producer: RankId) -> tuple[RankId, ...]:
+        """Return the consumer ranks that notify *producer* when it may release a request.
+
+        They are its readers, also of requests that move no byte; of a rank that nobody reads, one
+        elected releaser.
+        """
+        self.producer.parallel.check_rank(producer, "producer")
+        return self._notifiers[producer]
+
+    def notifies(self, consumer: RankId) -> tuple[RankId, ...]:
+        """Return the producer ranks that *consumer* notifies when it is done with a request."""
+        self.consumer.parallel.check_rank(consumer, "consumer")
+        return tuple(rank for rank, by in self._notifiers.items() if consumer in by)
+
+    @property
+    def finished_sending_count(self) -> int:
+        """Producer ranks that report a request as sent."""
+        return len(self.producer.parallel.ranks)
+
+    @property
+    def finished_recving_count(self) -> int:
+        """Consumer ranks that report a request as received."""
+        return len(self.consumer.parallel.ranks)
+
+    def traffic(self, num_tokens: int) -> Traffic:
+        """Return the bytes and descriptors that a request of *num_tokens* moves, nothing cached.
+
+        By pair of ranks, by rank, and the busiest link; see `kvspec.traffic.traffic.traffic`.
+        """
+        from kvspec.traffic.traffic import traffic  # noqa: PLC0415 - it reads this module's values
+
+        return traffic(self, num_tokens)
+
+    def explain(self) -> str:
+        """Return, in words, who reads which units from whom, and who notifies whom."""
+        from kvspec.plan.explain import explain  # noqa: PLC0415 - it reads this module's values
+
+        return "\n".join(explain(self))
+
+    def to_svg(self, group: str | None = None) -> str:
+        """Return a picture of the plan; needs ``kvspec[draw]``; see `kvspec.draw.plan_svg`."""
+        from kvspec.draw import plan_svg  # noqa: PLC0415 - an extra draws
+
+        return plan_svg(self, group)
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+
+def plan_transfer(
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    replicas: Replicas = "spread",
+    salt: int = 0,
+    *,
+    common_states: bool = False,
+) -> TransferPlan:
+    """Plan the transfer of any request from *producer* to *consumer*.
+
+    *replicas*: which one of several equal producer ranks is read; both engines must use one
+    policy and one *salt*. *common_states*: where recurrent states have more rows on one side
+    (speculative tokens), move the rows that both have instead of refusing. Raises `MismatchError`
+    where the engines do not fit, before anything else.
+    """
+    for field, engine in (("producer", producer), ("consumer", consumer)):
+        instance(field, engine, EngineSpec)
+    check_policy(replicas, salt)
+    flag("common_states", common_states)
+    found = mismatches(producer, consumer)
+    if common_states:
+        found = tuple(each for each in found if not each.field.endswith(".states"))
+    if found:
+        raise MismatchError(found)
+    pairs = tuple(group_pairs(producer, consumer))
+    dealt = tuple(each for pair in pairs for each in shares(producer, consumer, pair))
+    edges = tuple(edges_of(producer, consumer, dealt, replicas, salt))
+    plan = TransferPlan(
+        producer=producer,
+        consumer=consumer,
+        replicas=replicas,
+        salt=salt,
+        pairs=pairs,
+        shares=dealt,
+        edges=edges,
+    )
+    check_whole(dealt)
+    return plan

@@ -1,0 +1,128 @@
+"""Shares: what one set of producer ranks gives to the consumers that need it.
+
+Law: a share is fixed by layers, token positions and units together. Replicas are the producer
+ranks that hold the same of all three, and the consumers among which they are elected are all that
+need anything of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+
+from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.ownership.deals import Deal
+from kvspec.ownership.intervals import EMPTY
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.tokens import Cyclic, meet
+from kvspec.specs import LayerSpec
+
+
+@attrs.frozen
+class GroupPair:
+    """A producer's and a consumer's group, and the layers that move between them."""
+
+    producer: KVCacheGroup
+    consumer: KVCacheGroup
+    layers: tuple[str, ...]
+
+    @cached_property
+    def alike(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
+        """The shared layers by the consumer's spec of them: one entry unless sizes differ.
+
+        Of a state, the spec has the rows that both sides have.
+        """
+        shared = set(self.layers)
+        kept = ((s, tuple(x for x in names if x in shared)) for s, names in self.consumer.alike)
+        return tuple(
+            (spec.common_rows(self.producer.spec.of_layer(names[0])), names)
+            for spec, names in kept
+            if names
+        )
+
+    @cached_property
+    def specs(self) -> dict[str, LayerSpec]:
+        """The spec of each shared layer, by layer name."""
+        return {layer: spec for spec, names in self.alike for layer in names}
+
+
+def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPair]:
+    """Yield the pairs of groups that share layers which neither side excludes."""
+    excluded = {*producer.excluded, *consumer.excluded}
+    for mine in consumer.groups:
+        by_home: dict[str, list[str]] = {}
+        for layer in (layer for layer in mine.layers if layer not in excluded):
+            by_home.setdefault(producer.homes[layer].name, []).append(layer)
+        for name, layers in by_home.items():
+            yield GroupPair(producer.group(name), mine, tuple(layers))
+
+
+@attrs.frozen(eq=False)
+class Share:
+    """Parts that are dealt alike, of one producer stage's layers and one producer context.
+
+    *members* and *readers* are deals over all ranks of the producer and of the consumer, in the
+    order of `ParallelConfig.ranks`; a rank outside the share owns nothing in them. *context* is
+    None for states, which every context rank holds whole.
+    """
+
+    pair: GroupPair
+    spec: LayerSpec
+    stage: int
+    layers: tuple[str, ...]
+    parts: tuple[Part, ...]
+    context: Cyclic | None
+    members: Deal
+    readers: Deal
+
+
+def shares(producer: EngineSpec, consumer: EngineSpec, pair: GroupPair) -> Iterator[Share]:
+    """Yield every share of one pair of groups."""
+    for spec, names in pair.alike:
+        for stage in range(producer.parallel.pp_size):
+            layers = tuple(each for each in names if producer.stage_of[each] == stage)
+            if not layers:
+                continue
+            stages = {consumer.stage_of[each] for each in layers}
+            for parts in _dealt_alike(spec.parts):
+                for context in _contexts(producer, parts[0]):
+                    members = _deal(producer, parts[0], {stage}, context, equal=True)
+                    readers = _deal(consumer, parts[0], stages, context, equal=False)
+                    yield Share(pair, spec, stage, layers, parts, context, members, readers)
+
+
+def _dealt_alike(parts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
+    found: dict[tuple[int, int, bool, bool], list[Part]] = {}
+    for part in parts:
+        key = (part.units, part.deal_in, part.tokens_per_state > 0, part.whole)
+        found.setdefault(key, []).append(part)
+    return [tuple(alike) for alike in found.values()]
+
+
+def _contexts(engine: EngineSpec, part: Part) -> list[Cyclic | None]:
+    if not part.tokens_per_state:
+        return [None]
+    ranks = (rank for rank in engine.parallel.ranks if rank.pp == 0)
+    found = {engine.parallel.context(rank).rank: engine.parallel.context(rank) for rank in ranks}
+    return [found[at] for at in sorted(found)]
+
+
+def _deal(
+    engine: EngineSpec, part: Part, stages: set[int], context: Cyclic | None, *, equal: bool
+) -> Deal:
+    """Return who owns which units, of the ranks in *stages* that own positions of *context*."""
+    by_tp = engine.parallel.deal(part.units, part.deal_in).ranges
+
+    def own(rank: RankId) -> range:
+        if rank.pp not in stages:
+            return EMPTY
+        if context is not None:
+            mine = engine.parallel.context(rank)
+            if (mine != context) if equal else not meet(mine, context):
+                return EMPTY
+        return by_tp[rank.tp]
+
+    return Deal(part.units, tuple(own(rank) for rank in engine.parallel.ranks))

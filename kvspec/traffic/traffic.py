@@ -1,0 +1,122 @@
+"""How much one request moves: bytes and descriptors, by pair of ranks and by rank.
+
+Law: only reads a plan. Bytes are `flows`; descriptors are those of real tables over caches on
+paper, made once for all pairs of ranks that are alike.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.table import build_table
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.memory.allocation import lay_out
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.plan import TransferPlan
+from kvspec.traffic.flows import flows
+from kvspec.traffic.loads import Load, Pair, Traffic
+
+MAX_BLOCKS = 2**22
+"""Blocks of one group that are looked at: some seconds."""
+
+
+def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
+    """Return what a request of *num_tokens* moves over *plan*, nothing cached.
+
+    Cross attention counts as many tokens of the encoder. Bytes count live tokens and whole states,
+    not the blocks' dead ends. Descriptors are for caches as `allocate` makes them, and blocks of
+    which no two lie side by side: blocks in order take fewer. `MismatchError` where `build_table`
+    has one.
+    """
+    found = flows(plan, num_tokens)
+    ours, theirs = plan.producer.parallel.ranks, plan.consumer.parallel.ranks
+    moved: dict[Pair, int] = {}
+    for p, c, nbytes in zip(
+        *map(np.ndarray.tolist, (found.producer, found.consumer, found.moved)), strict=True
+    ):
+        pair = ours[p], theirs[c]
+        moved[pair] = moved.get(pair, 0) + nbytes
+    counts = _Counts(plan, num_tokens)
+    pairs = {pair: Load(nbytes, counts.of(*pair)) for pair, nbytes in moved.items()}
+    return Traffic(
+        num_tokens=num_tokens,
+        pairs=pairs,
+        producers=_by_rank(ours, pairs, 0),
+        consumers=_by_rank(theirs, pairs, 1),
+    )
+
+
+def _by_rank(ranks: tuple[RankId, ...], pairs: dict[Pair, Load], side: int) -> dict[RankId, Load]:
+    loads: dict[RankId, list[Load]] = {rank: [] for rank in ranks}
+    for pair, load in pairs.items():
+        loads[pair[side]].append(load)
+    return {rank: Load.total(each) for rank, each in loads.items()}
+
+
+class _Counts:
+    """Counts the descriptors of pairs of ranks, once for those that are alike."""
+
+    def __init__(self, plan: TransferPlan, num_tokens: int) -> None:
+        self.plan = plan
+        sides = [_tables(engine, num_tokens) for engine in (plan.producer, plan.consumer)]
+        self.pools = [
+            {name: 2 * len(table.block_ids) for name, table in tables.items()} for tables in sides
+        ]
+        self.request = TransferRequest(
+            request_id="traffic",
+            num_tokens=num_tokens,
+            encoder_tokens=num_tokens,
+            producer_blocks=sides[0],
+            consumer_blocks=sides[1],
+        )
+        self.known: dict[tuple[object, ...], int] = {}
+        self.shapes = [_shapes(engine) for engine in (plan.producer, plan.consumer)]
+
+    def of(self, producer: RankId, consumer: RankId) -> int:
+        """Return the descriptors between two ranks."""
+        between = self.plan.between(producer, consumer)
+        alike = tuple(
+            (
+                edge.producer_group,
+                edge.group,
+                edge.layers,
+                attrs.evolve(each, remote_rank=0, global_range=range(0)),
+            )
+            for edge in between
+            for each in edge.slices
+        )
+        key = alike, self.shapes[0][producer], self.shapes[1][consumer]
+        if key not in self.known:
+            ours = lay_out(self.plan.producer, producer, self.pools[0])
+            theirs = lay_out(self.plan.consumer, consumer, self.pools[1])
+            table = build_table(self.plan, ours, theirs)
+            self.known[key] = len(table.descriptors(self.request))
+        return self.known[key]
+
+
+def _tables(engine: EngineSpec, num_tokens: int) -> dict[str, BlockTable]:
+    """Return a table for each group, of blocks of which no two lie side by side."""
+    size = engine.parallel.context_size
+    found = {}
+    for group in engine.groups:
+        blocks = -(-num_tokens // (group.spec.block_size * size)) or 1
+        if blocks > MAX_BLOCKS:
+            told = f"at most {MAX_BLOCKS} blocks, which are counted one by one; it takes {blocks}"
+            raise SpecError("num_tokens", num_tokens, told)
+        if not any(part.tokens_per_state for part in group.spec.parts):
+            blocks = 1  # the slot of a state
+        found[group.name] = BlockTable(2 * np.arange(blocks))
+    return found
+
+
+def _shapes(engine: EngineSpec) -> dict[RankId, int]:
+    """Return a number for each rank, equal for ranks whose caches and tokens are laid out alike."""
+    known: dict[object, int] = {}
+    found = {}
+    for rank in engine.parallel.ranks:
+        held = tuple(engine.held(rank).items())
+        found[rank] = known.setdefault((held, engine.parallel.context(rank)), len(known))
+    return found
