@@ -1,7 +1,7 @@
 """Fuzz the laws of one file, guided by coverage: `python fuzz/run.py TARGET [libFuzzer flags]`.
 
 TARGET is the name of a file of this folder (such as `contexts`) or
-the path of any file with Hypothesis laws, such as `tests/test_laws_transfer.py`. The first byte of
+the path of any file with Hypothesis laws, such as `tests/laws/test_transfer.py`. The first byte of
 an input chooses the law, Hypothesis decodes the rest; what a law raises is a crash. A folder among
 the flags is the corpus, kept between runs; unless there is one, a new one is made from seeds.
 """

@@ -17,7 +17,7 @@ import pytest
 import kvspec
 from kvspec.ownership.deals import default_deal
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parent
 TORCH: dict[str, Any] = json.loads(
     gzip.decompress((GOLDENS / "torch_planner.json.gz").read_bytes())
 )

@@ -16,7 +16,7 @@ import pytest
 
 import kvspec
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parent
 PAGES: dict[str, Any] = json.loads((GOLDENS / "vllm_page_sizes.json").read_text())
 STRIDES: dict[str, Any] = json.loads((GOLDENS / "vllm_layout_strides.json").read_text())
 VIEWS: dict[str, Any] = json.loads((GOLDENS / "vllm_kv_views.json").read_text())

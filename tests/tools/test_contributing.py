@@ -17,7 +17,7 @@ import kvspec
 from kvspec.testing import kinds, strategies
 from kvspec.testing.world import described, selected, world
 
-DOCUMENT = Path(__file__).parent.parent / "CONTRIBUTING.md"
+DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 STEP = re.compile(r"^```python step (\d)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STEPS = dict(STEP.findall(DOCUMENT.read_text(encoding="utf-8")))
 KIND = "keys only"

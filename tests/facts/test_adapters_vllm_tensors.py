@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-import kvspec
-from kvspec.adapters import vllm
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import vllm_like as like
 from moved import blocks_for, moved, request_of
 from vllm_like import HEADS, config, state
+
+import kvspec
+from kvspec.adapters import vllm
 
 ONE = kvspec.RankId()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import gzip
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from moved import content, descriptors, moves, request_of
+from vllm_like import config_of, tensors_of
 
 import kvspec
 from kvspec.adapters import vllm
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moved import content, descriptors, moves, request_of
-from vllm_like import config_of, tensors_of
-
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parent
 RECORDED: list[dict[str, Any]] = json.loads(
     gzip.decompress((GOLDENS / "vllm_nixl_descs.json.gz").read_bytes())
 )["rows"]

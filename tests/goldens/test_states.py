@@ -19,9 +19,7 @@ import pytest
 
 import kvspec
 
-TABLE: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "goldens" / "vllm_conv_split.json").read_text()
-)
+TABLE: dict[str, Any] = json.loads((Path(__file__).parent / "vllm_conv_split.json").read_text())
 ROWS: list[list[Any]] = TABLE["rows"]
 LOADED = [row for row in ROWS if len(row) > 4]
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

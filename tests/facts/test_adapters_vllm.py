@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import vllm_like as like
+from moved import moved, request_of
+from vllm_like import HEADS, config, state
 
 import kvspec
 from kvspec.adapters import vllm
 from kvspec.dtypes import ITEMSIZE
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import vllm_like as like
-from moved import moved, request_of
-from vllm_like import HEADS, config, state
 
 ONE = kvspec.RankId()
 

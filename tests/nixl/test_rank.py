@@ -28,7 +28,6 @@ from kvspec.nixl.notifications import HELLO
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from nixl_worker import Bytes, memory
 

@@ -8,19 +8,11 @@ refused where there is nothing right to do.
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
 from typing import Any
 
+import moved
 import numpy as np
 import pytest
-
-import kvspec
-from kvspec.adapters import vllm
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import moved
 from moved import moves, request_of
 from vllm_like import (
     FullAttentionSpec,
@@ -30,6 +22,9 @@ from vllm_like import (
     buffer_of,
     tensors_of,
 )
+
+import kvspec
+from kvspec.adapters import vllm
 
 
 def full(heads: int = 2, block_size: int = 16, **more: Any) -> kvspec.FullAttentionSpec:

@@ -11,7 +11,7 @@ import pytest
 
 import kvspec
 
-RUN = Path(__file__).parents[1] / "fuzz" / "run.py"
+RUN = Path(__file__).parents[2] / "fuzz" / "run.py"
 INPUTS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import kvspec
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parent
 TP_MAPPING: list[list[Any]] = json.loads(
     gzip.decompress((GOLDENS / "vllm_tp_mapping.json.gz").read_bytes())
 )["rows"]

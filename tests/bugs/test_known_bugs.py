@@ -7,19 +7,14 @@ and tables are the report's. What names none is listed with the reason, and coun
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from moved import moved, moves, request_of
 
 import kvspec
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from moved import moved, moves, request_of
 
 Faults = list[str]
 

@@ -20,15 +20,15 @@ import kvspec
 from kvspec.errors import TransferError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
-sys.path.insert(0, str(Path(__file__).parent))
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
+import nixl_worker
 from nixl_worker import BLOCK, BLOCKS, SIZE, memory, pattern, rows
 
 from kvspec.nixl import NixlRank, Prepared, Transfer
 
 pytestmark = pytest.mark.nixl
-WORKER = Path(__file__).with_name("nixl_worker.py")
+WORKER = Path(nixl_worker.__file__)
 REPO = Path(kvspec.__file__).parents[1]
 
 
