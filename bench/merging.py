@@ -20,8 +20,8 @@ from planning import first_ranks, first_table
 from timing import Options, Row
 
 from kvspec import DescriptorTable, ParallelConfig, allocate, build_table, plan_transfer
-from kvspec.nixl.checks import checked_rows
 from kvspec.nixl.merging import pair
+from kvspec.nixl.rows import checked_rows
 
 LAYOUTS = ("LBHNC", "LBNHC", "LKBNHC", "LBKHNC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
 PAIRS = ((8, 4), (4, 8), (4, 4), (2, 8), (8, 2), (16, 4), (3, 2))

@@ -6,6 +6,7 @@ was wanted. A bool is no int.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -56,3 +57,12 @@ def flag(field: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SpecError(field, value, "True or False")
     return value
+
+
+def seconds(field: str, value: object) -> float:
+    """Return *value* if it is a finite number of seconds, at least 0; else raise `SpecError`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpecError(field, value, "seconds, a number")
+    if not math.isfinite(value) or value < 0:
+        raise SpecError(field, value, "finite seconds >= 0")
+    return float(value)

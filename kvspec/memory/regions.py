@@ -99,8 +99,13 @@ class Memory:
             positive_int(name, getattr(self, name), least=0)
         if self.memory_type not in MEMORY_TYPES:
             raise SpecError("memory_type", self.memory_type, " or ".join(MEMORY_TYPES))
-        if self.address + self.length > MOST:
+        if self.end > MOST:
             raise SpecError("length", self.length, f"an end of at most {MOST}")
+
+    @property
+    def end(self) -> int:
+        """Address of the last byte, plus one."""
+        return self.address + self.length
 
 
 def _check_region(region: Region, wanted: Held) -> None:
@@ -170,7 +175,7 @@ class RankCache:
         for memory in sorted(self.memory, key=lambda each: each.address):
             starts, stops = reach.setdefault((memory.memory_type, memory.device), ([], []))
             starts.append(memory.address)
-            stops.append(max(memory.address + memory.length, stops[-1] if stops else 0))
+            stops.append(max(memory.end, stops[-1] if stops else 0))
         for each in self.regions:
             starts, stops = reach.get((each.memory_type, each.device), ([], []))
             extent = each.extent
@@ -187,7 +192,7 @@ class RankCache:
         for each in sorted(self.memory, key=lambda memory: memory.address):
             if each.address == reached:
                 found.append(each.address)
-            reached = max(reached, each.address + each.length)
+            reached = max(reached, each.end)
         return tuple(found)
 
     @cached_property

@@ -13,27 +13,29 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvspec.errors import KVSpecError, TransferError, WireError
-from kvspec.nixl.checks import Extent, Ids, Rows, expanded
 from kvspec.nixl.errors import STATES, TERMINAL_KINDS, kind_of, state_of
+from kvspec.nixl.rows import Ids, StridedRows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvspec.memory.regions import Memory
+
+Subject = tuple[str, str]  # peer and request, for errors
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 PROGRESS_DELAY_US = 1000  # 0, the default of nixl's own Python class, takes a whole core while idle
 
 
 def package_names() -> tuple[str, ...]:
     """Return the nixl packages to try: the environment's, torch's CUDA major, or all."""
-    override = os.environ.get("KVSPEC_NIXL_PACKAGE")
-    if override:
+    if override := os.environ.get("KVSPEC_NIXL_PACKAGE"):
         return (override,)
     loaded = tuple(name for name in PACKAGES if f"{name}._bindings" in sys.modules)
     version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
@@ -65,7 +67,7 @@ class Agent:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._nb = nb = bindings()
-        kinds = tuple(each for key, each in vars(nb).items() if key.endswith("Error"))
+        kinds = tuple(value for name, value in vars(nb).items() if name.endswith("Error"))
         plain = (ValueError, KeyError, IndexError, TypeError, RuntimeError)
         self._errors: tuple[type[Exception], ...] = (*kinds, *plain)
         self.strided = "numpy.ndarray" in (nb.nixlAgent.prepXferDlist.__doc__ or "")
@@ -107,7 +109,7 @@ class Agent:
     def step(
         self, step: str, peer: str | None = None, request: str | None = None
     ) -> Generator[None, None, None]:
-        """Hold the agent for *step*, and put its errors into our words."""
+        """Hold the agent for *step*, and put its errors into kvspec's words."""
         with self.locked():
             try:
                 yield
@@ -126,18 +128,13 @@ class Agent:
     # The native object is never bound to a local name: a traceback that somebody keeps would keep
     # it alive, and dropping the last reference is the only way to abort a transfer.
 
-    def register(self, extents: Sequence[Extent]) -> list[Any]:
-        """Register *extents*; return what `deregister` takes."""
-        done = []
-        for kind in sorted({each.memory_type for each in extents}):
-            mine = [each for each in extents if each.memory_type == kind]
-            rows = [(each.address, each.end - each.address, each.device) for each in mine]
-            with self.step("register"):
-                table = np.array(rows, np.uint64)
-                descs = self._nb.nixlRegDList(self._memory(kind), table)
-                self._native.registerMem(descs, [])
-                done.append(descs)
-        return done
+    def register(self, memory: Memory) -> object:
+        """Register *memory*; return what `deregister` takes."""
+        row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
+        with self.step("register"):
+            descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
+            self._native.registerMem(descs, [])
+            return descs
 
     def deregister(self, descs: object) -> None:
         """Undo one `register`. No fence: peers may still reach the memory."""
@@ -162,16 +159,14 @@ class Agent:
         with self.step("disconnect", peer):
             self._native.invalidateRemoteMD(peer)
 
-    def prepare(self, peer: str | None, memory_type: str, rows: Rows) -> int:
+    def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, None being this agent's own side."""
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
         with self.step("prepare", peer):
+            segment = self._segment(memory_type)
             if self.strided:
-                return int(
-                    self._native.prepXferDlist(name, self._memory(memory_type), rows.table, [])
-                )
-            flat: NDArray[np.uint64] = expanded(rows)
-            descs = self._nb.nixlXferDList(self._memory(memory_type), flat)
+                return int(self._native.prepXferDlist(name, segment, rows.table, []))
+            descs = self._nb.nixlXferDList(segment, rows.expanded())
             return int(self._native.prepXferDlist(name, descs, []))
 
     def release_list(self, handle: int) -> None:
@@ -180,11 +175,11 @@ class Agent:
             self._native.releasedDlistH(handle)
 
     def make(
-        self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], told: tuple[str, str]
+        self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
     ) -> int:
         """Return a handle for *operation* ("READ" or "WRITE") over (list handle, ids) pairs."""
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
-        with self.step("make", *told):
+        with self.step("make", *subject):
             return int(self._native.makeXferReq(verb, *local, *remote, "", [], False))  # noqa: FBT003
 
     def make_plain(
@@ -192,24 +187,24 @@ class Agent:
         operation: str,
         local: tuple[str, NDArray[np.uint64]],
         remote: tuple[str, NDArray[np.uint64]],
-        told: tuple[str, str],
+        subject: Subject,
     ) -> int:
         """Return a handle for *operation* over (memory type, descriptors) pairs, one to one."""
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
-        mine, theirs = (
-            self._nb.nixlXferDList(self._memory(kind), descs) for kind, descs in (local, remote)
-        )
-        with self.step("make", *told):
-            return int(self._native.createXferReq(verb, mine, theirs, told[0], "", []))
+        sides = [
+            self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
+        ]
+        with self.step("make", *subject):
+            return int(self._native.createXferReq(verb, *sides, subject[0], "", []))
 
-    def post(self, handle: int, told: tuple[str, str]) -> bool:
+    def post(self, handle: int, subject: Subject) -> bool:
         """Start *handle*; whether it is done already."""
-        with self.step("post", *told):
+        with self.step("post", *subject):
             return self._is_done(self._native.postXferReq(handle))
 
-    def check(self, handle: int, told: tuple[str, str]) -> bool:
+    def check(self, handle: int, subject: Subject) -> bool:
         """Whether the posted *handle* is done; makes progress."""
-        with self.step("check", *told):
+        with self.step("check", *subject):
             return self._is_done(self._native.getXferStatus(handle))
 
     def terminal(self, handle: int) -> bool:
@@ -238,8 +233,8 @@ class Agent:
     def notifications(self) -> dict[str, list[bytes]]:
         """Return what came since the last call, by peer; makes progress."""
         with self.step("notifications"):
-            came: dict[str, list[bytes]] = self._native.getNotifs({}, [])
-            return came
+            received: dict[str, list[bytes]] = self._native.getNotifs({}, [])
+            return received
 
     def drop(self) -> None:
         """Destroy the agent: whatever is in flight stops. Only then are the owners let go."""
@@ -248,15 +243,13 @@ class Agent:
                 self._native = None
                 self.owners.clear()
 
-    def _memory(self, memory_type: str) -> Any:  # noqa: ANN401 - nixl has no stubs
+    def _segment(self, memory_type: str) -> Any:  # noqa: ANN401 - nixl has no stubs
         return getattr(self._nb, f"{memory_type}_SEG")
 
     def _is_done(self, status: object) -> bool:
-        if status == self._nb.NIXL_SUCCESS:
-            return True
-        if status == self._nb.NIXL_IN_PROG:
-            return False
-        raise RuntimeError(status)
+        if status not in {self._nb.NIXL_SUCCESS, self._nb.NIXL_IN_PROG}:
+            raise RuntimeError(status)
+        return bool(status == self._nb.NIXL_SUCCESS)
 
 
 _AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 from kvspec.errors import SpecError, TransferError
+from kvspec.inputs import seconds
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.checks import seconds
 
 MAX_NOTIFICATION = 64 << 10  # bytes; a notification blocks its sender for as long as it takes
 HELLO = b"kvspec-nixl hello"  # opens the connection, so that the first read does not
@@ -37,9 +37,9 @@ class Inbox:
         """Take all, as (peer, payload)."""
         with self._agent.locked():
             self._receive()
-            came = list(self._kept)
+            taken = self._kept.copy()
             self._kept.clear()
-        return came
+        return taken
 
     def wait(self, payload: bytes, timeout: float, peer: str | None) -> str:
         """Take one that equals *payload*, within *timeout* seconds; return its sender."""
@@ -47,9 +47,9 @@ class Inbox:
         while True:
             with self._agent.locked():
                 self._receive()
-                for at, (sender, came) in enumerate(self._kept):
-                    if came == payload and peer in {None, sender}:
-                        del self._kept[at]
+                for place, (sender, received) in enumerate(self._kept):
+                    if received == payload and peer in {None, sender}:
+                        del self._kept[place]
                         return sender
             left = deadline - time.monotonic()
             if left <= 0:

@@ -17,27 +17,18 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from kvspec.errors import SpecError, TransferError
+from kvspec.memory.regions import Memory
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.checks import (
-    Extent,
-    Introduction,
-    Memory,
-    OneByte,
-    check_inside,
-    checked_rows,
-    memory_type_of,
-    new_extents,
-    row_of_one,
-    unseal,
-)
 from kvspec.nixl.errors import STATES
+from kvspec.nixl.introduction import Envelope, unseal
+from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import HELLO, MAX_NOTIFICATION, Inbox, check_payload
+from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.transfer import Order, Prepared, Transfer, order_of
 
 if TYPE_CHECKING:
@@ -76,10 +67,10 @@ class NixlRank:
         self.name: str = name
         self._peers: dict[str, list[Prepared]] = {}
         with _NAMING:
-            if any(name == rank.name or name in rank.peers for rank in tuple(_LIVE.values())):
+            if any(name in {rank.name, *rank.peers} for rank in tuple(_LIVE.values())):
                 raise SpecError("name", name, "a name that no live rank of this process knows")
             _LIVE[name] = self
-        self._extents: tuple[Extent, ...] = ()
+        self._memories: tuple[Memory, ...] = ()
         self._registered: list[object] = []
         self._lists: list[Prepared] = []
         self._transfers: set[Transfer] = set()
@@ -91,7 +82,7 @@ class NixlRank:
         self.polled = polled
         self._inbox = Inbox(self._agent)
         self._probe = np.zeros(1, np.uint8)
-        self.register([OneByte(self._probe.ctypes.data)], owner=self._probe)
+        self.register([Memory(self._probe.ctypes.data, 1)], owner=self._probe)
 
     def __repr__(self) -> str:
         return f"<NixlRank {self.name!r}: {len(self._peers)} peers, {self.live_handles} in flight>"
@@ -99,12 +90,7 @@ class NixlRank:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -115,29 +101,30 @@ class NixlRank:
     @property
     def live_handles(self) -> int:
         """Transfer handles that nixl holds for this rank."""
-        return sum(each.live_handles for each in tuple(self._transfers))
+        return sum(transfer.live_handles for transfer in tuple(self._transfers))
 
     @property
     def quarantined(self) -> tuple[Transfer, ...]:
         """Transfers that failed while some of their handles were, and are, in flight."""
-        return tuple(each for each in tuple(self._transfers) if each.state not in {"PROC", "DONE"})
+        every = tuple(self._transfers)
+        return tuple(failed for failed in every if failed.state not in {"PROC", "DONE"})
 
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:
         """Register *memories*, each once, and hold *owner* (what owns their bytes) until closed.
 
         A memory inside a registered one is covered; any other overlap is a `SpecError`. Metadata
-        taken before does not tell of them.
+        taken before does not tell of peer.
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
-            for extent in new_extents(self._extents, memories):
-                self._registered += self._agent.register([extent])
-                self._extents += (extent,)
+            for memory in new_memories(self._memories, memories):
+                self._registered.append(self._agent.register(memory))
+                self._memories += (memory,)
 
     def metadata(self) -> bytes:
         """Return what a peer's `connect` takes: send it over a channel that you trust."""
-        raw, probe = self._agent.metadata(), self._probe.ctypes.data
-        return Introduction(name=self.name, metadata=raw, probe=probe).seal()
+        metadata, probe = self._agent.metadata(), self._probe.ctypes.data
+        return Envelope(name=self.name, metadata=metadata, probe=probe).seal()
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
         """Load a peer's *metadata*, open the connection, and return the peer's name.
@@ -147,24 +134,24 @@ class NixlRank:
         that does not would stay here; the peer must make progress. `WireError` if *metadata* is not
         whole; `TransferError` "stale_peer" if another agent has that name, or as `read`.
         """
-        them = unseal(metadata)
-        if them.name == self.name:
+        peer = unseal(metadata)
+        if peer.name == self.name:
             message = f"{self.name!r} is this rank's own name: connect takes the metadata of a peer"
             raise TransferError(message, rank=self.name, state="stale_peer")
         with self._agent.locked():
-            self._agent.connect(them.name, them.metadata)
-            known = them.name in self._peers
-            self._peers.setdefault(them.name, [])
+            self._agent.connect(peer.name, peer.metadata)
+            known = peer.name in self._peers
+            self._peers.setdefault(peer.name, [])
         try:
-            self._agent.notify(them.name, HELLO)
+            self._agent.notify(peer.name, HELLO)
             if self.polled and not known:
-                self._knock(them, timeout)
+                self._knock(peer, timeout)
         except TransferError:
             with contextlib.suppress(TransferError):  # "busy": it is the caller's to reap
                 if not known:
-                    self.disconnect(them.name)
+                    self.disconnect(peer.name)
             raise
-        return them.name
+        return peer.name
 
     def disconnect(self, peer: str) -> None:
         """Forget *peer* and its lists. Refused while a transfer with it is not over.
@@ -173,7 +160,8 @@ class NixlRank:
         """
         with self._agent.locked():
             self._check_peer(peer)
-            busy = [each.request for each in tuple(self._transfers) if each.peer == peer]
+            transfers = tuple(self._transfers)
+            busy = [transfer.request for transfer in transfers if transfer.peer == peer]
             if busy:
                 raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")
             for prepared in self._peers.pop(peer):
@@ -188,17 +176,17 @@ class NixlRank:
         (N, 5) uint64: address, length (bytes of one descriptor), device, stride (bytes), count.
         Row after row, each id stands for one descriptor. Rows must lie in registered memory.
         """
-        kind, checked = memory_type_of(memory_type), checked_rows(rows)
+        check_memory_type(memory_type)
+        checked = checked_rows(rows)
         with self._agent.locked():
-            lists = self._lists
             if peer is None:
-                check_inside(checked, kind, self._extents)
+                check_inside(checked, memory_type, self._memories)
             else:
                 self._check_peer(peer)
-                lists = self._peers[peer]
-            handle = self._agent.prepare(peer, kind, checked) if checked.total else None
-            prepared = Prepared(self._agent, checked, kind, peer, handle)
-            lists[:] = [each for each in lists if not each.released] + [prepared]
+            lists = self._lists if peer is None else self._peers[peer]
+            handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None
+            prepared = Prepared(self._agent, checked, memory_type, peer, handle)
+            lists[:] = [known for known in lists if not known.released] + [prepared]
         return prepared
 
     def read(
@@ -236,7 +224,7 @@ class NixlRank:
     def reap(self) -> tuple[Transfer, ...]:
         """Release what ended in quarantine; return the transfers whose blocks are free again."""
         with self._agent.locked():
-            return tuple(each for each in self.quarantined if each.reap())
+            return tuple(failed for failed in self.quarantined if failed.reap())
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload*, at most 64 KiB, to *peer*: once a plan, after its data is done."""
@@ -272,21 +260,22 @@ class NixlRank:
             del _LIVE[self.name]
 
     def _undo(self) -> None:
-        for prepared in (*self._lists, *(each for one in self._peers.values() for each in one)):
-            prepared.release()
+        for lists in (self._lists, *self._peers.values()):
+            for prepared in lists:
+                prepared.release()
         for peer in self._peers:
             with contextlib.suppress(TransferError):  # a dead one is gone already
                 self._agent.disconnect(peer)
         for registered in self._registered:
             self._agent.deregister(registered)
 
-    def _knock(self, them: Introduction, timeout: float) -> None:
+    def _knock(self, peer: Envelope, timeout: float) -> None:
         first = np.zeros(1, np.int32)
-        mine = self.prepare(row_of_one(self._probe.ctypes.data))
-        theirs = self.prepare(row_of_one(them.probe), peer=them.name)
-        self.read(mine, first, theirs, first, request="connect", timeout=timeout).wait()
-        mine.release()
-        theirs.release()
+        local = self.prepare(row_of_one(self._probe.ctypes.data))
+        remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
+        self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+        local.release()
+        remote.release()
 
     def _start(self, order: Order) -> Transfer:
         with self._agent.locked():

@@ -15,11 +15,12 @@ from typing import Literal
 import attrs
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl.agent import Agent
-from kvspec.nixl.checks import Rows, seconds
+from kvspec.inputs import instance, seconds
+from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.errors import STATES
 from kvspec.nixl.merging import Pairing, checked_ids, pair
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
+from kvspec.nixl.rows import StridedRows
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 
@@ -31,14 +32,19 @@ class Prepared:
     """
 
     def __init__(
-        self, agent: Agent, rows: Rows, memory_type: str, peer: str | None, handle: int | None
+        self,
+        agent: Agent,
+        rows: StridedRows,
+        memory_type: str,
+        peer: str | None,
+        handle: int | None,
     ) -> None:
         self.rows = rows
         self.memory_type = memory_type
         self.peer = peer
         self._agent = agent
         self._handle = handle  # None where there is no row
-        self._released = False
+        self.released = False  # once True, nixl has the list no more
 
     def __repr__(self) -> str:
         side = "local" if self.peer is None else f"peer={self.peer!r}"
@@ -54,23 +60,18 @@ class Prepared:
         if agent is not self._agent:
             message = f"the list of {self._agent.name!r} was given to {agent.name!r}"
             raise TransferError(message, rank=agent.name, state="bug")
-        if self._released:
+        if self.released:
             raise TransferError(
                 f"{self!r} was released: {STATES['closed']}", rank=self.peer, state="closed"
             )
         return self._handle or 0
 
-    @property
-    def released(self) -> bool:
-        """Whether nixl has the list no more."""
-        return self._released
-
     def release(self) -> None:
         """Give the list back; transfers that were posted from it go on. Twice is once."""
         with self._agent.locked():
-            if not self._released and self._handle is not None:
+            if not self.released and self._handle is not None:
                 self._agent.release_list(self._handle)
-            self._released = True
+            self.released = True
 
 
 @attrs.frozen(kw_only=True)
@@ -85,7 +86,7 @@ class Order:
     timeout: float
 
     @property
-    def told(self) -> tuple[str, str]:
+    def subject(self) -> Subject:
         """Peer and request, for errors."""
         return self.remote.peer or "", self.request
 
@@ -96,10 +97,9 @@ class Order:
         if pairs.joined is not None:
             local = self.local.memory_type, pairs.joined.local[piece]
             remote = self.remote.memory_type, pairs.joined.remote[piece]
-            return agent.make_plain(self.operation, local, remote, self.told)
-        mine = handles[0], pairs.local_ids[piece]
-        theirs = handles[1], pairs.remote_ids[piece]
-        return agent.make(self.operation, mine, theirs, self.told)
+            return agent.make_plain(self.operation, local, remote, self.subject)
+        sides = (handles[0], pairs.local_ids[piece]), (handles[1], pairs.remote_ids[piece])
+        return agent.make(self.operation, *sides, self.subject)
 
 
 def order_of(
@@ -114,8 +114,6 @@ def order_of(
     """Return the checked order to move (list, ids) pairs; nothing is posted yet."""
     _check_side("local", local[0], agent)
     _check_side("remote", remote[0], agent)
-    if not isinstance(request, str):
-        raise SpecError("request", request, "a str")
     pairs = pair(
         local[0].rows,
         checked_ids("local_ids", local[1], local[0].total),
@@ -128,7 +126,7 @@ def order_of(
         local=local[0],
         remote=remote[0],
         pairs=pairs,
-        request=request,
+        request=instance("request", request, str),
         timeout=seconds("timeout", timeout),
     )
 
@@ -247,7 +245,7 @@ class Transfer:
     def _advance(self) -> None:
         try:
             for handle in tuple(self._in_flight):
-                if self._agent.check(handle, self._order.told):
+                if self._agent.check(handle, self._order.subject):
                     self._settle(handle)
             if self.state == "PROC" and time.monotonic() >= self._deadline:
                 raise self._late()
@@ -268,7 +266,7 @@ class Transfer:
             self._in_flight.append(handle)
             self._pending.popleft()
             self.handles += 1
-            if agent.post(handle, order.told):
+            if agent.post(handle, order.subject):
                 self._settle(handle)
                 return
 
@@ -283,15 +281,15 @@ class Transfer:
         self._settled += 1
 
     def _late(self) -> TransferError:
-        done, all_ = self._settled, len(self._order.pairs.pieces)
-        told = "nothing is in flight"
+        done, pieces = self._settled, len(self._order.pairs.pieces)
+        rest = "nothing is in flight"
         if self.live_handles:
-            told = (
+            rest = (
                 f"{self.live_handles} stay in flight, in quarantine: no block of either side may be"
                 " used again until reap() returns this transfer or the rank is closed"
             )
         return TransferError(
-            f"not done after {self._order.timeout} s: {done} of {all_} pieces are; {told}",
+            f"not done after {self._order.timeout} s: {done} of {pieces} pieces are; {rest}",
             rank=self.peer,
             request=self.request,
             state="timeout",

@@ -14,7 +14,7 @@ import kvspec
 from kvspec.descriptors.table import build_table
 from kvspec.errors import SpecError
 from kvspec.nixl import merging as pairs
-from kvspec.nixl.checks import Rows, checked_rows
+from kvspec.nixl.rows import StridedRows, checked_rows
 from kvspec.testing import strategies
 from kvspec.testing.world import finest, world
 
@@ -27,7 +27,7 @@ GAP = 5
 class Drawn:
     """Rows in memories that may touch, and ids of them."""
 
-    rows: Rows
+    rows: StridedRows
     ids: np.ndarray
     memories: list[range]
 
@@ -73,15 +73,15 @@ def drawn_pairs(draw: st.DrawFn) -> tuple[Drawn, Drawn]:
     return attrs.evolve(one, ids=one.ids[:count]), attrs.evolve(other, ids=other.ids[:count])
 
 
-def moves(local: Drawn, remote: Drawn, found: pairs.Pairing) -> Iterator[tuple[list[int], ...]]:
-    """Yield the bytes of both sides of each descriptor of *found*, piece after piece."""
+def moves(local: Drawn, remote: Drawn, pairing: pairs.Pairing) -> Iterator[tuple[list[int], ...]]:
+    """Yield the bytes of both sides of each descriptor of *pairing*, piece after piece."""
     ids = local.bytes_of(), remote.bytes_of()
-    for piece in found.pieces:
-        if found.joined is None:
+    for piece in pairing.pieces:
+        if pairing.joined is None:
             yield from zip(ids[0][piece], ids[1][piece], strict=True)
             continue
         for one, other in zip(
-            found.joined.local[piece].tolist(), found.joined.remote[piece].tolist(), strict=True
+            pairing.joined.local[piece].tolist(), pairing.joined.remote[piece].tolist(), strict=True
         ):
             assert one[1:] == other[1:]
             yield tuple(list(range(at, at + length)) for at, length, _ in (one, other))
@@ -108,20 +108,20 @@ def test_descriptors_are_the_bytes_that_the_ids_name(
             with pytest.raises(SpecError, match="no byte written twice"):
                 pairs.pair(*sent)
             return
-        found = pairs.pair(*sent)
-    moved = list(moves(local, remote, found))
+        pairing = pairs.pair(*sent)
+    moved = list(moves(local, remote, pairing))
     assert wanted == sorted(p for one, other in moved for p in zip(one, other, strict=True))
-    assert found.nbytes == len(wanted)
+    assert pairing.nbytes == len(wanted)
     size = int(local.rows.length[0])
-    ends = [0, *(each.stop for each in found.pieces)]
-    assert ends[:-1] == [each.start for each in found.pieces]
-    for piece in found.pieces:
-        if found.joined is None:
+    ends = [0, *(each.stop for each in pairing.pieces)]
+    assert ends[:-1] == [each.start for each in pairing.pieces]
+    for piece in pairing.pieces:
+        if pairing.joined is None:
             assert by_nixls_rule_of(local, remote, piece) <= most
             assert (piece.stop - piece.start) * size <= max(most_bytes, size)
         else:
             assert piece.stop - piece.start <= most
-            assert int(found.joined.local[piece, 1].sum()) <= most_bytes
+            assert int(pairing.joined.local[piece, 1].sum()) <= most_bytes
     for side, number in ((local, 0), (remote, 1)):
         for each in moved:
             assert side.memory_of(each[number][0]) == side.memory_of(each[number][-1])
@@ -142,10 +142,10 @@ def test_what_is_posted_is_the_fewest(case: strategies.Case) -> None:
     for p, c, _ in here.tables():
         caches = finest(here.producers[p][0]), finest(here.consumers[c][0])
         table = build_table(here.plan, *caches)
-        ours, theirs = table.select(case.request)
+        producer_ids, consumer_ids = table.select(case.request)
         rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
-        found = pairs.pair(rows[0], theirs, rows[1], ours, "local")
-        assert found.runs <= 1.15 * len(table.descriptors(case.request))
+        pairing = pairs.pair(rows[0], consumer_ids, rows[1], producer_ids, "local")
+        assert pairing.runs <= 1.15 * len(table.descriptors(case.request))
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def test_requests_of_which_ids_alone_post_too_many(layouts: tuple[str, str], cac
         request_id="r", num_tokens=517, cached_tokens=cached,
         producer_blocks={"g": range(33)}, consumer_blocks={"g": range(33)},
     )  # fmt: skip
-    ours, theirs = table.select(request)
+    producer_ids, consumer_ids = table.select(request)
     rows = checked_rows(table.consumer_rows), checked_rows(table.producer_rows)
     fewest = len(table.descriptors(request))
-    assert by_nixls_rule(table, (ours, theirs)) > 1.15 * fewest
-    assert pairs.pair(rows[0], theirs, rows[1], ours, "local").runs <= 1.15 * fewest
+    assert by_nixls_rule(table, (producer_ids, consumer_ids)) > 1.15 * fewest
+    assert pairs.pair(rows[0], consumer_ids, rows[1], producer_ids, "local").runs <= 1.15 * fewest
 
 
 def by_nixls_rule_of(local: Drawn, remote: Drawn, piece: slice) -> int:
@@ -228,17 +228,17 @@ def test_runs_of_rows_that_share_memory_are_joined() -> None:
     """The end of a cell and the cells that follow are one descriptor, although rows differ."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1000, 4, 0, 4, 32)], np.uint64))
     ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, then three cells
-    found = pairs.pair(rows, ids, rows, ids, "local")
-    assert found.joined is not None
-    assert [[1024, 56, 0]] == found.joined.local.tolist() == found.joined.remote.tolist()
-    assert (1, 56, (slice(0, 1),)) == (found.runs, found.nbytes, found.pieces)
+    pairing = pairs.pair(rows, ids, rows, ids, "local")
+    assert pairing.joined is not None
+    assert [[1024, 56, 0]] == pairing.joined.local.tolist() == pairing.joined.remote.tolist()
+    assert (1, 56, (slice(0, 1),)) == (pairing.runs, pairing.nbytes, pairing.pieces)
 
 
 def test_runs_of_rows_that_only_touch_are_not() -> None:
     """Two rows of which one begins where the other ends may be two registered memories."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1128, 16, 0, 16, 8)], np.uint64))
-    found = pairs.pair(rows, np.arange(16), rows, np.arange(16), "local")
-    assert (None, 2) == (found.joined, found.runs)
+    pairing = pairs.pair(rows, np.arange(16), rows, np.arange(16), "local")
+    assert (None, 2) == (pairing.joined, pairing.runs)
 
 
 def test_a_row_of_another_device_is_other_memory() -> None:
@@ -254,8 +254,8 @@ def test_a_long_run_is_cut() -> None:
         np.array([(0, 1 << 20, 0, 1 << 20, 200), (0, 1, 0, 1, 200 << 20)], np.uint64)
     )
     ids = np.array([200 + (1 << 20) - 1, *range(1, 131)], np.int32)
-    found = pairs.pair(rows, ids, rows, ids, "remote")
-    assert found.joined is not None
-    assert [64 << 20, 64 << 20, (2 << 20) + 1] == found.joined.local[:, 1].tolist()
-    assert [(1 << 20) - 1, (65 << 20) - 1] == found.joined.local[:2, 0].tolist()
-    assert (slice(0, 1), slice(1, 2), slice(2, 3)) == found.pieces
+    pairing = pairs.pair(rows, ids, rows, ids, "remote")
+    assert pairing.joined is not None
+    assert [64 << 20, 64 << 20, (2 << 20) + 1] == pairing.joined.local[:, 1].tolist()
+    assert [(1 << 20) - 1, (65 << 20) - 1] == pairing.joined.local[:2, 0].tolist()
+    assert (slice(0, 1), slice(1, 2), slice(2, 3)) == pairing.pieces

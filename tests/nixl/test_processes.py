@@ -36,15 +36,15 @@ class Worker:
     """A child process with one rank whose storage holds `pattern(seed)`."""
 
     def __init__(self, seed: int, name: tuple[str, ...], tls: str) -> None:
-        self.pipe, theirs = Pipe()
+        self.pipe, child_end = Pipe()
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and file
-            [sys.executable, str(WORKER), str(theirs.fileno()), str(seed), *name],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, str(WORKER), str(child_end.fileno()), str(seed), *name],
+            pass_fds=[child_end.fileno()],
             env={**os.environ, "PYTHONPATH": str(REPO), "UCX_TLS": tls},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        theirs.close()
+        child_end.close()
 
     def introduce(self) -> tuple[bytes, int]:
         """Return its metadata and the address of its storage."""
@@ -170,8 +170,8 @@ def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> No
         with pytest.raises(TransferError, match=r"not done after 0.5 s.*quarantine") as caught:
             transfer.wait()
         assert 0.4 < time.monotonic() - began < 5
-        told = caught.value
-        assert (side.peer, "late", "timeout") == (told.rank, told.request, told.state)
+        error = caught.value
+        assert (side.peer, "late", "timeout") == (error.rank, error.request, error.state)
         assert (transfer,) == rank.quarantined
         assert (1, 1) == (rank.live_handles, transfer.live_handles)
         assert () == rank.reap()
@@ -234,8 +234,8 @@ def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
             with pytest.raises(TransferError, match="RemoteDisconnect") as caught:
                 side.read(20.0, "dead").wait()
             assert time.monotonic() - began < 5
-            told = caught.value
-            assert (side.peer, "dead", "peer_lost") == (told.rank, told.request, told.state)
+            error = caught.value
+            assert (side.peer, "dead", "peer_lost") == (error.rank, error.request, error.state)
             assert ((), 0) == (rank.quarantined, rank.live_handles)
             with pytest.raises(TransferError, match="notify failed") as caught:
                 rank.notify(side.peer, b"hello?")
@@ -279,7 +279,7 @@ def test_two_peers_of_one_name_collide_until_the_first_is_disconnected() -> None
 
 
 def test_a_fork_is_refused_and_does_not_hurt_its_parent() -> None:
-    """The child is told so, leaves through the normal exit, and the parent goes on."""
+    """The child is error so, leaves through the normal exit, and the parent goes on."""
     with worker() as child, NixlRank() as rank:
         side = Side(rank, *child.introduce())
         assert "forked 7" == child.ask("fork")

@@ -12,24 +12,25 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError, WireError
-from kvspec.nixl import NixlRank, Prepared
+from kvspec.memory.regions import Memory
+from kvspec.nixl import NixlRank, Prepared, introduction
 from kvspec.nixl import agent as nixl_agent
-from kvspec.nixl import checks as nixl_checks
 from kvspec.nixl import errors as nixl_states
 from kvspec.nixl import merging as nixl_pairs
-from kvspec.nixl.checks import Introduction
+from kvspec.nixl.introduction import Envelope
 from kvspec.nixl.notifications import HELLO
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
-from nixl_worker import Bytes, memory
+from nixl_worker import memory
 
 pytestmark = pytest.mark.nixl
 SIZE = 1 << 20
@@ -38,19 +39,19 @@ SIZE = 1 << 20
 class Pair:
     """A rank that reads and writes, a rank that serves, and the memory of both."""
 
-    def __init__(self, mine: NixlRank, theirs: NixlRank) -> None:
-        self.mine, self.theirs = mine, theirs
+    def __init__(self, near: NixlRank, far: NixlRank) -> None:
+        self.near, self.far = near, far
         self.local = np.zeros(SIZE, np.uint8)
         self.remote = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
-        mine.register([memory(self.local)], owner=self.local)
-        theirs.register([memory(self.remote)], owner=self.remote)
-        self.peer = mine.connect(theirs.metadata())
+        near.register([memory(self.local)], owner=self.local)
+        far.register([memory(self.remote)], owner=self.remote)
+        self.peer = near.connect(far.metadata())
 
     def lists(self, local: list[tuple[int, ...]], remote: list[tuple[int, ...]]) -> list[Prepared]:
         """Prepare rows of (offset, length, stride, count) on each side."""
         return [
-            self.mine.prepare(table(self.local.ctypes.data, local)),
-            self.mine.prepare(table(self.remote.ctypes.data, remote), peer=self.peer),
+            self.near.prepare(table(self.local.ctypes.data, local)),
+            self.near.prepare(table(self.remote.ctypes.data, remote), peer=self.peer),
         ]
 
 
@@ -72,8 +73,8 @@ def open_files() -> int:
 @pytest.fixture
 def ranks() -> Iterator[Pair]:
     """Two connected ranks; the first is polled and has telemetry."""
-    with NixlRank(polled=True, telemetry=True) as mine, NixlRank() as theirs:
-        yield Pair(mine, theirs)
+    with NixlRank(polled=True, telemetry=True) as near, NixlRank() as far:
+        yield Pair(near, far)
 
 
 LOCAL = [(0, 512, 1024, 100), (200_000, 512, 512, 60), (300_000, 64, 64, 16)]
@@ -85,22 +86,22 @@ ALL = np.arange(160)  # the ids of 512 bytes; 160 to 176 are of 64
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_exact_bytes_move_over_strided_rows(ranks: Pair, operation: str, *, strided: bool) -> None:
     """Each pair of ids moves its bytes, no other byte changes; also without strided lists."""
-    ranks.mine._agent.strided = strided
+    ranks.near._agent.strided = strided
     local, remote = ranks.lists(LOCAL, REMOTE)
     random = np.random.default_rng(5)
-    mine = np.concatenate([random.permutation(ALL)[:50], [170, 171, 160]])
-    theirs = np.concatenate([random.permutation(ALL)[:50], [165, 166, 175]])
+    near = np.concatenate([random.permutation(ALL)[:50], [170, 171, 160]])
+    far = np.concatenate([random.permutation(ALL)[:50], [165, 166, 175]])
     ranks.local[:] = random.integers(0, 256, SIZE, dtype=np.uint8)
     wanted = {"read": ranks.local.copy(), "write": ranks.remote.copy()}[operation]
-    for one, other in zip(mine.tolist(), theirs.tolist(), strict=True):
+    for one, other in zip(near.tolist(), far.tolist(), strict=True):
         size = 512 if one < 160 else 64
         here, there = offsets(LOCAL)[one], offsets(REMOTE)[other]
         if operation == "read":
             wanted[here : here + size] = ranks.remote[there : there + size]
         else:
             wanted[there : there + size] = ranks.local[here : here + size]
-    move = getattr(ranks.mine, operation)
-    transfer = move(local, mine, remote, theirs, request="r", timeout=10)
+    move = getattr(ranks.near, operation)
+    transfer = move(local, near, remote, far, request="r", timeout=10)
     transfer.wait()
     assert ("DONE", 53, 50 * 512 + 3 * 64) == (
         transfer.state,
@@ -109,12 +110,12 @@ def test_exact_bytes_move_over_strided_rows(ranks: Pair, operation: str, *, stri
     )
     result = ranks.local if operation == "read" else ranks.remote
     assert np.array_equal(wanted, result)
-    assert (0, ()) == (ranks.mine.live_handles, ranks.mine.quarantined)
+    assert (0, ()) == (ranks.near.live_handles, ranks.near.quarantined)
 
 
-def posted(ranks: Pair, mine: np.ndarray, theirs: np.ndarray, lists: list[Prepared]) -> int:
+def posted(ranks: Pair, near: np.ndarray, far: np.ndarray, lists: list[Prepared]) -> int:
     """Return how many descriptors nixl posts for a read; `runs` must have said so."""
-    transfer = ranks.mine.read(lists[0], mine, lists[1], theirs, request="r", timeout=10)
+    transfer = ranks.near.read(lists[0], near, lists[1], far, request="r", timeout=10)
     transfer.wait()
     assert transfer.runs == transfer.posted
     return transfer.runs
@@ -150,7 +151,7 @@ def test_runs_of_several_rows_are_posted_as_one(
             wanted[start:stop] = ranks.remote[there]
         else:
             wanted[there] = ranks.local[start:stop]
-    move = getattr(ranks.mine, operation)
+    move = getattr(ranks.near, operation)
     transfer = move(lists[0], ids, lists[1], ids, request="r", timeout=10)
     transfer.wait()
     # 17.6 cells as 9 and 8.6 of them, each a handle; then two runs in one handle.
@@ -163,14 +164,14 @@ def test_runs_of_several_rows_are_posted_as_one(
 def test_a_row_lies_in_one_registered_memory() -> None:
     """Neither side takes a row over two memories that touch: so rows that share bytes share one."""
     array = np.zeros(8192, np.uint8)
-    with NixlRank(polled=True) as mine, NixlRank() as theirs:
-        for rank in (mine, theirs):
+    with NixlRank(polled=True) as near, NixlRank() as far:
+        for rank in (near, far):
             rank.register([memory(array[:4096]), memory(array[4096:])], owner=array)
-        peer = mine.connect(theirs.metadata())
+        peer = near.connect(far.metadata())
         over = table(array.ctypes.data, [(0, 512, 512, 16)])
         for who in (None, peer):
             with pytest.raises(TransferError) as caught:
-                mine.prepare(over, peer=who)
+                near.prepare(over, peer=who)
             assert caught.value.state == "not_registered"
 
 
@@ -189,7 +190,7 @@ def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.Mo
     lists = ranks.lists([(0, 512, 512, 1000)], [(0, 512, 512, 1000)])
     lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]  # pieces: 10+10+10, 10, 39+1, 2, 40, 40, 20, 5
     ids = np.concatenate([np.arange(n) + 101 * k for k, n in enumerate(lengths)])
-    transfer = ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
+    transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
     transfer.wait()
     assert (9, 11, 8) == (transfer.runs, transfer.posted, transfer.handles)
     for at in ids.tolist():
@@ -204,9 +205,9 @@ def test_poll_posts_piece_after_piece(ranks: Pair, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     ids = np.arange(100)
-    transfer = ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
+    transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
     assert "READ 'r'" in repr(transfer)
-    assert ranks.mine.name in repr(ranks.mine)
+    assert ranks.near.name in repr(ranks.near)
     states = [transfer.state]
     while states[-1] != "DONE":
         states.append(transfer.poll())
@@ -221,7 +222,7 @@ def test_ids_may_be_any_integers(ranks: Pair, dtype: type) -> None:
     """Integer arrays of any width, also with strides of their own, name the same descriptors."""
     lists = ranks.lists([(0, 512, 512, 100)], [(0, 512, 512, 100)])
     ids = np.arange(100).astype(dtype)[::2]
-    ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=10).wait()
+    ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10).wait()
     assert np.array_equal(ranks.remote[1024:1536], ranks.local[1024:1536])
     assert not ranks.local[512:1024].any()
 
@@ -251,30 +252,30 @@ def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -
     )
     count = 1 if case == "another number" else len(ids)
     with pytest.raises(SpecError, match=words):
-        ranks.mine.read(local, ids, remote, np.arange(count), request="r", timeout=1)
+        ranks.near.read(local, ids, remote, np.arange(count), request="r", timeout=1)
     assert not ranks.local.any()
-    assert ranks.mine.live_handles == 0
+    assert ranks.near.live_handles == 0
 
 
 def test_a_source_may_be_named_twice(ranks: Pair) -> None:
     """Only destinations must differ: the remote side of a write, the local side of a read."""
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     one, other = np.array([1, 1]), np.array([2, 3])
-    ranks.mine.write(local, one, remote, other, request="w", timeout=5).wait()
-    ranks.mine.read(local, other, remote, one, request="r", timeout=5).wait()
+    ranks.near.write(local, one, remote, other, request="w", timeout=5).wait()
+    ranks.near.read(local, other, remote, one, request="r", timeout=5).wait()
     with pytest.raises(SpecError, match="remote_ids='runs from 1 and 1'"):
-        ranks.mine.write(local, other, remote, one, request="w", timeout=5)
+        ranks.near.write(local, other, remote, one, request="w", timeout=5)
 
 
 @pytest.mark.parametrize("rows", [[(0, 512, 512, 4)], []])
 def test_no_ids_are_done_at_once(ranks: Pair, rows: list[tuple[int, ...]]) -> None:
     """An empty transfer, even over empty lists, is complete without a handle."""
     lists = [
-        ranks.mine.prepare(table(ranks.local.ctypes.data, rows).reshape(-1, 5)),
-        ranks.mine.prepare(table(ranks.remote.ctypes.data, rows).reshape(-1, 5), peer=ranks.peer),
+        ranks.near.prepare(table(ranks.local.ctypes.data, rows).reshape(-1, 5)),
+        ranks.near.prepare(table(ranks.remote.ctypes.data, rows).reshape(-1, 5), peer=ranks.peer),
     ]
     none = np.array([], np.int32)
-    transfer = ranks.mine.read(lists[0], none, lists[1], none, request="r", timeout=0)
+    transfer = ranks.near.read(lists[0], none, lists[1], none, request="r", timeout=0)
     assert ("DONE", 0, 0) == (transfer.state, transfer.handles, transfer.nbytes)
     transfer.wait()
     assert transfer.poll() == "DONE"
@@ -302,7 +303,7 @@ def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None
     row, words = BAD_ROWS[case]
     good = (ranks.local.ctypes.data, 8, 0, 8, 1)
     with pytest.raises(SpecError, match=words) as caught:
-        ranks.mine.prepare(
+        ranks.near.prepare(
             np.array([good, row], np.uint64), peer=ranks.peer if side == "remote" else None
         )
     assert caught.value.field == "rows[1]"
@@ -319,15 +320,15 @@ def test_rows_are_nothing_but_an_n_by_5_array_of_uint64(ranks: Pair) -> None:
         (np.array([(8, 1, 0, 1, 2**30)] * 2, np.uint64), "2147483648 ids"),
     ):
         with pytest.raises(SpecError, match=words):
-            ranks.mine.prepare(bad)
+            ranks.near.prepare(bad)
     with pytest.raises(SpecError, match="memory_type='HBM': wanted DRAM or VRAM"):
-        ranks.mine.prepare(good, "HBM")
+        ranks.near.prepare(good, "HBM")
 
 
 def test_prepared_rows_do_not_follow_the_callers_array(ranks: Pair) -> None:
     """Rows are copied: changing them afterwards changes nothing."""
     rows = table(ranks.local.ctypes.data, [(0, 512, 512, 4)])
-    prepared = ranks.mine.prepare(rows)
+    prepared = ranks.near.prepare(rows)
     rows[:] = 0
     assert 512 == int(prepared.rows.length[0])
 
@@ -340,13 +341,13 @@ def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int,
     base = ranks.local.ctypes.data
     words = rf"rows\[1\].* from {base + row[0]:#x} .*nearest: DRAM \[{base:#x}"
     with pytest.raises(TransferError, match=words) as caught:
-        ranks.mine.prepare(table(base, [(0, 8, 8, 1), row]))
+        ranks.near.prepare(table(base, [(0, 8, 8, 1), row]))
     assert caught.value.state == "not_registered"
     with pytest.raises(TransferError, match="prepare failed: NotFound") as caught:
-        ranks.mine.prepare(table(ranks.remote.ctypes.data, [row]), peer=ranks.peer)
+        ranks.near.prepare(table(ranks.remote.ctypes.data, [row]), peer=ranks.peer)
     assert ("not_registered", ranks.peer) == (caught.value.state, caught.value.rank)
     with pytest.raises(TransferError, match="not inside registered VRAM memory; nearest: nothing"):
-        ranks.mine.prepare(table(base, [(0, 8, 8, 1)]), "VRAM")
+        ranks.near.prepare(table(base, [(0, 8, 8, 1)]), "VRAM")
 
 
 def test_each_byte_is_registered_once() -> None:
@@ -354,34 +355,41 @@ def test_each_byte_is_registered_once() -> None:
     array = np.zeros(8192, np.uint8)
     at = array.ctypes.data
     with NixlRank(polled=True) as rank:
-        rank.register([Bytes(at + 64, 64), Bytes(at, 4096), Bytes(at, 4096)], array)
-        rank.register([memory(array[:4096]), Bytes(at + 4000, 96)])
+        rank.register([Memory(at + 64, 64), Memory(at, 4096), Memory(at, 4096)], array)
+        rank.register([memory(array[:4096]), Memory(at + 4000, 96)])
         assert [4096, 1] == sorted(
-            (each.end - each.address for each in rank._extents), reverse=True
+            (each.end - each.address for each in rank._memories), reverse=True
         )
-        rank.register([Bytes(at + 4096, 64)])
-        assert 3 == len(rank._extents) == len(rank._registered)  # one is the probe
-        for bad in (Bytes(at + 4000, 97), Bytes(at, 8192), Bytes(at - 8, 16), Bytes(at + 4100, 64)):
+        rank.register([Memory(at + 4096, 64)])
+        assert 3 == len(rank._memories) == len(rank._registered)  # one is the probe
+        for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
             with pytest.raises(SpecError, match=r"memories=.*wanted no overlap with"):
-                rank.register([bad])
-        assert 3 == len(rank._extents)
+                rank.register([Memory(at + start, length)])
+        assert 3 == len(rank._memories)
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (Bytes(0, 8), r"memories\[0\].address=0"),
-        (Bytes(8, 0), r"memories\[0\].length=0"),
-        (Bytes(2**63 - 8, 8), r"length=8: wanted an int in \[1, 8\)"),
-        (Bytes(8, np.True_), r"length=np.True_: wanted an int"),
-        (Bytes(8, 8, "HBM"), "memory_type='HBM'"),
-        (Bytes(8, 8, "DRAM", -1), "device=-1"),
+        ((0, 8), r"memories\[0\].address=0: wanted an int >= 1"),
+        ((8, 0), r"memories\[0\].length=0: wanted an int >= 1"),
+        ((2**63 - 8, 8), "length=8: wanted an end of at most"),
+        ((8, np.True_), r"length=np.True_: wanted an int"),
+        ((8, 8, "HBM"), "memory_type='HBM'"),
+        ((8, 8, "DRAM", -1), "device=-1"),
+        ((8, 8, "VRAM", 2**31), r"memories\[0\].device=2147483648: wanted at most"),
     ],
 )
-def test_impossible_memory_is_refused(ranks: Pair, bad: Bytes, words: str) -> None:
+def test_impossible_memory_is_refused(ranks: Pair, bad: tuple[Any, ...], words: str) -> None:
     """Addresses, lengths, types and devices are checked before nixl sees them."""
     with pytest.raises(SpecError, match=words):
-        ranks.mine.register([bad])
+        ranks.near.register([Memory(*bad)])
+
+
+def test_what_is_no_memory_is_refused(ranks: Pair) -> None:
+    """Only a `Memory`, whose numbers were checked, is registered."""
+    with pytest.raises(SpecError, match=r"memories\[0\]=\(8, 8\): wanted a Memory"):
+        ranks.near.register([(8, 8)])
 
 
 def test_the_owner_of_memory_lives_until_the_rank_is_closed() -> None:
@@ -404,29 +412,29 @@ def test_the_owner_of_memory_lives_until_the_rank_is_closed() -> None:
 def test_metadata_registered_later_is_added_by_connecting_again(ranks: Pair) -> None:
     """The same peer's newer metadata makes its newer memory reachable."""
     more = np.ones(4096, np.uint8)
-    ranks.theirs.register([memory(more)], more)
+    ranks.far.register([memory(more)], more)
     rows = table(more.ctypes.data, [(0, 4096, 4096, 1)])
     with pytest.raises(TransferError, match="NotFound"):
-        ranks.mine.prepare(rows, peer=ranks.peer)
-    assert ranks.peer == ranks.mine.connect(ranks.theirs.metadata())
-    remote = ranks.mine.prepare(rows, peer=ranks.peer)
-    local = ranks.mine.prepare(table(ranks.local.ctypes.data, [(0, 4096, 4096, 1)]))
+        ranks.near.prepare(rows, peer=ranks.peer)
+    assert ranks.peer == ranks.near.connect(ranks.far.metadata())
+    remote = ranks.near.prepare(rows, peer=ranks.peer)
+    local = ranks.near.prepare(table(ranks.local.ctypes.data, [(0, 4096, 4096, 1)]))
     one = np.array([0])
-    ranks.mine.read(local, one, remote, one, request="r", timeout=5).wait()
+    ranks.near.read(local, one, remote, one, request="r", timeout=5).wait()
     assert ranks.local[:4096].all()
 
 
 def forged(metadata: bytes, name: bytes) -> bytes:
     """Return sealed *metadata* with another name on its envelope."""
-    it = nixl_checks.unseal(metadata)
-    body = nixl_checks._HEAD.pack(len(name), it.probe) + name + it.metadata
-    return nixl_checks._MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+    it = introduction.unseal(metadata)
+    body = introduction._HEAD.pack(len(name), it.probe) + name + it.metadata
+    return introduction._MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
 def test_damaged_metadata_is_refused_and_leaves_nothing_behind() -> None:
     """Any cut or any changed byte is a `WireError`, after which the whole metadata still loads."""
-    with NixlRank(polled=True) as mine, NixlRank() as theirs:
-        metadata = theirs.metadata()
+    with NixlRank(polled=True) as near, NixlRank() as far:
+        metadata = far.metadata()
         for damaged in (
             b"",
             b"rubbish" * 99,
@@ -439,21 +447,21 @@ def test_damaged_metadata_is_refused_and_leaves_nothing_behind() -> None:
             ),
         ):
             with pytest.raises(WireError, match=r"metadata.*wanted"):
-                mine.connect(damaged)
+                near.connect(damaged)
         with pytest.raises(WireError, match=r"metadata.name: got b'\\xff'"):
-            mine.connect(forged(metadata, b"\xff"))
+            near.connect(forged(metadata, b"\xff"))
         with pytest.raises(WireError, match=r"metadata.name: got .*, wanted 'somebody'"):
-            mine.connect(forged(metadata, b"somebody"))
+            near.connect(forged(metadata, b"somebody"))
         with pytest.raises(TransferError, match="connect failed: Mismatch"):
-            mine.connect(Introduction(name="somebody", metadata=b"not nixl's", probe=8).seal())
-        assert () == mine.peers
-        assert theirs.name == mine.connect(metadata)
+            near.connect(Envelope(name="somebody", metadata=b"not nixl's", probe=8).seal())
+        assert () == near.peers
+        assert far.name == near.connect(metadata)
 
 
 def test_a_rank_does_not_connect_to_itself(ranks: Pair) -> None:
     """Its own metadata is told from a peer's."""
     with pytest.raises(TransferError, match=r"own name.*metadata of a peer") as caught:
-        ranks.mine.connect(ranks.mine.metadata())
+        ranks.near.connect(ranks.near.metadata())
     assert caught.value.state == "stale_peer"
 
 
@@ -473,21 +481,21 @@ def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
     """Old lists say so; a connection made anew moves bytes again."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
-    ranks.mine.disconnect(ranks.peer)
+    ranks.near.disconnect(ranks.peer)
     with pytest.raises(TransferError, match="was released") as caught:
-        ranks.mine.read(local, ids, remote, ids, request="r", timeout=1)
+        ranks.near.read(local, ids, remote, ids, request="r", timeout=1)
     assert caught.value.state == "closed"
     for use in (
-        lambda: ranks.mine.disconnect(ranks.peer),
-        lambda: ranks.mine.notify(ranks.peer, b"x"),
-        lambda: ranks.mine.prepare(table(8, [(0, 8, 8, 1)]), peer=ranks.peer),
+        lambda: ranks.near.disconnect(ranks.peer),
+        lambda: ranks.near.notify(ranks.peer, b"x"),
+        lambda: ranks.near.prepare(table(8, [(0, 8, 8, 1)]), peer=ranks.peer),
     ):
         with pytest.raises(TransferError, match="is not connected") as caught:
             use()
         assert caught.value.state == "stale_peer"
-    ranks.mine.connect(ranks.theirs.metadata())
+    ranks.near.connect(ranks.far.metadata())
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
-    ranks.mine.read(local, ids, remote, ids, request="r", timeout=5).wait()
+    ranks.near.read(local, ids, remote, ids, request="r", timeout=5).wait()
     assert np.array_equal(ranks.remote[:2048], ranks.local[:2048])
 
 
@@ -495,7 +503,7 @@ def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
     """Swapped sides, foreign lists and things that are no list are refused."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
-    foreign = ranks.theirs.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
+    foreign = ranks.far.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
     for sides, words in (
         ((remote, local), "wanted a list prepared for the local side"),
         ((local, local), "wanted a list prepared for the remote side"),
@@ -503,7 +511,7 @@ def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
         ((foreign, remote), "the list of .* was given to"),
     ):
         with pytest.raises(KVSpecError, match=words):
-            ranks.mine.read(sides[0], ids, sides[1], ids, request="r", timeout=1)
+            ranks.near.read(sides[0], ids, sides[1], ids, request="r", timeout=1)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), True, "1", None])
@@ -512,11 +520,11 @@ def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     with pytest.raises(SpecError, match="timeout"):
-        ranks.mine.read(local, ids, remote, ids, request="r", timeout=timeout)
+        ranks.near.read(local, ids, remote, ids, request="r", timeout=timeout)
     with pytest.raises(SpecError, match="request=7: wanted a str"):
-        ranks.mine.read(local, ids, remote, ids, request=7, timeout=1)
+        ranks.near.read(local, ids, remote, ids, request=7, timeout=1)
     with pytest.raises(SpecError, match="timeout"):
-        ranks.mine.wait_notification(b"x", timeout)
+        ranks.near.wait_notification(b"x", timeout)
 
 
 def test_a_transfer_that_is_late_posts_no_more(
@@ -526,7 +534,7 @@ def test_a_transfer_that_is_late_posts_no_more(
     monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
-    transfer = ranks.mine.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
+    transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
     with pytest.raises(TransferError, match=r"not done after 0.0 s: .* of 100 pieces") as caught:
         transfer.wait()
     assert ("late", "timeout") == (caught.value.request, caught.value.state)
@@ -536,23 +544,23 @@ def test_a_transfer_that_is_late_posts_no_more(
 def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
     """A wait takes what equals its bytes; the rest stays, in order, greetings aside."""
     with NixlRank(polled=True) as third:
-        third.connect(ranks.theirs.metadata())
+        third.connect(ranks.far.metadata())
         sent = [b"plan 1", b"plan 10", b"plan", b"", b"plan 1", bytes(range(256)) * 256]
         for payload in sent:
-            ranks.mine.notify(ranks.peer, payload)
-        third.notify(ranks.theirs.name, b"plan 1")
-        mine, theirs = ranks.mine.name, ranks.theirs
-        assert third.name == theirs.wait_notification(b"plan 1", 5, peer=third.name)
-        assert mine == theirs.wait_notification(b"plan", 5)
-        assert mine == theirs.wait_notification(sent[-1], 5)
+            ranks.near.notify(ranks.peer, payload)
+        third.notify(ranks.far.name, b"plan 1")
+        near, far = ranks.near.name, ranks.far
+        assert third.name == far.wait_notification(b"plan 1", 5, peer=third.name)
+        assert near == far.wait_notification(b"plan", 5)
+        assert near == far.wait_notification(sent[-1], 5)
         rest = []
         while len(rest) < 4:
-            rest += theirs.notifications()
-        assert [(mine, each) for each in (b"plan 1", b"plan 10", b"", b"plan 1")] == rest
+            rest += far.notifications()
+        assert [(near, each) for each in (b"plan 1", b"plan 10", b"", b"plan 1")] == rest
         with pytest.raises(TransferError, match=r"no notification b'plan 2' in 0.05 s") as caught:
-            theirs.wait_notification(b"plan 2", 0.05)
+            far.wait_notification(b"plan 2", 0.05)
         assert caught.value.state == "timeout"
-        assert theirs.notifications() == []
+        assert far.notifications() == []
 
 
 def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
@@ -563,7 +571,7 @@ def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
         (HELLO, "and not b'kvspec"),
     ):
         with pytest.raises(SpecError, match=words):
-            ranks.mine.notify(ranks.peer, bad)
+            ranks.near.notify(ranks.peer, bad)
 
 
 def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +579,7 @@ def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     local, remote = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
-    rank = ranks.mine
+    rank = ranks.near
     going = rank.read(local, ids, remote, ids, request="going", timeout=5)
     assert going.state == "PROC"
     rank.close()
@@ -583,7 +591,7 @@ def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> 
         going.wait,
         local.release,
         lambda: rank.register([memory(ranks.local)]),
-        lambda: rank.connect(ranks.theirs.metadata()),
+        lambda: rank.connect(ranks.far.metadata()),
         lambda: rank.disconnect(ranks.peer),
         lambda: rank.notify(ranks.peer, b"x"),
         lambda: rank.wait_notification(b"x", 1),
@@ -604,18 +612,18 @@ def test_transfers_leave_nothing_behind(ranks: Pair) -> None:
     for turn in range(22):
         if turn == 2:
             before = open_files()
-        ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=5).wait()
-        ranks.mine.notify(ranks.peer, b"done")
+        ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=5).wait()
+        ranks.near.notify(ranks.peer, b"done")
     assert before == open_files()
-    assert (0, set()) == (ranks.mine.live_handles, ranks.mine._transfers)
+    assert (0, set()) == (ranks.near.live_handles, ranks.near._transfers)
 
 
 def test_closing_gives_every_descriptor_of_the_process_back() -> None:
     """Making and closing ranks does not grow the process."""
     counts = []
     for _ in range(3):
-        with NixlRank(polled=True) as mine, NixlRank() as theirs:
-            Pair(mine, theirs)
+        with NixlRank(polled=True) as near, NixlRank() as far:
+            Pair(near, far)
         counts.append(open_files())
     assert counts[1] == counts[2]
 
@@ -638,10 +646,10 @@ def test_threads_share_a_rank(ranks: Pair) -> None:
         try:
             ids = np.arange(400) + 400 * work
             for turn in range(10):
-                move = ranks.mine.read(lists[0], ids, lists[1], ids, request="r", timeout=20)
+                move = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=20)
                 extra = np.zeros(64, np.uint8)
-                ranks.mine.register([memory(extra)], extra)
-                ranks.mine.notify(ranks.peer, b"%d %d" % (work, turn))
+                ranks.near.register([memory(extra)], extra)
+                ranks.near.notify(ranks.peer, b"%d %d" % (work, turn))
                 move.wait()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
             failures.append(error)
@@ -654,7 +662,7 @@ def test_threads_share_a_rank(ranks: Pair) -> None:
     assert failures == []
     assert np.array_equal(ranks.remote[: 1600 * 512], ranks.local[: 1600 * 512])
     for work in range(4):
-        ranks.theirs.wait_notification(b"%d 9" % work, 5)
+        ranks.far.wait_notification(b"%d 9" % work, 5)
 
 
 def test_every_fault_has_its_advice() -> None:
@@ -665,8 +673,8 @@ def test_every_fault_has_its_advice() -> None:
     words = {
         nixl_states.kind_of(each()) for name, each in vars(nb).items() if name.endswith("Error")
     }
-    ours = {"InvalidParam", "Mismatch", "RepostActive", "NotPosted", "NotAllowed", "NotSupported"}
-    assert words == {*nixl_states._OF_KIND, *ours, "NoTelemetry"}
+    bugs = {"InvalidParam", "Mismatch", "RepostActive", "NotPosted", "NotAllowed", "NotSupported"}
+    assert words == {*nixl_states._OF_KIND, *bugs, "NoTelemetry"}
 
 
 def test_the_package_follows_the_environment_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,29 +9,20 @@ from __future__ import annotations
 import os
 import sys
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import numpy as np
 
 from kvspec.errors import TransferError
+from kvspec.memory.regions import Memory
 from kvspec.nixl import NixlRank
 
 BLOCK, BLOCKS = 4096, 64
 SIZE = 2 * BLOCK * BLOCKS  # every second block's worth is a gap
 
 
-class Bytes(NamedTuple):
-    """A memory to register."""
-
-    address: int
-    length: int
-    memory_type: str = "DRAM"
-    device: int = 0
-
-
-def memory(array: np.ndarray) -> Bytes:
+def memory(array: np.ndarray) -> Memory:
     """Return the memory of *array*."""
-    return Bytes(array.ctypes.data, array.nbytes)
+    return Memory(array.ctypes.data, array.nbytes)
 
 
 def rows(address: int) -> np.ndarray:

@@ -35,7 +35,7 @@ FOLDERS = (
     ("traffic", ". loads flows traffic"),
     ("check", ". counterexample coverage checker exhaustive verify"),
     ("", "reference"),
-    ("nixl", "checks errors agent merging notifications transfer rank ."),
+    ("nixl", "errors rows memory introduction agent merging notifications transfer rank ."),
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),
     ("", "catalogue"),
@@ -68,7 +68,7 @@ UPWARD = {
 }
 """Imports against the order, each inside a function or for a type checker, and why."""
 
-CORE = set(ORDER[: PLACE["kvspec.nixl.checks"]])
+CORE = set(ORDER[: PLACE["kvspec.nixl.errors"]])
 """The pure part: descriptions in, rows out."""
 
 EFFECTS = {"torch", "nixl", "ctypes", "socket", "threading", "subprocess", "time", "os", "pathlib"}

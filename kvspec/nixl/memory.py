@@ -1,0 +1,79 @@
+"""Registered memory: each byte once, and no row outside of it or over a seam.
+
+A descriptor must lie in one registered memory, so memories that overlap in part are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.inputs import instance, positive_int
+from kvspec.memory.regions import MEMORY_TYPES, Memory
+from kvspec.nixl.rows import ID_END, StridedRows
+
+
+def check_memory_type(value: object) -> None:
+    """Refuse *value* unless it is one of `MEMORY_TYPES`."""
+    if not isinstance(value, str) or value not in MEMORY_TYPES:
+        raise SpecError("memory_type", value, " or ".join(MEMORY_TYPES))
+
+
+def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tuple[Memory, ...]:
+    """Return what of *memories* is still to be registered, given what is *registered*.
+
+    A memory inside a registered one is already covered. One that overlaps another without lying
+    inside it is refused: a row over the seam would lie in neither.
+    """
+    wanted = [_checked(f"memories[{at}]", memory) for at, memory in enumerate(memories)]
+    every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
+    every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
+    fresh: list[Memory] = []
+    last: Memory | None = None
+    for memory, known in every:
+        if last is not None and _device(last) == _device(memory) and memory.address < last.end:
+            if known or memory.end > last.end:
+                raise SpecError("memories", _text(memory), f"no overlap with {_text(last)}")
+            continue
+        last = memory
+        if not known:
+            fresh.append(memory)
+    return tuple(fresh)
+
+
+def _checked(field: str, memory: object) -> Memory:
+    checked = instance(field, memory, Memory)
+    for name, least in (("address", 1), ("length", 1), ("device", 0)):
+        most = ID_END - 1 if name == "device" else checked.end
+        positive_int(f"{field}.{name}", getattr(checked, name), least=least, most=most)
+    return checked
+
+
+def _device(memory: Memory) -> tuple[str, int]:
+    return memory.memory_type, memory.device
+
+
+def _text(memory: Memory) -> str:
+    where = f"[{memory.address:#x}, {memory.end:#x})"
+    return f"{memory.memory_type} {where} of device {memory.device}"
+
+
+def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memory]) -> None:
+    """Refuse *rows* unless each lies, whole, inside one of the *registered* memories."""
+    address, device = rows.table.view(np.int64)[:, (0, 2)].T
+    of_type = [memory for memory in registered if memory.memory_type == memory_type]
+    inside = np.zeros(len(rows.table), dtype=bool)
+    for memory in of_type:
+        within = (address >= memory.address) & (rows.end <= memory.end)
+        inside |= within & (device == memory.device)
+    if not inside.all():
+        row = int((~inside).argmax())
+        start = int(address[row])
+        near = min(of_type, key=lambda memory: abs(memory.address - start), default=None)
+        raise TransferError(
+            f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) is not inside registered"
+            f" {memory_type} memory; nearest: {_text(near) if near else 'nothing'}",
+            state="not_registered",
+        )
