@@ -6,12 +6,12 @@ A description that is impossible is a `SpecError`; two engines that do not fit a
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
+from refused import refusal, words
 
 import kvspec
 from kvspec import RankId
@@ -62,20 +62,6 @@ def opaque(**sizes: Any) -> kvspec.MambaSpec:
         "name": "p", "units": 4, "states": 1, "content_bytes": 1, "tokens_per_state": 0,
     }  # fmt: skip
     return kvspec.MambaSpec(state_parts=(kvspec.Part(**base | sizes),))
-
-
-def refusal(call: Callable[[], object], kind: type[Exception]) -> Any:
-    """Return the error of *kind* that *call* raises; it survives a pickle."""
-    with pytest.raises(kind) as caught:
-        call()
-    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
-    assert (type(caught.value), str(caught.value)) == (type(again), str(again))
-    return caught.value
-
-
-def words(call: Callable[[], object]) -> str:
-    """Return the message of the `SpecError` that *call* raises."""
-    return str(refusal(call, kvspec.SpecError))
 
 
 @pytest.mark.parametrize(

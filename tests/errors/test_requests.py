@@ -6,14 +6,13 @@ hold, a state that has seen other tokens and caches of another engine are a `Mis
 
 from __future__ import annotations
 
-import itertools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from refused import case, words
 
 import kvspec
 from kvspec import BlockTable, RankId
@@ -29,7 +28,6 @@ STATE = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16")
 STATES = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16", block_size=8)
 LATENT = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="bfloat16")
 NUM_BLOCKS = 6
-NUMBER = itertools.count()
 BLOCKS: dict[str, Any] = {"producer_blocks": {"g": (0, 1, 2)}, "consumer_blocks": {"g": (3, 4, 5)}}
 SLOTS: dict[str, Any] = {"producer_blocks": {"g": (1,)}, "consumer_blocks": {"g": (2,)}}
 
@@ -80,20 +78,6 @@ def ask(**given: Any) -> kvspec.TransferRequest:
 def select(spec: kvspec.LayerSpec = FULL, **given: Any) -> Any:
     """Return the ids that a request moves between two engines of *spec*."""
     return PAIRS[spec].table.select(ask(**given))
-
-
-def words(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> str:
-    """Return the message with which *call* is refused; the error survives a pickle."""
-    with pytest.raises(kind) as caught:
-        call()
-    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
-    assert (type(caught.value), str(caught.value)) == (type(again), str(again))
-    return str(caught.value)
-
-
-def case(call: Callable[[], object], wanted: str) -> Any:
-    """Return a case of the tables below."""
-    return pytest.param(call, wanted, id=f"{next(NUMBER)} {wanted[:50]}")
 
 
 @pytest.mark.parametrize("value", ["", None, 3, b"r"])

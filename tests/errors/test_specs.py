@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from refused import words
 
 import kvspec
 
@@ -60,17 +61,6 @@ SIZES = [
     for name, at in inspect.signature(make).parameters.items()
     if str(at.annotation) in {"int", "int | None"}
 ]
-
-
-def words(call: Callable[[], object]) -> str:
-    """Return the message with which *call* is refused; the error survives a pickle."""
-    with pytest.raises(kvspec.SpecError) as caught:
-        call()
-    error = caught.value
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-    assert (type(error), str(error), error.field) == (type(again), str(again), again.field)
-    assert f"{error.field}={error.value!r}: wanted {error.wanted}" == str(error)
-    return str(error)
 
 
 def test_the_sizes_are_all_there() -> None:

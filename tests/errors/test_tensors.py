@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from refused import case, words
 
 import kvspec
 from kvspec import RankId
@@ -25,7 +24,6 @@ STATE = kvspec.MambaSpec.mamba2(
 CHANNELS = 8 + 6 + 6
 """x, B and C of the state."""
 DS = {"conv": "BHN", "ssm": "BHCC"}
-NUMBER = itertools.count()
 
 
 def engine(
@@ -65,20 +63,6 @@ def state(axes: Any = None, **tensors: Any) -> kvspec.RankCache:
 def both(one: Any, two: Any) -> kvspec.RankCache:
     """Read the tensors of two layers of one group."""
     return kvspec.RankCache.from_tensors(engine("l", "m"), RankId(), {"l": one, "m": two})
-
-
-def words(call: Callable[[], object]) -> str:
-    """Return the message with which *call* is refused; the error survives a pickle."""
-    with pytest.raises(kvspec.SpecError) as caught:
-        call()
-    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
-    assert (kvspec.SpecError, str(caught.value)) == (type(again), str(again))
-    return str(caught.value)
-
-
-def case(call: Callable[[], object], wanted: str) -> Any:
-    """Return a case of the tables below."""
-    return pytest.param(call, wanted, id=f"{next(NUMBER)} {wanted[:50]}")
 
 
 KV, SHAPE, STRIDE = "tensors['l']['kv']", "tensors['l']['kv'].shape", "tensors['l']['kv'].stride"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import vllm_like as like
 from moved import moved, request_of
+from refused import case
 from vllm_like import HEADS, config, state
 
 import kvspec
@@ -344,14 +345,6 @@ def tensors(*held: Any) -> kvspec.EngineSpec:
     """Read a config of layers l.0 and l.1 in tensors that hold the layers *held*."""
     placed = [like.KVCacheTensor(6144, layers) for layers in held]
     return vllm.engine_spec(config((["l.0", "l.1"], FULL), tensors=placed))
-
-
-NUMBER = itertools.count()
-
-
-def case(call: Callable[[], object], wanted: str) -> Any:
-    """Return a call, and the message with which it is refused."""
-    return pytest.param(call, wanted, id=f"{next(NUMBER)} {wanted[:50]}")
 
 
 REFUSED = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import vllm_like as like
 from moved import blocks_for, moved, request_of
+from refused import case
 from vllm_like import HEADS, config, state
 
 import kvspec
@@ -293,14 +293,6 @@ def one_state(given: Any) -> kvspec.RankCache:
 
 TENSOR = "wanted a torch tensor or a numpy array"
 LENT = "config.kv_cache_tensors[{}].shared_by"
-NUMBER = itertools.count()
-
-
-def case(call: Callable[[], object], wanted: str) -> Any:
-    """Return a call, and the message with which it is refused."""
-    return pytest.param(call, wanted, id=f"{next(NUMBER)} {wanted[:50]}")
-
-
 REFUSED = [
     # against the config
     case(lambda: apart(w_0=2 * WHOLE),

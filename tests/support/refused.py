@@ -1,0 +1,39 @@
+"""What a refused call says: tables of calls, each with the words of its refusal."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvspec
+
+NUMBER = itertools.count()
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> Any:
+    """Return the error of *kind* that *call* raises; it survives a pickle."""
+    with pytest.raises(kind) as caught:
+        call()
+    error = caught.value
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    assert (type(error), str(error)) == (type(again), str(again))
+    if isinstance(error, kvspec.SpecError):
+        assert f"{error.field}={error.value!r}: wanted {error.wanted}" == str(error)
+        assert error.field == again.field
+    return error
+
+
+def words(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> str:
+    """Return the message with which *call* is refused."""
+    return str(refusal(call, kind))
+
+
+def case(call: Callable[[], object], wanted: str) -> Any:
+    """Return a call and the words of its refusal, named by them; addresses are no name."""
+    name = re.sub(r"\d{8,}", "...", wanted)[:50]
+    return pytest.param(call, wanted, id=f"{next(NUMBER)} {name}")
