@@ -6,7 +6,8 @@ from types import ModuleType
 from kvspec.check.verify import CounterExample, verify
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import (
     KVSpecError,
     Mismatch,

@@ -7,12 +7,14 @@ was wanted. A bool is no int.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from kvspec.errors import SpecError
 
 T = TypeVar("T")
+K = TypeVar("K")
+V_co = TypeVar("V_co", covariant=True)
 
 
 MOST = 2**63 - 1
@@ -66,3 +68,33 @@ def seconds(field: str, value: object) -> float:
     if not math.isfinite(value) or value < 0:
         raise SpecError(field, value, "finite seconds >= 0")
     return float(value)
+
+
+class Frozen(Mapping[K, V_co], Generic[K, V_co]):
+    """A mapping that is a copy of what it was given, and never changes: it hashes and pickles.
+
+    >>> Frozen({"k": 1, "v": 2}) == {"v": 2, "k": 1}
+    True
+    >>> hash(Frozen({"k": 1, "v": 2})) == hash(Frozen({"v": 2, "k": 1}))
+    True
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V_co]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: K) -> V_co:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
-from kvspec.engines.engine import KVCacheGroup
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
 from kvspec.memory.regions import RankCache, Region
@@ -73,10 +73,10 @@ def _moves(
 ) -> Iterator[Move]:
     for edge in plan.edges:
         sides = (
-            (plan.producer.group(edge.producer_group), plan.producer.parallel, edge.producer),
-            (plan.consumer.group(edge.group), plan.consumer.parallel, edge.consumer),
+            (plan.producer, plan.producer.group(edge.producer_group), edge.producer),
+            (plan.consumer, plan.consumer.group(edge.group), edge.consumer),
         )
-        groups = [(group, parallel.context(rank)) for group, parallel, rank in sides]
+        groups = [(group, engine.context(group, rank)) for engine, group, rank in sides]
         for each in edge.slices:
             for layer in each.layers or edge.layers:
                 spec = plan.pair_of(edge).specs[layer]
@@ -139,7 +139,7 @@ def _rows(
     tables = request.producer_blocks[ours.name], request.consumer_blocks[theirs.name]
     first, step = each.stripe
     virtual = spec.block_size * their_context.size
-    if part.tokens_per_state == 0:
+    if not part.per_token:
         if not wanted or wanted.start // virtual % step != first:
             return [torch.zeros(0, dtype=torch.int64)] * 4
         rows = np.arange(part.states)

@@ -16,7 +16,7 @@ import numpy as np
 from kvspec.check.counterexample import CounterExample, Grid, Kind, State
 from kvspec.check.coverage import Coverage
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.engines.engine import KVCacheGroup
+from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.regions import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
@@ -66,14 +66,14 @@ class Checker:
     def _grids(self, pair: GroupPair, spec: LayerSpec, layer: str, part: Part) -> Iterator[Grid]:
         """Yield the contents of the request's own blocks: wanted, cached and dead ones."""
         engine = self.plan.consumer
-        units = engine.parallel.deal(part.units, part.deal_in).ranges[self.cache.rank.tp]
+        units = engine.units(pair.consumer, part, self.cache.rank)
         if not units:
             return
         region = self.cache.region(layer, part.name)
         table = self.request.consumer_blocks[pair.consumer.name]
         rows = tokens = np.arange(part.states)
         states: Ints = np.zeros(len(rows), np.int64)
-        if part.tokens_per_state:
+        if part.per_token:
             rows, tokens, states = self._row_states(pair, spec, part, table)
         address = self._addresses(self.cache, pair.consumer, table, part, region, tokens)
         strides = np.arange(region.units) * region.unit_stride
@@ -86,7 +86,7 @@ class Checker:
                 units=units,
                 producer_group=pair.producer,
                 rows=rows[chosen],
-                tokens=tokens[chosen] if part.tokens_per_state else None,
+                tokens=tokens[chosen] if part.per_token else None,
                 state=state,
                 address=np.where(first < 0, -1, first + strides).ravel(),
             )
@@ -99,7 +99,7 @@ class Checker:
         All rows of the table are there, and those of wanted tokens that it has no block for.
         """
         grain, name = part.tokens_per_state, pair.consumer.name
-        context = self.plan.consumer.parallel.context(self.cache.rank)
+        context = self.plan.consumer.context(pair.consumer, self.cache.rank)
         wanted, cached = self.request.wanted(name, spec), self.request.cached(name)
         first = table.first_token // context.size
         start = min(first, context.local(wanted.start)) // grain
@@ -125,14 +125,14 @@ class Checker:
 
         Of a state, *tokens* are its rows.
         """
-        if not part.tokens_per_state:
+        if not part.per_token:
             at = 0
             if len(table.block_ids) > 1:
                 at = (self.request.num_tokens - 1 - table.first_token) // group.spec.block_size
             slot = int(table.block_ids[at])
             states = region.base + slot * region.block_stride + tokens * region.state_stride
             return np.where(0 <= slot < region.num_blocks, states, -1).astype(np.int64)
-        context = cache.engine.parallel.context(cache.rank)
+        context = cache.engine.context(group, cache.rank)
         local = context.local(tokens) - table.first_token // context.size
         block, token = np.divmod(local, group.spec.block_size)
         split, token = np.divmod(token, group.memory_block_size)
@@ -188,7 +188,7 @@ class Checker:
     def _right(self, grid: Grid, rank: RankId) -> Ints:
         """Return where producer *rank* holds each content of *grid*; -1 where it does not."""
         part, engine = grid.part, self.plan.producer
-        own = engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp]
+        own = engine.units(grid.producer_group, part, rank)
         units = np.arange(grid.units.start, grid.units.stop)
         has = (units >= own.start) & (units < own.stop)
         if not has.any() or engine.stage_of[grid.layer] != rank.pp:
@@ -259,15 +259,15 @@ class Checker:
             byte = self._byte(grid, kind, at)
         row, unit = divmod(at, len(grid.units))
         unit = grid.units[unit]
-        parallel, part = self.plan.producer.parallel, grid.part
-        holders = parallel.deal(part.units, part.deal_in).ranks_of(range(unit, unit + 1))
+        producer, part = self.plan.producer, grid.part
+        holders = producer.deal(grid.producer_group, part).ranks_of(range(unit, unit + 1))
         token = None if grid.tokens is None else grid.tokens[row : row + 1]
         senders = (
             rank
-            for rank in parallel.ranks
+            for rank in producer.parallel.ranks
             if rank.tp in holders
-            and rank.pp == self.plan.producer.stage_of[grid.layer]
-            and (token is None or parallel.context(rank).owns(token).all())
+            and rank.pp == producer.stage_of[grid.layer]
+            and (token is None or producer.context(grid.producer_group, rank).owns(token).all())
         )
         return CounterExample(
             kind=kind,

@@ -9,7 +9,7 @@ from typing import Literal
 
 import attrs
 
-from kvspec.engines.engine import KVCacheGroup
+from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints

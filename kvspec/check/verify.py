@@ -18,7 +18,8 @@ from kvspec.check.exhaustive import Proof, prove
 from kvspec.descriptors.cells import check_producer_holds
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import build_table, check_engine
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, mapping
 from kvspec.memory.regions import RankCache
@@ -127,11 +128,10 @@ def _check_tables(plan: TransferPlan, pair: GroupPair, request: TransferRequest)
     """Raise unless both tables of a pair of groups are there, and hold what is read of them."""
     theirs = request.table("consumer", pair.consumer.name)
     ours = request.table("producer", pair.producer.name)
-    virtual = pair.producer.spec.block_size * plan.producer.parallel.context_size
-    tokens = ours.tokens(virtual)
+    tokens = ours.tokens(plan.producer.virtual_block(pair.producer))
     for spec, _ in pair.alike:
         wanted = request.wanted(pair.consumer.name, spec)
-        if wanted and all(part.tokens_per_state for part in spec.parts):
+        if wanted and all(part.per_token for part in spec.parts):
             check_producer_holds(pair.producer.name, tokens, wanted)
         elif wanted:
             for side, table, group in (

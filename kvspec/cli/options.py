@@ -25,7 +25,8 @@ from rich.progress import (
 
 from kvspec import catalogue, models
 from kvspec.cli import INTERRUPTED
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
 from kvspec.inputs import MOST
 from kvspec.ownership.parallel import ParallelConfig
@@ -98,7 +99,7 @@ def engine(side: str, model: str, sizes: Mapping[str, int | str]) -> EngineSpec:
 
 def _cut_finer(group: KVCacheGroup, kernel: int) -> KVCacheGroup:
     """Return *group* with the kernel's blocks, unless its rows are no tokens."""
-    if not all(part.tokens_per_state for part in group.spec.parts):
+    if not all(part.per_token for part in group.spec.parts):
         return group
     return attrs.evolve(group, kernel_block_size=kernel)
 

@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.part import Part
 from kvspec.plan.explain import sizes as parallel_words
 from kvspec.run import Job, Moved, Report
@@ -37,7 +38,7 @@ def show_job(console: Console, model: str, job: Job) -> None:
 
 
 def _engine(engine: EngineSpec) -> str:
-    blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].tokens_per_state}
+    blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].per_token}
     told = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
     return f"{parallel_words(engine.parallel)}{told}, {engine.layout}"
 

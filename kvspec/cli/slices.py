@@ -14,7 +14,8 @@ from rich import box
 from rich.table import Table
 
 from kvspec.cli.options import model_groups, output, refusals
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.election import ALL_BLOCKS, Replicas, Role

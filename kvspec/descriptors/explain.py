@@ -112,9 +112,10 @@ def _lines(
 
 def _first_unit(table: DescriptorTable, entry: Entry, region: Region) -> int:
     engine, rank = table.consumer.engine, table.consumer.rank
-    spec = engine.group(entry.edge.group).spec.of_layer(region.layer)
-    part = next(each for each in spec.parts if each.name == region.part)
-    return engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp].start
+    group = engine.group(entry.edge.group)
+    parts = group.spec.of_layer(region.layer).parts
+    part = next(each for each in parts if each.name == region.part)
+    return engine.units(group, part, rank).start
 
 
 def _rows(
@@ -135,7 +136,7 @@ def _rows(
     index = np.flatnonzero(held.block_ids == of_table)
     if not len(index):
         return f"{_span('row', state)} of a block that is not the request's"
-    context = engine.parallel.context(rank)
+    context = engine.context(group, rank)
     local = int(index[0]) * group.spec.block_size + part * group.memory_block_size + state * grain
     tokens = context.position(held.first_token // context.size + local)
     return _span("token", tokens)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvspec.descriptors.paging import Geometry, TokenSide
 from kvspec.descriptors.pool import Pool
-from kvspec.engines.engine import KVCacheGroup
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError
 from kvspec.memory.regions import RankCache, Region
 from kvspec.ownership.part import Part
@@ -79,13 +79,16 @@ def row_sets(
     consumer has cached.
     """
     families: dict[Geometry, dict[object, _Boxes]] = {}
-    contexts = [cache.engine.parallel.context(cache.rank) for cache in (producer, consumer)]
+    contexts = [
+        cache.engine.context(group, cache.rank)
+        for cache, group in zip((producer, consumer), groups, strict=True)
+    ]
     for each, layer, part in _pieces(edge, groups[1].spec):
         regions = producer.region(layer, part.name), consumer.region(layer, part.name)
         (mine, ours), (yours, theirs) = (
             _fused(*side) for side in zip(regions, groups, contexts, strict=True)
         )
-        cell = _cell_tokens(layer, part, ours, theirs) if part.tokens_per_state else 0
+        cell = _cell_tokens(layer, part, ours, theirs) if part.per_token else 0
         spec = groups[1].spec.of_layer(layer)
         geometry = Geometry(spec, each.stripe, cell, part.tokens_per_state, ours, theirs)
         units = len(each.global_range)

@@ -82,9 +82,10 @@ class Window:
     def _part(self, region: Region) -> tuple[int, int, int]:
         """Return tokens of a row, units dealt at a time, and the first unit of the model."""
         engine, rank = self.cache.engine, self.cache.rank
-        spec = engine.group(region.group).spec.of_layer(region.layer)
-        part = next(each for each in spec.parts if each.name == region.part)
-        first = engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp].start
+        group = engine.group(region.group)
+        parts = group.spec.of_layer(region.layer).parts
+        part = next(each for each in parts if each.name == region.part)
+        first = engine.units(group, part, rank).start
         return part.tokens_per_state, part.deal_in, first
 
     def _memory(self, region: Region) -> int:

@@ -104,14 +104,14 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     room: list[int] = []
     contexts: list[Cyclic] = []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
-        group, parallel = cache.engine.group(name), cache.engine.parallel
+        group = cache.engine.group(name)
         region = next(each for each in cache.regions if each.group == name)
-        tokens.append(group.spec.block_size * parallel.context_size)
+        tokens.append(cache.engine.virtual_block(group))
         room.append(tokens[-1] * (region.num_blocks // group.split))
-        contexts.append(parallel.context(cache.rank))
+        contexts.append(cache.engine.context(group, cache.rank))
     first, step = edge.slices[0].stripe
     start = first * tokens[1]
-    states = not any(part.tokens_per_state for part in _parts(table, edge))
+    states = not any(part.per_token for part in _parts(table, edge))
     counts = [start + 1] if states else [min(start + max(tokens), *room)]
     if not states:
         at = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
@@ -138,7 +138,7 @@ def _windows(table: DescriptorTable, edge: Edge, rows: Ints) -> tuple[Window, Wi
         block, _, state, _ = next((each for each in places if each is not None), (0, 0, 0, 0))
         windows.append(Window(cache, block, state, max(each.states for each in regions) - state))
     both = min(window.states for window in windows)
-    if any(part.tokens_per_state for part in _parts(table, edge)):
+    if any(part.per_token for part in _parts(table, edge)):
         for window in windows:
             window.states = both
     return windows[0], windows[1]

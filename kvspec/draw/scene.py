@@ -120,11 +120,10 @@ def _extra(plan: TransferPlan, rank: RankId, line: Read) -> str:
     told = []
     if line.stripe[1] > 1:
         told.append(f"blocks b % {line.stripe[1]} = {line.stripe[0]}")
-    parallel = plan.producer.parallel
-    states = plan.consumer.group(line.groups[0]).spec.of_layer(line.layers[0]).parts
-    tokens = any(part.tokens_per_state for part in states)
-    if parallel.context_size > 1 and tokens:
-        told.append(f"context {parallel.context(line.source).rank}")
+    home = plan.producer.homes[line.layers[0]]
+    tokens = any(part.per_token for part in home.spec.of_layer(line.layers[0]).parts)
+    if plan.producer.context_size(home) > 1 and tokens:
+        told.append(f"context {plan.producer.context(home, line.source).rank}")
     stages = plan.consumer.stage_of
     groups = (plan.consumer.group(name) for name in line.groups)
     mine = {each for group in groups for each in group.layers if stages[each] == rank.pp}
@@ -199,7 +198,7 @@ def side_text(engine: EngineSpec, groups: set[str]) -> str:
     tokens = {
         each.spec.block_size
         for each in own
-        if any(part.tokens_per_state for part in each.spec.of_layer(each.layers[0]).parts)
+        if any(part.per_token for part in each.spec.of_layer(each.layers[0]).parts)
     }
     blocks = f" · blocks of {'/'.join(map(str, sorted(tokens)))} tokens" if tokens else ""
     return f"{sizes(engine.parallel)} · layout {layouts}{blocks}"

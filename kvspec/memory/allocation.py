@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, instance, positive_int
 from kvspec.memory.layout import Placement, place
@@ -165,7 +166,7 @@ def _placed(
     engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...], rank: RankId, count: int
 ) -> tuple[list[Placement], int]:
     def local_units(part: Part) -> int:
-        return len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
+        return len(engine.units(group, part, rank))
 
     specs = [(layer, group.in_memory(layer)) for layer in layers]
     return place(engine.layout_of(group), specs, local_units, count)

@@ -63,7 +63,7 @@ def _axes(letters: str, members: Sequence[Placement]) -> str:
     Without K the parts of a tensor are packed in the content: K stands just outside C. A state's
     page lies in one piece: T just inside L and B, and the parts of a tensor side by side in H.
     """
-    if all(each.part.tokens_per_state for each in members):
+    if all(each.part.per_token for each in members):
         return letters if "K" in letters else letters[:-1] + "KC"
     outer = "".join(each for each in letters if each in "LB")
     inner = "".join(each for each in letters if each in "HN")

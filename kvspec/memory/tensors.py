@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import attrs
 import numpy as np
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.memory.aliasing import check_apart
@@ -125,17 +126,14 @@ def _layer(
     named: Mapping[str, _Array],
     axes: str | Mapping[str, str] | None,
 ) -> Iterator[tuple[_Array, Region]]:
-    parts = {
-        part: len(engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp])
-        for part in group.in_memory(layer).parts
-    }
+    parts = {part: len(engine.units(group, part, rank)) for part in group.in_memory(layer).parts}
     letters = engine.layout_of(group).replace("L", "")
     for name, array in named.items():
         held = {p: units for p, units in parts.items() if units and name in (p.name, p.tensor)}
         if held:
             order = axes.get(name) if isinstance(axes, Mapping) else axes
             if order is None:
-                planes = len(held) > 1 and all(part.tokens_per_state for part in held)
+                planes = len(held) > 1 and all(part.per_token for part in held)
                 order = letters if planes else letters.replace("K", "")
             field = f"tensors[{layer!r}][{name!r}]"
             reader = _Reader(field, group.name, letters, _letters(order), array)
@@ -206,7 +204,7 @@ class _Reader:
 
         Parts are planes along K, or lie side by side: along H in a state, otherwise in the content.
         """
-        state = not all(part.tokens_per_state for part in parts)
+        state = not all(part.per_token for part in parts)
         axis = "H" if state else "K" if "K" in self.axes else "C"
         sizes = [
             {"K": 1, "H": units, "N": part.states, "C": part.content_bytes}

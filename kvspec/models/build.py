@@ -15,7 +15,7 @@ from typing import TypeAlias
 import attrs
 
 from kvspec.dtypes import dtype_name, itemsize
-from kvspec.engines.engine import KVCacheGroup
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.models.fields import Config, kinds_of

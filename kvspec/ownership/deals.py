@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int
+from kvspec.inputs import Frozen, mapping, positive_int
 from kvspec.ownership.intervals import EMPTY, cover_fault, plain_range
 
 
@@ -83,15 +84,36 @@ def default_deal(units: int, tp_size: int, deal_in: int = 1) -> Deal:
     return Deal(units, tuple(ranges))
 
 
-def checked_deal(units: int, given: object, tp_size: int) -> Deal:
-    """Return an explicit deal if *given* has a range for each rank and they cover *units*."""
-    field = f"unit_deals[{units}]"
-    ranges = tuple(given) if isinstance(given, Iterable) else ()
-    if len(ranges) != tp_size:
-        raise SpecError(field, ranges or given, f"one range for each of the {tp_size} TP ranks")
-    deal = Deal(units, tuple(plain_range(field, each) for each in ranges))
+Ranges = tuple[range, ...]
+"""An explicit deal: one range of units for each TP rank, in order."""
+
+
+def explicit_deals(given: object, wanted: str) -> Frozen[Any, Ranges]:
+    """Return a copy of explicit deals, by whatever names them; `explicit_deal` checks each."""
+    deals = mapping("unit_deals", given, f"{wanted} to one range for each TP rank")
+    return Frozen(
+        {
+            key: tuple(ranges) if isinstance(ranges, Iterable) else ranges
+            for key, ranges in deals.items()
+        }
+    )
+
+
+def explicit_deal(field: str, units: int, ranges: object, tp_size: int) -> Deal:
+    """Return the deal of *units* by *ranges*; `SpecError` unless they are one a rank, and cover."""
+    if not isinstance(ranges, tuple) or len(ranges) != tp_size:
+        raise SpecError(field, ranges, f"one range for each of the {tp_size} TP ranks")
+    deal = Deal(units, tuple(plain_range(field, one) for one in ranges))
     fault = cover_fault(deal.owned, range(units))
     if fault is not None:
         wanted = f"equal or disjoint ranges that cover 0..{units}"
         raise SpecError(field, ranges, f"{wanted}; units {fault.where} are {fault.kind}")
+    return deal
+
+
+def check_whole(field: str, deal: Deal, deal_in: int) -> Deal:
+    """Return *deal* if its ranges are whole multiples of *deal_in*; else raise `SpecError`."""
+    for own in deal.owned:
+        if own.start % deal_in or own.stop % deal_in:
+            raise SpecError(field, own, f"multiples of deal_in={deal_in}")
     return deal

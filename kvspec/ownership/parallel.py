@@ -7,12 +7,20 @@ sizes and deals given here alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, mapping, positive_int, sequence
-from kvspec.ownership.deals import Deal, checked_deal, default_deal
+from kvspec.inputs import instance, positive_int, sequence
+from kvspec.ownership.deals import (
+    Deal,
+    Ranges,
+    check_whole,
+    default_deal,
+    explicit_deal,
+    explicit_deals,
+)
 from kvspec.ownership.tokens import Cyclic
 
 
@@ -51,17 +59,22 @@ def _context_ranks(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ..
     )
 
 
+def _unit_deals(value: object) -> Mapping[int, Ranges]:
+    return explicit_deals(value, "units")
+
+
 MAX_RANKS = 2**16
 """More ranks than any engine has: every one of them is listed."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class ParallelConfig:
     """The parallel sizes of one engine.
 
     *interleave_size*: tokens stored on one context rank before the next. *unit_deals*: explicit
     deals, from a part's number of units to one range of units for each TP rank; every part with
-    that many units is dealt so. A range is a whole number of the part's `deal_in`. *stages*: what
+    that many units is dealt so, unless its group deals it otherwise. A range is a whole number of
+    the part's `deal_in`. *stages*: what
     each pipeline stage holds, as a range of layer numbers (the first number in a layer's name) or
     as layer names; unless given, layer numbers are dealt contiguously and evenly. *context_ranks*:
     for each PCP rank, the context rank of each TP rank; unless given,
@@ -73,12 +86,14 @@ class ParallelConfig:
     dcp_size: int = 1
     pcp_size: int = 1
     interleave_size: int = 1
-    unit_deals: Mapping[int, tuple[range, ...]] = attrs.field(factory=dict)
+    unit_deals: Mapping[int, Ranges] = attrs.field(factory=dict, converter=_unit_deals)
     stages: tuple[Stage, ...] | None = attrs.field(default=None, converter=_stages)
     context_ranks: tuple[tuple[int, ...], ...] | None = attrs.field(
         default=None, converter=_context_ranks
     )
-    _deals: dict[int, Deal] = attrs.field(init=False, factory=dict, repr=False, eq=False)
+    _deals: dict[int, Deal] = attrs.field(
+        init=False, factory=dict, repr=False, eq=False, hash=False
+    )
 
     def __attrs_post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "dcp_size", "pcp_size", "interleave_size"):
@@ -86,10 +101,10 @@ class ParallelConfig:
         ranks = self.tp_size * self.pp_size * self.pcp_size
         if ranks > MAX_RANKS:
             raise SpecError("ranks", ranks, f"at most {MAX_RANKS}: tp_size x pp_size x pcp_size")
-        deals = mapping("unit_deals", self.unit_deals, "units to one range for each TP rank")
-        for units, ranges in deals.items():
+        for units, ranges in self.unit_deals.items():
             positive_int("unit_deals", units)
-            self._deals[units] = checked_deal(units, ranges, self.tp_size)
+            field = f"unit_deals[{units}]"
+            self._deals[units] = explicit_deal(field, units, ranges, self.tp_size)
         if self.stages is not None and len(self.stages) != self.pp_size:
             raise SpecError("stages", self.stages, f"one for each of the {self.pp_size} stages")
         if self.context_ranks is None:
@@ -108,7 +123,7 @@ class ParallelConfig:
             wanted = f"a multiple of dcp_size={self.dcp_size} different ones"
             raise SpecError("context_ranks", rows, wanted)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[RankId, ...]:
         """Every rank of the engine, ascending."""
         return tuple(
@@ -152,7 +167,4 @@ class ParallelConfig:
         explicit = self._deals.get(units)
         if explicit is None:
             return default_deal(units, self.tp_size, deal_in)
-        for own in explicit.owned:
-            if own.start % deal_in or own.stop % deal_in:
-                raise SpecError(f"unit_deals[{units}]", own, f"multiples of deal_in={deal_in}")
-        return explicit
+        return check_whole(f"unit_deals[{units}]", explicit, deal_in)

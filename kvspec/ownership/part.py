@@ -43,3 +43,8 @@ class Part:
         positive_int(f"{self.name}.tokens_per_state", self.tokens_per_state, least=0)
         if self.units % self.deal_in:
             raise SpecError(f"{self.name}.units", self.units, f"a multiple of {self.deal_in}")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether its rows stand for tokens; else a block holds one recurrent state."""
+        return self.tokens_per_state > 0

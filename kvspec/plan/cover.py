@@ -12,6 +12,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError, Mismatch, MismatchError
 from kvspec.ownership.intervals import cover_fault
 from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.tokens import Cyclic
 from kvspec.plan.edges import Edge
 from kvspec.plan.shares import Share
 
@@ -21,16 +22,15 @@ def check_cover(
 ) -> None:
     """Raise `KVSpecError` unless the slices of every consumer rank are exactly what it owns."""
     found: dict[tuple[object, ...], list[TPTransferSlice]] = {}
-    parallel = producer.parallel
-    contexts = {rank: parallel.context(rank) for rank in parallel.ranks}
     for edge in edges:
+        context = producer.context(producer.group(edge.producer_group), edge.producer)
         for each in edge.slices:
             for name in each.parts:
-                key = (edge.consumer, each.layers or edge.layers, name, contexts[edge.producer])
+                key = (edge.consumer, each.layers or edge.layers, name, context)
                 found.setdefault(key, []).append(each)
     for share in dealt:
         at_stage = consumer.by_stage(share.layers)
-        among = set(contexts.values()) if share.context is None else {share.context}
+        among = _contexts(producer, share) if share.context is None else {share.context}
         for rank, own in zip(consumer.parallel.ranks, share.readers.ranges, strict=True):
             for part in share.parts if own else ():
                 keys = ((rank, at_stage[rank.pp], part.name, context) for context in among)
@@ -39,6 +39,12 @@ def check_cover(
                 if fault is not None:
                     where = f"consumer {rank}, layer {at_stage[rank.pp][0]}, part {part.name}"
                     raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
+
+
+def _contexts(producer: EngineSpec, share: Share) -> set[Cyclic]:
+    """Return every context of a state's share: each of their ranks holds it whole."""
+    group = share.pair.producer
+    return {producer.context(group, rank) for rank in producer.parallel.ranks}
 
 
 def check_whole(dealt: tuple[Share, ...]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import attrs
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch
 from kvspec.inputs import instance
 from kvspec.ownership.part import Part

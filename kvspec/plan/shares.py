@@ -12,7 +12,8 @@ from functools import cached_property
 
 import attrs
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.deals import Deal
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
@@ -87,40 +88,52 @@ def shares(producer: EngineSpec, consumer: EngineSpec, pair: GroupPair) -> Itera
             if not layers:
                 continue
             stages = {consumer.stage_of[each] for each in layers}
-            for parts in _dealt_alike(spec.parts):
-                for context in _contexts(producer, parts[0]):
-                    members = _deal(producer, parts[0], {stage}, context, equal=True)
-                    readers = _deal(consumer, parts[0], stages, context, equal=False)
+            for parts in _dealt_alike(producer, consumer, pair, spec.parts):
+                for context in _contexts(producer, pair.producer, parts[0]):
+                    members = _deal(producer, pair.producer, parts[0], {stage}, context, equal=True)
+                    readers = _deal(consumer, pair.consumer, parts[0], stages, context, equal=False)
                     yield Share(pair, spec, stage, layers, parts, context, members, readers)
 
 
-def _dealt_alike(parts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
-    found: dict[tuple[int, int, bool, bool], list[Part]] = {}
+def _dealt_alike(
+    producer: EngineSpec, consumer: EngineSpec, pair: GroupPair, parts: tuple[Part, ...]
+) -> list[tuple[Part, ...]]:
+    found: dict[tuple[object, ...], list[Part]] = {}
     for part in parts:
-        key = (part.units, part.deal_in, part.tokens_per_state > 0, part.whole)
+        dealt = (
+            producer.deal(pair.producer, part).ranges,
+            consumer.deal(pair.consumer, part).ranges,
+        )
+        key = (part.units, part.deal_in, part.per_token, part.whole, *dealt)
         found.setdefault(key, []).append(part)
     return [tuple(alike) for alike in found.values()]
 
 
-def _contexts(engine: EngineSpec, part: Part) -> list[Cyclic | None]:
-    if not part.tokens_per_state:
+def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[Cyclic | None]:
+    if not part.per_token:
         return [None]
     ranks = (rank for rank in engine.parallel.ranks if rank.pp == 0)
-    found = {engine.parallel.context(rank).rank: engine.parallel.context(rank) for rank in ranks}
-    return [found[at] for at in sorted(found)]
+    by_rank = {context.rank: context for context in (engine.context(group, each) for each in ranks)}
+    return [by_rank[number] for number in sorted(by_rank)]
 
 
 def _deal(
-    engine: EngineSpec, part: Part, stages: set[int], context: Cyclic | None, *, equal: bool
+    engine: EngineSpec,
+    group: KVCacheGroup,
+    part: Part,
+    stages: set[int],
+    context: Cyclic | None,
+    *,
+    equal: bool,
 ) -> Deal:
     """Return who owns which units, of the ranks in *stages* that own positions of *context*."""
-    by_tp = engine.parallel.deal(part.units, part.deal_in).ranges
+    by_tp = engine.deal(group, part).ranges
 
     def own(rank: RankId) -> range:
         if rank.pp not in stages:
             return EMPTY
         if context is not None:
-            mine = engine.parallel.context(rank)
+            mine = engine.context(group, rank)
             if (mine != context) if equal else not meet(mine, context):
                 return EMPTY
         return by_tp[rank.tp]

@@ -15,13 +15,13 @@ import numpy as np
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.memory.allocation import allocate
 from kvspec.ownership.election import Replicas, check_policy
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
-from kvspec.specs import LayerSpec
 
 Mode = Literal["pull", "push"]
 Side = Literal["producer", "consumer"]
@@ -124,7 +124,7 @@ class Job:
     def num_blocks(self, side: Side) -> dict[str, int]:
         """Return the blocks of each group's pool: what the requests own, and a few spare."""
         return {
-            group.name: self.requests * len(self._tokens(side, group.spec)) + SPARE_BLOCKS
+            group.name: self.requests * len(self._tokens(side, group)) + SPARE_BLOCKS
             for group in self.engine(side).groups
         }
 
@@ -158,12 +158,12 @@ class Job:
             found.append(sum(memory.length for memory in cache.memory))
         return found
 
-    def _tokens(self, side: Side, spec: LayerSpec) -> range:
+    def _tokens(self, side: Side, group: KVCacheGroup) -> range:
         """Return the first token of each block that one request owns."""
-        if not any(part.tokens_per_state for part in spec.parts):
+        if not any(part.per_token for part in group.spec.parts):
             return range(1)
-        live = spec.live_tokens(self.tokens)
-        size = spec.block_size * self.engine(side).parallel.context_size
+        live = group.spec.live_tokens(self.tokens)
+        size = self.engine(side).virtual_block(group)
         return range(live.start // size * size, live.stop, size) if live else range(0)
 
     def _tables(self, side: Side) -> list[dict[str, BlockTable]]:
@@ -171,7 +171,7 @@ class Job:
         tables: list[dict[str, BlockTable]] = [{} for _ in range(self.requests)]
         blocks = self.num_blocks(side)
         for group in self.engine(side).groups:
-            tokens, ids = self._tokens(side, group.spec), shuffle.permutation(blocks[group.name])
+            tokens, ids = self._tokens(side, group), shuffle.permutation(blocks[group.name])
             for at, table in enumerate(tables):
                 own = ids[at * len(tokens) : (at + 1) * len(tokens)]
                 table[group.name] = BlockTable(own, tokens.start)

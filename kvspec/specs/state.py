@@ -56,7 +56,7 @@ class MambaSpec(LayerSpec):
         if len(set(names)) < len(names):
             raise SpecError("state_parts", names, "parts with names that differ")
         for part in self.state_parts:
-            if part.tokens_per_state:
+            if part.per_token:
                 wanted = "0: a state is not indexed by tokens"
                 raise SpecError(f"{part.name}.tokens_per_state", part.tokens_per_state, wanted)
 

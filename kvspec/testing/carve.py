@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from kvspec.engines.engine import EngineSpec, KVCacheGroup
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
 
@@ -51,9 +52,13 @@ def deal_units(units: int, tp_size: int, deal_in: int = 1) -> list[list[int]]:
     return [[pack * deal_in + one for pack in hand for one in range(deal_in)] for hand in hands]
 
 
-def rank_units(engine: EngineSpec, rank: RankId, part: Part) -> list[int]:
+def rank_units(
+    engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup | None = None
+) -> list[int]:
     """Return the global units of *part* that *rank* holds, in the order in which it stores them."""
     explicit = engine.parallel.unit_deals.get(part.units)
+    if group is not None:
+        explicit = group.unit_deals.get(part.name, explicit)
     if explicit is not None:
         return list(explicit[rank.tp])
     return deal_units(part.units, engine.parallel.tp_size, part.deal_in)[rank.tp]
@@ -118,7 +123,7 @@ def _planes(engine: EngineSpec, rank: RankId, group: KVCacheGroup, blocks: int) 
             part,
             {
                 "B": blocks * split,
-                "H": len(rank_units(engine, rank, part)),
+                "H": len(rank_units(engine, rank, part, group)),
                 "N": part.states // split,
                 "C": part.content_bytes,
             },
@@ -168,7 +173,7 @@ def _carve_page(
     page: Bytes, letters: str, planes: Sequence[_Plane]
 ) -> Iterator[tuple[_Plane, Bytes]]:
     """Cut one layer's pages [B, bytes]; the page's padding is what remains at its end."""
-    if planes[0].part.tokens_per_state:
+    if planes[0].part.per_token:
         inner = "".join(letter for letter in letters if letter not in "LB")
         size = sum(plane.size("HNC") for plane in planes)
         yield from _carve(page[:, :size], inner, planes, "B")
@@ -214,7 +219,7 @@ def _carve_group(
     outside = letters[: 1 + max(letters.index("L"), letters.index("B"))]
     if all(_lone(planes, letter) for letter in outside if letter not in "LB"):
         letters = "".join(sorted(letters, key=lambda letter: letter not in "LB"))
-    if planes[0].part.tokens_per_state and letters[:2] not in {"LB", "BL"}:
+    if planes[0].part.per_token and letters[:2] not in {"LB", "BL"}:
         if any(group.spec.of_layer(some[0].layer).page_size_padded for some in layers):
             raise ValueError(f"group {group.name}: {letters} has no page whose end could be padded")
         yield from _carve(flat, letters, planes)

@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import LayerSpec, MambaSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import rank_units
@@ -70,7 +71,7 @@ def engines(
         name = draw(layouts(group.spec)) if group is not model[0] else layout
         spec = group.spec if group.spec.layers else attrs.evolve(group.spec, page_size_padded=None)
         if not spec.layers and (is_state(spec) or set(name[:2]) == {"L", "B"}):
-            padded = _page(bare, spec) + draw(st.integers(0, 5))
+            padded = _page(bare, group) + draw(st.integers(0, 5))
             spec = attrs.evolve(spec, page_size_padded=draw(st.sampled_from((None, padded))))
         override = None if name == layout else name
         kernel = draw(_kernel_blocks(spec)) if spec.page_size_padded is None else None
@@ -87,7 +88,7 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
     shape = draw(shapes())[0]
     model = [draw(_blocks(group, shape)) for group in model]
     bare = EngineSpec(groups=tuple(model), parallel=draw(parallels(model, largest, shape)))
-    page = max(_page(bare, group.spec) for group in model) + draw(st.integers(0, 5))
+    page = max(_page(bare, group) for group in model) + draw(st.integers(0, 5))
     counts = {
         stage: {len(bare.layers_at(group, stage)) for group in model} - {0}
         for stage in range(bare.parallel.pp_size)
@@ -129,10 +130,13 @@ def _kernel_blocks(draw: st.DrawFn, spec: LayerSpec) -> int | None:
     return draw(st.sampled_from([d for d in range(row, size + 1, row) if size % d == 0]))
 
 
-def _page(engine: EngineSpec, spec: LayerSpec) -> int:
+def _page(engine: EngineSpec, group: KVCacheGroup) -> int:
     """Return the bytes of one layer's block on the rank that holds most."""
     return max(
-        sum(len(rank_units(engine, rank, p)) * p.states * p.content_bytes for p in spec.parts)
+        sum(
+            len(rank_units(engine, rank, p, group)) * p.states * p.content_bytes
+            for p in group.spec.parts
+        )
         for rank in engine.parallel.ranks
     )
 
@@ -219,13 +223,16 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
     packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
     ours = draw(engines((packed, *model), largest))
-    theirs = draw(engines((packed, *model), largest).filter(lambda each: _alike(ours, each, spec)))
+    theirs = draw(
+        engines((packed, *model), largest).filter(lambda each: _alike(ours, each, packed))
+    )
     return ours, theirs
 
 
-def _alike(one: EngineSpec, other: EngineSpec, spec: LayerSpec) -> bool:
+def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
     hands = [
-        {tuple(rank_units(each, rank, spec.parts[0])) for rank in each.parallel.ranks} - {()}
+        {tuple(rank_units(each, rank, group.spec.parts[0], group)) for rank in each.parallel.ranks}
+        - {()}
         for each in (one, other)
     ]
     return hands[0] == hands[1]

@@ -59,7 +59,7 @@ def content(
 
 def _content_of(rows: Rows, seed: int) -> Bytes:
     """Return the true bytes [entries, units, C] of *rows*."""
-    of_tokens, (_, layer, name) = rows.part.tokens_per_state > 0, rows.key
+    of_tokens, (_, layer, name) = rows.part.per_token, rows.key
     numbers, seen = (rows.token, -1) if of_tokens else (rows.row, rows.seen)
     size = rows.part.content_bytes
     return content(layer, name, rows.units, numbers, size, seed=seed, seen=seen).swapaxes(0, 1)

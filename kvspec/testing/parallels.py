@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
@@ -73,7 +74,7 @@ def tp_sizes(largest: int = 16) -> st.SearchStrategy[int]:
 
 def is_state(spec: LayerSpec) -> bool:
     """Return whether a block of *spec* is one state and not rows of tokens."""
-    return not spec.parts[0].tokens_per_state
+    return not spec.parts[0].per_token
 
 
 @st.composite
@@ -113,7 +114,7 @@ def parallels(
     shape = shape or draw(shapes())[0]
     pp_size, pcp_size, dealt = shape.pp_size, shape.pcp_size, shape.dealt
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
-    heads = {part.units for part in parts_of(groups) if part.tokens_per_state}
+    heads = {part.units for part in parts_of(groups) if part.per_token}
     shared = [size for size in range(2, most + 1) if all(size % each == 0 for each in heads)]
     tp_size = draw(st.sampled_from(shared or [1]) if dealt else tp_sizes(most))
     deals: dict[int, tuple[range, ...]] = {}
@@ -153,7 +154,7 @@ def _with_contexts(
     dealt: bool,
 ) -> ParallelConfig:
     """Draw who shares tokens with whom: DCP, PCP that shares or replicates, explicit ranks."""
-    tokens = [p.tokens_per_state for p in parts_of(groups) if p.tokens_per_state]
+    tokens = [p.tokens_per_state for p in parts_of(groups) if p.per_token]
     sizes = [g.spec.block_size for g in groups if not is_state(g.spec)]
     fits = [
         size

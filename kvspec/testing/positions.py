@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvspec.descriptors.request import BlockTable, TransferRequest
-    from kvspec.engines.engine import EngineSpec, KVCacheGroup
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
 
@@ -49,9 +50,13 @@ def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  #
     return np.ones(length, bool)
 
 
-def context_of(engine: EngineSpec, rank: RankId) -> tuple[int, int]:
-    """Return the context rank of *rank*, and how many context ranks share the tokens."""
+def context_of(
+    engine: EngineSpec, rank: RankId, group: KVCacheGroup | None = None
+) -> tuple[int, int]:
+    """Return the context rank of *rank*, and how many context ranks share the group's tokens."""
     parallel = engine.parallel
+    if group is not None and not group.context_sharded:
+        return 0, 1
     if parallel.context_ranks is None:
         size = parallel.dcp_size * parallel.pcp_size
         return rank.pcp * parallel.dcp_size + rank.tp % parallel.dcp_size, size
@@ -59,13 +64,15 @@ def context_of(engine: EngineSpec, rank: RankId) -> tuple[int, int]:
     return parallel.context_ranks[rank.pcp][rank.tp], size
 
 
-def own_positions(engine: EngineSpec, rank: RankId, first: int, count: int) -> NDArray[np.int64]:
-    """Return the next *count* token positions from *first* that *rank* stores.
+def own_positions(
+    engine: EngineSpec, rank: RankId, first: int, count: int, group: KVCacheGroup | None = None
+) -> NDArray[np.int64]:
+    """Return the next *count* token positions of *group* from *first* that *rank* stores.
 
     Positions are dealt to the context ranks in turn, an interleave at a time; *first* begins a
     round.
     """
-    mine, size = context_of(engine, rank)
+    mine, size = context_of(engine, rank, group)
     positions = np.arange(first, first + count * size)
     own: NDArray[np.bool_] = positions // engine.parallel.interleave_size % size == mine
     return positions[own]
@@ -113,11 +120,11 @@ def rows_of(
             continue
         table = _table(tables[group.name])
         count = len(table[0]) * group.spec.block_size
-        own = own_positions(engine, rank, table[1], count)
+        own = own_positions(engine, rank, table[1], count, group)
         for layer in rank_layers(engine, rank, group):
             for part in group.spec.of_layer(layer).parts:
                 moves = 0 if layer in still else _common_rows(source, layer, part)
-                if part.tokens_per_state:
+                if part.per_token:
                     found = _token_rows(group, layer, part, own, request)
                 else:
                     found = _state_rows(group, part, table, request, moves)
@@ -128,7 +135,7 @@ def rows_of(
                 yield Rows(
                     key=(group.name, layer, part.name),
                     part=part,
-                    units=rank_units(engine, rank, part),
+                    units=rank_units(engine, rank, part, group),
                     block=(table[0][at] * split + piece)[held],
                     row=row[held],
                     token=token[held],
@@ -150,7 +157,7 @@ def _common_rows(source: EngineSpec | None, layer: str, part: Part) -> int:
     """Return how many rows of one block of *part* the *source* has too."""
     for group in () if source is None else source.groups:
         for other in group.spec.of_layer(layer).parts if layer in group.layers else ():
-            if other.name == part.name and not part.tokens_per_state:
+            if other.name == part.name and not part.per_token:
                 return min(part.states, other.states)
     return part.states
 

@@ -13,8 +13,10 @@ import attrs
 from hypothesis import strategies as st
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.election import Replicas
+from kvspec.ownership.parallel import RankId
 from kvspec.specs import CrossAttentionSpec
 from kvspec.testing.engines import (
     NAMED_LAYOUTS,
@@ -28,7 +30,7 @@ from kvspec.testing.engines import (
 )
 from kvspec.testing.kinds import KINDS, specs
 from kvspec.testing.parallels import explicit_deals, is_state, parallels, parts_of, tp_sizes
-from kvspec.testing.positions import excluded_layers, live_positions
+from kvspec.testing.positions import context_of, excluded_layers, live_positions
 
 __all__ = [
     "KINDS",
@@ -107,7 +109,7 @@ def _table(
 
     Blocks that are not needed may be null: a number that is no block, or one block for all of them.
     """
-    size = group.spec.block_size * engine.parallel.context_size
+    size = group.spec.block_size * context_of(engine, RankId(), group)[1]
     length, wanted = length_of(group, request), needed(group, request)
     if is_state(group.spec):  # its slot, or blocks of which one has the last token
         size, last = group.spec.block_size, (length - 1) // group.spec.block_size

@@ -49,16 +49,17 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     positive_int("num_tokens", num_tokens, least=0)
     ours, theirs = plan.producer.parallel, plan.consumer.parallel
     index = [{rank: at for at, rank in enumerate(side.ranks)} for side in (ours, theirs)]
-    contexts = [{rank: side.context(rank) for rank in side.ranks} for side in (ours, theirs)]
     classes, members = _classes(plan)
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
     for edge in plan.edges:
         source, target = index[0][edge.producer], index[1][edge.consumer]
-        mine, other = contexts[0][edge.producer], contexts[1][edge.consumer]
+        pair = plan.pair_of(edge)
+        mine = plan.producer.context(pair.producer, edge.producer)
+        other = plan.consumer.context(pair.consumer, edge.consumer)
         for each in edge.slices:
             names = each.layers or edge.layers
-            spec = plan.pair_of(edge).specs[names[0]]
+            spec = pair.specs[names[0]]
             key = (id(spec), each.parts, each.stripe, mine, other)
             if key not in sizes:
                 sizes[key] = _unit_bytes(spec, each.parts, each.stripe, mine, other, num_tokens)

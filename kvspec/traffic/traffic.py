@@ -99,14 +99,13 @@ class _Counts:
 
 def _tables(engine: EngineSpec, num_tokens: int) -> dict[str, BlockTable]:
     """Return a table for each group, of blocks of which no two lie side by side."""
-    size = engine.parallel.context_size
     found = {}
     for group in engine.groups:
-        blocks = -(-num_tokens // (group.spec.block_size * size)) or 1
+        blocks = -(-num_tokens // engine.virtual_block(group)) or 1
         if blocks > MAX_BLOCKS:
             told = f"at most {MAX_BLOCKS} blocks, which are counted one by one; it takes {blocks}"
             raise SpecError("num_tokens", num_tokens, told)
-        if not any(part.tokens_per_state for part in group.spec.parts):
+        if not any(part.per_token for part in group.spec.parts):
             blocks = 1  # the slot of a state
         found[group.name] = BlockTable(2 * np.arange(blocks))
     return found
@@ -118,5 +117,6 @@ def _shapes(engine: EngineSpec) -> dict[RankId, int]:
     found = {}
     for rank in engine.parallel.ranks:
         held = tuple(engine.held(rank).items())
-        found[rank] = known.setdefault((held, engine.parallel.context(rank)), len(known))
+        contexts = tuple(engine.context(group, rank) for group in engine.groups)
+        found[rank] = known.setdefault((held, contexts), len(known))
     return found

@@ -28,7 +28,7 @@ FOLDERS = (
     ("", "errors dtypes inputs"),
     ("ownership", ". intervals tokens deals parallel part election slices"),
     ("specs", "layer attention state uniform ."),
-    ("engines", ". letters engine"),
+    ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
     ("memory", ". layout regions allocation aliasing tensors"),
     ("descriptors", ". request pool paging runs cells table explain"),

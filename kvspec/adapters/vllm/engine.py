@@ -20,7 +20,8 @@ from kvspec.adapters.vllm.config import (
     read_configs,
 )
 from kvspec.adapters.vllm.specs import RankSpecs, name_of
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.engines.letters import layout_letters
 from kvspec.errors import SpecError
 from kvspec.inputs import instance

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvspec.adapters.vllm.config import Config, Given, read_config
 from kvspec.adapters.vllm.memory import check_places
-from kvspec.engines.engine import EngineSpec, KVCacheGroup
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int
 from kvspec.memory.regions import RankCache
@@ -103,7 +104,7 @@ class _Layer:
 
     def views(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         """Yield views of the layer's tensors by the name of the part or tensor that they hold."""
-        if not self.parts[0].tokens_per_state:
+        if not self.parts[0].per_token:
             yield from self._states(given)
             return
         if _several(given):
