@@ -1,20 +1,24 @@
-"""What one block of one rank looks like in memory: stretches of bytes, in the order they lie.
+"""What one block of one rank looks like in memory: stretches of bytes, and where they are drawn.
 
 Law: a stretch is contiguous and holds one part of one layer; where it lies comes from the regions
-alone. Nothing is drawn here.
+alone. All of a side is drawn to one scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from itertools import islice
 
 import attrs
 import numpy as np
 
 from kvspec.memory.regions import RankCache, Region
-from kvspec.ownership.intervals import shift
+from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
+
+_OMITTED = 30.0
+"""Pixels of a gap that is left out, or fewer where there are many."""
 
 
 @attrs.frozen
@@ -28,173 +32,150 @@ class Stretch:
     part: str
     units: range
 
-    def __len__(self) -> int:
-        return self.stop - self.start
 
-
-@attrs.define
+@attrs.frozen
 class Window:
-    """Which block of a side is shown, and which of its rows."""
+    """A block of a cache, and which of its tokens are shown; of a state, all of it."""
 
     cache: RankCache
     block: int
-    first_state: int
-    states: int
+    tokens: range
 
-    def stretches(self, layers: Sequence[str], *, by_unit: bool) -> list[Stretch]:
-        """Return the stretches of *layers*, ascending; those of one unit apart if *by_unit*."""
-        chosen = set(layers)
-        regions = [each for each in self.cache.regions if each.layer in chosen]
-        found: list[Stretch] = []
-        for region in regions:
-            found += self._of(region, by_unit=by_unit)
+    def stretches(self, layers: Collection[str], *, by_unit: bool) -> list[Stretch]:
+        """Return the stretches of *layers* as they lie; those of one unit apart if *by_unit*."""
+        regions = [region for region in self.cache.regions if region.layer in layers]
+        memories = list(dict.fromkeys(map(self._memory, regions)))
+        found = [
+            stretch
+            for region in regions
+            for stretch in self._of(region, memories.index(self._memory(region)), by_unit=by_unit)
+        ]
         return sorted(found, key=lambda each: (each.memory, each.start))
 
-    def _of(self, region: Region, *, by_unit: bool) -> list[Stretch]:
-        tokens, piece, first = self._part(region)
-        states = np.arange(region.states)
-        if tokens:
-            states = states[self.first_state : self.first_state + self.states]
+    def _of(self, region: Region, memory: int, *, by_unit: bool) -> list[Stretch]:
+        part, first = self.part(region)
+        size = part.tokens_per_state
+        rows = np.arange(region.states)
+        if part.per_token:
+            rows = rows[self.tokens.start // size : -(-self.tokens.stop // size)]
         units = np.arange(region.units)
-        grid = units[:, None] * region.unit_stride + states[None, :] * region.state_stride
+        grid = units[:, None] * region.unit_stride + rows * region.state_stride
         address = (grid + region.address(self.block, 0, 0)).ravel()
-        pieces = np.repeat((units + first) // piece, len(states))
+        pieces = np.repeat((units + first) // part.deal_in, len(rows))
         order = np.argsort(address, kind="stable")
-        address, pieces = address[order], pieces[order]
-        breaks = address[1:] != address[:-1] + region.content_bytes
+        apart = np.diff(address[order]) != region.content_bytes
         if by_unit:
-            breaks |= pieces[1:] != pieces[:-1]
-        starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-        stops = np.concatenate([starts[1:], [len(address)]])
-        memory = self._memory(region)
+            apart |= np.diff(pieces[order]) != 0
         return [
             Stretch(
                 memory,
-                int(address[a]),
-                int(address[b - 1]) + region.content_bytes,
+                int(address[own[0]]),
+                int(address[own[-1]]) + region.content_bytes,
                 region.layer,
                 region.part,
-                range(int(pieces[a:b].min()), int(pieces[a:b].max()) + 1),
+                range(int(pieces[own].min()), int(pieces[own].max()) + 1),
             )
-            for a, b in zip(starts.tolist(), stops.tolist(), strict=True)
+            for own in np.split(order, np.flatnonzero(apart) + 1)
         ]
 
-    def _part(self, region: Region) -> tuple[int, int, int]:
-        """Return tokens of a row, units dealt at a time, and the first unit of the model."""
-        engine, rank = self.cache.engine, self.cache.rank
+    def part(self, region: Region) -> tuple[Part, int]:
+        """Return the part that lies in *region*, and the first unit of the model that does."""
+        engine = self.cache.engine
         group = engine.group(region.group)
         parts = group.spec.of_layer(region.layer).parts
         part = next(each for each in parts if each.name == region.part)
-        first = engine.units(group, part, rank).start
-        return part.tokens_per_state, part.deal_in, first
+        return part, engine.units(group, part, self.cache.rank).start
 
     def _memory(self, region: Region) -> int:
-        for at, each in enumerate(self.cache.memory):
-            if each.address <= region.base < each.address + each.length:
-                return at
-        return len(self.cache.memory)
-
-
-@attrs.frozen
-class Placed:
-    """A stretch and where it is drawn, from *left* to *right*."""
-
-    stretch: Stretch
-    left: float
-    right: float
-
-
-@attrs.frozen
-class Break:
-    """Bytes between two stretches that are left out, or drawn empty if *true* to scale."""
-
-    left: float
-    right: float
-    size: int | None
-    true: bool
-
-
-def place(
-    stretches: Sequence[Stretch], left: float, width: float, mark: float
-) -> tuple[list[Placed], list[Break]]:
-    """Lay stretches side by side on *width* pixels, long gaps cut to *mark* pixels."""
-    shown = sum(map(len, stretches))
-    gaps: list[int | None] = [
-        after.start - before.stop if after.memory == before.memory else None
-        for before, after in pairwise(stretches)
-    ]
-    true = [gap is not None and gap <= shown // 8 for gap in gaps]
-    drawn = shown + sum(gap or 0 for gap, keep in zip(gaps, true, strict=True) if keep)
-    scale = max(width - mark * true.count(False), width / 3) / max(drawn, 1)
-    placed: list[Placed] = []
-    breaks: list[Break] = []
-    x = left
-    for at, each in enumerate(stretches):
-        if at and gaps[at - 1] != 0:
-            gap = gaps[at - 1]
-            wide = (gap or 0) * scale if true[at - 1] else mark
-            breaks.append(Break(x, x + wide, gap, true[at - 1]))
-            x += wide
-        placed.append(Placed(each, x, x + len(each) * scale))
-        x = placed[-1].right
-    return placed, breaks
+        """Return which memory *region* begins in."""
+        memories = ((each.address, each.address + each.length) for each in self.cache.memory)
+        return next(at for at, (a, b) in enumerate(memories) if a <= region.base < b)
 
 
 @attrs.frozen
 class Chunk:
-    """Stretches that follow each other without a gap: addresses, and pixels."""
+    """Stretches of one memory that touch: from byte *start* to *stop*, drawn from *left*."""
 
-    bytes: range
+    memory: int
+    start: int
+    stop: int
     left: float
-    right: float
-
-    def span(self, part: range) -> tuple[float, float]:
-        """Return the pixels of some of its bytes."""
-        scale = (self.right - self.left) / len(self.bytes)
-        start = self.left + (part.start - self.bytes.start) * scale
-        return start, start + len(part) * scale
 
 
-def chunks(placed: Sequence[Placed]) -> list[Chunk]:
-    """Return the chunks of a side, ascending by address."""
-    found: list[Chunk] = []
-    for each in placed:
-        own = range(each.stretch.start, each.stretch.stop)
-        if found and found[-1].bytes.stop == own.start and found[-1].right == each.left:
-            last = found.pop()
-            found.append(Chunk(range(last.bytes.start, own.stop), last.left, each.right))
-        else:
-            found.append(Chunk(own, each.left, each.right))
-    return sorted(found, key=lambda each: each.bytes.start)
+@attrs.frozen(slots=False)
+class Axis:
+    """Stretches side by side, *lefts* in pixels, at *scale* pixels a byte.
 
+    *omitted*: which of the gaps between them, each before a stretch but the first, are left out.
+    """
 
-def meeting(rows: Ints, column: int, shown: Sequence[Chunk]) -> Ints:
-    """Return the rows (producer address, consumer address, length) that touch what is shown."""
-    starts = np.array([each.bytes.start for each in shown], np.int64)
-    stops = np.array([each.bytes.stop for each in shown], np.int64)
-    at = np.searchsorted(stops, rows[:, column], side="right")
-    inside = at < len(shown)
-    first = starts[np.minimum(at, len(shown) - 1)]
-    return rows[inside & (first < rows[:, column] + rows[:, 2])]
+    stretches: list[Stretch]
+    lefts: list[float]
+    scale: float
+    omitted: list[bool]
 
+    @staticmethod
+    def of(stretches: list[Stretch], left: float, width: float) -> Axis:
+        """Lay *stretches* out on *width* pixels from *left*; long gaps are left out."""
+        starts, stops = np.array([(each.start, each.stop) for each in stretches], np.int64).T
+        sizes, gaps = stops - starts, starts[1:] - stops[:-1]
+        omitted = np.diff([each.memory for each in stretches]) != 0
+        omitted |= gaps > sizes.sum() // 8
+        out = int(omitted.sum())
+        mark = min(_OMITTED, width / 2 / max(out, 1))
+        scale = float((width - mark * out) / (sizes.sum() + gaps[~omitted].sum()))
+        steps = sizes[:-1] * scale + np.where(omitted, mark, gaps * scale)
+        lefts = left + np.concatenate([[0.0], np.cumsum(steps)])
+        return Axis(stretches, lefts.tolist(), scale, omitted.tolist())
 
-def clipped(
-    row: tuple[int, int, int], shown: tuple[Sequence[Chunk], Sequence[Chunk]]
-) -> list[tuple[tuple[float, float], tuple[float, float], range]]:
-    """Return where one run is seen on both sides: pixels, pixels, and bytes of the run."""
-    sides: list[list[tuple[range, Chunk]]] = []
-    for base, side in zip(row, shown, strict=False):
-        inside = []
-        for chunk in side:
-            start, stop = max(chunk.bytes.start, base), min(chunk.bytes.stop, base + row[2])
-            if start < stop:
-                inside.append((range(start - base, stop - base), chunk))
-        sides.append(inside)
-    found = []
-    for ours, mine in sides[0]:
-        for theirs, other in sides[1]:
-            part = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-            if part:
-                spans = mine.span(shift(part, row[0])), other.span(shift(part, row[1]))
-                found.append((*spans, part))
-    return found
+    def __iter__(self) -> Iterator[tuple[Stretch, float, float]]:
+        """Yield every stretch, and where it begins and ends in pixels."""
+        for each, left in zip(self.stretches, self.lefts, strict=True):
+            yield each, left, left + (each.stop - each.start) * self.scale
+
+    def gaps(self) -> Iterator[tuple[float, float, bool]]:
+        """Yield where each gap begins and ends in pixels, and whether it is left out."""
+        for (_, _, end), (_, begin, _), omitted in zip(
+            self, islice(self, 1, None), self.omitted, strict=False
+        ):
+            if omitted or begin - end > self.scale / 2:
+                yield end, begin, omitted
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The stretches that touch as one, as they are drawn."""
+        found: list[Chunk] = []
+        for each, left, _ in self:
+            last = found[-1] if found else None
+            if last is not None and (last.memory, last.stop) == (each.memory, each.start):
+                found[-1] = attrs.evolve(last, stop=each.stop)
+            else:
+                found.append(Chunk(each.memory, each.start, each.stop, left))
+        return found
+
+    def cut(self, runs: Ints, column: int) -> Ints:
+        """Return *runs* cut to what is drawn here.
+
+        Each is (producer address, consumer address, length, number); *column* has the addresses.
+        """
+        chunks = np.array(sorted((each.start, each.stop) for each in self.chunks), np.int64)
+        begin, end = runs[:, column], runs[:, column] + runs[:, 2]
+        first = np.searchsorted(chunks[:, 1], begin, side="right")
+        count = np.searchsorted(chunks[:, 0], end, side="left") - first
+        at = np.repeat(np.arange(len(runs)), count)
+        chunk = np.arange(len(at)) - np.repeat(np.cumsum(count) - count - first, count)
+        start = np.maximum(begin[at], chunks[chunk, 0])
+        length = np.minimum(end[at], chunks[chunk, 1]) - start
+        skip = start - begin[at]
+        return np.stack([runs[at, 0] + skip, runs[at, 1] + skip, length, runs[at, 3]], axis=1)
+
+    def span(self, start: int, length: int) -> tuple[float, float]:
+        """Return the pixels of some bytes of one chunk."""
+        own = next(each for each in self.chunks if each.start <= start < each.stop)
+        left = own.left + (start - own.start) * self.scale
+        return left, left + length * self.scale
+
+    def units(self, start: int, length: int) -> set[int]:
+        """Return the units that lie in some bytes."""
+        inside = (e for e in self.stretches if e.start < start + length and start < e.stop)
+        return {unit for each in inside for unit in each.units}

@@ -1,4 +1,4 @@
-"""Shapes, letters and colours of all pictures.
+"""Boxes, curves and letters of all pictures, and how wide words are.
 
 Law: the only module that imports the SVG library. Every text goes through `Canvas.text`, so that
 none is smaller than `SMALL`, unescaped, or wider than was reckoned with.
@@ -6,8 +6,8 @@ none is smaller than `SMALL`, unescaped, or wider than was reckoned with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal, TypedDict, Unpack
 
 import attrs
 
@@ -20,22 +20,55 @@ except ModuleNotFoundError as error:
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 """Okabe and Ito's colours that the colour-blind can tell apart, without black and yellow."""
-DASHES: tuple[tuple[int, ...], ...] = ((), (7, 3), (2, 3), (10, 3, 2, 3))
+DASHES = ((), (7, 3), (2, 3), (10, 3, 2, 3))
 """Lines of more producers than colours: each round of the palette is dashed otherwise."""
 INK, FAINT, LINE, BAND, PAPER = "#1B1F24", "#57606A", "#8C959F", "#F3F5F7", "#FFFFFF"
-SMALL, NORMAL, LARGE = 11.0, 12.0, 18.0
-"""Sizes of letters, in pixels."""
 SHADE, HOLLOW = "#ECEFF2", "#D5DADF"
 """Greys of a rank that nobody reads, and of cells that stand for no one unit."""
+SMALL, NORMAL, MEDIUM, LARGE = 11.0, 12.0, 14.0, 18.0
+"""Sizes of letters, in pixels."""
+MARGIN = 28.0
+"""Pixels around every picture."""
+FADED = 0.45
+"""How much of a unit's colour is seen where letters stand on it."""
+LONGEST = 90
+"""Letters of one line that nobody has measured."""
 HATCHES = ("", "slope", "dots", "cross", "fall")
 """Patterns over a colour, so that kinds of parts can be told apart without it."""
+GAP = "gap"
+"""The pattern of bytes that hold nothing."""
 DASH = "\N{EN DASH}"
 """Between the first and the last of several."""
 _KIB = 1024
 _FONT = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif"
 _NARROW, _WIDE = frozenset("iljtfrI.,:;|'!()[] /-·"), frozenset("mwMW→←%+=@…")
+_MARKS = {
+    "slope": ("M0 6L6 0", 0.8),
+    "dots": ("M2 3H4", 2.0),
+    "cross": ("M0 0L6 6M0 6L6 0", 0.8),
+    "fall": ("M0 0L6 6", 0.8),
+    GAP: ("M0 4L4 0", 0.8),
+}
+"""The path of each pattern, and how thick it is."""
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
 
-Anchor = Literal["start", "middle", "end"]
+Point = tuple[float, float]
+Span = tuple[float, float]
+Key = tuple[str, str, str]
+"""A box of a legend: its colour, its hatch, and its meaning."""
+
+
+class Style(TypedDict, total=False):
+    """How a shape looks, in the words of SVG; *data*: attributes that name what it shows."""
+
+    fill: str
+    fill_opacity: float
+    stroke: str
+    stroke_width: float
+    stroke_opacity: float
+    stroke_dasharray: list[float] | None
+    rx: float
+    data: dict[str, str]
 
 
 def width_of(text: str, size: float = NORMAL, *, bold: bool = False) -> float:
@@ -44,16 +77,19 @@ def width_of(text: str, size: float = NORMAL, *, bold: bool = False) -> float:
     return em * size * (1.12 if bold else 1.0)
 
 
-def escaped(text: str) -> str:
-    """Return *text* as it may stand in an element or in an attribute."""
-    for mark, told in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(mark, told)
-    return "".join(c if c.isprintable() else "?" for c in text)
+def fitting(words: Iterable[str], room: float) -> str:
+    """Return the first of *words* that fits small into *room* pixels, or nothing."""
+    return next((each for each in words if width_of(each, SMALL) <= room), "")
 
 
 def colour(index: int) -> str:
-    """Return the colour of producer, unit or layer *index*."""
+    """Return the colour of producer or unit *index*."""
     return PALETTE[index % len(PALETTE)]
+
+
+def hatch(index: int) -> str:
+    """Return the pattern of part *index*."""
+    return HATCHES[index % len(HATCHES)]
 
 
 def shortened(text: str, longest: int) -> str:
@@ -93,149 +129,104 @@ class Canvas:
         *,
         size: float = NORMAL,
         fill: str = INK,
-        anchor: Anchor = "start",
+        anchor: Literal["start", "middle", "end"] = "start",
         bold: bool = False,
     ) -> float:
         """Write *text* with its baseline at *y*; return how wide it is at most."""
-        if not text:
-            return 0.0
-        self.elements.append(
-            svg.Text(
-                x=round(x, 1),
-                y=round(y, 1),
-                text=escaped(text),
-                font_size=max(size, SMALL),
-                font_weight="bold" if bold else None,
-                text_anchor=None if anchor == "start" else anchor,
-                fill=fill,
+        if text:
+            self.elements.append(
+                svg.Text(
+                    x=round(x, 1),
+                    y=round(y, 1),
+                    text=_escaped(text),
+                    font_size=max(size, SMALL),
+                    font_weight="bold" if bold else None,
+                    text_anchor=None if anchor == "start" else anchor,
+                    fill=fill,
+                )
             )
-        )
         return width_of(text, size, bold=bold)
+
+    def words(self, y: float, words: Iterable[str], width: float) -> float:
+        """Write *words* between dots, in as many lines as *width* needs; return the next line."""
+        line = ""
+        for word in words:
+            longer = f"{line} · {word}" if line else word
+            if line and width_of(longer) > width - 2 * MARGIN:
+                self.text(MARGIN, y, line, fill=FAINT)
+                y, longer = y + 18, word
+            line = longer
+        self.text(MARGIN, y, line, fill=FAINT)
+        return y + 18
+
+    def keys(self, y: float, keys: Iterable[Key], width: float) -> float:
+        """Draw a box with its meaning for each of *keys*; return where the next line begins."""
+        x = MARGIN
+        for fill, hatch, meaning in keys:
+            room = 34 + width_of(meaning, SMALL) + 18
+            if x > MARGIN and x + room > width - MARGIN:
+                x, y = MARGIN, y + 20
+            faded = FADED if fill in PALETTE else 1
+            self.box(
+                (x, y), (26, 14), hatch=hatch, fill=fill, fill_opacity=faded, stroke=LINE, rx=2
+            )
+            self.text(x + 34, y + 11, meaning, size=SMALL)
+            x += room
+        return y + 20 if x > MARGIN else y
 
     def box(
         self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
+        corner: Point,
+        size: Point,
         *,
-        fill: str = "none",
-        opacity: float | None = None,
-        stroke: str | None = None,
-        stroke_width: float = 1,
-        radius: float | None = None,
-        dash: Sequence[int] = (),
         hatch: str = "",
-        data: Mapping[str, str] | None = None,
         title: str = "",
+        **style: Unpack[Style],
     ) -> None:
         """Draw a rectangle, *hatch* over its colour; *title* shows when it is pointed at."""
-        place = (round(x, 1), round(y, 1), round(width, 1), round(height, 1))
-        self.elements.append(
-            svg.Rect(
-                x=place[0],
-                y=place[1],
-                width=place[2],
-                height=place[3],
-                rx=radius,
-                fill=fill,
-                fill_opacity=opacity,
-                stroke=stroke,
-                stroke_width=stroke_width if stroke else None,
-                stroke_dasharray=[*dash] or None,
-                data=_data(data),
-                elements=_titled(title),
-            )
+        (x, y), (width, height) = (
+            tuple(round(each, 1) for each in pair) for pair in (corner, size)
         )
+        looks = [_clean(style, title)]
         if hatch:
-            self.elements.append(
-                svg.Rect(
-                    x=place[0],
-                    y=place[1],
-                    width=place[2],
-                    height=place[3],
-                    rx=radius,
-                    fill=f"url(#{hatch})",
-                )
-            )
+            looks.append({"fill": f"url(#{hatch})", "rx": style.get("rx")})
+        self.elements += [svg.Rect(x=x, y=y, width=width, height=height, **look) for look in looks]
 
     def curve(
         self,
-        start: tuple[float, float],
-        stop: tuple[float, float],
+        start: Point,
+        stop: Point,
         *,
-        stroke: str,
-        width: float = 1.8,
-        dash: Sequence[int] = (),
-        opacity: float = 0.9,
-        data: Mapping[str, str] | None = None,
+        head: bool = False,
         title: str = "",
+        **style: Unpack[Style],
     ) -> None:
-        """Draw a line that leaves and arrives horizontally."""
-        half = (start[0] + stop[0]) / 2
-        points = (*start, half, start[1], half, stop[1], *stop)
-        x0, y0, x1, y1, x2, y2, x3, y3 = (round(each, 1) for each in points)
-        self.elements.append(
-            svg.Path(
-                d=[svg.M(x0, y0), svg.C(x1, y1, x2, y2, x3, y3)],
-                fill="none",
-                stroke=stroke,
-                stroke_width=width,
-                stroke_opacity=opacity,
-                stroke_dasharray=[*dash] or None,
-                data=_data(data),
-                elements=_titled(title),
-            )
-        )
+        """Draw a line that leaves and arrives horizontally, perhaps with an arrow's *head*."""
+        (x0, y0), (x1, y1) = start, stop
+        if head:
+            tip = ("M", x1 - 7, y1 - 4, "L", x1, y1, "L", x1 - 7, y1 + 4, "Z")
+            self._path(tip, {"fill": style["stroke"]})
+            x1 -= 6
+        half = (x0 + x1) / 2
+        look = _clean({"fill": "none", **style}, title)
+        self._path(("M", x0, y0, "C", half, y0, half, y1, x1, y1), look)
 
     def ribbon(
-        self,
-        top: tuple[float, float, float],
-        bottom: tuple[float, float, float],
-        *,
-        fill: str,
-        data: Mapping[str, str] | None = None,
-        title: str = "",
+        self, upper: Span, lower: Span, rows: Point, *, title: str = "", **style: Unpack[Style]
     ) -> None:
-        """Fill between two level spans, each (left, right, y), with an S-shaped edge."""
-        (a, b, y0), (c, d, y1) = (tuple(round(each, 1) for each in side) for side in (top, bottom))
-        half = round((y0 + y1) / 2, 1)
-        path: list[svg.PathData] = [
-            svg.M(a, y0),
-            svg.C(a, half, c, half, c, y1),
-            svg.L(d, y1),
-            svg.C(d, half, b, half, b, y0),
-            svg.Z(),
-        ]
-        self.elements.append(
-            svg.Path(
-                d=path,
-                fill=fill,
-                fill_opacity=0.38,
-                stroke=fill,
-                stroke_width=0.5,
-                data=_data(data),
-                elements=_titled(title),
-            )
-        )
+        """Fill between two level spans (left, right) at the heights *rows*, with S-shaped edges."""
+        (a, b), (c, d), (y0, y1) = upper, lower, rows
+        half = (y0 + y1) / 2
+        there, back = ("C", a, half, c, half, c, y1), ("C", d, half, b, half, b, y0)
+        self._path(("M", a, y0, *there, "L", d, y1, *back, "Z"), _clean(style, title))
 
-    def rule(self, x0: float, y0: float, x1: float, y1: float, *, stroke: str = LINE) -> None:
+    def rule(self, start: Point, stop: Point) -> None:
         """Draw a straight hairline."""
-        self.elements.append(
-            svg.Line(
-                x1=round(x0, 1),
-                y1=round(y0, 1),
-                x2=round(x1, 1),
-                y2=round(y1, 1),
-                stroke=stroke,
-                stroke_width=1,
-            )
-        )
+        self._path(("M", *start, "L", *stop), {"stroke": LINE, "stroke_width": 1})
 
-    def arrow(self, x: float, y: float, *, fill: str) -> None:
-        """Draw the head of an arrow that points right to (x, y)."""
-        path: list[svg.PathData] = [svg.M(x - 7, y - 4), svg.L(x, y), svg.L(x - 7, y + 4), svg.Z()]
-        self.elements.append(svg.Path(d=path, fill=fill))
+    def _path(self, steps: Iterable[str | float], look: dict[str, Any]) -> None:
+        drawn = " ".join(each if isinstance(each, str) else f"{each:.1f}" for each in steps)
+        self.elements.append(svg.Path(extra={"d": drawn}, **look))
 
     def svg(self, width: float, height: float, title: str) -> str:
         """Return the whole picture as the text of an SVG file."""
@@ -246,46 +237,44 @@ class Canvas:
             viewBox=svg.ViewBoxSpec(0, 0, wide, high),
             extra={"role": "img", "font-family": _FONT},
             elements=[
-                svg.Title(text=escaped(title)),
-                svg.Defs(elements=_patterns()),
+                svg.Title(text=_escaped(title)),
+                svg.Defs(elements=[_pattern(name) for name in _MARKS]),
                 svg.Rect(width=wide, height=high, rx=8, fill=PAPER),
                 *self.elements,
             ],
         ).as_str()
 
 
-def _data(data: Mapping[str, str] | None) -> dict[str, str] | None:
-    return {name: escaped(value) for name, value in data.items()} if data else None
+def note_svg(kind: str, title: str, words: list[str]) -> str:
+    """Return a small picture of words, where there is nothing to draw."""
+    canvas, y = Canvas(), MARGIN + 14
+    wide = canvas.text(MARGIN, y, title, size=LARGE, bold=True)
+    for word in words:
+        y += 22
+        wide = max(wide, canvas.text(MARGIN, y, shortened(word, LONGEST), fill=FAINT))
+    return canvas.svg(wide + 2 * MARGIN, y + MARGIN - 4, f"kvspec {kind}: {title}")
 
 
-def _titled(title: str) -> list[svg.Element] | None:
-    return [svg.Title(text=escaped(title))] if title else None
+def _escaped(text: str) -> str:
+    """Return *text* as it may stand in an element or in an attribute."""
+    return "".join(c if c.isprintable() else "?" for c in text).translate(_ESCAPES)
 
 
-def _patterns() -> list[svg.Element]:
-    """Return the hatches: thin marks of ink over whatever colour lies below."""
-    paths = {
-        "slope": "M0 6L6 0",
-        "fall": "M0 0L6 6",
-        "cross": "M0 0L6 6M0 6L6 0",
-        "gap": "M0 4L4 0",
-    }
-    made: list[svg.Element] = [
-        svg.Pattern(
-            id=name,
-            width=6 if name != "gap" else 4,
-            height=6 if name != "gap" else 4,
-            patternUnits="userSpaceOnUse",
-            elements=[
-                svg.Path(
-                    extra={"d": path}, fill="none", stroke=INK, stroke_opacity=0.3, stroke_width=0.8
-                )
-            ],
-        )
-        for name, path in paths.items()
-    ]
-    dot = svg.Circle(cx=2.5, cy=2.5, r=0.9, fill=INK, fill_opacity=0.35)
-    made.append(
-        svg.Pattern(id="dots", width=5, height=5, patternUnits="userSpaceOnUse", elements=[dot])
+def _clean(style: Style, title: str) -> dict[str, Any]:
+    """Return *style* as svg.py takes it, names and *title* escaped."""
+    look: dict[str, Any] = {**style}
+    look["data"] = {name: _escaped(text) for name, text in style.get("data", {}).items()}
+    look["elements"] = [svg.Title(text=_escaped(title))] if title else None
+    return look
+
+
+def _pattern(name: str) -> svg.Element:
+    """Return a hatch: thin marks of ink over whatever colour lies below."""
+    size = 4 if name == GAP else 6
+    drawn, thick = _MARKS[name]
+    mark = svg.Path(
+        extra={"d": drawn}, fill="none", stroke=INK, stroke_opacity=0.3, stroke_width=thick
     )
-    return made
+    return svg.Pattern(
+        id=name, width=size, height=size, patternUnits="userSpaceOnUse", elements=[mark]
+    )

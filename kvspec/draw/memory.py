@@ -13,36 +13,30 @@ import numpy as np
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import DescriptorTable
-from kvspec.draw.bars import BAR, Side, axis, bar, heading, units_colour
-from kvspec.draw.bars import layers as layer_names
-from kvspec.draw.block import (
-    Window,
-    chunks,
-    clipped,
-    meeting,
-    place,
-)
+from kvspec.draw.bars import BAR, Side, units_colour
+from kvspec.draw.block import Axis, Window
 from kvspec.draw.canvas import (
     FAINT,
-    HATCHES,
     HOLLOW,
     LARGE,
     LINE,
+    MARGIN,
     SMALL,
     Canvas,
+    Key,
     colour,
     counted,
+    fitting,
+    hatch,
     nbytes,
-    width_of,
+    note_svg,
 )
-from kvspec.draw.ranks import note_svg
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.ownership.part import Part
-from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 
-_MARGIN, _WIDTH, _BETWEEN, _MARK = 28.0, 960.0, 170.0, 30.0
+_WIDTH, _BETWEEN = 960.0, 170.0
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8
 _MOST_STRETCHES, _MOST_LAYERS, _MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 200, 3, 256, 16, 12
 
@@ -64,15 +58,23 @@ def table_svg(
         title = f"{table.producer.rank} → {table.consumer.rank}"
         return note_svg("table", title, ["these two ranks exchange nothing"])
     edge = _edge(table, group)
-    own = tuple(entry for entry in table.entries if entry.edge is edge)
-    rows = _rows(attrs.evolve(table, entries=own), edge, request)
-    windows = _windows(table, edge, rows)
-    layers, by_unit = _fit(edge, windows)
-    sides = []
-    for name, window in zip(("Producer", "Consumer"), windows, strict=True):
-        found = window.stretches(layers, by_unit=by_unit)
-        sides.append(Side(name, window, *place(found, _MARGIN, _WIDTH, _MARK)))
-    return _draw(edge, (sides[0], sides[1]), layers, rows, request)
+    own = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
+    asked = iter((request,)) if request is not None else _first_blocks(own, edge)
+    found = (own.descriptors(each).astype(np.int64) for each in asked)
+    runs = next((each for each in found if len(each)), np.empty((0, 3), np.int64))
+    windows, layers, by_unit = _fit(edge, _windows(own, edge, runs))
+    sides = [
+        Side(name, each, home, Axis.of(each.stretches(layers, by_unit=by_unit), MARGIN, _WIDTH))
+        for name, each, home in zip(
+            ("Producer", "Consumer"), windows, (edge.producer_group, edge.group), strict=True
+        )
+    ]
+    what = "one block" if request is None else "the whole request"
+    told = f"{_lengths(runs)}, {nbytes(int(runs[:, 2].sum()))} in all"
+    if request is None and not len(runs):
+        told = "nothing of it moves"
+    facts = f"{what} of {counted(len(edge.layers), 'layer')}: {told}"
+    return _draw(edge, (sides[0], sides[1]), layers, runs, facts)
 
 
 def _edge(table: DescriptorTable, group: str | None) -> Edge:
@@ -83,15 +85,9 @@ def _edge(table: DescriptorTable, group: str | None) -> Edge:
     return edges[0]
 
 
-def _parts(table: DescriptorTable, edge: Edge) -> tuple[Part, ...]:
-    return table.consumer.engine.group(edge.group).spec.of_layer(edge.layers[0]).parts
-
-
-def _rows(table: DescriptorTable, edge: Edge, request: TransferRequest | None) -> Ints:
-    """Return what *request* moves, or else of first blocks the first of which anything moves."""
-    asked = _first_blocks(table, edge) if request is None else iter((request,))
-    found = (table.descriptors(each).astype(np.int64) for each in asked)
-    return next((rows for rows in found if len(rows)), np.empty((0, 3), np.int64))
+def _has_tokens(table: DescriptorTable, edge: Edge) -> bool:
+    parts = table.consumer.engine.group(edge.group).spec.of_layer(edge.layers[0]).parts
+    return any(part.per_token for part in parts)
 
 
 def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferRequest]:
@@ -100,175 +96,150 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     Fewer, since of a whole block nothing may be live, or nothing that both ranks own; then a token
     is live, if it ever is, in the request that it ends.
     """
-    tokens: list[int] = []
-    room: list[int] = []
-    contexts: list[Cyclic] = []
+    sizes, rooms, contexts = [], [], []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
         group = cache.engine.group(name)
         region = next(each for each in cache.regions if each.group == name)
-        tokens.append(cache.engine.virtual_block(group))
-        room.append(tokens[-1] * (region.num_blocks // group.split))
+        sizes.append(cache.engine.virtual_block(group))
+        rooms.append(sizes[-1] * (region.num_blocks // group.split))
         contexts.append(cache.engine.context(group, cache.rank))
     first, step = edge.slices[0].stripe
-    start = first * tokens[1]
-    states = not any(part.per_token for part in _parts(table, edge))
-    counts = [start + 1] if states else [min(start + max(tokens), *room)]
-    if not states:
+    start, tokens = first * sizes[1], _has_tokens(table, edge)
+    counts = [min(start + max(sizes), *rooms) if tokens else start + 1]
+    if tokens:
         at = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
-        own = contexts[0].owns(at) & contexts[1].owns(at) & (at // tokens[1] % step == first)
+        own = contexts[0].owns(at) & contexts[1].owns(at) & (at // sizes[1] % step == first)
         counts += (at[own][: -_MOST_TRIED - 1 : -1] + 1).tolist()
     for count in counts:
-        ours, theirs = (BlockTable(range(1 if states else -(-count // size))) for size in tokens)
+        producer, consumer = (BlockTable(range(-(-count // s) if tokens else 1)) for s in sizes)
         yield TransferRequest(
             request_id="first block",
             num_tokens=count,
             encoder_tokens=count,
-            producer_blocks={edge.producer_group: ours},
-            consumer_blocks={edge.group: theirs},
+            producer_blocks={edge.producer_group: producer},
+            consumer_blocks={edge.group: consumer},
         )
 
 
-def _windows(table: DescriptorTable, edge: Edge, rows: Ints) -> tuple[Window, Window]:
-    """Return the blocks of both sides that the first run lies in, and from which row."""
+def _windows(table: DescriptorTable, edge: Edge, runs: Ints) -> list[Window]:
+    """Return the blocks of both sides that the first run lies in, from its first token on."""
     moved = {name for each in edge.slices for name in each.parts}
     windows = []
     for column, cache in enumerate((table.producer, table.consumer)):
-        regions = [e for e in cache.regions if e.layer in edge.layers and e.part in moved]
-        places = (each.locate(int(row[column])) for row in rows[:1] for each in regions)
-        block, _, state, _ = next((each for each in places if each is not None), (0, 0, 0, 0))
-        windows.append(Window(cache, block, state, max(each.states for each in regions) - state))
-    both = min(window.states for window in windows)
-    if any(part.per_token for part in _parts(table, edge)):
-        for window in windows:
-            window.states = both
-    return windows[0], windows[1]
+        window = Window(cache, 0, range(0))
+        for region in cache.regions:
+            place = region.locate(int(runs[0, column])) if len(runs) else None
+            if place and region.layer in edge.layers and region.part in moved:
+                first = place[2] * window.part(region)[0].tokens_per_state
+                window = Window(cache, place[0], range(first, first))
+                break
+        windows.append(window)
+    if not _has_tokens(table, edge):
+        return windows
+    groups = edge.producer_group, edge.group
+    count = min(
+        each.cache.engine.group(name).memory_block_size - each.tokens.start
+        for each, name in zip(windows, groups, strict=True)
+    )
+    return [_of_tokens(each, count) for each in windows]
 
 
-def _fit(edge: Edge, windows: tuple[Window, Window]) -> tuple[tuple[str, ...], bool]:
-    """Show fewer rows, then fewer layers, until the stretches can be told apart."""
+def _of_tokens(window: Window, count: int) -> Window:
+    """Return *window* with only its first *count* tokens."""
+    start = window.tokens.start
+    return attrs.evolve(window, tokens=range(start, start + count))
 
-    def most(layers: Sequence[str], *, by_unit: bool) -> int:
-        return max(len(each.stretches(layers, by_unit=by_unit)) for each in windows)
 
-    one = edge.layers[:1]
-    by_unit = most(one, by_unit=True) <= _MOST_STRETCHES
-    while not by_unit and windows[0].states > 2:  # noqa: PLR2004 - two rows show the order
-        for window in windows:
-            window.states = -(-window.states // 2)
-        by_unit = most(one, by_unit=True) <= _MOST_STRETCHES
+def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ...], bool]:
+    """Show fewer tokens, then fewer layers, until the stretches can be told apart."""
+
+    def fits(count: int, *, by_unit: bool) -> bool:
+        layers = edge.layers[:count]
+        most = max(len(each.stretches(layers, by_unit=by_unit)) for each in windows)
+        return most <= _MOST_STRETCHES
+
+    while not (by_unit := fits(1, by_unit=True)) and len(windows[0].tokens) > 2:  # noqa: PLR2004 - two tokens show the order
+        half = -(-len(windows[0].tokens) // 2)
+        windows = [_of_tokens(each, half) for each in windows]
     count = min(_MOST_LAYERS, len(edge.layers))
-    while count > 1 and most(edge.layers[:count], by_unit=by_unit) > _MOST_STRETCHES:
+    while count > 1 and not fits(count, by_unit=by_unit):
         count -= 1
-    return edge.layers[:count], by_unit
+    return windows, edge.layers[:count], by_unit
 
 
 def _draw(
-    edge: Edge,
-    sides: tuple[Side, Side],
-    layers: Sequence[str],
-    rows: Ints,
-    request: TransferRequest | None,
+    edge: Edge, sides: tuple[Side, Side], layers: Sequence[str], runs: Ints, facts: str
 ) -> str:
-    canvas = Canvas()
-    title = f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
-    y = _MARGIN + 14
-    canvas.text(_MARGIN, y, title, size=LARGE, bold=True)
-    asked = "the whole request" if request else "one block"
-    told = f"{_lengths(rows)}, {nbytes(int(rows[:, 2].sum()))} in all"
-    if request is None and not len(rows):
-        told = "nothing of it moves"
-    told = f"{asked} of {counted(len(edge.layers), 'layer')}: {told}"
-    canvas.text(_MARGIN, y + 22, told, fill=FAINT)
+    canvas, title = Canvas(), f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
+    canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
+    canvas.text(MARGIN, MARGIN + 36, facts, fill=FAINT)
     hidden = len(edge.layers) - len(layers)
     if hidden:
-        told = f"{counted(len(layers), 'layer')} drawn, … and {hidden} more"
-        canvas.text(_MARGIN + _WIDTH, y + 22, told, fill=FAINT, anchor="end")
-    y += 52
-    heading(canvas, sides[0], edge.producer_group, _MARGIN, y)
-    top = y + 54
+        drawn = f"{counted(len(layers), 'layer')} drawn, … and {hidden} more"
+        canvas.text(MARGIN + _WIDTH, MARGIN + 36, drawn, fill=FAINT, anchor="end")
+    top = MARGIN + 120
     bottom = top + BAR + _BETWEEN
-    drawn = _ribbons(canvas, sides, rows, top + BAR, bottom)
-    parts = _part_names(sides)
-    for side, at, above in ((sides[0], top, True), (sides[1], bottom, False)):
-        bar(canvas, side, at, parts)
-        layer_names(canvas, side, at - 9 if above else at + BAR + 15)
-        axis(canvas, side, at - 26 if above else at + BAR + 32)
-    heading(canvas, sides[1], edge.group, _MARGIN, bottom + BAR + 58)
-    y = _legend(canvas, sides, drawn, bottom + BAR + 86)
-    return canvas.svg(_WIDTH + 2 * _MARGIN, y + 18, f"kvspec table: {title}")
+    drawn = _ribbons(canvas, sides, runs, (top + BAR, bottom))
+    parts = list(dict.fromkeys(each.part for side in sides for each in side.axis.stretches))
+    for side, y, (heading, distances, names) in (
+        (sides[0], top, (-54, -26, -9)),
+        (sides[1], bottom, (BAR + 58, BAR + 32, BAR + 15)),
+    ):
+        side.heading(canvas, y + heading)
+        side.distances(canvas, y + distances)
+        side.layers(canvas, y + names)
+        side.bar(canvas, y, parts)
+    y, width = bottom + BAR + 86, _WIDTH + 2 * MARGIN
+    canvas.text(MARGIN, y, f"{drawn}; colours and numbers are units of the model", fill=FAINT)
+    y = canvas.keys(y + 12, _keys(sides, parts), width)
+    return canvas.svg(width, y + 12, f"kvspec table: {title}")
 
 
-def _lengths(rows: Ints) -> str:
-    if not len(rows):
+def _lengths(runs: Ints) -> str:
+    if not len(runs):
         return "0 runs"
-    least, most = int(rows[:, 2].min()), int(rows[:, 2].max())
+    least, most = int(runs[:, 2].min()), int(runs[:, 2].max())
     size = nbytes(least) if least == most else f"{nbytes(least)} to {nbytes(most)}"
-    return f"{counted(len(rows), 'run')} of {size}"
+    return f"{counted(len(runs), 'run')} of {size}"
 
 
 def _ribbons(
-    canvas: Canvas, sides: tuple[Side, Side], rows: Ints, top: float, bottom: float
+    canvas: Canvas, sides: tuple[Side, Side], runs: Ints, rows: tuple[float, float]
 ) -> str:
     """Draw the runs between the blocks; return in words how many, and of what lengths."""
-    shown = chunks(sides[0].placed), chunks(sides[1].placed)
-    seen = meeting(meeting(rows, 0, shown[0]), 1, shown[1])
-    step = -(-len(seen) // _MOST_RIBBONS) or 1
-    labels: list[tuple[float, float, str]] = []
-    for row in seen[::step].tolist():
-        for ours, theirs, part in clipped((row[0], row[1], row[2]), shown):
-            fill = _fill(sides[1], row[1] + part.start, row[1] + part.stop)
-            canvas.ribbon(
-                (*ours, top),
-                (*theirs, bottom),
-                fill=fill,
-                data={"length": str(row[2])},
-                title=f"a run of {nbytes(row[2])}",
-            )
-            room = min(ours[1] - ours[0], theirs[1] - theirs[0])
-            label = nbytes(row[2])
-            if len(seen) <= _MOST_LABELS and width_of(label, SMALL) + 4 <= room:
-                middle = (ours[0] + ours[1] + theirs[0] + theirs[1]) / 4
-                labels.append((middle, (top + bottom) / 2 + 4, label))
-    for x, y, label in labels:
-        canvas.text(x, y, label, size=SMALL, anchor="middle")
-    every = f", one of every {step} drawn" if step > 1 else ""
-    return f"{_lengths(seen)} between what is drawn{every}"
-
-
-def _fill(side: Side, start: int, stop: int) -> str:
-    """Return the colour of the one unit in some bytes, or grey if there are several."""
-    units = {
-        unit
-        for each in side.placed
-        if each.stretch.start < stop and start < each.stretch.stop
-        for unit in each.stretch.units
-    }
-    return colour(units.pop()) if len(units) == 1 else LINE
-
-
-def _legend(canvas: Canvas, sides: tuple[Side, Side], drawn: str, y: float) -> float:
-    """Say what hatches and colours mean: parts, and units of the model."""
-    canvas.text(_MARGIN, y, f"{drawn}; colours and numbers are units of the model", fill=FAINT)
-    placed = [each.stretch for side in sides for each in side.placed]
-    keys = [
-        (HOLLOW, hatch, part) for part, hatch in zip(_part_names(sides), HATCHES * 9, strict=False)
-    ]
-    units = sorted({each.units.start for each in placed if len(each.units) == 1})
-    if len(units) <= _MOST_KEYS:
-        keys += [(units_colour(range(unit, unit + 1)), "", f"unit {unit}") for unit in units]
-    x = _MARGIN
-    for fill, hatch, words in keys:
-        wide = 32 + width_of(words, SMALL)
-        if x + wide > _MARGIN + _WIDTH:
-            x, y = _MARGIN, y + 22
-        opacity = 0.45 if words.startswith("unit ") else None
-        canvas.box(
-            x, y + 12, 26, 14, fill=fill, opacity=opacity, stroke=LINE, radius=2, hatch=hatch
+    source, target = (side.axis for side in sides)
+    seen = np.column_stack([runs, np.arange(len(runs))])
+    for column, axis in enumerate((source, target)):
+        seen = axis.cut(seen, column)
+    numbers = np.unique(seen[:, 3])
+    step = -(-len(numbers) // _MOST_RIBBONS) or 1
+    labels: list[tuple[float, str]] = []
+    for start, place, length, number in seen[np.isin(seen[:, 3], numbers[::step])].tolist():
+        size, units = int(runs[number, 2]), target.units(place, length)
+        upper, lower = source.span(start, length), target.span(place, length)
+        canvas.ribbon(
+            upper,
+            lower,
+            rows,
+            title=f"a run of {nbytes(size)}",
+            fill=colour(units.pop()) if len(units) == 1 else LINE,
+            fill_opacity=0.38,
+            data={"length": str(size)},
         )
-        canvas.text(x + 32, y + 23, words, size=SMALL)
-        x += wide + 16
-    return y + 26
+        room = min(upper[1] - upper[0], lower[1] - lower[0])
+        labels.append((sum((*upper, *lower)) / 4, fitting([nbytes(size)], room - 4)))
+    for x, label in labels if len(numbers) <= _MOST_LABELS else ():
+        canvas.text(x, sum(rows) / 2 + 4, label, size=SMALL, anchor="middle")
+    every = f", one of every {step} drawn" if step > 1 else ""
+    return f"{_lengths(runs[numbers])} between what is drawn{every}"
 
 
-def _part_names(sides: tuple[Side, Side]) -> list[str]:
-    return list(dict.fromkeys(each.stretch.part for side in sides for each in side.placed))
+def _keys(sides: tuple[Side, Side], parts: Sequence[str]) -> Iterator[Key]:
+    """Yield what hatches and colours mean: parts, and units of the model."""
+    for at, part in enumerate(parts):
+        yield HOLLOW, hatch(at), part
+    drawn = [each.units for side in sides for each in side.axis.stretches]
+    units = sorted({each.start for each in drawn if len(each) == 1})
+    if len(units) <= _MOST_KEYS:
+        for unit in units:
+            yield units_colour(range(unit, unit + 1)), "", f"unit {unit}"

@@ -1,50 +1,44 @@
 """The picture of a plan: who reads which units from whom.
 
-Law: every rank is a box, every slice of every edge a line from a producer's box to a consumer's,
-and both ends say in words what the line's colour says.
+Law: every rank is a box, every slice of every edge a curve from a producer's box to a consumer's,
+and both ends say in words what the curve's colour says.
 """
 
 from __future__ import annotations
+
+import attrs
 
 from kvspec.draw.canvas import (
     BAND,
     DASHES,
     FAINT,
-    HATCHES,
     HOLLOW,
     INK,
     LARGE,
     LINE,
+    LONGEST,
+    MARGIN,
+    MEDIUM,
     PALETTE,
     PAPER,
     SHADE,
     SMALL,
     Canvas,
-    colour,
     counted,
+    hatch,
+    note_svg,
     shortened,
     width_of,
 )
-from kvspec.draw.column import (
-    CAPTION,
-    GAP,
-    LINE_HEIGHT,
-    PAD,
-    Column,
-    Line,
-    cell_width,
-    columns,
-    labels_of,
-    words_of,
-)
-from kvspec.draw.scene import Read, Scene, excluded_text, scene
+from kvspec.draw.lines import Box, Line, Read, Scene, Side, excluded, scene
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import sizes
 from kvspec.plan.plan import TransferPlan
 
-_MARGIN = 28.0
-_MIDDLE = 280.0
+_ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
+"""Pixels: a line of a box, around its lines, between boxes, and the caption of a band."""
+_MIDDLE, _NARROWEST = 280.0, 180.0
 
 
 def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
@@ -56,239 +50,219 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     words.
     """
     instance("plan", plan, TransferPlan)
+    title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
     if group is None and not plan.shares:
-        return note_svg("plan", _title_of(plan), ["nothing moves", *excluded_text(plan)])
-    shown = scene(plan, group)
-    read = {line.source for lines in shown.read.values() for line in lines}
-    colours = {rank: at for at, rank in enumerate(sorted(read))}
-    return _draw(shown, columns(shown, colours), colours)
+        return note_svg("plan", title, ["nothing moves", *excluded(plan)])
+    shown, canvas = scene(plan, group), Canvas()
+    many = len(shown.families) > 1
+    producer, consumer = (_Column.of(side, named=many) for side in shown.sides)
+    producer.x = MARGIN
+    consumer.x = MARGIN + max(producer.width + _MIDDLE, width_of(producer.side.caption) + MARGIN)
+    width = consumer.x + max(consumer.width, width_of(consumer.side.caption)) + MARGIN
+    canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
+    y = canvas.words(MARGIN + 36, _facts(shown, plan), width)
+    for each in (producer, consumer):
+        canvas.text(each.x, y + 8, each.side.name, size=MEDIUM, bold=True)
+        canvas.text(each.x, y + 25, shortened(each.side.caption, LONGEST), fill=FAINT)
+    y += 40
+    height = max(each.stack(y, _GAP) for each in (producer, consumer)) - y
+    for each in (producer, consumer):
+        each.spread(y, height)
+        _frames(canvas, each)
+    _releases(canvas, plan, producer, consumer)
+    _curves(canvas, producer, consumer)
+    for each in (producer, consumer):
+        _boxes(canvas, shown, each)
+    y = canvas.words(y + height + 32, _meanings(plan), width)
+    if many:
+        keys = ((HOLLOW, hatch(at), each.name) for at, each in enumerate(shown.families))
+        y = canvas.keys(y - 8, keys, width)
+    return canvas.svg(width, y + 8, f"kvspec plan: {title}")
 
 
-def note_svg(kind: str, title: str, words: list[str]) -> str:
-    """Return a small picture of words, where there is nothing to draw."""
-    canvas = Canvas()
-    y = _MARGIN + 14
-    wide = canvas.text(_MARGIN, y, title, size=LARGE, bold=True)
-    for word in words:
-        y += 22
-        wide = max(wide, canvas.text(_MARGIN, y, shortened(word, 90), fill=FAINT))
-    return canvas.svg(wide + 2 * _MARGIN, y + _MARGIN - 4, f"kvspec {kind}: {title}")
+@attrs.define
+class _Column:
+    """The boxes of one side and where they stand; *lefts*: of names, parts, cells and words."""
+
+    side: Side
+    lefts: tuple[float, float, float, float]
+    width: float
+    x: float = MARGIN
+    tops: dict[RankId, float] = attrs.field(factory=dict)
+    frames: list[tuple[str, float, float]] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, side: Side, *, named: bool) -> _Column:
+        """Return a column as wide as its words need; *named*: with the names of parts."""
+        lines = [line for box in side.boxes for line in box.lines]
+        words = [*(line.words for line in lines), *(box.note for box in side.boxes)]
+        parts = _PAD + 16 + max(width_of(str(box.rank), bold=True) for box in side.boxes)
+        cells = parts
+        if named:
+            cells += max((width_of(line.family.name, SMALL) for line in lines), default=0) + 10
+        said = cells + max((sum(map(_cell, line.labels)) for line in lines), default=0) + 8
+        width = said + max(width_of(each, SMALL) for each in words) + 4 + _PAD
+        return cls(side, (_PAD + 4, parts, cells, said), max(width, _NARROWEST))
+
+    def stack(self, y: float, gap: float) -> float:
+        """Place the boxes from *y* down, *gap* apart; return where the last ends."""
+        self.frames, end = [], y
+        for caption, boxes in self.side.bands:
+            top = y
+            y += _CAPTION + _PAD if caption else 0
+            for box in boxes:
+                self.tops[box.rank] = y
+                y += _height(box) + gap
+            end = y - gap
+            if caption:
+                end += _PAD
+                self.frames.append((caption, top, end))
+                y += _PAD + _GAP
+        return end
+
+    def spread(self, y: float, height: float) -> None:
+        """Place the boxes evenly on *height* pixels."""
+        more = (y + height - self.stack(y, _GAP)) / len(self.side.boxes)
+        self.stack(y + more / 2, _GAP + more)
+
+    def row(self, box: Box, at: int) -> float:
+        """Return the height of the middle of a box's line."""
+        return self.tops[box.rank] + _PAD + (at + 0.5) * _ROW
 
 
-def _title_of(plan: TransferPlan) -> str:
-    return " → ".join(sizes(each.parallel) for each in (plan.producer, plan.consumer))
+def _height(box: Box) -> float:
+    return _ROW * max(len(box.lines), 1) + 2 * _PAD
 
 
-def _draw(shown: Scene, sides: tuple[Column, Column], colours: dict[RankId, int]) -> str:
-    canvas = Canvas()
-    ours, theirs = sides
-    ours.x = _MARGIN
-    theirs.x = _MARGIN + max(ours.width + _MIDDLE, ours.extent + _MARGIN)
-    width = theirs.x + theirs.extent + _MARGIN
-    title = _title_of(shown.plan)
-    y = _MARGIN + 14
-    canvas.text(_MARGIN, y, title, size=LARGE, bold=True)
-    y = _facts(canvas, shown, y, width)
-    for side in sides:
-        canvas.text(side.x, y + 26, side.heading, size=14.0, bold=True)
-        canvas.text(side.x, y + 43, shortened(side.caption, 90), fill=FAINT)
-    top = y + 58
-    height = max(side.height(GAP) for side in sides)
-    places: list[dict[RankId, float]] = []
-    for side in sides:
-        count = sum(len(boxes) for _, boxes in side.bands)
-        gap = GAP + max(0.0, (height - side.height(GAP)) / max(count, 1))
-        banded = any(told for told, _ in side.bands)
-        places.append(_place(canvas, side, top + (0 if banded else (gap - GAP) / 2), gap))
-    _releases(canvas, shown, sides, places)
-    ports = _edges(canvas, shown, sides, places, colours)
-    for side, at in zip(sides, places, strict=True):
-        _boxes(canvas, shown, side, at)
-    for x, y_port, fill in ports:
-        canvas.arrow(x, y_port, fill=fill)
-    bottom = _legend(canvas, shown, top + height + 14, width)
-    return canvas.svg(width, bottom + 14, f"kvspec plan: {title}")
+def _cell(label: str) -> float:
+    """Return how wide the cell of *label* is."""
+    return max(24.0, width_of(label) + 10)
 
 
-def _facts(canvas: Canvas, shown: Scene, y: float, width: float) -> float:
-    """Write under the title what moves and how replicas are elected; return the last baseline."""
-    told = [
+def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
+    """Return what moves, and how replicas are elected."""
+    words = [
         f"{each.name}: {counted(each.units, 'unit')}"
         + (f" dealt {each.deal_in} at a time" if each.deal_in > 1 else "")
         for each in shown.families
     ]
-    layers = len({x for lines in shown.read.values() for each in lines for x in each.layers})
-    pairs = len({(r, e.source) for r, lines in shown.read.items() for e in lines})
-    words = [*told, counted(layers, "layer"), f"replicas by “{shown.plan.replicas}”"]
-    words.append(f"{counted(pairs, 'pair')} of ranks")
-    return _flow(canvas, words, y + 4, width, 18)
+    layers = len({layer for read in shown.reads for layer in read.layers})
+    pairs = len({(read.producer, read.consumer) for read in shown.reads})
+    policy = f"replicas by “{plan.replicas}”"
+    return [*words, counted(layers, "layer"), policy, f"{counted(pairs, 'pair')} of ranks"]
 
 
-def _flow(canvas: Canvas, words: list[str], y: float, width: float, step: float) -> float:
-    line = ""
-    for word in words:
-        longer = f"{line} · {word}" if line else word
-        if line and width_of(longer) > width - 2 * _MARGIN:
-            y += step
-            canvas.text(_MARGIN, y, line, fill=FAINT)
-            longer = word
-        line = longer
-    canvas.text(_MARGIN, y + step, line, fill=FAINT)
-    return y + step
+def _meanings(plan: TransferPlan) -> list[str]:
+    words = ["numbers are units of the model: KV heads, state heads or groups of channels"]
+    words.append("a line's colour and dashes are the producer rank read")
+    if not all(map(plan.targets, plan.producer.parallel.ranks)):
+        words.append("dotted grey: only tells the rank to release its blocks")
+    return words
 
 
-def _place(canvas: Canvas, side: Column, top: float, gap: float) -> dict[RankId, float]:
-    """Draw the bands of one side; return the top of every box."""
-    found: dict[RankId, float] = {}
-    y = top
-    for caption, boxes in side.bands:
-        high = sum(box.height + gap for box in boxes) - gap
-        if caption:
-            wide = side.width + 2 * GAP
-            canvas.box(side.x - GAP, y, wide, high + CAPTION + 2 * PAD, fill=BAND, radius=6)
-            canvas.text(side.x, y + 16, caption, size=SMALL, fill=FAINT)
-            y += CAPTION + PAD
-        for box in boxes:
-            found[box.rank] = y
-            y += box.height + gap
-        y += GAP + PAD if caption else 0
-    return found
+def _frames(canvas: Canvas, column: _Column) -> None:
+    """Draw the bands of one side behind its boxes."""
+    for caption, top, end in column.frames:
+        size = column.width + 2 * _GAP, end - top
+        canvas.box((column.x - _GAP, top), size, fill=BAND, rx=6)
+        canvas.text(column.x, top + 16, caption, size=SMALL, fill=FAINT)
 
 
-def _edges(
-    canvas: Canvas,
-    shown: Scene,
-    sides: tuple[Column, Column],
-    places: list[dict[RankId, float]],
-    colours: dict[RankId, int],
-) -> list[tuple[float, float, str]]:
-    """Draw a curve for every line of every consumer; return where their arrowheads stand."""
-    left, right = sides[0].x + sides[0].width, sides[1].x
-    heads: list[tuple[float, float, str]] = []
-    leaving: dict[tuple[RankId, int], list[tuple[float, RankId, Read]]] = {}
-    for rank, lines in shown.read.items():
-        for at, line in enumerate(lines):
-            y = places[1][rank] + PAD + (at + 0.5) * LINE_HEIGHT
-            leaving.setdefault((line.source, _home(shown, line)), []).append((y, rank, line))
-    for (source, at), ends in leaving.items():
-        ends.sort(key=lambda each: each[0])
-        step = min(5.0, (LINE_HEIGHT - 6) / len(ends))
-        first = places[0][source] + PAD + (at + 0.5) * LINE_HEIGHT - (len(ends) - 1) / 2 * step
-        stroke = colour(colours[source])
-        dash = DASHES[colours[source] // len(PALETTE) % len(DASHES)]
-        for n, (y, rank, line) in enumerate(ends):
-            start, stop = (left, first + n * step), (right - 6, y)
-            data, title = _data(rank, line), _title(rank, line)
-            canvas.curve(start, stop, stroke=stroke, dash=dash, data=data, title=title)
-            heads.append((right, y, stroke))
-    return heads
+def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
+    """Draw a curve for every read, those of one producer's line beside each other."""
+    ends = {
+        read: consumer.row(box, at)
+        for box in consumer.side.boxes
+        for at, line in enumerate(box.lines)
+        for read in line.reads
+    }
+    for box in producer.side.boxes:
+        for at, line in enumerate(box.lines):
+            step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
+            y = producer.row(box, at) - (len(line.reads) - 1) / 2 * step
+            number = line.number or 0
+            for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
+                canvas.curve(
+                    (producer.x + producer.width, y + nth * step),
+                    (consumer.x, ends[read]),
+                    head=True,
+                    title=_title(read),
+                    stroke=line.fill,
+                    stroke_width=1.8,
+                    stroke_opacity=0.9,
+                    stroke_dasharray=[*DASHES[number // len(PALETTE) % len(DASHES)]] or None,
+                    data=_data(read),
+                )
 
 
-def _releases(
-    canvas: Canvas, shown: Scene, sides: tuple[Column, Column], places: list[dict[RankId, float]]
-) -> None:
-    """Draw a dotted line from each rank that nobody reads to the one that tells it to release."""
-    for rank, y in places[0].items():
-        told = shown.plan.notifiers(rank)
-        if shown.plan.targets(rank) or len(told) > 1:
-            continue
-        start = (sides[0].x + sides[0].width, y + PAD + LINE_HEIGHT / 2)
-        stop = (sides[1].x, places[1][told[0]] + PAD)
-        data = {"releases": str(rank), "releaser": str(told[0])}
-        canvas.curve(start, stop, stroke=LINE, width=1.1, dash=(1, 4), opacity=1.0, data=data)
-
-
-def _home(shown: Scene, line: Read) -> int:
-    """Return which line of the producer's box holds what a consumer's line reads."""
-    held = shown.held[line.source]
-    same = (
-        n for n, e in enumerate(held) if e.family == line.family and line.units.start in e.units
-    )
-    return next(same)
-
-
-def _data(rank: RankId, line: Read) -> dict[str, str]:
+def _data(read: Read) -> dict[str, str]:
     return {
-        "producer": str(line.source),
-        "consumer": str(rank),
-        "parts": line.family.name,
-        "units": f"{line.units.start}-{line.units.stop}",
-        "groups": " ".join(line.groups),
+        "producer": str(read.producer),
+        "consumer": str(read.consumer),
+        "parts": read.family.name,
+        "units": f"{read.units.start}-{read.units.stop}",
+        "groups": " ".join(read.groups),
     }
 
 
-def _title(rank: RankId, line: Read) -> str:
-    units = f"{line.units.start}..{line.units.stop - 1}"
-    extra = f", {line.extra}" if line.extra else ""
-    groups = f"of {', '.join(line.groups)}"
-    return f"{rank} reads {line.family.name} units {units} {groups} from {line.source}{extra}"
+def _title(read: Read) -> str:
+    units = f"{read.family.name} units {read.units.start}..{read.units.stop - 1}"
+    return f"{read.consumer} reads {units} of {', '.join(read.groups)} from {read.producer}"
 
 
-def _boxes(canvas: Canvas, shown: Scene, side: Column, places: dict[RankId, float]) -> None:
+def _releases(canvas: Canvas, plan: TransferPlan, producer: _Column, consumer: _Column) -> None:
+    """Draw a dotted line from each rank that nobody reads to the one that tells it to release."""
+    for box in producer.side.boxes:
+        notifiers = plan.notifiers(box.rank)
+        if not plan.targets(box.rank) and len(notifiers) == 1:
+            canvas.curve(
+                (producer.x + producer.width, producer.row(box, 0)),
+                (consumer.x, consumer.tops[notifiers[0]] + _PAD),
+                stroke=LINE,
+                stroke_width=1.1,
+                stroke_dasharray=[1, 4],
+                data={"releases": str(box.rank), "releaser": str(notifiers[0])},
+            )
+
+
+def _boxes(canvas: Canvas, shown: Scene, column: _Column) -> None:
     """Draw the boxes of one side with their lines."""
-    for box in (box for _, boxes in side.bands for box in boxes):
-        y, ink = places[box.rank], FAINT if box.grey else INK
+    for box in column.side.boxes:
+        y, height = column.tops[box.rank], _height(box)
         canvas.box(
-            side.x,
-            y,
-            side.width,
-            box.height,
-            fill=SHADE if box.grey else PAPER,
+            (column.x, y),
+            (column.width, height),
+            fill=SHADE if box.note else PAPER,
             stroke=LINE,
-            radius=5,
-            data={"side": side.heading.lower(), "rank": str(box.rank)},
+            rx=5,
+            data={"side": column.side.name.lower(), "rank": str(box.rank)},
         )
-        canvas.text(side.x + PAD + 4, y + box.height / 2 + 4.5, str(box.rank), fill=ink, bold=True)
+        base, (name, _, _, said) = y + height / 2 + 4.5, column.lefts
+        ink = FAINT if box.note else INK
+        canvas.text(column.x + name, base, str(box.rank), fill=ink, bold=True)
+        canvas.text(column.x + said, base, box.note, size=SMALL, fill=FAINT)
         for at, line in enumerate(box.lines):
-            _line(canvas, shown, side, line, y + PAD + at * LINE_HEIGHT)
-        if box.note:
-            x = side.x + PAD + 4 + side.names + side.parts + side.cells
-            canvas.text(x, y + box.height / 2 + 4.5, box.note, size=SMALL, fill=FAINT)
+            _line(canvas, shown, column, line, column.row(box, at))
 
 
-def _line(canvas: Canvas, shown: Scene, side: Column, line: Line, y: float) -> None:
+def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -> None:
     """Draw one line of a box: part names, cells of units, and who reads or is read."""
-    x, base = side.x + PAD + 4 + side.names, y + LINE_HEIGHT / 2 + 4.2
-    if side.named:
-        canvas.text(x, base, line.family.name, size=SMALL, fill=FAINT)
-    x += side.parts
-    hatch = HATCHES[shown.families.index(line.family) % len(HATCHES)]
-    for label in labels_of(line.family, line.units):
-        wide = cell_width(label)
+    _, parts, cells, said = (column.x + left for left in column.lefts)
+    ink, name = INK if line.fill else FAINT, line.family.name
+    if len(shown.families) > 1:
+        canvas.text(parts, y + 4.2, name, size=SMALL, fill=FAINT)
+    for label in line.labels:
+        wide = _cell(label)
         canvas.box(
-            x + 1,
-            y + 3,
-            wide - 2,
-            LINE_HEIGHT - 6,
+            (cells + 1, y + 3 - _ROW / 2),
+            (wide - 2, _ROW - 6),
             fill=line.fill or HOLLOW,
-            opacity=0.32 if line.fill else 0.6,
+            fill_opacity=0.32 if line.fill else 0.6,
             stroke=line.fill or LINE,
-            radius=2,
-            hatch=hatch,
-            data={"cell": label, "parts": line.family.name},
+            rx=2,
+            hatch=hatch(shown.families.index(line.family)),
+            data={"cell": label, "parts": name},
         )
-        canvas.text(x + wide / 2, base, label, anchor="middle", fill=INK if line.fill else FAINT)
-        x += wide
-    x = side.x + PAD + 4 + side.names + side.parts + side.cells
-    canvas.text(x, base, words_of(line), size=SMALL, fill=INK if line.fill else FAINT)
-
-
-def _legend(canvas: Canvas, shown: Scene, y: float, width: float) -> float:
-    """Say what numbers, patterns and dotted lines mean; return the lowest line drawn."""
-    words = ["numbers are units of the model: KV heads, state heads or groups of channels"]
-    words.append("a line's colour and dashes are the producer rank read")
-    if any(not shown.plan.targets(rank) for rank in shown.held):
-        words.append("dotted grey: only tells the rank to release its blocks")
-    y = _flow(canvas, words, y - 4, width, 18)
-    if len(shown.families) < 2:  # noqa: PLR2004 - one family needs no key
-        return y
-    x = _MARGIN
-    for at, family in enumerate(shown.families):
-        wide = 34 + width_of(family.name, SMALL) + 18
-        if x + wide > width - _MARGIN and x > _MARGIN:
-            x, y = _MARGIN, y + 20
-        hatch = HATCHES[at % len(HATCHES)]
-        canvas.box(x, y + 10, 26, 14, fill=HOLLOW, stroke=LINE, radius=2, hatch=hatch)
-        canvas.text(x + 34, y + 21, family.name, size=SMALL)
-        x += wide
-    return y + 24
+        canvas.text(cells + wide / 2, y + 4.2, label, anchor="middle", fill=ink)
+        cells += wide
+    canvas.text(said, y + 4.2, line.words, size=SMALL, fill=ink)

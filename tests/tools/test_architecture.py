@@ -41,7 +41,7 @@ FOLDERS = (
     ("", "catalogue"),
     ("testing", "carve positions oracle . kinds parallels engines strategies world"),
     ("", "simulate"),
-    ("draw", "canvas scene column block bars ranks memory ."),
+    ("draw", "canvas lines block bars ranks memory ."),
     ("adapters", "."),
     ("adapters.vllm", "config states specs memory tensors engine ."),
     ("run", "limits job report contents notices worker conduct ."),

@@ -12,8 +12,11 @@ from xml.etree import ElementTree as ET
 import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvspec
+from kvspec.testing.strategies import Case, cases, common_cases, sharing_cases, spanning_cases
 
 pytest.importorskip("svg")
 
@@ -322,6 +325,16 @@ def test_stages_and_contexts_are_bands() -> None:
     assert "context 1 of 2, 1 token at a time" in said
 
 
+def test_a_stage_without_layers_says_so() -> None:
+    """More stages than layers: a band of ranks that hold nothing, told in words."""
+    ours, theirs = engine(1, attention(4, 2), pp_size=3), engine(1, attention(4, 2))
+    plan = kvspec.plan_transfer(ours, theirs)
+    said = {each.says for each in texts(parsed(plan.to_svg()))}
+    empty = {0, 1, 2} - set(plan.producer.stage_of.values())
+    assert {f"stage {stage}: no layers" for stage in empty} <= said
+    assert len(empty) == 1
+
+
 def test_parts_that_are_dealt_alike_share_a_pattern() -> None:
     """Conv x, b with c, the heads' states and attention can be told apart without colour."""
     root = parsed(PLANS["hybrid"].to_svg())
@@ -408,6 +421,58 @@ def test_a_request_shows_its_own_block() -> None:
     assert sum(table.descriptors(request)[:, 2]) == sum(ribbons(text)) == 4 * 64 * 2
 
 
+def test_layers_of_unlike_rows_show_the_same_tokens() -> None:
+    """A request of the last 4 of 16 tokens: rows 12 to 15 of one layer, row 3 of another."""
+    latents = {
+        name: kvspec.MLAAttentionSpec(
+            block_size=16, head_size=8, dtype="bfloat16", tokens_per_state=size
+        )
+        for name, size in (("l.0", 1), ("l.1", 4))
+    }
+    spec = kvspec.UniformTypeKVCacheSpecs(specs=latents)
+    (table,) = tables_of(spec)
+    request = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=16,
+        cached_tokens=12,
+        producer_blocks={"g": [5]},
+        consumer_blocks={"g": [2]},
+    )
+    root = parsed(table.to_svg(request))
+    shown = {(d["data-side"], d["data-layer"]): d for _, d in boxes(root, "layer")}
+    assert {(side, layer) for side in ("producer", "consumer") for layer in latents} == set(shown)
+    assert 2 == len([each for each in texts(root) if "tokens 12 to 15 drawn" in each.says])
+    assert sorted((4 * 16, 1 * 16)) == sorted(ribbons(table.to_svg(request)))
+
+
+def check_picture(text: str) -> None:
+    """Check that a picture is XML, and that all its letters and boxes lie on its paper."""
+    root = parsed(text)
+    paper = Box(0, 0, float(root.attrib["width"]), float(root.attrib["height"]))
+    shapes = [box for name in ("rank", "cell", "layer") for box, _ in boxes(root, name)]
+    assert [] == [each for each in [*texts(root), *shapes] if not each.inside(paper)]
+
+
+@given(cases() | common_cases() | sharing_cases() | spanning_cases(), st.booleans())
+def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> None:
+    """Every plan and table that the laws are about has a picture, of pools of one block too."""
+    options = {"salt": case.salt, "common_states": case.common_states}
+    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replicas, **options)
+    check_picture(plan.to_svg())
+    pairs = list(dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges))
+    pools: Any = (1, 1) if one_block else (case.producer_pool, case.consumer_pool)
+    for pair in {*pairs[:1], *pairs[-1:]}:
+        caches = [
+            kvspec.allocate(side, rank, pool, shared=case.shared)
+            for side, rank, pool in zip((case.producer, case.consumer), pair, pools, strict=True)
+        ]
+        table = kvspec.build_table(plan, caches[0][0], caches[1][0])
+        for group in {entry.edge.group for entry in table.entries}:
+            check_picture(table.to_svg(group=group))
+            if not one_block:
+                check_picture(table.to_svg(case.request, group=group))
+
+
 def test_nothing_to_move_is_drawn_without_runs() -> None:
     """A request that is cached whole has no ribbons."""
     ours = engine(1, latent())
@@ -477,7 +542,7 @@ def test_a_table_that_moves_nothing_says_so() -> None:
 
 def tables_of(spec: kvspec.LayerSpec, ours: Any = None, theirs: Any = None, **more: Any) -> Any:
     """Return the table of each two ranks that exchange anything, with the parallel sizes."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l.0",), spec=spec)
+    group = kvspec.KVCacheGroup(name="g", layers=spec.layers or ("l.0",), spec=spec)
     producer, consumer = (
         kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(**sizes or {}))
         for sizes in (ours, theirs)
