@@ -232,7 +232,8 @@ def _bands(engine: EngineSpec, boxes: Iterable[Box]) -> list[tuple[str, list[Box
 
 
 def _band(engine: EngineSpec, rank: RankId) -> str:
-    words, context = [], engine.parallel.context(rank)
+    words: list[str] = []
+    context = engine.parallel.context(rank)
     if engine.parallel.pp_size > 1:
         layers = engine.by_stage(engine.stage_of).get(rank.pp, ())
         words.append(f"stage {rank.pp}: {_layers(layers)}")

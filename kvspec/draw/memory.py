@@ -33,7 +33,7 @@ from kvspec.draw.canvas import (
 )
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.ownership.tokens import Ints
+from kvspec.ownership.tokens import Cyclic, Ints
 from kvspec.plan.edges import Edge
 
 _WIDTH, _BETWEEN = 960.0, 170.0
@@ -96,7 +96,9 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     Fewer, since of a whole block nothing may be live, or nothing that both ranks own; then a token
     is live, if it ever is, in the request that it ends.
     """
-    sizes, rooms, contexts = [], [], []
+    sizes: list[int] = []
+    rooms: list[int] = []
+    contexts: list[Cyclic] = []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
         group = cache.engine.group(name)
         region = next(each for each in cache.regions if each.group == name)
@@ -124,7 +126,7 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
 def _windows(table: DescriptorTable, edge: Edge, runs: Ints) -> list[Window]:
     """Return the blocks of both sides that the first run lies in, from its first token on."""
     moved = {name for each in edge.slices for name in each.parts}
-    windows = []
+    windows: list[Window] = []
     for column, cache in enumerate((table.producer, table.consumer)):
         window = Window(cache, 0, range(0))
         for region in cache.regions:

@@ -106,7 +106,8 @@ class _Column:
 
     def stack(self, y: float, gap: float) -> float:
         """Place the boxes from *y* down, *gap* apart; return where the last ends."""
-        self.frames, end = [], y
+        end = y
+        self.frames.clear()
         for caption, boxes in self.side.bands:
             top = y
             y += _CAPTION + _PAD if caption else 0
