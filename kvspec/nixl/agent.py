@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,7 @@ def package_names() -> tuple[str, ...]:
 
 def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
     """Import the nixl bindings without torch, which nixl's own `import nixl` would load."""
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # or UCX takes SIGHUP from the program
     names = package_names()
     failures = []
     for name in names:
@@ -55,6 +57,15 @@ def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
             failures.append(f"{name}: {error}")
     message = f"nixl cannot be imported ({'; '.join(failures)}): pip install 'kvspec[nixl]'"
     raise TransferError(message, state="unavailable")
+
+
+def _devices() -> str:
+    asked = os.environ.get("UCX_NET_DEVICES")
+    if asked is None:
+        return ""
+    folders = Path("/sys/class/net"), Path("/sys/class/infiniband")
+    names = sorted(path.name for folder in folders if folder.is_dir() for path in folder.iterdir())
+    return f"UCX_NET_DEVICES={asked!r}; this machine has {', '.join(names)}; "
 
 
 class Agent:
@@ -120,7 +131,7 @@ class Agent:
                 state = state_of(step, kind)
                 message = f"nixl {step} failed: {kind} ({error}): {STATES[state]}"
                 if state == "unavailable":
-                    message += "; NIXL_LOG_LEVEL=DEBUG names the library"
+                    message += f"; {_devices()}NIXL_LOG_LEVEL=DEBUG names the library"
                 raise TransferError(
                     message, rank=peer or self.name, request=request, state=state
                 ) from error

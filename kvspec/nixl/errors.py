@@ -16,6 +16,8 @@ STATES = {
     "closed": "the rank or the list is closed",
     "forked": "agents do not survive a fork; start processes with spawn",
     "unavailable": "nixl or its backend is missing",
+    "interrupted": "an exception, of a signal perhaps, came between the making of a piece and its"
+    " posting; start the transfer again",
     "bug": "kvspec passed nixl something that it should have refused itself",
 }
 _OF_KIND = {
@@ -31,6 +33,7 @@ _OF_STEP = {
     ("create", "NotSupported"): "unavailable",
     ("register", "Backend"): "not_registered",
     ("prepare", "NotFound"): "not_registered",
+    ("check", "NotPosted"): "interrupted",
     ("connect", "NotAllowed"): "stale_peer",
     ("connect", "InvalidParam"): "stale_peer",
     ("connect", "Mismatch"): "stale_peer",

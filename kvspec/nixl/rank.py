@@ -10,6 +10,7 @@ machine) before the first rank is made. `KVSPEC_NIXL_PACKAGE` names the nixl pac
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -27,14 +28,12 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.errors import STATES
 from kvspec.nixl.introduction import Envelope, unseal
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
-from kvspec.nixl.notifications import HELLO, MAX_NOTIFICATION, Inbox, check_payload
+from kvspec.nixl.notifications import HELLO, Inbox, check_payload
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.transfer import Order, Prepared, Transfer, order_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["MAX_NOTIFICATION", "NixlRank", "Prepared", "Transfer"]
 
 _LIVE: weakref.WeakValueDictionary[str, NixlRank] = weakref.WeakValueDictionary()
 _NAMING = threading.Lock()
@@ -74,6 +73,7 @@ class NixlRank:
         self._registered: list[object] = []
         self._lists: list[Prepared] = []
         self._transfers: set[Transfer] = set()
+        self._aborted = False  # whether handles were released in flight: only the agent's end helps
         try:
             self._agent = Agent(name, progress_thread=not polled, telemetry=telemetry)
         except BaseException:
@@ -164,8 +164,9 @@ class NixlRank:
             busy = [transfer.request for transfer in transfers if transfer.peer == peer]
             if busy:
                 raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")
-            for prepared in self._peers.pop(peer):
+            for prepared in self._peers[peer]:
                 prepared.release()
+            del self._peers[peer]
             self._agent.disconnect(peer)
 
     def prepare(
@@ -249,10 +250,12 @@ class NixlRank:
         if self._agent.forked:
             return
         with contextlib.suppress(TransferError), self._agent.locked():
-            ended = True
-            for transfer in tuple(self._transfers):
-                ended = transfer.abandon() and ended
-            if ended:
+            transfers = tuple(self._transfers)
+            if not all([transfer.stop() for transfer in transfers]):  # noqa: C419 - all of them
+                self._aborted = True
+            for transfer in transfers:
+                transfer.abandon()
+            if not self._aborted:
                 self._undo()
         self._agent.drop()
         self._peers.clear()
@@ -266,8 +269,8 @@ class NixlRank:
         for peer in self._peers:
             with contextlib.suppress(TransferError):  # a dead one is gone already
                 self._agent.disconnect(peer)
-        for registered in self._registered:
-            self._agent.deregister(registered)
+        while self._registered:
+            self._agent.deregister(self._registered.pop())
 
     def _knock(self, peer: Envelope, timeout: float) -> None:
         first = np.zeros(1, np.int32)
@@ -286,3 +289,10 @@ class NixlRank:
     def _check_peer(self, peer: str) -> None:
         if peer not in self._peers:
             raise TransferError(f"{peer!r} is not connected", rank=peer, state="stale_peer")
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is left before the interpreter ends: threads that wait would make it abort."""
+    for rank in tuple(_LIVE.values()):
+        rank.close()

@@ -69,9 +69,9 @@ class Prepared:
     def release(self) -> None:
         """Give the list back; transfers that were posted from it go on. Twice is once."""
         with self._agent.locked():
-            if not self.released and self._handle is not None:
+            known, self.released = not self.released, True  # first: an interrupt may come between
+            if known and self._handle is not None:
                 self._agent.release_list(self._handle)
-            self.released = True
 
 
 @attrs.frozen(kw_only=True)
@@ -193,6 +193,8 @@ class Transfer:
         Posts at most one piece that the transport copies at once (about 13 ms, or 64 MiB).
         """
         with self._agent.locked():
+            if self.state != "PROC" and not self._in_flight:
+                self._registry.discard(self)
             if self._error is not None:
                 failed = self._error
                 raise TransferError(
@@ -222,25 +224,22 @@ class Transfer:
                 self._registry.discard(self)
         return not self._in_flight
 
-    def abandon(self) -> bool:
-        """Release everything, in flight or not, and return whether all of it had ended.
-
-        If not, the caller must destroy the agent next: nothing else stops the data.
-        """
+    def stop(self) -> bool:
+        """Post no more, and return whether nothing is in flight."""
+        if self.state == "PROC":
+            message = f"the rank was closed first: {STATES['closed']}"
+            self._error = TransferError(
+                message, rank=self.peer, request=self.request, state="closed"
+            )
         self._pending.clear()
-        ended = self.reap()
-        for handle in self._in_flight:
+        return self.reap()
+
+    def abandon(self) -> None:
+        """Release what is in flight: the caller must destroy the agent next, to stop the data."""
+        while self._in_flight:
             with contextlib.suppress(TransferError):
-                self._agent.release(handle)
-        self._in_flight.clear()
-        self._error = self._error or TransferError(
-            f"the rank was closed first: {STATES['closed']}",
-            rank=self.peer,
-            request=self.request,
-            state="closed",
-        )
+                self._let_go(self._in_flight[-1])
         self._registry.discard(self)
-        return ended
 
     def _advance(self) -> None:
         try:
@@ -276,9 +275,9 @@ class Transfer:
         self._let_go(handle)
 
     def _let_go(self, handle: int) -> None:
+        self._in_flight.remove(handle)  # first: nixl crashes on a freed handle, should an
+        self._settled += 1  # interrupt come between; one that is never freed waits for `close`
         self._agent.release(handle)
-        self._in_flight.remove(handle)
-        self._settled += 1
 
     def _late(self) -> TransferError:
         done, pieces = self._settled, len(self._order.pairs.pieces)

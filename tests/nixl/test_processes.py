@@ -23,7 +23,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 import nixl_worker
-from nixl_worker import BLOCK, BLOCKS, SIZE, memory, pattern, rows
+from nixl_pair import memory
+from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
 
 from kvspec.nixl import NixlRank, Prepared, Transfer
 

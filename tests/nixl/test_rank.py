@@ -30,34 +30,9 @@ from kvspec.nixl.notifications import HELLO
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
-from nixl_worker import memory
+from nixl_pair import SIZE, Pair, memory, table
 
 pytestmark = pytest.mark.nixl
-SIZE = 1 << 20
-
-
-class Pair:
-    """A rank that reads and writes, a rank that serves, and the memory of both."""
-
-    def __init__(self, near: NixlRank, far: NixlRank) -> None:
-        self.near, self.far = near, far
-        self.local = np.zeros(SIZE, np.uint8)
-        self.remote = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
-        near.register([memory(self.local)], owner=self.local)
-        far.register([memory(self.remote)], owner=self.remote)
-        self.peer = near.connect(far.metadata())
-
-    def lists(self, local: list[tuple[int, ...]], remote: list[tuple[int, ...]]) -> list[Prepared]:
-        """Prepare rows of (offset, length, stride, count) on each side."""
-        return [
-            self.near.prepare(table(self.local.ctypes.data, local)),
-            self.near.prepare(table(self.remote.ctypes.data, remote), peer=self.peer),
-        ]
-
-
-def table(base: int, rows: list[tuple[int, ...]]) -> np.ndarray:
-    """Return (offset, length, stride, count) rows as `NixlRank.prepare` takes them."""
-    return np.array([(base + at, size, 0, stride, n) for at, size, stride, n in rows], np.uint64)
 
 
 def offsets(rows: list[tuple[int, ...]]) -> list[int]:

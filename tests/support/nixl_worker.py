@@ -11,18 +11,13 @@ import sys
 from multiprocessing.connection import Connection
 
 import numpy as np
+from nixl_pair import memory
 
 from kvspec.errors import TransferError
-from kvspec.memory.regions import Memory
 from kvspec.nixl import NixlRank
 
 BLOCK, BLOCKS = 4096, 64
 SIZE = 2 * BLOCK * BLOCKS  # every second block's worth is a gap
-
-
-def memory(array: np.ndarray) -> Memory:
-    """Return the memory of *array*."""
-    return Memory(array.ctypes.data, array.nbytes)
 
 
 def rows(address: int) -> np.ndarray:

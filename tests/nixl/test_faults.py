@@ -1,0 +1,197 @@
+"""What must not crash, hang or corrupt: interrupted calls, signals, exits, wrong settings.
+
+Each scenario that could take the process with it runs in one of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+
+from nixl_pair import run_script
+
+pytestmark = pytest.mark.nixl
+
+INTERRUPTED = """
+import numpy as np
+from kvspec.nixl import NixlRank, merging
+from kvspec.nixl.agent import Agent
+from nixl_pair import Pair
+
+merging.MAX_DESCRIPTORS = 1
+release = Agent.release
+
+def interrupted(agent, handle):
+    release(agent, handle)
+    raise KeyboardInterrupt  # as the handler of a signal that comes just now
+
+with NixlRank(polled=True) as near, NixlRank() as far:
+    ranks = Pair(near, far)
+    transfer = ranks.read(0, 20)
+    Agent.release = interrupted
+    try:
+        transfer.poll()
+    except KeyboardInterrupt:
+        print("interrupted")
+    Agent.release = release
+    {then}
+print(near.live_handles)
+"""
+
+
+@pytest.mark.parametrize(
+    "then",
+    ["transfer.wait(); assert ranks.right(0, 20)", "near.close()"],
+    ids=["goes on", "closes"],
+)
+def test_an_interrupted_release_leaves_no_freed_handle(then: str) -> None:
+    """A handle is forgotten before nixl frees it: nothing uses it again, and no crash follows."""
+    done = run_script(INTERRUPTED.format(then=then))
+    assert (0, "interrupted\n0\n") == (done.returncode, done.stdout), done.stderr
+
+
+UNANSWERED = """
+import threading, time
+from kvspec.nixl import NixlRank, merging
+from kvspec.nixl.agent import Agent
+from nixl_pair import Pair
+
+near, far = NixlRank(), NixlRank(polled=True)  # nobody polls the far one: nothing ever arrives
+ranks = Pair(near, far)
+"""
+
+
+def test_an_interrupted_close_leaves_no_freed_handle() -> None:
+    """Closing again after an interrupt in the middle of it ends what is left."""
+    code = """
+release = Agent.release
+
+def interrupted(agent, handle):
+    release(agent, handle)
+    raise KeyboardInterrupt
+
+transfer = ranks.read(0, 20)
+assert (transfer.state, near.live_handles) == ("PROC", 1)
+Agent.release = interrupted
+try:
+    near.close()
+except KeyboardInterrupt:
+    print("interrupted")
+Agent.release = release
+near.close()
+far.close()
+print(near.live_handles)
+"""
+    done = run_script(UNANSWERED + code, UCX_TLS="tcp")
+    assert (0, "interrupted\n0\n") == (done.returncode, done.stdout), done.stderr
+
+
+def test_signals_at_any_moment_neither_crash_nor_leak() -> None:
+    """Whatever a signal's handler raises, wherever: bytes are right or the transfer failed."""
+    code = """
+import random, signal, sys
+from kvspec.errors import TransferError
+from kvspec.nixl import NixlRank, merging
+from nixl_pair import Pair
+import time
+
+class Alarm(Exception):
+    pass
+
+armed = False
+def ring(*_):
+    if armed:
+        raise Alarm
+
+merging.MAX_DESCRIPTORS = 2
+signal.signal(signal.SIGALRM, ring)
+end, alarms, done = time.monotonic() + 3, 0, 0
+with NixlRank(polled=True) as near, NixlRank() as far:
+    ranks = Pair(near, far)
+    rows = [(0, 512, 1024, 40)]
+    lists, ids = ranks.lists(rows, rows), __import__("numpy").arange(40)
+    while time.monotonic() < end:
+        ranks.local[:] = 0
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+        try:
+            armed = True
+            transfer = near.read(lists[0], ids, lists[1], ids, request="r", timeout=5)
+            transfer.wait()
+            armed = False
+            done += 1
+            assert ranks.right(0, 40)
+        except Alarm:
+            armed = False
+            alarms += 1
+        except TransferError as error:
+            armed = False
+            assert error.state == "interrupted", error
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for left in tuple(near._transfers):  # what nobody could hold, since `read` was interrupted
+            try:
+                left.wait()
+            except TransferError as error:
+                assert error.state == "interrupted", error
+    print(alarms > 100, near.live_handles, len(near._transfers))
+"""
+    done = run_script(code)
+    assert (0, "True 0 0\n") == (done.returncode, done.stdout), done.stderr
+
+
+def test_a_signal_handler_of_python_survives_a_rank() -> None:
+    """UCX takes SIGHUP for its debugging unless it is told not to before it is loaded."""
+    code = """
+import os, signal
+from kvspec.nixl import NixlRank
+
+signal.signal(signal.SIGHUP, lambda *_: print("hung up", flush=True))
+with NixlRank(polled=True):
+    os.kill(os.getpid(), signal.SIGHUP)
+"""
+    done = run_script(code)
+    assert (0, "hung up\n") == (done.returncode, done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("tls", ["all"])
+def test_an_interpreter_may_end_while_threads_wait(tls: str) -> None:
+    """Ranks are closed before the interpreter is: its exit status is the script's."""
+    code = """
+import threading, time
+import numpy as np
+from kvspec.nixl import NixlRank
+from nixl_pair import memory, table
+
+near, far = NixlRank(), NixlRank()
+local, remote = np.zeros(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
+near.register([memory(local)], local)
+far.register([memory(remote)], remote)
+rows, count = [(0, 2048, 4096, 1 << 14)], 1 << 12
+lists = [near.prepare(table(local.ctypes.data, rows))]
+lists.append(near.prepare(table(remote.ctypes.data, rows), peer=near.connect(far.metadata())))
+
+def work(number):
+    ids = np.arange(count) + count * number
+    while True:
+        near.read(lists[0], ids, lists[1], ids, request="r", timeout=60).wait()
+
+for number in range(4):
+    threading.Thread(target=work, args=(number,), daemon=True).start()
+for _ in range(2):
+    threading.Thread(target=far.wait_notification, args=(b"never", 60), daemon=True).start()
+time.sleep(0.3)
+raise SystemExit(7)
+"""
+    assert [7] * 3 == [run_script(code, UCX_TLS=tls).returncode for _ in range(3)]
+
+
+@pytest.mark.parametrize("tls", ["all", "tcp"])
+def test_wrong_network_devices_are_named(tls: str) -> None:
+    """The setting that UCX could not follow is in the message, with the devices that there are."""
+    code = "from kvspec.nixl import NixlRank; NixlRank('never', polled=True)"
+    done = run_script(code, UCX_NET_DEVICES="nowhere0", UCX_TLS=tls)
+    assert 1 == done.returncode
+    last = done.stderr.strip().splitlines()[-1]
+    assert "UCX_NET_DEVICES='nowhere0'; this machine has" in last
+    assert " lo" in last
+    assert "state=unavailable" in last
