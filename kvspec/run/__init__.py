@@ -4,9 +4,10 @@
 consumer compared with the byte oracle. `kvspec transfer` prints what it reports.
 """
 
-from kvspec.run.conduct import STAGES, check_job, run_transfer
+from kvspec.run.conduct import check_job, run_transfer
 from kvspec.run.job import Job
 from kvspec.run.report import Compared, Failure, Moved, RankReport, Report
+from kvspec.run.worker import STAGES
 
 __all__ = [
     "STAGES",

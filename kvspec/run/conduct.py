@@ -10,9 +10,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,13 +24,10 @@ from typing import Any
 import attrs
 
 from kvspec.ownership.parallel import RankId
-from kvspec.run.job import Job, Side
+from kvspec.run.job import SIDES, Job, Side
 from kvspec.run.limits import check_device, check_memory
 from kvspec.run.report import Failure, RankReport, Report
-from kvspec.run.worker import FAILED, Introduction, run_rank
-
-STAGES = ("start", "fill", "connect", "transfer", "compare")
-"""What a run does, in order."""
+from kvspec.run.worker import ENDING, FAILED, STAGES, Introduction, run_rank
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, how many ranks are through it, and how many there are."""
@@ -57,18 +55,20 @@ class _Member:
         """Say how the process ended, with its last words."""
         self.process.join(LEAVE)
         code = self.process.exitcode
-        how = f"exit status {code}" if code is None or code >= 0 else _signal_name(-code)
-        words = _tail(self.log)
+        names = {-number.value: number.name for number in signal.Signals}
+        how = names.get(code or 0, f"exit status {code}")
+        log = self.log.read_text(errors="replace") if self.log and self.log.exists() else ""
+        words = [line.strip() for line in log.splitlines() if line.strip()][-LOG_TAIL:]
         said = f"; its last words: {' | '.join(words)}" if words else ""
         return self.failure(stage, f"{DIED} ({how}){said}")
 
-
-class _Stopped(Exception):  # noqa: N818 - it never leaves this module
-    """Some ranks did not get through."""
-
-    def __init__(self, failures: Iterable[Failure]) -> None:
-        super().__init__()
-        self.failures = tuple(failures)
+    def answer(self, stage: str) -> Any:  # noqa: ANN401 - what a rank sends
+        """Return what the rank says of *stage*, or its failure."""
+        try:
+            said, payload = self.pipe.recv()
+        except (EOFError, OSError):
+            return self.died(stage)
+        return self.failure(*payload) if said == FAILED else payload
 
 
 def check_job(job: Job) -> int:
@@ -82,121 +82,85 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
     """Run *job*, each rank in its own process, and return what was moved, counted and compared.
 
     Raises `SpecError` or `MismatchError` before anything starts if the job cannot be run; what
-    fails later is in the report. On an interrupt every process is ended.
+    fails later is in the report. On an interrupt, or a signal that ends this process, every rank
+    is ended first.
     """
-    plan, devices = job.plan, check_job(job)
-    deadline = time.monotonic() + job.timeout
-    seconds: dict[str, float] = {}
-    ranks: tuple[RankReport, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    with TemporaryDirectory(prefix="kvspec-") as folder:
-        try:
-            with _crew(job, devices, deadline, folder) as members:
-                ranks = _lead(job, members, deadline, progress or _silent, seconds)
-        except _Stopped as stopped:
-            failures = stopped.failures
-    done = {"producer": 0, "consumer": 0}
-    for each in ranks:
-        done[each.side] += each.finished
+    devices = check_job(job)
+    deadline, seconds = time.monotonic() + job.timeout, dict[str, float]()
+    with (
+        _exits(),
+        TemporaryDirectory(prefix="kvspec-") as folder,
+        _crew(job, devices, deadline, folder) as members,
+    ):
+        lead = _Lead(job, members, deadline, progress or (lambda *_: None))
+        answers = lead.through(seconds)
+    ranks = tuple(each for each in answers if isinstance(each, RankReport))
+    failures = (each for each in answers if isinstance(each, Failure))
+    done = {side: sum(e.finished for e in ranks if e.side == side) for side in SIDES}
     return Report(
         ranks=ranks,
-        failures=failures,
+        failures=tuple(sorted(failures, key=lambda each: DIED not in each.why)),
         stages=seconds,
-        sending=(done["producer"], plan.finished_sending_count * job.requests),
-        receiving=(done["consumer"], plan.finished_recving_count * job.requests),
+        sending=(done["producer"], job.plan.finished_sending_count * job.requests),
+        receiving=(done["consumer"], job.plan.finished_recving_count * job.requests),
     )
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    del stage, done, total
+@attrs.frozen
+class _Lead:
+    """Leads the *members* of a run through its stages, until *deadline*."""
 
+    job: Job
+    members: list[_Member]
+    deadline: float
+    progress: Progress
 
-def _lead(
-    job: Job,
-    members: list[_Member],
-    deadline: float,
-    progress: Progress,
-    seconds: dict[str, float],
-) -> tuple[RankReport, ...]:
-    """Lead the ranks through `STAGES`; put the seconds of each into *seconds*."""
-    answers: dict[_Member, Any] = {}
-    cards: list[Introduction] = []
-    for stage in STAGES:
-        began = time.perf_counter()
-        progress(stage, 0, len(members))
-        if stage == "connect":
-            _introduce(job, members, cards)
-        elif stage in {"transfer", "compare"}:
-            _send(members, stage)
-        answers = _gather(members, stage, deadline, job.timeout, progress)
-        if stage == "start":
-            cards = list(answers.values())
-        seconds[stage] = time.perf_counter() - began
-    _send(members, "end")
-    for each in members:
-        each.process.join(LEAVE)
-    return tuple(answers[each] for each in members)
+    def through(self, seconds: dict[str, float]) -> list[object]:
+        """Return the report of every rank, or the failures of the stage that some did not pass.
 
+        Puts the seconds of each stage that all passed into *seconds*.
+        """
+        answers: dict[_Member, object] = {}
+        for stage in STAGES:
+            began = time.perf_counter()
+            self.progress(stage, 0, len(self.members))
+            if stage != STAGES[0]:
+                self._go_on(list(answers.values()))
+            answers = self._gather(stage)
+            failures = [each for each in answers.values() if isinstance(each, Failure)]
+            if failures:
+                return [*failures]
+            seconds[stage] = time.perf_counter() - began
+        self._go_on([])
+        for each in self.members:
+            each.process.join(LEAVE)
+        return [answers[each] for each in self.members]
 
-def _send(members: Iterable[_Member], word: object) -> None:
-    for each in members:
-        _send_to(each, word)
+    def _go_on(self, answers: list[object]) -> None:
+        """Let each rank go on, with the introductions of those whom it moves to or notifies."""
+        cards = [each for each in answers if isinstance(each, Introduction)]
+        for member in self.members:
+            wanted = self.job.notifies(member.side, member.rank)
+            with suppress(OSError):  # it is dead, as gathering its answer will tell
+                member.pipe.send([e for e in cards if e.side != member.side and e.rank in wanted])
 
-
-def _send_to(member: _Member, word: object) -> None:
-    try:
-        member.pipe.send(word)
-    except OSError:
-        return  # it is dead, as gathering its answer will tell
-
-
-def _introduce(job: Job, members: list[_Member], cards: list[Introduction]) -> None:
-    """Send each rank the introductions of those whom it reads, writes or notifies."""
-    plan = job.plan
-    for member in members:
-        if member.side == "consumer":
-            wanted = set(plan.notifies(member.rank))
-            wanted |= set(plan.sources(member.rank) if job.mode == "pull" else ())
-        else:
-            wanted = set(plan.targets(member.rank) if job.mode == "push" else ())
-        told = tuple(e for e in cards if e.side != member.side and e.rank in wanted)
-        _send_to(member, told)
-
-
-def _gather(
-    members: list[_Member], stage: str, deadline: float, timeout: float, progress: Progress
-) -> dict[_Member, Any]:
-    """Return the answer of every rank to *stage*; raise `_Stopped` if one has none."""
-    answers: dict[_Member, Any] = {}
-    failures: list[Failure] = []
-    waiting = {each.pipe: each for each in members}
-    while waiting:
-        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-        for pipe in [each for each in waiting if each in ready]:
-            member = waiting.pop(pipe)
-            answer = _answer(member, stage)
-            if isinstance(answer, Failure):
-                failures.append(answer)
-                deadline = min(deadline, time.monotonic() + GRACE)
-            else:
-                answers[member] = answer
-                progress(stage, len(answers), len(members))
-        if not ready:
-            break
-    if waiting and not failures:
-        why = f"no answer within {timeout:g} s"
-        failures = [each.failure(stage, why) for each in waiting.values()]
-    if failures:
-        raise _Stopped(sorted(failures, key=lambda each: DIED not in each.why))
-    return answers
-
-
-def _answer(member: _Member, stage: str) -> Any:  # noqa: ANN401 - what a rank sends
-    try:
-        said, payload = member.pipe.recv()
-    except (EOFError, OSError):
-        return member.died(stage)
-    return member.failure(*payload) if said == FAILED else payload
+    def _gather(self, stage: str) -> dict[_Member, object]:
+        """Return what every rank says of *stage*, or of some that they failed."""
+        answers: dict[_Member, object] = {}
+        waiting, deadline, failed = {each.pipe: each for each in self.members}, self.deadline, False
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for member in [waiting.pop(pipe) for pipe in [*waiting] if pipe in ready]:
+                answers[member] = member.answer(stage)
+                self.progress(stage, len(answers), len(self.members))
+                if isinstance(answers[member], Failure):
+                    deadline, failed = min(deadline, time.monotonic() + GRACE), True
+        if not failed:
+            why = f"no answer within {self.job.timeout:g} s"
+            answers |= {each: each.failure(stage, why) for each in waiting.values()}
+        return answers
 
 
 @contextmanager
@@ -227,12 +191,33 @@ def _crew(job: Job, devices: int, deadline: float, folder: str) -> Iterator[list
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold the interrupt back while a process starts: it inherits that, so only we are stopped."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Hold signals back while a process starts; it inherits that, and lets all but SIGINT in."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+@contextmanager
+def _exits() -> Iterator[None]:
+    """Turn the first signal that would end this process into `SystemExit`."""
+    main = threading.current_thread() is threading.main_thread()
+    heard = [each for each in ENDING if main and signal.getsignal(each) == signal.SIG_DFL]
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in heard:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in heard:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _end(members: list[_Member]) -> None:
@@ -244,17 +229,3 @@ def _end(members: list[_Member]) -> None:
             each.process.join()
             each.process.close()
         each.pipe.close()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _tail(log: Path | None) -> list[str]:
-    if log is None or not log.exists():
-        return []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()][-LOG_TAIL:]

@@ -117,6 +117,18 @@ class Job:
             for rank in self.engine(side).parallel.ranks:
                 yield side, rank
 
+    def notifies(self, side: Side, rank: RankId) -> tuple[RankId, ...]:
+        """Return the ranks of the other side that *rank* notifies of each request, or moves to."""
+        if side == "consumer":
+            return self.plan.notifies(rank)
+        return self.plan.targets(rank) if self.mode == "push" else ()
+
+    def notifiers(self, side: Side, rank: RankId) -> tuple[RankId, ...]:
+        """Return the ranks of the other side that notify *rank* of each request."""
+        if side == "producer":
+            return self.plan.notifiers(rank)
+        return self.plan.sources(rank) if self.mode == "push" else ()
+
     def content_seed(self, request: int) -> int:
         """Return what makes the contents of one request differ from all others."""
         return (self.seed * self.requests + request) * _SEED_STEP

@@ -7,53 +7,55 @@ is unknown, or comes twice, is foreign: it is counted, told, and finishes nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection
 
-from kvspec.descriptors.request import TransferRequest
+import attrs
+
 from kvspec.nixl import NixlRank
-from kvspec.ownership.parallel import RankId
 
 REST = 1e-3
 """Seconds between two looks into the inbox."""
 
 
+@attrs.define(eq=False)
 class Notices:
-    """What one rank waits for: a notification from each of *senders* for each of *requests*.
+    """What one rank waits for: one from each of *senders* for each of *requests*.
 
     A sender is the beginning of an agent's name, such as ``consumer-tp3-``.
     """
 
-    def __init__(self, requests: Iterable[str], senders: Sequence[str]) -> None:
-        self._missing = {request: set(senders) for request in requests}
-        self.awaited = len(self._missing) * len(senders)
-        self.foreign: tuple[str, ...] = ()
-        self.finished: list[str] = []
+    requests: Collection[str]
+    senders: Collection[str]
+    foreign: list[str] = attrs.field(init=False, factory=list)
+    finished: list[str] = attrs.field(init=False, factory=list)
+    _missing: set[tuple[str, str]] = attrs.field(init=False)
 
-    @classmethod
-    def of(cls, requests: Sequence[TransferRequest], side: str, ranks: Sequence[RankId]) -> Notices:
-        """Return what is to come from *ranks* of *side*."""
-        return cls([each.request_id for each in requests], [f"{side}-{rank}-" for rank in ranks])
+    def __attrs_post_init__(self) -> None:
+        self._missing = {(request, sender) for request in self.requests for sender in self.senders}
+
+    @property
+    def awaited(self) -> int:
+        """How many notifications must come."""
+        return len(self.requests) * len(self.senders)
 
     @property
     def notified(self) -> int:
         """How many of the awaited notifications came."""
-        return self.awaited - sum(len(missing) for missing in self._missing.values())
+        return self.awaited - len(self._missing)
 
-    def collect(
-        self, agent: NixlRank, deadline: float, on_finish: Callable[[str], None] | None = None
-    ) -> None:
+    def collect(self, agent: NixlRank, deadline: float, finish: Callable[[str], None]) -> None:
         """Wait until every request is finished, or until *deadline* (of the monotonic clock).
 
-        *on_finish* is called with each request once it is finished.
+        *finish* is called with each request once it is finished.
         """
         while True:
             self.drain(agent)
-            for request, missing in self._missing.items():
-                if not missing and request not in self.finished:
+            unfinished = {request for request, _ in self._missing}
+            for request in self.requests:
+                if request not in unfinished and request not in self.finished:
                     self.finished.append(request)
-                    if on_finish is not None:
-                        on_finish(request)
-            if len(self.finished) == len(self._missing) or time.monotonic() >= deadline:
+                    finish(request)
+            if not unfinished or time.monotonic() >= deadline:
                 return
             time.sleep(REST)
 
@@ -61,9 +63,7 @@ class Notices:
         """Take in what has come so far."""
         for sender, payload in agent.notifications():
             request = payload.decode(errors="replace")
-            missing = self._missing.get(request, set())
-            found = next((each for each in missing if sender.startswith(each)), None)
-            if found is None:
-                self.foreign += (f"{request!r} from {sender!r}",)
-            else:
-                missing.remove(found)
+            own = {(r, s) for r, s in self._missing if r == request and sender.startswith(s)}
+            if not own:
+                self.foreign.append(f"{request!r} from {sender!r}")
+            self._missing -= own

@@ -25,16 +25,6 @@ class Moved:
     runs: int = 0
     seconds: float = 0.0
 
-    def plus(self, *, nbytes: int, ids: int, runs: int, seconds: float) -> Moved:
-        """Return the sum with one more transfer."""
-        return attrs.evolve(
-            self,
-            nbytes=self.nbytes + nbytes,
-            ids=self.ids + ids,
-            runs=self.runs + runs,
-            seconds=self.seconds + seconds,
-        )
-
 
 @attrs.frozen(kw_only=True)
 class Compared:

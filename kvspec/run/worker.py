@@ -6,11 +6,14 @@ imports torch for a cache in host memory, and whatever goes wrong is told to the
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,18 +21,24 @@ from typing import Any
 import attrs
 import numpy as np
 
+from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
 from kvspec.memory.regions import RankCache
-from kvspec.nixl import NixlRank, Prepared
+from kvspec.nixl import NixlRank, Prepared, Transfer
 from kvspec.ownership.parallel import RankId
-from kvspec.run import contents
+from kvspec.run.contents import Bytes, Contents, Storage
 from kvspec.run.job import Job, Side
 from kvspec.run.notices import Notices
 from kvspec.run.report import Compared, Moved, RankReport
 
+STAGES = ("start", "fill", "connect", "transfer", "compare")
+"""What a run does, in order."""
 FAILED = "failed"
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process."""
+_WITH_PARENT = 1  # of prctl: the signal that a process gets when its parent dies
 
 
 @attrs.frozen
@@ -40,6 +49,16 @@ class Introduction:
     rank: RankId
     metadata: bytes
     cache: RankCache
+
+
+@attrs.frozen
+class _Lane:
+    """The rows between this rank and one of the other side, and what was moved over them."""
+
+    table: DescriptorTable
+    producer: Prepared
+    consumer: Prepared
+    moved: list[tuple[Transfer, float]] = attrs.field(factory=list)
 
 
 def run_rank(
@@ -53,23 +72,31 @@ def run_rank(
 ) -> None:
     """Run one rank of *job*, told and telling over *parent*; the body of a spawned process.
 
+    After each stage it sends what came of it and waits for a word, which the next stage may need.
     *deadline*: of the system's monotonic clock. *log*: the file that takes what libraries print,
     or None to let it through to standard error.
     """
     _prepare(device, log)
-    ours: _Rank | None = None
+    stage = STAGES[0]
     try:
-        ours = _Rank(parent, job, side, rank, device, deadline)
-        ours.run()
+        # The deadline: in time to tell the parent what is missing, before it gives up.
+        own = _Rank(job, side, rank, device, deadline - min(1.0, job.timeout / 10))
+        with closing(own.stages()) as stages:
+            heard: Any = None
+            for stage in STAGES:
+                parent.send((stage, stages.send(heard)))
+                heard = parent.recv()
     except (EOFError, BrokenPipeError):
         return  # the parent is gone
     except Exception as error:  # noqa: BLE001 - the parent reports it, whatever it is
         with suppress(OSError):
-            parent.send((FAILED, (ours.stage if ours else "start", _words(error))))
+            parent.send((FAILED, (stage, _words(error))))
 
 
 def _prepare(device: str, log: Path | None) -> None:
-    """Make libraries quiet, and UCX stay on this machine, unless the user said otherwise."""
+    """End with the parent; libraries quiet, and UCX on this machine, unless the user said else."""
+    ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     if device == "cpu":
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -91,167 +118,141 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+@attrs.define(eq=False, slots=False)
 class _Rank:
-    """The stages of one rank, in order; each ends with a word to the parent."""
+    """One rank, from its memory to its report."""
 
-    def __init__(
-        self,
-        parent: Connection,
-        job: Job,
-        side: Side,
-        rank: RankId,
-        device: str,
-        deadline: float,
-    ) -> None:
-        self.parent, self.job, self.side, self.rank = parent, job, side, rank
-        self.device = device
-        self.stage = "start"
-        # In time to tell the parent what is missing, before it gives up.
-        self.deadline = deadline - min(1.0, job.timeout / 10)
-        self.active = side == job.active
-        self.storage: dict[str, Any] = {}
-        self.before: contents.Storage = {}
-        self.digest = b""
+    job: Job
+    side: Side
+    rank: RankId
+    device: str
+    deadline: float
+
+    def __attrs_post_init__(self) -> None:
+        other = "producer" if self.side == "consumer" else "consumer"
+        senders = [f"{other}-{rank}-" for rank in self.job.notifiers(self.side, self.rank)]
+        self.notices = Notices([request.request_id for request in self.job.moves], senders)
+        self.active = self.side == self.job.active
+        self.contents = Contents(self.job, self.side, self.rank)
         self.names: dict[RankId, str] = {}
-        self.lists: dict[RankId, tuple[DescriptorTable, Prepared, Prepared]] = {}
-        self.moved: dict[RankId, Moved] = {}
-        self.notices = Notices.of(job.moves, *self._notifiers())
+        self.lanes: dict[RankId, _Lane] = {}
 
-    def _notifiers(self) -> tuple[Side, tuple[RankId, ...]]:
-        """Return who notifies this rank of each request: a consumer that reads needs nobody."""
-        if self.side == "producer":
-            return "consumer", self.job.plan.notifiers(self.rank)
-        return "producer", () if self.active else self.job.plan.sources(self.rank)
-
-    def run(self) -> None:
-        """Go through every stage."""
+    def stages(self) -> Generator[object, Any, None]:
+        """Go through every stage; yield what comes of it, and take what the parent answers."""
         engine, blocks = self.job.engine(self.side), self.job.num_blocks(self.side)
-        cache, self.storage = allocate(engine, self.rank, blocks, self.device)
+        cache, storage = allocate(engine, self.rank, blocks, self.device)
         with NixlRank(prefix=f"{self.side}-{self.rank}-", polled=self.active) as agent:
-            agent.register(cache.memory, owner=self.storage)
-            card = Introduction(self.side, self.rank, agent.metadata(), cache)
-            self._tell("start", card)
-            self.stage = "fill"
-            self._fill()
-            self._tell("fill", None)
-            self._connect(agent, cache, self._await("connect"))
-            self._tell("connect", None)
-            self._await("transfer")
+            agent.register(cache.memory, owner=storage)
+            introductions = yield Introduction(self.side, self.rank, agent.metadata(), cache)
+            before = self.contents.before({name: len(flat) for name, flat in storage.items()})
+            for name, flat in before.items():
+                _put(flat, storage[name])
+            digest = _digest(before)
+            yield None
+            self._connect(agent, cache, introductions)
+            yield None
             self._transfer(agent)
-            self._tell("transfer", None)
-            self._await("compare")
-            compared = self._compare()
+            yield None
+            compared = self._compare(before, digest, storage)
             self.notices.drain(agent)
-            self._tell("compare", self._report(compared))
-            self._await("end")
-
-    def _await(self, stage: str) -> Any:  # noqa: ANN401 - what the parent sends
-        self.stage = stage
-        return self.parent.recv()
-
-    def _tell(self, stage: str, payload: object) -> None:
-        self.parent.send((stage, payload))
-
-    def _fill(self) -> None:
-        sizes = {name: len(flat) for name, flat in self.storage.items()}
-        filled = contents.before(self.job, self.side, self.rank, sizes)
-        for name, flat in filled.items():
-            _put(flat, self.storage[name])
-        self.before = filled if self.side == "consumer" else {}
-        self.digest = _digest(filled)
+            yield self._report(compared)
 
     def _connect(
-        self, agent: NixlRank, cache: RankCache, introductions: tuple[Introduction, ...]
+        self, agent: NixlRank, cache: RankCache, introductions: Iterable[Introduction]
     ) -> None:
         for each in introductions:
-            self.names[each.rank] = agent.connect(each.metadata)
-            ours, theirs = (cache, each.cache)[:: 1 if self.side == "producer" else -1]
-            if not self.active or not self.job.plan.between(ours.rank, theirs.rank):
+            name = self.names[each.rank] = agent.connect(each.metadata)
+            own = self.side == "producer"
+            producer, consumer = (cache, each.cache) if own else (each.cache, cache)
+            if not self.active or not self.job.plan.between(producer.rank, consumer.rank):
                 continue
-            table = build_table(self.job.plan, ours, theirs)
-            sides = [
-                (table.producer_rows, table.producer_memory_type),
-                (table.consumer_rows, table.consumer_memory_type),
-            ]
-            mine, other = sides[:: 1 if self.side == "producer" else -1]
-            remote = agent.prepare(*other, peer=self.names[each.rank])
-            self.lists[each.rank] = (table, agent.prepare(*mine), remote)
-            self.moved[each.rank] = Moved(producer=ours.rank, consumer=theirs.rank)
+            table = build_table(self.job.plan, producer, consumer)
+            self.lanes[each.rank] = _Lane(
+                table,
+                agent.prepare(
+                    table.producer_rows, table.producer_memory_type, peer=None if own else name
+                ),
+                agent.prepare(
+                    table.consumer_rows, table.consumer_memory_type, peer=name if own else None
+                ),
+            )
 
     def _transfer(self, agent: NixlRank) -> None:
         """Move every request; notify once all of one is done; wait for what is to come."""
-        plan = self.job.plan
-        consumes = self.side == "consumer"
-        told = plan.notifies(self.rank) if consumes else plan.targets(self.rank)
-        if self.active:
-            for at, request in enumerate(self.job.moves):
-                for peer in self.lists:
-                    self._move(agent, peer, at)
-                self._notify(agent, told, request.request_id)
+
+        def notify(request: str) -> None:
+            for rank in self.job.notifies(self.side, self.rank):
+                agent.notify(self.names[rank], request.encode())
 
         def release(request: str) -> None:
-            if consumes and not self.active:  # pushed to: the producers may let go of it now
-                self._notify(agent, told, request)
+            if not self.active and self.side == "consumer":
+                notify(request)  # pushed to: the producers may let go of it now
 
+        if self.active:
+            for request in self.job.moves:
+                for lane in self.lanes.values():
+                    self._move(agent, lane, request)
+                notify(request.request_id)
         self.notices.collect(agent, self.deadline, release)
 
-    def _notify(self, agent: NixlRank, ranks: tuple[RankId, ...], request: str) -> None:
-        for each in ranks:
-            agent.notify(self.names[each], request.encode())
-
-    def _move(self, agent: NixlRank, peer: RankId, at: int) -> None:
-        table, local, remote = self.lists[peer]
-        request = self.job.moves[at]
+    def _move(self, agent: NixlRank, lane: _Lane, request: TransferRequest) -> None:
         began = time.perf_counter()
-        ours, theirs = table.select(request)
-        name, left = request.request_id, max(0.0, self.deadline - time.monotonic())
+        ids = lane.table.select(request)
+        producer, consumer = zip((lane.producer, lane.consumer), ids, strict=True)
+        left = max(0.0, self.deadline - time.monotonic())
         transfer = (
-            agent.read(local, theirs, remote, ours, request=name, timeout=left)
+            agent.read(*consumer, *producer, request=request.request_id, timeout=left)
             if self.side == "consumer"
-            else agent.write(local, ours, remote, theirs, request=name, timeout=left)
+            else agent.write(*producer, *consumer, request=request.request_id, timeout=left)
         )
         transfer.wait()
-        self.moved[peer] = self.moved[peer].plus(
-            nbytes=transfer.nbytes,
-            ids=transfer.descriptors,
-            runs=transfer.runs,
-            seconds=time.perf_counter() - began,
-        )
+        lane.moved.append((transfer, time.perf_counter() - began))
 
-    def _compare(self) -> Compared:
-        after = {name: _to_host(flat) for name, flat in self.storage.items()}
+    def _compare(self, before: Storage, digest: bytes, storage: dict[str, Any]) -> Compared:
+        after = {name: _to_host(flat) for name, flat in storage.items()}
         if self.side == "consumer":
             if self.job.tamper and self.rank == self.job.consumer.parallel.ranks[0]:
-                contents.tamper(self.job, self.rank, after)
-            return contents.judge(self.job, self.rank, self.before, after)
+                self.contents.tamper(after)
+            return self.contents.judge(before, after)
         total = sum(len(flat) for flat in after.values())
-        if _digest(after) == self.digest:
+        if _digest(after) == digest:
             return Compared(judged=total)
         line = f"producer {self.rank}: its own cache has changed"
         return Compared(judged=total, wrong=total, lines=(line,))
 
     def _report(self, compared: Compared) -> RankReport:
+        moved = (
+            Moved(
+                producer=lane.table.producer.rank,
+                consumer=lane.table.consumer.rank,
+                nbytes=sum(transfer.nbytes for transfer, _ in lane.moved),
+                ids=sum(transfer.descriptors for transfer, _ in lane.moved),
+                runs=sum(transfer.runs for transfer, _ in lane.moved),
+                seconds=sum(seconds for _, seconds in lane.moved),
+            )
+            for lane in self.lanes.values()
+        )
         return RankReport(
             side=self.side,
             rank=self.rank,
-            moved=tuple(self.moved.values()),
+            moved=tuple(moved),
             awaited=self.notices.awaited,
             notified=self.notices.notified,
-            foreign=self.notices.foreign,
+            foreign=tuple(self.notices.foreign),
             finished=len(self.notices.finished),
             compared=compared,
             torch="torch" in sys.modules,
         )
 
 
-def _digest(storage: contents.Storage) -> bytes:
+def _digest(storage: Storage) -> bytes:
     found = hashlib.blake2b()
     for flat in storage.values():
         found.update(flat.data)
     return found.digest()
 
 
-def _put(flat: contents.Bytes, into: Any) -> None:  # noqa: ANN401 - a numpy array, a torch tensor
+def _put(flat: Bytes, into: Any) -> None:  # noqa: ANN401 - a numpy array, a torch tensor
     if isinstance(into, np.ndarray):
         into[:] = flat
         return
@@ -261,6 +262,6 @@ def _put(flat: contents.Bytes, into: Any) -> None:  # noqa: ANN401 - a numpy arr
     torch.cuda.synchronize()
 
 
-def _to_host(flat: Any) -> contents.Bytes:  # noqa: ANN401 - a numpy array or a torch tensor
-    found: contents.Bytes = flat if isinstance(flat, np.ndarray) else flat.cpu().numpy()
+def _to_host(flat: Any) -> Bytes:  # noqa: ANN401 - a numpy array or a torch tensor
+    found: Bytes = flat if isinstance(flat, np.ndarray) else flat.cpu().numpy()
     return found

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +22,8 @@ from kvspec import (
     SlidingWindowSpec,
     SpecError,
 )
-from kvspec.run import Compared, Failure, Job, Moved, RankReport, Report, contents
+from kvspec.run import Compared, Failure, Job, Moved, RankReport, Report
+from kvspec.run.contents import MAX_LINES, Contents, Storage
 from kvspec.run.limits import check_memory, sizes
 from kvspec.run.notices import Notices
 from kvspec.testing import logical_views
@@ -260,15 +260,16 @@ def test_a_chunk_that_just_ended_moves_nothing() -> None:
     assert [0, 0] == [len(each.consumer_blocks["g"].block_ids) for each in job.moves]
 
 
-def consumer_storage(job: Job) -> tuple[contents.Storage, contents.Storage]:
+def consumer_storage(job: Job) -> tuple[Storage, Storage]:
     """Return what consumer tp0 holds before and, if all goes well, after."""
     sizes = {
         group.name: job.num_blocks("consumer")[group.name]
         * sum(group.spec.page_size_bytes(0, 2) for _ in group.layers)
         for group in job.consumer.groups
     }
-    before = contents.before(job, "consumer", RankId(), sizes)
-    right, _ = contents._after(job, "consumer", RankId(), before)
+    contents = Contents(job, "consumer", RankId())
+    before = contents.before(sizes)
+    right, _ = contents.after(before)
     return before, right
 
 
@@ -276,17 +277,17 @@ def test_the_judge_accepts_the_right_bytes_and_nothing_else() -> None:
     """An untouched cache, a byte short and a byte too many are all wrong; dead bytes are free."""
     job = small_job()
     before, right = consumer_storage(job)
-    judged = contents.judge(job, RankId(), before, right)
+    judged = Contents(job, "consumer", RankId()).judge(before, right)
     total = sum(map(len, right.values()))
     assert (0, (), total) == (judged.wrong, judged.lines, judged.judged + judged.free)
     # Of each request rows 12 and 13 lie before the window, row 19 behind the prompt: 1 head, k, v.
     assert 2 * 3 * 2 * 8 == judged.free
-    assert contents.judge(job, RankId(), before, before).wrong > 0
+    assert Contents(job, "consumer", RankId()).judge(before, before).wrong > 0
 
     views = logical_views(job.consumer, RankId(), right, job.num_blocks("consumer"))
     for request, table in enumerate(each.consumer_blocks["window"] for each in job.moves):
         views["window", "w", "v"][table.block_ids[1], 0, 2, 3] ^= 1
-        judged = contents.judge(job, RankId(), before, right)
+        judged = Contents(job, "consumer", RankId()).judge(before, right)
         assert request + 1 == judged.wrong
         assert (
             f"request-{request}: tp0 group window layer w part v unit 0 token 18"
@@ -303,7 +304,7 @@ def test_a_byte_of_a_spare_block_is_told_as_nobodys() -> None:
     spare = min(set(range(job.num_blocks("consumer")["state"])) - owned)
     views = logical_views(job.consumer, RankId(), right, job.num_blocks("consumer"))
     views["state", "s", "ssm"][spare, 0, 0, 0] ^= 255
-    judged = contents.judge(job, RankId(), before, right)
+    judged = Contents(job, "consumer", RankId()).judge(before, right)
     (line,) = judged.lines
     assert 1 == judged.wrong
     assert line.startswith("no request: tp0 group state layer s part ssm unit 0")
@@ -314,9 +315,9 @@ def test_very_wrong_is_told_in_few_lines() -> None:
     """A cache that nobody wrote has many wrong bytes and few lines about them."""
     job = small_job()
     before, _ = consumer_storage(job)
-    judged = contents.judge(job, RankId(), before, before)
+    judged = Contents(job, "consumer", RankId()).judge(before, before)
     assert judged.wrong > 100
-    assert len(judged.lines) <= 3 * contents.MAX_LINES
+    assert len(judged.lines) <= 3 * MAX_LINES
 
 
 class Inbox:
@@ -340,11 +341,10 @@ def collected(notices: Notices, *came: tuple[str, bytes]) -> list[str]:
 
 def test_a_request_is_finished_when_each_sender_told_it_once() -> None:
     """tp1 is not tp11, twice is not two, and what nobody should send finishes nothing."""
-    moves = cast("Any", [SimpleNamespace(request_id="a"), SimpleNamespace(request_id="b")])
-    notices = Notices.of(moves, "consumer", [RankId(tp=1), RankId(tp=11)])
+    notices = Notices("ab", ["consumer-tp1-", "consumer-tp11-"])
     assert 4 == notices.awaited
     assert [] == collected(notices, ("consumer-tp1-host", b"a"), ("consumer-tp1-host", b"a"))
-    assert ("'a' from 'consumer-tp1-host'",) == notices.foreign
+    assert ["'a' from 'consumer-tp1-host'"] == notices.foreign
     assert ["a"] == collected(notices, ("consumer-tp11-host", b"a"))
     assert [] == collected(notices, ("producer-tp1-host", b"b"), ("consumer-tp1-host", b"c"))
     assert (2, 3, ["a"]) == (notices.notified, len(notices.foreign), notices.finished)
@@ -352,8 +352,7 @@ def test_a_request_is_finished_when_each_sender_told_it_once() -> None:
 
 def test_who_waits_for_nobody_is_finished_at_once() -> None:
     """A consumer that reads knows by itself."""
-    moves = cast("Any", [SimpleNamespace(request_id="a")])
-    assert ["a"] == collected(Notices.of(moves, "producer", ()))
+    assert ["a"] == collected(Notices("a", ()))
 
 
 def report(**more: Any) -> Report:

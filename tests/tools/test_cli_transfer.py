@@ -273,6 +273,31 @@ def test_an_interrupt_ends_every_process_quietly() -> None:
     assert gone(process.pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_whatever_ends_the_parent_leaves_no_process(tmp_path: Path, number: int) -> None:
+    """Nor a folder, unless it is killed: the parent alone is told to end, and does not hang."""
+    with subprocess.Popen(  # noqa: S603 - our own command
+        command("--requests", "9"),
+        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not list(tmp_path.glob("kvspec-*/*.log")):
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        _, errors = process.communicate(timeout=20)
+    assert "" == errors
+    assert gone(process.pid)
+    if number == signal.SIGKILL:
+        assert -number == process.returncode
+    else:
+        assert (128 + number, []) == (process.returncode, list(tmp_path.glob("kvspec-*")))
+
+
 def gone(group: int, seconds: float = 5.0) -> bool:
     """Return whether the process group ends within *seconds*, Python's own helper included."""
     end = time.monotonic() + seconds
