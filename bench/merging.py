@@ -214,7 +214,7 @@ def _through(rank_class: Any, work: works.Work) -> tuple[int, int]:  # noqa: ANN
     ours, own = allocate(consumer, target, work.pools[1])
     table = build_table(plan, theirs, ours)
     ids = table.select(work.request())
-    with rank_class() as far, rank_class(polled=True, telemetry=True) as near:
+    with rank_class(secret=b"") as far, rank_class(secret=b"", polled=True, telemetry=True) as near:
         far.register(theirs.memory, owner=held)
         near.register(ours.memory, owner=own)
         peer = near.connect(far.metadata())

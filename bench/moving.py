@@ -78,7 +78,7 @@ def serve(pipe: Connection, work: works.Work) -> None:
     producer, consumer = work.engines()
     sources = plan_transfer(producer, consumer).sources(TARGET)
     made = [allocate(producer, source, work.pools[0]) for source in sources]
-    with NixlRank() as rank:
+    with NixlRank(secret=b"") as rank:
         for cache, storage in made:
             for each in storage.values():
                 each[:] = 1  # touched: an untouched page costs the reader a fault
@@ -100,7 +100,7 @@ def _against(options: Options, work: works.Work, pipe: Connection) -> tuple[floa
     cache, storage = allocate(consumer, TARGET, work.pools[1])
     for each in storage.values():
         each[:] = 2
-    with NixlRank(polled=True, telemetry=True) as rank:
+    with NixlRank(secret=b"", polled=True, telemetry=True) as rank:
         rank.register(cache.memory, owner=storage)
         metadata, bases = pipe.recv()
         peer = rank.connect(metadata)

@@ -71,7 +71,7 @@ class WireError(KVSpecError):
     """The peer sent rubbish: where in the message (*path*), the *value*, what was *wanted*."""
 
     def __init__(self, path: str, value: object, wanted: str) -> None:
-        super().__init__(f"{path}: got {value!r}, wanted {wanted}")
+        super().__init__(f"{path}: got {shown(value)}, wanted {wanted}")
         self.path = path
         self.value = value
         self.wanted = wanted

@@ -15,6 +15,7 @@ settings.register_profile(
 settings.register_profile(
     "long", deadline=None, max_examples=5000, suppress_health_check=SLOW, print_blob=True
 )
+os.environ.setdefault("KVSPEC_SECRET", "the secret of all tests")
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "default")
 )

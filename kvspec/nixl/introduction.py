@@ -1,19 +1,33 @@
-"""The envelope in which one rank is introduced to another: damage shows before NIXL sees it.
+"""The envelope in which one rank is introduced to another: nothing foreign or damaged reaches NIXL.
 
-NIXL keeps half of any metadata that it could not read, and then refuses the good one.
+NIXL aborts the process on some damaged metadata, keeps half of other, and lets the bytes of one
+agent replace another. So all is checked first: a MAC over a secret that the ranks share, and the
+agent's name, inside NIXL's bytes too. Without a secret the MAC shows damage only, and whoever can
+write to the channel can crash its readers.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
+import socket
 import struct
-import zlib
+import uuid
+import warnings
 
 import attrs
 
-from kvspec.errors import WireError
+from kvspec.errors import SpecError, WireError
+from kvspec.inputs import MOST, instance
 
-_MAGIC = b"kvspec-nixl-1\n"
+MAX_NAME = 255  # bytes
+MIN_SECRET = 16  # bytes
+
+_MAGIC = b"kvspec-nixl-2\n"
+_MAC = 32  # bytes of SHA-256
 _HEAD = struct.Struct("<IQ")  # length of the name, address of the probe
+_INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
+_TAG = b"nixlSerDes|Agent"
 
 
 @attrs.frozen(kw_only=True)
@@ -27,27 +41,87 @@ class Envelope:
     metadata: bytes = attrs.field(repr=False)
     probe: int
 
-    def seal(self) -> bytes:
-        """Return the bytes, of which any damage shows."""
+    def seal(self, secret: bytes) -> bytes:
+        """Return the bytes, of which any change shows to who knows *secret*."""
         title = self.name.encode()
         body = _HEAD.pack(len(title), self.probe) + title + self.metadata
-        return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+        return _MAGIC + _mac(secret, body) + body
 
 
-def unseal(sealed: object) -> Envelope:
-    """Return what was sealed, or raise `WireError`."""
+def _mac(secret: bytes, body: bytes) -> bytes:
+    return hmac.digest(secret, _MAGIC + body, "sha256")
+
+
+def name_of(name: object, prefix: str) -> str:
+    """Return *name*, of None one that no other incarnation has: host-pid-uuid after *prefix*."""
+    if name is None:
+        name = f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+    elif prefix:
+        raise SpecError("name", name, "a name or a prefix, not both")
+    if not 0 < len(instance("name", name, str).encode()) <= MAX_NAME:
+        raise SpecError("name", name, f"1 to {MAX_NAME} bytes")
+    return str(name)
+
+
+def secret_of(secret: object) -> bytes | None:
+    """Return the *secret*, of None the environment's `KVSPEC_SECRET`, as bytes; None if not set.
+
+    Empty bytes say that the caller trusts the channel.
+    """
+    if secret is None:
+        secret = os.environ.get("KVSPEC_SECRET")
+        if secret is None:
+            return None
+    key = secret.encode() if isinstance(secret, str) else secret
+    if not isinstance(key, bytes):
+        raise SpecError("secret", type(secret).__name__, "a str or bytes")
+    if secret != b"" and len(key) < MIN_SECRET:
+        wanted = f"at least {MIN_SECRET}, or secret=b'' for a channel that is trusted"
+        raise SpecError("secret", f"{len(key)} bytes", wanted)
+    return key
+
+
+def unseal(sealed: object, secret: bytes | None) -> Envelope:
+    """Return what was sealed, or raise `WireError`; warn if there is no *secret*."""
     wanted = "what NixlRank.metadata() returned, whole"
     if not isinstance(sealed, bytes):
         raise WireError("metadata", type(sealed).__name__, wanted)
-    start = len(_MAGIC) + 4
+    start = len(_MAGIC) + _MAC
     if len(sealed) < start + _HEAD.size or not sealed.startswith(_MAGIC):
         raise WireError("metadata", f"{len(sealed)} bytes, {sealed[:16]!r}", wanted)
-    if zlib.crc32(sealed[start:]) != int.from_bytes(sealed[start - 4 : start], "little"):
-        raise WireError("metadata", f"{len(sealed)} damaged bytes", wanted)
-    size, probe = _HEAD.unpack_from(sealed, start)
-    title = sealed[start + _HEAD.size :]
+    mac, body = sealed[len(_MAGIC) : start], sealed[start:]
+    if not hmac.compare_digest(mac, _mac(secret or b"", body)):
+        raise WireError("metadata", f"{len(sealed)} bytes, damaged or of another secret", wanted)
+    size, probe = _HEAD.unpack_from(body)
+    title, metadata = body[_HEAD.size :][:size], body[_HEAD.size + size :]
+    name = _name("metadata.name", title)
+    if not 0 < probe < MOST:
+        raise WireError("metadata.probe", probe, f"an address below {MOST}")
+    inner = _inner_name(metadata)
+    if inner != title:
+        raise WireError("metadata.agent", inner[:MAX_NAME], f"{name!r}, as on the envelope")
+    if secret is None:
+        warnings.warn(
+            f"{name!r} is introduced by a message that anybody could have written: set"
+            " KVSPEC_SECRET for all ranks, or pass secret=b'' if the channel is trusted",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return Envelope(name=name, metadata=metadata, probe=probe)
+
+
+def _name(path: str, title: bytes) -> str:
+    if not 0 < len(title) <= MAX_NAME:
+        raise WireError(path, f"{len(title)} bytes", f"1 to {MAX_NAME} bytes")
     try:
-        name = title[:size].decode()
+        return title.decode()
     except UnicodeDecodeError:
-        raise WireError("metadata.name", title[:size], "UTF-8") from None
-    return Envelope(name=name, metadata=title[size:], probe=probe)
+        raise WireError(path, title, "UTF-8") from None
+
+
+def _inner_name(metadata: bytes) -> bytes:
+    """Return the name of the agent whose bytes these are, or raise `WireError`."""
+    tag, size = _INNER.unpack_from(metadata.ljust(_INNER.size, b"\0"))
+    if tag != _TAG or len(metadata) < _INNER.size + size:
+        raise WireError("metadata.agent", metadata[: _INNER.size], "metadata of a NIXL agent")
+    return metadata[_INNER.size :][:size]

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import socket
 import threading
-import uuid
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
@@ -26,7 +23,7 @@ from kvspec.errors import SpecError, TransferError
 from kvspec.memory.regions import Memory
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.errors import STATES
-from kvspec.nixl.introduction import Envelope, unseal
+from kvspec.nixl.introduction import Envelope, name_of, secret_of, unseal
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import HELLO, Inbox, check_payload
 from kvspec.nixl.rows import checked_rows, row_of_one
@@ -46,7 +43,9 @@ class NixlRank:
     *prefix*, so that a restarted peer is never taken for its predecessor. A *polled* rank has no
     progress thread: it moves only inside `poll`, `wait`, `notifications` (right for a rank that
     starts every transfer itself; one that is read from must not be polled). *telemetry* lets a
-    `Transfer` tell how many descriptors were posted after merging.
+    `Transfer` tell how many descriptors were posted after merging. *secret*, by default the
+    environment's `KVSPEC_SECRET`, authenticates introductions; `b""` is for channels
+    that only trusted programs reach. The data itself NIXL neither authenticates nor encrypts.
 
     Methods may be called from any thread; one runs at a time. Close it, or use it in a `with`.
     """
@@ -56,14 +55,12 @@ class NixlRank:
         name: str | None = None,
         *,
         prefix: str = "",
+        secret: str | bytes | None = None,
         polled: bool = False,
         telemetry: bool = False,
     ) -> None:
-        if name is None:
-            name = f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-        elif not name or prefix:
-            raise SpecError("name", name, "a name that is not empty, or a prefix, not both")
-        self.name: str = name
+        self.name = name = name_of(name, prefix)
+        self._secret = secret_of(secret)
         self._peers: dict[str, list[Prepared]] = {}
         with _NAMING:
             if any(name in {rank.name, *rank.peers} for rank in tuple(_LIVE.values())):
@@ -122,9 +119,9 @@ class NixlRank:
                 self._memories += (memory,)
 
     def metadata(self) -> bytes:
-        """Return what a peer's `connect` takes: send it over a channel that you trust."""
+        """Return what a peer's `connect` takes: send it to them."""
         metadata, probe = self._agent.metadata(), self._probe.ctypes.data
-        return Envelope(name=self.name, metadata=metadata, probe=probe).seal()
+        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self._secret or b"")
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
         """Load a peer's *metadata*, open the connection, and return the peer's name.
@@ -132,15 +129,16 @@ class NixlRank:
         Again with newer metadata of the same peer adds what it registered since. A polled rank
         waits until the connection stands, at most *timeout* seconds, since a notification over one
         that does not would stay here; the peer must make progress. `WireError` if *metadata* is not
-        whole; `TransferError` "stale_peer" if another agent has that name, or as `read`.
+        whole or of another secret; `TransferError` "stale_peer" if another agent has that name, or
+        as `read`.
         """
-        peer = unseal(metadata)
+        peer = unseal(metadata, self._secret)
         if peer.name == self.name:
             message = f"{self.name!r} is this rank's own name: connect takes the metadata of a peer"
             raise TransferError(message, rank=self.name, state="stale_peer")
         with self._agent.locked():
-            self._agent.connect(peer.name, peer.metadata)
             known = peer.name in self._peers
+            self._agent.connect(peer.name, peer.metadata)
             self._peers.setdefault(peer.name, [])
         try:
             self._agent.notify(peer.name, HELLO)

@@ -141,7 +141,8 @@ class _Rank:
         """Go through every stage; yield what comes of it, and take what the parent answers."""
         engine, blocks = self.job.engine(self.side), self.job.num_blocks(self.side)
         cache, storage = allocate(engine, self.rank, blocks, self.device)
-        with NixlRank(prefix=f"{self.side}-{self.rank}-", polled=self.active) as agent:
+        name = f"{self.side}-{self.rank}-"  # no secret: the parent's pipes introduce the ranks
+        with NixlRank(prefix=name, secret=b"", polled=self.active) as agent:
             agent.register(cache.memory, owner=storage)
             introductions = yield Introduction(self.side, self.rank, agent.metadata(), cache)
             before = self.contents.before({name: len(flat) for name, flat in storage.items()})

@@ -1,0 +1,178 @@
+"""What introduces one rank to another: whole, authentic, and of the agent that it names."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import pytest
+
+from kvspec.errors import SpecError, TransferError, WireError
+from kvspec.nixl import introduction
+from kvspec.nixl.introduction import Envelope, unseal
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+
+from nixl_pair import Pair
+
+from kvspec.nixl import NixlRank
+
+pytestmark = pytest.mark.nixl
+SECRET = b"sixteen bytes or more"
+OTHER = b"of somebody else, as long"
+
+
+def nixl_bytes(name: bytes, rest: bytes = b"|rest") -> bytes:
+    """Return bytes that begin as those of the agent *name* do."""
+    return b"nixlSerDes|Agent" + struct.pack("<Q", len(name)) + name + rest
+
+
+def test_what_is_sealed_is_unsealed() -> None:
+    """An envelope comes back whole, with the secret and without one."""
+    envelope = Envelope(name="näme", metadata=nixl_bytes("näme".encode()), probe=4096)
+    for secret in (SECRET, b""):
+        assert envelope == unseal(envelope.seal(secret), secret)
+
+
+def test_bytes_of_nixl_begin_as_they_are_read() -> None:
+    """The agent's name stands where it is looked for, in the bytes of nixl itself."""
+    with NixlRank("here", polled=True, secret=SECRET) as rank:
+        metadata = unseal(rank.metadata(), SECRET).metadata
+    assert metadata.startswith(nixl_bytes(b"here", b"|"))
+
+
+def test_any_change_shows() -> None:
+    """Any cut or any changed byte is a `WireError`, after which the whole metadata still loads."""
+    with NixlRank(polled=True) as near, NixlRank() as far:
+        metadata = far.metadata()
+        for damaged in (
+            b"",
+            b"rubbish" * 99,
+            "text",
+            metadata + b"\0",
+            *(metadata[:n] for n in range(0, len(metadata), 7)),
+            *(
+                metadata[:n] + bytes([metadata[n] ^ 1]) + metadata[n + 1 :]
+                for n in range(len(metadata))
+            ),
+        ):
+            with pytest.raises(WireError, match=r"metadata.*wanted"):
+                near.connect(damaged)
+        assert () == near.peers
+        assert far.name == near.connect(metadata)
+
+
+def test_only_who_knows_the_secret_introduces() -> None:
+    """Another secret, or none on either side, is refused before nixl sees a byte."""
+    with (
+        NixlRank(polled=True, secret=SECRET) as near,
+        NixlRank(polled=True, secret=OTHER) as other,
+        NixlRank(secret=b"") as open_rank,
+    ):
+        for one, two in ((near, other), (other, near), (near, open_rank), (open_rank, other)):
+            with pytest.raises(WireError, match="damaged or of another secret"):
+                one.connect(two.metadata())
+            assert () == one.peers
+
+
+def test_the_secret_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an argument `KVSPEC_SECRET` is taken, text or bytes alike."""
+    monkeypatch.setenv("KVSPEC_SECRET", SECRET.decode())
+    with NixlRank(polled=True) as near, NixlRank(secret=SECRET) as far:
+        assert far.name == near.connect(far.metadata())
+
+
+def test_no_secret_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who neither has a secret nor says that the channel is trusted is told what that means."""
+    monkeypatch.delenv("KVSPEC_SECRET")
+    with NixlRank(polled=True) as near, NixlRank(secret=b"") as far:
+        with pytest.warns(RuntimeWarning, match=r"anybody could have written.*KVSPEC_SECRET"):
+            near.connect(far.metadata())
+        assert (far.name,) == near.peers
+
+
+@pytest.mark.parametrize("secret", ["", "short", b"fifteen bytes..", 7, ["x"]])
+def test_a_secret_is_long_and_not_shown(secret: object) -> None:
+    """A secret that can be guessed is refused, and no message repeats it."""
+    with pytest.raises(SpecError, match="secret=") as caught:
+        NixlRank(secret=secret)
+    assert "short" not in str(caught.value)
+    assert "fifteen" not in str(caught.value)
+
+
+BAD: dict[str, tuple[Callable[[Envelope], Envelope], str]] = {
+    "another agent's bytes": (
+        lambda good: attrs.evolve(good, name="somebody"),
+        r"metadata.agent: got b'far', wanted 'somebody', as on the envelope",
+    ),
+    "an agent of a longer name": (
+        lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far away")),
+        r"metadata.agent: got b'far away', wanted 'far'",
+    ),
+    "not nixl's": (
+        lambda good: attrs.evolve(good, metadata=b"not nixl's"),
+        r"metadata.agent: .* wanted metadata of a NIXL agent",
+    ),
+    "empty": (lambda good: attrs.evolve(good, metadata=b""), "metadata of a NIXL agent"),
+    "a name past the end": (
+        lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far", b"")[:-1]),
+        "metadata of a NIXL agent",
+    ),
+    "no name": (lambda good: attrs.evolve(good, name=""), "metadata.name: .*1 to 255 bytes"),
+    "a long name": (
+        lambda good: attrs.evolve(good, name="x" * 10**6),
+        "metadata.name: got '1000000 bytes', wanted 1 to 255 bytes",
+    ),
+    "bytes of a long name": (
+        lambda good: attrs.evolve(good, metadata=nixl_bytes(b"x" * 10**6)),
+        "metadata.agent: got b'xxx",
+    ),
+    "no probe": (lambda good: attrs.evolve(good, probe=0), "metadata.probe: got 0"),
+    "a probe that ends at 2**63": (
+        lambda good: attrs.evolve(good, probe=2**63 - 1),
+        "metadata.probe: got 9223372036854775807",
+    ),
+    "a probe of 64 bits": (lambda good: attrs.evolve(good, probe=2**64 - 1), "metadata.probe"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
+    """Sealed by who knows the secret, and wrong: refused by name; the good peer stays good."""
+    change, words = BAD[case]
+    with NixlRank("near", polled=True, secret=SECRET) as near, NixlRank("far") as far:
+        far._secret = SECRET
+        ranks = Pair(near, far)
+        bad = change(unseal(far.metadata(), SECRET)).seal(SECRET)
+        with pytest.raises(WireError, match=words) as caught:
+            near.connect(bad)
+        assert len(str(caught.value)) < 600
+        assert ("far",) == near.peers
+        ranks.read(0, 9).wait()
+        assert ranks.right(0, 9)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    """A name is UTF-8."""
+    body = introduction._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
+    sealed = introduction._MAGIC + introduction._mac(SECRET, body) + body
+    with pytest.raises(WireError, match=r"metadata.name: got b'\\xff', wanted UTF-8"):
+        unseal(sealed, SECRET)
+
+
+def test_rubbish_after_the_name_is_nixls_to_refuse() -> None:
+    """What only nixl can judge comes from who knows the secret; the good metadata still loads."""
+    with NixlRank("near", polled=True) as near, NixlRank("far") as far:
+        good = unseal(far.metadata(), near._secret)
+        bad = attrs.evolve(good, metadata=nixl_bytes(b"far"))
+        with pytest.raises(TransferError, match="connect failed: Mismatch") as caught:
+            near.connect(bad.seal(near._secret or b""))
+        assert "stale_peer" == caught.value.state
+        assert () == near.peers
+        ranks = Pair(near, far)
+        ranks.read(0, 9).wait()
+        assert np.array_equal(ranks.remote[:512], ranks.local[:512])
