@@ -60,11 +60,17 @@ def place(
 def _axes(letters: str, members: Sequence[Placement]) -> str:
     """Return the order of axes, with T (tensors of a page) and K (parts of a tensor) put in.
 
-    Without K the parts of a tensor are packed in the content: K stands just outside C. A state's
-    page lies in one piece: T just inside L and B, and the parts of a tensor side by side in H.
+    | rows   | letters with K   | letters without K | why                                      |
+    |--------|------------------|-------------------|------------------------------------------|
+    | tokens | LKBNHC: LKBTNHC  | LBNHC: LBTNHKC    | T just inside L and B; K as the letters  |
+    |        |                  |                   | say, else parts packed in the content    |
+    | states | LKBNHC: LBTNKHC  | LBHNC: LBTKHNC    | L and B outermost, so that a page lies   |
+    |        |                  |                   | in one piece; parts side by side along H |
     """
     if all(each.part.per_token for each in members):
-        return letters if "K" in letters else letters[:-1] + "KC"
+        planes = letters if "K" in letters else letters[:-1] + "KC"
+        inside = 1 + max(planes.index("L"), planes.index("B"))
+        return f"{planes[:inside]}T{planes[inside:]}"
     outer = "".join(each for each in letters if each in "LB")
     inner = "".join(each for each in letters if each in "HN")
     return outer + "T" + inner.replace("H", "KH") + "C"

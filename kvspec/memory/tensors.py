@@ -20,7 +20,6 @@ from kvspec.memory.aliasing import check_apart
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
-from kvspec.specs import LayerSpec
 
 _NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "C": "byte"}
 
@@ -106,15 +105,15 @@ def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, _Array]:  #
     }
 
 
-def _check_dtype(field: str, spec: LayerSpec, parts: Iterable[Part], array: _Array) -> None:
-    """Refuse elements of another float type than the spec's; plain bytes and ints may be any."""
+def _check_dtype(field: str, parts: Iterable[Part], array: _Array) -> None:
+    """Refuse elements of another float type than the part's; plain bytes and ints may be any."""
     if "float" not in array.dtype:
         return
     for part in parts:
-        wanted = spec.dtype_of(part.name)
+        wanted = part.dtype
         if wanted is not None and "float" in wanted and wanted != array.dtype:
             raise SpecError(
-                f"{field}.dtype", array.dtype, f"{wanted}, as the spec has, or plain bytes"
+                f"{field}.dtype", array.dtype, f"{wanted}, as the part has, or plain bytes"
             )
 
 
@@ -138,7 +137,7 @@ def _layer(
             field = f"tensors[{layer!r}][{name!r}]"
             reader = _Reader(field, group.name, letters, _letters(order), array)
             regions = list(reader.regions(layer, held))
-            _check_dtype(field, group.in_memory(layer), held, array)
+            _check_dtype(field, held, array)
             yield from ((array, region) for region in regions)
     missing = [
         p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(named)

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import attrs
 
+from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int
+from kvspec.inputs import flag, positive_int
+
+
+def _dtype(value: object) -> str | None:
+    return None if value is None else dtype_name(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -20,10 +25,12 @@ class Part:
     never split). *states*: rows of one block. *content_bytes*: bytes of one (unit, state),
     contiguous in every layout. *deal_in*: units are dealt in whole multiples of this.
     *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
-    *tensor*: parts of one tensor lie side by side: where rows are tokens, packed in the content (k
-    and v) unless the layout has planes; in a state, one part's units after the other's (the
-    channels of a conv state). *whole*: what one rank holds of the part cannot be cut between units
-    (packed formats whose scales span heads).
+    *dtype*: the type of the content's elements, or None where it is opaque bytes.
+    *tensor*: a page holds its tensors one after the other, each as the layout says; parts of one
+    tensor lie side by side in it: where rows are tokens, packed in the content (k and v) unless the
+    layout has planes; in a state, one part's units after the other's (the channels of a conv
+    state). *whole*: what one rank holds of the part cannot be cut between units (packed formats
+    whose scales span heads).
     """
 
     name: str
@@ -32,6 +39,7 @@ class Part:
     content_bytes: int
     deal_in: int = 1
     tokens_per_state: int = 1
+    dtype: str | None = attrs.field(default=None, converter=_dtype)
     tensor: str = "kv"
     whole: bool = False
 
@@ -43,6 +51,13 @@ class Part:
         positive_int(f"{self.name}.tokens_per_state", self.tokens_per_state, least=0)
         if self.units % self.deal_in:
             raise SpecError(f"{self.name}.units", self.units, f"a multiple of {self.deal_in}")
+        if not isinstance(self.tensor, str) or not self.tensor:
+            raise SpecError(f"{self.name}.tensor", self.tensor, "a non-empty str")
+        flag(f"{self.name}.whole", self.whole)
+        size = 1 if self.dtype is None else itemsize(self.dtype)
+        if self.content_bytes % size:
+            wanted = f"whole elements of {self.dtype}, {size} bytes each"
+            raise SpecError(f"{self.name}.content_bytes", self.content_bytes, wanted)
 
     @property
     def per_token(self) -> bool:

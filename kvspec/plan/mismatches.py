@@ -68,7 +68,11 @@ def _layer_mismatches(a: LayerSpec, b: LayerSpec) -> list[Mismatch]:
             why = WHY.get(name, "it changes what the bytes mean")
             found.append(Mismatch(name, getattr(a, name), getattr(b, name), why))
     # Parts that are derived from the fields differ only where those do.
-    return found + (_part_mismatches(a.parts, b.parts) if given or not found else [])
+    told = {each.field for each in found}
+    if found and not given:
+        return found
+    parts = _part_mismatches(a.parts, b.parts)
+    return found + [p for p in parts if not (p.field.endswith(".dtype") and told & DTYPES)]
 
 
 def _differ(a: LayerSpec, b: LayerSpec, field: str) -> bool:
@@ -95,11 +99,15 @@ def _part_mismatches(a: tuple[Part, ...], b: tuple[Part, ...]) -> list[Mismatch]
     ]
 
 
+DTYPES = {"dtype", "ssm_dtype"}
+"""Fields of a spec that are its parts' dtypes too."""
+
 PART_WHY = {
     "units": "units pair by their global number",
     "content_bytes": "one unit's row has another length",
     "deal_in": "units would be cut at other places",
     "tokens_per_state": "a row stands for other tokens",
+    "dtype": "the same bytes mean other numbers",
     "states": "the states have different rows (speculative tokens?)",
 }
 """Fields of a part that both sides must share, and why; rows of a block may differ for tokens."""

@@ -20,6 +20,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Cyclic, meet
 from kvspec.specs import LayerSpec
+from kvspec.specs.state import common_rows
 
 
 @attrs.frozen
@@ -39,7 +40,7 @@ class GroupPair:
         shared = set(self.layers)
         kept = ((s, tuple(x for x in names if x in shared)) for s, names in self.consumer.alike)
         return tuple(
-            (spec.common_rows(self.producer.spec.of_layer(names[0])), names)
+            (common_rows(spec, self.producer.spec.of_layer(names[0])), names)
             for spec, names in kept
             if names
         )

@@ -14,6 +14,10 @@ from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 
+def _scale_dtype(value: object) -> str | None:
+    return None if value is None else dtype_name(value, "scale_dtype")
+
+
 @attrs.frozen(kw_only=True, slots=False)
 class AttentionSpec(LayerSpec):
     """A layer with rows for tokens.
@@ -35,23 +39,27 @@ class AttentionSpec(LayerSpec):
             wanted = f"a multiple of tokens_per_state={self.tokens_per_state}"
             raise SpecError("block_size", self.block_size, wanted)
 
-    def dtype_of(self, part: str) -> str | None:  # noqa: ARG002
-        """Return the dtype of keys and values, unless they are packed."""
-        return None if self.state_content_bytes is not None else self.dtype
-
-    def _rows(self, units: int, **contents: int) -> tuple[Part, ...]:
+    def _rows(self, units: int, **sizes: int) -> tuple[Part, ...]:
+        """Return a part for each name, of so many elements, or the one that is packed."""
         if self.state_content_bytes is not None:
-            contents = {"kv": self.state_content_bytes}
+            return (self._part("kv", units, self.state_content_bytes, None),)
         return tuple(
-            Part(
-                name=name,
-                units=units,
-                states=self.block_size // self.tokens_per_state,
-                content_bytes=content,
-                tokens_per_state=self.tokens_per_state,
-                whole=self.spans_heads,
-            )
-            for name, content in contents.items()
+            self._part(name, units, size * itemsize(self.dtype), self.dtype)
+            for name, size in sizes.items()
+        )
+
+    def _part(
+        self, name: str, units: int, content: int, dtype: str | None, tensor: str = "kv"
+    ) -> Part:
+        return Part(
+            name=name,
+            units=units,
+            states=self.block_size // self.tokens_per_state,
+            content_bytes=content,
+            tokens_per_state=self.tokens_per_state,
+            dtype=dtype,
+            tensor=tensor,
+            whole=self.spans_heads,
         )
 
 
@@ -60,17 +68,52 @@ class FullAttentionSpec(AttentionSpec):
     """Keys and values of every token, dealt in KV heads.
 
     *total_num_kv_heads*: KV heads of the model, not of a rank. *head_size*, *head_size_v*:
-    elements of one key and one value (equal unless given).
+    elements of one key and one value (equal unless given). *scale_dtype*: if given, each head of
+    each token has scales of this type, in tensors of their own: the page is keys, their scales,
+    values, theirs. *elements_per_scale*: elements of *dtype* that share a scale, all of a head
+    unless given (NVFP4: 8 bytes of two elements each; MXFP8: 32).
     """
 
     total_num_kv_heads: int = attrs.field(validator=is_size)
     head_size_v: int | None = attrs.field(default=None, validator=is_size_or_none)
+    scale_dtype: str | None = attrs.field(default=None, converter=_scale_dtype)
+    elements_per_scale: int | None = attrs.field(default=None, validator=is_size_or_none)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.scale_dtype is None:
+            if self.elements_per_scale is not None:
+                wanted = "None where there is no scale_dtype"
+                raise SpecError("elements_per_scale", self.elements_per_scale, wanted)
+            return
+        if self.state_content_bytes is not None:
+            wanted = "None where the content is packed (state_content_bytes), scales and all"
+            raise SpecError("scale_dtype", self.scale_dtype, wanted)
+        each = self.elements_per_scale
+        if each is not None and (self.head_size % each or (self.head_size_v or 0) % each):
+            told = f"a divisor of head_size={self.head_size}"
+            more = "" if self.head_size_v is None else f" and head_size_v={self.head_size_v}"
+            raise SpecError("elements_per_scale", each, told + more)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Keys and values of the model's KV heads."""
-        size, value = itemsize(self.dtype), self.head_size_v or self.head_size
-        return self._rows(self.total_num_kv_heads, k=self.head_size * size, v=value * size)
+        """Keys and values of the model's KV heads, and the scales of each."""
+        heads, sizes = self.total_num_kv_heads, {"k": self.head_size, "v": self._value_size}
+        if self.scale_dtype is None:
+            return self._rows(heads, **sizes)
+        found: list[Part] = []
+        for name, size in sizes.items():
+            content = size * itemsize(self.dtype)
+            found.append(self._part(name, heads, content, self.dtype, name))
+            count = size // (self.elements_per_scale or size)
+            content = count * itemsize(self.scale_dtype)
+            scale = f"{name}_scale"
+            found.append(self._part(scale, heads, content, self.scale_dtype, scale))
+        return tuple(found)
+
+    @property
+    def _value_size(self) -> int:
+        return self.head_size if self.head_size_v is None else self.head_size_v
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -118,7 +161,7 @@ class MLAAttentionSpec(AttentionSpec):
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The latent, one unit."""
-        return self._rows(1, latent=self.head_size * itemsize(self.dtype))
+        return self._rows(1, latent=self.head_size)
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -26,6 +26,8 @@ WHY = {
     "total_num_kv_heads": "heads pair by their global number",
     "head_size": "one head of one token has another length",
     "head_size_v": "one value of one token has another length",
+    "scale_dtype": "the same bytes mean other numbers",
+    "elements_per_scale": "a scale holds for other elements",
     "dtype": "the same bytes mean other numbers",
     "ssm_dtype": "the same bytes mean other numbers",
     "tokens_per_state": "a row stands for other tokens",
@@ -36,7 +38,11 @@ WHY = {
 }
 """Why a field of a spec must be the same on both engines."""
 
-UNLESS_GIVEN = {"head_size_v": "head_size", "ssm_dtype": "dtype"}
+UNLESS_GIVEN = {
+    "head_size_v": "head_size",
+    "ssm_dtype": "dtype",
+    "elements_per_scale": "head_size",
+}
 """Fields that, where they are None, mean what another field says."""
 
 
@@ -89,14 +95,6 @@ class LayerSpec:
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
         """Return how many tokens such a layer counts: the prompt's, unless it has others."""
         return num_tokens
-
-    def dtype_of(self, part: str) -> str | None:  # noqa: ARG002
-        """Return the dtype of a part's elements, or None where its bytes are opaque."""
-        return None
-
-    def common_rows(self, other: LayerSpec) -> LayerSpec:  # noqa: ARG002
-        """Return this spec with the rows that *other*'s state has too; of tokens, all of them."""
-        return self
 
     def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
         """Return the bytes of one block of one layer on one rank, padding included."""

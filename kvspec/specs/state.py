@@ -59,24 +59,17 @@ class MambaSpec(LayerSpec):
             if part.per_token:
                 wanted = "0: a state is not indexed by tokens"
                 raise SpecError(f"{part.name}.tokens_per_state", part.tokens_per_state, wanted)
+        self.parts  # noqa: B018 - their contents are whole elements, or this raises
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The state's own parts."""
-        return self.state_parts
-
-    def dtype_of(self, part: str) -> str | None:
-        """Return the dtype of the temporal state or of the conv state."""
-        return self.ssm_dtype if part == "ssm" else self.dtype
-
-    def common_rows(self, other: LayerSpec) -> LayerSpec:
-        """Return this state with the rows that *other* has too, of each part of the same name."""
-        rows = {part.name: part.states for part in other.parts}
-        least = [min(part.states, rows.get(part.name, part.states)) for part in self.parts]
-        if least == [part.states for part in self.parts]:
-            return self
-        parts = zip(self.parts, least, strict=True)
-        return attrs.evolve(self, state_parts=[attrs.evolve(p, states=n) for p, n in parts])
+        """The state's own parts; those that do not name a dtype have the spec's."""
+        return tuple(
+            attrs.evolve(part, dtype=self.ssm_dtype if part.name == "ssm" else self.dtype)
+            if part.dtype is None
+            else part
+            for part in self.state_parts
+        )
 
     def live_tokens(self, num_tokens: int) -> range:
         """Return the position after which the state stands: the last of *num_tokens*."""
@@ -223,6 +216,21 @@ class MambaSpec(LayerSpec):
         return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
 
 
+def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
+    """Return *spec* with the rows that *other* has too, of each of its state's parts.
+
+    Rows of tokens are all of them: two engines' blocks differ in size, not in what is common.
+    """
+    if not isinstance(spec, MambaSpec):
+        return spec
+    rows = {part.name: part.states for part in other.parts}
+    least = [min(part.states, rows.get(part.name, part.states)) for part in spec.parts]
+    if least == [part.states for part in spec.parts]:
+        return spec
+    parts = zip(spec.parts, least, strict=True)
+    return attrs.evolve(spec, state_parts=[attrs.evolve(p, states=n) for p, n in parts])
+
+
 def _conv_rows(conv_kernel: int, num_speculative_tokens: int) -> int:
     positive_int("conv_kernel", conv_kernel, least=2)
     return conv_kernel - 1 + positive_int("num_speculative_tokens", num_speculative_tokens, least=0)
@@ -237,6 +245,7 @@ def _conv(name: str, field: str, heads: int, channels: int, rows: int, dtype: st
         content_bytes=itemsize(dtype_name(dtype)),
         deal_in=channels,
         tokens_per_state=0,
+        dtype=dtype,
         tensor="conv",
     )
 
@@ -249,5 +258,6 @@ def _ssm(field: str, heads: int, elements: int, dtype: str) -> Part:
         states=1,
         content_bytes=elements * itemsize(dtype_name(dtype, "ssm_dtype")),
         tokens_per_state=0,
+        dtype=dtype,
         tensor="ssm",
     )

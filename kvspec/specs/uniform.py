@@ -23,6 +23,8 @@ _OWN = {
     "head_size",
     "head_size_v",
     "dtype",
+    "scale_dtype",
+    "elements_per_scale",
     "tokens_per_state",
     "state_content_bytes",
     "spans_heads",

@@ -148,11 +148,12 @@ def _carve(
 ) -> Iterator[tuple[_Plane, Bytes]]:
     """Split the last axis of *flat* letter by letter; yield each plane's [B, H, N, C] array.
 
-    *seen* names the axes before the last one. Layers and parts lie one after the other ("L", "K";
-    without "K" the parts share "C"); blocks, units and states are counted, so they must agree.
+    *seen* names the axes before the last one. Layers, tensors and parts lie one after the other
+    ("L", "T", "K"; without "K" the parts share "C"); blocks, units and states are counted, so they
+    must agree.
     """
     letter, rest = letters[0], letters[1:]
-    if letter in "LKC":
+    if letter in "LTKC":
         inner = "C" if letter == "C" else rest
         for some in _apart(planes, letter):
             size = sum(plane.size(inner) for plane in some)
@@ -176,7 +177,7 @@ def _carve_page(
     if planes[0].part.per_token:
         inner = "".join(letter for letter in letters if letter not in "LB")
         size = sum(plane.size("HNC") for plane in planes)
-        yield from _carve(page[:, :size], inner, planes, "B")
+        yield from _carve(page[:, :size], f"T{inner}", planes, "B")
         return
     for some in _apart(planes, "T"):
         size = sum(plane.size("HNC") for plane in some)
@@ -222,7 +223,8 @@ def _carve_group(
     if planes[0].part.per_token and letters[:2] not in {"LB", "BL"}:
         if any(group.spec.of_layer(some[0].layer).page_size_padded for some in layers):
             raise ValueError(f"group {group.name}: {letters} has no page whose end could be padded")
-        yield from _carve(flat, letters, planes)
+        inner = letters[len(outside) :]
+        yield from _carve(flat, f"{outside}T{inner}", planes)
         return
     rows = flat.reshape(blocks, sum(pages)) if letters.index("B") < letters.index("L") else None
     start = 0

@@ -26,17 +26,28 @@ NAMED_LAYOUTS = tuple(
 )
 _ORDERS = ["".join(order) + "C" for letters in ("LBHN", "LBKHN") for order in permutations(letters)]
 _ANY = st.sampled_from(NAMED_LAYOUTS) | st.sampled_from(_ORDERS)
-_RAGGED = st.sampled_from(
-    [name for name in (*NAMED_LAYOUTS, *_ORDERS) if name.index("L") < name.index("H")]
-)
 
 
 def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     """Draw a layout that *spec* can have: named or any permutation of the letters, C last.
 
     Layers with heads of their own have no common head axis outside of them: L stands before H.
+    Parts with units or rows of their own are set apart before those are counted: as planes, or as
+    tensors of a page, which lie inside L and B.
     """
-    return _RAGGED if isinstance(spec, UniformTypeKVCacheSpecs) and not is_state(spec) else _ANY
+    if is_state(spec):
+        return _ANY
+    parts = spec.of_layer(next(iter(spec.layers), "")).parts
+    ragged = "H" * (len({part.units for part in parts}) > 1)
+    ragged += "N" * (len({part.states for part in parts}) > 1)
+
+    def fits(name: str) -> bool:
+        apart = min(max(map(name.index, "LB")), name.find("K") % len(name))
+        if spec.layers and name.index("L") > name.index("H"):
+            return False
+        return all(apart < name.index(letter) for letter in ragged)
+
+    return _ANY.filter(fits)
 
 
 @st.composite

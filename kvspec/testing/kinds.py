@@ -26,6 +26,7 @@ from kvspec.specs import (
 _HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
 _SIZES = st.integers(1, 4)
 _DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn"))
+_SCALES = st.sampled_from(("float32", "float8_e4m3fn"))
 _WINDOWS = st.sampled_from((2, 3, 5, 6, 8)) | st.integers(1, 24)
 _CELLS = st.sampled_from(
     [{"block_size": b} for b in (1, 2, 3, 4, 8, 16)]
@@ -68,6 +69,10 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "full": _attention(FullAttentionSpec, **_GQA),
     "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_SIZES),
     "full, opaque": _attention(FullAttentionSpec, **_GQA, state_content_bytes=st.integers(1, 9)),
+    "full, with scales": _attention(
+        FullAttentionSpec, **_GQA, head_size_v=st.none() | _SIZES, scale_dtype=_SCALES,
+        elements_per_scale=st.sampled_from((None, 1)),
+    ),
     "sliding window": _attention(
         SlidingWindowSpec, **_GQA, sliding_window=_WINDOWS, extra_retained_tokens=st.integers(0, 2)
     ),

@@ -193,7 +193,8 @@ def _cached(
         return attrs.evolve(bare, cached_tokens=amount)
     found = {}
     for group in model:
-        length, row = length_of(group, bare), max(1, parts_of([group])[0].tokens_per_state)
+        length = length_of(group, bare)
+        row = max(1, *(part.tokens_per_state for part in parts_of([group])))
         some = draw(st.sampled_from((0, 0, length)) | st.integers(0, length))
         found[group.name] = some if some == length else some // row * row
     return attrs.evolve(bare, cached_tokens=found)

@@ -352,7 +352,7 @@ def test_elements_of_another_float_type_are_refused() -> None:
     half = np.zeros((6, 1, 4, 8), np.float16)
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half})
-    wanted = "tensors['l']['kv'].dtype='float16': wanted bfloat16, as the spec has, or plain bytes"
+    wanted = "tensors['l']['kv'].dtype='float16': wanted bfloat16, as the part has, or plain bytes"
     assert wanted == str(caught.value)
     cache = kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half.view(np.uint16)})
     assert 1 == len(cache.regions)

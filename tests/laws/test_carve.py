@@ -63,8 +63,10 @@ class Walk:
         if strategies.is_state(self.group.spec):
             inner = "".join(each for each in letters if each in "HN").replace("H", "KH")
             letters = "".join(each for each in letters if each in "LB") + "T" + inner + "C"
-        elif "K" not in letters:
-            letters = letters[:-1] + "KC"
+        else:
+            letters = letters if "K" in letters else letters[:-1] + "KC"
+            inside = 1 + max(letters.index("L"), letters.index("B"))
+            letters = letters[:inside] + "T" + letters[inside:]
         return self.step(letters, {})
 
     def parts(self, at: Mapping[str, Any]) -> list[kvspec.Part]:

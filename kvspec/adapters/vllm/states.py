@@ -132,6 +132,7 @@ def _linear(state: _State) -> MambaSpec:
         states=1,
         content_bytes=prod(content) * itemsize(dtype),
         tokens_per_state=0,
+        dtype=dtype,
         tensor="ssm",
     )
     return MambaSpec(block_size=state.block_size, state_parts=(part,), dtype=dtype)
