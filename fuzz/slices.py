@@ -77,8 +77,8 @@ def test_every_unit_once(data: st.DataObject, part: Part, replicas: Replicas, sa
     for rank in consumer.ranks:
         found = slices_of(part, both, rank, pull=True, replicas=replicas, salt=salt)
         mine = held(consumer, part, rank.tp)
-        for block in range(max((each.stripe[1] for each in found), default=1)):
-            reads = [each for each in found if block % each.stripe[1] == each.stripe[0]]
+        for block in range(max((each.stripe.step for each in found), default=1)):
+            reads = [each for each in found if each.stripe.holds(block)]
             units = [(at, unit) for r in reads for at, unit in zip(*_pair(r), strict=True)]
             assert list(enumerate(mine)) == sorted(units)
         for each in found:

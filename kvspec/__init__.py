@@ -19,9 +19,11 @@ from kvspec.errors import (
 from kvspec.memory.allocation import allocate, lay_out
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.deals import Deal, default_deal
+from kvspec.ownership.election import Election, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.stripes import Stripe
 from kvspec.plan.edges import Edge
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -47,6 +49,7 @@ __all__ = [
     "Deal",
     "DescriptorTable",
     "Edge",
+    "Election",
     "EngineSpec",
     "FullAttentionSpec",
     "KVCacheGroup",
@@ -65,7 +68,9 @@ __all__ = [
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecError",
+    "Stripe",
     "TPTransferSlice",
+    "Topology",
     "TransferError",
     "TransferPlan",
     "TransferRequest",

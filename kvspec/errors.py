@@ -45,15 +45,22 @@ class SpecError(KVSpecError, ValueError):
 
 @attrs.frozen
 class Mismatch:
-    """One field in which two valid sides do not fit: its name, both values and why it matters."""
+    """One field in which two valid sides do not fit: its name, both values and why it matters.
+
+    *sides* names whose values they are where it is not the producer's and the consumer's: what is
+    held and what is wanted, what is needed and the limit, the plan's and the cache's.
+    """
 
     field: str
-    ours: object
-    theirs: object
+    producer: object
+    consumer: object
     why: str
+    sides: tuple[str, str] = ("producer", "consumer")
 
     def __str__(self) -> str:
-        return f"{self.field}: ours {shown(self.ours)}, theirs {shown(self.theirs)} ({self.why})"
+        values = zip(self.sides, (self.producer, self.consumer), strict=True)
+        both = ", ".join(f"{side} {shown(value)}" for side, value in values)
+        return f"{self.field}: {both} ({self.why})"
 
 
 class MismatchError(KVSpecError):
@@ -61,7 +68,7 @@ class MismatchError(KVSpecError):
 
     def __init__(self, mismatches: Iterable[Mismatch]) -> None:
         self.mismatches = tuple(mismatches)
-        super().__init__("\n".join(str(each) for each in self.mismatches))
+        super().__init__("\n".join(str(one) for one in self.mismatches))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.mismatches,)

@@ -78,7 +78,7 @@ def _moves(
         )
         groups = [(group, engine.context(group, rank)) for engine, group, rank in sides]
         for each in edge.slices:
-            for layer in each.layers or edge.layers:
+            for layer in each.layers:
                 spec = plan.pair_of(edge).specs[layer]
                 for part in (part for part in spec.parts if part.name in each.parts):
                     rows = _rows(request, each, spec, part, groups)
@@ -137,10 +137,9 @@ def _rows(
     (ours, our_context), (theirs, their_context) = groups
     wanted = request.wanted(theirs.name, spec)
     tables = request.producer_blocks[ours.name], request.consumer_blocks[theirs.name]
-    first, step = each.stripe
     virtual = spec.block_size * their_context.size
     if not part.per_token:
-        if not wanted or wanted.start // virtual % step != first:
+        if not wanted or not each.stripe.holds(wanted.start // virtual):
             return [torch.zeros(0, dtype=torch.int64)] * 4
         rows = np.arange(part.states)
         slots = [
@@ -152,7 +151,7 @@ def _rows(
         found = [slots[0], rows, slots[1], rows]
     else:
         tokens = np.arange(wanted.start, wanted.stop)
-        tokens = tokens[tokens // virtual % step == first]
+        tokens = tokens[each.stripe.holds(tokens // virtual)]
         tokens = np.unique(tokens // part.tokens_per_state) * part.tokens_per_state
         tokens = tokens[our_context.owns(tokens) & their_context.owns(tokens)]
         found = [
@@ -182,7 +181,9 @@ def _place(
     if len(tokens) and not (held.start <= tokens[0] and tokens[-1] < held.stop):
         why = "the table does not hold every token that is wanted"
         wanted = range(int(tokens[0]), int(tokens[-1]) + 1)
-        raise MismatchError([Mismatch(f"blocks of {group.name}", held, wanted, why)])
+        raise MismatchError(
+            [Mismatch(f"blocks of {group.name}", held, wanted, why, ("held", "wanted"))]
+        )
     block, token = np.divmod(tokens - table.first_token, size * context.size)
     rounds, rest = np.divmod(token, context.interleave * context.size)
     token = rounds * context.interleave + rest % context.interleave

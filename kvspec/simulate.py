@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.election import Election, Replicas, Topology, known_policies
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -27,8 +27,6 @@ from kvspec.traffic.flows import Flows, flows
 Floats = npt.NDArray[np.float64]
 Speed = float | Sequence[float]
 """Bytes a second of every rank's link, or one number a rank."""
-
-POLICIES: tuple[Replicas, ...] = get_args(Replicas)
 
 
 @attrs.frozen(kw_only=True)
@@ -123,7 +121,8 @@ def simulate(
     consumers: int = 1,
     out_speed: Speed = 50e9,
     in_speed: Speed = 50e9,
-    replicas: Sequence[Replicas] = POLICIES,
+    replicas: Sequence[Replicas] | None = None,
+    topology: Topology | None = None,
 ) -> Simulation:
     """Predict how the links are loaded when every consumer engine fetches one request.
 
@@ -131,7 +130,8 @@ def simulate(
     salt do not matter. *num_tokens*: length of each request, nothing cached. *consumers*: how many
     engines like the consumer fetch at once from the one producer; engine e elects with salt e.
     *out_speed*, *in_speed*: bytes a second of each rank's own link, full duplex, one number for
-    all ranks or one a rank. *replicas*: the policies to compare.
+    all ranks or one a rank. *replicas*: the policies to compare; unless given, every one, but those
+    that need a *topology* where there is none.
 
     A predicted time is ``max(load / speed)`` over all links: a fluid lower bound. It assumes that
     nothing but the ranks' own links is short (no oversubscribed switch), and leaves out latency,
@@ -151,29 +151,50 @@ def simulate(
     producer, consumer = _engines(plan_or_engines)
     positive_int("num_tokens", num_tokens, least=0)
     positive_int("consumers", consumers)
-    policies = sequence("replicas", replicas, "policies")
-    if not policies:
+    given = known_policies(topology) if replicas is None else replicas
+    elections = [
+        Election(policy, topology=topology) for policy in sequence("replicas", given, "policies")
+    ]
+    if not elections:
         raise SpecError("replicas", replicas, "at least one policy")
-    ours, theirs = producer.parallel.ranks, consumer.parallel.ranks
-    speeds = _speeds("out_speed", out_speed, len(ours)), _speeds("in_speed", in_speed, len(theirs))
-    found: list[PolicyLoad] = []
-    for policy in policies:
-        moved = flows(plan_transfer(producer, consumer, policy), num_tokens)
-        _check_total(moved, consumers)
-        out = _out(moved, len(ours), consumers, rotate=policy != "first")
-        into = _total(moved.consumer, moved.moved, len(theirs))
-        found.append(
-            PolicyLoad(
-                replicas=policy,
-                producer_ranks=ours,
-                consumer_ranks=theirs,
-                out=out,
-                into=into,
-                out_seconds=_seconds("out_speed", out, speeds[0]),
-                into_seconds=_seconds("in_speed", into, speeds[1]),
-            )
+    links = _Links(
+        consumers=consumers,
+        producer_ranks=producer.parallel.ranks,
+        consumer_ranks=consumer.parallel.ranks,
+        out_speed=_speeds("out_speed", out_speed, len(producer.parallel.ranks)),
+        in_speed=_speeds("in_speed", in_speed, len(consumer.parallel.ranks)),
+    )
+    loads = (
+        links.load(flows(plan_transfer(producer, consumer, election), num_tokens), election)
+        for election in elections
+    )
+    return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(loads))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Links:
+    """The links of both sides, and how many consumer engines fetch over them."""
+
+    consumers: int
+    producer_ranks: tuple[RankId, ...]
+    consumer_ranks: tuple[RankId, ...]
+    out_speed: Floats
+    in_speed: Floats
+
+    def load(self, moved: Flows, election: Election) -> PolicyLoad:
+        """Return what the flows of one consumer engine put on the links, times all engines."""
+        _check_total(moved, self.consumers)
+        out = _out(moved, len(self.producer_ranks), self.consumers)
+        into = _total(moved.consumer, moved.moved, len(self.consumer_ranks))
+        return PolicyLoad(
+            replicas=election.replicas,
+            producer_ranks=self.producer_ranks,
+            consumer_ranks=self.consumer_ranks,
+            out=out,
+            into=into,
+            out_seconds=_seconds("out_speed", out, self.out_speed),
+            into_seconds=_seconds("in_speed", into, self.in_speed),
         )
-    return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(found))
 
 
 def _engines(given: object) -> tuple[EngineSpec, EngineSpec]:
@@ -223,28 +244,18 @@ def _total(at: Ints, moved: Ints, size: int) -> Ints:
     return found
 
 
-def _out(moved: Flows, ranks: int, consumers: int, *, rotate: bool) -> Ints:
+def _out(moved: Flows, ranks: int, consumers: int) -> Ints:
     """Return the bytes out of each producer rank, summed over all consumer engines.
 
-    A salt rotates each class of replicas, so engine e loads the member at place p as the first
-    engine loads the member at place p - e.
+    A salt rotates every class of equals, so engine e loads the member at place p as the first
+    engine loads the member at place p - e. All of a class turn after as many engines as it has
+    members, and only the engines that are left over have to be added one by one.
     """
-    if not rotate:
-        return _total(moved.producer, moved.moved, ranks) * consumers
-    found = np.zeros(ranks, np.int64)
-    sizes = np.array([len(each) for each in moved.members], np.int64)
-    slots = np.zeros(len(sizes), np.int64)
-    for size in np.unique(sizes[moved.class_of]):
-        chosen = np.flatnonzero(sizes == size)
-        slots[chosen] = np.arange(len(chosen))
-        mine = sizes[moved.class_of] == size
-        cells = slots[moved.class_of[mine]] * size + moved.position[mine]
-        loads = _total(cells, moved.moved[mine], len(chosen) * size).reshape(-1, size)
-        turns, rest = divmod(consumers, int(size))
-        summed = loads.sum(1, keepdims=True) * turns
-        before = np.concatenate([loads, loads], 1).cumsum(1)
-        # Engines 0 .. rest - 1 give place p what lies at places p - rest + 1 .. p.
-        window = before[:, size:] - before[:, size - rest : 2 * size - rest]
-        members = np.array([moved.members[each] for each in chosen], np.int64)
-        np.add.at(found, members, summed + window)
-    return found
+    out = np.zeros(ranks, np.int64)
+    for number, members in enumerate(moved.members):
+        chosen = moved.class_of == number
+        loads = _total(moved.position[chosen], moved.moved[chosen], len(members))
+        turns, rest = divmod(consumers, len(members))
+        summed = loads.sum() * turns + sum(np.roll(loads, engine) for engine in range(rest))
+        np.add.at(out, np.array(members), summed)
+    return out

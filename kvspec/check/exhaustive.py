@@ -6,15 +6,24 @@ that owns those heads, and within a replica class consumers per replica differ b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.ownership.deals import Deal, default_deal
-from kvspec.ownership.election import Replicas, check_policy
+from kvspec.ownership.election import (
+    POLICIES,
+    Election,
+    Elector,
+    Replicas,
+    Topology,
+    tp_elector,
+)
+from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.slices import Piece, consumer_pieces
+from kvspec.ownership.stripes import times_held
 
 Owned = tuple[tuple[int, int], ...]
 
@@ -43,11 +52,13 @@ def prove(
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     replicas: tuple[Replicas, ...] = ("spread",),
+    ranks_per_node: int | None = None,
 ) -> Proof:
     """Try every (producer TP, consumer TP, heads) up to the bounds, on every consumer rank.
 
     The bounds are at most 256 each. *jobs*: processes, one for each core unless given. *progress*
-    is called with the number of triples finished since its last call.
+    is called with the number of triples finished since its last call. *ranks_per_node*: for
+    policies that ask for nodes; both engines' ranks fill the same nodes in order.
     """
     positive_int("max_tp", max_tp, most=MAX_TP)
     positive_int("max_heads", max_heads, most=MAX_HEADS)
@@ -57,7 +68,7 @@ def prove(
     if not policies:
         raise SpecError("replicas", replicas, "at least one policy")
     for policy in policies:
-        check_policy(policy)
+        _election(policy, ranks_per_node, 1, 1)
     # Imported here: who plans a transfer does not start processes.
     from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
     from multiprocessing import get_context  # noqa: PLC0415
@@ -67,7 +78,10 @@ def prove(
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)
     try:
         # Most heads first: the longest tasks should not be the last ones.
-        tasks = [pool.submit(_prove_heads, h, max_tp, policies) for h in range(max_heads, 0, -1)]
+        tasks = [
+            pool.submit(_prove_heads, h, max_tp, policies, ranks_per_node)
+            for h in range(max_heads, 0, -1)
+        ]
         for task in as_completed(tasks):
             ranks, wrong = task.result()
             rank_cases += ranks
@@ -87,7 +101,18 @@ def _quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _prove_heads(heads: int, max_tp: int, replicas: tuple[Replicas, ...]) -> tuple[int, list[str]]:
+def _election(
+    policy: Replicas, ranks_per_node: int | None, producer_tp: int, consumer_tp: int
+) -> Election:
+    if ranks_per_node is None:
+        return Election(policy)
+    producer, consumer = ParallelConfig(tp_size=producer_tp), ParallelConfig(tp_size=consumer_tp)
+    return Election(policy, topology=Topology.packed(producer, consumer, ranks_per_node))
+
+
+def _prove_heads(
+    heads: int, max_tp: int, replicas: tuple[Replicas, ...], ranks_per_node: int | None = None
+) -> tuple[int, list[str]]:
     owned = [owned_heads(heads, size) for size in range(1, max_tp + 1)]
     deals = [default_deal(heads, size) for size in range(1, max_tp + 1)]
     ranks, faults = 0, list[str]()
@@ -95,7 +120,9 @@ def _prove_heads(heads: int, max_tp: int, replicas: tuple[Replicas, ...]) -> tup
         for consumer, mine in zip(deals, owned, strict=True):
             ranks += len(mine)
             for policy in replicas:
-                wrong = _fault(consumer, producer, mine, theirs, policy)
+                election = _election(policy, ranks_per_node, len(theirs), len(mine))
+                elector = tp_elector(election, len(theirs), len(mine))
+                wrong = _fault(consumer, producer, mine, theirs, elector)
                 if wrong is not None:
                     pair = f"{heads} heads, TP {len(theirs)} -> {len(mine)}, {policy}"
                     faults.append(f"{pair}: {wrong}")
@@ -122,47 +149,57 @@ def owned_heads(heads: int, tp_size: int) -> Owned:
 
 
 def _fault(
-    consumer: Deal, producer: Deal, mine: Owned, theirs: Owned, policy: Replicas
+    consumer: Deal, producer: Deal, mine: Owned, theirs: Owned, elector: Elector
 ) -> str | None:
     """Return what is wrong with one TP pair, or None."""
-    reads = [0] * len(theirs)
+    reads: dict[tuple[int, ...], list[int]] = {}
     for rank, (start, stop) in enumerate(mine):
-        at = start
-        pieces = consumer_pieces(consumer, producer, rank, policy)
-        for source, first, last, stripe in pieces if policy != "stripe" else _whole(pieces):
-            if first != at or last <= first:
-                return f"rank {rank}: heads {at}.. missing or double at {first}..{last - 1}"
+        reached = start
+        for source, first, last, stripe, equals in _whole(
+            consumer_pieces(consumer, producer, rank, elector)
+        ):
+            if first != reached or last <= first:
+                return f"rank {rank}: heads {reached}.. missing or double at {first}..{last - 1}"
             if last > stop:
                 over = f"heads {max(first, stop)}..{last - 1} read, although not its own"
                 return f"rank {rank}: {over}"
             if not theirs[source][0] <= first < last <= theirs[source][1]:
                 return f"rank {rank}: producer {source} does not own heads {first}..{last - 1}"
-            reads[source] += stripe == (0, 1)
-            at = last
-        if at != stop:
-            return f"rank {rank}: heads {at}..{stop - 1} missing"
-    return _unfair(theirs, reads) if policy == "spread" else None
-
-
-def _unfair(theirs: Owned, reads: list[int]) -> str | None:
-    """Return which replicas are read unevenly, or None."""
-    if len(theirs) == len(set(theirs)):
+            if stripe.whole:
+                reads.setdefault(equals, []).append(source)
+            reached = last
+        if reached != stop:
+            return f"rank {rank}: heads {reached}..{stop - 1} missing"
+    if len(set(theirs)) == len(theirs):
         return None
-    by_class: dict[tuple[int, int], list[int]] = {}
-    for own, count in zip(theirs, reads, strict=True):
-        by_class.setdefault(own, []).append(count)
-    for own, counts in by_class.items():
+    return _unfair(theirs, reads, everybody=elector.policy is POLICIES["spread"])
+
+
+def _unfair(
+    theirs: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: bool
+) -> str | None:
+    """Return which equal ranks are read unevenly, or None.
+
+    Equal are those among which a reader elected, or *everybody* that owns the same heads.
+    """
+    if everybody:
+        every = [rank for sources in reads.values() for rank in sources]
+        owners = {own: [r for r, other in enumerate(theirs) if other == own] for own in set(theirs)}
+        reads = {tuple(ranks): [r for r in every if r in ranks] for ranks in owners.values()}
+    for equals, sources in reads.items():
+        counts = [sources.count(rank) for rank in equals]
         if max(counts) - min(counts) > 1:
-            return f"replicas of heads {own} are read {counts} times"
+            return f"replicas of heads {theirs[equals[0]]} are read {counts} times"
     return None
 
 
-def _whole(pieces: list[Piece]) -> Iterator[Piece]:
-    """Yield one piece for each range whose stripes together are every virtual block once."""
-    stripes: dict[tuple[int, int], list[Piece]] = {}
+def _whole(pieces: list[Piece]) -> Iterable[Piece]:
+    """Return one piece for each range whose stripes together are every virtual block once."""
+    if all(piece.stripe.whole for piece in pieces):
+        return pieces
+    ways: dict[tuple[int, int], list[Piece]] = {}
     for piece in pieces:
-        stripes.setdefault((piece.start, piece.stop), []).append(piece)
-    for ways in stripes.values():
-        firsts = sorted(way.stripe[0] for way in ways)
-        if firsts == list(range(ways[0].stripe[1])):
-            yield ways[0]
+        ways.setdefault((piece.start, piece.stop), []).append(piece)
+    return [
+        pieces[0] for pieces in ways.values() if times_held(piece.stripe for piece in pieces) == 1
+    ]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import typer
@@ -29,6 +29,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
 from kvspec.inputs import MOST
+from kvspec.ownership.election import POLICIES, Election, Replicas, Topology
 from kvspec.ownership.parallel import ParallelConfig
 
 WRONG, REFUSED = 1, 2
@@ -139,3 +140,28 @@ def progress_bar() -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+POLICY_NAMES = "|".join(POLICIES)
+"""What ``--replicas`` takes."""
+
+RANKS_PER_NODE = typer.Option(
+    None, help="Both engines fill the same nodes with this many ranks each; for nearest."
+)
+
+
+def election_of(
+    replicas: str, ranks_per_node: int | None, producer: ParallelConfig, consumer: ParallelConfig
+) -> Election:
+    """Return the election that the options ask for."""
+    topology = topology_of(ranks_per_node, producer, consumer)
+    return Election(cast("Replicas", replicas), topology=topology)
+
+
+def topology_of(
+    ranks_per_node: int | None, producer: ParallelConfig, consumer: ParallelConfig
+) -> Topology | None:
+    """Return the nodes that ``--ranks-per-node`` means, if it is given."""
+    if ranks_per_node is None:
+        return None
+    return Topology.packed(producer, consumer, ranks_per_node)

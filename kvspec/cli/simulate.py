@@ -14,10 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from kvspec import catalogue
-from kvspec.cli.options import KEYS, engine, engine_words, output, refusals
+from kvspec.cli.options import (
+    KEYS,
+    POLICY_NAMES,
+    RANKS_PER_NODE,
+    engine,
+    engine_words,
+    output,
+    refusals,
+    topology_of,
+)
 from kvspec.errors import SpecError
 from kvspec.ownership.election import Replicas
-from kvspec.simulate import POLICIES, PolicyLoad, Simulation, simulate
+from kvspec.simulate import PolicyLoad, Simulation, simulate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,8 +66,9 @@ def simulate_command(
         50.0, help="GB/s into each consumer rank.", rich_help_panel=_LINKS
     ),
     replicas: list[str] = typer.Option(
-        list(POLICIES), metavar="spread|first|stripe", help="A policy to compare; may be repeated."
+        [], metavar=POLICY_NAMES, help="A policy to compare; may be repeated. All unless given."
     ),
+    ranks_per_node: int | None = RANKS_PER_NODE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
 ) -> None:
     """Predict how long a transfer takes at least, and which link bounds it, for each policy.
@@ -74,7 +84,8 @@ def simulate_command(
             consumers=consumers,
             out_speed=_speed("out_speed", out_speed),
             in_speed=_speed("in_speed", in_speed),
-            replicas=cast("Sequence[Replicas]", tuple(dict.fromkeys(replicas))),
+            replicas=cast("Sequence[Replicas]", tuple(dict.fromkeys(replicas))) or None,
+            topology=topology_of(ranks_per_node, ours.parallel, theirs.parallel),
         )
     if as_json:
         typer.echo(json.dumps({"model": model, **_plain(found)}, indent=1))

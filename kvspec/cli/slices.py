@@ -13,12 +13,19 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvspec.cli.options import model_groups, output, refusals
+from kvspec.cli.options import (
+    POLICY_NAMES,
+    RANKS_PER_NODE,
+    election_of,
+    model_groups,
+    output,
+    refusals,
+)
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.ownership.election import ALL_BLOCKS, Replicas, Role
+from kvspec.ownership.election import Election, Role
 from kvspec.ownership.parallel import MAX_RANKS, ParallelConfig
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.plan.plan import plan_transfer
@@ -101,8 +108,9 @@ def slices(
     ),
     rank: int | None = typer.Option(None, help="Only this rank."),
     replicas: str = typer.Option(
-        "spread", metavar="spread|first|stripe", help="Which of several equal ranks is read."
+        "spread", metavar=POLICY_NAMES, help="Which of several equal ranks is read."
     ),
+    ranks_per_node: int | None = RANKS_PER_NODE,
     as_json: bool = typer.Option(False, "--json", help="Print a JSON array instead of a table."),
     svg: str | None = typer.Option(
         None, metavar="FILE", help="Draw who reads which units from whom; group by group."
@@ -113,6 +121,8 @@ def slices(
         specs = _specs(model, heads, kind, groups)
         positive_int("producer_tp", producer_tp, most=MAX_RANKS)
         positive_int("consumer_tp", consumer_tp, most=MAX_RANKS)
+        sides = [ParallelConfig(tp_size=size) for size in (producer_tp, consumer_tp)]
+        election = election_of(replicas, ranks_per_node, *sides)
         local, remote = consumer_tp, producer_tp
         if role == "producer":
             local, remote = remote, local
@@ -123,11 +133,11 @@ def slices(
             for name, spec in specs.items()
             for each in (range(local) if rank is None else (rank,))
             for found in spec.get_tp_transfer_slices(
-                each, local, remote, cast("Role", role), cast("Replicas", replicas)
+                each, local, remote, cast("Role", role), election
             )
         ]
         if svg is not None:
-            _draw(specs, producer_tp, consumer_tp, cast("Replicas", replicas), svg)
+            _draw(specs, producer_tp, consumer_tp, election, svg)
     if as_json:
         typer.echo(json.dumps([_plain(each, role) for each in rows], indent=1))
     else:
@@ -145,7 +155,7 @@ def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict
 
 
 def _draw(
-    specs: dict[str, LayerSpec], producer: int, consumer: int, replicas: Replicas, file: str
+    specs: dict[str, LayerSpec], producer: int, consumer: int, election: Election, file: str
 ) -> None:
     """Write the picture of the plan between engines of these TP sizes, a file for each group."""
     if find_spec("svg") is None:
@@ -160,7 +170,7 @@ def _draw(
         EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=size))
         for size in (producer, consumer)
     )
-    plan = plan_transfer(ours, theirs, replicas)
+    plan = plan_transfer(ours, theirs, election)
     for group in groups:
         path = Path(file)
         if len(groups) > 1:
@@ -178,7 +188,7 @@ def _other(role: str) -> str:
 
 def _table(rows: list[_Row], role: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    grouped, striped = any(e.group for e in rows), any(e.slice.stripe != ALL_BLOCKS for e in rows)
+    grouped, striped = any(e.group for e in rows), any(not e.slice.stripe.whole for e in rows)
     layered = any(each.slice.layers for each in rows)
     names = [*(["group"] if grouped else []), role, _other(role), "parts", "units of the model"]
     names += [f"in the {role}", f"in the {_other(role)}"]
@@ -204,8 +214,7 @@ def _cells(row: _Row, *, grouped: bool, striped: bool, layered: bool) -> Iterato
     for units in (each.global_range, each.local_range, each.remote_range):
         yield str(units.start) if len(units) == 1 else f"{units.start}..{units.stop - 1}"
     if striped:
-        first, step = each.stripe
-        yield "all" if step == 1 else f"b % {step} == {first}"
+        yield str(each.stripe).removeprefix("blocks ")
     if layered:
         yield (
             f"{each.layers[0]} and {len(each.layers) - 1} more"
@@ -232,5 +241,5 @@ def _plain(row: _Row, role: str) -> dict[str, Any]:
         "parts": list(each.parts),
         **ranges,
         "layers": list(each.layers),
-        "stripe": list(each.stripe),
+        "stripe": [each.stripe.first, each.stripe.step],
     }

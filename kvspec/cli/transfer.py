@@ -14,7 +14,10 @@ import typer
 from kvspec import catalogue
 from kvspec.cli.options import (
     KEYS,
+    POLICY_NAMES,
+    RANKS_PER_NODE,
     WRONG,
+    election_of,
     engine,
     engine_words,
     output,
@@ -24,7 +27,6 @@ from kvspec.cli.options import (
 from kvspec.cli.show import show_job, show_report
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import package_names
-from kvspec.ownership.election import Replicas
 from kvspec.run import STAGES, Job, Report, check_job, run_transfer
 from kvspec.run.job import Mode
 
@@ -64,10 +66,11 @@ def transfer(
     ),
     replicas: str = typer.Option(
         "spread",
-        metavar="spread|first|stripe",
+        metavar=POLICY_NAMES,
         help="Which of several equal producer ranks is read.",
         rich_help_panel=_ENGINES,
     ),
+    ranks_per_node: int | None = RANKS_PER_NODE,
     tokens: int = typer.Option(300, help="Tokens of each prompt.", rich_help_panel=_REQUESTS),
     cached: int = typer.Option(
         0, help="Leading tokens that the consumer already holds.", rich_help_panel=_REQUESTS
@@ -113,13 +116,14 @@ def transfer(
                 ("consumer", consumer, consumer_tp, consumer_layout),
             )
         )
+        engines = engine("producer", model, ours), engine("consumer", model, theirs)
         job = Job(
-            producer=engine("producer", model, ours),
-            consumer=engine("consumer", model, theirs),
+            producer=engines[0],
+            consumer=engines[1],
             tokens=tokens,
             cached=cached,
             requests=requests,
-            replicas=cast("Replicas", replicas),
+            election=election_of(replicas, ranks_per_node, *(e.parallel for e in engines)),
             mode=cast("Mode", mode),
             device=device,
             seed=seed,

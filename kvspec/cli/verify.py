@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import cast, get_args
+from typing import cast
 
 import typer
 
 from kvspec.check.exhaustive import MAX_HEADS, MAX_TP, prove
-from kvspec.cli.options import WRONG, output, progress_bar, refusals
+from kvspec.cli.options import (
+    POLICY_NAMES,
+    RANKS_PER_NODE,
+    WRONG,
+    output,
+    progress_bar,
+    refusals,
+    topology_of,
+)
 from kvspec.errors import SpecError
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.election import Replicas, known_policies
+from kvspec.ownership.parallel import ParallelConfig
 
 MAX_FAULTS = 10
 """Counter-examples that are printed."""
@@ -23,13 +32,15 @@ def verify(
     max_heads: int = typer.Option(16, help=f"Largest number of KV heads: {MAX_HEADS} at most."),
     jobs: int | None = typer.Option(None, help="Processes; one for each core unless given."),
     replicas: str = typer.Option(
-        "spread", metavar="spread|first|stripe|all", help="The policies to try."
+        "spread", metavar=f"{POLICY_NAMES}|all", help="The policies to try."
     ),
+    ranks_per_node: int | None = RANKS_PER_NODE,
 ) -> None:
     """Prove, triple by triple, that every consumer head is read exactly once, from its owner."""
-    policies = get_args(Replicas) if replicas == "all" else (replicas,)
     began = time.perf_counter()
     with refusals():
+        nodes = topology_of(ranks_per_node, ParallelConfig(), ParallelConfig())
+        policies = known_policies(nodes) if replicas == "all" else (replicas,)
         if jobs is not None and jobs < 1:
             raise SpecError("jobs", jobs, "an int >= 1")
         with progress_bar() as bar:
@@ -40,6 +51,7 @@ def verify(
                 jobs=jobs,
                 progress=lambda done: bar.update(task, advance=done),
                 replicas=cast("tuple[Replicas, ...]", policies),
+                ranks_per_node=ranks_per_node,
             )
     console = output()
     tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "

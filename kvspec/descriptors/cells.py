@@ -159,7 +159,7 @@ def _cut(request: TransferRequest, edge: Edge, geometry: Geometry) -> tuple[Ints
             raise SpecError("cached_tokens", request.cached(edge.group), told)
         positions[0], tokens[0] = start, first + cell - start
     keep = ours.owns(positions) & theirs.owns(positions)
-    keep &= positions // virtual % geometry.stripe[1] == geometry.stripe[0]
+    keep &= geometry.stripe.holds(positions // virtual)
     tails = int(first < cached and keep[0])
     positions, tokens = positions[keep], tokens[keep]
     columns = ours.local(positions), theirs.local(positions), tokens
@@ -206,9 +206,8 @@ def _state_moves(request: TransferRequest, geometry: Geometry, wanted: range) ->
     if seen != request.num_tokens:
         why = "a recurrent state cannot be rewound: it must have seen exactly these tokens"
         raise MismatchError([Mismatch("state_tokens", seen, request.num_tokens, why)])
-    first, step = geometry.stripe
     virtual = geometry.consumer.block_size * geometry.consumer.context.size
-    return wanted.start // virtual % step == first
+    return geometry.stripe.holds(wanted.start // virtual)
 
 
 def _slot(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
@@ -252,7 +251,8 @@ def check_producer_holds(group: str, held: range, wanted: range) -> None:
         wanted.start, min(held.start, wanted.stop)
     )
     why = f"the producer's table does not hold tokens {missing.start}..{missing.stop - 1}"
-    raise MismatchError([Mismatch(f"producer_blocks[{group!r}]", held, wanted, why)])
+    sides = "held", "wanted"
+    raise MismatchError([Mismatch(f"producer_blocks[{group!r}]", held, wanted, why, sides)])
 
 
 def _inside(inner: range, outer: range) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import attrs
 
+from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic
 from kvspec.specs import LayerSpec
 
@@ -36,7 +37,7 @@ class Geometry:
     """
 
     spec: LayerSpec = attrs.field(eq=False)
-    stripe: tuple[int, int]
+    stripe: Stripe
     cell: int
     grain: int
     producer: TokenSide

@@ -128,7 +128,7 @@ def _fused(region: Region, group: KVCacheGroup, context: Cyclic) -> tuple[Region
 
 def _pieces(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str, Part]]:
     for each in edge.slices:
-        for layer in each.layers or edge.layers:
+        for layer in each.layers:
             for part in spec.of_layer(layer).parts:
                 if part.name in each.parts:
                     yield each, layer, part
@@ -143,7 +143,7 @@ def _cell_tokens(layer: str, part: Part, ours: TokenSide, theirs: TokenSide) -> 
     if cell % part.tokens_per_state:
         why = "blocks or interleaves would cut a row that stands for several tokens"
         field = f"{layer}.{part.name}.tokens_per_state"
-        raise MismatchError([Mismatch(field, part.tokens_per_state, cell, why)])
+        raise MismatchError([Mismatch(field, part.tokens_per_state, cell, why, ("row", "cut"))])
     return cell
 
 

@@ -191,7 +191,7 @@ def build_table(
             at = at[0] + used[0], at[1] + used[1]
     why = "descriptor ids are int32; give fewer blocks, or groups of fewer layers"
     many = [
-        Mismatch(f"{side} descriptors", count, MAX_IDS, why)
+        Mismatch(f"{side} descriptors", count, MAX_IDS, why, ("needed", "limit"))
         for side, count in zip(("producer", "consumer"), at, strict=True)
         if count > MAX_IDS
     ]
@@ -220,7 +220,9 @@ def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:
     types = sorted({pool.memory_type for pool, _, _ in runs}) or ["DRAM"]
     if len(types) > 1:
         why = "not yet: one type of memory on each side of a pair of ranks"
-        raise MismatchError([Mismatch(f"{side} memory_type", types[0], types[1], why)])
+        raise MismatchError(
+            [Mismatch(f"{side} memory_type", types[0], types[1], why, ("one", "other"))]
+        )
     rows = [pool.rows(address, length) for pool, address, length in runs]
     return np.concatenate([np.empty((0, 5), np.uint64), *rows]), types[0]
 
@@ -229,4 +231,4 @@ def check_engine(field: str, planned: EngineSpec, given: EngineSpec) -> None:
     """Raise `MismatchError` naming what of a cache's engine is not as the plan's."""
     if given is not planned and given != planned:
         why = "the cache was laid out for another engine than the plan's"
-        raise MismatchError(differing(planned, given, field, why))
+        raise MismatchError(differing(planned, given, field, why, ("plan", "cache")))

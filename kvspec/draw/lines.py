@@ -16,6 +16,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.stripes import Stripe
 from kvspec.plan.explain import sizes
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
@@ -54,7 +55,7 @@ class Read:
     producer: RankId
     family: Family
     units: range
-    stripe: tuple[int, int]
+    stripe: Stripe
     places: tuple[tuple[str, str], ...]
 
     @property
@@ -152,12 +153,12 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
 
 def _reads(plan: TransferPlan, group: str | None) -> list[Read]:
     """Return what every consumer rank reads; slices that differ only in their layers are one."""
-    found: dict[tuple[RankId, RankId, Family, range, tuple[int, int]], list[tuple[str, str]]] = {}
+    found: dict[tuple[RankId, RankId, Family, range, Stripe], list[tuple[str, str]]] = {}
     for edge in plan.edges:
         if group not in (None, edge.group):
             continue
         for each in edge.slices:
-            layers = each.layers or edge.layers
+            layers = each.layers
             parts = plan.consumer.group(edge.group).spec.of_layer(layers[0]).parts
             family = Family.of([part for part in parts if part.name in each.parts])
             key = (edge.consumer, edge.producer, family, each.global_range, each.stripe)
@@ -198,8 +199,8 @@ def _readers(reads: list[Read]) -> str:
 def _source(plan: TransferPlan, read: Read) -> str:
     """Say from whom *read* is, and which blocks, positions and layers, if not all."""
     words = [f"← {read.producer}"]
-    if read.stripe[1] > 1:
-        words.append(f"blocks b % {read.stripe[1]} = {read.stripe[0]}")
+    if not read.stripe.whole:
+        words.append(str(read.stripe))
     producer, consumer = plan.producer, plan.consumer
     home = producer.homes[read.layers[0]]
     if producer.context_size(home) > 1 and read.family.per_token:

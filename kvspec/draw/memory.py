@@ -105,12 +105,12 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
         sizes.append(cache.engine.virtual_block(group))
         rooms.append(sizes[-1] * (region.num_blocks // group.split))
         contexts.append(cache.engine.context(group, cache.rank))
-    first, step = edge.slices[0].stripe
-    start, tokens = first * sizes[1], _has_tokens(table, edge)
+    stripe = edge.slices[0].stripe
+    start, tokens = stripe.first * sizes[1], _has_tokens(table, edge)
     counts = [min(start + max(sizes), *rooms) if tokens else start + 1]
     if tokens:
         at = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
-        own = contexts[0].owns(at) & contexts[1].owns(at) & (at // sizes[1] % step == first)
+        own = contexts[0].owns(at) & contexts[1].owns(at) & stripe.holds(at // sizes[1])
         counts += (at[own][: -_MOST_TRIED - 1 : -1] + 1).tolist()
     for count in counts:
         producer, consumer = (BlockTable(range(-(-count // s) if tokens else 1)) for s in sizes)

@@ -1,45 +1,216 @@
 """Which of several equal producer ranks is read.
 
-Law: both engines elect the same one, from the two descriptions alone.
+Law: both engines elect the same one, from the two descriptions and the election alone. A policy
+only says among whom a consumer elects; within that, consumers are spread evenly. POLICIES is the
+one table of policies: whatever takes a policy takes those, and refuses any other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from math import gcd
-from typing import Literal, get_args
+from typing import Literal
+
+import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int
+from kvspec.inputs import Frozen, instance, mapping, positive_int
+from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.ownership.stripes import WHOLE, Stripe
 
 Role = Literal["consumer", "producer"]
+Replicas = Literal["spread", "first", "stripe", "nearest"]
+"""The names of the policies."""
+
+Nodes = tuple[Hashable, ...]
 
 
-Replicas = Literal["spread", "first", "stripe"]
+@attrs.frozen
+class Class:
+    """Equal producer ranks (*members*), and the consumer ranks that need what they hold.
 
-
-ALL_BLOCKS = (0, 1)
-
-
-def check_policy(replicas: object, salt: object = 0) -> None:
-    """Raise `SpecError` unless *replicas* is the name of an election policy and *salt* a count."""
-    if replicas not in get_args(Replicas):
-        raise SpecError("replicas", replicas, f"one of {', '.join(get_args(Replicas))}")
-    positive_int("salt", salt, least=0)
-
-
-def elect(
-    replicas: Replicas, position: int, consumers: int, members: int, salt: int = 0
-) -> tuple[tuple[int, tuple[int, int]], ...]:
-    """Return which members of a replica class one consumer reads, each with its stripe.
-
-    *position* of the consumer among the *consumers* of the class, ascending; *members* of it. A
-    stripe's virtual blocks b solve (b consumers + position + salt) mod members = member.
+    Both are indices of ranks, ascending.
     """
-    if members == 1 or replicas == "first":
-        return ((0, ALL_BLOCKS),)
-    if replicas == "spread":
-        return (((position * members // consumers + salt) % members, ALL_BLOCKS),)
-    step = members // gcd(consumers, members)
-    return tuple(
-        ((block * consumers + position + salt) % members, (block, step)) for block in range(step)
+
+    members: tuple[int, ...]
+    readers: tuple[int, ...]
+
+
+def _spread(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> Class:  # noqa: ARG001
+    """Elect among all members."""
+    return equal
+
+
+def _first(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> Class:  # noqa: ARG001
+    """Elect the first member."""
+    return attrs.evolve(equal, members=equal.members[:1])
+
+
+def _nearest(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> Class:
+    """Elect among the members on the reader's node; where there is none, among all.
+
+    Those who elect together are the readers of that node, or the readers of no member's node.
+    """
+    producer, consumer = nodes
+    homes = {producer[member] for member in equal.members}
+    home = consumer[reader]
+    if home not in homes:
+        return attrs.evolve(
+            equal, readers=tuple(r for r in equal.readers if consumer[r] not in homes)
+        )
+    return Class(
+        members=tuple(m for m in equal.members if producer[m] == home),
+        readers=tuple(r for r in equal.readers if consumer[r] == home),
     )
+
+
+@attrs.frozen
+class Policy:
+    """How one policy elects.
+
+    *among*: from a reader, its whole class and the nodes of both sides' ranks, the class in which
+    it elects. *striped*: each reader reads all members, by turns of blocks. *topology*: whether the
+    nodes have to be known.
+    """
+
+    among: Callable[[int, Class, tuple[Nodes, Nodes]], Class]
+    striped: bool = False
+    topology: bool = False
+
+
+POLICIES: dict[Replicas, Policy] = {
+    "spread": Policy(_spread),
+    "first": Policy(_first),
+    "stripe": Policy(_spread, striped=True),
+    "nearest": Policy(_nearest, topology=True),
+}
+"""Every policy by name."""
+
+
+def known_policies(topology: Topology | None) -> tuple[Replicas, ...]:
+    """Return the policies that can be had, in order: those that need no *topology*, or all."""
+    return tuple(
+        name for name, policy in POLICIES.items() if topology is not None or not policy.topology
+    )
+
+
+def _by_rank(value: object) -> Mapping[RankId, Hashable]:
+    return Frozen(mapping("topology", value, "RankId to the node that it is on"))
+
+
+@attrs.frozen(kw_only=True)
+class Topology:
+    """The node (any name or number) on which each rank of the *producer* and the *consumer* is."""
+
+    producer: Mapping[RankId, Hashable] = attrs.field(converter=_by_rank)
+    consumer: Mapping[RankId, Hashable] = attrs.field(converter=_by_rank)
+
+    @staticmethod
+    def packed(producer: ParallelConfig, consumer: ParallelConfig, ranks_per_node: int) -> Topology:
+        """Return two engines on the same nodes, each engine's ranks filling them in order."""
+        positive_int("ranks_per_node", ranks_per_node)
+        sides = (
+            {rank: number // ranks_per_node for number, rank in enumerate(side.ranks)}
+            for side in (producer, consumer)
+        )
+        return Topology(producer=next(sides), consumer=next(sides))
+
+    def nodes(self, side: Role, ranks: tuple[RankId, ...]) -> Nodes:
+        """Return the node of each of a *side*'s *ranks*; `SpecError` unless it names just those."""
+        given = self.producer if side == "producer" else self.consumer
+        missing = [str(rank) for rank in ranks if rank not in given]
+        if missing:
+            wanted = f"a node for each rank, {', '.join(missing[:3])} too"
+            raise SpecError(f"topology.{side}", dict(given), wanted)
+        if len(given) > len(ranks):
+            unknown = next(rank for rank in given if rank not in set(ranks))
+            raise SpecError(f"topology.{side}", unknown, "ranks of the engine")
+        return tuple(given[rank] for rank in ranks)
+
+
+def _policy(_: object, at: attrs.Attribute[str], value: object) -> None:
+    if not isinstance(value, str) or value not in POLICIES:
+        raise SpecError(at.name, value, f"one of {', '.join(POLICIES)}")
+
+
+@attrs.frozen
+class Election:
+    """How one of several equal producer ranks is elected; both engines must use the same.
+
+    *replicas* is the policy's name: ``spread`` spreads consumers evenly, ``first`` takes the first,
+    ``stripe`` reads all by turns of blocks, ``nearest`` takes one on the consumer's own node, if
+    any. *salt* rotates the choice among equals, for many consumer engines. *topology*: the nodes,
+    which ``nearest`` needs.
+    """
+
+    replicas: Replicas = attrs.field(default="spread", validator=_policy)
+    salt: int = 0
+    topology: Topology | None = None
+
+    def __attrs_post_init__(self) -> None:
+        positive_int("salt", self.salt, least=0)
+        if self.topology is not None:
+            instance("topology", self.topology, Topology)
+        elif POLICIES[self.replicas].topology:
+            raise SpecError("topology", None, f"a Topology, for {self.replicas!r}")
+
+    @staticmethod
+    def of(replicas: Replicas | Election, salt: int = 0) -> Election:
+        """Return the election that a caller means by a policy's name and a salt, or by itself."""
+        if not isinstance(replicas, Election):
+            return Election(replicas, salt)
+        if salt:
+            raise SpecError("salt", salt, "no salt beside an Election, which has its own")
+        return replicas
+
+    def between(self, producer: tuple[RankId, ...], consumer: tuple[RankId, ...]) -> Elector:
+        """Return the election between these ranks, which are indices from now on."""
+        nodes: tuple[Nodes, Nodes] = ((), ())
+        if self.topology is not None:
+            nodes = (
+                self.topology.nodes("producer", producer),
+                self.topology.nodes("consumer", consumer),
+            )
+        return Elector(POLICIES[self.replicas], self.salt, nodes)
+
+
+@attrs.frozen(eq=False)
+class Elector:
+    """An election between the ranks of two engines, by their indices."""
+
+    policy: Policy
+    salt: int
+    nodes: tuple[Nodes, Nodes]
+
+    def elect(self, reader: int, equal: Class) -> tuple[Class, tuple[tuple[int, Stripe], ...]]:
+        """Return among whom *reader* elects, and the members that it reads, each with its stripe.
+
+        With M members and C readers among whom it is number i, it reads member ``i M // C + salt``,
+        counted around; striped, block b from member ``b C + i + salt``.
+
+        ========  ==================  ============================
+        blocks    M = 2, C = 3        M = 4, C = 2, striped
+        ========  ==================  ============================
+        reader 0  member 0            members 0, 2, 0, 2 ...
+        reader 1  member 0            members 1, 3, 1, 3 ...
+        reader 2  member 1
+        ========  ==================  ============================
+        """
+        among = self.policy.among(reader, equal, self.nodes)
+        number, readers, members = among.readers.index(reader), len(among.readers), among.members
+        if not self.policy.striped or len(members) == 1:
+            place = (number * len(members) // readers + self.salt) % len(members)
+            return among, ((members[place], WHOLE),)
+        step = len(members) // gcd(readers, len(members))
+        return among, tuple(
+            (members[(block * readers + number + self.salt) % len(members)], Stripe(block, step))
+            for block in range(step)
+        )
+
+
+@lru_cache(maxsize=1024, typed=True)
+def tp_elector(election: Election, producer_tp: int, consumer_tp: int) -> Elector:
+    """Return the election between engines of TP ranks alone."""
+    sides = (tuple(RankId(tp=rank) for rank in range(size)) for size in (producer_tp, consumer_tp))
+    return election.between(*sides)

@@ -6,17 +6,23 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import attrs
 
 from kvspec.errors import SpecError
+from kvspec.inputs import instance
 from kvspec.ownership.deals import Deal
-from kvspec.ownership.election import ALL_BLOCKS, Replicas, Role, elect
+from kvspec.ownership.election import Class, Elector, Role
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.part import Part
+from kvspec.ownership.stripes import WHOLE, Stripe
+
+
+def _is_stripe(_: object, at: attrs.Attribute[Stripe], value: object) -> None:
+    instance(at.name, value, Stripe)
 
 
 @attrs.frozen
@@ -24,9 +30,9 @@ class TPTransferSlice:
     """The units that one pair of ranks exchanges.
 
     Ranges are in units of *parts*: *global_range* of the model's, *local_range* of what the asking
-    rank holds, *remote_range* of what *remote_rank* holds; all three have one length. *layers* is
-    empty for "every layer of the group". *stripe* ``(first, step)``: only the virtual blocks ``b``
-    with ``b % step == first`` move over this pair; ``(0, 1)`` is all of them.
+    rank holds, *remote_range* of what *remote_rank* holds; all three have one length. *layers* are
+    those of which they move; a spec, which knows no layers by name, leaves them out. *stripe*:
+    which virtual blocks of a request move over this pair.
     """
 
     remote_rank: int
@@ -35,7 +41,7 @@ class TPTransferSlice:
     local_range: range
     remote_range: range
     layers: tuple[str, ...] = ()
-    stripe: tuple[int, int] = ALL_BLOCKS
+    stripe: Stripe = attrs.field(default=WHOLE, validator=_is_stripe)
 
     def view(self, array: Any, axis: int, side: Literal["local", "remote"] = "local") -> Any:  # noqa: ANN401
         """Return the view of a rank's cache *array* that this slice means.
@@ -64,22 +70,24 @@ class TPTransferSlice:
 
 
 class Piece(NamedTuple):
-    """Global units [start, stop) that a consumer rank reads from *producer*."""
+    """Global units [start, stop) that a consumer rank reads from *producer*.
+
+    *equals*: the producer ranks among which this one was elected.
+    """
 
     producer: int
     start: int
     stop: int
-    stripe: tuple[int, int]
+    stripe: Stripe
+    equals: tuple[int, ...]
 
 
 @lru_cache(maxsize=65536)
-def _readers(consumer: Deal, start: int, stop: int) -> tuple[int, ...]:
-    return consumer.ranks_of(range(start, stop))
+def _class(consumer: Deal, members: tuple[int, ...], start: int, stop: int) -> Class:
+    return Class(members, consumer.ranks_of(range(start, stop)))
 
 
-def consumer_pieces(
-    consumer: Deal, producer: Deal, rank: int, replicas: Replicas = "spread", salt: int = 0
-) -> list[Piece]:
+def consumer_pieces(consumer: Deal, producer: Deal, rank: int, elector: Elector) -> list[Piece]:
     """Return what consumer *rank* reads, ascending in units; together, exactly what it owns."""
     own = consumer.ranges[rank]
     pieces = []
@@ -87,55 +95,53 @@ def consumer_pieces(
         units, members = producer.owned[index], producer.holders[index]
         start, stop = max(own.start, units.start), min(own.stop, units.stop)
         if len(members) == 1:
-            pieces.append(Piece(members[0], start, stop, ALL_BLOCKS))
+            pieces.append(Piece(members[0], start, stop, WHOLE, members))
             continue
-        readers = _readers(consumer, units.start, units.stop)
-        elected = elect(replicas, readers.index(rank), len(readers), len(members), salt)
-        pieces.extend(Piece(members[each], start, stop, stripe) for each, stripe in elected)
+        among, elected = elector.elect(rank, _class(consumer, members, units.start, units.stop))
+        pieces.extend(Piece(member, start, stop, way, among.members) for member, way in elected)
     return pieces
-
-
-def _pieces_of(
-    role: Role, local: Deal, remote: Deal, rank: int, replicas: Replicas, salt: int
-) -> list[tuple[int, Piece]]:
-    """Return (remote rank, piece) for local *rank*, from whichever side it is on."""
-    if role == "consumer":
-        return [(p.producer, p) for p in consumer_pieces(local, remote, rank, replicas, salt)]
-    own = local.ranges[rank]
-    return [
-        (reader, piece)
-        for reader in remote.ranks_of(own)
-        for piece in consumer_pieces(remote, local, reader, replicas, salt)
-        if piece.producer == rank
-    ]
 
 
 def transfer_slices(
     parts: Sequence[Part],
+    role: Role,
     local_rank: int,
     local_deal: Callable[[Part], Deal],
     remote_deal: Callable[[Part], Deal],
-    *,
-    role: Role = "consumer",
-    replicas: Replicas = "spread",
-    salt: int = 0,
+    elector: Elector,
     layers: tuple[str, ...] = (),
 ) -> tuple[TPTransferSlice, ...]:
     """Return the slices of *parts* that local rank *local_rank* exchanges with every remote rank.
 
     Parts that are dealt alike share their slices.
     """
-    alike: dict[tuple[int, int], list[Part]] = {}
+    alike: dict[tuple[Deal, Deal], list[str]] = {}
     for part in parts:
-        alike.setdefault((part.units, part.deal_in), []).append(part)
-    slices = []
-    for group in alike.values():
-        names = tuple(part.name for part in group)
-        local, remote = local_deal(group[0]), remote_deal(group[0])
-        own = local.ranges[local_rank].start
-        for peer, piece in _pieces_of(role, local, remote, local_rank, replicas, salt):
-            units = range(piece.start, piece.stop)
-            theirs = shift(units, -remote.ranges[peer].start)
-            ours = shift(units, -own)
-            slices.append(TPTransferSlice(peer, names, units, ours, theirs, layers, piece.stripe))
-    return tuple(slices)
+        alike.setdefault((local_deal(part), remote_deal(part)), []).append(part.name)
+    return tuple(
+        TPTransferSlice(
+            remote_rank=peer,
+            parts=tuple(names),
+            global_range=units,
+            local_range=shift(units, -local.ranges[local_rank].start),
+            remote_range=shift(units, -remote.ranges[peer].start),
+            layers=layers,
+            stripe=stripe,
+        )
+        for (local, remote), names in alike.items()
+        for peer, units, stripe in _exchanged(role, local, remote, local_rank, elector)
+    )
+
+
+def _exchanged(
+    role: Role, local: Deal, remote: Deal, rank: int, elector: Elector
+) -> Iterator[tuple[int, range, Stripe]]:
+    """Yield (remote rank, units, stripe) of what local *rank* exchanges, from either side."""
+    if role == "consumer":
+        for piece in consumer_pieces(local, remote, rank, elector):
+            yield piece.producer, range(piece.start, piece.stop), piece.stripe
+        return
+    for reader in remote.ranks_of(local.ranges[rank]):
+        for piece in consumer_pieces(remote, local, reader, elector):
+            if piece.producer == rank:
+                yield reader, range(piece.start, piece.stop), piece.stripe

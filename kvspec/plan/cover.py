@@ -12,6 +12,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError, Mismatch, MismatchError
 from kvspec.ownership.intervals import cover_fault
 from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.stripes import Stripe, times_held
 from kvspec.ownership.tokens import Cyclic
 from kvspec.plan.edges import Edge
 from kvspec.plan.shares import Share
@@ -26,7 +27,7 @@ def check_cover(
         context = producer.context(producer.group(edge.producer_group), edge.producer)
         for each in edge.slices:
             for name in each.parts:
-                key = (edge.consumer, each.layers or edge.layers, name, context)
+                key = (edge.consumer, each.layers, name, context)
                 found.setdefault(key, []).append(each)
     for share in dealt:
         at_stage = consumer.by_stage(share.layers)
@@ -52,22 +53,20 @@ def check_whole(dealt: tuple[Share, ...]) -> None:
     for share in dealt:
         if not share.parts[0].whole:
             continue
-        ours, theirs = ({r for r in d.ranges if r} for d in (share.members, share.readers))
-        if ours != theirs:
+        held, wanted = (
+            sorted((units.start, units.stop) for units in deal.owned)
+            for deal in (share.members, share.readers)
+        )
+        if held != wanted:
             field = f"{share.layers[0]}.{share.parts[0].name}"
             why = "its content spans the heads of a rank, so both sides must deal heads alike"
-            mine, yours = (sorted((r.start, r.stop) for r in each) for each in (ours, theirs))
-            raise MismatchError([Mismatch(field, mine, yours, why)])
+            raise MismatchError([Mismatch(field, held, wanted, why)])
 
 
 def _ranges_once(slices: list[TPTransferSlice]) -> Iterator[range]:
     """Yield each local range as often as its stripes cover a virtual block."""
-    stripes: dict[range, list[tuple[int, int]]] = {}
-    for each in slices:
-        stripes.setdefault(each.local_range, []).append(each.stripe)
+    stripes: dict[range, list[Stripe]] = {}
+    for one in slices:
+        stripes.setdefault(one.local_range, []).append(one.stripe)
     for units, ways in stripes.items():
-        period = max(step for _, step in ways)
-        hits = sorted(block for first, step in ways for block in range(first, period, step))
-        times = 1 if hits == list(range(period)) else 0 if len(hits) < period else 2
-        for _ in range(times):
-            yield units
+        yield from [units] * times_held(ways)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import attrs
 
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.election import Election
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.parallel import RankId
-from kvspec.ownership.slices import TPTransferSlice, consumer_pieces
+from kvspec.ownership.slices import Piece, TPTransferSlice, consumer_pieces
 from kvspec.plan.shares import Share
 
 
@@ -32,48 +32,64 @@ class Edge:
     slices: tuple[TPTransferSlice, ...]
 
 
-def edges_of(
-    producer: EngineSpec,
-    consumer: EngineSpec,
-    dealt: tuple[Share, ...],
-    replicas: Replicas,
-    salt: int,
-) -> Iterator[Edge]:
-    """Yield the edges, ascending by consumer, then group, then producer."""
-    ours, theirs = producer.parallel.ranks, consumer.parallel.ranks
-    pairs = {share.pair: at for at, share in enumerate(dealt)}
-    found: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
+@attrs.frozen(eq=False)
+class Exchange:
+    """What one consumer rank reads of one share: ranks are indices, *layers* those of its stage."""
+
+    share: Share
+    reader: int
+    layers: tuple[str, ...]
+    piece: Piece
+
+
+def exchanges(
+    producer: EngineSpec, consumer: EngineSpec, dealt: tuple[Share, ...], election: Election
+) -> Iterator[Exchange]:
+    """Yield, share by share, what every consumer rank reads from whom."""
+    elector = election.between(producer.parallel.ranks, consumer.parallel.ranks)
+    stages = [rank.pp for rank in consumer.parallel.ranks]
     for share in dealt:
-        names = tuple(part.name for part in share.parts)
         at_stage = consumer.by_stage(share.layers)
         for reader, own in enumerate(share.readers.ranges):
-            if not own:
-                continue
-            layers = at_stage[theirs[reader].pp]
-            for piece in consumer_pieces(share.readers, share.members, reader, replicas, salt):
-                units = range(piece.start, piece.stop)
-                each = TPTransferSlice(
-                    remote_rank=ours[piece.producer].tp,
-                    parts=names,
-                    global_range=units,
-                    local_range=shift(units, -own.start),
-                    remote_range=shift(units, -share.members.ranges[piece.producer].start),
-                    layers=layers,
-                    stripe=piece.stripe,
-                )
-                found.setdefault((reader, pairs[share.pair], piece.producer), []).append(each)
-    by_index = {at: pair for pair, at in pairs.items()}
-    for reader, at, source in sorted(found):
-        pair, slices = by_index[at], found[reader, at, source]
-        moved = {layer for each in slices for layer in each.layers}
-        layers = tuple(layer for layer in pair.layers if layer in moved)
+            if own:
+                layers = at_stage[stages[reader]]
+                for piece in consumer_pieces(share.readers, share.members, reader, elector):
+                    yield Exchange(share, reader, layers, piece)
+
+
+def edges_of(
+    producer: EngineSpec, consumer: EngineSpec, dealt: tuple[Share, ...], election: Election
+) -> Iterator[Edge]:
+    """Yield the edges, ascending by consumer, then group, then producer."""
+    producers, consumers = producer.parallel.ranks, consumer.parallel.ranks
+    pairs = list(dict.fromkeys(share.pair for share in dealt))
+    numbers = {pair: number for number, pair in enumerate(pairs)}
+    slices: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
+    for one in exchanges(producer, consumer, dealt, election):
+        key = one.reader, numbers[one.share.pair], one.piece.producer
+        slices.setdefault(key, []).append(_slice(one, producers))
+    for reader, number, source in sorted(slices):
+        pair, moved = pairs[number], slices[reader, number, source]
+        layers = {layer for one in moved for layer in one.layers}
         yield Edge(
-            producer=ours[source],
-            consumer=theirs[reader],
+            producer=producers[source],
+            consumer=consumers[reader],
             producer_group=pair.producer.name,
             group=pair.consumer.name,
-            layers=layers,
-            slices=tuple(
-                attrs.evolve(each, layers=()) if each.layers == layers else each for each in slices
-            ),
+            layers=tuple(layer for layer in pair.layers if layer in layers),
+            slices=tuple(moved),
         )
+
+
+def _slice(one: Exchange, producers: tuple[RankId, ...]) -> TPTransferSlice:
+    share, piece = one.share, one.piece
+    units = range(piece.start, piece.stop)
+    return TPTransferSlice(
+        remote_rank=producers[piece.producer].tp,
+        parts=tuple(part.name for part in share.parts),
+        global_range=units,
+        local_range=shift(units, -share.readers.ranges[one.reader].start),
+        remote_range=shift(units, -share.members.ranges[piece.producer].start),
+        layers=one.layers,
+        stripe=piece.stripe,
+    )

@@ -32,9 +32,8 @@ def explain(plan: TransferPlan) -> Iterator[str]:
         yield f"{edge.consumer} reads {edge.producer}, group {edge.group}:"
         for each in edge.slices:
             units = f"{each.global_range.start}..{each.global_range.stop - 1}"
-            layers = f" of {', '.join(each.layers)}" if each.layers else ""
-            first, step = each.stripe
-            blocks = f", blocks b % {step} == {first}" if step > 1 else ""
+            layers = "" if each.layers == edge.layers else f" of {', '.join(each.layers)}"
+            blocks = "" if each.stripe.whole else f", {each.stripe}"
             yield f"  {'+'.join(each.parts)} units {units}{layers}{blocks}"
     for rank in plan.producer.parallel.ranks:
         told = ", ".join(map(str, plan.notifiers(rank)))

@@ -20,28 +20,28 @@ from kvspec.specs import LayerSpec
 from kvspec.specs.layer import MEMORY_FIELDS, UNLESS_GIVEN, WHY
 
 
-def mismatches(ours: EngineSpec, theirs: EngineSpec) -> tuple[Mismatch, ...]:
+def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ...]:
     """Return every field in which two engines do not hold the same model's cache.
 
     Parallel sizes, layouts, block sizes and padding may differ: they say where bytes lie, not what
     they mean. Layers that either side excludes are not compared.
     """
-    instance("ours", ours, EngineSpec)
-    instance("theirs", theirs, EngineSpec)
+    instance("producer", producer, EngineSpec)
+    instance("consumer", consumer, EngineSpec)
     found: dict[object, tuple[Mismatch, list[str]]] = {}
-    excluded = {*ours.excluded, *theirs.excluded}
-    for layer in dict.fromkeys([*ours.homes, *theirs.homes]):
+    excluded = {*producer.excluded, *consumer.excluded}
+    for layer in dict.fromkeys([*producer.homes, *consumer.homes]):
         if layer in excluded:
             continue
-        mine, yours = ours.homes.get(layer), theirs.homes.get(layer)
-        if mine is None or yours is None:
-            found[layer] = (_one_sided(mine, yours), [layer])
+        homes = producer.homes.get(layer), consumer.homes.get(layer)
+        if homes[0] is None or homes[1] is None:
+            found[layer] = (_one_sided(*homes), [layer])
             continue
-        for each in _layer_mismatches(mine.spec.of_layer(layer), yours.spec.of_layer(layer)):
-            key = (each.field, repr(each.ours), repr(each.theirs))
-            found.setdefault(key, (each, []))[1].append(layer)
+        for one in _layer_mismatches(homes[0].spec.of_layer(layer), homes[1].spec.of_layer(layer)):
+            key = (one.field, repr(one.producer), repr(one.consumer))
+            found.setdefault(key, (one, []))[1].append(layer)
     return tuple(
-        attrs.evolve(each, field=f"{_some(layers)}.{each.field}") for each, layers in found.values()
+        attrs.evolve(one, field=f"{_some(layers)}.{one.field}") for one, layers in found.values()
     )
 
 
@@ -49,53 +49,58 @@ def _some(layers: list[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
 
 
-def _one_sided(ours: KVCacheGroup | None, theirs: KVCacheGroup | None) -> Mismatch:
-    mine, yours = (group and f"in group {group.name!r}" for group in (ours, theirs))
-    return Mismatch("layer", mine, yours, "a layer on one side only has no source or no target")
+def _one_sided(producer: KVCacheGroup | None, consumer: KVCacheGroup | None) -> Mismatch:
+    here, there = (group and f"in group {group.name!r}" for group in (producer, consumer))
+    return Mismatch("layer", here, there, "a layer on one side only has no source or no target")
 
 
-def _layer_mismatches(a: LayerSpec, b: LayerSpec) -> list[Mismatch]:
-    if type(a) is not type(b):
+def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch]:
+    kind = type(producer)
+    if kind is not type(consumer):
         why = "each kind keeps other tokens and other parts"
-        return [Mismatch("kind", type(a).__name__, type(b).__name__, why)]
+        return [Mismatch("kind", kind.__name__, type(consumer).__name__, why)]
     found: list[Mismatch] = []
     given = False
-    for field in attrs.fields(type(a)):
+    for field in attrs.fields(kind):
         name = field.name
         if name == "state_parts":
             given = True
-        elif name not in MEMORY_FIELDS and _differ(a, b, name):
+        elif name not in MEMORY_FIELDS and _differ(producer, consumer, name):
             why = WHY.get(name, "it changes what the bytes mean")
-            found.append(Mismatch(name, getattr(a, name), getattr(b, name), why))
+            found.append(Mismatch(name, getattr(producer, name), getattr(consumer, name), why))
     # Parts that are derived from the fields differ only where those do.
-    told = {each.field for each in found}
     if found and not given:
         return found
-    parts = _part_mismatches(a.parts, b.parts)
-    return found + [p for p in parts if not (p.field.endswith(".dtype") and told & DTYPES)]
+    named = {mismatch.field for mismatch in found}
+    return found + [
+        mismatch
+        for mismatch in _part_mismatches(producer.parts, consumer.parts)
+        if not (mismatch.field.endswith(".dtype") and named & DTYPES)
+    ]
 
 
-def _differ(a: LayerSpec, b: LayerSpec, field: str) -> bool:
+def _differ(producer: LayerSpec, consumer: LayerSpec, field: str) -> bool:
     """Whether two specs differ in *field*; a default that one side says aloud is no difference."""
-    if getattr(a, field) == getattr(b, field):
+    if getattr(producer, field) == getattr(consumer, field):
         return False
     default = UNLESS_GIVEN.get(field, field)
-    mine, yours = (
-        getattr(each, default if getattr(each, field) is None else field) for each in (a, b)
-    )
-    return bool(mine != yours)
+    values = [
+        getattr(spec, default if getattr(spec, field) is None else field)
+        for spec in (producer, consumer)
+    ]
+    return bool(values[0] != values[1])
 
 
-def _part_mismatches(a: tuple[Part, ...], b: tuple[Part, ...]) -> list[Mismatch]:
-    names_a, names_b = tuple(p.name for p in a), tuple(p.name for p in b)
-    if names_a != names_b:
-        return [Mismatch("parts", names_a, names_b, "parts pair by name")]
+def _part_mismatches(producer: tuple[Part, ...], consumer: tuple[Part, ...]) -> list[Mismatch]:
+    names = [tuple(part.name for part in parts) for parts in (producer, consumer)]
+    if names[0] != names[1]:
+        return [Mismatch("parts", names[0], names[1], "parts pair by name")]
     return [
-        Mismatch(f"{mine.name}.{field}", getattr(mine, field), getattr(yours, field), why)
-        for mine, yours in zip(a, b, strict=True)
+        Mismatch(f"{one.name}.{field}", getattr(one, field), getattr(other, field), why)
+        for one, other in zip(producer, consumer, strict=True)
         for field, why in PART_WHY.items()
-        if getattr(mine, field) != getattr(yours, field)
-        and not (field == "states" and mine.tokens_per_state)
+        if getattr(one, field) != getattr(other, field)
+        and not (field == "states" and one.per_token)
     ]
 
 
@@ -113,19 +118,21 @@ PART_WHY = {
 """Fields of a part that both sides must share, and why; rows of a block may differ for tokens."""
 
 
-def differing(ours: object, theirs: object, field: str, why: str) -> Iterator[Mismatch]:
+def differing(
+    one: object, other: object, field: str, why: str, sides: tuple[str, str]
+) -> Iterator[Mismatch]:
     """Yield the innermost fields in which two descriptions differ, each with its path."""
-    kind: Any = type(ours)
-    if kind is type(theirs) and attrs.has(kind):
-        for each in attrs.fields(kind):
-            if each.eq:
-                mine, yours = getattr(ours, each.name), getattr(theirs, each.name)
-                yield from differing(mine, yours, f"{field}.{each.name}", why)
-    elif isinstance(ours, Mapping) and isinstance(theirs, Mapping) and set(ours) == set(theirs):
-        for key in ours:
-            yield from differing(ours[key], theirs[key], f"{field}[{key!r}]", why)
-    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
-        for at, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
-            yield from differing(mine, yours, f"{field}[{at}]", why)
-    elif ours != theirs:
-        yield Mismatch(field, ours, theirs, why)
+    kind: Any = type(one)
+    inner: list[tuple[str, object, object]] = []
+    if kind is type(other) and attrs.has(kind):
+        names = [each.name for each in attrs.fields(kind) if each.eq]
+        inner = [(f"{field}.{name}", getattr(one, name), getattr(other, name)) for name in names]
+    elif isinstance(one, Mapping) and isinstance(other, Mapping) and set(one) == set(other):
+        inner = [(f"{field}[{key!r}]", one[key], other[key]) for key in one]
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        both = enumerate(zip(one, other, strict=True))
+        inner = [(f"{field}[{index}]", *pair) for index, pair in both]
+    elif one != other:
+        yield Mismatch(field, one, other, why, sides)
+    for path, first, second in inner:
+        yield from differing(first, second, path, why, sides)

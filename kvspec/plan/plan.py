@@ -7,6 +7,7 @@ part of every layer of every consumer rank exactly once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import attrs
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import MismatchError, SpecError
 from kvspec.inputs import flag, instance
-from kvspec.ownership.election import Replicas, check_policy
+from kvspec.ownership.election import Election, Replicas
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.cover import check_cover, check_whole
 from kvspec.plan.edges import Edge, edges_of
@@ -32,14 +33,23 @@ class TransferPlan:
 
     producer: EngineSpec
     consumer: EngineSpec
-    replicas: Replicas
-    salt: int
-    pairs: tuple[GroupPair, ...]
+    election: Election
+    pairs: tuple[GroupPair, ...] = attrs.field(hash=False)
     shares: tuple[Share, ...] = attrs.field(repr=False, eq=False)
-    edges: tuple[Edge, ...]
+    edges: tuple[Edge, ...] = attrs.field(hash=False)
 
     def __attrs_post_init__(self) -> None:
         check_cover(self.producer, self.consumer, self.shares, self.edges)
+
+    @property
+    def replicas(self) -> Replicas:
+        """The policy by which one of several equal producer ranks is read."""
+        return self.election.replicas
+
+    @property
+    def salt(self) -> int:
+        """What rotates the choice among equal producer ranks."""
+        return self.election.salt
 
     @cached_property
     def _by_pair(self) -> dict[tuple[RankId, RankId], tuple[Edge, ...]]:
@@ -69,22 +79,31 @@ class TransferPlan:
     def sources(self, consumer: RankId) -> tuple[RankId, ...]:
         """Return the producer ranks that *consumer* reads, ascending."""
         self.consumer.parallel.check_rank(consumer, "consumer")
-        return tuple(sorted(p for p, c in self._by_pair if c == consumer))
+        return self._sources.get(consumer, ())
 
     def targets(self, producer: RankId) -> tuple[RankId, ...]:
         """Return the consumer ranks that read *producer*, ascending."""
         self.producer.parallel.check_rank(producer, "producer")
-        return tuple(sorted(c for p, c in self._by_pair if p == producer))
+        return self._targets.get(producer, ())
+
+    @cached_property
+    def _sources(self) -> dict[RankId, tuple[RankId, ...]]:
+        return _by_first((consumer, producer) for producer, consumer in self._by_pair)
+
+    @cached_property
+    def _targets(self) -> dict[RankId, tuple[RankId, ...]]:
+        return _by_first(self._by_pair)
 
     @cached_property
     def _notifiers(self) -> dict[RankId, tuple[RankId, ...]]:
-        readers: dict[RankId, set[RankId]] = {}
-        for source, target in self._by_pair:
-            readers.setdefault(source, set()).add(target)
         return {
-            rank: tuple(sorted(readers[rank])) if rank in readers else self._releasers(at)
-            for at, rank in enumerate(self.producer.parallel.ranks)
+            rank: self._targets.get(rank) or self._releasers(index)
+            for index, rank in enumerate(self.producer.parallel.ranks)
         }
+
+    @cached_property
+    def _notifies(self) -> dict[RankId, tuple[RankId, ...]]:
+        return _by_first((by, rank) for rank, told_by in self._notifiers.items() for by in told_by)
 
     def _releasers(self, at: int) -> tuple[RankId, ...]:
         """Elect who tells the producer rank at index *at*, which nobody reads.
@@ -113,7 +132,7 @@ class TransferPlan:
     def notifies(self, consumer: RankId) -> tuple[RankId, ...]:
         """Return the producer ranks that *consumer* notifies when it is done with a request."""
         self.consumer.parallel.check_rank(consumer, "consumer")
-        return tuple(rank for rank, by in self._notifiers.items() if consumer in by)
+        return self._notifies.get(consumer, ())
 
     @property
     def finished_sending_count(self) -> int:
@@ -150,24 +169,33 @@ class TransferPlan:
         return self.to_svg()
 
 
+def _by_first(pairs: Iterable[tuple[RankId, RankId]]) -> dict[RankId, tuple[RankId, ...]]:
+    """Return, by the first of each pair of ranks, the second ones, ascending."""
+    seconds: dict[RankId, list[RankId]] = {}
+    for first, second in pairs:
+        seconds.setdefault(first, []).append(second)
+    return {first: tuple(sorted(ranks)) for first, ranks in seconds.items()}
+
+
 def plan_transfer(
     producer: EngineSpec,
     consumer: EngineSpec,
-    replicas: Replicas = "spread",
+    replicas: Replicas | Election = "spread",
     salt: int = 0,
     *,
     common_states: bool = False,
 ) -> TransferPlan:
     """Plan the transfer of any request from *producer* to *consumer*.
 
-    *replicas*: which one of several equal producer ranks is read; both engines must use one
-    policy and one *salt*. *common_states*: where recurrent states have more rows on one side
-    (speculative tokens), move the rows that both have instead of refusing. Raises `MismatchError`
+    *replicas*: which one of several equal producer ranks is read, by the name of a policy, to which
+    *salt* belongs, or as an `Election`; both engines must use the same. *common_states*: where
+    recurrent states have more rows on one side (speculative tokens), move the rows that both have
+    instead of refusing. Raises `MismatchError`
     where the engines do not fit, before anything else.
     """
     for field, engine in (("producer", producer), ("consumer", consumer)):
         instance(field, engine, EngineSpec)
-    check_policy(replicas, salt)
+    election = Election.of(replicas, salt)
     flag("common_states", common_states)
     found = mismatches(producer, consumer)
     if common_states:
@@ -176,12 +204,11 @@ def plan_transfer(
         raise MismatchError(found)
     pairs = tuple(group_pairs(producer, consumer))
     dealt = tuple(each for pair in pairs for each in shares(producer, consumer, pair))
-    edges = tuple(edges_of(producer, consumer, dealt, replicas, salt))
+    edges = tuple(edges_of(producer, consumer, dealt, election))
     plan = TransferPlan(
         producer=producer,
         consumer=consumer,
-        replicas=replicas,
-        salt=salt,
+        election=election,
         pairs=pairs,
         shares=dealt,
         edges=edges,

@@ -17,9 +17,9 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int
+from kvspec.inputs import instance, positive_int
 from kvspec.memory.allocation import allocate
-from kvspec.ownership.election import Replicas, check_policy
+from kvspec.ownership.election import Election
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
@@ -51,7 +51,7 @@ class Job:
     tokens: int = 300
     cached: int = 0
     requests: int = 2
-    replicas: Replicas = "spread"
+    election: Election = attrs.field(factory=Election)
     mode: Mode = "pull"
     device: str = "cpu"
     seed: int = 0
@@ -67,7 +67,7 @@ class Job:
             raise SpecError("tokens", self.tokens, told)
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
-        check_policy(self.replicas)
+        instance("election", self.election, Election)
         if self.mode not in get_args(Mode):
             raise SpecError("mode", self.mode, " or ".join(get_args(Mode)))
         kind, _, index = self.device.partition(":")
@@ -84,7 +84,7 @@ class Job:
     @cached_property
     def plan(self) -> TransferPlan:
         """The plan, as each rank computes it."""
-        return plan_transfer(self.producer, self.consumer, replicas=self.replicas)
+        return plan_transfer(self.producer, self.consumer, self.election)
 
     @cached_property
     def moves(self) -> tuple[TransferRequest, ...]:

@@ -7,6 +7,7 @@ tables or transports.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
@@ -14,7 +15,7 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
 from kvspec.ownership.deals import default_deal
-from kvspec.ownership.election import Replicas, Role, check_policy
+from kvspec.ownership.election import Election, Replicas, Role, tp_elector
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
@@ -97,7 +98,10 @@ class LayerSpec:
         return num_tokens
 
     def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
-        """Return the bytes of one block of one layer on one rank, padding included."""
+        """Return the bytes of one block of one layer on one rank, padding included.
+
+        Units are dealt by default; `EngineSpec.page_size_bytes` knows an engine's own deals.
+        """
         _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
         deals = [(p, default_deal(p.units, tp_size, p.deal_in)) for p in self.parts]
         real = sum(len(d.ranges[tp_rank]) * p.states * p.content_bytes for p, d in deals)
@@ -113,14 +117,15 @@ class LayerSpec:
         local_tp_size: int,
         remote_tp_size: int,
         role: Role = "consumer",
-        replicas: Replicas = "spread",
+        replicas: Replicas | Election = "spread",
         salt: int = 0,
     ) -> tuple[TPTransferSlice, ...]:
         """Return which units the local rank exchanges with which remote ranks.
 
-        *role* says whether the local side is the consumer or the producer; *replicas* which one of
-        several equal producer ranks is read (``spread``, ``first`` or ``stripe``); *salt* rotates
-        that choice. The slices of a consumer tile what it owns, exactly once.
+        Both sides deal by default: contiguous and balanced. Where an engine has deals of its own,
+        only its plan knows. *role* says whether the local side is the consumer or the producer;
+        *replicas* which one of several equal producer ranks is read: a policy's name, to which
+        *salt* belongs, or an `Election`. The slices of a consumer tile what it owns, exactly once.
 
         >>> from kvspec import FullAttentionSpec
         >>> spec = FullAttentionSpec(
@@ -130,31 +135,29 @@ class LayerSpec:
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)
-        check_policy(replicas, salt)
+        election = Election.of(replicas, salt)
         if role not in ("consumer", "producer"):
             raise SpecError("role", role, "'consumer' or 'producer'")
-        return self._slices(local_tp_rank, local_tp_size, remote_tp_size, role, replicas, salt)
-
-    def _slices(
-        self,
-        rank: int,
-        size: int,
-        remote: int,
-        role: Role,
-        replicas: Replicas,
-        salt: int,
-        layers: tuple[str, ...] = (),
-    ) -> tuple[TPTransferSlice, ...]:
-        return transfer_slices(
-            self.parts,
-            rank,
-            lambda part: default_deal(part.units, size, part.deal_in),
-            lambda part: default_deal(part.units, remote, part.deal_in),
-            role=role,
-            replicas=replicas,
-            salt=salt,
-            layers=layers,
+        pull = role == "consumer"
+        sizes = (remote_tp_size, local_tp_size) if pull else (local_tp_size, remote_tp_size)
+        elector = tp_elector(election, *sizes)
+        return tuple(
+            one
+            for layers, parts in self._alike()
+            for one in transfer_slices(
+                parts,
+                role,
+                local_tp_rank,
+                lambda part: default_deal(part.units, local_tp_size, part.deal_in),
+                lambda part: default_deal(part.units, remote_tp_size, part.deal_in),
+                elector,
+                layers,
+            )
         )
+
+    def _alike(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
+        """Yield layers by name with the parts that each has; no names for any layer of the spec."""
+        yield (), self.parts
 
 
 def padded_page(real: int, padded: int | None) -> int:

@@ -6,16 +6,14 @@ gives every other layer wrong heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import mapping
-from kvspec.ownership.election import Replicas, Role
+from kvspec.inputs import Frozen, mapping
 from kvspec.ownership.part import Part
-from kvspec.ownership.slices import TPTransferSlice
 from kvspec.specs.layer import LayerSpec
 
 _OWN = {
@@ -33,8 +31,8 @@ _OWN = {
 """Fields in which the layers of a uniform-type group may differ."""
 
 
-def _specs(value: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
-    return dict(mapping("specs", value, "layer names to specs"))
+def _specs(value: Mapping[str, LayerSpec]) -> Mapping[str, LayerSpec]:
+    return Frozen(mapping("specs", value, "layer names to specs"))
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -69,9 +67,6 @@ class UniformTypeKVCacheSpecs(LayerSpec):
                     raise SpecError(f"specs[{layer!r}].{field.name}", ours, wanted)
         object.__setattr__(self, "block_size", first.block_size)
 
-    def __hash__(self) -> int:
-        return hash(tuple(self.specs.items()))
-
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Every layer's own parts, named ``layer/part``."""
@@ -100,23 +95,9 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         """Return the positions that the query at position *num_tokens* still reads."""
         return next(iter(self.specs.values())).live_tokens(num_tokens)
 
-    def _slices(
-        self,
-        rank: int,
-        size: int,
-        remote: int,
-        role: Role,
-        replicas: Replicas,
-        salt: int,
-        layers: tuple[str, ...] = (),  # noqa: ARG002
-    ) -> tuple[TPTransferSlice, ...]:
-        alike: dict[tuple[Part, ...], list[str]] = {}
+    def _alike(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
+        layers: dict[tuple[Part, ...], list[str]] = {}
         for layer, spec in self.specs.items():
-            alike.setdefault(spec.parts, []).append(layer)
-        return tuple(
-            each
-            for names in alike.values()
-            for each in self.specs[names[0]]._slices(  # noqa: SLF001
-                rank, size, remote, role, replicas, salt, tuple(names)
-            )
-        )
+            layers.setdefault(spec.parts, []).append(layer)
+        for parts, names in layers.items():
+            yield tuple(names), parts

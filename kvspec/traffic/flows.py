@@ -13,8 +13,11 @@ import numpy as np
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int
 from kvspec.ownership.part import Part
+from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.plan.edges import exchanges
 from kvspec.plan.plan import TransferPlan
+from kvspec.plan.shares import Share
 from kvspec.specs import LayerSpec
 
 MAX_PERIOD = 2**28
@@ -28,8 +31,8 @@ class Flows:
     """The bytes that one request moves, one entry for each slice of each edge.
 
     *producer* and *consumer* are indices into each side's `ParallelConfig.ranks`, *moved* bytes.
-    *members* holds the classes of replicas, each as indices of producer ranks; *class_of* says to
-    which class an entry's producer was elected, *position* which of its members it is.
+    *members* holds the classes of equal producer ranks among which readers elect, as indices;
+    *class_of* says in which class an entry's producer was elected, *position* which of it it is.
     """
 
     producer: Ints
@@ -47,79 +50,51 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     """
     instance("plan", plan, TransferPlan)
     positive_int("num_tokens", num_tokens, least=0)
-    ours, theirs = plan.producer.parallel, plan.consumer.parallel
-    index = [{rank: at for at, rank in enumerate(side.ranks)} for side in (ours, theirs)]
-    classes, members = _classes(plan)
+    classes: dict[tuple[int, ...], int] = {}
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
-    for edge in plan.edges:
-        source, target = index[0][edge.producer], index[1][edge.consumer]
-        pair = plan.pair_of(edge)
-        mine = plan.producer.context(pair.producer, edge.producer)
-        other = plan.consumer.context(pair.consumer, edge.consumer)
-        for each in edge.slices:
-            names = each.layers or edge.layers
-            spec = pair.specs[names[0]]
-            key = (id(spec), each.parts, each.stripe, mine, other)
-            if key not in sizes:
-                sizes[key] = _unit_bytes(spec, each.parts, each.stripe, mine, other, num_tokens)
-            moved = len(names) * len(each.global_range) * sizes[key]
-            home = names[0], each.parts[0]
-            where = classes.get((*home, mine)) or classes[*home, None]
-            columns.append((source, target, moved, *where[source]))
+    for one in exchanges(plan.producer, plan.consumer, plan.shares, plan.election):
+        share, piece = one.share, one.piece
+        context = plan.consumer.context(
+            share.pair.consumer, plan.consumer.parallel.ranks[one.reader]
+        )
+        key = (id(share), piece.stripe, context)
+        if key not in sizes:
+            sizes[key] = _unit_bytes(share, piece.stripe, context, num_tokens)
+        moved = len(one.layers) * (piece.stop - piece.start) * sizes[key]
+        number = classes.setdefault(piece.equals, len(classes))
+        place = piece.equals.index(piece.producer)
+        columns.append((piece.producer, one.reader, moved, number, place))
     total = sum(column[2] for column in columns)
     if total > MOST:
         told = f"fewer: all links together would carry {total} bytes, more than {MOST}"
         raise SpecError("num_tokens", num_tokens, told)
-    table = np.array(columns, np.int64).reshape(-1, 5).T
-    producer, consumer, moved_bytes, class_of, position = table
+    producer, consumer, moved_bytes, class_of, position = (
+        np.array(columns, np.int64).reshape(-1, 5).T
+    )
     return Flows(
         producer=producer,
         consumer=consumer,
         moved=moved_bytes,
         class_of=class_of,
         position=position,
-        members=members,
+        members=tuple(classes),
     )
 
 
-def _classes(
-    plan: TransferPlan,
-) -> tuple[dict[tuple[object, ...], dict[int, tuple[int, int]]], tuple[tuple[int, ...], ...]]:
-    """Return the classes of replicas, and by (layer, part, context) each rank's class and place."""
-    found: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
-    members: list[tuple[int, ...]] = []
-    for share in plan.shares:
-        places = {
-            rank: (len(members) + at, place)
-            for at, holders in enumerate(share.members.holders)
-            for place, rank in enumerate(holders)
-        }
-        members += share.members.holders
-        for layer in share.layers:
-            found.update(((layer, part.name, share.context), places) for part in share.parts)
-    return found, tuple(members)
-
-
-def _unit_bytes(
-    spec: LayerSpec,
-    parts: tuple[str, ...],
-    stripe: tuple[int, int],
-    ours: Cyclic,
-    theirs: Cyclic,
-    num_tokens: int,
-) -> int:
-    """Return the bytes of one unit of one layer that move between two contexts."""
-    moved = (part for part in spec.parts if part.name in parts)
+def _unit_bytes(share: Share, stripe: Stripe, theirs: Cyclic, num_tokens: int) -> int:
+    """Return the bytes of one unit of one layer of *share* that a reader's context takes."""
+    ours = share.context or Cyclic()
     return sum(
-        part.content_bytes * _rows(spec, part, stripe, ours, theirs, num_tokens) for part in moved
+        part.content_bytes * _rows(share.spec, part, stripe, ours, theirs, num_tokens)
+        for part in share.parts
     )
 
 
 def _rows(
     spec: LayerSpec,
     part: Part,
-    stripe: tuple[int, int],
+    stripe: Stripe,
     ours: Cyclic,
     theirs: Cyclic,
     num_tokens: int,
@@ -128,21 +103,21 @@ def _rows(
     live = spec.live_tokens(num_tokens)
     grain, virtual = part.tokens_per_state, spec.block_size * theirs.size
     if not grain:
-        inside = [live.start // virtual % stripe[1] == stripe[0]] if live else []
-        return part.states * sum(inside)
-    if stripe == (0, 1) and ours.size == theirs.size == 1:
+        moves = bool(live) and stripe.holds(live.start // virtual)
+        return part.states * moves
+    if stripe.whole and ours.size == theirs.size == 1:
         return -(-live.stop // grain) - live.start // grain
 
     # Ownership repeats, so one period from a row's boundary stands for all.
     cycles = ours.size * ours.interleave, theirs.size * theirs.interleave
-    period = lcm(*cycles, virtual * stripe[1], grain)
+    period = lcm(*cycles, virtual * stripe.step, grain)
     if min(period, len(live)) > MAX_PERIOD:
         told = f"at most {MAX_PERIOD}, since who owns which tokens repeats only after {period}"
         raise SpecError("num_tokens", num_tokens, told)
 
     def owned(start: int, stop: int) -> int:
         tokens = np.arange(start, stop)
-        tokens = tokens[tokens // virtual % stripe[1] == stripe[0]]
+        tokens = tokens[stripe.holds(tokens // virtual)]
         rows = tokens[ours.owns(tokens) & theirs.owns(tokens)] // grain
         return len(rows) and 1 + int(np.count_nonzero(np.diff(rows)))
 

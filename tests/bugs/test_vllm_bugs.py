@@ -279,7 +279,9 @@ def test_bug_11_speculative_rows_of_a_conv_state() -> None:
     3 rows that both have can be asked for.
     """
     sides = engine(mamba2(1, num_speculative_tokens=2)), engine(mamba2(1))
-    with pytest.raises(kvspec.MismatchError, match=r"conv_x\.states: ours 5, theirs 3 \(.*rows"):
+    with pytest.raises(
+        kvspec.MismatchError, match=r"conv_x\.states: producer 5, consumer 3 .*rows"
+    ):
         kvspec.plan_transfer(*sides)
     assert [] == moves(*sides, 9, common_states=True)
 

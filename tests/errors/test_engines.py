@@ -191,7 +191,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.plan_transfer(engine(), None),  # type: ignore[arg-type]
      "consumer=None: wanted an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), engine(), replicas="all"),  # type: ignore[arg-type]
-     "replicas='all': wanted one of spread, first, stripe"),
+     "replicas='all': wanted one of spread, first, stripe, nearest"),
     (lambda: kvspec.plan_transfer(engine(), engine()).traffic(-1),
      "num_tokens=-1: wanted an int >= 0"),
     (lambda: kvspec.plan_transfer(engine(), engine()).traffic(num_tokens=True),
@@ -231,7 +231,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.allocate("e", RankId(), 1),  # type: ignore[arg-type]
      "engine='e': wanted an EngineSpec"),
     (lambda: kvspec.mismatches("e", engine()),  # type: ignore[arg-type]
-     "ours='e': wanted an EngineSpec"),
+     "producer='e': wanted an EngineSpec"),
     *((lambda s=s: kvspec.plan_transfer(engine(tp_size=8), engine(), salt=s),
        f"salt={s!r}: wanted an int >= 0") for s in ("x", 1.5, True)),
     (lambda: kvspec.plan_transfer(engine(), engine(), common_states=1),  # type: ignore[arg-type]
@@ -436,11 +436,11 @@ def test_every_difference_of_two_engines_is_listed(
     """Each field with ours, theirs and why, in `mismatches` and in the text, from either side."""
     error = refusal(lambda: kvspec.plan_transfer(ours, theirs), kvspec.MismatchError)
     assert tuple(kvspec.Mismatch(*each) for each in differences) == error.mismatches
-    lines = [f"{field}: ours {a!r}, theirs {b!r} ({why})" for field, a, b, why in differences]
+    lines = [f"{field}: producer {a!r}, consumer {b!r} ({why})" for field, a, b, why in differences]
     assert lines == str(error).splitlines()
     swapped = refusal(lambda: kvspec.plan_transfer(theirs, ours), kvspec.MismatchError)
     assert [(a, b) for _, a, b, _ in differences] == [
-        (m.theirs, m.ours) for m in swapped.mismatches
+        (m.consumer, m.producer) for m in swapped.mismatches
     ]
 
 
@@ -453,7 +453,7 @@ def test_states_of_another_dtype_of_the_same_size_are_a_mismatch(field: str) -> 
         lambda: kvspec.plan_transfer(engine(group(spec=ours)), engine(group(spec=theirs))),
         kvspec.MismatchError,
     )
-    assert f"l.{field}: ours 'bfloat16', theirs 'float16' ({BYTES})" == str(error)
+    assert f"l.{field}: producer 'bfloat16', consumer 'float16' ({BYTES})" == str(error)
 
 
 def test_a_default_said_aloud_is_no_mismatch() -> None:
@@ -481,7 +481,7 @@ def test_content_that_spans_heads_is_not_cut() -> None:
         kvspec.MismatchError,
     )
     quarters = "[(0, 1), (1, 2), (2, 3), (3, 4)]"
-    assert f"l.kv: ours [(0, 2), (2, 4)], theirs {quarters} ({why})" == str(error)
+    assert f"l.kv: producer [(0, 2), (2, 4)], consumer {quarters} ({why})" == str(error)
     kvspec.plan_transfer(engine(packed, tp_size=2), engine(packed, tp_size=2))
 
 
@@ -490,7 +490,7 @@ def test_states_with_other_rows_move_what_is_common_if_asked() -> None:
     ours, theirs = engine(group(spec=state())), engine(group(spec=state(num_speculative_tokens=2)))
     error = refusal(lambda: kvspec.plan_transfer(ours, theirs), kvspec.MismatchError)
     assert [(f"l.conv_{each}.states", 1, 3) for each in "xbc"] == [
-        (each.field, each.ours, each.theirs) for each in error.mismatches
+        (each.field, each.producer, each.consumer) for each in error.mismatches
     ]
     kvspec.plan_transfer(ours, theirs, common_states=True)
     other = engine(group(spec=state(num_speculative_tokens=2, dtype="float16")))

@@ -211,13 +211,13 @@ def test_a_wrong_request_is_refused_in_words(call: Callable[[], object], wanted:
     assert wanted == words(call)
 
 
-HELD = "producer_blocks['g']: ours {}, theirs {} (the producer's table does not hold tokens {})"
+HELD = "producer_blocks['g']: held {}, wanted {} (the producer's table does not hold tokens {})"
 SEEN = (
-    "state_tokens: ours {}, theirs {} "
+    "state_tokens: producer {}, consumer {} "
     "(a recurrent state cannot be rewound: it must have seen exactly these tokens)"
 )
 IDS_ARE_INT32 = (
-    "{} descriptors: ours {}, theirs 2147483648 "
+    "{} descriptors: needed {}, limit 2147483648 "
     "(descriptor ids are int32; give fewer blocks, or groups of fewer layers)"
 )
 
@@ -282,7 +282,7 @@ def test_a_cache_of_another_engine_is_refused(side: str) -> None:
     other, _ = kvspec.allocate(engine(CROSS), RankId(), 2)
     caches = (other, THEIRS) if side == "producer" else (OURS, other)
     why = "the cache was laid out for another engine than the plan's"
-    wanted = f"{side}_cache.engine.groups[0].spec: ours {FULL!r}, theirs {CROSS!r} ({why})"
+    wanted = f"{side}_cache.engine.groups[0].spec: plan {FULL!r}, cache {CROSS!r} ({why})"
     assert wanted == words(lambda: kvspec.build_table(PLAN, *caches), kvspec.MismatchError)
 
 

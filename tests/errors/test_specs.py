@@ -142,9 +142,9 @@ BAD_SLICES: list[Any] = [
     ({"role": "reader"}, "role='reader': wanted 'consumer' or 'producer'"),
     ({"role": None}, "role=None: wanted 'consumer' or 'producer'"),
     ({"role": ["consumer"]}, "role=['consumer']: wanted 'consumer' or 'producer'"),
-    ({"replicas": "all"}, "replicas='all': wanted one of spread, first, stripe"),
-    ({"replicas": None}, "replicas=None: wanted one of spread, first, stripe"),
-    ({"replicas": ["first"]}, "replicas=['first']: wanted one of spread, first, stripe"),
+    ({"replicas": "all"}, "replicas='all': wanted one of spread, first, stripe, nearest"),
+    ({"replicas": None}, "replicas=None: wanted one of spread, first, stripe, nearest"),
+    ({"replicas": ["first"]}, "replicas=['first']: wanted one of spread, first, stripe, nearest"),
     *(({"salt": salt}, f"salt={salt!r}: wanted an int >= 0") for salt in ("x", 1.5, True, -1)),
 ]
 
@@ -282,7 +282,7 @@ def test_errors_survive_a_pickle(error: Any) -> None:
         (kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r", state="posted"),
          "lost (rank=tp3, request=r, state=posted)"),
         (kvspec.MismatchError([kvspec.Mismatch("a", 1, 2, "x"), kvspec.Mismatch("b", 3, 4, "y")]),
-         "a: ours 1, theirs 2 (x)\nb: ours 3, theirs 4 (y)"),
+         "a: producer 1, consumer 2 (x)\nb: producer 3, consumer 4 (y)"),
     ],
 )  # fmt: skip
 def test_errors_say_what_was_wrong(error: Exception, wanted: str) -> None:

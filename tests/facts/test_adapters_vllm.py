@@ -237,7 +237,7 @@ def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
     with pytest.raises(kvspec.MismatchError, match="its content spans the heads of a rank"):
         kvspec.plan_transfer(engine, cut)
     longer = like.FullAttentionSpec(**{**HEADS, **NVFP4, "block_size": 32})
-    with pytest.raises(kvspec.MismatchError, match="tokens_per_state: ours 16, theirs 32"):
+    with pytest.raises(kvspec.MismatchError, match="tokens_per_state: producer 16, consumer 32"):
         kvspec.plan_transfer(engine, vllm.engine_spec(config((["layer.0"], longer))))
     with pytest.raises(kvspec.SpecError, match="layout='LHBNC': wanted L and B outermost"):
         one(spec, layout="LHBNC")

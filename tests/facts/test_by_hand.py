@@ -145,7 +145,7 @@ def test_who_is_read(
     """Of equal producer ranks, which is read by whom, and for which blocks."""
     found = [
         [
-            (each.remote_rank, each.stripe)
+            (each.remote_rank, (each.stripe.first, each.stripe.step))
             for each in gqa(heads).get_tp_transfer_slices(rank, consumer, producer, **how)
         ]
         for rank in range(consumer)

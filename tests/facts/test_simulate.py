@@ -63,13 +63,16 @@ def pairs(draw: st.DrawFn) -> tuple[kvspec.EngineSpec, kvspec.EngineSpec]:
 
 
 def replanned(
-    engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec], policy: Replicas, consumers: int
+    engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
+    policy: Replicas,
+    consumers: int,
+    nodes: kvspec.Topology,
 ) -> tuple[list[int], list[int]]:
     """Return both sides' bytes by planning once for each consumer engine and adding pairs."""
     out = dict.fromkeys(engines[0].parallel.ranks, 0)
     into = dict.fromkeys(engines[1].parallel.ranks, 0)
     for salt in range(consumers):
-        plan = kvspec.plan_transfer(*engines, policy, salt)
+        plan = kvspec.plan_transfer(*engines, kvspec.Election(policy, salt, nodes))
         moved = flows(plan, TOKENS)
         for source, target, nbytes in zip(moved.producer, moved.consumer, moved.moved, strict=True):
             out[plan.producer.parallel.ranks[source]] += int(nbytes)
@@ -77,13 +80,19 @@ def replanned(
     return list(out.values()), [each // consumers for each in into.values()]
 
 
-@given(pairs(), st.sampled_from(POLICIES), st.integers(1, 9))
+@given(pairs(), st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 4))
 def test_many_engines_load_links_as_their_own_plans_do(
-    engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec], policy: Replicas, consumers: int
+    engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
+    policy: Replicas,
+    consumers: int,
+    ranks_per_node: int,
 ) -> None:
     """Rotating the classes of replicas is planning anew with each engine's salt."""
-    found = simulate(engines, num_tokens=TOKENS, consumers=consumers).policy(policy)
-    assert replanned(engines, policy, consumers) == (found.out.tolist(), found.into.tolist())
+    nodes = kvspec.Topology.packed(engines[0].parallel, engines[1].parallel, ranks_per_node)
+    found = simulate(engines, num_tokens=TOKENS, consumers=consumers, topology=nodes)
+    loads = found.policy(policy)
+    wanted = replanned(engines, policy, consumers, nodes)
+    assert wanted == (loads.out.tolist(), loads.into.tolist())
 
 
 @given(pairs())
@@ -143,7 +152,8 @@ def test_rows_are_counted_one_by_one(
         )
         for tp_size, (size, each) in ((4, ours), (3 * theirs[0], theirs))
     ]
-    plan = kvspec.plan_transfer(sides[0], sides[1], policy)
+    nodes = kvspec.Topology.packed(sides[0].parallel, sides[1].parallel, 2)
+    plan = kvspec.plan_transfer(sides[0], sides[1], kvspec.Election(policy, 0, nodes))
     wanted: dict[tuple[kvspec.RankId, kvspec.RankId], int] = {}
     for edge in plan.edges:
         mine, other = sides[0].parallel, sides[1].parallel
@@ -152,7 +162,7 @@ def test_rows_are_counted_one_by_one(
             (each.stripe, token // grain)
             for each in edge.slices
             for token in spec.live_tokens(num_tokens)
-            if token // (32 * contexts[1].size) % each.stripe[1] == each.stripe[0]
+            if each.stripe.holds(token // (32 * contexts[1].size))
             and all(token // c.interleave % c.size == c.rank for c in contexts)
         }
         wanted[edge.producer, edge.consumer] = len(rows) * spec.parts[0].content_bytes
@@ -265,10 +275,10 @@ def test_hundreds_of_ranks_need_no_plan_for_each_engine() -> None:
         ),
         (
             {"num_tokens": 1, "replicas": ("most",)},
-            "replicas='most': wanted one of spread, first, stripe",
+            "replicas='most': wanted one of spread, first, stripe, nearest",
         ),
         ({"num_tokens": 1, "replicas": ()}, "replicas=(): wanted at least one policy"),
-        ({"num_tokens": 1, "replicas": None}, "replicas=None: wanted a sequence of policies"),
+        ({"num_tokens": 1, "replicas": 3}, "replicas=3: wanted a sequence of policies"),
         ({"num_tokens": 1, "replicas": "first"}, "replicas='first': wanted a sequence of policies"),
         (
             {"num_tokens": 1, "out_speed": 1e-310},

@@ -18,6 +18,7 @@ from kvspec import BlockTable, RankId
 from kvspec.check import exhaustive as proof
 from kvspec.check.verify import prove, verify
 from kvspec.ownership.deals import Deal, default_deal
+from kvspec.ownership.election import Election, Elector, tp_elector
 from kvspec.ownership.slices import Piece, consumer_pieces
 
 LAYERS = ("a", "b")
@@ -431,7 +432,7 @@ def test_bounds_of_a_proof_are_plain_ints() -> None:
         (lambda: prove(0, 1), "max_tp=0: wanted an int >= 1"),
         (lambda: prove(1, True), "max_heads=True: wanted an int >= 1"),  # noqa: FBT003
         (lambda: prove(1, 1, replicas=("all",)),  # type: ignore[arg-type]
-         "replicas='all': wanted one of spread, first, stripe"),
+         "replicas='all': wanted one of spread, first, stripe, nearest"),
         (lambda: prove(1, 1, replicas=()), "replicas=(): wanted at least one policy"),
         (lambda: prove(1, 1, replicas="first"),  # type: ignore[arg-type]
          "replicas='first': wanted a sequence of policies"),
@@ -505,8 +506,9 @@ def test_a_planted_bug_is_found_and_named(
 def test_an_unfair_election_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading only the first replica is right, but not what `spread` promises."""
 
-    def first(consumer: Deal, producer: Deal, rank: int, _policy: str) -> list[Piece]:
-        return consumer_pieces(consumer, producer, rank, "first")
+    def first(consumer: Deal, producer: Deal, rank: int, _elector: Elector) -> list[Piece]:
+        sides = len(producer.ranges), len(consumer.ranges)
+        return consumer_pieces(consumer, producer, rank, tp_elector(Election("first"), *sides))
 
     monkeypatch.setattr(proof, "consumer_pieces", first)
     _, faults = proof._prove_heads(1, 3, ("spread",))
@@ -649,7 +651,7 @@ def test_a_cache_of_another_engine_is_a_mismatch() -> None:
         verify(PLAN, PRODUCERS, caches, REQUEST, table(RIGHT))
     why = "the cache was laid out for another engine than the plan's"
     field = "consumers[tp0].engine.groups[0].spec.head_size"
-    assert f"{field}: ours 8, theirs 16 ({why})" == str(caught.value)
+    assert f"{field}: plan 8, cache 16 ({why})" == str(caught.value)
 
 
 def test_a_cache_under_another_rank_is_refused() -> None:

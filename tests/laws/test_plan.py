@@ -54,7 +54,7 @@ def moves(
     for edge in plan.edges:
         if edge.consumer == rank and edge.group == group and layer in edge.layers:
             for each in edge.slices:
-                if part.name in each.parts and (not each.layers or layer in each.layers):
+                if part.name in each.parts and layer in each.layers:
                     yield edge.producer, each
 
 
@@ -103,7 +103,7 @@ def arrivals(
         home = next(group for group in plan.producer.groups if layer in group.layers)
         assert layer in rank_layers(plan.producer, producer, home)
         sent = owns(plan.producer, producer, part, far) & owns(plan.consumer, rank, part, far)
-        sent = sent & (block % each.stripe[1] == each.stripe[0])
+        sent = sent & (each.stripe.holds(block))
         for place, source in zip(each.local_range, each.remote_range, strict=True):
             assert own[place] == held[source]
             found[place] += sent
@@ -142,7 +142,7 @@ def check_cover(plan: kvspec.TransferPlan) -> None:
     for target in targets(plan.consumer, plan.producer):
         rank, group, _, part = target
         virtual = plan.consumer.group(group).spec.block_size * size
-        steps = max((each.stripe[1] for _, each in moves(plan, target)), default=1)
+        steps = max((each.stripe.step for _, each in moves(plan, target)), default=1)
         far = horizon(plan, steps, virtual)
         units = len(rank_units(plan.consumer, rank, part))
         wanted = np.tile(owns(plan.consumer, rank, part, far), (units, 1))
@@ -273,7 +273,7 @@ def test_fair(engines: Engines, replicas: Any, salt: int) -> None:
                 for source, cut in moves(plan, (reader, group, layer, each.part)):
                     if source in each.members and each.units & set(cut.global_range):
                         blocks = range(7 if replicas == "stripe" else 1)
-                        read |= {(source, b) for b in blocks if b % cut.stripe[1] == cut.stripe[0]}
+                        read |= {(source, b) for b in blocks if cut.stripe.holds(b)}
             load.update(source for source, _ in read)
         assert each.readers
         if replicas == "first":

@@ -46,7 +46,7 @@ def test_a_changed_field_is_a_mismatch(
     one, two = make(**fields), make(**fields | {field: value})
     (found,) = refusal(one, two)
     assert field in found.field
-    assert {getattr(one, field), getattr(two, field)} == {found.ours, found.theirs}
+    assert {getattr(one, field), getattr(two, field)} == {found.producer, found.consumer}
     assert found.why
 
 
@@ -58,7 +58,7 @@ def test_a_changed_state_is_a_mismatch(field: str) -> None:
     one = kvspec.MambaSpec.mamba2(**STATE)  # type: ignore[arg-type]
     two = kvspec.MambaSpec.mamba2(**STATE | {field: STATE[field] * 2})  # type: ignore[arg-type, operator]
     for found in refusal(one, two):
-        assert found.ours != found.theirs
+        assert found.producer != found.consumer
         assert found.why
 
 
@@ -71,7 +71,7 @@ def refusal(one: kvspec.LayerSpec, two: kvspec.LayerSpec) -> tuple[kvspec.Mismat
     with pytest.raises(kvspec.MismatchError) as caught:
         kvspec.plan_transfer(*engines)
     for each in caught.value.mismatches:
-        for word in (each.field, repr(each.ours), repr(each.theirs), each.why):
+        for word in (each.field, repr(each.producer), repr(each.consumer), each.why):
             assert word in str(caught.value)
     assert caught.value.mismatches
     return caught.value.mismatches
@@ -86,7 +86,7 @@ def test_changed_part_names_are_a_mismatch() -> None:
         for name in ("ssm", "state")
     ]
     (found,) = refusal(*(kvspec.MambaSpec(state_parts=(part,)) for part in parts))
-    assert (("ssm",), ("state",)) == (found.ours, found.theirs)
+    assert (("ssm",), ("state",)) == (found.producer, found.consumer)
 
 
 def test_changed_kinds_and_layers_are_mismatches() -> None:
@@ -128,7 +128,7 @@ def test_every_mismatch_is_listed_at_once(engines: Engines, field: str) -> None:
         kvspec.plan_transfer(changed, consumer)
     (found,) = caught.value.mismatches
     assert field in found.field
-    assert value in {found.ours, found.theirs}
+    assert value in {found.producer, found.consumer}
 
 
 # Law 11: refusal of memory and of block tables, before anything is posted.
@@ -217,7 +217,7 @@ def test_a_state_is_never_rewound() -> None:
     slots: dict[str, Any] = {"producer_blocks": {"g": [0]}, "consumer_blocks": {"g": [1]}}
     error = refused(spec, **slots, state_tokens=13)
     assert isinstance(error, kvspec.MismatchError)
-    assert {12, 13} == {error.mismatches[0].ours, error.mismatches[0].theirs}
+    assert {12, 13} == {error.mismatches[0].producer, error.mismatches[0].consumer}
     assert "slot" in str(refused(spec, **slots | {"consumer_blocks": {"g": [1, 2]}}))
 
 

@@ -49,8 +49,7 @@ def of(
 def read_at(slices: Sequence[kvspec.TPTransferSlice], block: int) -> Iterator[tuple[int, int, int]]:
     """Yield (unit, local unit, remote rank) of all that *slices* move of virtual block *block*."""
     for each in slices:
-        first, step = each.stripe
-        if block % step == first:
+        if each.stripe.holds(block):
             for unit, local in zip(each.global_range, each.local_range, strict=True):
                 yield unit, local, each.remote_rank
 
@@ -62,7 +61,7 @@ def assert_cover(spec: kvspec.LayerSpec, consumers: int, producers: int, **elect
         for layer, part in every_part(spec):
             mine = of(slices, layer, part)
             target = Counter(enumerate(owned(part, consumers)[rank]))
-            for block in range(max((each.stripe[1] for each in mine), default=1)):
+            for block in range(max((each.stripe.step for each in mine), default=1)):
                 read = Counter((local, unit) for unit, local, _ in read_at(mine, block))
                 assert target == read
 

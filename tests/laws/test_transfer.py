@@ -112,10 +112,9 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
             virtual = group.spec.block_size * context_of(case.consumer, c)[1]
             number = np.arange(len(held.block_ids)) + held.first_token // virtual
             for each, layer in product(edge.slices, edge.layers):
-                start, step = each.stripe
-                blocks = held.block_ids[number % step == start]
+                blocks = held.block_ids[each.stripe.holds(number)]
                 blocks = (blocks[:, None] * split + np.arange(split)).ravel()
-                for part in each.parts if layer in (each.layers or edge.layers) else ():
+                for part in each.parts if layer in each.layers else ():
                     units = slice(each.local_range.start, each.local_range.stop)
                     views[edge.group, layer, part][blocks, units] = True
         for _, place, length in selected(table, case.request):

@@ -26,7 +26,7 @@ SOURCES = {
 
 FOLDERS = (
     ("", "errors dtypes inputs"),
-    ("ownership", ". intervals tokens deals parallel part election slices"),
+    ("ownership", ". intervals tokens deals parallel part stripes election slices"),
     ("specs", "layer attention state uniform ."),
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),

@@ -134,7 +134,7 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
         (("transfer", "--tokens", "400000000"), ": wanted "),
         (("transfer", "--cached", "301"), "cached=301: wanted at most tokens=300"),
         (("transfer", "--requests", "0"), "requests=0: wanted an int >= 1"),
-        (("transfer", "--replicas", "x"), "replicas='x': wanted one of spread, first, stripe"),
+        (("transfer", "--replicas", "x"), "replicas='x': wanted one of spread, first,"),
         (("transfer", "--mode", "x"), "mode='x': wanted pull or push"),
         (("transfer", "--device", "tpu"), "device='tpu': wanted cpu, cuda, or one GPU"),
         (("transfer", "--timeout", "nan"), "timeout=nan: wanted seconds from 0 to 86400"),
@@ -430,7 +430,7 @@ def test_a_uniform_spec_of_another_kind_is_planned_before_it_is_started() -> Non
         EngineSpec(groups=[KVCacheGroup(name="g", layers=["l"], spec=each)])
         for each in (spec, other)
     )
-    with pytest.raises(kvspec.MismatchError, match="total_num_kv_heads: ours 2, theirs 4"):
+    with pytest.raises(kvspec.MismatchError, match="total_num_kv_heads: producer 2, consumer 4"):
         kvspec_run(one, two)
 
 

@@ -73,7 +73,7 @@ def test_a_new_field_is_compared_without_being_named(source: ModuleType) -> None
         return kvspec.EngineSpec(groups=[group])
 
     (found,) = kvspec.mismatches(engine(total_num_kv_heads=2), engine(total_num_kv_heads=4))
-    assert ("layer.total_num_kv_heads", 2, 4) == (found.field, found.ours, found.theirs)
+    assert ("layer.total_num_kv_heads", 2, 4) == (found.field, found.producer, found.consumer)
 
 
 def test_the_documented_messages_are_real() -> None:

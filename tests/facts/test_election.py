@@ -1,0 +1,147 @@
+"""Who is read of equal producer ranks, where nodes count; and what no election can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvspec
+from kvspec import Election, RankId, Stripe, Topology
+from kvspec.ownership.election import POLICIES, Replicas
+
+MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
+GROUP = kvspec.KVCacheGroup(name="latent", layers=["layers.0"], spec=MLA)
+
+
+def engine(tp_size: int) -> kvspec.EngineSpec:
+    """Return an engine whose ranks are all replicas."""
+    return kvspec.EngineSpec(groups=[GROUP], parallel=kvspec.ParallelConfig(tp_size=tp_size))
+
+
+def nodes(*names: str) -> dict[RankId, str]:
+    """Return the node of each TP rank."""
+    return {RankId(tp=rank): name for rank, name in enumerate(names)}
+
+
+def reads(producer: str, consumer: str, salt: int = 0) -> list[int]:
+    """Return whom each consumer rank reads by ``nearest``; a letter is a rank's node."""
+    topology = Topology(producer=nodes(*producer), consumer=nodes(*consumer))
+    plan = kvspec.plan_transfer(
+        engine(len(producer)), engine(len(consumer)), Election("nearest", salt, topology)
+    )
+    return [plan.sources(rank)[0].tp for rank in plan.consumer.parallel.ranks]
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "salt", "wanted"),
+    [
+        ("aabb", "ab", 0, [0, 2]),  # each its own node
+        ("aabb", "aabb", 0, [0, 1, 2, 3]),  # spread within the node
+        ("aabb", "aaab", 0, [0, 0, 1, 2]),
+        ("aabb", "bbbb", 0, [2, 2, 3, 3]),  # nobody reads node a
+        ("aabb", "bbbb", 1, [3, 3, 2, 2]),  # the salt turns within the node
+        ("aabb", "cccc", 0, [0, 1, 2, 3]),  # on no member's node: as by spread
+        ("aabb", "cacb", 0, [0, 0, 2, 2]),  # the two strangers are spread among all
+    ],
+)
+def test_the_nearest_is_read(producer: str, consumer: str, salt: int, wanted: list[int]) -> None:
+    """One on the consumer's own node, if there is any; else by spread."""
+    assert wanted == reads(producer, consumer, salt)
+
+
+@given(
+    st.text("abc", min_size=1, max_size=9),
+    st.text("abcd", min_size=1, max_size=9),
+    st.integers(0, 5),
+)
+def test_nothing_crosses_a_node_that_need_not(producer: str, consumer: str, salt: int) -> None:
+    """A consumer leaves its node only if none there has the bytes; each node is read evenly."""
+    sources = reads(producer, consumer, salt)
+    for reader, source in enumerate(sources):
+        assert producer[source] == consumer[reader] or consumer[reader] not in producer
+    for node in set(producer):
+        members = [rank for rank, name in enumerate(producer) if name == node]
+        load = Counter(dict.fromkeys(members, 0))
+        load.update(s for r, s in enumerate(sources) if consumer[r] == node)
+        assert max(load.values()) - min(load.values()) <= 1
+
+
+def test_specs_and_plans_elect_alike() -> None:
+    """A spec's slices, of either role, are the plan's edges."""
+    topology = Topology(producer=nodes(*"aabb"), consumer=nodes(*"bab"))
+    election = Election("nearest", 0, topology)
+    plan = kvspec.plan_transfer(engine(4), engine(3), election)
+    planned = {(edge.producer.tp, edge.consumer.tp) for edge in plan.edges}
+    pulled = {
+        (one.remote_rank, rank)
+        for rank in range(3)
+        for one in MLA.get_tp_transfer_slices(rank, 3, 4, "consumer", election)
+    }
+    pushed = {
+        (rank, one.remote_rank)
+        for rank in range(4)
+        for one in MLA.get_tp_transfer_slices(rank, 4, 3, "producer", election)
+    }
+    assert planned == pulled == pushed
+    assert "replicas by 'nearest'" in plan.explain()
+
+
+def test_one_table_names_every_policy() -> None:
+    """The type of a policy's name and the table of policies say the same."""
+    assert get_args(Replicas) == tuple(POLICIES)
+
+
+def test_packed_nodes() -> None:
+    """Three ranks a node: both engines begin on the first."""
+    found = Topology.packed(engine(4).parallel, engine(2).parallel, 3)
+    assert [0, 0, 0, 1] == list(found.producer.values())
+    assert [0, 0] == list(found.consumer.values())
+
+
+TWO = Topology(producer=nodes("a", "b"), consumer=nodes("a"))
+BAD = [
+    (lambda: Election("nearest"), "topology=None: wanted a Topology, for 'nearest'"),
+    (lambda: Election("best"), "replicas='best': wanted one of spread, first, stripe, nearest"),
+    (
+        lambda: Election(["first"]),
+        "replicas=['first']: wanted one of spread, first, stripe, nearest",
+    ),
+    (lambda: Election("first", -1), "salt=-1: wanted an int >= 0"),
+    (lambda: Election("first", 0, {}), "topology={}: wanted a Topology"),
+    (
+        lambda: Topology(producer=[], consumer={}),
+        "topology=[]: wanted a mapping from RankId to the node that it is on",
+    ),
+    (
+        lambda: kvspec.plan_transfer(engine(3), engine(1), Election("nearest", 0, TWO)),
+        "topology.producer={RankId(pp=0, pcp=0, tp=0): 'a', RankId(pp=0, pcp=0, tp=1): 'b'}: want",
+    ),
+    (
+        lambda: kvspec.plan_transfer(engine(1), engine(1), Election("spread", 0, TWO)),
+        "topology.producer=RankId(pp=0, pcp=0, tp=1): wanted ranks of the engine",
+    ),
+    (
+        lambda: kvspec.plan_transfer(engine(2), engine(1), Election(), 3),
+        "salt=3: wanted no salt beside an Election, which has its own",
+    ),
+    (lambda: kvspec.plan_transfer(engine(2), engine(1), None), "replicas=None: wanted one of"),
+    (lambda: Topology.packed(engine(1).parallel, engine(1).parallel, 0), "ranks_per_node=0:"),
+    (lambda: Stripe(2, 2), "stripe.first=2: wanted less than step=2"),
+    (lambda: Stripe(0, 0), "stripe.step=0: wanted an int >= 1"),
+    (
+        lambda: kvspec.TPTransferSlice(0, ("k",), range(1), range(1), range(1), (), (0, 1)),
+        "stripe=(0, 1): wanted a Stripe",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD)
+def test_what_is_no_election_is_refused(make: Any, words: str) -> None:
+    """Each names the field, the value and what was wanted."""
+    with pytest.raises(kvspec.SpecError) as error:
+        make()
+    assert str(error.value).startswith(words)
