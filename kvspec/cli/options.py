@@ -6,22 +6,20 @@ status 2; results go to standard output, progress to standard error.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import typer
+from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from kvspec import catalogue, models
 from kvspec.cli import INTERRUPTED
@@ -30,20 +28,15 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
 from kvspec.inputs import MOST
 from kvspec.ownership.election import POLICIES, Election, Replicas, Topology
-from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.ownership.stripes import Stripe
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 WRONG, REFUSED = 1, 2
 """Exit statuses: what was checked is wrong; the input is bad."""
 _BLOCK = 16
-
-
-def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of *model*: a name of the catalogue, or the path of a ``config.json``."""
-    if Path(model).exists() or model.endswith(".json"):
-        return models.from_config(model, block_size=block_size)
-    return models.from_config(catalogue.config(model), block_size=block_size)
-
-
 KEYS = {
     "tp": "tp_size",
     "pp": "pp_size",
@@ -55,6 +48,31 @@ KEYS = {
     "layout": "layout",
 }
 """What the words of one engine may set, such as ``tp=4,pp=2,block=16,layout=LBNHC``."""
+POLICY_NAMES = "|".join(POLICIES)
+"""What ``--replicas`` takes."""
+
+of_engines = partial(typer.Option, rich_help_panel="The two engines")
+of_requests = partial(typer.Option, rich_help_panel="The requests")
+in_words = partial(of_engines, metavar="KEY=VALUE,…")
+"""Options in panels of their own; of one engine in words."""
+MODEL = typer.Option(
+    catalogue.DEFAULT, help="A model of the catalogue, or the path of a config.json."
+)
+REPLICAS = of_engines(
+    "spread", metavar=POLICY_NAMES, help="Which of several equal producer ranks is read."
+)
+RANKS_PER_NODE = typer.Option(
+    None, help="Both engines fill the same nodes with this many ranks each; for nearest."
+)
+AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
+"""Options of several commands."""
+
+
+def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of *model*: a name of the catalogue, or the path of a ``config.json``."""
+    if Path(model).exists() or model.endswith(".json"):
+        return models.from_config(model, block_size=block_size)
+    return models.from_config(catalogue.config(model), block_size=block_size)
 
 
 def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int | str]:
@@ -83,9 +101,9 @@ def _whole(field: str, word: str) -> int:
     return int(word)
 
 
-def engine(side: str, model: str, sizes: Mapping[str, int | str]) -> EngineSpec:
-    """Return the engine that serves *model* as *sizes* say; errors name its *side*."""
-    given: dict[str, Any] = dict(sizes)
+def engine(side: str, model: str, words: str, **defaults: int | str) -> EngineSpec:
+    """Return the engine that serves *model* as *words* say; errors name its *side*."""
+    given: dict[str, Any] = engine_words(side, words, **defaults)
     block_size, layout = given.pop("block_size", _BLOCK), given.pop("layout", "LBHNC")
     kernel = given.pop("kernel_block_size", None)
     try:
@@ -142,14 +160,6 @@ def progress_bar() -> Progress:
     )
 
 
-POLICY_NAMES = "|".join(POLICIES)
-"""What ``--replicas`` takes."""
-
-RANKS_PER_NODE = typer.Option(
-    None, help="Both engines fill the same nodes with this many ranks each; for nearest."
-)
-
-
 def election_of(
     replicas: str, ranks_per_node: int | None, producer: ParallelConfig, consumer: ParallelConfig
 ) -> Election:
@@ -165,3 +175,38 @@ def topology_of(
     if ranks_per_node is None:
         return None
     return Topology.packed(producer, consumer, ranks_per_node)
+
+
+def table(
+    names: Iterable[str], rows: Iterable[Iterable[str | Text]], numbers: Collection[str] = ()
+) -> Table:
+    """Return a table of *rows*, the columns of *numbers* to the right; an empty row is a rule."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for cells in map(tuple, rows):
+        if cells:
+            made.add_row(*cells)
+        else:
+            made.add_section()
+    return made
+
+
+def print_json(value: object) -> None:
+    """Print *value* as JSON: ranks by their names, ranges and stripes as two numbers."""
+    typer.echo(json.dumps(value, indent=1, default=_plain))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, RankId):
+        return str(value)
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, Stripe):
+        return [value.first, value.step]
+    return attrs.asdict(cast("attrs.AttrsInstance", value), recurse=False)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count in words, such as ``1 rank`` or ``16 ranks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import attrs
 import typer
-from rich import box
-from rich.table import Table
 
 from kvspec.cli.options import (
+    AS_JSON,
     POLICY_NAMES,
     RANKS_PER_NODE,
     election_of,
     model_groups,
     output,
+    print_json,
     refusals,
+    table,
 )
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
@@ -31,65 +31,26 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.plan.plan import plan_transfer
 from kvspec.specs import FullAttentionSpec, LayerSpec, MambaSpec, MLAAttentionSpec
 
-_HEAD = 128  # elements: slices count units, so any size does
-
-
-def _attention(heads: int, groups: int) -> LayerSpec:
-    del groups
-    return FullAttentionSpec(
-        block_size=16, total_num_kv_heads=heads, head_size=_HEAD, dtype="bfloat16"
-    )
-
-
-def _mla(heads: int, groups: int) -> LayerSpec:
-    del heads, groups
-    return MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
-
-
-def _mamba1(heads: int, groups: int) -> LayerSpec:
-    del groups
-    return MambaSpec.mamba1(intermediate_size=heads, state_size=16, conv_kernel=4, dtype="bfloat16")
-
-
-def _mamba2(heads: int, groups: int) -> LayerSpec:
-    return MambaSpec.mamba2(
-        num_heads=heads,
-        head_dim=64,
-        n_groups=groups,
-        state_size=_HEAD,
-        conv_kernel=4,
-        dtype="bfloat16",
-    )
-
-
-def _gated_delta_net(heads: int, groups: int) -> LayerSpec:
-    return MambaSpec.gated_delta_net(
-        num_k_heads=groups,
-        num_v_heads=heads,
-        head_k_dim=_HEAD,
-        head_v_dim=_HEAD,
-        conv_kernel=4,
-        dtype="bfloat16",
-    )
-
-
+_ATTENTION: dict[str, Any] = {"block_size": 16, "head_size": 128, "dtype": "bfloat16"}
+_STATE: dict[str, Any] = {"conv_kernel": 4, "dtype": "bfloat16"}
 KINDS: dict[str, Callable[[int, int], LayerSpec]] = {
-    "attention": _attention,
-    "mla": _mla,
-    "mamba1": _mamba1,
-    "mamba2": _mamba2,
-    "gated-delta-net": _gated_delta_net,
+    "attention": lambda heads, _: FullAttentionSpec(total_num_kv_heads=heads, **_ATTENTION),
+    "mla": lambda *_: MLAAttentionSpec(**_ATTENTION),
+    "mamba1": lambda heads, _: MambaSpec.mamba1(intermediate_size=heads, state_size=16, **_STATE),
+    "mamba2": lambda heads, groups: MambaSpec.mamba2(
+        num_heads=heads, head_dim=64, n_groups=groups, state_size=128, **_STATE
+    ),
+    "gated-delta-net": lambda heads, groups: MambaSpec.gated_delta_net(
+        num_k_heads=groups, num_v_heads=heads, head_k_dim=128, head_v_dim=128, **_STATE
+    ),
 }
-"""Kinds of layer that need no model, each from its heads (or channels) and groups (key heads)."""
+"""Kinds of layer that need no model, each from its heads (or channels) and groups (key heads).
 
+Slices count units, so any sizes do.
+"""
 
-@attrs.frozen
-class _Row:
-    """One slice of one rank of one group (empty if there is only one)."""
-
-    group: str
-    rank: int
-    slice: TPTransferSlice
+Row = tuple[str, int, TPTransferSlice]
+"""A group, empty if there is only one, a rank, and one of its slices."""
 
 
 def slices(
@@ -111,7 +72,7 @@ def slices(
         "spread", metavar=POLICY_NAMES, help="Which of several equal ranks is read."
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
-    as_json: bool = typer.Option(False, "--json", help="Print a JSON array instead of a table."),
+    as_json: bool = AS_JSON,
     svg: str | None = typer.Option(
         None, metavar="FILE", help="Draw who reads which units from whom; group by group."
     ),
@@ -129,7 +90,7 @@ def slices(
         if rank is not None and not 0 <= rank < local:
             raise SpecError("rank", rank, f"a rank of the {role}: 0 to {local - 1}")
         rows = [
-            _Row(name, each, found)
+            (name, each, found)
             for name, spec in specs.items()
             for each in (range(local) if rank is None else (rank,))
             for found in spec.get_tp_transfer_slices(
@@ -137,11 +98,17 @@ def slices(
             )
         ]
         if svg is not None:
-            _draw(specs, producer_tp, consumer_tp, election, svg)
+            _draw(specs, sides, election, svg)
     if as_json:
-        typer.echo(json.dumps([_plain(each, role) for each in rows], indent=1))
+        print_json(
+            [
+                {"group": group or None, "role": role, "rank": each}
+                | attrs.asdict(found, recurse=False)
+                for group, each, found in rows
+            ]
+        )
     else:
-        output().print(_table(rows, role))
+        _show(rows, role)
 
 
 def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict[str, LayerSpec]:
@@ -155,9 +122,9 @@ def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict
 
 
 def _draw(
-    specs: dict[str, LayerSpec], producer: int, consumer: int, election: Election, file: str
+    specs: dict[str, LayerSpec], sides: Sequence[ParallelConfig], election: Election, file: str
 ) -> None:
-    """Write the picture of the plan between engines of these TP sizes, a file for each group."""
+    """Write the picture of the plan between engines of these sizes, a file for each group."""
     if find_spec("svg") is None:
         raise SpecError("svg", file, "svg.py to draw with: pip install 'kvspec[draw]'")
     if not Path(file).name:
@@ -166,11 +133,8 @@ def _draw(
         KVCacheGroup(name=name or "layers", layers=spec.layers or (f"{name}.0",), spec=spec)
         for name, spec in specs.items()
     ]
-    ours, theirs = (
-        EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=size))
-        for size in (producer, consumer)
-    )
-    plan = plan_transfer(ours, theirs, election)
+    producer, consumer = (EngineSpec(groups=groups, parallel=sizes) for sizes in sides)
+    plan = plan_transfer(producer, consumer, election)
     for group in groups:
         path = Path(file)
         if len(groups) > 1:
@@ -182,64 +146,36 @@ def _draw(
             raise SpecError("svg", str(path), f"a file that can be written: {error}") from None
 
 
-def _other(role: str) -> str:
-    return "producer" if role == "consumer" else "consumer"
-
-
-def _table(rows: list[_Row], role: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    grouped, striped = any(e.group for e in rows), any(not e.slice.stripe.whole for e in rows)
-    layered = any(each.slice.layers for each in rows)
-    names = [*(["group"] if grouped else []), role, _other(role), "parts", "units of the model"]
-    names += [f"in the {role}", f"in the {_other(role)}"]
-    names += [*(["blocks"] if striped else []), *(["layers"] if layered else [])]
-    for name in names:
-        table.add_column(name, overflow="fold")
-    before = None
-    for each in rows:
-        if before is not None and before != (each.group, each.rank):
-            table.add_section()
-        before = (each.group, each.rank)
-        table.add_row(*_cells(each, grouped=grouped, striped=striped, layered=layered))
-    return table
-
-
-def _cells(row: _Row, *, grouped: bool, striped: bool, layered: bool) -> Iterator[str]:
-    each = row.slice
-    if grouped:
-        yield row.group
-    yield f"tp{row.rank}"
-    yield f"tp{each.remote_rank}"
-    yield "+".join(each.parts)
-    for units in (each.global_range, each.local_range, each.remote_range):
-        yield str(units.start) if len(units) == 1 else f"{units.start}..{units.stop - 1}"
-    if striped:
-        yield str(each.stripe).removeprefix("blocks ")
-    if layered:
-        yield (
-            f"{each.layers[0]} and {len(each.layers) - 1} more"
-            if each.layers[1:]
-            else "".join(each.layers)
-        )
-
-
-def _plain(row: _Row, role: str) -> dict[str, Any]:
-    each = row.slice
-    ranges = {
-        name: [units.start, units.stop]
-        for name, units in (
-            ("global_range", each.global_range),
-            ("local_range", each.local_range),
-            ("remote_range", each.remote_range),
-        )
+def _show(rows: list[Row], role: str) -> None:
+    """Print a table, with the columns of which there is something to tell."""
+    other = "producer" if role == "consumer" else "consumer"
+    names = ["group", role, other, "parts", "units of the model", f"in the {role}"]
+    names += [f"in the {other}", "blocks", "layers"]
+    slices = [found for _, _, found in rows]
+    empty = {
+        "group": not any(group for group, _, _ in rows),
+        "blocks": all(each.stripe.whole for each in slices),
+        "layers": not any(each.layers for each in slices),
     }
-    return {
-        "group": row.group or None,
-        "role": role,
-        "rank": row.rank,
-        "remote_rank": each.remote_rank,
-        "parts": list(each.parts),
-        **ranges,
-        "layers": list(each.layers),
-        "stripe": [each.stripe.first, each.stripe.step],
-    }
+    shown = [not empty.get(name, False) for name in names]
+    lines = _lines(rows)
+    kept = ([cell for cell, keep in zip(line, shown, strict=False) if keep] for line in lines)
+    output().print(table([n for n, keep in zip(names, shown, strict=True) if keep], kept))
+
+
+def _lines(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the cells of every slice, and nothing between two ranks."""
+    before = rows[0][:2] if rows else None
+    for group, rank, each in rows:
+        if before != (group, rank):
+            yield []
+        before = (group, rank)
+        units = [
+            str(own.start) if len(own) == 1 else f"{own.start}..{own.stop - 1}"
+            for own in (each.global_range, each.local_range, each.remote_range)
+        ]
+        more = f" and {len(each.layers) - 1} more" if each.layers[1:] else ""
+        layers = f"{each.layers[0]}{more}" if each.layers else ""
+        blocks = str(each.stripe).removeprefix("blocks ")
+        ranks = f"tp{rank}", f"tp{each.remote_rank}"
+        yield [group, *ranks, "+".join(each.parts), *units, blocks, layers]

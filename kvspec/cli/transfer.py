@@ -5,102 +5,78 @@ Law: exit status 0 means that every byte is right and every count exact, and not
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import typer
+from rich.text import Text
 
-from kvspec import catalogue
 from kvspec.cli.options import (
+    AS_JSON,
     KEYS,
-    POLICY_NAMES,
+    MODEL,
     RANKS_PER_NODE,
+    REPLICAS,
     WRONG,
+    counted,
     election_of,
     engine,
-    engine_words,
+    in_words,
+    of_engines,
+    of_requests,
     output,
+    print_json,
     progress_bar,
     refusals,
+    table,
 )
-from kvspec.cli.show import show_job, show_report
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import package_names
-from kvspec.run import STAGES, Job, Report, check_job, run_transfer
+from kvspec.plan.explain import sizes as parallel_words
+from kvspec.run import STAGES, Job, Moved, Report, check_job, run_transfer
 from kvspec.run.job import Mode
+from kvspec.run.limits import sizes
 
-_ENGINES, _REQUESTS, _RUN = "The two engines", "The requests", "The run"
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+MAX_PAIRS, MAX_LINES = 48, 12
+"""Pairs of ranks of the table, and wrong bytes; ``--json`` tells all of them."""
+
+of_run = partial(typer.Option, rich_help_panel="The run")
 
 
 def transfer(
-    model: str = typer.Option(
-        catalogue.DEFAULT, help="A model of the catalogue, or the path of a config.json."
+    model: str = MODEL,
+    producer_tp: int = of_engines(2, help="Tensor-parallel size of the producer."),
+    consumer_tp: int = of_engines(3, help="Tensor-parallel size of the consumer."),
+    producer_layout: str = of_engines(
+        "LBNHC", help="Layout of the producer's cache: letters, NHD or HND."
     ),
-    producer_tp: int = typer.Option(
-        2, help="Tensor-parallel size of the producer.", rich_help_panel=_ENGINES
-    ),
-    consumer_tp: int = typer.Option(
-        3, help="Tensor-parallel size of the consumer.", rich_help_panel=_ENGINES
-    ),
-    producer_layout: str = typer.Option(
-        "LBNHC",
-        help="Layout of the producer's cache: letters, NHD or HND.",
-        rich_help_panel=_ENGINES,
-    ),
-    consumer_layout: str = typer.Option(
-        "LBHNC", help="Layout of the consumer's cache.", rich_help_panel=_ENGINES
-    ),
-    block_size: int = typer.Option(16, help="Tokens of one block.", rich_help_panel=_ENGINES),
-    producer: str = typer.Option(
-        "",
-        metavar="KEY=VALUE,…",
-        help=f"More of the producer, or the same: {', '.join(KEYS)}.",
-        rich_help_panel=_ENGINES,
-    ),
-    consumer: str = typer.Option(
-        "",
-        metavar="KEY=VALUE,…",
-        help="The same of the consumer, such as tp=4,pp=2,block=32.",
-        rich_help_panel=_ENGINES,
-    ),
-    replicas: str = typer.Option(
-        "spread",
-        metavar=POLICY_NAMES,
-        help="Which of several equal producer ranks is read.",
-        rich_help_panel=_ENGINES,
-    ),
+    consumer_layout: str = of_engines("LBHNC", help="Layout of the consumer's cache."),
+    block_size: int = of_engines(16, help="Tokens of one block."),
+    producer: str = in_words("", help=f"More of the producer, or the same: {', '.join(KEYS)}."),
+    consumer: str = in_words("", help="The same of the consumer, such as tp=4,pp=2,block=32."),
+    replicas: str = REPLICAS,
     ranks_per_node: int | None = RANKS_PER_NODE,
-    tokens: int = typer.Option(300, help="Tokens of each prompt.", rich_help_panel=_REQUESTS),
-    cached: int = typer.Option(
-        0, help="Leading tokens that the consumer already holds.", rich_help_panel=_REQUESTS
-    ),
-    requests: int = typer.Option(2, help="How many prompts.", rich_help_panel=_REQUESTS),
-    seed: int = typer.Option(
-        0, help="What block tables and contents are drawn from.", rich_help_panel=_REQUESTS
-    ),
-    mode: str = typer.Option(
-        "pull",
-        metavar="pull|push",
-        help="Consumers read, or producers write.",
-        rich_help_panel=_RUN,
-    ),
-    device: str = typer.Option(
-        "cpu",
-        metavar="cpu|cuda|cuda:N",
-        help="Where the caches lie.",
-        rich_help_panel=_RUN,
-    ),
-    timeout: float = typer.Option(120.0, help="Seconds for the whole run.", rich_help_panel=_RUN),
-    tamper: bool = typer.Option(
+    tokens: int = of_requests(300, help="Tokens of each prompt."),
+    cached: int = of_requests(0, help="Leading tokens that the consumer already holds."),
+    requests: int = of_requests(2, help="How many prompts."),
+    seed: int = of_requests(0, help="What block tables and contents are drawn from."),
+    mode: str = of_run("pull", metavar="pull|push", help="Consumers read, or producers write."),
+    device: str = of_run("cpu", metavar="cpu|cuda|cuda:N", help="Where the caches lie."),
+    timeout: float = of_run(120.0, help="Seconds for the whole run."),
+    tamper: bool = of_run(
         False,
         "--tamper",
         help="Change one byte before the comparison, to see it found (exit status 1).",
-        rich_help_panel=_RUN,
     ),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON object instead of tables.", rich_help_panel=_RUN
-    ),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Move a model's KV cache between two engines over NIXL, and compare every byte.
 
@@ -109,14 +85,11 @@ def transfer(
     Exit status 0: every byte is right and every notification came once; 1: not so; 2: bad input.
     """
     with refusals():
-        ours, theirs = (
-            engine_words(side, words, tp_size=tp_size, layout=layout, block_size=block_size)
-            for side, words, tp_size, layout in (
-                ("producer", producer, producer_tp, producer_layout),
-                ("consumer", consumer, consumer_tp, consumer_layout),
-            )
+        made = partial(engine, model=model, block_size=block_size)
+        engines = (
+            made("producer", words=producer, tp_size=producer_tp, layout=producer_layout),
+            made("consumer", words=consumer, tp_size=consumer_tp, layout=consumer_layout),
         )
-        engines = engine("producer", model, ours), engine("consumer", model, theirs)
         job = Job(
             producer=engines[0],
             consumer=engines[1],
@@ -130,23 +103,20 @@ def transfer(
             timeout=timeout,
             tamper=tamper,
         )
-        _check_nixl()
+        names = package_names()
+        if not any(map(find_spec, names)):
+            wanted = "an installed nixl: pip install 'kvspec[nixl]'"
+            raise SpecError("nixl", " or ".join(names), wanted)
         check_job(job)
         console = output()
         if not as_json:
-            show_job(console, model, job)
+            _show_job(console, model, job)
         report = _run(job)
     if as_json:
-        typer.echo(json.dumps({"model": model, **report.as_dict()}, indent=1))
+        print_json({"model": model, **report.as_dict()})
     else:
-        show_report(console, job, report)
+        _show_report(console, job, report)
     raise typer.Exit(0 if report.ok else WRONG)
-
-
-def _check_nixl() -> None:
-    names = package_names()
-    if not any(find_spec(name) for name in names):
-        raise SpecError("nixl", " or ".join(names), "an installed nixl: pip install 'kvspec[nixl]'")
 
 
 def _run(job: Job) -> Report:
@@ -157,3 +127,78 @@ def _run(job: Job) -> Report:
             bar.update(task, description=f"{stage:8}", completed=done, total=total)
 
         return run_transfer(job, show)
+
+
+def _show_job(console: Console, model: str, job: Job) -> None:
+    """Print what is to be done: the model, both engines, the requests."""
+    groups = ", ".join(map(_group, job.producer.groups))
+    engines = f"{_engine(job.producer)} -> {_engine(job.consumer)}"
+    cached = f", {job.cached} of them cached" if job.cached else ""
+    who = "consumers read" if job.mode == "pull" else "producers write"
+    where = "host memory" if job.device == "cpu" else job.device
+    count = counted(job.requests, "request")
+    console.print(Text.assemble((model, "bold"), f"  {groups}"))
+    console.print(Text.assemble((engines, "bold"), f", {who}, {where}"))
+    console.print(f"{count} of {job.tokens:,} tokens{cached}; {sizes(job.request_bytes)} each")
+
+
+def _engine(engine: EngineSpec) -> str:
+    blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].per_token}
+    told = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
+    return f"{parallel_words(engine.parallel)}{told}, {engine.layout}"
+
+
+def _group(group: KVCacheGroup) -> str:
+    by_units: dict[int, list[str]] = {}
+    for part in group.spec.of_layer(group.layers[0]).parts:
+        by_units.setdefault(part.units // part.deal_in, []).append(part.name)
+    units = "; ".join(f"{'+'.join(names)} {count}" for count, names in by_units.items())
+    return f"{len(group.layers)} {group.name} layers (units: {units})"
+
+
+def _show_report(console: Console, job: Job, report: Report) -> None:
+    """Print what was moved and counted, and the verdict."""
+    console.print()
+    if report.moved:
+        console.print(_pairs(report.moved[:MAX_PAIRS]))
+        if len(report.moved) > MAX_PAIRS:
+            console.print(f"and {len(report.moved) - MAX_PAIRS} pairs more: see --json")
+    for line in _counts(job, report) if report.ranks else ():
+        console.print(line)
+    told = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.stages.items())
+    if told:
+        console.print(f"time: {told}")
+    if report.ok:
+        where = counted(len(report.consumers), "consumer rank")
+        console.print(f"every byte right: {report.judged:,} bytes on {where}", style="bold green")
+    for fault in report.faults[:MAX_LINES]:
+        console.print(f"WRONG: {fault}", style="bold red")
+    for line in report.lines[:MAX_LINES]:
+        console.print(f"  {line}")
+
+
+def _pairs(moved: tuple[Moved, ...]) -> Table:
+    numbers = ("bytes", "descriptors", "mean run", "time", "GB/s")
+    rows = (
+        (
+            str(each.producer),
+            str(each.consumer),
+            f"{each.nbytes:,}",
+            f"{each.runs:,}",
+            sizes(each.nbytes / each.runs) if each.runs else "-",
+            f"{each.seconds * 1e3:,.1f} ms",
+            f"{each.nbytes / each.seconds / 1e9:.3f}" if each.seconds else "-",
+        )
+        for each in moved
+    )
+    return table(("producer", "consumer", *numbers), rows, numbers)
+
+
+def _counts(job: Job, report: Report) -> Iterator[str]:
+    for name, (done, wanted), ranks in (
+        ("sending", report.sending, job.plan.finished_sending_count),
+        ("receiving", report.receiving, job.plan.finished_recving_count),
+    ):
+        yield f"finished {name} {done} of {wanted} ({counted(ranks, 'rank')} x {job.requests})"
+    came = sum(each.notified for each in report.ranks)
+    yield f"{came} of {sum(each.awaited for each in report.ranks)} notifications"

@@ -45,7 +45,7 @@ FOLDERS = (
     ("adapters", "."),
     ("adapters.vllm", "config states specs memory tensors engine ."),
     ("run", "limits job report contents notices worker conduct ."),
-    ("cli", ". options show simulate slices transfer verify app __main__"),
+    ("cli", ". options simulate slices transfer verify app __main__"),
 )
 """Folders and the files in each, from bottom to top; ``.`` is the folder's own ``__init__``."""
 

@@ -43,8 +43,8 @@ def test_every_byte_of_a_real_model_is_right(
 ) -> None:
     """A transfer over real NIXL leaves every byte of every consumer rank as it should be."""
     job = Job(
-        producer=engine("producer", model, engine_words("producer", producer)),
-        consumer=engine("consumer", model, engine_words("consumer", consumer)),
+        producer=engine("producer", model, producer),
+        consumer=engine("consumer", model, consumer),
         tokens=tokens,
         cached=cached,
         requests=1,
@@ -58,7 +58,7 @@ def test_every_byte_of_a_real_model_is_right(
 def test_words_become_an_engine() -> None:
     """Every key sets its size; what is not said keeps its default."""
     words = "tp=4, pp=2,dcp=2,interleave=8,block=32,kernel=16,layout=NHD"
-    found = engine("producer", "DeepSeek-V3", engine_words("producer", words))
+    found = engine("producer", "DeepSeek-V3", words)
     parallel = found.parallel
     sizes = (parallel.tp_size, parallel.pp_size, parallel.dcp_size, parallel.interleave_size)
     assert (4, 2, 2, 8) == sizes
