@@ -7,7 +7,7 @@ unit that a producer rank holds is in exactly one line of it. Places are not dec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
@@ -71,7 +71,7 @@ class Read:
 
 @attrs.frozen
 class Line:
-    """Units in the box of a rank, what they are told to be, and the *reads* that begin or end here.
+    """Units in the box of a rank, *words* about them, and the *reads* that begin or end here.
 
     *number*: of the producer rank among those that are read, or None where nobody reads.
     """
@@ -81,11 +81,6 @@ class Line:
     words: str
     number: int | None
     reads: tuple[Read, ...]
-
-    @property
-    def labels(self) -> list[str]:
-        """The text of every cell."""
-        return self.family.labels(self.units)
 
     @property
     def fill(self) -> str:
@@ -99,7 +94,7 @@ class Box:
 
     rank: RankId
     lines: list[Line]
-    note: str = ""
+    note: str
 
 
 @attrs.frozen
@@ -129,67 +124,63 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
     """Return what to draw of *plan*: all of it, or one group of the consumer's."""
     if group is not None:
         plan.consumer.group(group)
-    shares = [each for each in plan.shares if group in (None, each.pair.consumer.name)]
+    shares = [share for share in plan.shares if group in (None, share.pair.consumer.name)]
     if not shares:
         raise SpecError("group", group, "a group that the plan transfers")
     families = list(dict.fromkeys(Family.of(share.parts) for share in shares))
     reads = _reads(plan, group)
+    reads.sort(key=lambda read: (families.index(read.family), read.units.start))
     numbers = {rank: at for at, rank in enumerate(sorted({read.producer for read in reads}))}
-    held = _held(plan, shares, reads, numbers)
-    sources: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
-    for each in sorted(reads, key=lambda read: (families.index(read.family), read.units.start)):
-        line = Line(each.family, each.units, _source(plan, each), numbers[each.producer], (each,))
-        sources[each.consumer].append(line)
-    producers = [Box(rank, lines, _unread(plan, rank, lines)) for rank, lines in held.items()]
-    consumers = [Box(r, lines, "" if lines else "reads nothing") for r, lines in sources.items()]
+    consumers: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
+    for read in reads:
+        number = numbers[read.producer]
+        line = Line(read.family, read.units, _source(plan, read), number, (read,))
+        consumers[read.consumer].append(line)
     groups = {name for read in reads for name in read.groups}
     homes = {pair.producer.name for pair in plan.pairs if pair.consumer.name in groups}
-    sides = (
-        Side("Producer", _caption(plan.producer, homes), _bands(plan.producer, producers)),
-        Side("Consumer", _caption(plan.consumer, groups), _bands(plan.consumer, consumers)),
+    producers = list(_producers(plan, shares, reads, numbers))
+    targets = [Box(rank, own, "" if own else "reads nothing") for rank, own in consumers.items()]
+    return Scene(
+        families,
+        reads,
+        (
+            _side("Producer", plan.producer, homes, producers),
+            _side("Consumer", plan.consumer, groups, targets),
+        ),
     )
-    return Scene(families, reads, sides)
 
 
 def _reads(plan: TransferPlan, group: str | None) -> list[Read]:
     """Return what every consumer rank reads; slices that differ only in their layers are one."""
-    found: dict[tuple[RankId, RankId, Family, range, Stripe], list[tuple[str, str]]] = {}
+    places: dict[tuple[RankId, RankId, Family, range, Stripe], list[tuple[str, str]]] = {}
     for edge in plan.edges:
         if group not in (None, edge.group):
             continue
-        for each in edge.slices:
-            layers = each.layers
-            parts = plan.consumer.group(edge.group).spec.of_layer(layers[0]).parts
-            family = Family.of([part for part in parts if part.name in each.parts])
-            key = (edge.consumer, edge.producer, family, each.global_range, each.stripe)
-            found.setdefault(key, []).extend((edge.group, layer) for layer in layers)
-    return [Read(*key, tuple(places)) for key, places in found.items()]
+        spec = plan.consumer.group(edge.group).spec
+        for piece in edge.slices:
+            parts = spec.of_layer(piece.layers[0]).parts
+            family = Family.of([part for part in parts if part.name in piece.parts])
+            key = (edge.consumer, edge.producer, family, piece.global_range, piece.stripe)
+            places.setdefault(key, []).extend((edge.group, layer) for layer in piece.layers)
+    return [Read(*key, tuple(layers)) for key, layers in places.items()]
 
 
-def _held(
+def _producers(
     plan: TransferPlan, shares: list[Share], reads: list[Read], numbers: dict[RankId, int]
-) -> dict[RankId, list[Line]]:
-    """Return the lines of every producer rank: the units that it holds, and who reads them."""
-    ranks = plan.producer.parallel.ranks
-    held: dict[RankId, dict[tuple[Family, range], None]] = {rank: {} for rank in ranks}
-    for share in shares:
-        for rank, units in zip(ranks, share.members.ranges, strict=True):
+) -> Iterator[Box]:
+    """Yield the box of every producer rank: the units that it holds, and who reads them."""
+    for at, rank in enumerate(plan.producer.parallel.ranks):
+        held = dict.fromkeys((Family.of(share.parts), share.members.ranges[at]) for share in shares)
+        here, lines = [read for read in reads if read.producer == rank], list[Line]()
+        for family, units in held:
+            own = tuple(r for r in here if r.family == family and r.units.start in units)
+            words = _readers(own) if own else "not read here" if here else ""
             if units:
-                held[rank][Family.of(share.parts), units] = None
-    by_rank: dict[RankId, list[Read]] = {rank: [] for rank in ranks}
-    for read in reads:
-        by_rank[read.producer].append(read)
-    lines: dict[RankId, list[Line]] = {rank: [] for rank in ranks}
-    for rank, ranges in held.items():
-        for family, units in ranges:
-            own = [e for e in by_rank[rank] if e.family == family and e.units.start in units]
-            words = _readers(own) if own else "not read here" if by_rank[rank] else ""
-            number = numbers[rank] if own else None
-            lines[rank].append(Line(family, units, words, number, tuple(own)))
-    return lines
+                lines.append(Line(family, units, words, numbers[rank] if own else None, own))
+        yield Box(rank, lines, "" if here else _unread(plan, rank))
 
 
-def _readers(reads: list[Read]) -> str:
+def _readers(reads: tuple[Read, ...]) -> str:
     names = [str(rank) for rank in sorted({read.consumer for read in reads})]
     if len(names) <= _MOST_READERS:
         return f"→ {', '.join(names)}"
@@ -212,10 +203,8 @@ def _source(plan: TransferPlan, read: Read) -> str:
     return ", ".join(words)
 
 
-def _unread(plan: TransferPlan, rank: RankId, lines: list[Line]) -> str:
+def _unread(plan: TransferPlan, rank: RankId) -> str:
     """Say of a producer rank that nobody reads here who tells it to release."""
-    if any(line.reads for line in lines):
-        return ""
     if plan.targets(rank):
         return "read for other groups only"
     notifiers = plan.notifiers(rank)
@@ -223,25 +212,20 @@ def _unread(plan: TransferPlan, rank: RankId, lines: list[Line]) -> str:
     return f"not read; {by} tells it to release"
 
 
-def _bands(engine: EngineSpec, boxes: Iterable[Box]) -> list[tuple[str, list[Box]]]:
-    """Return the boxes in bands: pipeline stages, and context ranks within them."""
-    found: dict[tuple[int, int], list[Box]] = {}
-    for box in boxes:
-        key = (box.rank.pp, engine.parallel.context(box.rank).rank)
-        found.setdefault(key, []).append(box)
-    return [(_band(engine, found[key][0].rank), found[key]) for key in sorted(found)]
-
-
-def _band(engine: EngineSpec, rank: RankId) -> str:
-    words: list[str] = []
-    context = engine.parallel.context(rank)
-    if engine.parallel.pp_size > 1:
-        layers = engine.by_stage(engine.stage_of).get(rank.pp, ())
-        words.append(f"stage {rank.pp}: {_layers(layers)}")
-    if context.size > 1:
-        each = counted(context.interleave, "token")
-        words.append(f"context {context.rank} of {context.size}, {each} at a time")
-    return " · ".join(words)
+def _side(name: str, engine: EngineSpec, groups: set[str], boxes: list[Box]) -> Side:
+    """Return one side, its *boxes* in bands: pipeline stages, and context ranks within them."""
+    bands: dict[str, list[Box]] = {}
+    parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
+    for box in sorted(boxes, key=lambda box: (box.rank.pp, parallel.context(box.rank).rank)):
+        words: list[str] = []
+        context = parallel.context(box.rank)
+        if parallel.pp_size > 1:
+            words.append(f"stage {box.rank.pp}: {_layers(layers.get(box.rank.pp, ()))}")
+        if context.size > 1:
+            tokens = counted(context.interleave, "token")
+            words.append(f"context {context.rank} of {context.size}, {tokens} at a time")
+        bands.setdefault(" · ".join(words), []).append(box)
+    return Side(name, _caption(engine, groups), list(bands.items()))
 
 
 def excluded(plan: TransferPlan) -> list[str]:

@@ -39,6 +39,10 @@ from kvspec.plan.plan import TransferPlan
 _ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
 """Pixels: a line of a box, around its lines, between boxes, and the caption of a band."""
 _MIDDLE, _NARROWEST = 280.0, 180.0
+_MEANINGS = (
+    "numbers are units of the model: KV heads, state heads or groups of channels",
+    "a line's colour and dashes are the producer rank read",
+)
 
 
 def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
@@ -61,19 +65,16 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     width = consumer.x + max(consumer.width, width_of(consumer.side.caption)) + MARGIN
     canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
     y = canvas.words(MARGIN + 36, _facts(shown, plan), width)
-    for each in (producer, consumer):
-        canvas.text(each.x, y + 8, each.side.name, size=MEDIUM, bold=True)
-        canvas.text(each.x, y + 25, shortened(each.side.caption, LONGEST), fill=FAINT)
-    y += 40
-    height = max(each.stack(y, _GAP) for each in (producer, consumer)) - y
-    for each in (producer, consumer):
-        each.spread(y, height)
-        _frames(canvas, each)
-    _releases(canvas, plan, producer, consumer)
+    end = max(column.stack(y + 40, _GAP) for column in (producer, consumer))
+    for column in (producer, consumer):
+        canvas.text(column.x, y + 8, column.side.name, size=MEDIUM, bold=True)
+        canvas.text(column.x, y + 25, shortened(column.side.caption, LONGEST), fill=FAINT)
+        column.spread(y + 40, end)
+        _frames(canvas, column)
     _curves(canvas, producer, consumer)
-    for each in (producer, consumer):
-        _boxes(canvas, shown, each)
-    y = canvas.words(y + height + 32, _meanings(plan), width)
+    for column in (producer, consumer):
+        _boxes(canvas, shown, column)
+    y = canvas.words(end + 32, _MEANINGS, width)
     if many:
         keys = ((HOLLOW, hatch(at), each.name) for at, each in enumerate(shown.families))
         y = canvas.keys(y - 8, keys, width)
@@ -100,7 +101,11 @@ class _Column:
         cells = parts
         if named:
             cells += max((width_of(line.family.name, SMALL) for line in lines), default=0) + 10
-        said = cells + max((sum(map(_cell, line.labels)) for line in lines), default=0) + 8
+        said = (
+            cells
+            + max((sum(map(_cell, line.family.labels(line.units))) for line in lines), default=0)
+            + 8
+        )
         width = said + max(width_of(each, SMALL) for each in words) + 4 + _PAD
         return cls(side, (_PAD + 4, parts, cells, said), max(width, _NARROWEST))
 
@@ -121,9 +126,9 @@ class _Column:
                 y += _PAD + _GAP
         return end
 
-    def spread(self, y: float, height: float) -> None:
-        """Place the boxes evenly on *height* pixels."""
-        more = (y + height - self.stack(y, _GAP)) / len(self.side.boxes)
+    def spread(self, y: float, end: float) -> None:
+        """Place the boxes evenly from *y* to *end*."""
+        more = (end - self.stack(y, _GAP)) / len(self.side.boxes)
         self.stack(y + more / 2, _GAP + more)
 
     def row(self, box: Box, at: int) -> float:
@@ -151,14 +156,6 @@ def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
     pairs = len({(read.producer, read.consumer) for read in shown.reads})
     policy = f"replicas by “{plan.replicas}”"
     return [*words, counted(layers, "layer"), policy, f"{counted(pairs, 'pair')} of ranks"]
-
-
-def _meanings(plan: TransferPlan) -> list[str]:
-    words = ["numbers are units of the model: KV heads, state heads or groups of channels"]
-    words.append("a line's colour and dashes are the producer rank read")
-    if not all(map(plan.targets, plan.producer.parallel.ranks)):
-        words.append("dotted grey: only tells the rank to release its blocks")
-    return words
 
 
 def _frames(canvas: Canvas, column: _Column) -> None:
@@ -211,21 +208,6 @@ def _title(read: Read) -> str:
     return f"{read.consumer} reads {units} of {', '.join(read.groups)} from {read.producer}"
 
 
-def _releases(canvas: Canvas, plan: TransferPlan, producer: _Column, consumer: _Column) -> None:
-    """Draw a dotted line from each rank that nobody reads to the one that tells it to release."""
-    for box in producer.side.boxes:
-        notifiers = plan.notifiers(box.rank)
-        if not plan.targets(box.rank) and len(notifiers) == 1:
-            canvas.curve(
-                (producer.x + producer.width, producer.row(box, 0)),
-                (consumer.x, consumer.tops[notifiers[0]] + _PAD),
-                stroke=LINE,
-                stroke_width=1.1,
-                stroke_dasharray=[1, 4],
-                data={"releases": str(box.rank), "releaser": str(notifiers[0])},
-            )
-
-
 def _boxes(canvas: Canvas, shown: Scene, column: _Column) -> None:
     """Draw the boxes of one side with their lines."""
     for box in column.side.boxes:
@@ -252,7 +234,7 @@ def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -
     ink, name = INK if line.fill else FAINT, line.family.name
     if len(shown.families) > 1:
         canvas.text(parts, y + 4.2, name, size=SMALL, fill=FAINT)
-    for label in line.labels:
+    for label in line.family.labels(line.units):
         wide = _cell(label)
         canvas.box(
             (cells + 1, y + 3 - _ROW / 2),
