@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from kvspec.check.verify import CounterExample, verify
+from kvspec.check import CounterExample, verify
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.engines.engine import EngineSpec
@@ -19,11 +19,12 @@ from kvspec.errors import (
 from kvspec.memory.allocation import allocate, lay_out
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.deals import Deal, default_deal
-from kvspec.ownership.election import Election, Topology
+from kvspec.ownership.election import Election, Replicas, Role, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe
+from kvspec.ownership.tokens import Cyclic
 from kvspec.plan.edges import Edge
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -38,6 +39,7 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from kvspec.traffic.loads import Link, Load, Traffic
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,7 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "CounterExample",
     "CrossAttentionSpec",
+    "Cyclic",
     "Deal",
     "DescriptorTable",
     "Edge",
@@ -55,6 +58,8 @@ __all__ = [
     "KVCacheGroup",
     "KVSpecError",
     "LayerSpec",
+    "Link",
+    "Load",
     "MLAAttentionSpec",
     "MambaSpec",
     "Memory",
@@ -65,12 +70,15 @@ __all__ = [
     "RankCache",
     "RankId",
     "Region",
+    "Replicas",
+    "Role",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecError",
     "Stripe",
     "TPTransferSlice",
     "Topology",
+    "Traffic",
     "TransferError",
     "TransferPlan",
     "TransferRequest",
@@ -86,13 +94,25 @@ __all__ = [
     "verify",
 ]
 
-_ON_DEMAND = frozenset(
-    {"adapters", "catalogue", "draw", "models", "nixl", "reference", "simulate", "testing"}
+ON_DEMAND = frozenset(
+    {
+        "adapters.vllm",
+        "catalogue",
+        "check",
+        "draw",
+        "models",
+        "nixl",
+        "reference",
+        "simulate",
+        "testing",
+        "testing.strategies",
+    }
 )
+"""The public modules beside this one: each is imported when it is first named."""
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import a part of the library when it is first named, as in ``kvspec.models.from_config``."""
-    if name not in _ON_DEMAND:
+    if not any(module.partition(".")[0] == name for module in ON_DEMAND):
         raise AttributeError(f"module 'kvspec' has no attribute {name!r}")
     return import_module(f"kvspec.{name}")

@@ -18,6 +18,9 @@ DEFAULT = "Qwen3-0.6B"
 """A small model for examples."""
 
 
+__all__ = ["config", "names"]
+
+
 def names() -> tuple[str, ...]:
     """Return the names of the models, in the catalogue's order."""
     return tuple(_entries())

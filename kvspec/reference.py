@@ -23,6 +23,8 @@ from kvspec.ownership.tokens import Cyclic
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 
+__all__ = ["copy"]
+
 if TYPE_CHECKING:
     import torch
 

@@ -24,6 +24,8 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.traffic.flows import Flows, flows
 
+__all__ = ["Link", "PolicyLoad", "Simulation", "simulate"]
+
 Floats = npt.NDArray[np.float64]
 Speed = float | Sequence[float]
 """Bytes a second of every rank's link, or one number a rank."""

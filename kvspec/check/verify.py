@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
-from kvspec.check.exhaustive import Proof, prove
 from kvspec.descriptors.cells import check_producer_holds
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import build_table, check_engine
@@ -27,8 +26,6 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import GroupPair
-
-__all__ = ["CounterExample", "Proof", "prove", "verify"]
 
 Rows = npt.NDArray[np.uint64]
 

@@ -24,7 +24,7 @@ from kvspec.specs.layer import padded_page
 
 
 @attrs.frozen
-class Held:
+class HeldPart:
     """One part of a layer as a rank holds it: its group, content, own units, rows in memory."""
 
     group: str
@@ -169,15 +169,15 @@ class EngineSpec:
             found.setdefault(self.stage_of[layer], []).append(layer)
         return {stage: tuple(names) for stage, names in found.items()}
 
-    def held(self, rank: RankId) -> dict[tuple[str, str], Held]:
+    def held(self, rank: RankId) -> dict[tuple[str, str], HeldPart]:
         """Return what *rank* holds any units of, by layer and part."""
-        found: dict[tuple[str, str], Held] = {}
+        found: dict[tuple[str, str], HeldPart] = {}
         for group in self.groups:
             for _, layers in group.alike:
                 here = [layer for layer in layers if self.stage_of[layer] == rank.pp]
                 for part in group.in_memory(layers[0]).parts:
                     units = len(self.units(group, part, rank))
-                    each = Held(group.name, part.content_bytes, units, part.states)
+                    each = HeldPart(group.name, part.content_bytes, units, part.states)
                     found.update(((layer, part.name), each) for layer in here if units)
         return found
 

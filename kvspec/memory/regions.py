@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.engines.engine import EngineSpec, Held
+from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
 from kvspec.ownership.parallel import RankId
@@ -108,7 +108,7 @@ class Memory:
         return self.address + self.length
 
 
-def _check_region(region: Region, wanted: Held) -> None:
+def _check_region(region: Region, wanted: HeldPart) -> None:
     """Check that *region* has the sizes of the engine's part."""
     if region.group != wanted.group:
         field = f"regions['{region.layer}.{region.part}'].group"

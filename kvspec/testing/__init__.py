@@ -3,6 +3,9 @@
 Importing this package imports neither hypothesis nor torch; `strategies` needs the `testing` extra.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from kvspec.testing.carve import deal_units, logical_views, rank_units
 from kvspec.testing.oracle import check, content, expected, fill, spoil
 from kvspec.testing.positions import live_positions
@@ -18,3 +21,9 @@ __all__ = [
     "rank_units",
     "spoil",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name != "strategies":
+        raise AttributeError(f"module 'kvspec.testing' has no attribute {name!r}")
+    return import_module("kvspec.testing.strategies")
