@@ -11,7 +11,7 @@ from planning import OTHERS, first_pair, first_table, planned
 from timing import Options, Row, clock, interleaved, told
 
 from kvspec import plan_transfer
-from kvspec.check.verify import prove
+from kvspec.check import prove
 
 
 def b9(options: Options) -> Iterator[Row]:

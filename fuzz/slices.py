@@ -12,7 +12,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.election import Election, Replicas, tp_elector
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
@@ -60,12 +60,11 @@ def slices_of(
     local, remote = (consumer, producer) if pull else (producer, consumer)
     return transfer_slices(
         (part,),
+        "consumer" if pull else "producer",
         rank.tp,
         lambda each: local.deal(each.units, each.deal_in),
         lambda each: remote.deal(each.units, each.deal_in),
-        role="consumer" if pull else "producer",
-        replicas=replicas,
-        salt=salt,
+        tp_elector(Election(replicas, salt), producer.tp_size, consumer.tp_size),
     )
 
 

@@ -134,7 +134,7 @@ def _policy(_: object, at: attrs.Attribute[str], value: object) -> None:
         raise SpecError(at.name, value, f"one of {', '.join(POLICIES)}")
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Election:
     """How one of several equal producer ranks is elected; both engines must use the same.
 
@@ -158,6 +158,8 @@ class Election:
     @staticmethod
     def of(replicas: Replicas | Election, salt: int = 0) -> Election:
         """Return the election that a caller means by a policy's name and a salt, or by itself."""
+        if isinstance(replicas, str):
+            return _election(replicas, salt)
         if not isinstance(replicas, Election):
             return Election(replicas, salt)
         if salt:
@@ -173,6 +175,9 @@ class Election:
                 self.topology.nodes("consumer", consumer),
             )
         return Elector(POLICIES[self.replicas], self.salt, nodes)
+
+
+_election = lru_cache(maxsize=1024, typed=True)(Election)
 
 
 @attrs.frozen(eq=False)

@@ -6,7 +6,7 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -19,10 +19,6 @@ from kvspec.ownership.election import Class, Elector, Role
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import WHOLE, Stripe
-
-
-def _is_stripe(_: object, at: attrs.Attribute[Stripe], value: object) -> None:
-    instance(at.name, value, Stripe)
 
 
 @attrs.frozen
@@ -41,7 +37,11 @@ class TPTransferSlice:
     local_range: range
     remote_range: range
     layers: tuple[str, ...] = ()
-    stripe: Stripe = attrs.field(default=WHOLE, validator=_is_stripe)
+    stripe: Stripe = WHOLE
+
+    def __attrs_post_init__(self) -> None:
+        if self.stripe is not WHOLE:
+            instance("stripe", self.stripe, Stripe)
 
     def view(self, array: Any, axis: int, side: Literal["local", "remote"] = "local") -> Any:  # noqa: ANN401
         """Return the view of a rank's cache *array* that this slice means.
@@ -113,35 +113,33 @@ def transfer_slices(
 ) -> tuple[TPTransferSlice, ...]:
     """Return the slices of *parts* that local rank *local_rank* exchanges with every remote rank.
 
-    Parts that are dealt alike share their slices.
+    Parts of as many units, dealt in equal multiples, share their slices.
     """
-    alike: dict[tuple[Deal, Deal], list[str]] = {}
+    alike: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
-        alike.setdefault((local_deal(part), remote_deal(part)), []).append(part.name)
-    return tuple(
-        TPTransferSlice(
-            remote_rank=peer,
-            parts=tuple(names),
-            global_range=units,
-            local_range=shift(units, -local.ranges[local_rank].start),
-            remote_range=shift(units, -remote.ranges[peer].start),
-            layers=layers,
-            stripe=stripe,
-        )
-        for (local, remote), names in alike.items()
-        for peer, units, stripe in _exchanged(role, local, remote, local_rank, elector)
-    )
+        alike.setdefault((part.units, part.deal_in), []).append(part)
+    slices = []
+    for same in alike.values():
+        names = tuple([part.name for part in same])
+        local, remote = local_deal(same[0]), remote_deal(same[0])
+        first = local.ranges[local_rank].start
+        for peer, piece in _exchanged(role, local, remote, local_rank, elector):
+            units = range(piece.start, piece.stop)
+            away = shift(units, -remote.ranges[peer].start)
+            own = shift(units, -first)
+            slices.append(TPTransferSlice(peer, names, units, own, away, layers, piece.stripe))
+    return tuple(slices)
 
 
 def _exchanged(
     role: Role, local: Deal, remote: Deal, rank: int, elector: Elector
-) -> Iterator[tuple[int, range, Stripe]]:
-    """Yield (remote rank, units, stripe) of what local *rank* exchanges, from either side."""
+) -> list[tuple[int, Piece]]:
+    """Return (remote rank, piece) of what local *rank* exchanges, from whichever side it is on."""
     if role == "consumer":
-        for piece in consumer_pieces(local, remote, rank, elector):
-            yield piece.producer, range(piece.start, piece.stop), piece.stripe
-        return
-    for reader in remote.ranks_of(local.ranges[rank]):
-        for piece in consumer_pieces(remote, local, reader, elector):
-            if piece.producer == rank:
-                yield reader, range(piece.start, piece.stop), piece.stripe
+        return [(p.producer, p) for p in consumer_pieces(local, remote, rank, elector)]
+    return [
+        (reader, piece)
+        for reader in remote.ranks_of(local.ranges[rank])
+        for piece in consumer_pieces(remote, local, reader, elector)
+        if piece.producer == rank
+    ]

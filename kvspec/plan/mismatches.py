@@ -29,6 +29,7 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
     instance("producer", producer, EngineSpec)
     instance("consumer", consumer, EngineSpec)
     found: dict[object, tuple[Mismatch, list[str]]] = {}
+    compared: dict[tuple[int, int], list[Mismatch]] = {}
     excluded = {*producer.excluded, *consumer.excluded}
     for layer in dict.fromkeys([*producer.homes, *consumer.homes]):
         if layer in excluded:
@@ -37,7 +38,11 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
         if homes[0] is None or homes[1] is None:
             found[layer] = (_one_sided(*homes), [layer])
             continue
-        for one in _layer_mismatches(homes[0].spec.of_layer(layer), homes[1].spec.of_layer(layer)):
+        specs = homes[0].spec.of_layer(layer), homes[1].spec.of_layer(layer)
+        pair = id(specs[0]), id(specs[1])  # of a group's many layers, one comparison is enough
+        if pair not in compared:
+            compared[pair] = _layer_mismatches(*specs)
+        for one in compared[pair]:
             key = (one.field, repr(one.producer), repr(one.consumer))
             found.setdefault(key, (one, []))[1].append(layer)
     return tuple(

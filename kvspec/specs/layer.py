@@ -141,10 +141,9 @@ class LayerSpec:
         pull = role == "consumer"
         sizes = (remote_tp_size, local_tp_size) if pull else (local_tp_size, remote_tp_size)
         elector = tp_elector(election, *sizes)
-        return tuple(
-            one
-            for layers, parts in self._alike()
-            for one in transfer_slices(
+        slices: tuple[TPTransferSlice, ...] = ()
+        for layers, parts in self._alike():
+            slices += transfer_slices(
                 parts,
                 role,
                 local_tp_rank,
@@ -153,7 +152,7 @@ class LayerSpec:
                 elector,
                 layers,
             )
-        )
+        return slices
 
     def _alike(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
         """Yield layers by name with the parts that each has; no names for any layer of the spec."""

@@ -16,7 +16,7 @@ import pytest
 import kvspec
 from kvspec import BlockTable, RankId
 from kvspec.check import exhaustive as proof
-from kvspec.check.verify import prove, verify
+from kvspec.check import prove, verify
 from kvspec.ownership.deals import Deal, default_deal
 from kvspec.ownership.election import Election, Elector, tp_elector
 from kvspec.ownership.slices import Piece, consumer_pieces

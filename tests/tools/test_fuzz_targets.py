@@ -52,7 +52,11 @@ def test_a_target_opens_with_its_invariant(target: str) -> None:
 
 def crowding(patch: pytest.MonkeyPatch) -> None:
     """Send every consumer to the first replica, whatever the policy."""
-    patch.setattr(kvspec.ownership.slices, "elect", lambda *_: ((0, (0, 1)),))
+
+    def first(_self: object, _reader: int, equal: Any) -> Any:
+        return equal, ((equal.members[0], kvspec.Stripe()),)
+
+    patch.setattr(kvspec.ownership.election.Elector, "elect", first)
 
 
 def late_page(patch: pytest.MonkeyPatch) -> None:
