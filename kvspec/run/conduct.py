@@ -174,15 +174,15 @@ def _crew(job: Job, devices: int, deadline: float, folder: str) -> Iterator[list
         for at, (side, rank) in enumerate(job.ranks()):
             device = f"cuda:{at % devices}" if job.device == "cuda" else job.device
             log = None if loud else Path(folder, f"{side}-{rank}.log")
-            pipe, theirs = context.Pipe()
+            pipe, other = context.Pipe()
             process = context.Process(
                 target=run_rank,
-                args=(theirs, job, side, rank, device, deadline, log),
+                args=(other, job, side, rank, device, deadline, log),
                 name=f"{side} {rank}",
                 daemon=True,
             )
             members.append(_Member(side, rank, process, pipe, log))
-            with _uninterrupted(), theirs:
+            with _uninterrupted(), other:
                 process.start()
         yield members
     finally:

@@ -41,16 +41,16 @@ class Contents:
         bytes of each request, and poison in all other places.
         """
         storage = {name: np.empty(size, np.uint8) for name, size in sizes.items()}
-        told = self._request(0)
-        told["seed"] += _POISON if self.side == "producer" else 0
-        spoil(self.job.engine(self.side), self.rank, storage, **told)
+        first = self._request(0)
+        first["seed"] += _POISON if self.side == "producer" else 0
+        spoil(self.job.engine(self.side), self.rank, storage, **first)
         return self.after(storage)[0] if self.side == "producer" else storage
 
     def after(self, storage: Storage) -> tuple[Storage, Storage]:
         """Return *storage* with every request's true bytes in it, and a mask of the free bytes."""
         engine, free = self.job.engine(self.side), dict.fromkeys(storage, np.zeros(1, np.uint8))
-        for at in range(self.job.requests):
-            storage, may = expected(engine, self.rank, storage, **self._request(at))
+        for number in range(self.job.requests):
+            storage, may = expected(engine, self.rank, storage, **self._request(number))
             free = {name: flat | free[name] for name, flat in may.items()}
         return storage, free
 
@@ -74,11 +74,11 @@ class Contents:
                 view[own[-1], 0, (self.job.tokens - 1) % view.shape[2], 0] ^= 0xFF
                 return
 
-    def _request(self, at: int) -> dict[str, Any]:
-        """Return request number *at* as the oracle takes it."""
-        request = self.job.moves[at]
+    def _request(self, number: int) -> dict[str, Any]:
+        """Return request *number* as the oracle takes it."""
+        request = self.job.moves[number]
         tables = request.producer_blocks if self.side == "producer" else request.consumer_blocks
-        blocks, seed = self.job.num_blocks(self.side), self.job.content_seed(at)
+        blocks, seed = self.job.num_blocks(self.side), self.job.content_seed(number)
         return {"num_blocks": blocks, "tables": tables, "request": request, "seed": seed}
 
     def _views(self, storage: Storage) -> dict[tuple[str, str, str], Bytes]:
@@ -87,23 +87,23 @@ class Contents:
 
     def _lines(self, must: Storage, after: Storage, wrong: Marks) -> Iterator[str]:
         """Say what the first wrong bytes are: each request's own, then those of no request."""
-        for at, request in enumerate(self.job.moves):
+        for number, request in enumerate(self.job.moves):
             own = {name: np.zeros_like(flat) for name, flat in must.items()}
             for (group, _, _), view in self._views(own).items():
-                view[self._request(at)["tables"][group].block_ids] = 1
+                view[self._request(number)["tables"][group].block_ids] = 1
             inside = {name: flat & (own[name] == 1) for name, flat in wrong.items()}
             wrong = {name: flat & (own[name] == 0) for name, flat in wrong.items()}
-            yield from self._words(must, after, inside, at, request.request_id)
+            yield from self._words(must, after, inside, number, request.request_id)
         yield from self._words(must, after, wrong, 0, "no request")
 
     def _words(
-        self, must: Storage, after: Storage, wrong: Marks, at: int, name: str
+        self, must: Storage, after: Storage, wrong: Marks, number: int, name: str
     ) -> Iterator[str]:
-        """Yield the oracle's words for the first *wrong* bytes, seen from request number *at*."""
+        """Yield the oracle's words for the first *wrong* bytes, seen from request *number*."""
         seen = {group: flat.copy() for group, flat in must.items()}
         for group, flat in seen.items():
             first = np.flatnonzero(wrong[group])[:MAX_LINES]
             flat[first] = after[group][first]
-        engine, told = self.job.engine(self.side), self._request(at)
-        for line in check(engine, self.rank, must, seen, **told, limit=MAX_LINES):
+        engine, request = self.job.engine(self.side), self._request(number)
+        for line in check(engine, self.rank, must, seen, **request, limit=MAX_LINES):
             yield f"{name}: {line}"

@@ -18,7 +18,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int
-from kvspec.memory.allocation import allocate
+from kvspec.memory.allocation import lay_out
 from kvspec.ownership.election import Election
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -63,8 +63,8 @@ class Job:
         positive_int("requests", self.requests)
         positive_int("seed", self.seed, least=0)
         if self.tokens * self.requests > MAX_TOKENS:
-            told = f"at most {MAX_TOKENS} in all {self.requests} requests"
-            raise SpecError("tokens", self.tokens, told)
+            wanted = f"at most {MAX_TOKENS} in all {self.requests} requests"
+            raise SpecError("tokens", self.tokens, wanted)
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
         instance("election", self.election, Election)
@@ -89,17 +89,17 @@ class Job:
     @cached_property
     def moves(self) -> tuple[TransferRequest, ...]:
         """The requests, with shuffled block tables on both sides."""
-        ours, theirs = (self._tables(side) for side in SIDES)
+        producer, consumer = (self._tables(side) for side in SIDES)
         return tuple(
             TransferRequest(
-                request_id=f"request-{at}",
+                request_id=f"request-{number}",
                 num_tokens=self.tokens,
                 encoder_tokens=self.tokens,
                 cached_tokens=self.cached,
-                producer_blocks=ours[at],
-                consumer_blocks=theirs[at],
+                producer_blocks=producer[number],
+                consumer_blocks=consumer[number],
             )
-            for at in range(self.requests)
+            for number in range(self.requests)
         )
 
     @property
@@ -156,19 +156,14 @@ class Job:
         return total
 
     def cache_bytes(self) -> list[int]:
-        """Return the bytes of each rank's cache; raise `SpecError` for an impossible layout.
-
-        Lays every cache out, in memory that is never touched and so never taken.
-        """
-        found = []
-        for side, rank in self.ranks():
-            try:
-                cache, _ = allocate(self.engine(side), rank, self.num_blocks(side))
-            except MemoryError:
-                wanted = f"caches that fit this machine ({side} {rank} does not)"
-                raise SpecError("tokens", self.tokens, wanted) from None
-            found.append(sum(memory.length for memory in cache.memory))
-        return found
+        """Return the bytes of each rank's cache; raise `SpecError` for an impossible layout."""
+        return [
+            sum(
+                memory.length
+                for memory in lay_out(self.engine(side), rank, self.num_blocks(side)).memory
+            )
+            for side, rank in self.ranks()
+        ]
 
     def _tokens(self, side: Side, group: KVCacheGroup) -> range:
         """Return the first token of each block that one request owns."""
@@ -184,7 +179,8 @@ class Job:
         blocks = self.num_blocks(side)
         for group in self.engine(side).groups:
             tokens, ids = self._tokens(side, group), shuffle.permutation(blocks[group.name])
-            for at, table in enumerate(tables):
-                own = ids[at * len(tokens) : (at + 1) * len(tokens)]
+            for table, own in zip(
+                tables, ids[SPARE_BLOCKS:].reshape(self.requests, -1), strict=True
+            ):
                 table[group.name] = BlockTable(own, tokens.start)
         return tables

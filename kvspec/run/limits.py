@@ -24,26 +24,26 @@ def check_memory(caches: Collection[int], available: int | None = None) -> None:
     free = available_bytes() if available is None else available
     need = COPIES * sum(caches) + PROCESS_BYTES * len(caches)
     if free is not None and need > SHARE * free:
-        told = f"{sizes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
+        why = f"{sizes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
         wanted = f"at most {SHARE:.0%} of the {sizes(free)} that are free"
-        field, value = "memory", f"{sizes(need)} ({told})"
-        raise SpecError(field, value, f"{wanted}: fewer tokens, requests or ranks")
+        wanted += ": fewer tokens, requests or ranks"
+        raise SpecError("memory", f"{sizes(need)} ({why})", wanted)
 
 
 def available_bytes() -> int | None:
     """Return the bytes of memory that can be had, or None where the system does not say."""
-    found = []
+    limits: list[int] = []
     memory = Path("/proc/meminfo")
     if memory.exists():
         lines = (line.split() for line in memory.read_text(encoding="ascii").splitlines())
-        found += [int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:"]
+        limits += [int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:"]
     group = Path("/sys/fs/cgroup")
     limit, used = group / "memory.max", group / "memory.current"
     if limit.exists() and used.exists():
         text = limit.read_text(encoding="ascii").strip()
         if text.isdecimal():
-            found.append(int(text) - int(used.read_text(encoding="ascii")))
-    return min(found, default=None)
+            limits.append(int(text) - int(used.read_text(encoding="ascii")))
+    return min(limits, default=None)
 
 
 def check_device(device: str) -> int:

@@ -6,6 +6,7 @@ is exactly what the plan says. Whatever is not known is not right.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -89,47 +90,48 @@ class Report:
     @property
     def moved(self) -> tuple[Moved, ...]:
         """Every pair of ranks, by consumer, then producer."""
-        found = (each for rank in self.ranks for each in rank.moved)
-        return tuple(sorted(found, key=lambda each: (each.consumer, each.producer)))
+        pairs = (pair for rank in self.ranks for pair in rank.moved)
+        return tuple(sorted(pairs, key=lambda pair: (pair.consumer, pair.producer)))
 
     @property
     def consumers(self) -> tuple[RankReport, ...]:
         """The consumer ranks that finished."""
-        return tuple(each for each in self.ranks if each.side == "consumer")
+        return tuple(rank for rank in self.ranks if rank.side == "consumer")
 
     @property
     def judged(self) -> int:
         """Bytes of consumer ranks that were compared."""
-        return sum(each.compared.judged for each in self.consumers)
+        return sum(rank.compared.judged for rank in self.consumers)
 
     @property
     def wrong(self) -> int:
         """Bytes, of any rank, that are wrong."""
-        return sum(each.compared.wrong for each in self.ranks)
+        return sum(rank.compared.wrong for rank in self.ranks)
 
     @property
     def lines(self) -> tuple[str, ...]:
         """The first wrong bytes of every rank, one a line."""
-        return tuple(line for each in self.ranks for line in each.compared.lines)
+        return tuple(line for rank in self.ranks for line in rank.compared.lines)
 
     @property
     def faults(self) -> tuple[str, ...]:
         """Everything that makes the run wrong, one a line; empty if all is right."""
-        found = [str(each) for each in self.failures]
+        return tuple(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        yield from map(str, self.failures)
         if self.wrong:
-            where = [f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong]
-            found.append(f"{self.wrong:,} wrong bytes, on {', '.join(where)}")
+            where = ", ".join(f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong)
+            yield f"{self.wrong:,} wrong bytes, on {where}"
         for name, (done, wanted) in (("sending", self.sending), ("receiving", self.receiving)):
             if done != wanted:
-                found.append(f"finished {name} {done} times, not {wanted}")
-        for each in self.ranks:
-            if each.notified != each.awaited:
-                counted = f"{each.notified} notifications of {each.awaited}"
-                found.append(f"{each.side} {each.rank} got {counted}")
-            if each.foreign:
-                what = ", ".join(each.foreign)
-                found.append(f"{each.side} {each.rank} got notifications it must not: {what}")
-        return tuple(found)
+                yield f"finished {name} {done} times, not {wanted}"
+        for rank in self.ranks:
+            who = f"{rank.side} {rank.rank}"
+            if rank.notified != rank.awaited:
+                yield f"{who} got {rank.notified} notifications of {rank.awaited}"
+            if rank.foreign:
+                yield f"{who} got notifications it must not: {', '.join(rank.foreign)}"
 
     @property
     def ok(self) -> bool:
@@ -138,13 +140,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, ranks by their names."""
-        told = attrs.asdict(self, value_serializer=_plain)
-        moved = [attrs.asdict(each, value_serializer=_plain) for each in self.moved]
+        whole = attrs.asdict(self, value_serializer=_plain)
+        moved = [attrs.asdict(pair, value_serializer=_plain) for pair in self.moved]
         summary = {"ok": self.ok, "faults": list(self.faults), "judged_bytes": self.judged}
-        summary |= {"wrong_bytes": self.wrong, "pairs": moved}
-        return summary | told
+        return summary | {"wrong_bytes": self.wrong, "pairs": moved} | whole
 
 
-def _plain(_: object, at: object, value: Any) -> Any:  # noqa: ANN401 - any field's value
-    del at
+def _plain(instance: object, field: object, value: Any) -> Any:  # noqa: ANN401 - any field's value
+    del instance, field
     return str(value) if isinstance(value, RankId) else value

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Generator, Iterable
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
@@ -82,10 +83,10 @@ def run_rank(
         # The deadline: in time to tell the parent what is missing, before it gives up.
         own = _Rank(job, side, rank, device, deadline - min(1.0, job.timeout / 10))
         with closing(own.stages()) as stages:
-            heard: Any = None
+            answer: Any = None
             for stage in STAGES:
-                parent.send((stage, stages.send(heard)))
-                heard = parent.recv()
+                parent.send((stage, stages.send(answer)))
+                answer = parent.recv()
     except (EOFError, BrokenPipeError):
         return  # the parent is gone
     except Exception as error:  # noqa: BLE001 - the parent reports it, whatever it is
@@ -111,11 +112,8 @@ def _prepare(device: str, log: Path | None) -> None:
 def _words(error: Exception) -> str:
     if isinstance(error, KVSpecError):
         return str(error)
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    where = f" at {at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at else ""
-    return f"{type(error).__name__}: {error}{where}"
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}"
 
 
 @attrs.define(eq=False, slots=False)
@@ -247,10 +245,10 @@ class _Rank:
 
 
 def _digest(storage: Storage) -> bytes:
-    found = hashlib.blake2b()
+    digest = hashlib.blake2b()
     for flat in storage.values():
-        found.update(flat.data)
-    return found.digest()
+        digest.update(flat.data)
+    return digest.digest()
 
 
 def _put(flat: Bytes, into: Any) -> None:  # noqa: ANN401 - a numpy array, a torch tensor
@@ -264,5 +262,5 @@ def _put(flat: Bytes, into: Any) -> None:  # noqa: ANN401 - a numpy array, a tor
 
 
 def _to_host(flat: Any) -> Bytes:  # noqa: ANN401 - a numpy array or a torch tensor
-    found: Bytes = flat if isinstance(flat, np.ndarray) else flat.cpu().numpy()
-    return found
+    bytes_: Bytes = flat if isinstance(flat, np.ndarray) else flat.cpu().numpy()
+    return bytes_
