@@ -77,19 +77,19 @@ def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
 
 def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int | str]:
     """Return the sizes and the layout of *side*: *defaults*, changed by ``key=value,…`` *words*."""
-    found, told = dict(defaults), set[str]()
+    sizes, seen = dict(defaults), set[str]()
     for word in filter(None, (word.strip() for word in words.split(","))):
         key, _, value = word.partition("=")
         if key not in KEYS or not value:
             raise SpecError(side, word, f"key=value, with a key of {', '.join(KEYS)}")
-        if key in told:
+        if key in seen:
             raise SpecError(f"{side}.{key}", value, "each key once")
-        told.add(key)
+        seen.add(key)
         if key == "layout":
-            found["layout"] = value
+            sizes["layout"] = value
         else:
-            found[KEYS[key]] = _whole(f"{side}.{key}", value)
-    return found
+            sizes[KEYS[key]] = _whole(f"{side}.{key}", value)
+    return sizes
 
 
 def _whole(field: str, word: str) -> int:
@@ -125,16 +125,16 @@ def _cut_finer(group: KVCacheGroup, kernel: int) -> KVCacheGroup:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn an error of ours into one line and exit status 2, an interrupt into status 130."""
+    """Turn a refusal into one line and exit status 2, an interrupt into status 130."""
     try:
         yield
     except KVSpecError as error:
-        told = (
+        words = (
             "the engines do not fit: " + "; ".join(map(str, error.mismatches))
             if isinstance(error, MismatchError)
             else str(error)
         )
-        sys.stderr.write(f"kvspec: {' '.join(told.split())}\n")
+        sys.stderr.write(f"kvspec: {' '.join(words.split())}\n")
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         sys.stderr.write("kvspec: interrupted\n")

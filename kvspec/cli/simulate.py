@@ -58,7 +58,7 @@ def simulate_command(
     """
     with refusals():
         engines = engine("producer", model, producer), engine("consumer", model, consumer)
-        found = simulate(
+        simulation = simulate(
             engines,
             num_tokens=tokens,
             consumers=consumers,
@@ -68,11 +68,11 @@ def simulate_command(
             topology=topology_of(ranks_per_node, *(each.parallel for each in engines)),
         )
     if as_json:
-        policies = {each.replicas: _policy(each) for each in found.policies}
-        told = {"num_tokens": tokens, "consumers": consumers, "policies": policies}
-        print_json({"model": model, **told})
+        policies = {load.replicas: _policy(load) for load in simulation.policies}
+        whole = {"num_tokens": tokens, "consumers": consumers, "policies": policies}
+        print_json({"model": model, **whole})
     else:
-        _show(model, found)
+        _show(model, simulation)
 
 
 def _speed(field: str, value: float) -> float:
@@ -82,38 +82,41 @@ def _speed(field: str, value: float) -> float:
     return value * 1e9
 
 
-def _show(model: str, found: Simulation) -> None:
+def _show(model: str, simulation: Simulation) -> None:
     """Print the loads of every policy, and a bar for each producer rank or for neighbours."""
-    console, each = output(), found.policies[0]
-    engines = f"{counted(found.consumers, 'engine')} of {counted(len(each.into), 'rank')}"
-    moved = f"{found.num_tokens:,} tokens each: {decimal(int(each.into.sum()))} to each engine"
-    told = f"  {counted(len(each.out), 'producer rank')} -> {engines}, {moved}"
-    console.print(Text.assemble((model, "bold"), told))
+    console, first = output(), simulation.policies[0]
+    engines = f"{counted(simulation.consumers, 'engine')} of {counted(len(first.into), 'rank')}"
+    moved = (
+        f"{simulation.num_tokens:,} tokens each: {decimal(int(first.into.sum()))} to each engine"
+    )
+    ranks = counted(len(first.out), "producer rank")
+    console.print(Text.assemble((model, "bold"), f"  {ranks} -> {engines}, {moved}"))
     numbers = ("predicted", "busiest out", "max / mean")
-    loads = (_loads(each, best=each.seconds == found.best.seconds) for each in found.policies)
+    best = simulation.best.seconds
+    loads = (_loads(load, best=load.seconds == best) for load in simulation.policies)
     console.print(table(("replicas", *numbers, "bounded by"), loads, numbers))
-    step = -(-len(each.out) // BARS)
+    step = -(-len(first.out) // BARS)
     ranks = "each producer rank" if step == 1 else f"the busiest of every {step} producer ranks"
-    most = max(int(each.out.max()) for each in found.policies)
-    bars = ((each.replicas, _bars(each, step, most)) for each in found.policies)
+    most = max(int(load.out.max()) for load in simulation.policies)
+    bars = ((load.replicas, _bars(load, step, most)) for load in simulation.policies)
     console.print(table(("replicas", f"bytes out of {ranks}"), bars))
     least = "predicted: the greatest of load / speed over all links, a lower bound"
     console.print(least, style="dim")
 
 
-def _loads(each: PolicyLoad, *, best: bool) -> tuple[str | Text, ...]:
+def _loads(load: PolicyLoad, *, best: bool) -> tuple[str | Text, ...]:
     style = "bold green" if best else ""
     return (
-        Text(each.replicas, style=style),
-        Text(f"{each.seconds * 1e3:,.2f} ms", style=style),
-        f"{decimal(each.busiest.load)} {each.busiest.rank}",
-        f"{each.unevenness:.2f}",
-        f"{each.bottleneck}, {decimal(each.bottleneck.load)}",
+        Text(load.replicas, style=style),
+        Text(f"{load.seconds * 1e3:,.2f} ms", style=style),
+        f"{decimal(load.busiest.load)} {load.busiest.rank}",
+        f"{load.unevenness:.2f}",
+        f"{load.bottleneck}, {decimal(load.bottleneck.load)}",
     )
 
 
-def _bars(each: PolicyLoad, step: int, most: int) -> str:
-    tops = [int(each.out[at : at + step].max()) for at in range(0, len(each.out), step)]
+def _bars(load: PolicyLoad, step: int, most: int) -> str:
+    tops = [int(load.out[at : at + step].max()) for at in range(0, len(load.out), step)]
     return "".join(_STEPS[(top * len(_STEPS) - 1) // most] if top else "·" for top in tops)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,30 +91,30 @@ def slices(
         if rank is not None and not 0 <= rank < local:
             raise SpecError("rank", rank, f"a rank of the {role}: 0 to {local - 1}")
         rows = [
-            (name, each, found)
+            (name, own, piece)
             for name, spec in specs.items()
-            for each in (range(local) if rank is None else (rank,))
-            for found in spec.get_tp_transfer_slices(
-                each, local, remote, cast("Role", role), election
+            for own in (range(local) if rank is None else (rank,))
+            for piece in spec.get_tp_transfer_slices(
+                own, local, remote, cast("Role", role), election
             )
         ]
         if svg is not None:
             _draw(specs, sides, election, svg)
     if as_json:
-        print_json(
-            [
-                {"group": group or None, "role": role, "rank": each}
-                | attrs.asdict(found, recurse=False)
-                for group, each, found in rows
-            ]
-        )
+        print_json([_values(row, role) for row in rows])
     else:
         _show(rows, role)
 
 
+def _values(row: Row, role: str) -> dict[str, Any]:
+    group, rank, piece = row
+    whose = {"group": group or None, "role": role, "rank": rank}
+    return whose | attrs.asdict(piece, recurse=False)
+
+
 def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict[str, LayerSpec]:
     if model is not None:
-        return {each.name: each.spec for each in model_groups(model, 16)}
+        return {group.name: group.spec for group in model_groups(model, 16)}
     if kind not in KINDS:
         raise SpecError("kind", kind, f"one of {', '.join(KINDS)}")
     if heads is None and kind != "mla":
@@ -151,31 +152,28 @@ def _show(rows: list[Row], role: str) -> None:
     other = "producer" if role == "consumer" else "consumer"
     names = ["group", role, other, "parts", "units of the model", f"in the {role}"]
     names += [f"in the {other}", "blocks", "layers"]
-    slices = [found for _, _, found in rows]
     empty = {
         "group": not any(group for group, _, _ in rows),
-        "blocks": all(each.stripe.whole for each in slices),
-        "layers": not any(each.layers for each in slices),
+        "blocks": all(piece.stripe.whole for _, _, piece in rows),
+        "layers": not any(piece.layers for _, _, piece in rows),
     }
     shown = [not empty.get(name, False) for name in names]
-    lines = _lines(rows)
-    kept = ([cell for cell, keep in zip(line, shown, strict=False) if keep] for line in lines)
-    output().print(table([n for n, keep in zip(names, shown, strict=True) if keep], kept))
+    output().print(table(compress(names, shown), (compress(line, shown) for line in _lines(rows))))
 
 
 def _lines(rows: list[Row]) -> Iterator[list[str]]:
     """Yield the cells of every slice, and nothing between two ranks."""
     before = rows[0][:2] if rows else None
-    for group, rank, each in rows:
+    for group, rank, piece in rows:
         if before != (group, rank):
             yield []
         before = (group, rank)
         units = [
             str(own.start) if len(own) == 1 else f"{own.start}..{own.stop - 1}"
-            for own in (each.global_range, each.local_range, each.remote_range)
+            for own in (piece.global_range, piece.local_range, piece.remote_range)
         ]
-        more = f" and {len(each.layers) - 1} more" if each.layers[1:] else ""
-        layers = f"{each.layers[0]}{more}" if each.layers else ""
-        blocks = str(each.stripe).removeprefix("blocks ")
-        ranks = f"tp{rank}", f"tp{each.remote_rank}"
-        yield [group, *ranks, "+".join(each.parts), *units, blocks, layers]
+        more = f" and {len(piece.layers) - 1} more" if piece.layers[1:] else ""
+        layers = f"{piece.layers[0]}{more}" if piece.layers else ""
+        blocks = str(piece.stripe).removeprefix("blocks ")
+        ranks = f"tp{rank}", f"tp{piece.remote_rank}"
+        yield [group, *ranks, "+".join(piece.parts), *units, blocks, layers]

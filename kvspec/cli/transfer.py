@@ -144,8 +144,8 @@ def _show_job(console: Console, model: str, job: Job) -> None:
 
 def _engine(engine: EngineSpec) -> str:
     blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].per_token}
-    told = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
-    return f"{parallel_words(engine.parallel)}{told}, {engine.layout}"
+    tokens = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
+    return f"{parallel_words(engine.parallel)}{tokens}, {engine.layout}"
 
 
 def _group(group: KVCacheGroup) -> str:
@@ -165,9 +165,9 @@ def _show_report(console: Console, job: Job, report: Report) -> None:
             console.print(f"and {len(report.moved) - MAX_PAIRS} pairs more: see --json")
     for line in _counts(job, report) if report.ranks else ():
         console.print(line)
-    told = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.stages.items())
-    if told:
-        console.print(f"time: {told}")
+    times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.stages.items())
+    if times:
+        console.print(f"time: {times}")
     if report.ok:
         where = counted(len(report.consumers), "consumer rank")
         console.print(f"every byte right: {report.judged:,} bytes on {where}", style="bold green")
@@ -181,15 +181,15 @@ def _pairs(moved: tuple[Moved, ...]) -> Table:
     numbers = ("bytes", "descriptors", "mean run", "time", "GB/s")
     rows = (
         (
-            str(each.producer),
-            str(each.consumer),
-            f"{each.nbytes:,}",
-            f"{each.runs:,}",
-            sizes(each.nbytes / each.runs) if each.runs else "-",
-            f"{each.seconds * 1e3:,.1f} ms",
-            f"{each.nbytes / each.seconds / 1e9:.3f}" if each.seconds else "-",
+            str(pair.producer),
+            str(pair.consumer),
+            f"{pair.nbytes:,}",
+            f"{pair.runs:,}",
+            sizes(pair.nbytes / pair.runs) if pair.runs else "-",
+            f"{pair.seconds * 1e3:,.1f} ms",
+            f"{pair.nbytes / pair.seconds / 1e9:.3f}" if pair.seconds else "-",
         )
-        for each in moved
+        for pair in moved
     )
     return table(("producer", "consumer", *numbers), rows, numbers)
 
@@ -200,5 +200,5 @@ def _counts(job: Job, report: Report) -> Iterator[str]:
         ("receiving", report.receiving, job.plan.finished_recving_count),
     ):
         yield f"finished {name} {done} of {wanted} ({counted(ranks, 'rank')} x {job.requests})"
-    came = sum(each.notified for each in report.ranks)
-    yield f"{came} of {sum(each.awaited for each in report.ranks)} notifications"
+    came = sum(rank.notified for rank in report.ranks)
+    yield f"{came} of {sum(rank.awaited for rank in report.ranks)} notifications"

@@ -61,28 +61,24 @@ class Side:
 
     def bar(self, canvas: Canvas, y: float, parts: Sequence[str]) -> None:
         """Draw the stretches, hatched by part, with their units."""
+        side = self.name.lower()
         for left, right, omitted in self.axis.gaps():
             if not omitted:
                 canvas.box((left, y + 6), (right - left, BAR - 12), fill=f"url(#{GAP})")
             elif right - left > width_of("…", SMALL):
                 canvas.text((left + right) / 2, y + BAR / 2 + 3, "…", anchor="middle")
-        for each, left, right in self.axis:
-            units, size = units_text(each.units), nbytes(each.stop - each.start)
+        for own, left, right in self.axis:
+            units, size = units_text(own.units), nbytes(own.stop - own.start)
             canvas.box(
                 (left, y),
                 (right - left, BAR),
-                hatch=hatch(parts.index(each.part)),
-                title=f"{each.layer} {each.part}, units {units}: {size}",
-                fill=units_colour(each.units),
+                hatch=hatch(parts.index(own.part)),
+                title=f"{own.layer} {own.part}, units {units}: {size}",
+                fill=units_colour(own.units),
                 fill_opacity=FADED,
                 stroke=INK if right - left > _OUTLINED else "none",
                 stroke_width=0.5,
-                data={
-                    "side": self.name.lower(),
-                    "layer": each.layer,
-                    "part": each.part,
-                    "units": units,
-                },
+                data={"side": side, "layer": own.layer, "part": own.part, "units": units},
             )
         for left, right, words in _labels(list(self.axis)):
             label = fitting(words, right - left - 3)
@@ -122,8 +118,8 @@ class Side:
             start, stop = chunk.start - first, chunk.stop - first
             name = f"memory {len(origin)}" if len(origin) > 1 else "0 B"
             yield chunk.left, f"+{nbytes(start)}" if start else name
-            for at in range(start // step * step + step, stop, step):
-                yield chunk.left + (at - start) * self.axis.scale, f"+{nbytes(at)}"
+            for place in range(start // step * step + step, stop, step):
+                yield chunk.left + (place - start) * self.axis.scale, f"+{nbytes(place)}"
 
 
 def units_text(units: range) -> str:
@@ -141,8 +137,8 @@ def _labels(placed: Sequence[Placed]) -> Iterator[tuple[float, float, tuple[str,
     for units, same in groupby(placed, key=lambda each: each[0].units):
         group, text = list(same), units_text(units)
         if all(right - left > width_of(text, SMALL) + 3 for _, left, right in group):
-            for each, left, right in group:
-                yield left, right, (f"{each.part} {text}", text)
+            for stretch, left, right in group:
+                yield left, right, (f"{stretch.part} {text}", text)
             continue
         begin = group[0][1]
         for (_, _, end), after in zip(group, [*group[1:], None], strict=True):

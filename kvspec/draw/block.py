@@ -45,12 +45,12 @@ class Window:
         """Return the stretches of *layers* as they lie; those of one unit apart if *by_unit*."""
         regions = [region for region in self.cache.regions if region.layer in layers]
         memories = list(dict.fromkeys(map(self._memory, regions)))
-        found = [
+        stretches = [
             stretch
             for region in regions
             for stretch in self._of(region, memories.index(self._memory(region)), by_unit=by_unit)
         ]
-        return sorted(found, key=lambda each: (each.memory, each.start))
+        return sorted(stretches, key=lambda each: (each.memory, each.start))
 
     def _of(self, region: Region, memory: int, *, by_unit: bool) -> list[Stretch]:
         part, first = self.part(region)
@@ -83,13 +83,15 @@ class Window:
         engine = self.cache.engine
         group = engine.group(region.group)
         parts = group.spec.of_layer(region.layer).parts
-        part = next(each for each in parts if each.name == region.part)
+        part = next(part for part in parts if part.name == region.part)
         return part, engine.units(group, part, self.cache.rank).start
 
     def _memory(self, region: Region) -> int:
         """Return which memory *region* begins in."""
-        memories = ((each.address, each.address + each.length) for each in self.cache.memory)
-        return next(at for at, (a, b) in enumerate(memories) if a <= region.base < b)
+        offsets = (region.base - memory.address for memory in self.cache.memory)
+        lengths = (memory.length for memory in self.cache.memory)
+        inside = [0 <= o < length for o, length in zip(offsets, lengths, strict=True)]
+        return inside.index(True)
 
 
 @attrs.frozen
@@ -130,8 +132,8 @@ class Axis:
 
     def __iter__(self) -> Iterator[tuple[Stretch, float, float]]:
         """Yield every stretch, and where it begins and ends in pixels."""
-        for each, left in zip(self.stretches, self.lefts, strict=True):
-            yield each, left, left + (each.stop - each.start) * self.scale
+        for stretch, left in zip(self.stretches, self.lefts, strict=True):
+            yield stretch, left, left + (stretch.stop - stretch.start) * self.scale
 
     def gaps(self) -> Iterator[tuple[float, float, bool]]:
         """Yield where each gap begins and ends in pixels, and whether it is left out."""
@@ -144,14 +146,13 @@ class Axis:
     @cached_property
     def chunks(self) -> list[Chunk]:
         """The stretches that touch as one, as they are drawn."""
-        found: list[Chunk] = []
-        for each, left, _ in self:
-            last = found[-1] if found else None
-            if last is not None and (last.memory, last.stop) == (each.memory, each.start):
-                found[-1] = attrs.evolve(last, stop=each.stop)
+        chunks: list[Chunk] = []
+        for own, left, _ in self:
+            if chunks and (chunks[-1].memory, chunks[-1].stop) == (own.memory, own.start):
+                chunks[-1] = attrs.evolve(chunks[-1], stop=own.stop)
             else:
-                found.append(Chunk(each.memory, each.start, each.stop, left))
-        return found
+                chunks.append(Chunk(own.memory, own.start, own.stop, left))
+        return chunks
 
     def cut(self, runs: Ints, column: int) -> Ints:
         """Return *runs* cut to what is drawn here.
@@ -162,20 +163,20 @@ class Axis:
         begin, end = runs[:, column], runs[:, column] + runs[:, 2]
         first = np.searchsorted(chunks[:, 1], begin, side="right")
         count = np.searchsorted(chunks[:, 0], end, side="left") - first
-        at = np.repeat(np.arange(len(runs)), count)
-        chunk = np.arange(len(at)) - np.repeat(np.cumsum(count) - count - first, count)
-        start = np.maximum(begin[at], chunks[chunk, 0])
-        length = np.minimum(end[at], chunks[chunk, 1]) - start
-        skip = start - begin[at]
-        return np.stack([runs[at, 0] + skip, runs[at, 1] + skip, length, runs[at, 3]], axis=1)
+        row = np.repeat(np.arange(len(runs)), count)
+        chunk = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
+        start = np.maximum(begin[row], chunks[chunk, 0])
+        length = np.minimum(end[row], chunks[chunk, 1]) - start
+        skip = start - begin[row]
+        return np.stack([runs[row, 0] + skip, runs[row, 1] + skip, length, runs[row, 3]], axis=1)
 
     def span(self, start: int, length: int) -> tuple[float, float]:
         """Return the pixels of some bytes of one chunk."""
-        own = next(each for each in self.chunks if each.start <= start < each.stop)
+        own = next(chunk for chunk in self.chunks if chunk.start <= start < chunk.stop)
         left = own.left + (start - own.start) * self.scale
         return left, left + length * self.scale
 
     def units(self, start: int, length: int) -> set[int]:
         """Return the units that lie in some bytes."""
         inside = (e for e in self.stretches if e.start < start + length and start < e.stop)
-        return {unit for each in inside for unit in each.units}
+        return {unit for stretch in inside for unit in stretch.units}

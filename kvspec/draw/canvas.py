@@ -79,7 +79,7 @@ def width_of(text: str, size: float = NORMAL, *, bold: bool = False) -> float:
 
 def fitting(words: Iterable[str], room: float) -> str:
     """Return the first of *words* that fits small into *room* pixels, or nothing."""
-    return next((each for each in words if width_of(each, SMALL) <= room), "")
+    return next((text for text in words if width_of(text, SMALL) <= room), "")
 
 
 def colour(index: int) -> str:
@@ -107,12 +107,12 @@ def counted(count: int, noun: str) -> str:
 
 def nbytes(size: int) -> str:
     """Return a size in bytes or, where it is whole or large, in KiB, MiB or GiB."""
-    found, unit = float(size), "B"
+    count, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if found < _KIB or (found % _KIB and found < 10 * _KIB):
+        if count < _KIB or (count % _KIB and count < 10 * _KIB):
             break
-        found, unit = found / _KIB, larger
-    return f"{found:,.0f} {unit}" if found == int(found) else f"{found:,.1f} {unit}"
+        count, unit = count / _KIB, larger
+    return f"{count:,.0f} {unit}" if count == int(count) else f"{count:,.1f} {unit}"
 
 
 @attrs.define
@@ -185,7 +185,7 @@ class Canvas:
     ) -> None:
         """Draw a rectangle, *hatch* over its colour; *title* shows when it is pointed at."""
         (x, y), (width, height) = (
-            tuple(round(each, 1) for each in pair) for pair in (corner, size)
+            tuple(round(number, 1) for number in pair) for pair in (corner, size)
         )
         looks = [_clean(style, title)]
         if hatch:
@@ -225,7 +225,7 @@ class Canvas:
         self._path(("M", *start, "L", *stop), {"stroke": LINE, "stroke_width": 1})
 
     def _path(self, steps: Iterable[str | float], look: dict[str, Any]) -> None:
-        drawn = " ".join(each if isinstance(each, str) else f"{each:.1f}" for each in steps)
+        drawn = " ".join(step if isinstance(step, str) else f"{step:.1f}" for step in steps)
         self.elements.append(svg.Path(extra={"d": drawn}, **look))
 
     def svg(self, width: float, height: float, title: str) -> str:

@@ -130,7 +130,7 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
     families = list(dict.fromkeys(Family.of(share.parts) for share in shares))
     reads = _reads(plan, group)
     reads.sort(key=lambda read: (families.index(read.family), read.units.start))
-    numbers = {rank: at for at, rank in enumerate(sorted({read.producer for read in reads}))}
+    numbers = {r: number for number, r in enumerate(sorted({read.producer for read in reads}))}
     consumers: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
     for read in reads:
         number = numbers[read.producer]
@@ -169,8 +169,8 @@ def _producers(
     plan: TransferPlan, shares: list[Share], reads: list[Read], numbers: dict[RankId, int]
 ) -> Iterator[Box]:
     """Yield the box of every producer rank: the units that it holds, and who reads them."""
-    for at, rank in enumerate(plan.producer.parallel.ranks):
-        held = dict.fromkeys((Family.of(share.parts), share.members.ranges[at]) for share in shares)
+    for index, rank in enumerate(plan.producer.parallel.ranks):
+        held = dict.fromkeys((Family.of(s.parts), s.members.ranges[index]) for s in shares)
         here, lines = [read for read in reads if read.producer == rank], list[Line]()
         for family, units in held:
             own = tuple(r for r in here if r.family == family and r.units.start in units)

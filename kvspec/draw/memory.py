@@ -59,22 +59,19 @@ def table_svg(
         return note_svg("table", title, ["these two ranks exchange nothing"])
     edge = _edge(table, group)
     own = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
-    asked = iter((request,)) if request is not None else _first_blocks(own, edge)
-    found = (own.descriptors(each).astype(np.int64) for each in asked)
-    runs = next((each for each in found if len(each)), np.empty((0, 3), np.int64))
+    asked = _first_blocks(own, edge) if request is None else iter((request,))
+    moved = (own.descriptors(asks).astype(np.int64) for asks in asked)
+    runs = next((rows for rows in moved if len(rows)), np.empty((0, 3), np.int64))
     windows, layers, by_unit = _fit(edge, _windows(own, edge, runs))
-    sides = [
-        Side(name, each, home, Axis.of(each.stretches(layers, by_unit=by_unit), MARGIN, _WIDTH))
-        for name, each, home in zip(
-            ("Producer", "Consumer"), windows, (edge.producer_group, edge.group), strict=True
-        )
-    ]
+    axes = [Axis.of(w.stretches(layers, by_unit=by_unit), MARGIN, _WIDTH) for w in windows]
+    producer = Side("Producer", windows[0], edge.producer_group, axes[0])
+    consumer = Side("Consumer", windows[1], edge.group, axes[1])
     what = "one block" if request is None else "the whole request"
-    told = f"{_lengths(runs)}, {nbytes(int(runs[:, 2].sum()))} in all"
+    facts = f"{_lengths(runs)}, {nbytes(int(runs[:, 2].sum()))} in all"
     if request is None and not len(runs):
-        told = "nothing of it moves"
-    facts = f"{what} of {counted(len(edge.layers), 'layer')}: {told}"
-    return _draw(edge, (sides[0], sides[1]), layers, runs, facts)
+        facts = "nothing of it moves"
+    facts = f"{what} of {counted(len(edge.layers), 'layer')}: {facts}"
+    return _draw(edge, (producer, consumer), layers, runs, facts)
 
 
 def _edge(table: DescriptorTable, group: str | None) -> Edge:
@@ -101,7 +98,7 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     contexts: list[Cyclic] = []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
         group = cache.engine.group(name)
-        region = next(each for each in cache.regions if each.group == name)
+        region = next(region for region in cache.regions if region.group == name)
         sizes.append(cache.engine.virtual_block(group))
         rooms.append(sizes[-1] * (region.num_blocks // group.split))
         contexts.append(cache.engine.context(group, cache.rank))
@@ -109,9 +106,9 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     start, tokens = stripe.first * sizes[1], _has_tokens(table, edge)
     counts = [min(start + max(sizes), *rooms) if tokens else start + 1]
     if tokens:
-        at = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
-        own = contexts[0].owns(at) & contexts[1].owns(at) & stripe.holds(at // sizes[1])
-        counts += (at[own][: -_MOST_TRIED - 1 : -1] + 1).tolist()
+        token = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
+        own = contexts[0].owns(token) & contexts[1].owns(token) & stripe.holds(token // sizes[1])
+        counts += (token[own][: -_MOST_TRIED - 1 : -1] + 1).tolist()
     for count in counts:
         producer, consumer = (BlockTable(range(-(-count // s) if tokens else 1)) for s in sizes)
         yield TransferRequest(
@@ -125,7 +122,7 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
 
 def _windows(table: DescriptorTable, edge: Edge, runs: Ints) -> list[Window]:
     """Return the blocks of both sides that the first run lies in, from its first token on."""
-    moved = {name for each in edge.slices for name in each.parts}
+    moved = {name for piece in edge.slices for name in piece.parts}
     windows: list[Window] = []
     for column, cache in enumerate((table.producer, table.consumer)):
         window = Window(cache, 0, range(0))
@@ -140,10 +137,10 @@ def _windows(table: DescriptorTable, edge: Edge, runs: Ints) -> list[Window]:
         return windows
     groups = edge.producer_group, edge.group
     count = min(
-        each.cache.engine.group(name).memory_block_size - each.tokens.start
-        for each, name in zip(windows, groups, strict=True)
+        window.cache.engine.group(name).memory_block_size - window.tokens.start
+        for window, name in zip(windows, groups, strict=True)
     )
-    return [_of_tokens(each, count) for each in windows]
+    return [_of_tokens(window, count) for window in windows]
 
 
 def _of_tokens(window: Window, count: int) -> Window:
@@ -157,12 +154,12 @@ def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ..
 
     def fits(count: int, *, by_unit: bool) -> bool:
         layers = edge.layers[:count]
-        most = max(len(each.stretches(layers, by_unit=by_unit)) for each in windows)
+        most = max(len(window.stretches(layers, by_unit=by_unit)) for window in windows)
         return most <= _MOST_STRETCHES
 
     while not (by_unit := fits(1, by_unit=True)) and len(windows[0].tokens) > 2:  # noqa: PLR2004 - two tokens show the order
         half = -(-len(windows[0].tokens) // 2)
-        windows = [_of_tokens(each, half) for each in windows]
+        windows = [_of_tokens(window, half) for window in windows]
     count = min(_MOST_LAYERS, len(edge.layers))
     while count > 1 and not fits(count, by_unit=by_unit):
         count -= 1
@@ -182,7 +179,7 @@ def _draw(
     top = MARGIN + 120
     bottom = top + BAR + _BETWEEN
     drawn = _ribbons(canvas, sides, runs, (top + BAR, bottom))
-    parts = list(dict.fromkeys(each.part for side in sides for each in side.axis.stretches))
+    parts = list(dict.fromkeys(own.part for side in sides for own in side.axis.stretches))
     for side, y, (heading, distances, names) in (
         (sides[0], top, (-54, -26, -9)),
         (sides[1], bottom, (BAR + 58, BAR + 32, BAR + 15)),
@@ -238,10 +235,10 @@ def _ribbons(
 
 def _keys(sides: tuple[Side, Side], parts: Sequence[str]) -> Iterator[Key]:
     """Yield what hatches and colours mean: parts, and units of the model."""
-    for at, part in enumerate(parts):
-        yield HOLLOW, hatch(at), part
-    drawn = [each.units for side in sides for each in side.axis.stretches]
-    units = sorted({each.start for each in drawn if len(each) == 1})
+    for number, part in enumerate(parts):
+        yield HOLLOW, hatch(number), part
+    drawn = [stretch.units for side in sides for stretch in side.axis.stretches]
+    units = sorted({own.start for own in drawn if len(own) == 1})
     if len(units) <= _MOST_KEYS:
         for unit in units:
             yield units_colour(range(unit, unit + 1)), "", f"unit {unit}"

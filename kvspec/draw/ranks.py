@@ -76,7 +76,7 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
         _boxes(canvas, shown, column)
     y = canvas.words(end + 32, _MEANINGS, width)
     if many:
-        keys = ((HOLLOW, hatch(at), each.name) for at, each in enumerate(shown.families))
+        keys = ((HOLLOW, hatch(n), family.name) for n, family in enumerate(shown.families))
         y = canvas.keys(y - 8, keys, width)
     return canvas.svg(width, y + 8, f"kvspec plan: {title}")
 
@@ -106,7 +106,7 @@ class _Column:
             + max((sum(map(_cell, line.family.labels(line.units))) for line in lines), default=0)
             + 8
         )
-        width = said + max(width_of(each, SMALL) for each in words) + 4 + _PAD
+        width = said + max(width_of(text, SMALL) for text in words) + 4 + _PAD
         return cls(side, (_PAD + 4, parts, cells, said), max(width, _NARROWEST))
 
     def stack(self, y: float, gap: float) -> float:

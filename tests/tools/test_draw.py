@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import sys
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
@@ -584,6 +586,14 @@ def test_the_first_block_moves_if_any_of_it_can_live(spec: kvspec.LayerSpec) -> 
     said = [each.says for each in texts(parsed(text))]
     assert "one block of 1 layer: 1 run of 512 B, 512 B in all" in said
     assert [512] == ribbons(text)
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "table.svg"])
+def test_the_documentation_shows_what_is_drawn(name: str) -> None:
+    """The pictures in docs are what docs/draw_pictures.py draws."""
+    docs = Path(__file__).parents[2] / "docs"
+    pictures = runpy.run_path(str(docs / "draw_pictures.py"))["pictures"]()
+    assert pictures[name] + "\n" == (docs / name).read_text(encoding="utf-8")
 
 
 def test_the_first_block_s_request_tells_the_encoder_s_tokens() -> None:
