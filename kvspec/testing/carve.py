@@ -1,4 +1,4 @@
-"""Deal units one by one and cut a rank's storage into arrays, by the definitions alone.
+"""Cut a rank's storage into arrays, by the definitions alone.
 
 Half of the byte oracle: no stride, no slice and no address is computed here, so what these arrays
 show is what the layout letters mean, whatever the library believes. Of kvspec it reads only values.
@@ -13,55 +13,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvspec.check.counting import deal_units, rank_layers, rank_units
+
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
 
+__all__ = [
+    "Blocks",
+    "Bytes",
+    "Storage",
+    "Views",
+    "block_split",
+    "deal_units",
+    "logical_views",
+    "rank_layers",
+    "rank_units",
+]
+
 Bytes = NDArray[np.uint8]
 Storage = Mapping[str, Bytes]
 Views = dict[tuple[str, str, str], Bytes]
 Blocks = int | Mapping[str, int]
 _ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
-
-
-def deal_units(units: int, tp_size: int, deal_in: int = 1) -> list[list[int]]:
-    """Deal *units* to *tp_size* ranks one by one, in packs of *deal_in*; return each rank's units.
-
-    Enough packs: a rank's share is full once it has `packs / tp_size` of them, and the next rank
-    goes on. Too few packs: neighbours share one. `deal_units(3, 2) == [[0], [1, 2]]`.
-    """
-    packs = units // deal_in
-    hands: list[list[int]] = [[] for _ in range(tp_size)]
-    credit = 0
-    if packs >= tp_size:
-        rank = 0
-        for pack in range(packs):
-            credit += tp_size
-            if credit > packs:
-                credit, rank = credit - packs, rank + 1
-            hands[rank].append(pack)
-    else:
-        pack = 0
-        for hand in hands:
-            hand.append(pack)
-            credit += packs
-            if credit >= tp_size:
-                credit, pack = credit - tp_size, pack + 1
-    return [[pack * deal_in + one for pack in hand for one in range(deal_in)] for hand in hands]
-
-
-def rank_units(
-    engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup | None = None
-) -> list[int]:
-    """Return the global units of *part* that *rank* holds, in the order in which it stores them."""
-    explicit = engine.parallel.unit_deals.get(part.units)
-    if group is not None:
-        explicit = group.unit_deals.get(part.name, explicit)
-    if explicit is not None:
-        return list(explicit[rank.tp])
-    return deal_units(part.units, engine.parallel.tp_size, part.deal_in)[rank.tp]
 
 
 @dataclass(frozen=True)
@@ -77,36 +53,6 @@ class _Plane:
         for letter in letters:
             total *= self.counts.get(letter, 1)
         return total
-
-
-def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[str]:
-    """Return the layers of *group* that *rank*'s pipeline stage holds.
-
-    Stages that are not given hold runs of layer numbers, dealt like heads: one by one, in order.
-    """
-    stages = engine.parallel.stages
-    if engine.parallel.pp_size == 1 and stages is None:
-        return list(group.layers)
-    numbers = {layer: _number(layer) for each in engine.groups for layer in each.layers}
-    if stages is None:
-        order = sorted({number for number in numbers.values() if number is not None})
-        shares: list[list[int]] = [[] for _ in range(engine.parallel.pp_size)]
-        stage = 0
-        for at, number in enumerate(order):
-            while (stage + 1) * len(order) // len(shares) <= at:
-                stage += 1
-            shares[stage].append(number)
-        own = shares[rank.pp]
-        return [layer for layer in group.layers if numbers[layer] in own]
-    mine = stages[rank.pp]
-    if isinstance(mine, range):
-        return [layer for layer in group.layers if numbers[layer] in mine]
-    return [layer for layer in group.layers if layer in mine]
-
-
-def _number(layer: str) -> int | None:
-    digits = "".join(char if char.isdigit() else " " for char in layer).split()
-    return int(digits[0]) if digits else None
 
 
 def block_split(group: KVCacheGroup) -> int:

@@ -1,7 +1,7 @@
 """Which rows a request's own blocks hold: asked token by token, by the definitions alone.
 
-Half of the byte oracle: tokens are dealt to the context ranks in turn, liveness is a question about
-one position, and a row is found by counting through the table. Of kvspec it reads only values.
+Half of the byte oracle: who owns a token and whether it is live is counted out (`check.counting`),
+and a row is found by counting through the table. Of kvspec it reads only values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.testing.carve import block_split, rank_layers, rank_units
+from kvspec.check.counting import (
+    context_of,
+    live_positions,
+    own_positions,
+    rank_layers,
+    rank_units,
+)
+from kvspec.testing.carve import block_split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,59 +30,18 @@ if TYPE_CHECKING:
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
 
+__all__ = [
+    "Rows",
+    "Tables",
+    "context_of",
+    "excluded_layers",
+    "live_positions",
+    "of_group",
+    "own_positions",
+    "rows_of",
+]
+
 Tables = Mapping[str, "BlockTable | Sequence[int]"]
-
-
-def length_in(spec: object, request: TransferRequest) -> int:
-    """Return how many positions the request has in this kind of layer."""
-    if type(spec).__name__ == "CrossAttentionSpec" and request.encoder_tokens is not None:
-        return request.encoder_tokens
-    return request.num_tokens
-
-
-def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  # noqa: ANN401
-    """Return, for each position below the request's length, whether the next query sees it.
-
-    The query stands at position n = `num_tokens`: it sees what is less than a window away, or in
-    its own chunk; cross attention sees every encoder token.
-    """
-    length = length_in(spec, request)
-    position = np.arange(length)
-    window = getattr(spec, "sliding_window", None)
-    if window is not None:
-        return np.asarray(length - position < window + spec.extra_retained_tokens)
-    chunk = getattr(spec, "attention_chunk_size", None)
-    if chunk is not None:
-        return np.asarray(position // chunk == length // chunk)
-    return np.ones(length, bool)
-
-
-def context_of(
-    engine: EngineSpec, rank: RankId, group: KVCacheGroup | None = None
-) -> tuple[int, int]:
-    """Return the context rank of *rank*, and how many context ranks share the group's tokens."""
-    parallel = engine.parallel
-    if group is not None and not group.context_sharded:
-        return 0, 1
-    if parallel.context_ranks is None:
-        size = parallel.dcp_size * parallel.pcp_size
-        return rank.pcp * parallel.dcp_size + rank.tp % parallel.dcp_size, size
-    size = len({each for row in parallel.context_ranks for each in row})
-    return parallel.context_ranks[rank.pcp][rank.tp], size
-
-
-def own_positions(
-    engine: EngineSpec, rank: RankId, first: int, count: int, group: KVCacheGroup | None = None
-) -> NDArray[np.int64]:
-    """Return the next *count* token positions of *group* from *first* that *rank* stores.
-
-    Positions are dealt to the context ranks in turn, an interleave at a time; *first* begins a
-    round.
-    """
-    mine, size = context_of(engine, rank, group)
-    positions = np.arange(first, first + count * size)
-    own: NDArray[np.bool_] = positions // engine.parallel.interleave_size % size == mine
-    return positions[own]
 
 
 def excluded_layers(engine: EngineSpec | None) -> set[str]:

@@ -33,7 +33,7 @@ FOLDERS = (
     ("memory", ". layout regions allocation aliasing tensors"),
     ("descriptors", ". request pool paging runs cells table explain"),
     ("traffic", ". loads flows traffic"),
-    ("check", "counterexample coverage checker exhaustive verify ."),
+    ("check", "counting counterexample coverage checker exhaustive verify ."),
     ("", "reference"),
     ("nixl", "errors rows memory introduction agent merging notifications transfer rank ."),
     ("", "."),  # kvspec/__init__.py, which names the public values
