@@ -105,6 +105,7 @@ ON_DEMAND = frozenset(
         "reference",
         "simulate",
         "testing",
+        "testing.laws",
         "testing.strategies",
     }
 )

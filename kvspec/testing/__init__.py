@@ -1,21 +1,26 @@
-"""Tools that judge a transfer: the byte oracle here, drawn cases in `kvspec.testing.strategies`.
+"""Tools that judge a transfer: the byte oracle and the laws here, drawn cases in `strategies`.
 
-Importing this package imports neither hypothesis nor torch; `strategies` needs the `testing` extra.
+Importing this package imports neither hypothesis nor torch; `kvspec.testing.strategies` needs the
+`testing` extra.
 """
 
 from importlib import import_module
 from types import ModuleType
 
+from kvspec.testing import laws
 from kvspec.testing.carve import deal_units, logical_views, rank_units
+from kvspec.testing.case import Case
 from kvspec.testing.oracle import check, content, expected, fill, spoil
 from kvspec.testing.positions import live_positions
 
 __all__ = [
+    "Case",
     "check",
     "content",
     "deal_units",
     "expected",
     "fill",
+    "laws",
     "live_positions",
     "logical_views",
     "rank_units",

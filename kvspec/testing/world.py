@@ -6,11 +6,13 @@ of the library's arithmetic is used to move, to fill or to compare. Needs no tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
@@ -20,36 +22,61 @@ from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.testing import oracle
 from kvspec.testing.carve import Bytes
+from kvspec.testing.case import Case
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from kvspec.engines.engine import EngineSpec
-    from kvspec.testing.strategies import Case
 
 Storage = dict[str, Bytes]
 Held = dict[RankId, tuple[RankCache, Storage]]
+Pair = tuple[RankId, RankId]
 Copy = tuple[int, int, int]  # producer address, consumer address, length
 Copies = Callable[[DescriptorTable, TransferRequest], list[Copy]]
 SEED = 5
 
 
+@attrs.frozen
+class Prepared:
+    """Lists as NIXL prepares them, and what is picked of them: rows of 5, and int32 ids into them.
+
+    A row is ``(address, length, device, stride, count)``; an id counts through the rows' counts.
+    """
+
+    producer_rows: npt.NDArray[np.uint64]
+    consumer_rows: npt.NDArray[np.uint64]
+    producer_ids: npt.NDArray[np.int32]
+    consumer_ids: npt.NDArray[np.int32]
+
+    def copies(self) -> list[Copy]:
+        """Return the copies that the ids mean, in order."""
+        sources, lengths = _picked(self.producer_rows, self.producer_ids)
+        places, other = _picked(self.consumer_rows, self.consumer_ids)
+        if lengths != other:
+            raise AssertionError("the lengths of the two sides' descriptors differ")
+        return list(zip(sources, places, lengths, strict=True))
+
+
+def _picked(
+    rows: npt.NDArray[np.uint64], ids: npt.NDArray[np.int32]
+) -> tuple[list[int], list[int]]:
+    """Return the address and the length of each of *ids*."""
+    index = ids.astype(np.int64)
+    address, length, _, stride, count = rows.astype(np.int64).T
+    starts = np.concatenate([[0], np.cumsum(count)])
+    if ids.dtype != np.int32 or (len(index) and not 0 <= index.min() <= index.max() < starts[-1]):
+        raise AssertionError(f"ids {ids!r}: wanted int32 from 0 to {starts[-1] - 1}")
+    row = np.searchsorted(starts, index, side="right") - 1
+    return (address[row] + (index - starts[row]) * stride[row]).tolist(), length[row].tolist()
+
+
+def prepared(table: DescriptorTable, request: TransferRequest) -> Prepared:
+    """Return a table's rows and the ids of `select`."""
+    return Prepared(table.producer_rows, table.consumer_rows, *table.select(request))
+
+
 def selected(table: DescriptorTable, request: TransferRequest) -> list[Copy]:
     """Return the copies that the ids of `select` mean, in order."""
-    sides = []
-    for rows, ids in zip(
-        (table.producer_rows, table.consumer_rows), table.select(request), strict=True
-    ):
-        assert np.int32 == ids.dtype
-        index = ids.astype(np.int64)
-        address, length, _, stride, count = rows.astype(np.int64).T
-        starts = np.concatenate([[0], np.cumsum(count)])
-        assert not len(index) or 0 <= index.min() <= index.max() < starts[-1]
-        at = np.searchsorted(starts, index, side="right") - 1
-        sides.append((address[at] + (index - starts[at]) * stride[at], length[at]))
-    (sources, lengths), (places, other) = sides
-    assert lengths.tolist() == other.tolist()
-    return list(zip(sources.tolist(), places.tolist(), lengths.tolist(), strict=True))
+    return prepared(table, request).copies()
 
 
 def described(table: DescriptorTable, request: TransferRequest) -> list[Copy]:
@@ -80,7 +107,7 @@ def finest(cache: RankCache) -> RankCache:
     return attrs.evolve(cache, memory=tuple(memories))
 
 
-def held(engine: EngineSpec, pool: dict[str, int], *, shared: bool = False) -> Held:
+def held(engine: EngineSpec, pool: Mapping[str, int], *, shared: bool = False) -> Held:
     """Return the cache and storage of every rank of *engine*."""
     return {rank: allocate(engine, rank, pool, shared=shared) for rank in engine.parallel.ranks}
 
@@ -95,26 +122,47 @@ class World:
     """One case with its memory: producers hold true bytes, consumers none."""
 
     case: Case
-    plan: TransferPlan
     producers: Held
     consumers: Held
     before: dict[RankId, Storage]
+    _made: dict[Pair, DescriptorTable] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
-    def tables(
-        self,
-    ) -> Iterator[tuple[RankId, RankId, DescriptorTable]]:
+    @cached_property
+    def plan(self) -> TransferPlan:
+        """The library's plan of the case."""
+        return plan_of(self.case)
+
+    def table(self, producer: RankId, consumer: RankId) -> DescriptorTable:
+        """Return the library's descriptor table of one pair of ranks."""
+        pair = producer, consumer
+        if pair not in self._made:
+            caches = self.producers[producer][0], self.consumers[consumer][0]
+            self._made[pair] = build_table(self.plan, *caches)
+        return self._made[pair]
+
+    def tables(self) -> Iterator[tuple[RankId, RankId, DescriptorTable]]:
         """Yield the descriptor table of each pair of ranks that exchange anything."""
         for p, c in sorted({(edge.producer, edge.consumer) for edge in self.plan.edges}):
-            yield p, c, build_table(self.plan, self.producers[p][0], self.consumers[c][0])
+            yield p, c, self.table(p, c)
+
+    def restore(self) -> None:
+        """Give every consumer rank the bytes that it had before."""
+        for rank, storage in self.before.items():
+            for name, flat in storage.items():
+                self.consumers[rank][1][name][:] = flat
+
+    def copy(self, pair: Pair, copies: Iterable[Copy]) -> None:
+        """Do what *copies* say, from the producer to the consumer of *pair*."""
+        sent, kept = self.producers[pair[0]][1], self.consumers[pair[1]][1]
+        for source, place, length in copies:
+            name, start = inside(sent, source, length)
+            target, offset = inside(kept, place, length)
+            kept[target][offset : offset + length] = sent[name][start : start + length]
 
     def execute(self, copies: Copies) -> None:
         """Do what *copies* says, for every pair of ranks."""
         for p, c, table in self.tables():
-            for source, place, length in copies(table, self.case.request):
-                name, start = inside(self.producers[p][1], source, length)
-                target, offset = inside(self.consumers[c][1], place, length)
-                moved = self.producers[p][1][name][start : start + length]
-                self.consumers[c][1][target][offset : offset + length] = moved
+            self.copy((p, c), copies(table, self.case.request))
 
     def rest(self) -> tuple[Any, ...]:
         """Return the oracle's arguments about the consumer."""
@@ -148,15 +196,19 @@ class World:
         return must, may, {name: must[name] != before[name] for name in must}
 
 
-def world(case: Case, producers: Held | None = None) -> World:
-    """Plan *case*, allocate both sides, fill the producers and spoil the consumers."""
-    plan = plan_transfer(
+def plan_of(case: Case) -> TransferPlan:
+    """Return the library's plan of *case*."""
+    return plan_transfer(
         case.producer,
         case.consumer,
         replicas=case.replicas,
         salt=case.salt,
         common_states=case.common_states,
     )
+
+
+def world(case: Case, producers: Held | None = None) -> World:
+    """Allocate both sides of *case*, fill the producers and spoil the consumers."""
     request = case.request
     if producers is None:
         producers = held(case.producer, case.producer_pool, shared=case.shared)
@@ -167,4 +219,4 @@ def world(case: Case, producers: Held | None = None) -> World:
     for rank, (_, storage) in consumers.items():
         pool, tables = case.consumer_pool, request.consumer_blocks
         oracle.spoil(case.consumer, rank, storage, pool, tables, request, seed=SEED)
-    return World(case, plan, producers, consumers, snapshot(consumers))
+    return World(case, producers, consumers, snapshot(consumers))

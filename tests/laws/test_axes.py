@@ -19,19 +19,11 @@ import kvspec
 from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import excluded_layers, rows_of
-from kvspec.testing.world import World, described, selected, world
+from kvspec.testing.world import World, described, world
 
 CASES = strategies.cases()
 HALF = settings(max_examples=settings.default.max_examples // 2)
 Descriptors = dict[tuple[kvspec.RankId, kvspec.RankId], npt.NDArray[np.uint64]]
-
-
-def right(case: strategies.Case) -> None:
-    """Check a whole transfer by ids and by descriptors, byte by byte."""
-    for copies in (selected, described):
-        here = world(case)
-        here.execute(copies)
-        assert [] == here.differences()
 
 
 def caches(here: World) -> tuple[Any, Any]:
@@ -41,30 +33,6 @@ def caches(here: World) -> tuple[Any, Any]:
         for side in (here.producers, here.consumers)
     )
     return ours, theirs
-
-
-# Law 1 on memory that engines make of it.
-
-
-@HALF
-@given(strategies.sharing_cases())
-def test_groups_in_one_memory(case: strategies.Case) -> None:
-    """Law 1: where all groups lie in the same bytes, each block is only its own group's."""
-    right(case)
-
-
-@HALF
-@given(strategies.spanning_cases())
-def test_content_that_spans_heads(case: strategies.Case) -> None:
-    """Law 1: what spans a rank's heads arrives whole, where both sides deal the heads alike."""
-    right(case)
-
-
-@HALF
-@given(strategies.common_cases())
-def test_common_rows_of_states(case: strategies.Case) -> None:
-    """Law 1: of states with other rows, those that both sides have move, and no other changes."""
-    right(case)
 
 
 def test_a_draft_is_not_moved() -> None:
@@ -123,84 +91,6 @@ def test_few_descriptors_are_posted() -> None:
     count()
     assert 0 < fewest["all"]
     assert posted["all"] <= 1.15 * fewest["all"]
-
-
-# Law 9 and law 4.
-
-
-@HALF
-@given(CASES, st.data())
-def test_block_and_interleave_invariance(case: strategies.Case, data: st.DataObject) -> None:
-    """Law 9: which bytes arrive, and their values, depends on no block, context, stage or rank."""
-    producer, consumer = (
-        data.draw(strategies.engines(engine.groups, 4)) for engine in (case.producer, case.consumer)
-    )
-    (ours, producer_pool), (theirs, consumer_pool) = (
-        data.draw(strategies.tables(engine, case.request)) for engine in (producer, consumer)
-    )
-    request = attrs.evolve(case.request, producer_blocks=ours, consumer_blocks=theirs)
-    other = attrs.evolve(
-        case,
-        producer=producer,
-        consumer=consumer,
-        producer_pool=producer_pool,
-        consumer_pool=consumer_pool,
-        request=request,
-    )
-    found = []
-    for each in (case, other):
-        here = world(each)
-        here.execute(selected)
-        found.append(arrived(here))
-    assert found[0] == found[1]
-
-
-def arrived(here: World) -> dict[tuple[str, str, int, int], bytes]:
-    """Return the live bytes of all consumer ranks by layer, part, unit and token (or state row)."""
-    found: dict[tuple[str, str, int, int], bytes] = {}
-    case = here.case
-    tables, pool = case.request.consumer_blocks, case.consumer_pool
-    for rank, (_, storage) in here.consumers.items():
-        views = logical_views(case.consumer, rank, storage, pool)
-        for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
-            of_tokens = rows.part.tokens_per_state > 0
-            for at in rows.live.nonzero()[0]:
-                row = int(rows.token[at] if of_tokens else rows.row[at])
-                for unit, content in zip(
-                    rows.units, views[rows.key][rows.block[at], :, rows.row[at]], strict=True
-                ):
-                    key = (*rows.key[1:], unit, row)
-                    assert found.setdefault(key, content.tobytes()) == content.tobytes()
-    return found
-
-
-# Both engines, one plan.
-
-
-@HALF
-@given(CASES)
-def test_pull_is_push(case: strategies.Case) -> None:
-    """Law 3: planned twice, from descriptions alone, edges and who tells whom are the same."""
-    election: Any = {"replicas": case.replicas, "salt": case.salt}
-    pulled, pushed = (
-        kvspec.plan_transfer(*map(attrs.evolve, (case.producer, case.consumer)), **election)
-        for _ in range(2)
-    )
-    ours = {
-        (source, rank): pulled.between(source, rank)
-        for rank in case.consumer.parallel.ranks
-        for source in pulled.sources(rank)
-    }
-    theirs = {
-        (rank, target): pushed.between(rank, target)
-        for rank in case.producer.parallel.ranks
-        for target in pushed.targets(rank)
-    }
-    assert ours == theirs
-    assert sum(map(len, ours.values())) == len(pulled.edges)
-    for rank in case.producer.parallel.ranks:
-        told = {r for r in case.consumer.parallel.ranks if rank in pulled.notifies(r)}
-        assert told == set(pushed.notifiers(rank))
 
 
 # `verify`, held against the oracle.

@@ -239,5 +239,7 @@ def test_states_made_by_hand_have_the_type_of_their_spec() -> None:
     assert ["bfloat16", "float32", "int32"] == [part.dtype for part in spec.parts]
     other = attrs.evolve(spec, state_parts=[*parts[:2], attrs.evolve(parts[2], dtype="float32")])
     found = kvspec.mismatches(engine("LBNHC", 1, spec), engine("LBNHC", 1, other))
-    assert [("l.gate.dtype", "int32", "float32")] == [(m.field, m.ours, m.theirs) for m in found]
+    assert [("l.gate.dtype", "int32", "float32")] == [
+        (m.field, m.producer, m.consumer) for m in found
+    ]
     assert np.all([part.per_token is False for part in spec.parts])

@@ -39,7 +39,9 @@ FOLDERS = (
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),
     ("", "catalogue"),
-    ("testing", "carve positions oracle . kinds parallels engines strategies world"),
+    ("testing", "carve positions oracle case world"),
+    ("testing.laws", "system owners moves copies runs refusal ."),
+    ("testing", "kinds parallels engines requests strategies ."),
     ("", "simulate"),
     ("draw", "canvas lines block bars ranks memory ."),
     ("adapters", "."),

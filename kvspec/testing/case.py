@@ -1,0 +1,35 @@
+"""One transfer to judge: two engines, their pools, a request, and who reads which replica.
+
+A case is a value; strategies draw it, `world` gives it memory, laws are about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from kvspec.descriptors.request import TransferRequest
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.ownership.election import Replicas
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One transfer: both engines, their block pools by group, the request and the election.
+
+    *common_states*: only the rows of states that both have move. *shared*: on each side, all groups
+    lie in one memory.
+    """
+
+    producer: EngineSpec
+    consumer: EngineSpec
+    producer_pool: Mapping[str, int]
+    consumer_pool: Mapping[str, int]
+    request: TransferRequest
+    replicas: Replicas = "spread"
+    salt: int = 0
+    common_states: bool = False
+    shared: bool = False

@@ -1,0 +1,190 @@
+"""The laws of who reads whom: stated over every unit and position that each consumer rank owns."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from math import lcm
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from kvspec.testing.carve import rank_layers, rank_units
+from kvspec.testing.laws.owners import (
+    FAR,
+    Target,
+    has_replicas,
+    home,
+    owns,
+    replica_classes,
+    targets,
+)
+from kvspec.testing.positions import context_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.ownership.parallel import RankId
+    from kvspec.ownership.part import Part
+    from kvspec.testing.case import Case
+    from kvspec.testing.laws.system import Move, System
+
+Arrivals = dict[tuple["RankId", str, str], "list[Move]"]
+
+
+def _by_target(system: System, case: Case) -> Arrivals:
+    """Return what moves to each consumer rank, by layer and part."""
+    found: Arrivals = defaultdict(list)
+    for each in system.moves(case, "consumer") if system.moves else ():
+        found[each.consumer, each.layer, each.part].append(each)
+    return found
+
+
+def cover(system: System, case: Case) -> Iterator[str]:
+    """Yield each part that is not read once at each of its positions, and what is read in vain."""
+    if system.moves is None:
+        return
+    arriving = _by_target(system, case)
+    for target in targets(case.consumer, case.producer):
+        moves = arriving.pop((target.rank, target.layer, target.part.name), [])
+        size = context_of(case.consumer, target.rank, target.group)[1]
+        virtual = target.group.spec.block_size * size
+        far = _horizon(case, moves, virtual)
+        wanted = owns(case.consumer, target.rank, target.part, target.group, far)
+        times = _times(case, target, moves, far, virtual)
+        for place, position in np.argwhere(times != wanted).tolist()[:1]:
+            unit = rank_units(case.consumer, target.rank, target.part, target.group)[place]
+            yield (
+                f"consumer {target.rank}, layer {target.layer}, part {target.part.name}, unit "
+                f"{unit}, position {position}: read {times[place, position]} times from a rank "
+                f"that holds it, wanted {int(wanted[position])}"
+            )
+    for rank, layer, part in arriving:
+        yield f"consumer {rank}, layer {layer}, part {part}: read, but nothing of it should move"
+
+
+def _horizon(case: Case, moves: list[Move], virtual: int) -> int:
+    """Return how many positions show all that two engines and the stripes of *moves* do."""
+    steps = max((each.stripe[1] for each in moves), default=1)
+    rounds = [
+        context_of(each, each.parallel.ranks[0])[1] * each.parallel.interleave_size
+        for each in (case.producer, case.consumer)
+    ]
+    return min(2 * lcm(*rounds, virtual * steps), FAR)
+
+
+def _times(
+    case: Case, target: Target, moves: list[Move], far: int, virtual: int
+) -> npt.NDArray[np.int64]:
+    """Count how often each (place, position) of *target* is sent by a rank that owns it."""
+    own = rank_units(case.consumer, target.rank, target.part, target.group)
+    found = np.zeros((len(own), far), np.int64)
+    block, group = np.arange(far) // virtual, home(case.producer, target.layer)
+    for each in moves:
+        if target.layer not in rank_layers(case.producer, each.producer, group):
+            continue
+        held = rank_units(case.producer, each.producer, target.part, group)
+        sent = owns(case.producer, each.producer, target.part, group, far)
+        sent = sent & owns(case.consumer, target.rank, target.part, target.group, far)
+        sent = sent & (block % each.stripe[1] == each.stripe[0])
+        for place, source in zip(each.consumer_units, each.producer_units, strict=False):
+            if place < len(own) and source < len(held) and own[place] == held[source]:
+                found[place] += sent
+    return found
+
+
+def symmetry(system: System, case: Case) -> Iterator[str]:
+    """Yield what one side would move and the other would not, and what swapping does not swap."""
+    if system.moves is None:
+        return
+    pulled, pushed = (set(system.moves(case, role)) for role in ("consumer", "producer"))
+    yield from (f"pulled and not pushed: {each}" for each in pulled - pushed)
+    yield from (f"pushed and not pulled: {each}" for each in pushed - pulled)
+    if has_replicas(case.producer) or has_replicas(case.consumer):
+        return
+    back = attrs.evolve(case, producer=case.consumer, consumer=case.producer)
+    swapped = {
+        attrs.evolve(
+            each,
+            producer=each.consumer,
+            consumer=each.producer,
+            producer_units=each.consumer_units,
+            consumer_units=each.producer_units,
+        )
+        for each in system.moves(back, "consumer")
+    }
+    for each in pulled ^ swapped:
+        yield f"without replicas, one way only: {each}"
+
+
+def identity(system: System, case: Case) -> Iterator[str]:
+    """Yield each move that is empty, or is not of the same units at both ends."""
+    known = {(t.rank, t.layer, t.part.name): t.part for t in targets(case.consumer, case.producer)}
+    for (rank, layer, name), moves in _by_target(system, case).items():
+        part = known.get((rank, layer, name))
+        for each in moves:
+            units = list(each.units)
+            ends = [
+                _units_at(case.producer, each.producer, layer, part, each.producer_units),
+                _units_at(case.consumer, rank, layer, part, each.consumer_units),
+            ]
+            if not units or ends != [units, units]:
+                yield f"{each}: wanted the same units at both ends, got {ends[0]} and {ends[1]}"
+
+
+def _units_at(
+    engine: EngineSpec, rank: RankId, layer: str, part: Part | None, places: range
+) -> list[int]:
+    """Return the units that *rank* holds at *places*; no more than it has."""
+    own = [] if part is None else rank_units(engine, rank, part, home(engine, layer))
+    return [own[place] for place in places if place < len(own)]
+
+
+ROUNDS = 7
+"""Virtual blocks over which stripes are counted."""
+
+
+def fair(system: System, case: Case) -> Iterator[str]:
+    """Yield each replica class whose members are not read evenly, or, under `first`, not the first.
+
+    Counted in readers; under `stripe`, in virtual blocks that each reader reads.
+    """
+    if system.moves is None or case.replicas not in {"spread", "stripe", "first"}:
+        return
+    arriving = _by_target(system, case)
+    for alike in replica_classes(case.producer, case.consumer):
+        load = Counter(dict.fromkeys(alike.members, 0))
+        blocks = range(ROUNDS if case.replicas == "stripe" else 1)
+        for reader in alike.readers:
+            read = {
+                (each.producer, block)
+                for layer in alike.layers
+                for each in arriving.get((reader, layer, alike.part.name), ())
+                if each.producer in alike.members and alike.units & set(each.units)
+                for block in blocks
+                if block % each.stripe[1] == each.stripe[0]
+            }
+            load.update(source for source, _ in read)
+        told = ", ".join(f"{rank} {count}" for rank, count in load.items())
+        if case.replicas == "first":
+            if any(load[rank] for rank in alike.members[1:]):
+                yield f"{alike.layers[0]}.{alike.part.name}: wanted the first alone read: {told}"
+        elif max(load.values()) - min(load.values()) > 1:
+            yield f"{alike.layers[0]}.{alike.part.name}: replicas are read unevenly: {told}"
+
+
+def counts(system: System, case: Case) -> Iterator[str]:
+    """Yield each producer rank that its readers do not tell, nobody tells, or the wrong ones."""
+    if system.tells is None:
+        return
+    tell, told = (set(system.tells(case, role)) for role in ("consumer", "producer"))
+    yield from (f"{c} tells {p}, which does not wait for it" for p, c in tell - told)
+    yield from (f"{p} waits for {c}, which does not tell it" for p, c in told - tell)
+    for rank in case.producer.parallel.ranks:
+        if rank not in {p for p, _ in told}:
+            yield f"producer {rank} is told by nobody, and never releases a block"
+    moves = system.moves(case, "consumer") if system.moves else ()
+    for p, c in {(each.producer, each.consumer) for each in moves} - told:
+        yield f"{c} reads {p}, which does not wait for it"

@@ -1,0 +1,120 @@
+"""The law of refusals: what cannot be moved is refused by name, before a byte of it moves.
+
+Each wrong case is a right one with one thing changed, so that the two sides mean other bytes, or
+something live has nowhere to come from or to go to. A system refuses by raising before it names a
+copy; a crash is no refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvspec.descriptors.request import BlockTable
+from kvspec.errors import KVSpecError
+from kvspec.testing.carve import block_split
+from kvspec.testing.laws.owners import targets
+from kvspec.testing.laws.system import copied
+from kvspec.testing.positions import rows_of
+from kvspec.testing.world import World, world
+
+if TYPE_CHECKING:
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.testing.case import Case
+    from kvspec.testing.laws.system import System
+
+_DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
+"""Other element types of the same size."""
+
+
+def of_models(system: System, case: Case) -> Iterator[str]:
+    """Yield each producer of another model that is not refused, or not by the name of the field."""
+    for name, what, wrong in _other_models(case):
+        yield from _accepted(system, name, what, wrong, partial(world, wrong))
+
+
+def of_requests(system: System, case: Case) -> Iterator[str]:
+    """Yield each impossible request that is not refused, or not by the name of the group."""
+    if not any(system.ways()):
+        return
+    right = world(case)  # what is wrong could not be filled
+    for name, what, change in _wrong_requests(case):
+        wrong = attrs.evolve(case, request=attrs.evolve(case.request, **change))
+        yield from _accepted(system, name, what, wrong, partial(attrs.evolve, right, case=wrong))
+
+
+def _accepted(
+    system: System, name: str, what: str, wrong: Case, make: Callable[[], World]
+) -> Iterator[str]:
+    """Yield a fault unless *system* refuses the case *wrong*, whose world *make* makes."""
+    try:
+        if system.moves is not None:
+            list(system.moves(wrong, "consumer"))
+        for _, way in system.ways():
+            copied(make(), way)
+    except (KVSpecError, ValueError) as error:
+        if name not in str(error):
+            yield f"{what}: refused without saying {name!r}: {error}"
+    else:
+        yield f"{what}: not refused"
+
+
+def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
+    """Yield (field, change, case) of producers with another model: their bytes mean others."""
+    moving = {target.layer for target in targets(case.consumer, case.producer)}
+    for group in case.producer.groups:
+        spec: Any = group.spec
+        if moving.isdisjoint(group.layers) or spec.layers or not hasattr(spec, "head_size"):
+            continue
+        changes = {"dtype": _DTYPES.get(spec.dtype)}
+        if hasattr(spec, "sliding_window"):
+            changes["sliding_window"] = spec.sliding_window + 1
+        for field, value in changes.items():
+            if value is not None:
+                other = attrs.evolve(group, spec=attrs.evolve(spec, **{field: value}))
+                what = f"the producer's {group.layers[0]}.{field}={value!r}"
+                yield field, what, attrs.evolve(case, producer=_with(case.producer, other))
+        return
+
+
+def _with(engine: EngineSpec, group: Any) -> EngineSpec:  # noqa: ANN401
+    groups = tuple(group if each.name == group.name else each for each in engine.groups)
+    return attrs.evolve(engine, groups=groups)
+
+
+def _wrong_requests(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield (group, change, fields) of requests that leave something live no place."""
+    request = case.request
+    for group, live in _live_blocks(case).items():
+        ids = request.consumer_blocks[group].block_ids.tolist()
+        first = request.consumer_blocks[group].first_token
+        homes = {
+            each.name
+            for each in case.producer.groups
+            if set(each.layers) & set(case.consumer.group(group).layers)
+        }
+        others = case.consumer_pool[group], -1, *live[1:2]
+        changed = ([other if each == live[0] else each for each in ids] for other in others)
+        none: list[int] = []
+        for table in (none, *changed):
+            blocks = {**request.consumer_blocks, group: BlockTable(table, first)}
+            yield group, f"consumer_blocks[{group!r}]={table}", {"consumer_blocks": blocks}
+        if len(homes) == 1:
+            (home,) = homes
+            tables = {**request.producer_blocks, home: BlockTable(none)}
+            yield home, f"producer_blocks[{home!r}]=[]", {"producer_blocks": tables}
+
+
+def _live_blocks(case: Case) -> dict[str, list[int]]:
+    """Return the consumer's blocks of which something must arrive, by group, in no order."""
+    found: dict[str, set[int]] = {}
+    for rank in case.consumer.parallel.ranks:
+        tables = case.request.consumer_blocks
+        for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
+            split = block_split(case.consumer.group(rows.key[0]))
+            blocks = (rows.block[rows.live] // split).tolist() if rows.units else ()
+            found.setdefault(rows.key[0], set()).update(blocks)
+    return {group: sorted(blocks) for group, blocks in found.items() if blocks}

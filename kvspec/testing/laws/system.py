@@ -1,0 +1,133 @@
+"""What the laws judge: a connector's own answers about one transfer.
+
+Law: what is judged is an argument. A question that a system does not answer is not judged; what it
+answers is held against the oracle and its cards, never against kvspec, which is one system of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvspec.testing.world import Copy, Pair, Prepared, World, described, plan_of, prepared
+
+if TYPE_CHECKING:
+    from kvspec.ownership.election import Role
+    from kvspec.ownership.parallel import RankId
+    from kvspec.testing.case import Case
+
+
+@attrs.frozen(kw_only=True)
+class Move:
+    """Units of one part of one layer that a consumer rank reads of a producer rank.
+
+    *units* are the model's; *producer_units* and *consumer_units* say where in what each rank holds
+    they stand. *stripe* ``(first, step)``: only of the consumer's virtual blocks ``b`` with
+    ``b % step == first``.
+    """
+
+    producer: RankId
+    consumer: RankId
+    layer: str
+    part: str
+    units: range
+    producer_units: range
+    consumer_units: range
+    stripe: tuple[int, int] = (0, 1)
+
+
+Ask = Callable[[World, "RankId", "RankId"], Iterable[Copy]]
+
+
+@attrs.frozen(kw_only=True)
+class System:
+    """What is judged: functions that answer for a connector, None where it has no answer.
+
+    *moves*: who reads what, asked of the consumers or of the producers. *tells*: the pairs
+    (producer rank, consumer rank) of which the consumer tells the producer that it is done, asked
+    of either.
+    *descriptors*: the copies (producer address, consumer address, length) of a world's request
+    between two ranks; *prepared*: lists of rows and ids that mean the same. A world has both
+    engines, the request and every rank's cache: see `kvspec.testing.world.World`. Whoever cannot
+    serve a case raises `MismatchError`, which no law catches but the one about refusals.
+    """
+
+    name: str
+    moves: Callable[[Case, Role], Iterable[Move]] | None = None
+    tells: Callable[[Case, Role], Iterable[Pair]] | None = None
+    descriptors: Ask | None = None
+    prepared: Callable[[World, RankId, RankId], Prepared | None] | None = None
+
+    def ways(self) -> Iterator[tuple[str, Ask]]:
+        """Yield every way in which the system names its copies."""
+        if self.descriptors is not None:
+            yield "descriptors", self.descriptors
+        if self.prepared is not None:
+            yield "ids", self._by_ids
+
+    def _by_ids(self, here: World, producer: RankId, consumer: RankId) -> Iterable[Copy]:
+        lists = None if self.prepared is None else self.prepared(here, producer, consumer)
+        return [] if lists is None else lists.copies()
+
+
+def copied(here: World, way: Ask) -> dict[Pair, list[Copy]]:
+    """Return what *way* copies between each pair of ranks, as plain ints."""
+    pairs = product(here.producers, here.consumers)
+    return {pair: [_ints(each) for each in way(here, *pair)] for pair in pairs}
+
+
+def _ints(copy: Iterable[int]) -> Copy:
+    source, place, length = map(int, copy)
+    return source, place, length
+
+
+def _moves(case: Case, role: Role) -> Iterator[Move]:
+    plan = plan_of(case)
+    if role == "consumer":
+        ranks = case.consumer.parallel.ranks
+        pairs = [(source, rank) for rank in ranks for source in plan.sources(rank)]
+    else:
+        ranks = case.producer.parallel.ranks
+        pairs = [(rank, target) for rank in ranks for target in plan.targets(rank)]
+    for edge in (edge for pair in pairs for edge in plan.between(*pair)):
+        for each in edge.slices:
+            for layer, part in product(each.layers, each.parts):
+                yield Move(
+                    producer=edge.producer,
+                    consumer=edge.consumer,
+                    layer=layer,
+                    part=part,
+                    units=each.global_range,
+                    producer_units=each.remote_range,
+                    consumer_units=each.local_range,
+                    stripe=(each.stripe.first, each.stripe.step),
+                )
+
+
+def _tells(case: Case, role: Role) -> Iterator[Pair]:
+    plan = plan_of(case)
+    if role == "consumer":
+        yield from ((p, c) for c in case.consumer.parallel.ranks for p in plan.notifies(c))
+    else:
+        yield from ((p, c) for p in case.producer.parallel.ranks for c in plan.notifiers(p))
+
+
+def _descriptors(here: World, producer: RankId, consumer: RankId) -> Iterable[Copy]:
+    if not here.plan.between(producer, consumer):
+        return []
+    return described(here.table(producer, consumer), here.case.request)
+
+
+def _prepared(here: World, producer: RankId, consumer: RankId) -> Prepared | None:
+    if not here.plan.between(producer, consumer):
+        return None
+    return prepared(here.table(producer, consumer), here.case.request)
+
+
+KVSPEC = System(
+    name="kvspec", moves=_moves, tells=_tells, descriptors=_descriptors, prepared=_prepared
+)
+"""The library itself."""

@@ -1,0 +1,178 @@
+"""kvspec keeps every law, over all that the strategies draw; and each law finds what breaks it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from builders import case, engine, gqa, request
+from hypothesis import given, settings
+
+import kvspec
+from kvspec import RankId
+from kvspec.testing import Case, laws, strategies
+from kvspec.testing.laws import KVSPEC, LAWS, Law, System
+from kvspec.testing.world import Copy, Prepared, World
+
+OF_PLANS = [law for law in LAWS if law.number in {1, 3, 5, 6, 7}]
+OF_BYTES = [law for law in LAWS if law.number in {1, 4, 8, 9, 10, 11}]
+PLANNER = attrs.evolve(KVSPEC, descriptors=None, prepared=None)
+MOVER = attrs.evolve(KVSPEC, moves=None, tells=None)
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("law", OF_PLANS, ids=str)
+@settings(max_examples=2 * settings.default.max_examples)
+@given(case=strategies.plans())
+def test_plans_keep_the_law(law: Law, case: Case) -> None:
+    """Who reads and tells whom, of engines of any model."""
+    law.check(PLANNER, case)
+
+
+@pytest.mark.parametrize("law", OF_BYTES, ids=str)
+@given(twins=strategies.twins())
+def test_bytes_keep_the_law(law: Law, twins: tuple[Case, Case]) -> None:
+    """Whole requests, by ids and by descriptors."""
+    law.check(MOVER, *twins)
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(strategies.sharing_cases() | strategies.spanning_cases() | strategies.common_cases())
+def test_other_memories_are_covered(case: Case) -> None:
+    """Law 1 where groups lie in one memory, content spans heads, and states have other rows."""
+    LAWS[0].check(KVSPEC, case)
+
+
+def test_the_table_of_laws_is_in_contributing() -> None:
+    """Number, name and sentence of each, in order; numbers are those of the table's places."""
+    rows = re.findall(
+        r"^\| (\d+) \| (.+?) \| (.+) \|$", CONTRIBUTING.read_text("utf-8"), re.MULTILINE
+    )
+    assert [(str(law.number), law.name, law.sentence) for law in LAWS] == rows
+    assert list(range(1, len(LAWS) + 1)) == [law.number for law in LAWS]
+
+
+def small(tp: int, layout: str = "LBHNC", block_size: int = 4) -> kvspec.EngineSpec:
+    """Return an engine of one layer of two heads of two bytes."""
+    return engine(gqa(2, block_size=block_size, head_size=2, dtype="uint8"), tp=tp, layout=layout)
+
+
+def asked(producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec) -> Case:
+    """Return a request of ten tokens, six of which the consumer has."""
+    tables = [range(1, 2 + 9 // each.groups[0].spec.block_size) for each in (producer, consumer)]
+    return case(producer, consumer, request(10, *tables, cached_tokens=6))
+
+
+TWIN = asked(small(4), small(2, "LBNHC")), asked(small(2), small(1, "BLNHC", 2))
+"""A producer with two ranks for each head, and another way for the same request."""
+ALONE = asked(small(2), small(2)), asked(small(1), small(2))
+"""A producer without replicas."""
+CROWD = asked(small(4), small(4)), asked(small(2), small(2))
+"""Two replicas of each head, and two readers."""
+
+
+def test_kvspec_keeps_all_laws_at_once() -> None:
+    """`broken` lists nothing."""
+    for pair in (TWIN, ALONE, CROWD):
+        assert [] == laws.broken(KVSPEC, *pair)
+
+
+Moves = Iterable[laws.Move]
+
+
+def moving(change: Callable[[Case, Any, list[laws.Move]], Moves]) -> System:
+    """Return a system whose moves are those of kvspec, *changed* by (case, role, moves)."""
+    right: Any = KVSPEC.moves
+    return System(name="planted", moves=lambda c, role: change(c, role, list(right(c, role))))
+
+
+def copying(change: Callable[[World, list[Copy]], Iterable[Copy]]) -> System:
+    """Return a system whose copies are those of kvspec, *changed* by (world, copies)."""
+    right: Any = KVSPEC.descriptors
+    return System(name="planted", descriptors=lambda w, p, c: change(w, list(right(w, p, c))))
+
+
+def preparing(change: Callable[[Prepared], Prepared]) -> System:
+    """Return a system whose lists are those of kvspec, *changed*."""
+    right: Any = KVSPEC.prepared
+
+    def lists(here: World, p: RankId, c: RankId) -> Prepared | None:
+        found = right(here, p, c)
+        return None if found is None else change(found)
+
+    return System(name="planted", prepared=lists)
+
+
+def telling(change: Callable[[Any, list[Any]], Iterable[Any]]) -> System:
+    """Return a system that tells as kvspec does, *changed* by (role, pairs)."""
+    right: Any = KVSPEC.tells
+    tells = lambda c, role: change(role, list(right(c, role)))  # noqa: E731
+    return attrs.evolve(KVSPEC, name="planted", tells=tells, descriptors=None, prepared=None)
+
+
+def to_first(here: Case, role: str, moves: list[laws.Move]) -> Moves:
+    """Send all readers to the first replica."""
+    return [attrs.evolve(m, producer=RankId(tp=m.producer.tp // 2 * 2)) for m in moves]
+
+
+def in_bytes(copies: list[Copy]) -> Iterator[Copy]:
+    """Cut copies in two."""
+    for a, b, length in copies:
+        yield from ((a, b, 1), (a + 1, b + 1, length - 1))
+
+
+def deaf(here: World, p: RankId, c: RankId) -> Iterable[Copy]:
+    """Copy nothing instead of refusing."""
+    right: Any = KVSPEC.descriptors
+    try:
+        return list(right(here, p, c))
+    except kvspec.KVSpecError:
+        return []
+
+
+def longer_rows(lists: Prepared) -> Prepared:
+    """Believe that a pool has thrice the blocks."""
+    rows = lists.consumer_rows.copy()
+    rows[:, 4] *= 3
+    return attrs.evolve(lists, consumer_rows=rows)
+
+
+PLANTED: list[tuple[int, System]] = [
+    (1, System(name="idle", moves=lambda *_: ())),
+    (1, System(name="idle", descriptors=lambda *_: ())),
+    (1, moving(lambda _c, _r, moves: moves[1:])),
+    (1, moving(lambda _c, _r, moves: moves + moves[:1])),
+    (1, moving(lambda _c, _r, ms: [attrs.evolve(m, layer="draft") for m in ms])),
+    (1, copying(lambda _w, copies: copies[1:])),
+    (1, copying(lambda _w, copies: copies + copies[:1])),
+    (1, copying(lambda _w, copies: [(a, b - 8, n + 8) for a, b, n in copies])),
+    (1, copying(lambda _w, copies: [(a + 1, b, n) for a, b, n in copies])),
+    (1, attrs.evolve(KVSPEC, descriptors=copying(lambda _w, found: found[:-1]).descriptors)),
+    (3, moving(lambda _c, role, moves: moves[role == "producer" :])),
+    (4, copying(lambda w, found: found if w.case.producer.layout == "LBHNC" else found[1:])),
+    (5, moving(lambda _c, _r, ms: [attrs.evolve(m, units=range(7, 8)) for m in ms])),
+    (5, moving(lambda _c, _r, ms: [attrs.evolve(m, consumer_units=range(9, 10)) for m in ms])),
+    (6, moving(to_first)),
+    (7, telling(lambda role, pairs: pairs[role == "consumer" :])),
+    (7, telling(lambda _r, pairs: [each for each in pairs if each[0] != RankId(tp=1)])),
+    (7, telling(lambda _r, pairs: [(p, RankId(tp=0)) for p, _ in pairs])),
+    (8, copying(lambda _w, copies: in_bytes(copies))),
+    (9, copying(lambda w, found: found if w.case.consumer.layout == "LBNHC" else found[1:])),
+    (10, copying(lambda _w, copies: [(a, b + 2**20, n) for a, b, n in copies])),
+    (10, preparing(longer_rows)),
+    (11, System(name="deaf", descriptors=deaf)),
+]
+
+
+@pytest.mark.parametrize(("number", "system"), PLANTED)
+def test_a_law_finds_what_breaks_it(number: int, system: System) -> None:
+    """Each fault that is planted in a system is found by the law that it breaks."""
+    (law,) = (each for each in LAWS if each.number == number)
+    pair = CROWD if number == 6 else TWIN
+    with pytest.raises(laws.BrokenLawError, match=rf"{system.name} breaks law {number}, "):
+        law.check(system, *pair)
+    assert number in {each.number for each, _ in laws.broken(system, *pair)}

@@ -1,0 +1,90 @@
+"""Small engines, specs and requests for tests: what is not given does not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import kvspec
+from kvspec.testing import Case
+
+
+def gqa(heads: int = 4, **fields: Any) -> kvspec.FullAttentionSpec:
+    """Return full attention of *heads* KV heads: 16 tokens a block, 4 elements of bfloat16."""
+    given: dict[str, Any] = {"block_size": 16, "head_size": 4, "dtype": "bfloat16"}
+    return kvspec.FullAttentionSpec(total_num_kv_heads=heads, **given | fields)
+
+
+def mla(**fields: Any) -> kvspec.MLAAttentionSpec:
+    """Return a latent: 16 tokens a block, 12 elements of bfloat16."""
+    given: dict[str, Any] = {"block_size": 16, "head_size": 12, "dtype": "bfloat16"}
+    return kvspec.MLAAttentionSpec(**given | fields)
+
+
+def mamba2(**fields: Any) -> kvspec.MambaSpec:
+    """Return a Mamba2 state: 8 heads of 2, one group of 3, a conv state of 3 rows, bfloat16."""
+    given: dict[str, Any] = {
+        "num_heads": 8, "head_dim": 2, "n_groups": 1, "state_size": 3, "conv_kernel": 4,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    return kvspec.MambaSpec.mamba2(**given | fields)
+
+
+def engine(
+    *groups: kvspec.LayerSpec | kvspec.KVCacheGroup,
+    layers: Sequence[str] = ("l",),
+    layout: str = "LBHNC",
+    tp: int = 1,
+    **sizes: Any,
+) -> kvspec.EngineSpec:
+    """Return an engine of *groups*: a spec is a group "g" of *layers*.
+
+    Of several specs the groups are "g0", "g1", and their layers begin with that name. *sizes*: of
+    `ParallelConfig`.
+    """
+    made = [
+        each if isinstance(each, kvspec.KVCacheGroup) else _group(each, at, len(groups), layers)
+        for at, each in enumerate(groups)
+    ]
+    parallel = kvspec.ParallelConfig(**{"tp_size": tp} | sizes)
+    return kvspec.EngineSpec(groups=made, parallel=parallel, layout=layout)
+
+
+def _group(
+    spec: kvspec.LayerSpec, at: int, count: int, layers: Sequence[str]
+) -> kvspec.KVCacheGroup:
+    name = "g" if count == 1 else f"g{at}"
+    own = [layer if count == 1 else f"{name}.{layer}" for layer in layers]
+    return kvspec.KVCacheGroup(name=name, layers=spec.layers or own, spec=spec)
+
+
+def request(
+    num_tokens: int, producer_blocks: Any, consumer_blocks: Any, **more: Any
+) -> kvspec.TransferRequest:
+    """Return a request; a table that is no mapping is that of group "g"."""
+    sides = (
+        side if isinstance(side, Mapping) else {"g": side}
+        for side in (producer_blocks, consumer_blocks)
+    )
+    return kvspec.TransferRequest(
+        request_id="r", num_tokens=num_tokens, producer_blocks=next(sides),
+        consumer_blocks=next(sides), **more,
+    )  # fmt: skip
+
+
+def case(
+    producer: kvspec.EngineSpec,
+    consumer: kvspec.EngineSpec,
+    asked: kvspec.TransferRequest | None = None,
+    **more: Any,
+) -> Case:
+    """Return the case of a request, in pools that its tables fit in; of none if *asked* is None."""
+    asked = asked or request(0, {}, {})
+    pools = [
+        {name: 1 + int(max(table.block_ids, default=0)) for name, table in tables.items()}
+        for tables in (asked.producer_blocks, asked.consumer_blocks)
+    ]
+    return Case(
+        producer=producer, consumer=consumer, producer_pool=pools[0], consumer_pool=pools[1],
+        request=asked, **more,
+    )  # fmt: skip
