@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from moved import moves, request_of
 from vllm_like import (
+    B12X,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     buffer_of,
+    engine_spec,
     tensors_of,
 )
 
@@ -166,11 +168,12 @@ def test_bug_4_keys_and_values_as_two_head_slots(layout: str, sizes: tuple[int, 
     engines, caches, views, kept = [], [], [], []
     for size in sizes:
         config, _ = packed(2 // size, layout)
-        spec = vllm.engine_spec(
+        spec = engine_spec(
             config,
             parallel=kvspec.ParallelConfig(tp_size=size),
             total_num_kv_heads=2,
             layout=layout,
+            backends=B12X,
         )
         engines.append(spec)
         caches.append({})

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from moved import moved, request_of
-from refused import case
-from vllm_like import HEADS, config, state
+from moved import moved, moves, request_of
+from refused import case, words
+from vllm_like import HEADS, config, engine_spec, state
 
 import kvspec
 from kvspec.adapters import vllm
@@ -34,7 +34,7 @@ def zeros(shape: Any, dtype: Any) -> Any:
 
 def one(spec: Any, **given: Any) -> kvspec.LayerSpec:
     """Return the spec read of the only layer."""
-    engine = vllm.engine_spec(config((["layer.0"], spec)), **given)
+    engine = engine_spec(config((["layer.0"], spec)), **given)
     return engine.groups[0].spec
 
 
@@ -43,9 +43,18 @@ def tp(size: int) -> kvspec.ParallelConfig:
     return kvspec.ParallelConfig(tp_size=size)
 
 
+NVFP4 = {
+    "kv_quant_mode": like.KVQuantMode.NVFP4,
+    "num_head_slots": 4,
+    "state_content_bytes": 9,
+}
+
+
+KNOWN = "the full_cls_name() of the layer's attention backend, one that is known"
+MAMBA1 = state("MAMBA1", ((32, 3), (32, 4)))
+
 KINDS = [
     (like.FullAttentionSpec(**HEADS), "FullAttentionSpec", {"total_num_kv_heads": 2}),
-    (like.TQFullAttentionSpec(**HEADS), "FullAttentionSpec", {"head_size": 8}),
     (like.FullAttentionSpec(**HEADS, head_size_v=4), "FullAttentionSpec", {"head_size_v": 4}),
     (
         like.SlidingWindowSpec(**HEADS, sliding_window=9),
@@ -89,10 +98,10 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("theirs", "kind", "fields"), KINDS)
-def test_a_kind_is_known_by_the_names_of_its_class(
+def test_a_kind_is_known_by_the_name_of_its_class(
     theirs: Any, kind: str, fields: dict[str, Any]
 ) -> None:
-    """The nearest known class counts, and what both have is the same."""
+    """What both have is the same."""
     spec = one(theirs)
     assert kind == type(spec).__name__
     assert fields == {name: getattr(spec, name) for name in fields}
@@ -104,20 +113,113 @@ def test_a_kind_is_known_by_the_names_of_its_class(
     [
         (like.EncoderOnlyAttentionSpec, "it keeps nothing between steps"),
         (like.SinkFullAttentionSpec, "sink tokens stand in no request's block table"),
+        (like.RSWASpec, "its table has a gap in the middle, which no window describes"),
+        (like.HiddenStateCacheSpec, "hidden states are not keys and values"),
     ],
 )
 def test_what_is_no_cache_is_refused_or_excluded(cls: Any, why: str) -> None:
-    """An encoder-only layer or sink tokens: an error that says why, or left out by name."""
+    """A class made from full attention or a latent too: an error says why, or it is left out."""
     both = config((["layer.0"], like.FullAttentionSpec(**HEADS)), (["layer.1"], cls(**HEADS)))
     with pytest.raises(kvspec.SpecError, match=f"{cls.__name__}.*FullAttentionSpec.*{why}"):
-        vllm.engine_spec(both)
-    assert ["layer.0"] == list(vllm.engine_spec(both, excluded=["layer.1"]).homes)
+        engine_spec(both)
+    assert ["layer.0"] == list(engine_spec(both, excluded=["layer.1"]).homes)
 
 
 def test_an_unknown_class_is_refused_by_name() -> None:
-    """The error lists the classes that are known."""
-    with pytest.raises(kvspec.SpecError, match=r"kv_cache_spec='KVCacheSpec': wanted.*Mamba"):
-        one(like.KVCacheSpec(block_size=16))
+    """Whatever it is made from: it may keep anything. The error lists the known classes."""
+    for spec in (like.KVCacheSpec(block_size=16), like.TQFullAttentionSpec(**HEADS)):
+        told = rf"kv_cache_spec='{type(spec).__name__}': wanted.*Mamba"
+        with pytest.raises(kvspec.SpecError, match=told):
+            one(spec)
+
+
+V1 = "vllm.v1.attention.backends."
+SCALED = like.FullAttentionSpec(**HEADS, **NVFP4)
+SLOTS = like.FullAttentionSpec(**HEADS, num_head_slots=2, state_content_bytes=32)
+PLAIN = like.FullAttentionSpec(**HEADS)
+INDEXER = like.changed(
+    like.MLAAttentionSpec(block_size=64, head_size=132, dtype="uint8"), "cache_role", "INDEXER"
+)
+PACKED = like.MLAAttentionSpec(block_size=64, head_size=512, dtype="uint8", state_content_bytes=584)
+KEEPS = "one that keeps {}, as kv_cache_groups[0].kv_cache_spec says"
+NO_BACKEND = [
+    (PLAIN, None, f"None: wanted {KNOWN}: a spec does not say the order inside a page"),
+    (PLAIN, {"layer.1": like.FLASH}, "a spec does not say the order inside a page"),
+    (PLAIN, "FLASH_ATTN", f"'FLASH_ATTN': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
+    (PLAIN, ("mine.attention", "Backend"),
+     f"'mine.attention.Backend': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
+    (PLAIN, V1 + "cpu_attn.CPUAttentionBackend",
+     "wanted a page of another format; not yet: keys of a block transposed"),
+    (PLAIN, V1 + "rocm_attn.RocmAttentionBackend",
+     "not yet: keys in pieces of 16 bytes, values transposed"),
+    (SLOTS, V1 + "rocm_aiter_fa.AiterFlashAttentionBackend",
+     "not yet: keys in pieces of 16 bytes, values transposed"),
+    (INDEXER, V1 + "mla.indexer.DeepseekV32IndexerBackend",
+     "not yet: all scales of a page after all of its keys"),
+    (PACKED, "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend",
+     "not yet: all scales of a page after all of its data"),
+    (SCALED, "vllm.models.minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend",
+     "not yet: a slot of data and scales for each head's keys and values"),
+    (SCALED, like.FLASH, KEEPS.format("4 head slots for 2 heads")),
+    (replace(SCALED, num_head_slots=None), like.FLASH, KEEPS.format("NVFP4")),
+    (replace(SLOTS, num_kv_heads=4), like.FLASH, KEEPS.format("2 head slots for 4 heads")),
+    (INDEXER, like.FLASH, KEEPS.format("an indexer's keys")),
+    (PLAIN, like.B12X,
+     "wanted 2 head slots in kv_cache_groups[0].kv_cache_spec, keys and values, not None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "backends", "told"), NO_BACKEND)
+def test_a_backend_whose_pages_are_not_described_is_refused_by_name(
+    spec: Any, backends: Any, told: str
+) -> None:
+    """Or one that is not said, that nobody knows, or that would not have made the spec."""
+    error = words(lambda: one(spec, backends=backends))
+    assert error.startswith("backends['layer.0']=")
+    assert error.endswith(told)
+
+
+def test_a_backend_is_named_by_its_class() -> None:
+    """The class itself, what its `full_cls_name` returns, or both joined by a dot."""
+
+    class Backend:
+        @classmethod
+        def full_cls_name(cls) -> tuple[str, str]:
+            return "vllm.v1.attention.backends.rocm_aiter_fa", "AiterFlashAttentionBackend"
+
+    name = Backend.full_cls_name()
+    for given in (Backend, name, ".".join(name), {"layer.0": Backend}):
+        assert 2 == one(PLAIN, backends=given).total_num_kv_heads  # type: ignore[attr-defined]
+    assert one(MAMBA1) == one(MAMBA1, backends=None), "a state's pages follow from its shapes"
+    both = config((["layer.0"], PLAIN), (["draft.0"], PLAIN))
+    left_out = engine_spec(both, backends={"layer.0": Backend}, excluded=["draft.0"])
+    assert ["layer.0"] == list(left_out.homes)
+
+
+def test_a_draft_may_run_whole_beside_a_sharded_target() -> None:
+    """`dcp_sharded=False`: every context rank holds every token of the draft, and all arrives.
+
+    MLA and a draft of one head, TP 1 to TP 2 / DCP 2, 64 tokens: read as sharded, each rank would
+    get half of the draft's tokens, in the wrong blocks.
+    """
+    latent = like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
+    draft = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1}, dcp_sharded=False)
+    both = config((["layer.0"], latent), (["draft.0"], draft))
+    producer = engine_spec(both, total_num_kv_heads=1)
+    sizes = kvspec.ParallelConfig(tp_size=2, dcp_size=2, interleave_size=16)
+    consumer = engine_spec(both, parallel=sizes, total_num_kv_heads=1)
+    assert [True, False] == [group.context_sharded for group in consumer.groups]
+    assert [32, 16] == [consumer.virtual_block(group) for group in consumer.groups]
+    assert [] == moves(producer, consumer, 64)
+    with pytest.raises(kvspec.SpecError, match="dcp_sharded='no': wanted True or False"):
+        one(like.changed(draft, "dcp_sharded", "no"))
+    mixed = like.UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a.0": draft, "a.1": replace(draft, dcp_sharded=True)}
+    )
+    with pytest.raises(
+        kvspec.SpecError, match=r"group0\['a.1'\].context_sharded=True: wanted False"
+    ):
+        engine_spec(config((["a.0", "a.1"], mixed)))
 
 
 def test_a_rank_s_heads_are_multiplied_back() -> None:
@@ -215,17 +317,10 @@ def test_a_state_that_does_not_come_out_whole_is_refused(
         one(theirs, **given)
 
 
-NVFP4 = {
-    "kv_quant_mode": like.KVQuantMode.NVFP4,
-    "num_head_slots": 4,
-    "state_content_bytes": 9,
-}
-
-
 def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
     """NVFP4: equal TP moves it, whatever its inside is; other heads or blocks are refused."""
     spec = like.FullAttentionSpec(**HEADS, **NVFP4)
-    engine = vllm.engine_spec(config((["layer.0"], spec)))
+    engine = engine_spec(config((["layer.0"], spec)), backends=like.FLASHINFER)
     caches = [
         {ONE: vllm.rank_cache(engine, ONE, {"layer.0": zeros((4, 4, 16, 9), np.uint8)})}
         for _ in "pd"
@@ -233,21 +328,27 @@ def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
     request = request_of(20, {"group0": [3, 0]}, {"group0": [1, 2]})
     assert [] == moved(engine, engine, request, (caches[0], caches[1]))
     half = like.FullAttentionSpec(**{**HEADS, **NVFP4, "num_kv_heads": 1, "num_head_slots": 2})
-    cut = vllm.engine_spec(config((["layer.0"], half)), parallel=tp(2), total_num_kv_heads=2)
+    cut = engine_spec(
+        config((["layer.0"], half)),
+        parallel=tp(2),
+        total_num_kv_heads=2,
+        backends=like.FLASHINFER,
+    )
     with pytest.raises(kvspec.MismatchError, match="its content spans the heads of a rank"):
         kvspec.plan_transfer(engine, cut)
     longer = like.FullAttentionSpec(**{**HEADS, **NVFP4, "block_size": 32})
+    other = engine_spec(config((["layer.0"], longer)), backends=like.FLASHINFER)
     with pytest.raises(kvspec.MismatchError, match="tokens_per_state: producer 16, consumer 32"):
-        kvspec.plan_transfer(engine, vllm.engine_spec(config((["layer.0"], longer))))
+        kvspec.plan_transfer(engine, other)
     with pytest.raises(kvspec.SpecError, match="layout='LHBNC': wanted L and B outermost"):
-        one(spec, layout="LHBNC")
+        one(spec, layout="LHBNC", backends=like.FLASHINFER)
     torn = zeros((4, 4, 16, 12), np.uint8)[..., :9]
     with pytest.raises(kvspec.SpecError, match="stride=12: wanted one piece, 9 bytes apart"):
         vllm.rank_cache(engine, ONE, {"layer.0": torn})
     odd = {"num_kv_heads": 3, "num_head_slots": 5, "block_size": 4, "state_content_bytes": 8}
     with pytest.raises(kvspec.SpecError, match="state_content_bytes=8: wanted 3 heads of equal"):
-        one(like.FullAttentionSpec(**{**HEADS, **NVFP4, **odd}))
-    kernel = vllm.engine_spec(config((["layer.0"], spec)), kernel_block_size=8)
+        one(like.FullAttentionSpec(**{**HEADS, **NVFP4, **odd}), backends=like.FLASHINFER)
+    kernel = engine_spec(config((["layer.0"], spec)), kernel_block_size=8, backends=like.FLASHINFER)
     assert 8 == kernel.groups[0].spec.parts[0].tokens_per_state
     assert 1 == kernel.groups[0].in_memory("layer.0").parts[0].states
 
@@ -255,28 +356,31 @@ def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
 def test_two_head_slots_are_planes_of_all_heads() -> None:
     """Their own layout has no K; ours puts it outside the tokens and the heads inside."""
     spec = like.FullAttentionSpec(**HEADS, num_head_slots=2, state_content_bytes=32)
-    engine = vllm.engine_spec(config((["layer.0"], spec)), layout="LBNHC")
+    engine = engine_spec(config((["layer.0"], spec)), layout="LBNHC", backends=like.B12X)
     assert "LBNKHC" == engine.layout_of(engine.groups[0])
     assert ("k", "v") == tuple(part.name for part in engine.groups[0].spec.parts)
     with pytest.raises(kvspec.SpecError, match="layout='LKBNHC': wanted no K where head slots"):
-        one(spec, layout="LKBNHC")
+        one(spec, layout="LKBNHC", backends=like.B12X)
+    odd = replace(spec, state_content_bytes=24)
+    with pytest.raises(kvspec.SpecError, match="state_content_bytes=24: wanted 32: keys or values"):
+        one(odd, backends=like.B12X)
 
 
 def test_pipeline_stages_have_a_config_each() -> None:
     """Layers of a group on both stages are one group; stages are named by what they hold."""
     spec = like.FullAttentionSpec(**HEADS)
     stages = [config(([f"layer.{2 * at}", f"layer.{2 * at + 1}"], spec)) for at in (0, 1)]
-    engine = vllm.engine_spec(stages, parallel=kvspec.ParallelConfig(pp_size=2))
+    engine = engine_spec(stages, parallel=kvspec.ParallelConfig(pp_size=2))
     assert {"layer.0": 0, "layer.1": 0, "layer.2": 1, "layer.3": 1} == engine.stage_of
     later = kvspec.RankId(pp=1)
     tensors = {f"layer.{at}": zeros((3, 2, 16, 16), np.uint16) for at in (2, 3)}
     cache = vllm.rank_cache(engine, later, tensors)
     assert {"layer.2", "layer.3"} == {region.layer for region in cache.regions}
     with pytest.raises(kvspec.SpecError, match="one KVCacheConfig for each of the 2 pipeline"):
-        vllm.engine_spec(stages[0], parallel=kvspec.ParallelConfig(pp_size=2))
+        engine_spec(stages[0], parallel=kvspec.ParallelConfig(pp_size=2))
     other = config((["layer.2"], like.FullAttentionSpec(**{**HEADS, "head_size": 4})))
     with pytest.raises(kvspec.SpecError, match=r"group0\['layer.2'\].spec=.*as layer.0 has"):
-        vllm.engine_spec([stages[0], other], parallel=kvspec.ParallelConfig(pp_size=2))
+        engine_spec([stages[0], other], parallel=kvspec.ParallelConfig(pp_size=2))
 
 
 def test_a_uniform_group_keeps_each_layer_s_sizes() -> None:
@@ -286,10 +390,10 @@ def test_a_uniform_group_keeps_each_layer_s_sizes() -> None:
         "layer.0.indexer": like.MLAAttentionSpec(block_size=64, head_size=132, dtype="uint8"),
     }
     group = like.UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
-    spec = vllm.engine_spec(config((list(specs), group))).groups[0].spec
+    spec = engine_spec(config((list(specs), group))).groups[0].spec
     assert {64 * 1152, 64 * 132} == {spec.of_layer(x).page_size_bytes() for x in specs}
     with pytest.raises(kvspec.SpecError, match=r"kv_cache_specs=.*a spec for 'layer.9'"):
-        vllm.engine_spec(config((["layer.9"], group)))
+        engine_spec(config((["layer.9"], group)))
 
 
 def test_what_is_not_transferred_is_excluded() -> None:
@@ -297,7 +401,7 @@ def test_what_is_not_transferred_is_excluded() -> None:
     spec = like.FullAttentionSpec(**HEADS)
     theirs = config((["layer.0", "draft.1"], spec), (["draft.2"], spec))
     theirs.kv_cache_groups[1].enable_kv_transfer = False
-    engine = vllm.engine_spec(theirs, excluded=["draft.1"])
+    engine = engine_spec(theirs, excluded=["draft.1"])
     assert ("draft.1", "draft.2") == engine.excluded
     right = {"layer.0": zeros((3, 2, 16, 16), np.uint16)}
     assert 2 == len(vllm.rank_cache(engine, ONE, right).regions)
@@ -308,9 +412,9 @@ def test_a_config_has_groups_and_a_tensor_for_every_layer() -> None:
     spec = like.FullAttentionSpec(**HEADS)
     tensors = [like.KVCacheTensor(1024 * 6, ["layer.0"])]
     with pytest.raises(kvspec.SpecError, match=r"kv_cache_tensors=.*one that holds 'layer.1'"):
-        vllm.engine_spec(config((["layer.0", "layer.1"], spec), tensors=tensors))
+        engine_spec(config((["layer.0", "layer.1"], spec), tensors=tensors))
     with pytest.raises(kvspec.SpecError, match=r"kv_cache_groups=\[\]: wanted at least one group"):
-        vllm.engine_spec(config())
+        engine_spec(config())
 
 
 FULL = like.FullAttentionSpec(**HEADS)
@@ -326,7 +430,7 @@ SPEC = "kv_cache_groups[0].kv_cache_spec"
 def read(spec: Any = FULL, **given: Any) -> kvspec.EngineSpec:
     """Read the config of one layer, or of a uniform group of two."""
     layers = ["l.0", "l.1"] if isinstance(spec, like.UniformTypeKVCacheSpecs) else ["l.0"]
-    return vllm.engine_spec(config((layers, spec)), **given)
+    return engine_spec(config((layers, spec)), **given)
 
 
 def less(spec: Any, name: str, value: object = "gone") -> kvspec.EngineSpec:
@@ -338,29 +442,29 @@ def grouped(name: str, value: object = "gone") -> kvspec.EngineSpec:
     """Read a config one of whose groups has an attribute missing, or another *value*."""
     theirs = config((["l.0"], FULL), (["l.1"], FULL))
     theirs.kv_cache_groups[1] = like.changed(theirs.kv_cache_groups[1], name, value)
-    return vllm.engine_spec(theirs)
+    return engine_spec(theirs)
 
 
 def tensors(*held: Any) -> kvspec.EngineSpec:
     """Read a config of layers l.0 and l.1 in tensors that hold the layers *held*."""
     placed = [like.KVCacheTensor(6144, layers) for layers in held]
-    return vllm.engine_spec(config((["l.0", "l.1"], FULL), tensors=placed))
+    return engine_spec(config((["l.0", "l.1"], FULL), tensors=placed))
 
 
 REFUSED = [
-    case(lambda: vllm.engine_spec(None),
+    case(lambda: engine_spec(None),
          "config='NoneType': wanted a KVCacheConfig, with kv_cache_groups"),
-    case(lambda: vllm.engine_spec("abc"),
+    case(lambda: engine_spec("abc"),
          "config='str': wanted a KVCacheConfig, with kv_cache_groups"),
-    case(lambda: vllm.engine_spec([]),
+    case(lambda: engine_spec([]),
          "config='0 of them': wanted one KVCacheConfig for each of the 1 pipeline stages"),
-    case(lambda: vllm.engine_spec([5]),
+    case(lambda: engine_spec([5]),
          "config[0]='int': wanted a KVCacheConfig, with kv_cache_groups"),
-    case(lambda: vllm.engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_groups", 5)),
+    case(lambda: engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_groups", 5)),
          "kv_cache_groups=5: wanted a sequence of KVCacheGroupSpecs"),
-    case(lambda: vllm.engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_tensors", 5)),
+    case(lambda: engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_tensors", 5)),
          "kv_cache_tensors=5: wanted a sequence of KVCacheTensors"),
-    case(lambda: vllm.engine_spec([config((["l.0"], FULL)), config(([0], FULL))],
+    case(lambda: engine_spec([config((["l.0"], FULL)), config(([0], FULL))],
                               parallel=kvspec.ParallelConfig(pp_size=2)),
          "config[1].kv_cache_groups[0].layer_names=0: wanted layer names, each a non-empty str"),
     case(lambda: grouped("layer_names"),
@@ -447,7 +551,7 @@ def test_a_property_that_raises_is_refused_by_name() -> None:
 def test_excluded_layers_come_in_any_order() -> None:
     """A set of names is as good as a list."""
     theirs = config((["l.0", "l.1", "l.2"], FULL))
-    assert ("l.1", "l.2") == vllm.engine_spec(theirs, excluded={"l.2", "l.1"}).excluded
+    assert ("l.1", "l.2") == engine_spec(theirs, excluded={"l.2", "l.1"}).excluded
 
 
 @pytest.mark.parametrize(
@@ -461,11 +565,11 @@ def test_a_config_with_one_thing_wrong_is_read_or_refused(spec: Any, sizes: int)
     placed = [like.KVCacheTensor(page, [layer]) for layer in layers]
     right = config((layers, spec), tensors=placed)
     given = {"parallel": tp(sizes), "total_num_kv_heads": 2 * sizes, "n_groups": sizes}
-    vllm.engine_spec(right, **given)
+    engine_spec(right, **given)
     refused = 0
     for where, theirs in like.broken(right):
         try:
-            vllm.engine_spec(theirs, **given)
+            engine_spec(theirs, **given)
         except (kvspec.SpecError, kvspec.MismatchError):
             refused += 1
         except Exception as error:
@@ -476,8 +580,8 @@ def test_a_config_with_one_thing_wrong_is_read_or_refused(spec: Any, sizes: int)
 def test_an_argument_of_another_type_is_read_or_refused() -> None:
     """Each argument of the caller's replaced: no other error."""
     names = ("parallel", "total_num_kv_heads", "layout", "tp_rank", "kernel_block_size",
-             "conv_layout", "n_groups", "excluded")  # fmt: skip
+             "conv_layout", "n_groups", "excluded", "backends")  # fmt: skip
     theirs = config((["l.0"], FULL), (["l.1"], MAMBA))
     for name, value in itertools.product(names, (None, 5, "x", (), -1, 1.5, [["l.0"]], {})):
         with contextlib.suppress(kvspec.SpecError):
-            vllm.engine_spec(theirs, **{name: value})
+            engine_spec(theirs, **{name: value})

@@ -10,7 +10,7 @@ import pytest
 import vllm_like as like
 from moved import blocks_for, moved, request_of
 from refused import case
-from vllm_like import HEADS, config, state
+from vllm_like import HEADS, config, engine_spec, state
 
 import kvspec
 from kvspec.adapters import vllm
@@ -46,7 +46,7 @@ def test_gemma_s_34_layers_in_5_tensors() -> None:
         for at in range(5)
     ]
     theirs = config(*groups, num_blocks=blocks, tensors=tensors)
-    engine = vllm.engine_spec(theirs)
+    engine = engine_spec(theirs)
     sides = []
     for _ in "pd":
         views = {}
@@ -70,7 +70,7 @@ def test_all_groups_in_one_allocation(layout: str) -> None:
     pairs = ["layer.0", "layer.2"], ["layer.1", "layer.3"]
     tensors = [like.KVCacheTensor(2 * page * blocks, list(each), 0, *strides) for each in pairs]
     theirs = config((pairs[0], attention), (pairs[1], mamba), num_blocks=blocks, tensors=tensors)
-    engine = vllm.engine_spec(theirs, n_groups=1, layout=layout)
+    engine = engine_spec(theirs, n_groups=1, layout=layout)
     sides = []
     for _ in "pd":
         flat = zeros(2 * page * blocks, np.uint8)
@@ -99,8 +99,8 @@ def test_older_caches_have_planes(shape: str, heads: int) -> None:
     """
     spec = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": heads})
     theirs = config((["layer.0"], spec))
-    engine = vllm.engine_spec(theirs, layout="L" + shape)
-    other = vllm.engine_spec(theirs, layout="BLNHC")
+    engine = engine_spec(theirs, layout="L" + shape)
+    other = engine_spec(theirs, layout="BLNHC")
     tensor = plane_views(heads, shape, 2)
     cache = vllm.rank_cache(engine, ONE, {"layer.0": tensor}, 2)
     plane = tensor[:, :1] if shape.startswith("K") else tensor.swapaxes(0, 1)[:, :1]
@@ -115,7 +115,7 @@ def test_older_caches_have_planes(shape: str, heads: int) -> None:
 def test_one_latent_may_come_without_heads() -> None:
     """``[blocks, tokens, content]`` is ``[blocks, 1, tokens, content]``; the kernel's blocks."""
     spec = like.MLAAttentionSpec(block_size=64, head_size=12, dtype="bfloat16")
-    engine = vllm.engine_spec(config((["layer.0"], spec)), kernel_block_size=16)
+    engine = engine_spec(config((["layer.0"], spec)), kernel_block_size=16)
     old = vllm.rank_cache(engine, ONE, {"layer.0": zeros((12, 16, 12), np.uint16)}, 3)
     new = vllm.rank_cache(engine, ONE, {"layer.0": zeros((12, 1, 16, 12), np.uint16)}, 3)
     request = request_of(100, {"group0": [2, 0]}, {"group0": [1, 2]})
@@ -135,7 +135,7 @@ def test_one_latent_may_come_without_heads() -> None:
 )
 def test_an_unknown_shape_is_refused(layout: str, shape: Any, told: str) -> None:
     """The error names the layer, the shape, and the one that the layout asks for."""
-    engine = vllm.engine_spec(config((["layer.0"], like.FullAttentionSpec(**HEADS))), layout=layout)
+    engine = engine_spec(config((["layer.0"], like.FullAttentionSpec(**HEADS))), layout=layout)
     with pytest.raises(kvspec.SpecError, match=rf"tensors\['layer.0'\].shape=\(.*{told}"):
         vllm.rank_cache(engine, ONE, {"layer.0": zeros(shape, np.uint16)})
 
@@ -145,7 +145,7 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
     """Conv and temporal state, in this order; a wrong shape, one of them, a gap: refused."""
     shapes = ((40, 3) if conv_layout == "DS" else (3, 40), (4, 8, 4))
     theirs = config((["layer.0"], state("mamba2", shapes)))
-    engine = vllm.engine_spec(theirs, conv_layout=conv_layout)
+    engine = engine_spec(theirs, conv_layout=conv_layout)
     conv, ssm = (zeros((4, *shape), np.uint8) for shape in shapes)
     cache = vllm.rank_cache(engine, ONE, {"layer.0": [conv, ssm]}, 4)
     step = 3 if conv_layout == "DS" else 1
@@ -165,7 +165,7 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
 
 def test_tensors_are_checked_against_the_config() -> None:
     """Blocks, layers that are missing, a list where one tensor is, a type that is none."""
-    engine = vllm.engine_spec(config((["layer.0"], like.FullAttentionSpec(**HEADS))))
+    engine = engine_spec(config((["layer.0"], like.FullAttentionSpec(**HEADS))))
     right = zeros((5, 2, 16, 16), np.uint16)
     odd = np.zeros((6, 2, 16, 1), "V32")  # elements of 32 bytes
     for given, told in (
@@ -185,7 +185,7 @@ def test_torch_tensors_are_read_too() -> None:
     mamba = like.MambaSpec(
         block_size=16, shapes=((40, 3), (4, 8, 4)), dtypes=("bfloat16", "bfloat16")
     )
-    engine = vllm.engine_spec(config((["layer.0"], spec), (["layer.1"], mamba)), layout="NHD")
+    engine = engine_spec(config((["layer.0"], spec), (["layer.1"], mamba)), layout="NHD")
     flat = torch.zeros(2 * 4096, dtype=torch.bfloat16)
     tensor = flat[:2048].view(4, 16, 2, 16).permute(0, 2, 1, 3)
     states = [flat[2048:2528].view(4, 40, 3), flat[4096 : 4096 + 512].view(4, 4, 8, 4)]
@@ -239,7 +239,7 @@ TWO = config(
 
 def placed(theirs: like.KVCacheConfig, places: dict[str, int], stride: int) -> kvspec.RankCache:
     """Read pages that begin at *places*, against the config."""
-    engine = vllm.engine_spec(theirs, layout="LBHNC" if stride == PAGE else "BLHNC")
+    engine = engine_spec(theirs, layout="LBHNC" if stride == PAGE else "BLHNC")
     given = {
         layer: states(at, stride) if layer.startswith("m") else pages(at, stride)
         for layer, at in places.items()
@@ -281,14 +281,14 @@ def test_a_tensor_s_layers_have_two_names() -> None:
 def one_full(**given: Any) -> kvspec.RankCache:
     """Read one layer of full attention, or what is *given* in place of it."""
     theirs = config((["l.0"], FULL))
-    engine = given.pop("engine", vllm.engine_spec(theirs))
+    engine = given.pop("engine", engine_spec(theirs))
     rank, tensors = given.pop("rank", ONE), given.pop("tensors", {"l.0": pages()})
     return vllm.rank_cache(engine, rank, tensors, **given)
 
 
 def one_state(given: Any) -> kvspec.RankCache:
     """Read one state."""
-    return vllm.rank_cache(vllm.engine_spec(config((["l.0"], MAMBA))), ONE, {"l.0": given})
+    return vllm.rank_cache(engine_spec(config((["l.0"], MAMBA))), ONE, {"l.0": given})
 
 
 TENSOR = "wanted a torch tensor or a numpy array"
@@ -389,7 +389,7 @@ def test_a_torch_tensor_without_memory_is_refused() -> None:
 def test_a_config_with_one_thing_wrong_is_read_or_refused(whole: like.KVCacheConfig) -> None:
     """Any one attribute missing or replaced, of the config or what it holds: no other error."""
     in_rows = whole is ROWS
-    engine = vllm.engine_spec(whole, layout="BLHNC" if in_rows else "LBHNC")
+    engine = engine_spec(whole, layout="BLHNC" if in_rows else "LBHNC")
     stride, far = (2048, PAGE) if in_rows else (PAGE, WHOLE)
     given = {
         f"{kind}.{n}": (states if kind == "m" else pages)(n * far, stride)
@@ -448,7 +448,9 @@ def test_any_other_tensor_is_read_or_refused(layout: str) -> None:
     for spec in (FULL, MAMBA, like.FullAttentionSpec(**HEADS, **opaque)):
         read, refused = 0, 0
         whole = spec not in (FULL, MAMBA)
-        engine = vllm.engine_spec(config((["l.0"], spec)), layout="LBHNC" if whole else layout)
+        backends = like.FLASHINFER if whole else like.FLASH
+        layout = "LBHNC" if whole else layout
+        engine = engine_spec(config((["l.0"], spec)), layout=layout, backends=backends)
         for shape in (
             (6, 2, 16, 32),
             (6, 4, 16, 9),

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from moved import content, descriptors, moves, request_of
-from vllm_like import config_of, tensors_of
+from vllm_like import B12X, FLASH, FLASHINFER, config_of, engine_spec, tensors_of
 
 import kvspec
 from kvspec.adapters import vllm
@@ -29,6 +29,7 @@ RECORDED: list[dict[str, Any]] = json.loads(
     gzip.decompress((GOLDENS / "vllm_nixl_descs.json.gz").read_bytes())
 )["rows"]
 GROUPS = {"hybrid.mamba2.g1": 1, "hybrid.mamba2.g8": 8}
+BACKENDS = {"packing.slots2": B12X, "packing.nvfp4": FLASHINFER}
 IDS = [
     f"{at}-{r['name'].split('(')[0]}-K{r['K']}-{r['layout']}-tp{r['ptp']}to{r['dtp']}"
     for at, r in enumerate(RECORDED)
@@ -52,7 +53,7 @@ def layout_of(row: dict[str, Any], side: str) -> str:
 def engine_of(row: dict[str, Any], side: str) -> kvspec.EngineSpec:
     """Return the engine of one side, read by the adapter."""
     config = config_of(row, side)
-    return vllm.engine_spec(
+    return engine_spec(
         config,
         parallel=kvspec.ParallelConfig(
             tp_size=row[f"{side}tp"],
@@ -62,6 +63,7 @@ def engine_of(row: dict[str, Any], side: str) -> kvspec.EngineSpec:
         total_num_kv_heads=row["K"],
         layout=layout_of(row, side),
         n_groups=GROUPS.get(row["name"]),
+        backends=BACKENDS.get(row["name"], FLASH),
     )
 
 

@@ -65,7 +65,7 @@ def rows_of(
         group = engine.group(region.group)
         spec, table = group.spec.of_layer(region.layer), tables[region.group]
         part = next(p for p in group.in_memory(region.layer).parts if p.name == region.part)
-        units = engine.parallel.deal(part.units, part.deal_in).ranges[rank.tp]
+        units = engine.units(group, part, rank)
         wanted, cached = request.wanted(region.group, spec), request.cached(region.group)
         if not part.tokens_per_state:
             block = np.repeat(_slot(table, group.spec.block_size, request), part.states)
@@ -73,7 +73,7 @@ def rows_of(
             live = np.full(len(block), 1 if wanted else 0)
             yield region, units, block, row, row, live
             continue
-        context = engine.parallel.context(rank)
+        context = engine.context(group, rank)
         first = np.arange(0, group.spec.block_size, part.tokens_per_state)
         local = np.arange(len(table.block_ids))[:, None] * group.spec.block_size + first
         own = table.first_token // context.size + local
@@ -243,7 +243,7 @@ def blocks_for(engine: kvspec.EngineSpec, num_tokens: int, seed: int = 0) -> dic
     found = {}
     for group in engine.groups:
         tokens = any(part.tokens_per_state for part in group.spec.parts)
-        virtual = group.spec.block_size * engine.parallel.context_size
+        virtual = engine.virtual_block(group)
         count = -(-num_tokens // virtual) if tokens else 1
         order = np.random.default_rng(seed + len(found)).permutation(count + 2)
         found[group.name] = [int(each) for each in order[:count]]

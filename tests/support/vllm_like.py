@@ -15,6 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import kvspec
+from kvspec.adapters import vllm
+
+FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+FLASHINFER = "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
+B12X = "vllm.v1.attention.backends.b12x.B12xPagedAttentionBackend"
+
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -47,6 +54,7 @@ class AttentionSpec(KVCacheSpec):
     num_head_slots: int | None = None
     state_content_bytes: int | None = None
     tokens_per_state: int = 1
+    dcp_sharded: bool = True
 
     @property
     def slots(self) -> int:
@@ -82,8 +90,15 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RSWASpec(FullAttentionSpec):
+    """The prompt, and a window of what was generated."""
+
+    rswa_window: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
 class TQFullAttentionSpec(FullAttentionSpec):
-    """A backend's own kind of full attention."""
+    """A kind of full attention that nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +139,11 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     def _value(self) -> int:
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStateCacheSpec(MLAAttentionSpec):
+    """Hidden states, kept as a latent is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +265,11 @@ def _broken_member(given: Any) -> Iterator[tuple[str, Any]]:
                 specs = {**spec.kv_cache_specs, layer: changed(each, name, value)}
                 other = replace(given, kv_cache_spec=replace(spec, kv_cache_specs=specs))
                 yield f"[{layer!r}].{name} {value!r}", other
+
+
+def engine_spec(config: Any, **given: Any) -> kvspec.EngineSpec:
+    """Return the engine of a config whose layers have a plain backend, unless others are given."""
+    return vllm.engine_spec(config, **{"backends": FLASH, **given})
 
 
 def spec_of(recorded: Mapping[str, Any]) -> KVCacheSpec:

@@ -36,6 +36,17 @@ class Given:
             told = f"{type(error).__name__}: {error}"
             raise SpecError(path, told, "a value, not an error") from error
 
+    def call(self, name: str) -> Given:
+        """Return what the method called *name* returns."""
+        method = self.get(name)
+        if not callable(method.value):
+            raise SpecError(method.path, method.value, "a method")
+        try:
+            return Given(f"{method.path}()", method.value())
+        except Exception as error:  # so may a method
+            message = f"{type(error).__name__}: {error}"
+            raise SpecError(f"{method.path}()", message, "a value, not an error") from error
+
     def size(self, default: int | None = None, least: int = 1) -> int:
         """Return an int of at least *least*; *default*, if there is one, for what is missing."""
         if self.value is None and default is not None:

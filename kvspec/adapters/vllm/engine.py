@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from kvspec.adapters.vllm.backends import Backends
 from kvspec.adapters.vllm.config import (
     Config,
     Group,
@@ -19,7 +20,7 @@ from kvspec.adapters.vllm.config import (
     given_heads,
     read_configs,
 )
-from kvspec.adapters.vllm.specs import RankSpecs, name_of
+from kvspec.adapters.vllm.specs import RankSpecs, context_sharded
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.engines.letters import layout_letters
@@ -42,6 +43,7 @@ def engine_spec(
     conv_layout: str = "DS",
     n_groups: int | None = None,
     excluded: Iterable[str] = (),
+    backends: Any = None,  # noqa: ANN401 - vLLM's classes
 ) -> EngineSpec:
     """Return the engine that vLLM's `KVCacheConfig` of one rank belongs to.
 
@@ -52,7 +54,10 @@ def engine_spec(
     the rank that the config is of; *kernel_block_size*, tokens of a block in memory where the
     attention kernel's blocks are finer than the table's; *conv_layout*, ``DS`` if conv states lie
     dimension first, ``SD`` if row first; *n_groups* of Mamba2, needed where a rank holds one group.
-    Layers of *excluded*, and of groups that vLLM does not transfer, are in no plan.
+    Layers of *excluded*, and of groups that vLLM does not transfer, are in no plan. *backends*: of
+    each layer of attention what its ``get_attn_backend()`` returns, or the ``full_cls_name()`` of
+    that as a tuple or a dotted name; by layer, or one for all. Where a layer has none it is
+    refused: the backend alone knows the order inside a page (`FORMATS`).
 
     The groups are called ``group0``, ``group1``, ... in vLLM's order.
     """
@@ -66,6 +71,7 @@ def engine_spec(
         kernel_block_size=kernel_block_size,
         conv_layout=conv_layout,
         n_groups=n_groups,
+        backends=Backends(backends),
     )
     groups = _groups(configs, specs, excluded_layers(excluded, configs))
     return EngineSpec(groups=groups, parallel=_staged(parallel, configs), layout=layout)
@@ -89,33 +95,50 @@ def _groups(
     return tuple(found)
 
 
+@attrs.frozen
+class _Layer:
+    """What is read of one layer of a group, beside its spec."""
+
+    layout: str
+    kernel_block_size: int | None
+    context_sharded: bool
+
+
 def _group(
     name: str, members: Sequence[Group], specs: RankSpecs, excluded: frozenset[str]
 ) -> KVCacheGroup | None:
     """Return the group whose parts on each stage are *members*; None if it holds no cache."""
     found: dict[str, LayerSpec] = {}
-    layouts: dict[str, str] = {}
-    kernel_blocks: dict[str, int | None] = {}
+    layers: dict[str, _Layer] = {}
     out: list[str] = []
-    for each in members:
-        for layer in each.layers:
-            theirs = each.spec_of(layer)
-            left_out = layer in excluded or not each.transferred
-            if left_out and name_of(theirs.value) is None:
+    for member in members:
+        for layer in member.layers:
+            given = member.spec_of(layer)
+            left_out = layer in excluded or not member.transferred
+            if left_out and not specs.knows(layer, given):
                 continue
-            found[layer] = specs.read(layer, theirs)
-            layouts[layer] = specs.layout_of(found[layer], theirs)
-            kernel_blocks[layer] = specs.kernel_block_of(found[layer])
+            page_format = specs.format_of(layer, given)
+            found[layer] = spec = specs.read(layer, given, page_format)
+            layers[layer] = _Layer(
+                specs.layout_of(spec, page_format),
+                specs.kernel_block_of(spec),
+                context_sharded(spec, given),
+            )
             out += [layer] if left_out else []
     if not found:
         return None
-    uniform = any(each.uniform for each in members)
+    uniform = any(member.uniform for member in members)
+
+    def common(field: str) -> Any:  # noqa: ANN401 - of the field's type
+        return _one(name, field, {layer: getattr(layers[layer], field) for layer in layers})
+
     return KVCacheGroup(
         name=name,
         layers=tuple(found),
         spec=UniformTypeKVCacheSpecs(specs=found) if uniform else _one(name, "spec", found),
-        layout=_one(name, "layout", layouts),
-        kernel_block_size=_one(name, "kernel_block_size", kernel_blocks),
+        layout=common("layout"),
+        kernel_block_size=common("kernel_block_size"),
+        context_sharded=common("context_sharded"),
         excluded=tuple(out),
     )
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.vllm.backends import ROWS, Backends
 from kvspec.adapters.vllm.config import Given
 from kvspec.adapters.vllm.states import read_state
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int
+from kvspec.inputs import flag, positive_int
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import (
@@ -43,22 +44,25 @@ KINDS: dict[str, tuple[Callable[..., LayerSpec], Mapping[str, int | None]]] = {
 }
 """vLLM's classes, by name: our kind, and more fields that both have: None, or if missing what."""
 
-NOT_CACHE = {
+NOT_MOVED = {
     "EncoderOnlyAttentionSpec": "it keeps nothing between steps",
     "SinkFullAttentionSpec": "sink tokens stand in no request's block table",
     "CircularBufferSpec": "scratch space is not cache",
+    "RSWASpec": "its table has a gap in the middle, which no window describes",
+    "HiddenStateCacheSpec": "hidden states are not keys and values",
+    "HiSparseHotSpec": "it is a device's replica of a host's cache",
+    "HiSparseResidentSpec": "it is a device's replica of a host's cache",
 }
-"""vLLM's classes that hold nothing that could be moved, and why; exclude their layers."""
+"""vLLM's classes that are not moved, and why; exclude their layers."""
 
 
 def name_of(spec: object) -> str | None:
-    """Return the name of the class in *spec*'s ancestry that is a known kind, or None."""
-    for each in type(spec).__mro__:
-        if each.__name__ in NOT_CACHE:
-            return None
-        if each.__name__ in KINDS:
-            return each.__name__
-    return None
+    """Return the name of *spec*'s class if it is a known kind, or None.
+
+    A class made from a known one may keep anything: only the class itself counts.
+    """
+    name = type(spec).__name__
+    return name if name in KINDS else None
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +76,7 @@ class RankSpecs:
     kernel_block_size: int | None
     conv_layout: str
     n_groups: int | None
+    backends: Backends
 
     def __attrs_post_init__(self) -> None:
         if positive_int("tp_rank", self.tp_rank, least=0) >= self.parallel.tp_size:
@@ -83,24 +88,40 @@ class RankSpecs:
             wanted = "'DS' (dimension first) or 'SD' (row first)"
             raise SpecError("conv_layout", self.conv_layout, wanted)
 
-    def read(self, layer: str, theirs: Given) -> LayerSpec:
-        """Return the kind of *layer* whose spec on this rank is *theirs*."""
-        name = name_of(theirs.value)
+    def format_of(self, layer: str, given_spec: Given) -> str:
+        """Return the format of the pages of *layer*; a state's follows from its shapes."""
+        if name_of(given_spec.value) in (None, "MambaSpec"):
+            return ROWS
+        return self.backends.format_of(layer, given_spec)
+
+    def knows(self, layer: str, given_spec: Given) -> bool:
+        """Whether the kind of *layer* and the format of its pages are known."""
+        if name_of(given_spec.value) is None:
+            return False
+        try:
+            self.format_of(layer, given_spec)
+        except SpecError:
+            return False
+        return True
+
+    def read(self, layer: str, given_spec: Given, page_format: str) -> LayerSpec:
+        """Return the kind of *layer* whose spec on this rank is *given_spec*."""
+        name = name_of(given_spec.value)
         if name is None:
-            told = next((f", and {w}" for n, w in NOT_CACHE.items() if _is(theirs.value, n)), "")
-            wanted = f"one of {', '.join(KINDS)}{told}"
-            raise SpecError(theirs.path, type(theirs.value).__name__, wanted)
+            cls = type(given_spec.value).__name__
+            why = f", and {NOT_MOVED[cls]}" if cls in NOT_MOVED else ""
+            raise SpecError(given_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
         if name == "MambaSpec":
             spec: LayerSpec = read_state(
-                theirs, self.parallel, self.tp_rank, self.conv_layout, self.n_groups
+                given_spec, self.parallel, self.tp_rank, self.conv_layout, self.n_groups
             )
         elif "MLA" in name:
-            spec = self._latent(name, theirs)
+            spec = self._latent(name, given_spec)
         else:
-            spec = self._heads(name, layer, theirs)
-        return self._paged(spec, theirs)
+            spec = self._heads(name, layer, given_spec, page_format)
+        return self._paged(spec, given_spec)
 
-    def layout_of(self, spec: LayerSpec, theirs: Given) -> str:
+    def layout_of(self, spec: LayerSpec, page_format: str) -> str:
         """Return the layout in which vLLM keeps a layer: its own letters, or ours for its packing.
 
         Two head slots are planes, K outside the tokens and all heads of a token inside it. A page
@@ -109,7 +130,7 @@ class RankSpecs:
         outer = "".join(each for each in self.layout if each in "LB")
         if isinstance(spec, MambaSpec):
             return outer + ("HN" if self.conv_layout == "DS" else "NH") + "C"
-        if _planes(theirs):
+        if page_format == "planes":
             if "K" in self.layout:
                 raise SpecError("layout", self.layout, "no K where head slots are planes")
             return self.layout.replace("H", "K").replace("C", "HC")
@@ -124,32 +145,32 @@ class RankSpecs:
             return None
         return self.kernel_block_size if self.kernel_block_size < spec.block_size else None
 
-    def _latent(self, name: str, theirs: Given) -> LayerSpec:
+    def _latent(self, name: str, given_spec: Given) -> LayerSpec:
         kind, more = KINDS[name]
-        given = _common(theirs, more)
+        given = _common(given_spec, more)
         size = given["head_size"] * itemsize(given["dtype"])
         rows = given["block_size"] // given["tokens_per_state"]
-        content = theirs.get("state_content_bytes").size_or_none()
+        content = given_spec.get("state_content_bytes").size_or_none()
         if content is None:
-            page = _real_page(theirs)
+            page = _real_page(given_spec)
             if rows and page is not None and page != rows * size and page % rows == 0:
                 content = page // rows
-        with theirs.named():
+        with given_spec.named():
             return kind(**given, state_content_bytes=None if content == size else content)
 
-    def _heads(self, name: str, layer: str, theirs: Given) -> LayerSpec:
+    def _heads(self, name: str, layer: str, given_spec: Given, page_format: str) -> LayerSpec:
         kind, more = KINDS[name]
-        given, local = _common(theirs, more), theirs.get("num_kv_heads").size()
+        given, local = _common(given_spec, more), given_spec.get("num_kv_heads").size()
         total = self._total(layer, local)
         dealt = len(self.parallel.deal(total).ranges[self.tp_rank])
         if dealt != local:
             wanted = f"{dealt}: rank {self.tp_rank} of {self.parallel.tp_size} has {dealt} of the "
             wanted += f"model's {total} (total_num_kv_heads) in {layer!r}"
-            raise SpecError(f"{theirs.path}.num_kv_heads", local, wanted)
+            raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
         given["total_num_kv_heads"] = total
-        given["head_size_v"] = theirs.get("head_size_v").size_or_none()
-        given |= self._packing(theirs)
-        with theirs.named():
+        given["head_size_v"] = given_spec.get("head_size_v").size_or_none()
+        given |= self._packing(given_spec, page_format)
+        with given_spec.named():
             return kind(**given)
 
     def _total(self, layer: str, local: int) -> int:
@@ -161,80 +182,81 @@ class RankSpecs:
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         return total
 
-    def _packing(self, theirs: Given) -> dict[str, Any]:
+    def _packing(self, given_spec: Given, page_format: str) -> dict[str, Any]:
         """Return how the content of a layer with heads is packed, where it is not k beside v.
 
-        One slot a head is an opaque row of each head, two slots of all heads are planes; of any
-        other packing the page is one piece: neither its heads nor its tokens can be cut.
+        A page of scaled planes is one piece: neither its heads nor its tokens can be cut.
         """
-        content = theirs.get("state_content_bytes").size_or_none()
-        local, quant = theirs.get("num_kv_heads").size(), theirs.get("kv_quant_mode").value
-        opaque = str(getattr(quant, "name", quant)).upper() == "NVFP4"
-        slots = theirs.get("num_head_slots").size_or_none()
-        if not opaque and slots in (None, local) and not _planes(theirs):
-            default = sum(_head_sizes(theirs)) * itemsize(theirs.get("dtype").dtype())
-            return {} if content in (None, default) else {"state_content_bytes": content}
-        if not opaque and _planes(theirs):
+        content = given_spec.get("state_content_bytes").size_or_none()
+        local, (size, size_v) = given_spec.get("num_kv_heads").size(), _head_sizes(given_spec)
+        width = itemsize(given_spec.get("dtype").dtype())
+        if page_format == "planes":
+            if content != local * size * width or size != size_v:
+                wanted = f"{local * size * width}: keys or values of {local} heads in each slot"
+                raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
             return {}
-        tokens = block = theirs.get("block_size").size()
-        rows = block // theirs.get("tokens_per_state").size(1)
-        page = _real_page(theirs) if content is None else (slots or local) * rows * content
+        if page_format == ROWS:
+            return (
+                {}
+                if content in (None, (size + size_v) * width)
+                else {"state_content_bytes": content}
+            )
+        block = given_spec.get("block_size").size()
+        rows = block // given_spec.get("tokens_per_state").size(1)
+        slots = given_spec.get("num_head_slots").size(local)
+        page = _real_page(given_spec) if content is None else slots * rows * content
         if page is None or page % local:
             wanted = f"{local} heads of equal size: content for each of num_head_slots={slots}"
-            raise SpecError(f"{theirs.path}.state_content_bytes", content, wanted)
-        if self.kernel_block_size is not None and self.kernel_block_size < tokens:
-            tokens = self.kernel_block_size
-        content = page // local * tokens // block
-        return {"state_content_bytes": content, "tokens_per_state": tokens, "spans_heads": True}
+            raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
+        tokens = min(block, self.kernel_block_size or block)
+        return {
+            "state_content_bytes": page // local * tokens // block,
+            "tokens_per_state": tokens,
+            "spans_heads": True,
+        }
 
-    def _paged(self, spec: LayerSpec, theirs: Given) -> LayerSpec:
+    def _paged(self, spec: LayerSpec, given_spec: Given) -> LayerSpec:
         """Return *spec* with vLLM's padding, if its page has the bytes that vLLM says."""
 
         def local(part: Part) -> int:
             return len(self.parallel.deal(part.units, part.deal_in).ranges[self.tp_rank])
 
         real = sum(local(p) * p.states * p.content_bytes for p in spec.parts)
-        told = _real_page(theirs)
+        told = _real_page(given_spec)
         if told is not None and told != real:
             wanted = f"{real}, the bytes of {', '.join(p.name for p in spec.parts)} in a block"
-            raise SpecError(f"{theirs.path}.page_size_bytes", told, wanted)
-        page = theirs.get("page_size_bytes").size_or_none()
-        page = theirs.get("page_size_padded").size_or_none() if page is None else page
+            raise SpecError(f"{given_spec.path}.page_size_bytes", told, wanted)
+        page = given_spec.get("page_size_bytes").size_or_none()
+        page = given_spec.get("page_size_padded").size_or_none() if page is None else page
         if page is None or page == real:
             return spec
         if page < real:
-            raise SpecError(f"{theirs.path}.page_size_bytes", page, f"at least {real}")
+            raise SpecError(f"{given_spec.path}.page_size_bytes", page, f"at least {real}")
         return attrs.evolve(spec, page_size_padded=page)
 
 
-def _common(theirs: Given, more: Mapping[str, int | None]) -> dict[str, Any]:
-    given = {name: theirs.get(name).size() for name in ("block_size", "head_size")}
+def context_sharded(spec: LayerSpec, given_spec: Given) -> bool:
+    """Return whether vLLM deals a layer's tokens to context ranks; True for older vLLMs."""
+    sharded = given_spec.get("dcp_sharded")
+    if sharded.value is None or not spec.parts[0].per_token:
+        return True
+    return flag(sharded.path, sharded.value)
+
+
+def _common(given_spec: Given, more: Mapping[str, int | None]) -> dict[str, Any]:
+    given = {name: given_spec.get(name).size() for name in ("block_size", "head_size")}
     for name, missing in {"tokens_per_state": 1, **more}.items():
-        given[name] = theirs.get(name).size(missing, least=0 if missing == 0 else 1)
-    return {**given, "dtype": theirs.get("dtype").dtype()}
+        given[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
+    return {**given, "dtype": given_spec.get("dtype").dtype()}
 
 
-def _head_sizes(theirs: Given) -> tuple[int, int]:
+def _head_sizes(given_spec: Given) -> tuple[int, int]:
     """Return the elements of a key and of a value."""
-    size = theirs.get("head_size").size()
-    return size, theirs.get("head_size_v").size(size)
+    size = given_spec.get("head_size").size()
+    return size, given_spec.get("head_size_v").size(size)
 
 
-def _planes(theirs: Given) -> bool:
-    """Whether two head slots are the keys and the values of all heads of the rank."""
-    content = theirs.get("state_content_bytes").size_or_none()
-    if theirs.get("num_head_slots").value != 2 or content is None:  # noqa: PLR2004 - K and V
-        return False
-    size, size_v = _head_sizes(theirs)
-    local = theirs.get("num_kv_heads").size()
-    return size == size_v and content == local * size * itemsize(theirs.get("dtype").dtype())
-
-
-def _real_page(theirs: Given) -> int | None:
+def _real_page(given_spec: Given) -> int | None:
     """Return the bytes of a page without padding, if vLLM says them."""
-    found = theirs.get("unpadded_page_size_bytes").size_or_none()
-    return theirs.get("real_page_size_bytes").size_or_none() if found is None else found
-
-
-def _is(spec: object, name: str) -> bool:
-    return any(each.__name__ == name for each in type(spec).__mro__)
+    found = given_spec.get("unpadded_page_size_bytes").size_or_none()
+    return given_spec.get("real_page_size_bytes").size_or_none() if found is None else found

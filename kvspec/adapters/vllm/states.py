@@ -151,30 +151,30 @@ TYPES: dict[str, Callable[[_State], MambaSpec]] = {
 
 
 def read_state(
-    theirs: Given,
+    given_spec: Given,
     parallel: ParallelConfig,
     tp_rank: int,
     conv_layout: str,
     n_groups: int | None,
 ) -> MambaSpec:
-    """Return the state whose shapes on this rank are those of vLLM's MambaSpec *theirs*."""
-    kind = theirs.get("mamba_type").value
+    """Return the state whose shapes on this rank are those of vLLM's MambaSpec *given_spec*."""
+    kind = given_spec.get("mamba_type").value
     read = TYPES.get(str(getattr(kind, "name", kind)).upper())
     if read is None:
-        raise SpecError(f"{theirs.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
-    shapes = tuple(each.sizes() for each in theirs.get("shapes").members("shapes"))
-    dtypes = tuple(each.dtype() for each in theirs.get("dtypes").members("dtypes"))
+        raise SpecError(f"{given_spec.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
+    shapes = tuple(each.sizes() for each in given_spec.get("shapes").members("shapes"))
+    dtypes = tuple(each.dtype() for each in given_spec.get("dtypes").members("dtypes"))
     if len(dtypes) != len(shapes):
         wanted = f"one for each of the {len(shapes)} shapes"
-        raise SpecError(f"{theirs.path}.dtypes", dtypes, wanted)
+        raise SpecError(f"{given_spec.path}.dtypes", dtypes, wanted)
     channels = rows = 0
     if read is not _linear:
         if not shapes or len(shapes[0]) != 2:  # noqa: PLR2004 - channels and rows
             wanted = f"a conv state of 2 axes ({conv_layout}) first"
-            raise SpecError(f"{theirs.path}.shapes", shapes, wanted)
+            raise SpecError(f"{given_spec.path}.shapes", shapes, wanted)
         channels, rows = shapes[0] if conv_layout == "DS" else shapes[0][::-1]
     state = _State(
-        field=theirs.path,
+        field=given_spec.path,
         parallel=parallel,
         tp_rank=tp_rank,
         shapes=shapes,
@@ -182,6 +182,6 @@ def read_state(
         channels=channels,
         rows=rows,
         n_groups=n_groups,
-        block_size=theirs.get("block_size").size(),
+        block_size=given_spec.get("block_size").size(),
     )
     return read(state)

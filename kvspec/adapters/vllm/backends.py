@@ -1,0 +1,165 @@
+"""vLLM's attention backends, and the order in which each keeps the elements of a page.
+
+Law: neither a spec nor a tensor's shape and strides say in which order elements lie inside a page;
+the backend does. One that is not named here is refused by name, and no page is taken to be plain
+because nobody said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvspec.adapters.vllm.config import Given
+from kvspec.errors import SpecError
+
+ROWS = "rows"
+"""Each head of each token in one piece: keys beside values, a latent, or packed bytes."""
+
+_V1 = "vllm.v1.attention.backends."
+
+_ROWS = [
+    "flash_attn.FlashAttentionBackend",
+    "flash_attn_diffkv.FlashAttentionDiffKVBackend",
+    "triton_attn.TritonAttentionBackend",
+    "triton_attn_diffkv.TritonAttentionDiffKVBackend",
+    "triton_flash_attn.TritonFlashAttentionBackend",
+    "flex_attention.FlexAttentionBackend",
+    "hpc_attn.HpcAttentionBackend",
+    "rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend",
+    "turboquant_attn.TurboQuantAttentionBackend",
+    "ultraquant_attn.UltraQuantAttentionBackend",
+    "rocm_octave_attn.RocmOctaveAttentionBackend",
+    "mla.triton_mla.TritonMLABackend",
+    "mla.flashmla.FlashMLABackend",
+    "mla.flashmla_sparse.FlashMLASparseBackend",
+    "mla.flashinfer_mla.FlashInferMLABackend",
+    "mla.flashinfer_mla_sparse.FlashInferMLASparseTRTLLMBackend",
+    "mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend",
+    "mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend",
+    "mla.cutlass_mla.CutlassMLABackend",
+    "mla.flashattn_mla.FlashAttnMLABackend",
+    "mla.flashattn_mla_sparse.FlashAttnMLASparseBackend",
+    "mla.tokenspeed_mla.TokenspeedMLABackend",
+    "mla.rocm_aiter_mla.AiterMLABackend",
+    "mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend",
+    "mla.aiter_triton_mla.AiterTritonMLABackend",
+    "mla.cpu_mla.CPUMLABackend",
+    "mla.amx_mla.AMXMLABackend",
+]
+
+_OTHERS = {
+    "flashinfer.FlashInferBackend": "FlashInfer's",
+    "triton_flashinfer.TritonFlashInferBackend": "FlashInfer's",
+    "b12x.B12xPagedAttentionBackend": "planes",
+    "rocm_segmented_attn.RocmSegmentedAttentionBackend": "planes",
+    "rocm_aiter_fa.AiterFlashAttentionBackend": "AITER's",
+    "rocm_attn.RocmAttentionBackend": "x-packed keys, transposed values",
+    "cpu_attn.CPUAttentionBackend": "transposed keys",
+    "mla.indexer.DeepseekV32IndexerBackend": "scales after keys",
+    "mla.indexer.DeepseekV4IndexerBackend": "scales after keys",
+    "mla.indexer.DeepseekV41IndexerBackend": "scales after keys",
+    "mla.sparse_swa.DeepseekSparseSWABackend": "DeepSeek's",
+}
+
+_MODELS = {
+    "deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend": "DeepSeek's",
+    "deepseek_v4.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
+    "deepseek_v41.sparse_mla.DeepseekV4FlashMLABackend": "DeepSeek's",
+    "deepseek_v41.sparse_mla.FlashMLAMegaAttnBackend": "DeepSeek's",
+    "deepseek_v41.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
+    "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": "slots of scaled "
+    "heads",
+}
+
+FORMATS: Mapping[str, str] = {
+    **{_V1 + name: ROWS for name in _ROWS},
+    **{_V1 + name: form for name, form in _OTHERS.items()},
+    **{f"vllm.models.{name}": form for name, form in _MODELS.items()},
+}
+"""The format of a backend's pages, by the backend's module and class."""
+
+NOT_YET = {
+    "transposed keys": "keys of a block transposed",
+    "x-packed keys, transposed values": "keys in pieces of 16 bytes, values transposed",
+    "scales after keys": "all scales of a page after all of its keys",
+    "scales after data": "all scales of a page after all of its data",
+    "slots of scaled heads": "a slot of data and scales for each head's keys and values",
+}
+"""Formats that are known and not described yet, in words."""
+
+_WANTED = "the full_cls_name() of the layer's attention backend, one that is known"
+
+
+@attrs.frozen
+class Backends:
+    """What the caller says of the backends: one for all layers of attention, or one by layer."""
+
+    given: Any
+
+    def format_of(self, layer: str, spec: Given) -> str:
+        """Return the format of the pages of *layer*, whose spec is *spec*, or raise `SpecError`."""
+        name = self.name_of(layer)
+        form = FORMATS.get(name)
+        field = f"backends[{layer!r}]"
+        if form is None:
+            raise SpecError(field, name, f"{_WANTED} (kvspec.adapters.vllm.FORMATS)")
+        form = _for_spec(form, spec)
+        if form in NOT_YET:
+            raise SpecError(field, name, f"a page of another format; not yet: {NOT_YET[form]}")
+        _check(field, name, form, spec)
+        return form
+
+    def name_of(self, layer: str) -> str:
+        """Return the module and class of the backend of *layer*."""
+        given = self.given
+        if isinstance(given, Mapping):
+            given = given.get(layer)
+        return full_name(f"backends[{layer!r}]", given)
+
+
+def full_name(field: str, given: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
+    """Return a backend's module and class, joined by a dot."""
+    if callable(Given(field, given).get("full_cls_name").value):
+        given = Given(field, given).call("full_cls_name").value
+    if isinstance(given, tuple) and all(isinstance(piece, str) for piece in given):
+        given = ".".join(given)
+    if not isinstance(given, str):
+        raise SpecError(field, given, f"{_WANTED}: a spec does not say the order inside a page")
+    return given
+
+
+def quantization(spec: Given) -> str:
+    """Return the name of a spec's quantization mode, ``NONE`` where it has none."""
+    mode = spec.get("kv_quant_mode").value
+    return str(getattr(mode, "name", mode)).upper()
+
+
+def _for_spec(form: str, spec: Given) -> str:
+    """Return which format a backend that has two keeps *spec* in."""
+    if form == "AITER's":
+        return "x-packed keys, transposed values" if spec.get("num_head_slots").value else ROWS
+    if form == "FlashInfer's":
+        return "scaled planes" if quantization(spec) == "NVFP4" else ROWS
+    if form == "DeepSeek's":
+        packed = spec.get("state_content_bytes").value is not None
+        return "scales after data" if packed else ROWS
+    return form
+
+
+def _check(field: str, name: str, form: str, spec: Given) -> None:
+    """Refuse a spec that its backend would not have made."""
+    slots = spec.get("num_head_slots").size_or_none()
+    heads = spec.get("num_kv_heads").size_or_none()
+    if form == ROWS and slots not in (None, heads):
+        wanted = f"one that keeps {slots} head slots for {heads} heads, as {spec.path} says"
+        raise SpecError(field, name, wanted)
+    if form == ROWS and quantization(spec) == "NVFP4":
+        raise SpecError(field, name, f"one that keeps NVFP4, as {spec.path} says")
+    role = spec.get("cache_role").value
+    if form == ROWS and str(getattr(role, "name", role)).upper() == "INDEXER":
+        raise SpecError(field, name, f"one that keeps an indexer's keys, as {spec.path} says")
+    if form == "planes" and slots != 2:  # noqa: PLR2004 - keys and values
+        raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
