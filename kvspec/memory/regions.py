@@ -1,6 +1,6 @@
 """One rank's cache in memory: a region for every part of every layer it holds.
 
-Law: a region is a base address and three strides; nothing else is known of memory. What has to be
+Law: every region lies inside one memory, and no byte belongs to two contents. What has to be
 registered is the distinct memory behind the regions, each once, by what it really is.
 """
 
@@ -16,96 +16,11 @@ import attrs
 from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
+from kvspec.memory.aliasing import check_apart
+from kvspec.memory.region import MEMORY_TYPES, Memory, Region
 from kvspec.ownership.parallel import RankId
 
-
-@attrs.frozen(kw_only=True)
-class Region:
-    """One part of one layer in one rank's memory.
-
-    Strides and *content_bytes* are bytes; *units* counts the rank's own, *states* the rows of a
-    block. *device* is the index of the device that holds *memory_type* ``VRAM``.
-    """
-
-    group: str
-    layer: str
-    part: str
-    base: int
-    num_blocks: int
-    block_stride: int
-    unit_stride: int
-    state_stride: int
-    content_bytes: int
-    units: int
-    states: int
-    memory_type: str = "DRAM"
-    device: int = 0
-
-    def address(self, block: int, unit: int, state: int) -> int:
-        """Return the address of one (unit, state)'s content; *unit* counts the rank's own."""
-        return (
-            self.base
-            + block * self.block_stride
-            + unit * self.unit_stride
-            + state * self.state_stride
-        )
-
-    def locate(self, address: int) -> tuple[int, int, int, int] | None:
-        """Return (block, unit, state, byte) of an address, or None if no content lies there."""
-        rest = address - self.base
-        axes = sorted(
-            [
-                (self.block_stride, self.num_blocks, 0),
-                (self.unit_stride, self.units, 1),
-                (self.state_stride, self.states, 2),
-            ],
-            reverse=True,
-        )
-        found = [0, 0, 0]
-        for stride, count, axis in axes:
-            if count > 1:
-                found[axis], rest = divmod(rest, stride)
-                if not 0 <= found[axis] < count:
-                    return None
-        return (*found, rest) if 0 <= rest < self.content_bytes else None  # type: ignore[return-value]
-
-    @cached_property
-    def shape(self) -> tuple[object, ...]:
-        """All but where it begins: regions of one shape repeat alike in memory."""
-        strides = (self.num_blocks, self.block_stride, self.unit_stride, self.state_stride)
-        return (*strides, self.content_bytes, self.states, self.memory_type, self.device)
-
-    @property
-    def extent(self) -> range:
-        """From the region's first address to the end of its last content."""
-        last = self.address(self.num_blocks - 1, self.units - 1, self.states - 1)
-        return range(self.base, last + self.content_bytes)
-
-
-MEMORY_TYPES = ("DRAM", "VRAM")
-
-
-@attrs.frozen
-class Memory:
-    """One distinct piece of memory to register: address and length in bytes."""
-
-    address: int
-    length: int
-    memory_type: str = "DRAM"
-    device: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("address", "length", "device"):
-            positive_int(name, getattr(self, name), least=0)
-        if self.memory_type not in MEMORY_TYPES:
-            raise SpecError("memory_type", self.memory_type, " or ".join(MEMORY_TYPES))
-        if self.end > MOST:
-            raise SpecError("length", self.length, f"an end of at most {MOST}")
-
-    @property
-    def end(self) -> int:
-        """Address of the last byte, plus one."""
-        return self.address + self.length
+__all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]
 
 
 def _check_region(region: Region, wanted: HeldPart) -> None:
@@ -168,14 +83,20 @@ class RankCache:
                 told = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
                 raise SpecError("regions", sorted(map(".".join, seen)), told)
         self._check_inside()
+        check_apart(self.regions, {group.name: group.split for group in self.engine.groups})
 
     def _check_inside(self) -> None:
         """Check that every region lies inside one piece of the memory given."""
         reach: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
-        for memory in sorted(self.memory, key=lambda each: each.address):
-            starts, stops = reach.setdefault((memory.memory_type, memory.device), ([], []))
-            starts.append(memory.address)
-            stops.append(max(memory.end, stops[-1] if stops else 0))
+        for home, memories in self._by_home.items():
+            starts, stops = reach.setdefault(home, ([], []))
+            for memory in memories:
+                reached = stops[-1] if stops else 0
+                if memory.address < reached < memory.end:
+                    wanted = "memories that lie apart or one inside the other"
+                    raise SpecError("memory", memory, wanted)
+                starts.append(memory.address)
+                stops.append(max(memory.end, reached))
         for each in self.regions:
             starts, stops = reach.get((each.memory_type, each.device), ([], []))
             extent = each.extent
@@ -185,15 +106,27 @@ class RankCache:
                 raise SpecError(field, extent, "a region inside the memory given")
 
     @cached_property
+    def _by_home(self) -> dict[tuple[str, int], list[Memory]]:
+        """The memories of each type and device, by ascending address, enclosing ones first."""
+        found: dict[tuple[str, int], list[Memory]] = {}
+        for memory in sorted(self.memory, key=lambda each: (each.address, -each.length)):
+            found.setdefault((memory.memory_type, memory.device), []).append(memory)
+        return found
+
+    @cached_property
     def seams(self) -> tuple[int, ...]:
-        """Addresses where one memory ends and another begins: no descriptor lies over one."""
-        found: list[int] = []
-        reached = 0
-        for each in sorted(self.memory, key=lambda memory: memory.address):
-            if each.address == reached:
-                found.append(each.address)
-            reached = max(reached, each.end)
-        return tuple(found)
+        """Addresses where one memory ends and another of its type and device begins.
+
+        No descriptor lies over one.
+        """
+        found: set[int] = set()
+        for memories in self._by_home.values():
+            reached = 0
+            for each in memories:
+                if each.address == reached:
+                    found.add(each.address)
+                reached = max(reached, each.end)
+        return tuple(sorted(found))
 
     @cached_property
     def _by_part(self) -> dict[tuple[str, str], Region]:

@@ -16,7 +16,6 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.memory.aliasing import check_apart
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
@@ -65,7 +64,6 @@ def read(
             for array, region in _layer(engine, group, rank, layer, named, axes):
                 memory[array.memory] = None
                 regions.append(region)
-    check_apart(regions, {group.name: group.split for group in engine.groups})
     for name in axes if isinstance(axes, Mapping) else ():
         if name not in names:
             raise SpecError("axes", name, f"names of the tensors given: {', '.join(names)}")

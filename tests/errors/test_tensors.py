@@ -214,7 +214,7 @@ GROUPS = [
     case(lambda: across(pages(), pages(16)), ACROSS.format("l.k", "m.v")),
     case(lambda: across(pages(), pages(PAGE // 2)), ACROSS.format("l.k", "m.k")),
     case(lambda: across(pages(), pages(PAGE)), ACROSS.format("l.k", "m.k")),
-    case(lambda: across(pages(5 * PAGE), pages()), ACROSS.format("m.k", "l.k")),
+    case(lambda: across(pages(5 * PAGE), pages()), ACROSS.format("l.k", "m.k")),
     case(lambda: across(pages(), pages(0, 2 * PAGE, 3)), ACROSS.format("l.k", "m.k")),
     case(lambda: across(pages(), pages(blocks=5)), ACROSS.format("l.k", "m.k")),
     case(lambda: across(pages(), pages(blocks=1)), ACROSS.format("l.k", "m.k")),

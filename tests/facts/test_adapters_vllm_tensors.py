@@ -307,7 +307,7 @@ REFUSED = [
     case(lambda: apart(m_1=WHOLE + 512),
          f"tensors='f.1 and m.1, 512 bytes apart': wanted 0 bytes, as {LENT.format(1)} has both"),
     case(lambda: apart(m_1=WHOLE + 1000),
-         "tensors='w.1.k and m.1.conv_x': wanted blocks of different groups that coincide or lie "
+         "tensors='f.1.k and m.1.conv_x': wanted blocks of different groups that coincide or lie "
          "apart"),
     case(lambda: rows(w_0=2 * WHOLE, w_1=2 * WHOLE + PAGE),
          "tensors='f.0 and w.0, 12288 bytes apart': wanted 0 bytes, as "

@@ -30,7 +30,7 @@ FOLDERS = (
     ("specs", "layer attention state uniform ."),
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
-    ("memory", ". layout regions allocation aliasing tensors"),
+    ("memory", ". layout region aliasing regions allocation tensors"),
     ("descriptors", ". request pool paging runs cells table explain"),
     ("traffic", ". loads flows traffic"),
     ("check", "counting counterexample coverage checker exhaustive verify ."),
