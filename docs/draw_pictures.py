@@ -29,9 +29,9 @@ def pictures() -> dict[str, str]:
     producer, consumer = engine(4, "NHD"), engine(3, "HND")
     plan = kvspec.plan_transfer(producer, consumer)
     rank = kvspec.RankId(tp=1)
-    ours, _ours = kvspec.allocate(producer, rank, num_blocks=4)
-    theirs, _theirs = kvspec.allocate(consumer, rank, num_blocks=4)
-    table = kvspec.build_table(plan, ours, theirs)
+    source, _source = kvspec.allocate(producer, rank, num_blocks=4)
+    target, _target = kvspec.allocate(consumer, rank, num_blocks=4)
+    table = kvspec.build_table(plan, source, target)
     return {"plan.svg": plan.to_svg(), "table.svg": table.to_svg()}
 
 

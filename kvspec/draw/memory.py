@@ -215,14 +215,17 @@ def _ribbons(
     labels: list[tuple[float, str]] = []
     for start, place, length, number in seen[np.isin(seen[:, 3], numbers[::step])].tolist():
         size, units = int(runs[number, 2]), target.units(place, length)
+        fill = colour(units.pop()) if len(units) == 1 else LINE
         upper, lower = source.span(start, length), target.span(place, length)
         canvas.ribbon(
             upper,
             lower,
             rows,
             title=f"a run of {nbytes(size)}",
-            fill=colour(units.pop()) if len(units) == 1 else LINE,
+            fill=fill,
             fill_opacity=0.38,
+            stroke=fill,
+            stroke_width=0.5,
             data={"length": str(size)},
         )
         room = min(upper[1] - upper[0], lower[1] - lower[0])

@@ -157,18 +157,27 @@ def units_in(label: str) -> range:
     return range(int(first), int(last or first) + 1)
 
 
+def table_of(
+    producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, tp: int = 0
+) -> kvspec.DescriptorTable:
+    """Return the table of producer rank *tp* and the consumer's first, with 8 blocks each."""
+    caches = (
+        kvspec.allocate(side, kvspec.RankId(tp=rank), 8)[0]
+        for side, rank in ((producer, tp), (consumer, 0))
+    )
+    return kvspec.build_table(kvspec.plan_transfer(producer, consumer), *caches)
+
+
 def drawn_tables() -> dict[str, str]:
     """Return pictures of tables: other layouts, block sizes, kinds of layers, requests."""
-    rank, found = kvspec.RankId(), {}
-    for name, ours, theirs in (
+    found = {}
+    for name, producer, consumer in (
         ("heads", engine(2, attention(4)), engine(1, attention(4))),
         ("blocks", engine(2, attention(4)), engine(1, attention(4, block=64))),
         ("latent", engine(2, latent()), engine(1, latent())),
         ("states", engine(2, states()), engine(1, states())),
     ):
-        caches = kvspec.allocate(ours, rank, 4), kvspec.allocate(theirs, rank, 4)
-        plan = kvspec.plan_transfer(ours, theirs)
-        found[name] = kvspec.build_table(plan, caches[0][0], caches[1][0]).to_svg()
+        found[name] = table_of(producer, consumer).to_svg()
     return found
 
 
@@ -234,12 +243,12 @@ def test_every_slice_is_a_line_between_its_ranks(plan: kvspec.TransferPlan) -> N
             key = (data["data-producer"], data["data-consumer"], data["data-parts"])
             found.add((*key, range(start, stop), group))
         x0, y0, *_, x1, y1 = map(float, re.findall(r"-?[\d.]+", data["d"]))
-        ours = homes["producer", data["data-producer"]]
-        theirs = homes["consumer", data["data-consumer"]]
-        assert ours.right == pytest.approx(x0, abs=0.2)
-        assert theirs.left == pytest.approx(x1 + 6, abs=0.2)
-        assert ours.top < y0 < ours.bottom
-        assert theirs.top < y1 < theirs.bottom
+        producer = homes["producer", data["data-producer"]]
+        consumer = homes["consumer", data["data-consumer"]]
+        assert producer.right == pytest.approx(x0, abs=0.2)
+        assert consumer.left == pytest.approx(x1 + 6, abs=0.2)
+        assert producer.top < y0 < producer.bottom
+        assert consumer.top < y1 < consumer.bottom
     assert wanted == found
 
 
@@ -329,8 +338,8 @@ def test_stages_and_contexts_are_bands() -> None:
 
 def test_a_stage_without_layers_says_so() -> None:
     """More stages than layers: a band of ranks that hold nothing, told in words."""
-    ours, theirs = engine(1, attention(4, 2), pp_size=3), engine(1, attention(4, 2))
-    plan = kvspec.plan_transfer(ours, theirs)
+    producer, consumer = engine(1, attention(4, 2), pp_size=3), engine(1, attention(4, 2))
+    plan = kvspec.plan_transfer(producer, consumer)
     said = {each.says for each in texts(parsed(plan.to_svg()))}
     empty = {0, 1, 2} - set(plan.producer.stage_of.values())
     assert {f"stage {stage}: no layers" for stage in empty} <= said
@@ -362,10 +371,9 @@ def ribbons(text: str) -> list[int]:
 
 def test_ribbons_are_the_runs_of_one_block() -> None:
     """2 heads of 16 tokens, k and v together: 32 runs of 32 bytes for each of 3 layers drawn."""
-    ours, theirs = engine(2, attention(4)), engine(1, attention(4))
-    theirs = kvspec.EngineSpec(groups=theirs.groups, parallel=theirs.parallel, layout="HND")
-    caches = kvspec.allocate(ours, kvspec.RankId(), 4), kvspec.allocate(theirs, kvspec.RankId(), 4)
-    table = kvspec.build_table(kvspec.plan_transfer(ours, theirs), caches[0][0], caches[1][0])
+    producer, consumer = engine(2, attention(4)), engine(1, attention(4))
+    consumer = kvspec.EngineSpec(groups=consumer.groups, parallel=consumer.parallel, layout="HND")
+    table = table_of(producer, consumer)
     text = table.to_svg()
     said = " ".join(each.says for each in texts(parsed(text)))
     layers = int(re.findall(r"(\d+) layers? drawn", said)[0])
@@ -377,11 +385,9 @@ def test_ribbons_are_the_runs_of_one_block() -> None:
 
 def test_ribbons_join_the_bytes_of_one_unit() -> None:
     """Each ribbon ends on the same layer and unit on both sides; every unit that moves has one."""
-    ours, theirs = engine(2, attention(4)), engine(1, attention(4))
-    theirs = kvspec.EngineSpec(groups=theirs.groups, parallel=theirs.parallel, layout="HND")
-    rank = kvspec.RankId(tp=1)
-    caches = kvspec.allocate(ours, rank, 4), kvspec.allocate(theirs, kvspec.RankId(), 4)
-    table = kvspec.build_table(kvspec.plan_transfer(ours, theirs), caches[0][0], caches[1][0])
+    producer, consumer = engine(2, attention(4)), engine(1, attention(4))
+    consumer = kvspec.EngineSpec(groups=consumer.groups, parallel=consumer.parallel, layout="HND")
+    table = table_of(producer, consumer, tp=1)
     root = parsed(table.to_svg())
     bars = boxes(root, "layer")
     joined = set()
@@ -406,9 +412,8 @@ def test_ribbons_join_the_bytes_of_one_unit() -> None:
 
 def test_a_request_shows_its_own_block() -> None:
     """The block drawn is one of the request's, and a cached end moves in fewer bytes."""
-    ours, theirs = engine(1, latent()), engine(1, latent())
-    caches = kvspec.allocate(ours, kvspec.RankId(), 8), kvspec.allocate(theirs, kvspec.RankId(), 8)
-    table = kvspec.build_table(kvspec.plan_transfer(ours, theirs), caches[0][0], caches[1][0])
+    producer, consumer = engine(1, latent()), engine(1, latent())
+    table = table_of(producer, consumer)
     request = kvspec.TransferRequest(
         request_id="r",
         num_tokens=16,
@@ -477,9 +482,7 @@ def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> No
 
 def test_nothing_to_move_is_drawn_without_runs() -> None:
     """A request that is cached whole has no ribbons."""
-    ours = engine(1, latent())
-    cache, _storage = kvspec.allocate(ours, kvspec.RankId(), 8)
-    table = kvspec.build_table(kvspec.plan_transfer(ours, ours), cache, cache)
+    table = table_of(engine(1, latent()), engine(1, latent()))
     request = kvspec.TransferRequest(
         request_id="r",
         num_tokens=16,
@@ -530,11 +533,11 @@ def test_a_table_that_moves_nothing_says_so() -> None:
         request_id="r", num_tokens=4, producer_blocks={"full0": [0]}, consumer_blocks={"full0": [0]}
     )
     for plan, ranks in ((four, (0, 1)), (nothing(), (0, 0))):
-        ours, theirs = (
+        producer, consumer = (
             kvspec.allocate(side, kvspec.RankId(tp=tp), 4)[0]
             for side, tp in zip((plan.producer, plan.consumer), ranks, strict=True)
         )
-        table = kvspec.build_table(plan, ours, theirs)
+        table = kvspec.build_table(plan, producer, consumer)
         for text in (table.to_svg(), table._repr_svg_(), table.to_svg(request)):
             said = [each.says for each in texts(parsed(text))]
             assert [f"tp{ranks[0]} → tp{ranks[1]}", "these two ranks exchange nothing"] == said
@@ -542,12 +545,14 @@ def test_a_table_that_moves_nothing_says_so() -> None:
             table.to_svg(group="g")
 
 
-def tables_of(spec: kvspec.LayerSpec, ours: Any = None, theirs: Any = None, **more: Any) -> Any:
+def tables_of(
+    spec: kvspec.LayerSpec, producing: Any = None, consuming: Any = None, **more: Any
+) -> Any:
     """Return the table of each two ranks that exchange anything, with the parallel sizes."""
     group = kvspec.KVCacheGroup(name="g", layers=spec.layers or ("l.0",), spec=spec)
     producer, consumer = (
         kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(**sizes or {}))
-        for sizes in (ours, theirs)
+        for sizes in (producing, consuming)
     )
     plan = kvspec.plan_transfer(producer, consumer, **more)
     pairs = dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges)
@@ -619,7 +624,7 @@ def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "more"),
+    ("producing", "consuming", "more"),
     [
         ({"tp_size": 4}, {"tp_size": 1}, {"replicas": "stripe"}),
         ({"tp_size": 4}, {"tp_size": 3}, {"replicas": "stripe", "salt": 1}),
@@ -643,10 +648,10 @@ def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
     ids=["full", "window"],
 )
 def test_every_pair_that_exchanges_anything_has_runs(
-    spec: kvspec.LayerSpec, ours: Any, theirs: Any, more: Any
+    spec: kvspec.LayerSpec, producing: Any, consuming: Any, more: Any
 ) -> None:
     """Also where its first tokens are not in the first block, or not at the end of one."""
-    tables = tables_of(spec, ours, theirs, **more)
+    tables = tables_of(spec, producing, consuming, **more)
     assert len(tables) > 1
     for table in tables:
         assert ribbons(table.to_svg()) != []
@@ -670,9 +675,7 @@ def test_only_plans_and_tables_are_drawn(draw: Any) -> None:
 
 def test_groups_that_two_ranks_do_not_exchange_are_refused() -> None:
     """The error names the groups that they do exchange."""
-    ours = engine(1, latent())
-    cache, _storage = kvspec.allocate(ours, kvspec.RankId(), 8)
-    table = kvspec.build_table(kvspec.plan_transfer(ours, ours), cache, cache)
+    table = table_of(engine(1, latent()), engine(1, latent()))
     with pytest.raises(kvspec.SpecError, match=r"group='full'.*\['latent'\]"):
         table.to_svg(group="full")
 
