@@ -75,6 +75,7 @@ class Agent:
         self.name = name
         self.telemetry = telemetry
         self.owners: list[object] = []  # what must outlive the agent: the registered memory
+        self.waiters: set[int] = set()  # threads
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._nb = nb = bindings()
@@ -115,6 +116,16 @@ class Agent:
             if self._native is None:
                 raise TransferError("the rank is closed", rank=self.name, state="closed")
             yield
+
+    @contextmanager
+    def waiting(self) -> Generator[None, None, None]:
+        """Count the thread among those that wait."""
+        thread = threading.get_ident()
+        self.waiters.add(thread)
+        try:
+            yield
+        finally:
+            self.waiters.discard(thread)
 
     @contextmanager
     def step(

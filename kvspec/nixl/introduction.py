@@ -105,7 +105,7 @@ def unseal(sealed: object, secret: bytes | None) -> Envelope:
             f"{name!r} is introduced by a message that anybody could have written: set"
             " KVSPEC_SECRET for all ranks, or pass secret=b'' if the channel is trusted",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,  # who called the rank's method,
         )
     return Envelope(name=name, metadata=metadata, probe=probe)
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvspec.errors import SpecError
 from kvspec.nixl.rows import Ids, Ints, StridedRows
+from kvspec.nixl.spans import Spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,14 +70,16 @@ class Pairing:
     """Checked pairs of ids, cut into pieces that fit one handle each.
 
     *runs* is what nixl should post. Where runs of different rows were merged, *joined* has them,
-    and *pieces* are slices of it; else of the ids.
+    and *pieces* are slices of it; else of the ids. Bytes of *source* become bytes of *written*.
     """
 
     local_ids: Ids
     remote_ids: Ids
-    nbytes: int
-    runs: int
-    pieces: tuple[slice, ...]
+    source: Runs
+    written: Spans = attrs.field(factory=Spans)
+    nbytes: int = 0
+    runs: int = 0
+    pieces: tuple[slice, ...] = ()
     joined: PlainDescriptors | None = None
 
 
@@ -156,19 +159,19 @@ def pair(
     """
     if len(local_ids) != len(remote_ids):
         raise SpecError("local_ids", len(local_ids), f"as many as remote_ids, {len(remote_ids)}")
-    if not len(local_ids):
-        return Pairing(local_ids=local_ids, remote_ids=remote_ids, nbytes=0, runs=0, pieces=())
     ids = runs_of(local, local_ids), runs_of(remote, remote_ids)
+    if not len(local_ids):
+        return Pairing(local_ids=local_ids, remote_ids=remote_ids, source=ids[0])
     _refuse_unequal(*ids)
     first = _starts(continues_in_row(ids[0]) & continues_in_row(ids[1]))
     nbytes = np.add.reduceat(ids[0].nbytes, first)
     runs = [side.take(first, nbytes) for side in ids]
-    written, read = runs[:: -1 if destination == "remote" else 1]
-    order = np.argsort(written.address, kind="stable")
-    _refuse_overlap(f"{destination}_ids", written, order)
-    continues = continues_in_memory(written, order)
+    target, source = runs[:: -1 if destination == "remote" else 1]
+    order = np.argsort(target.address, kind="stable")
+    written = _disjoint(f"{destination}_ids", target, order)
+    continues = continues_in_memory(target, order)
     if continues.any():
-        continues &= continues_in_memory(read, order)
+        continues &= continues_in_memory(source, order)
     spared, joined, length = int(continues.sum()), None, ids[0].nbytes
     if spared >= SPARED or len(first) > LIMIT * (len(first) - spared):
         joined = _joined(runs, order, _starts(continues))
@@ -177,6 +180,8 @@ def pair(
     return Pairing(
         local_ids=local_ids,
         remote_ids=remote_ids,
+        source=source,
+        written=written,
         nbytes=int(nbytes.sum()),
         runs=len(first),
         pieces=tuple(_cut(first, np.cumsum(nbytes), length)),
@@ -193,14 +198,17 @@ def _refuse_unequal(local: Runs, remote: Runs) -> None:
         raise SpecError(f"local_ids[{place}]", value, wanted)
 
 
-def _refuse_overlap(field: str, written: Runs, order: Ints) -> None:
-    address = written.address[order]
-    twice = (address + written.nbytes[order])[:-1] > address[1:]
+def _disjoint(field: str, target: Runs, order: Ints) -> Spans:
+    """Return the bytes of *target*, by address in *order*; refuse any that is written twice."""
+    start = target.address[order]
+    end = start + target.nbytes[order]
+    twice = end[:-1] > start[1:]
     if twice.any():
         place = int(twice.argmax())
-        where = f"no byte written twice, as {int(address[place + 1]):#x} is"
-        one, other = written.ids[order[place : place + 2]].tolist()
+        where = f"no byte written twice, as {int(start[place + 1]):#x} is"
+        one, other = target.ids[order[place : place + 2]].tolist()
         raise SpecError(field, f"runs from {one} and {other}", where)
+    return Spans(start, end)
 
 
 def _starts(continues: NDArray[np.bool_]) -> Ints:

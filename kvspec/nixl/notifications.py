@@ -1,18 +1,22 @@
 """Notifications that came: kept until somebody takes them, compared whole, never by a part.
 
 One is sent for a plan, after its data; it is never attached to a transfer, whose end nixl would
-then tell only to a peer that is being polled.
+then tell only to a peer that is being polled. Nobody can fill the memory: each peer that was
+introduced has its own room, all strangers together have one, and what does not fit is counted.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import seconds
 from kvspec.nixl.agent import Agent
 
 MAX_NOTIFICATION = 64 << 10  # bytes; a notification blocks its sender for as long as it takes
+MAX_KEPT = 4096  # notifications of one peer that nobody took
+MAX_KEPT_BYTES = 4 << 20
 HELLO = b"kvspec-nixl hello"  # opens the connection, so that the first read does not
 FIRST_WAIT, LAST_WAIT = 20e-6, 2e-3  # seconds between polls: spinning is slower, it starves nixl
 
@@ -27,37 +31,69 @@ def check_payload(payload: object) -> None:
 
 
 class Inbox:
-    """What came to *agent* and was not taken yet, in order by peer."""
+    """What came to *agent* and was not taken yet, in order by peer.
+
+    What strangers sent is given out once they are *introduced*. *refused* counts what did not fit,
+    by peer; "" stands for strangers.
+    """
 
     def __init__(self, agent: Agent) -> None:
+        self.introduced: set[str] = set()
+        self.refused: Counter[str] = Counter()
         self._agent = agent
-        self._kept: list[tuple[str, bytes]] = []
+        self._kept: dict[str, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return sum(map(len, self._kept.values()))
+
+    def clear(self) -> None:
+        """Forget what is kept."""
+        self._kept.clear()
 
     def drain(self) -> list[tuple[str, bytes]]:
-        """Take all, as (peer, payload)."""
+        """Take all that peers sent, as (peer, payload)."""
         with self._agent.locked():
             self._receive()
-            taken = self._kept.copy()
-            self._kept.clear()
-        return taken
+            peers = [peer for peer in self._kept if peer in self.introduced]
+            return [(peer, payload) for peer in peers for payload in self._kept.pop(peer)]
 
     def wait(self, payload: bytes, timeout: float, peer: str | None) -> str:
         """Take one that equals *payload*, within *timeout* seconds; return its sender."""
         deadline, rest = time.monotonic() + seconds("timeout", timeout), FIRST_WAIT
-        while True:
-            with self._agent.locked():
-                self._receive()
-                for place, (sender, received) in enumerate(self._kept):
-                    if received == payload and peer in {None, sender}:
-                        del self._kept[place]
-                        return sender
-            left = deadline - time.monotonic()
-            if left <= 0:
-                message = f"no notification {payload[:64]!r} in {timeout} s"
-                raise TransferError(message, rank=peer, state="timeout")
-            time.sleep(min(rest, left))
-            rest = min(2 * rest, LAST_WAIT)
+        with self._agent.waiting():
+            while True:
+                sender = self._take(payload, peer)
+                if sender is not None:
+                    return sender
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    message = f"no notification {payload[:64]!r} in {timeout} s"
+                    raise TransferError(message, rank=peer, state="timeout")
+                time.sleep(min(rest, left))
+                rest = min(2 * rest, LAST_WAIT)
+
+    def _take(self, payload: bytes, peer: str | None) -> str | None:
+        with self._agent.locked():
+            self._receive()
+            for sender, payloads in self._kept.items():
+                wanted = sender in self.introduced and peer in {None, sender}
+                if wanted and payload in payloads:
+                    payloads.remove(payload)
+                    return sender
+        return None
 
     def _receive(self) -> None:
-        for peer, payloads in self._agent.notifications().items():
-            self._kept += [(peer, payload) for payload in payloads if payload != HELLO]
+        for sender, payloads in self._agent.notifications().items():
+            stranger = sender not in self.introduced
+            sharing = set(self._kept) - self.introduced if stranger else {sender}
+            kept = [len(payload) for name in sharing for payload in self._kept.get(name, ())]
+            room, space = MAX_KEPT - len(kept), MAX_KEPT_BYTES - sum(kept)
+            for payload in payloads:
+                if payload == HELLO:
+                    continue
+                if not room or space < len(payload):
+                    self.refused["" if stranger else sender] += 1
+                    continue
+                self._kept.setdefault(sender, []).append(payload)
+                room, space = room - 1, space - len(payload)

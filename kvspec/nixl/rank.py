@@ -10,30 +10,32 @@ machine) before the first rank is made. `KVSPEC_NIXL_PACKAGE` names the nixl pac
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import threading
-import weakref
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import TransferError
+from kvspec.inputs import seconds
 from kvspec.memory.regions import Memory
+from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.errors import STATES
-from kvspec.nixl.introduction import Envelope, name_of, secret_of, unseal
+from kvspec.nixl.flights import Event, Flights, Leftovers
+from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
-from kvspec.nixl.notifications import HELLO, Inbox, check_payload
+from kvspec.nixl.notifications import Inbox, check_payload
+from kvspec.nixl.order import Prepared, order_of
+from kvspec.nixl.peers import Peers
 from kvspec.nixl.rows import checked_rows, row_of_one
-from kvspec.nixl.transfer import Order, Prepared, Transfer, order_of
+from kvspec.nixl.transfer import Transfer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LIVE: weakref.WeakValueDictionary[str, NixlRank] = weakref.WeakValueDictionary()
-_NAMING = threading.Lock()
+PROBES = 4096  # connections that may be proven at once, before any of their reads ends
 
 
 class NixlRank:
@@ -44,8 +46,8 @@ class NixlRank:
     progress thread: it moves only inside `poll`, `wait`, `notifications` (right for a rank that
     starts every transfer itself; one that is read from must not be polled). *telemetry* lets a
     `Transfer` tell how many descriptors were posted after merging. *secret*, by default the
-    environment's `KVSPEC_SECRET`, authenticates introductions; `b""` is for channels
-    that only trusted programs reach. The data itself NIXL neither authenticates nor encrypts.
+    environment's `KVSPEC_SECRET`, authenticates introductions; `b""` is for channels that
+    only trusted programs reach. The data itself NIXL neither authenticates nor encrypts.
 
     Methods may be called from any thread; one runs at a time. Close it, or use it in a `with`.
     """
@@ -59,30 +61,24 @@ class NixlRank:
         polled: bool = False,
         telemetry: bool = False,
     ) -> None:
-        self.name = name = name_of(name, prefix)
-        self._secret = secret_of(secret)
-        self._peers: dict[str, list[Prepared]] = {}
-        with _NAMING:
-            if any(name in {rank.name, *rank.peers} for rank in tuple(_LIVE.values())):
-                raise SpecError("name", name, "a name that no live rank of this process knows")
-            _LIVE[name] = self
+        self.name = name_of(name, prefix)
+        self.polled = polled
+        key = secret_of(secret)
+        self._agent = Agent(self.name, progress_thread=not polled, telemetry=telemetry)
+        self._key = key or b""
         self._memories: tuple[Memory, ...] = ()
         self._registered: list[object] = []
-        self._lists: list[Prepared] = []
-        self._transfers: set[Transfer] = set()
-        self._aborted = False  # whether handles were released in flight: only the agent's end helps
-        try:
-            self._agent = Agent(name, progress_thread=not polled, telemetry=telemetry)
-        except BaseException:
-            del _LIVE[name]
-            raise
-        self.polled = polled
         self._inbox = Inbox(self._agent)
-        self._probe = np.zeros(1, np.uint8)
-        self.register([Memory(self._probe.ctypes.data, 1)], owner=self._probe)
+        self._peers = Peers(self._agent, self._inbox, key)
+        self._flights = Flights(self._agent, self._inbox)
+        self._aborted = False  # whether handles were released in flight: only the agent's end helps
+        self._probe = np.zeros(PROBES, np.uint8)  # peers read the first byte, this rank the others
+        self._probes = itertools.cycle(range(1, PROBES))
+        self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
+        living.enter(self)
 
     def __repr__(self) -> str:
-        return f"<NixlRank {self.name!r}: {len(self._peers)} peers, {self.live_handles} in flight>"
+        return f"<NixlRank {self.name!r}: {len(self.peers)} peers, {self.live_handles} in flight>"
 
     def __enter__(self) -> Self:
         return self
@@ -93,24 +89,40 @@ class NixlRank:
     @property
     def peers(self) -> tuple[str, ...]:
         """Names of the connected peers."""
-        return tuple(self._peers)
+        return self._peers.names
 
     @property
     def live_handles(self) -> int:
         """Transfer handles that nixl holds for this rank."""
-        return sum(transfer.live_handles for transfer in tuple(self._transfers))
+        return sum(transfer.live_handles for transfer in self._flights)
 
     @property
     def quarantined(self) -> tuple[Transfer, ...]:
-        """Transfers that failed while some of their handles were, and are, in flight."""
-        every = tuple(self._transfers)
-        return tuple(failed for failed in every if failed.state not in {"PROC", "DONE"})
+        """Transfers that failed in flight, until `reap` or `pump` tells that they are over."""
+        return tuple(transfer for transfer in self._flights if transfer.quarantined)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Notifications that did not fit into the inbox, by peer; "": of all strangers."""
+        return dict(self._inbox.refused)
+
+    def leftovers(self) -> Leftovers:
+        """Count what the rank holds."""
+        return Leftovers(
+            transfers=len(tuple(self._flights)),
+            handles=self.live_handles,
+            lists=self._peers.lists,
+            registrations=len(self._registered),
+            peers=len(self.peers),
+            notifications=len(self._inbox),
+            threads=len(self._agent.waiters),
+        )
 
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:
         """Register *memories*, each once, and hold *owner* (what owns their bytes) until closed.
 
         A memory inside a registered one is covered; any other overlap is a `SpecError`. Metadata
-        taken before does not tell of peer.
+        taken before does not tell of them.
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
@@ -121,7 +133,14 @@ class NixlRank:
     def metadata(self) -> bytes:
         """Return what a peer's `connect` takes: send it to them."""
         metadata, probe = self._agent.metadata(), self._probe.ctypes.data
-        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self._secret or b"")
+        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self._key)
+
+    def introduce(self, metadata: bytes) -> str:
+        """Take notifications of the peer that *metadata* is of, and return its name.
+
+        Nothing is loaded or connected. What the peer sent before comes with the next notifications.
+        """
+        return self._peers.introduce(metadata).name
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
         """Load a peer's *metadata*, open the connection, and return the peer's name.
@@ -132,23 +151,14 @@ class NixlRank:
         whole or of another secret; `TransferError` "stale_peer" if another agent has that name, or
         as `read`.
         """
-        peer = unseal(metadata, self._secret)
-        if peer.name == self.name:
-            message = f"{self.name!r} is this rank's own name: connect takes the metadata of a peer"
-            raise TransferError(message, rank=self.name, state="stale_peer")
-        with self._agent.locked():
-            known = peer.name in self._peers
-            self._agent.connect(peer.name, peer.metadata)
-            self._peers.setdefault(peer.name, [])
-        try:
-            self._agent.notify(peer.name, HELLO)
-            if self.polled and not known:
+        peer = self._peers.introduce(metadata)
+        if self._peers.load(peer) and self.polled:
+            try:
                 self._knock(peer, timeout)
-        except TransferError:
-            with contextlib.suppress(TransferError):  # "busy": it is the caller's to reap
-                if not known:
+            except TransferError:
+                with contextlib.suppress(TransferError):  # "busy": it is the caller's to reap
                     self.disconnect(peer.name)
-            raise
+                raise
         return peer.name
 
     def disconnect(self, peer: str) -> None:
@@ -157,15 +167,11 @@ class NixlRank:
         Each cycle of disconnecting and connecting a live peer costs both sides a file descriptor.
         """
         with self._agent.locked():
-            self._check_peer(peer)
-            transfers = tuple(self._transfers)
-            busy = [transfer.request for transfer in transfers if transfer.peer == peer]
-            if busy:
+            self._peers.check(peer)
+            here = [transfer for transfer in self._flights if transfer.peer == peer]
+            if busy := [transfer.request for transfer in here if not transfer.over]:
                 raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")
-            for prepared in self._peers[peer]:
-                prepared.release()
-            del self._peers[peer]
-            self._agent.disconnect(peer)
+            self._peers.forget(peer)
 
     def prepare(
         self, rows: NDArray[np.uint64], memory_type: str = "DRAM", peer: str | None = None
@@ -181,11 +187,10 @@ class NixlRank:
             if peer is None:
                 check_inside(checked, memory_type, self._memories)
             else:
-                self._check_peer(peer)
-            lists = self._lists if peer is None else self._peers[peer]
+                self._peers.check(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None
             prepared = Prepared(self._agent, checked, memory_type, peer, handle)
-            lists[:] = [known for known in lists if not known.released] + [prepared]
+            self._peers.keep(prepared)
         return prepared
 
     def read(
@@ -204,7 +209,8 @@ class NixlRank:
         What touches on both sides is moved as one, in any order of the ids.
         """
         sides = (local, local_ids), (remote, remote_ids)
-        return self._start(order_of(self._agent, "READ", *sides, request=request, timeout=timeout))
+        order = order_of(self._agent, "READ", *sides, request=request, timeout=timeout)
+        return self._flights.start(order)
 
     def write(
         self,
@@ -218,18 +224,27 @@ class NixlRank:
     ) -> Transfer:
         """Start copying local id *i* to remote id *i*; otherwise as `read`."""
         sides = (local, local_ids), (remote, remote_ids)
-        return self._start(order_of(self._agent, "WRITE", *sides, request=request, timeout=timeout))
+        order = order_of(self._agent, "WRITE", *sides, request=request, timeout=timeout)
+        return self._flights.start(order)
 
     def reap(self) -> tuple[Transfer, ...]:
         """Release what ended in quarantine; return the transfers whose blocks are free again."""
-        with self._agent.locked():
-            return tuple(failed for failed in self.quarantined if failed.reap())
+        return self._flights.reap()
+
+    def pump(self, budget: float = 0.0) -> tuple[Event, ...]:
+        """Move everything on, for *budget* seconds or until there is something to tell; tell it.
+
+        Polls all transfers, also those that nobody holds, holds their deadlines, reaps quarantine
+        and takes notifications, in turns of one piece (13 ms, or 64 MiB). One thread pumps a rank,
+        others start transfers. A transfer's end is told once: here, or by its `poll` or `wait`.
+        """
+        return self._flights.pump(budget)
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload*, at most 64 KiB, to *peer*: once a plan, after its data is done."""
         check_payload(payload)
         with self._agent.locked():
-            self._check_peer(peer)
+            self._peers.check(peer)
             self._agent.notify(peer, payload)
 
     def notifications(self) -> list[tuple[str, bytes]]:
@@ -243,54 +258,35 @@ class NixlRank:
         """
         return self._inbox.wait(payload, timeout, peer)
 
-    def close(self) -> None:
-        """Let go of everything, in nixl's order; data in flight stops. Nothing in a fork."""
+    def close(self, drain: float = 1.0) -> None:
+        """Let go of everything, in nixl's order. Nothing in a fork.
+
+        What is in flight has *drain* seconds to end, then it is aborted. Over shared memory nothing
+        is in flight between calls. Over tcp an abort may kill the process of the peer, inside UCX;
+        so may the death of this process. Of RDMA nothing is known yet.
+        """
+        limit = seconds("drain", drain)
         if self._agent.forked:
             return
         with contextlib.suppress(TransferError), self._agent.locked():
-            transfers = tuple(self._transfers)
-            if not all([transfer.stop() for transfer in transfers]):  # noqa: C419 - all of them
-                self._aborted = True
-            for transfer in transfers:
-                transfer.abandon()
+            self._aborted |= not self._flights.stop(limit)
+            self._flights.abandon()
             if not self._aborted:
-                self._undo()
+                self._peers.close()
+                while self._registered:
+                    self._agent.deregister(self._registered.pop())
         self._agent.drop()
         self._peers.clear()
-        if _LIVE.get(self.name) is self:
-            del _LIVE[self.name]
-
-    def _undo(self) -> None:
-        for lists in (self._lists, *self._peers.values()):
-            for prepared in lists:
-                prepared.release()
-        for peer in self._peers:
-            with contextlib.suppress(TransferError):  # a dead one is gone already
-                self._agent.disconnect(peer)
-        while self._registered:
-            self._agent.deregister(self._registered.pop())
+        self._registered.clear()
+        self._inbox.clear()
+        living.leave(self)
 
     def _knock(self, peer: Envelope, timeout: float) -> None:
         first = np.zeros(1, np.int32)
-        local = self.prepare(row_of_one(self._probe.ctypes.data))
+        local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
         remote = self.prepare(row_of_one(peer.probe), peer=peer.name)
-        self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
-        local.release()
-        remote.release()
-
-    def _start(self, order: Order) -> Transfer:
-        with self._agent.locked():
-            transfer = Transfer(self._agent, self._transfers, order)
-            transfer.start()
-        return transfer
-
-    def _check_peer(self, peer: str) -> None:
-        if peer not in self._peers:
-            raise TransferError(f"{peer!r} is not connected", rank=peer, state="stale_peer")
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close what is left before the interpreter ends: threads that wait would make it abort."""
-    for rank in tuple(_LIVE.values()):
-        rank.close()
+        try:
+            self.read(local, first, remote, first, request="connect", timeout=timeout).wait()
+        finally:
+            local.release()
+            remote.release()

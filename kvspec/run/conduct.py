@@ -137,10 +137,11 @@ class _Lead:
         return [answers[each] for each in self.members]
 
     def _go_on(self, answers: list[object]) -> None:
-        """Let each rank go on, with the introductions of those whom it moves to or notifies."""
+        """Let each rank go on, with the introductions of whom it reaches and who notifies it."""
         cards = [each for each in answers if isinstance(each, Introduction)]
         for member in self.members:
-            wanted = self.job.notifies(member.side, member.rank)
+            who = member.side, member.rank
+            wanted = {*self.job.notifies(*who), *self.job.notifiers(*who)}
             with suppress(OSError):  # it is dead, as gathering its answer will tell
                 member.pipe.send([e for e in cards if e.side != member.side and e.rank in wanted])
 

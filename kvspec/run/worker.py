@@ -160,6 +160,9 @@ class _Rank:
         self, agent: NixlRank, cache: RankCache, introductions: Iterable[Introduction]
     ) -> None:
         for each in introductions:
+            if each.rank not in self.job.notifies(self.side, self.rank):
+                agent.introduce(each.metadata)  # who only notifies this rank
+                continue
             name = self.names[each.rank] = agent.connect(each.metadata)
             own = self.side == "producer"
             producer, consumer = (cache, each.cache) if own else (each.cache, cache)

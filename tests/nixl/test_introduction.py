@@ -144,8 +144,10 @@ BAD: dict[str, tuple[Callable[[Envelope], Envelope], str]] = {
 def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
     """Sealed by who knows the secret, and wrong: refused by name; the good peer stays good."""
     change, words = BAD[case]
-    with NixlRank("near", polled=True, secret=SECRET) as near, NixlRank("far") as far:
-        far._secret = SECRET
+    with (
+        NixlRank("near", polled=True, secret=SECRET) as near,
+        NixlRank("far", secret=SECRET) as far,
+    ):
         ranks = Pair(near, far)
         bad = change(unseal(far.metadata(), SECRET)).seal(SECRET)
         with pytest.raises(WireError, match=words) as caught:
@@ -167,10 +169,10 @@ def test_a_name_that_is_no_text_is_refused() -> None:
 def test_rubbish_after_the_name_is_nixls_to_refuse() -> None:
     """What only nixl can judge comes from who knows the secret; the good metadata still loads."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
-        good = unseal(far.metadata(), near._secret)
+        good = unseal(far.metadata(), near._key)
         bad = attrs.evolve(good, metadata=nixl_bytes(b"far"))
         with pytest.raises(TransferError, match="connect failed: Mismatch") as caught:
-            near.connect(bad.seal(near._secret or b""))
+            near.connect(bad.seal(near._key))
         assert "stale_peer" == caught.value.state
         assert () == near.peers
         ranks = Pair(near, far)

@@ -26,7 +26,7 @@ import nixl_worker
 from nixl_pair import memory
 from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
 
-from kvspec.nixl import NixlRank, Prepared, Transfer
+from kvspec.nixl import Leftovers, NixlRank, Prepared, Transfer
 
 pytestmark = pytest.mark.nixl
 WORKER = Path(nixl_worker.__file__)
@@ -110,6 +110,11 @@ class Side:
         ids = np.arange(BLOCKS)
         return self.rank.read(self.local, ids, self.remote, ids, request=request, timeout=timeout)
 
+    def read_blocks(self, first: int, count: int, request: str) -> Transfer:
+        """Start reading *count* blocks from *first* on."""
+        ids = np.arange(first, first + count)
+        return self.rank.read(self.local, ids, self.remote, ids, request=request, timeout=10.0)
+
     def blocks(self) -> np.ndarray:
         """Return the bytes of the blocks, without the gaps."""
         return blocks(self.storage)
@@ -149,6 +154,7 @@ def test_two_processes_move_exact_bytes_and_notify_afterwards() -> None:
         ids = np.array([5, 6, 7, 20])
         order = rank.write(side.local, ids, side.remote, ids[::-1], request="w", timeout=5)
         order.wait()
+        child.ask("introduce", rank.metadata())
         rank.notify(side.peer, b"plan 7")
         assert rank.name == child.ask("wait", b"plan 7")
         there = pattern(1)
@@ -201,6 +207,7 @@ def test_a_polled_rank_proves_the_connection_or_says_that_it_does_not_stand() ->
         assert ["connect"] == [each.request for each in rank.quarantined]
         child.go_on()
         assert ["connect"] == [each.request for each in reaped(rank)]
+        child.ask("introduce", rank.metadata())
         rank.notify(peer, b"now it does")
         assert rank.name == child.ask("wait", b"now it does")
 
@@ -222,6 +229,21 @@ def test_closing_the_rank_is_the_abort(tcp: str) -> None:
         child.go_on()
         time.sleep(0.5)
         assert np.array_equal(before, side.storage)
+
+
+def test_a_close_in_the_middle_of_a_read_leaves_the_peer_alive(tcp: str) -> None:
+    """What is in flight over sockets ends first: aborted, it may kill the process of the peer."""
+    with worker(tls=tcp) as child:
+        metadata, address = child.introduce()
+        for turn in range(20):
+            rank = NixlRank()
+            side = Side(rank, metadata, address)
+            transfers = [side.read_blocks(first, 16, f"{turn}") for first in range(0, BLOCKS, 16)]
+            rank.close()
+            assert {"closed", "DONE"} >= {transfer.state for transfer in transfers}
+            assert Leftovers() == rank.leftovers()
+        assert pattern(1).tobytes() == child.ask("storage")
+        assert 0 == child.leave()
 
 
 def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:

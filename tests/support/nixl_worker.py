@@ -64,6 +64,8 @@ def main(parent: Connection) -> None:
                 case "notify":
                     rank.connect(arguments[0])
                     rank.notify(arguments[1], b"from the worker")
+                case "introduce":
+                    rank.introduce(arguments[0])
                 case "wait":
                     answer = rank.wait_notification(arguments[0], 5.0)
                 case "storage":

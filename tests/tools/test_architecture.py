@@ -35,7 +35,13 @@ FOLDERS = (
     ("traffic", ". loads flows traffic"),
     ("check", "counting counterexample coverage checker exhaustive verify ."),
     ("", "reference"),
-    ("nixl", "errors rows memory introduction agent merging notifications transfer rank ."),
+    (
+        "nixl",
+        (
+            "errors rows spans memory introduction living agent"
+            " merging order notifications peers transfer flights rank ."
+        ),
+    ),
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),
     ("", "catalogue"),

@@ -1,0 +1,194 @@
+"""All transfers of one rank: none is lost, and no two move the same bytes at once.
+
+A transfer is known until it is over and somebody was told so, whether or not anybody holds it.
+Until it is over, in quarantine too, what it writes can neither be written nor read by another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import attrs
+
+from kvspec.errors import TransferError
+from kvspec.inputs import seconds
+from kvspec.nixl.agent import Agent
+from kvspec.nixl.errors import STATES
+from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT, Inbox
+from kvspec.nixl.order import Order
+from kvspec.nixl.spans import Spans
+from kvspec.nixl.transfer import Transfer
+
+
+@attrs.frozen
+class Event:
+    """What `NixlRank.pump` saw, once each.
+
+    "done"; "failed", with *transfer.error*, its blocks in quarantine if any of *transfer* is in
+    flight; "freed", when that ended; "notified", with the *payload* that *peer* sent.
+    """
+
+    kind: Literal["done", "failed", "freed", "notified"]
+    peer: str
+    transfer: Transfer | None = None
+    payload: bytes = b""
+
+
+@attrs.frozen
+class Leftovers:
+    """What a rank holds: all zero once it is closed.
+
+    *transfers* that are not over or whose end nobody knows, *handles* in flight, descriptor
+    *lists*, *registrations* of memory, *peers*, *notifications* that nobody took, and *threads*
+    that wait.
+    """
+
+    transfers: int = 0
+    handles: int = 0
+    lists: int = 0
+    registrations: int = 0
+    peers: int = 0
+    notifications: int = 0
+    threads: int = 0
+
+
+@attrs.frozen(eq=False)
+class _Live:
+    """*transfers* that are known, those that are not over, and the bytes these write, by place."""
+
+    transfers: tuple[Transfer, ...] = ()
+    moving: tuple[Transfer, ...] = ()
+    written: Mapping[tuple[str, str], Spans] = attrs.field(factory=dict)
+
+    def swept(self) -> _Live:
+        """Return what is left without what is over."""
+        written = dict(self.written)
+        moving = []
+        for transfer in self.moving:
+            if not transfer.over:
+                moving.append(transfer)
+                continue
+            place = transfer.order.target_place
+            written[place] = written[place].minus(transfer.order.pairs.written)
+        known = tuple(transfer for transfer in self.transfers if not transfer.forgotten)
+        return _Live(known, tuple(moving), written)
+
+    def plus(self, transfer: Transfer) -> _Live:
+        """Return this and *transfer*, which `refuse` let through."""
+        place = transfer.order.target_place
+        written = self.written.get(place, Spans()).plus(transfer.order.pairs.written)
+        return _Live(
+            (*self.transfers, transfer),
+            (*self.moving, transfer),
+            {**self.written, place: written},
+        )
+
+    def refuse(self, order: Order) -> None:
+        """Refuse *order* if it moves bytes that another transfer writes, or writes what one reads.
+
+        Bytes are told apart by address: those of two devices of one kind differ too.
+        """
+        place = order.target_place
+        if any(transfer.order.source_place == place for transfer in self.moving) or any(
+            _moves(order, where, spans) for where, spans in self.written.items()
+        ):
+            for transfer in self.moving:
+                if _clash(order, transfer.order):
+                    message = f"some of its bytes are moved by {transfer!r}, {STATES['busy']}"
+                    peer = order.remote.peer
+                    raise TransferError(message, rank=peer, request=order.request, state="busy")
+
+
+def _moves(order: Order, place: tuple[str, str], spans: Spans) -> bool:
+    """Whether *order* writes or reads some of *spans* at *place*."""
+    written, source = order.pairs.written, order.pairs.source
+    return (order.target_place == place and spans.meets(written.start, written.end)) or (
+        order.source_place == place and spans.meets(source.address, source.address + source.nbytes)
+    )
+
+
+def _clash(order: Order, other: Order) -> bool:
+    """Whether one of two orders writes what the other writes or reads."""
+    return _moves(order, other.target_place, other.pairs.written) or _moves(
+        other, order.target_place, order.pairs.written
+    )
+
+
+class Flights:
+    """The transfers of *agent*'s rank, from `start` until nobody needs to know of them."""
+
+    def __init__(self, agent: Agent, inbox: Inbox) -> None:
+        self._agent = agent
+        self._inbox = inbox
+        self._live = _Live()  # replaced whole, so that an interrupt leaves the old or the new
+        self._turn = 0
+        self._events: list[Event] = []
+
+    def __iter__(self) -> Iterator[Transfer]:
+        """Yield what is known."""
+        known = self._live.transfers
+        return (transfer for transfer in known if not transfer.forgotten)
+
+    def start(self, order: Order) -> Transfer:
+        """Start *order*; refused if its bytes are busy. Other errors are kept for `poll`."""
+        with self._agent.locked():
+            live = self._live.swept()
+            live.refuse(order)
+            transfer = Transfer(self._agent, order)
+            self._live = live.plus(transfer)
+            transfer.step()
+        return transfer
+
+    def pump(self, budget: float) -> tuple[Event, ...]:
+        """See `NixlRank.pump`."""
+        deadline, rest = time.monotonic() + seconds("budget", budget), FIRST_WAIT
+        while True:
+            if self._step(deadline):
+                rest = FIRST_WAIT
+            left = deadline - time.monotonic()
+            if self._events or left <= 0:
+                with self._agent.locked():
+                    events = tuple(self._events)
+                    self._events.clear()
+                return events
+            time.sleep(min(rest, left))
+            rest = min(2 * rest, LAST_WAIT)
+
+    def _step(self, deadline: float) -> bool:
+        """Step every transfer, or as many as *deadline* allows, each in its turn."""
+        known, settled = tuple(self), False
+        for place in range(len(known)):
+            transfer = known[(self._turn + place) % len(known)]
+            with self._agent.locked():
+                settled |= transfer.step()
+                kind = transfer.ended()
+                if kind is not None:
+                    self._events.append(Event(kind, transfer.peer, transfer))
+            if time.monotonic() >= deadline:
+                self._turn += place + 1
+                break
+        for peer, payload in self._inbox.drain():
+            self._events.append(Event("notified", peer, payload=payload))
+        return settled
+
+    def reap(self) -> tuple[Transfer, ...]:
+        """Release what ended in quarantine; return the transfers whose blocks are free again."""
+        with self._agent.locked():
+            return tuple(transfer for transfer in self if transfer.free())
+
+    def stop(self, drain: float) -> bool:
+        """Post no more; wait *drain* seconds at most; return whether nothing is in flight."""
+        deadline = time.monotonic() + drain
+        while not all([transfer.stop() for transfer in self._live.transfers]):  # noqa: C419 - each
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(FIRST_WAIT)
+        return True
+
+    def abandon(self) -> None:
+        """Release everything, in flight or not, and forget it."""
+        for transfer in self._live.transfers:
+            transfer.abandon()
+        self._live = _Live()

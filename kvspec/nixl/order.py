@@ -1,0 +1,143 @@
+"""What a transfer is asked to do: two lists that NIXL has checked, and pairs of their ids.
+
+Everything is checked before anything is posted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.inputs import instance, seconds
+from kvspec.nixl.agent import Agent, Subject
+from kvspec.nixl.errors import STATES
+from kvspec.nixl.merging import Pairing, checked_ids, pair
+from kvspec.nixl.rows import StridedRows
+
+
+class Prepared:
+    """A list of descriptors that nixl has checked, of this rank (*peer* None) or of a *peer*.
+
+    *total* ids; id *i* of row *r* lies at `address[r] + (i - first id of r) * stride[r]`.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        rows: StridedRows,
+        memory_type: str,
+        peer: str | None,
+        handle: int | None,
+    ) -> None:
+        self.rows = rows
+        self.memory_type = memory_type
+        self.peer = peer
+        self._agent = agent
+        self._handle = handle  # None where there is no row
+        self.released = False  # once True, nixl has the list no more
+
+    def __repr__(self) -> str:
+        side = "local" if self.peer is None else f"peer={self.peer!r}"
+        return f"<Prepared {side} {len(self.rows.table)} rows, {self.total} ids>"
+
+    @property
+    def total(self) -> int:
+        """Number of ids."""
+        return self.rows.total
+
+    def handle(self, agent: Agent) -> int:
+        """Return nixl's handle, for *agent*, which must be the one that prepared the list."""
+        if agent is not self._agent:
+            message = f"the list of {self._agent.name!r} was given to {agent.name!r}"
+            raise TransferError(message, rank=agent.name, state="bug")
+        if self.released:
+            raise TransferError(
+                f"{self!r} was released: {STATES['closed']}", rank=self.peer, state="closed"
+            )
+        return self._handle or 0
+
+    def release(self) -> None:
+        """Give the list back; transfers that were posted from it go on. Twice is once."""
+        with self._agent.locked():
+            known, self.released = not self.released, True  # first: an interrupt may come between
+            if known and self._handle is not None:
+                self._agent.release_list(self._handle)
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds."""
+
+    operation: Literal["READ", "WRITE"]
+    local: Prepared
+    remote: Prepared
+    pairs: Pairing = attrs.field(repr=False)
+    request: str
+    timeout: float
+
+    @property
+    def subject(self) -> Subject:
+        """Peer and request, for errors."""
+        return self.remote.peer or "", self.request
+
+    @property
+    def target_place(self) -> tuple[str, str]:
+        """Whose bytes are written, this rank's ("") or a peer's, and their memory type."""
+        return self._place(self.local if self.operation == "READ" else self.remote)
+
+    @property
+    def source_place(self) -> tuple[str, str]:
+        """Whose bytes are read, and their memory type."""
+        return self._place(self.remote if self.operation == "READ" else self.local)
+
+    @staticmethod
+    def _place(prepared: Prepared) -> tuple[str, str]:
+        return prepared.peer or "", prepared.memory_type
+
+    def make(self, agent: Agent, piece: slice) -> int:
+        """Return nixl's handle for one of the pairs' pieces."""
+        handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
+        pairs = self.pairs
+        if pairs.joined is not None:
+            local = self.local.memory_type, pairs.joined.local[piece]
+            remote = self.remote.memory_type, pairs.joined.remote[piece]
+            return agent.make_plain(self.operation, local, remote, self.subject)
+        sides = (handles[0], pairs.local_ids[piece]), (handles[1], pairs.remote_ids[piece])
+        return agent.make(self.operation, *sides, self.subject)
+
+
+def order_of(
+    agent: Agent,
+    operation: Literal["READ", "WRITE"],
+    local: tuple[Prepared, object],
+    remote: tuple[Prepared, object],
+    *,
+    request: object,
+    timeout: float,
+) -> Order:
+    """Return the checked order to move (list, ids) pairs; nothing is posted yet."""
+    _check_side("local", local[0], agent)
+    _check_side("remote", remote[0], agent)
+    pairs = pair(
+        local[0].rows,
+        checked_ids("local_ids", local[1], local[0].total),
+        remote[0].rows,
+        checked_ids("remote_ids", remote[1], remote[0].total),
+        "local" if operation == "READ" else "remote",
+    )
+    return Order(
+        operation=operation,
+        local=local[0],
+        remote=remote[0],
+        pairs=pairs,
+        request=instance("request", request, str),
+        timeout=seconds("timeout", timeout),
+    )
+
+
+def _check_side(side: str, prepared: object, agent: Agent) -> None:
+    if not isinstance(prepared, Prepared) or (prepared.peer is None) != (side == "local"):
+        raise SpecError(side, prepared, f"a list prepared for the {side} side")
+    prepared.handle(agent)
