@@ -101,11 +101,7 @@ class _Column:
         cells = parts
         if named:
             cells += max((width_of(line.family.name, SMALL) for line in lines), default=0) + 10
-        said = (
-            cells
-            + max((sum(map(_cell, line.family.labels(line.units))) for line in lines), default=0)
-            + 8
-        )
+        said = cells + max(map(_cells, lines), default=0) + 8
         width = said + max(width_of(text, SMALL) for text in words) + 4 + _PAD
         return cls(side, (_PAD + 4, parts, cells, said), max(width, _NARROWEST))
 
@@ -138,6 +134,11 @@ class _Column:
 
 def _height(box: Box) -> float:
     return _ROW * max(len(box.lines), 1) + 2 * _PAD
+
+
+def _cells(line: Line) -> float:
+    """Return how wide the cells of a line are."""
+    return sum(map(_cell, line.family.labels(line.units)))
 
 
 def _cell(label: str) -> float:

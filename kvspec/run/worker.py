@@ -71,7 +71,7 @@ def run_rank(
     deadline: float,
     log: Path | None,
 ) -> None:
-    """Run one rank of *job*, told and telling over *parent*; the body of a spawned process.
+    """Run one rank of *job*, led by *parent* at the other end; the body of a spawned process.
 
     After each stage it sends what came of it and waits for a word, which the next stage may need.
     *deadline*: of the system's monotonic clock. *log*: the file that takes what libraries print,
