@@ -317,6 +317,33 @@ def test_a_state_that_does_not_come_out_whole_is_refused(
         one(theirs, **given)
 
 
+def test_the_order_of_a_conv_state_follows_from_its_shape() -> None:
+    """Dimension first or row first, whichever comes out whole; what may be both has to be said."""
+    for shape, letters in (((40, 3), "LBHNC"), ((3, 40), "LBNHC")):
+        engine = engine_spec(config((["l.0"], state("mamba2", (shape, (4, 8, 4))))))
+        assert letters == engine.layout_of(engine.groups[0])
+    both = "may be dimension first or row first"
+    for kind, shapes in (("short_conv", ((32, 2),)), ("mamba2", ((40, 48), (4, 8, 4)))):
+        told = f"conv_layout=None: wanted 'DS' or 'SD': {shapes[0]} {both}"
+        assert told == words(lambda kind=kind, shapes=shapes: one(state(kind, shapes)))
+    assert 3 == len(one(state("gdn_attn", ((3, 64), (8, 4, 4)))).parts) - 1
+
+
+def test_a_replicated_state_is_whole_on_every_rank() -> None:
+    """`tp_replicated`: shapes are the model's, and each consumer rank gets all of them."""
+    spec = state("short_conv", ((32, 2),), tp_replicated=True)
+    theirs = config((["l.0"], spec))
+    one_rank, three = (
+        engine_spec(theirs, parallel=tp(size), conv_layout=order)
+        for size, order in ((1, "DS"), (3, "DS"))
+    )
+    assert [64] * 3 == [three.page_size_bytes("l.0", rank) for rank in three.parallel.ranks]
+    assert [] == moves(one_rank, three, 5)
+    assert [] == moves(three, one_rank, 5)
+    dealt = engine_spec(config((["l.0"], state("short_conv", ((32, 2),)))), conv_layout="DS")
+    assert 1 == dealt.groups[0].spec.parts[0].deal_in
+
+
 def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
     """NVFP4: equal TP moves it, whatever its inside is; other heads or blocks are refused."""
     spec = like.FullAttentionSpec(**HEADS, **NVFP4)

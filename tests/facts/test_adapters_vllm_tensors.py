@@ -153,8 +153,8 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
     assert ssm.ctypes.data == cache.region("layer.0", "ssm").base
     gap = zeros((4, 4, 8, 8), np.uint8)[..., :4]
     for given, told in (
-        ([conv], "wanted 2 tensors: conv, ssm"),
-        (conv, "wanted 2 tensors: conv, ssm"),
+        ([conv], r"wanted 2 tensors \(conv, ssm\), or one of raw bytes"),
+        (conv, r"wanted 2 tensors \(conv, ssm\), or one of raw bytes"),
         ([conv[:, :, :2], ssm], r"\['conv'\].shape=.* of 1 bytes"),
         ([conv, ssm[:, :2]], r"\['ssm'\].shape=.*\[blocks, 4, ...\] of 32 bytes"),
         ([conv, gap], "stride=8: wanted one piece, 4 bytes apart"),
@@ -214,6 +214,25 @@ def states(at: int = 0, stride: int = PAGE, blocks: int = BLOCKS) -> list[Any]:
         np.ndarray((blocks, 40, 3), np.uint8, POOL, at, (stride, 3, 1)),
         np.ndarray((blocks, 4, 8, 4), np.uint8, POOL, at + 120, (stride, 32, 4, 1)),
     ]
+
+
+def raw(size: int) -> Any:
+    """Return the raw pages of a state, *size* bytes each."""
+    return np.ndarray((BLOCKS, 1, 1, size), np.int8, POOL, 0, (PAGE, size, size, 1))
+
+
+@pytest.mark.parametrize("conv_layout", ["DS", "SD"])
+def test_a_raw_page_is_cut_into_its_states(conv_layout: str) -> None:
+    """Conv first, then at once the temporal state, padding at the end: as a list of them lies."""
+    shape = (40, 3) if conv_layout == "DS" else (3, 40)
+    spec = state("mamba2", (shape, (4, 8, 4)), page_size_padded=1024)
+    engine = engine_spec(config((["l.0"], spec)))
+    conv = np.ndarray((BLOCKS, *shape), np.uint8, POOL, 0, (PAGE, shape[1], 1))
+    listed = vllm.rank_cache(engine, ONE, {"l.0": [conv, states()[1]]})
+    assert listed == vllm.rank_cache(engine, ONE, {"l.0": raw(248)})
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(POOL[:WHOLE].view(np.int8)).view(BLOCKS, 1, 1, PAGE)[..., :248]
+    assert listed.regions == vllm.rank_cache(engine, ONE, {"l.0": tensor}).regions
 
 
 def hybrid(*shared: Any, **place: int) -> like.KVCacheConfig:
@@ -357,9 +376,16 @@ REFUSED = [
     case(lambda: one_state(None), f"tensors['l.0']='NoneType': {TENSOR}"),
     case(lambda: one_state("ab"), f"tensors['l.0']='str': {TENSOR}"),
     case(lambda: one_state([states()[0], None]), f"tensors['l.0'][1]='NoneType': {TENSOR}"),
-    case(lambda: one_state([]), "tensors['l.0']='0 tensors': wanted 2 tensors: conv, ssm"),
+    case(lambda: one_state([]),
+         "tensors['l.0']='0 tensors': wanted 2 tensors (conv, ssm), or one of raw bytes"),
+    case(lambda: one_state(raw(247)), "tensors['l.0'].shape=(6, 1, 1, 247): wanted "
+         "[blocks, 1, 1, 248], the bytes of conv and ssm"),
+    case(lambda: one_state(raw(248)[..., ::-1]),
+         "tensors['l.0'].stride=-1: wanted bytes one after the other"),
+    case(lambda: one_state(raw(0)), "tensors['l.0'].shape=(6, 1, 1, 0): wanted "
+         "[blocks, 1, 1, 248], the bytes of conv and ssm"),
     case(lambda: one_state(states(blocks=0)),
-         "tensors['l.0']['conv'].shape=(0, 40, 3): wanted at least 1 block along B"),
+         "tensors['l.0']['conv'].shape=(0, 40, 3, 1): wanted at least 1 block along B"),
 ]  # fmt: skip
 
 

@@ -165,6 +165,8 @@ class MambaSpec(KVCacheSpec):
     mamba_type: str = "mamba2"
     num_speculative_blocks: int = 0
     page_size_padded: int | None = None
+    dcp_sharded: bool = False
+    tp_replicated: bool = False
 
     @property
     def page_size_bytes(self) -> int:

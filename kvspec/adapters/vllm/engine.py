@@ -20,14 +20,14 @@ from kvspec.adapters.vllm.config import (
     given_heads,
     read_configs,
 )
-from kvspec.adapters.vllm.specs import RankSpecs, context_sharded
+from kvspec.adapters.vllm.specs import RankLayer, RankSpecs
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.engines.letters import layout_letters
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import ParallelConfig
-from kvspec.specs import LayerSpec, UniformTypeKVCacheSpecs
+from kvspec.specs import UniformTypeKVCacheSpecs
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def engine_spec(
     layout: str = "LBHNC",
     tp_rank: int = 0,
     kernel_block_size: int | None = None,
-    conv_layout: str = "DS",
+    conv_layout: str | None = None,
     n_groups: int | None = None,
     excluded: Iterable[str] = (),
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
@@ -53,7 +53,8 @@ def engine_spec(
     *layout*, the name of vLLM's layout, or with planes for older caches (``LKBNHC``); *tp_rank*,
     the rank that the config is of; *kernel_block_size*, tokens of a block in memory where the
     attention kernel's blocks are finer than the table's; *conv_layout*, ``DS`` if conv states lie
-    dimension first, ``SD`` if row first; *n_groups* of Mamba2, needed where a rank holds one group.
+    dimension first, ``SD`` if row first, needed where their shapes allow both; *n_groups* of
+    Mamba2, needed where a rank holds one group.
     Layers of *excluded*, and of groups that vLLM does not transfer, are in no plan. *backends*: of
     each layer of attention what its ``get_attn_backend()`` returns, or the ``full_cls_name()`` of
     that as a tuple or a dotted name; by layer, or one for all. Where a layer has none it is
@@ -95,21 +96,11 @@ def _groups(
     return tuple(found)
 
 
-@attrs.frozen
-class _Layer:
-    """What is read of one layer of a group, beside its spec."""
-
-    layout: str
-    kernel_block_size: int | None
-    context_sharded: bool
-
-
 def _group(
     name: str, members: Sequence[Group], specs: RankSpecs, excluded: frozenset[str]
 ) -> KVCacheGroup | None:
     """Return the group whose parts on each stage are *members*; None if it holds no cache."""
-    found: dict[str, LayerSpec] = {}
-    layers: dict[str, _Layer] = {}
+    found: dict[str, RankLayer] = {}
     out: list[str] = []
     for member in members:
         for layer in member.layers:
@@ -117,30 +108,28 @@ def _group(
             left_out = layer in excluded or not member.transferred
             if left_out and not specs.knows(layer, given):
                 continue
-            page_format = specs.format_of(layer, given)
-            found[layer] = spec = specs.read(layer, given, page_format)
-            layers[layer] = _Layer(
-                specs.layout_of(spec, page_format),
-                specs.kernel_block_of(spec),
-                context_sharded(spec, given),
-            )
+            found[layer] = specs.read(layer, given)
             out += [layer] if left_out else []
     if not found:
         return None
-    uniform = any(member.uniform for member in members)
 
     def common(field: str) -> Any:  # noqa: ANN401 - of the field's type
-        return _one(name, field, {layer: getattr(layers[layer], field) for layer in layers})
+        return _one(name, field, {layer: getattr(read, field) for layer, read in found.items()})
 
+    uniform = any(member.uniform for member in members)
     return KVCacheGroup(
         name=name,
         layers=tuple(found),
-        spec=UniformTypeKVCacheSpecs(specs=found) if uniform else _one(name, "spec", found),
+        spec=_uniform(found) if uniform else common("spec"),
         layout=common("layout"),
         kernel_block_size=common("kernel_block_size"),
         context_sharded=common("context_sharded"),
         excluded=tuple(out),
     )
+
+
+def _uniform(found: Mapping[str, RankLayer]) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(specs={layer: read.spec for layer, read in found.items()})
 
 
 def _one(name: str, field: str, found: Mapping[str, T]) -> T:

@@ -33,7 +33,7 @@ from kvspec.specs import (
 
 _WINDOW = {"sliding_window": None, "extra_retained_tokens": 0}
 
-KINDS: dict[str, tuple[Callable[..., LayerSpec], Mapping[str, int | None]]] = {
+KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
     "FullAttentionSpec": (FullAttentionSpec, {}),
     "SlidingWindowSpec": (SlidingWindowSpec, _WINDOW),
     "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, {"attention_chunk_size": None}),
@@ -65,6 +65,16 @@ def name_of(spec: object) -> str | None:
     return name if name in KINDS else None
 
 
+@attrs.frozen
+class RankLayer:
+    """One layer as vLLM keeps it: its kind, and what a group says of its memory."""
+
+    spec: LayerSpec
+    layout: str
+    kernel_block_size: int | None
+    context_sharded: bool
+
+
 @attrs.frozen(kw_only=True)
 class RankSpecs:
     """What vLLM's specs do not say: see `kvspec.adapters.vllm.engine_spec`."""
@@ -74,7 +84,7 @@ class RankSpecs:
     heads: int | Mapping[str, int] | None
     layout: str
     kernel_block_size: int | None
-    conv_layout: str
+    conv_layout: str | None
     n_groups: int | None
     backends: Backends
 
@@ -84,8 +94,8 @@ class RankSpecs:
         for name in ("kernel_block_size", "n_groups"):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
-        if self.conv_layout not in ("DS", "SD"):
-            wanted = "'DS' (dimension first) or 'SD' (row first)"
+        if self.conv_layout not in (None, "DS", "SD"):
+            wanted = "'DS' (dimension first), 'SD' (row first), or None"
             raise SpecError("conv_layout", self.conv_layout, wanted)
 
     def format_of(self, layer: str, given_spec: Given) -> str:
@@ -104,48 +114,60 @@ class RankSpecs:
             return False
         return True
 
-    def read(self, layer: str, given_spec: Given, page_format: str) -> LayerSpec:
-        """Return the kind of *layer* whose spec on this rank is *given_spec*."""
+    def read(self, layer: str, given_spec: Given) -> RankLayer:
+        """Return what *layer* is whose spec on this rank is *given_spec*."""
         name = name_of(given_spec.value)
         if name is None:
             cls = type(given_spec.value).__name__
             why = f", and {NOT_MOVED[cls]}" if cls in NOT_MOVED else ""
             raise SpecError(given_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
+        page_format = self.format_of(layer, given_spec)
         if name == "MambaSpec":
-            spec: LayerSpec = read_state(
+            state, order = read_state(
                 given_spec, self.parallel, self.tp_rank, self.conv_layout, self.n_groups
             )
-        elif "MLA" in name:
+            return self._layer(state, given_spec, self._outer + ("HNC", "NHC")[order == "SD"])
+        if "MLA" in name:
             spec = self._latent(name, given_spec)
         else:
             spec = self._heads(name, layer, given_spec, page_format)
-        return self._paged(spec, given_spec)
+        return self._layer(spec, given_spec, self._layout(spec, page_format))
 
-    def layout_of(self, spec: LayerSpec, page_format: str) -> str:
-        """Return the layout in which vLLM keeps a layer: its own letters, or ours for its packing.
+    def _layer(self, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
+        return RankLayer(
+            spec=self._paged(spec, given_spec),
+            layout=layout,
+            kernel_block_size=self._kernel_block(spec),
+            context_sharded=_context_sharded(spec, given_spec),
+        )
+
+    @property
+    def _outer(self) -> str:
+        """Layers and blocks, in the order of the layout."""
+        return "".join(letter for letter in self.layout if letter in "LB")
+
+    def _layout(self, spec: AttentionSpec, page_format: str) -> str:
+        """Return the layout in which vLLM keeps rows of tokens: its letters, or ours for a packing.
 
         Two head slots are planes, K outside the tokens and all heads of a token inside it. A page
-        of a state, or one that is opaque, lies in one piece.
+        that is opaque lies in one piece.
         """
-        outer = "".join(each for each in self.layout if each in "LB")
-        if isinstance(spec, MambaSpec):
-            return outer + ("HN" if self.conv_layout == "DS" else "NH") + "C"
         if page_format == "planes":
             if "K" in self.layout:
                 raise SpecError("layout", self.layout, "no K where head slots are planes")
             return self.layout.replace("H", "K").replace("C", "HC")
-        if isinstance(spec, AttentionSpec) and spec.spans_heads and self.layout[:2] != outer:
+        if spec.spans_heads and self.layout[:2] != self._outer:
             wanted = "L and B outermost: a page whose packing spans heads lies in one piece"
             raise SpecError("layout", self.layout, wanted)
         return self.layout
 
-    def kernel_block_of(self, spec: LayerSpec) -> int | None:
+    def _kernel_block(self, spec: LayerSpec) -> int | None:
         """Return the tokens of a block in memory, None where they are the table's."""
         if self.kernel_block_size is None or not isinstance(spec, AttentionSpec):
             return None
         return self.kernel_block_size if self.kernel_block_size < spec.block_size else None
 
-    def _latent(self, name: str, given_spec: Given) -> LayerSpec:
+    def _latent(self, name: str, given_spec: Given) -> AttentionSpec:
         kind, more = KINDS[name]
         given = _common(given_spec, more)
         size = given["head_size"] * itemsize(given["dtype"])
@@ -156,9 +178,12 @@ class RankSpecs:
             if rows and page is not None and page != rows * size and page % rows == 0:
                 content = page // rows
         with given_spec.named():
-            return kind(**given, state_content_bytes=None if content == size else content)
+            spec: AttentionSpec = kind(
+                **given, state_content_bytes=None if content == size else content
+            )
+            return spec
 
-    def _heads(self, name: str, layer: str, given_spec: Given, page_format: str) -> LayerSpec:
+    def _heads(self, name: str, layer: str, given_spec: Given, page_format: str) -> AttentionSpec:
         kind, more = KINDS[name]
         given, local = _common(given_spec, more), given_spec.get("num_kv_heads").size()
         total = self._total(layer, local)
@@ -171,7 +196,8 @@ class RankSpecs:
         given["head_size_v"] = given_spec.get("head_size_v").size_or_none()
         given |= self._packing(given_spec, page_format)
         with given_spec.named():
-            return kind(**given)
+            spec: AttentionSpec = kind(**given)
+            return spec
 
     def _total(self, layer: str, local: int) -> int:
         total = self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
@@ -235,7 +261,7 @@ class RankSpecs:
         return attrs.evolve(spec, page_size_padded=page)
 
 
-def context_sharded(spec: LayerSpec, given_spec: Given) -> bool:
+def _context_sharded(spec: LayerSpec, given_spec: Given) -> bool:
     """Return whether vLLM deals a layer's tokens to context ranks; True for older vLLMs."""
     sharded = given_spec.get("dcp_sharded")
     if sharded.value is None or not spec.parts[0].per_token:

@@ -15,6 +15,7 @@ import attrs
 from kvspec.adapters.vllm.config import Given
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
+from kvspec.inputs import flag
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import MambaSpec
@@ -154,34 +155,72 @@ def read_state(
     given_spec: Given,
     parallel: ParallelConfig,
     tp_rank: int,
-    conv_layout: str,
+    conv_layout: str | None,
     n_groups: int | None,
-) -> MambaSpec:
-    """Return the state whose shapes on this rank are those of vLLM's MambaSpec *given_spec*."""
+) -> tuple[MambaSpec, str]:
+    """Return the state of vLLM's MambaSpec *given_spec*, and the order of its conv state.
+
+    ``DS``, dimension first, or ``SD``, row first: *conv_layout*, or the one that the shapes allow.
+    """
     kind = given_spec.get("mamba_type").value
-    read = TYPES.get(str(getattr(kind, "name", kind)).upper())
-    if read is None:
+    name = str(getattr(kind, "name", kind)).upper()
+    if name not in TYPES:
         raise SpecError(f"{given_spec.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
-    shapes = tuple(each.sizes() for each in given_spec.get("shapes").members("shapes"))
-    dtypes = tuple(each.dtype() for each in given_spec.get("dtypes").members("dtypes"))
+    replicated = given_spec.get("tp_replicated")
+    whole = replicated.value is not None and flag(replicated.path, replicated.value)
+    own = (ParallelConfig(), 0, None) if whole else (parallel, tp_rank, n_groups)
+    state = _state(given_spec, *own)
+    found: dict[str, MambaSpec] = {}
+    errors: list[SpecError] = []
+    for order in ("DS", "SD") if conv_layout is None else (conv_layout,):
+        try:
+            found[order] = TYPES[name](_ordered(state, name, order))
+        except SpecError as error:
+            errors.append(error)
+    if not found:
+        raise next((error for error in errors if error.field == "n_groups"), errors[0])
+    order, spec = next(iter(found.items()))
+    if any(other != spec for other in found.values()):
+        wanted = f"'DS' or 'SD': {state.shapes[0]} may be dimension first or row first"
+        raise SpecError("conv_layout", None, wanted)
+    return (_whole(spec) if whole else spec), order
+
+
+def _state(
+    given_spec: Given, parallel: ParallelConfig, tp_rank: int, n_groups: int | None
+) -> _State:
+    """Return the shapes of *given_spec*, without an order of the conv state."""
+    shapes = tuple(shape.sizes() for shape in given_spec.get("shapes").members("shapes"))
+    dtypes = tuple(dtype.dtype() for dtype in given_spec.get("dtypes").members("dtypes"))
     if len(dtypes) != len(shapes):
         wanted = f"one for each of the {len(shapes)} shapes"
         raise SpecError(f"{given_spec.path}.dtypes", dtypes, wanted)
-    channels = rows = 0
-    if read is not _linear:
-        if not shapes or len(shapes[0]) != 2:  # noqa: PLR2004 - channels and rows
-            wanted = f"a conv state of 2 axes ({conv_layout}) first"
-            raise SpecError(f"{given_spec.path}.shapes", shapes, wanted)
-        channels, rows = shapes[0] if conv_layout == "DS" else shapes[0][::-1]
-    state = _State(
+    return _State(
         field=given_spec.path,
         parallel=parallel,
         tp_rank=tp_rank,
         shapes=shapes,
         dtypes=dtypes,
-        channels=channels,
-        rows=rows,
+        channels=0,
+        rows=0,
         n_groups=n_groups,
         block_size=given_spec.get("block_size").size(),
     )
-    return read(state)
+
+
+def _ordered(state: _State, name: str, order: str) -> _State:
+    """Return *state* with its channels and rows, if its conv state lies in that *order*."""
+    if TYPES[name] is _linear:
+        return state
+    shapes = state.shapes
+    if not shapes or len(shapes[0]) != 2:  # noqa: PLR2004 - channels and rows
+        wanted = f"a conv state of 2 axes ({order}) first"
+        raise SpecError(f"{state.field}.shapes", shapes, wanted)
+    channels, rows = shapes[0] if order == "DS" else shapes[0][::-1]
+    return attrs.evolve(state, channels=channels, rows=rows)
+
+
+def _whole(spec: MambaSpec) -> MambaSpec:
+    """Return *spec* as one that every TP rank holds whole: its units are dealt all together."""
+    parts = [attrs.evolve(part, deal_in=part.units) for part in spec.parts]
+    return attrs.evolve(spec, state_parts=parts)

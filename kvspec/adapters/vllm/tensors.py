@@ -26,7 +26,7 @@ _AXES = {
     "v": "BHNC",
     "kv": "BHNC",
     "latent": "BHNC",
-    "conv": "BHN",
+    "conv": "BHNC",
     "ssm": "BHC",
 }
 """Letters of the views that this module makes, by part or tensor."""
@@ -48,7 +48,8 @@ def rank_cache(
     *engine*: from `engine_spec`. *tensors*: for each layer of the rank, a tensor of shape
     ``[blocks, heads, tokens, content]`` (content: k then v); with planes in the layout
     ``[2, blocks, tokens, heads, size]`` or ``[blocks, 2, tokens, heads, size]``; of one latent
-    ``[blocks, tokens, content]`` too; of a state the list of its tensors, conv before temporal.
+    ``[blocks, tokens, content]`` too; of a state one of raw bytes, ``[blocks, 1, 1, bytes]``, in
+    which its tensors follow one another without a gap, conv first, or the list of these.
     Blocks are the kernel's. Layers that the engine excludes may be left out. *num_blocks*: in the
     table's blocks; checked if given. *config*: this rank's own `KVCacheConfig`; if given, the
     tensors have its number of blocks, layers share memory where its `kv_cache_tensors` say so, and
@@ -180,30 +181,68 @@ class _Layer:
         return rows_outside == (strides["N"] > strides["H"])
 
     def _states(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-        names = tuple(dict.fromkeys(part.tensor for part in self.parts))
-        held = list(given) if _several(given) else [given]
-        for at, tensor in enumerate(held):
+        held: dict[str, list[tuple[Part, int]]] = {}
+        for part, units in zip(self.parts, self.units, strict=True):
+            held.setdefault(part.tensor, []).append((part, units))
+        tensors = list(given) if _several(given) else [given]
+        for at, tensor in enumerate(tensors):
             check_tensor(f"{self.field}[{at}]" if _several(given) else self.field, tensor)
-        if len(held) != len(names):
-            wanted = f"{len(names)} tensors: {', '.join(names)}"
-            raise SpecError(self.field, f"{len(held)} tensors", wanted)
-        for name, tensor in zip(names, held, strict=True):
-            mine = [(p, u) for p, u in zip(self.parts, self.units, strict=True) if p.tensor == name]
-            yield name, self._state(name, tensor, mine)
+        if not _several(given) and _raw(given):
+            yield from self._cut(given, held)
+            return
+        if len(tensors) != len(held):
+            wanted = f"{len(held)} tensors ({', '.join(held)}), or one of raw bytes"
+            raise SpecError(self.field, f"{len(tensors)} tensors", wanted)
+        for (name, parts), tensor in zip(held.items(), tensors, strict=True):
+            yield name, self._state(name, tensor, parts)
 
-    def _state(self, name: str, tensor: Any, mine: list[tuple[Part, int]]) -> Any:  # noqa: ANN401
-        part, units = mine[0][0], sum(count for _, count in mine)
+    def _cut(
+        self,
+        raw: Any,  # noqa: ANN401
+        held: Mapping[str, list[tuple[Part, int]]],
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield views of the tensors that lie one after the other in a page of raw bytes."""
+        sizes = {name: sum(u * p.states * p.content_bytes for p, u in held[name]) for name in held}
+        shape, total = tuple(raw.shape), sum(sizes.values())
+        if shape[-1] != total:
+            wanted = f"[blocks, 1, 1, {total}], the bytes of {' and '.join(held)}"
+            raise SpecError(f"{self.field}.shape", shape, wanted)
+        if _strides(raw)[-1] != 1:
+            raise SpecError(f"{self.field}.stride", _strides(raw)[-1], "bytes one after the other")
+        start = 0
+        for name, parts in held.items():
+            piece = raw[:, 0, 0, start : start + sizes[name]]
+            view = piece.reshape((shape[0], *self._extents(name, parts)))
+            yield name, self._units_first(name, view)
+            start += sizes[name]
+
+    def _extents(self, name: str, parts: list[tuple[Part, int]]) -> tuple[int, ...]:
+        """Return the extents of a state's tensor within a block, the last one in bytes."""
+        part, units = parts[0][0], sum(count for _, count in parts)
+        if name != "conv":
+            return units, part.content_bytes
+        rows = (part.states, units) if self._row_first else (units, part.states)
+        return (*rows, part.content_bytes)
+
+    def _units_first(self, name: str, view: Any) -> Any:  # noqa: ANN401
+        """Return a state's view with its units before its rows."""
+        return _ordered(view, (0, 2, 1, 3)) if name == "conv" and self._row_first else view
+
+    @property
+    def _row_first(self) -> bool:
+        return self.letters.index("N") < self.letters.index("H")
+
+    def _state(self, name: str, tensor: Any, parts: list[tuple[Part, int]]) -> Any:  # noqa: ANN401
         shape, field = tuple(tensor.shape), f"{self.field}[{name!r}].shape"
+        *wanted, content = self._extents(name, parts)
         if name == "conv":
-            dim_first = self.letters.index("H") < self.letters.index("N")
-            wanted = (units, part.states) if dim_first else (part.states, units)
-            if shape[1:] != wanted or _itemsize(tensor) != part.content_bytes:
-                told = f"[blocks, {wanted[0]}, {wanted[1]}] of {part.content_bytes} bytes"
+            if shape[1:] != tuple(wanted) or _itemsize(tensor) != content:
+                told = f"[blocks, {wanted[0]}, {wanted[1]}] of {content} bytes"
                 raise SpecError(field, shape, told)
-            return tensor if dim_first else _ordered(tensor, (0, 2, 1))
-        if shape[1:2] != (units,) or prod(shape[2:]) * _itemsize(tensor) != part.content_bytes:
-            raise SpecError(field, shape, f"[blocks, {units}, ...] of {part.content_bytes} bytes")
-        return self._flat(tensor, (shape[0], units, prod(shape[2:])))
+            return self._units_first(name, tensor[..., None])
+        if shape[1:2] != tuple(wanted) or prod(shape[2:]) * _itemsize(tensor) != content:
+            raise SpecError(field, shape, f"[blocks, {wanted[0]}, ...] of {content} bytes")
+        return self._flat(tensor, (shape[0], *wanted, prod(shape[2:])))
 
     def _flat(self, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
         """Return *tensor* with all but its blocks in a new shape; raise unless that is a view."""
@@ -222,6 +261,12 @@ class _Layer:
 
 def _several(given: Any) -> bool:  # noqa: ANN401
     return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+
+
+def _raw(tensor: Any) -> bool:  # noqa: ANN401
+    """Whether a tensor is one of raw bytes, ``[blocks, 1, 1, bytes]``."""
+    shape = tuple(tensor.shape)
+    return len(shape) == _TOKENS and shape[1:3] == (1, 1) and _itemsize(tensor) == 1
 
 
 def _has(tensor: Any, content: int) -> bool:  # noqa: ANN401
