@@ -109,7 +109,7 @@ def wanted(
         for layer in group.layers
         if layer not in still
         for token in live_positions(group.spec.of_layer(layer), request).nonzero()[0].tolist()
-        if token >= request.cached(group.name)
+        if token >= request.cached(group.name, group.spec)
     ]
     return range(min(tokens), max(tokens) + 1) if tokens else range(0)
 
@@ -244,7 +244,7 @@ def cached_untouched(
         size, split = group.spec.block_size, block_split(group)
         parts = {each.name: each for each in group.spec.of_layer(layer).parts}
         tokens = own_positions(engine, rank, own.first_token, len(own.block_ids) * size)
-        has = np.flatnonzero(tokens < request.cached(name))
+        has = np.flatnonzero(tokens < request.cached(name, group.spec))
         at, row = has // size, has % size // parts[part].tokens_per_state
         block = own.block_ids[at]
         known = (block >= 0) & (block < len(view) // split)

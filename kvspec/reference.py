@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 
-from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
+from kvspec.descriptors.pools import check_pools, sharing
+from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
 from kvspec.memory.regions import RankCache, Region
+from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
@@ -44,6 +47,8 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     _check_held("producers", producers, {edge.producer for edge in plan.edges})
     _check_held("consumers", consumers, {edge.consumer for edge in plan.edges})
     _check_tables(plan, request)
+    for cache, _ in consumers.values():
+        check_pools(plan, request, sharing(cache))
     for source, target, each, (ours, our_state, theirs, their_state) in list(
         _moves(plan, producers, consumers, request)
     ):
@@ -78,25 +83,48 @@ def _moves(
             (plan.producer, plan.producer.group(edge.producer_group), edge.producer),
             (plan.consumer, plan.consumer.group(edge.group), edge.consumer),
         )
-        groups = [(group, engine.context(group, rank)) for engine, group, rank in sides]
+        groups = [
+            (group, engine.context(group, rank), engine.null_block) for engine, group, rank in sides
+        ]
         for each in edge.slices:
             for layer in each.layers:
                 spec = plan.pair_of(edge).specs[layer]
                 for part in (part for part in spec.parts if part.name in each.parts):
-                    rows = _rows(request, each, spec, part, groups)
                     source = _view("producers", producers[edge.producer], layer, part)
                     target = _view("consumers", consumers[edge.consumer], layer, part)
-                    _check_ids("producer_blocks", groups[0][0], rows[0], len(source))
-                    _check_ids("consumer_blocks", groups[1][0], rows[2], len(target))
-                    yield source, target, each, rows
+                    places = [
+                        _Place(side, group, context, null, len(view))
+                        for side, (group, context, null), view in zip(
+                            _SIDES, groups, (source, target), strict=True
+                        )
+                    ]
+                    yield source, target, each, _rows(request, each, spec, part, places)
 
 
-def _check_ids(field: str, group: KVCacheGroup, blocks: torch.Tensor, count: int) -> None:
-    """Raise `SpecError` naming the first block id that the pool of *count* blocks does not have."""
-    wrong = blocks[(blocks < 0) | (blocks >= count)]
-    if len(wrong):
-        told = f"block ids from 0 to {count // group.split - 1}"
-        raise SpecError(f"{field}[{group.name!r}]", int(wrong[0]) // group.split, told)
+_SIDES: tuple[Role, Role] = ("producer", "consumer")
+
+
+@attrs.frozen
+class _Place:
+    """Where one side keeps its tokens: its group, context and null block, and its pool."""
+
+    side: Role
+    group: KVCacheGroup
+    context: Cyclic
+    null_block: int | None
+    num_blocks: int
+
+    def check_ids(self, ids: Ids, tokens: Ids, wanted: range) -> None:
+        """Raise naming the first id that is the null block, or that the pool does not have."""
+        null = tokens[ids == self.null_block]
+        if len(null):
+            missing = range(int(null[0]), int(null[0]) + 1)
+            check_no_null(self.side, self.group.name, self.null_block, missing, wanted)
+        count = self.num_blocks // self.group.split
+        wrong = ids[(ids < 0) | (ids >= count)]
+        if len(wrong):
+            field = f"{self.side}_blocks[{self.group.name!r}]"
+            raise SpecError(field, int(wrong[0]), f"block ids from 0 to {count - 1}")
 
 
 def _view(
@@ -131,53 +159,54 @@ def _rows(
     each: TPTransferSlice,
     spec: LayerSpec,
     part: Part,
-    groups: list[tuple[KVCacheGroup, Cyclic]],
+    places: list[_Place],
 ) -> list[torch.Tensor]:
     """Return producer block, row, consumer block, row of every row that moves, as index tensors."""
     import torch  # noqa: PLC0415
 
-    (ours, our_context), (theirs, their_context) = groups
-    wanted = request.wanted(theirs.name, spec)
-    tables = request.producer_blocks[ours.name], request.consumer_blocks[theirs.name]
-    virtual = spec.block_size * their_context.size
+    producer, consumer = places
+    wanted = request.wanted(consumer.group.name, spec)
+    tables = [request.table(place.side, place.group.name) for place in places]
+    virtual = spec.block_size * consumer.context.size
     if not part.per_token:
         if not wanted or not each.stripe.holds(wanted.start // virtual):
             return [torch.zeros(0, dtype=torch.int64)] * 4
         rows = np.arange(part.states)
         slots = [
-            np.full(len(rows), _slot(f"{side}_blocks[{group.name!r}]", table, group, wanted.start))
-            for side, table, group in zip(
-                ("producer", "consumer"), tables, (ours, theirs), strict=True
-            )
+            np.full(len(rows), _slot(table, place, wanted))
+            for table, place in zip(tables, places, strict=True)
         ]
         found = [slots[0], rows, slots[1], rows]
     else:
         tokens = np.arange(wanted.start, wanted.stop)
         tokens = tokens[each.stripe.holds(tokens // virtual)]
         tokens = np.unique(tokens // part.tokens_per_state) * part.tokens_per_state
-        tokens = tokens[our_context.owns(tokens) & their_context.owns(tokens)]
+        tokens = tokens[producer.context.owns(tokens) & consumer.context.owns(tokens)]
         found = [
-            *_place(tables[0], tokens, ours, our_context, part),
-            *_place(tables[1], tokens, theirs, their_context, part),
+            column
+            for table, place in zip(tables, places, strict=True)
+            for column in _placed(table, tokens, place, part, wanted)
         ]
     return [torch.from_numpy(np.ascontiguousarray(column)) for column in found]
 
 
-def _slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> int:
-    """Return the block that holds the state: the only one, or that of the last *token*."""
+def _slot(table: BlockTable, place: _Place, wanted: range) -> int:
+    """Return the block that holds the state: the only one, or that of the *wanted* token."""
     ids = table.block_ids
     one = len(ids) == 1 and not table.first_token
-    at = 0 if one else (token - table.first_token) // group.spec.block_size
+    at = 0 if one else (wanted.start - table.first_token) // place.group.spec.block_size
     if not 0 <= at < len(ids):
-        told = f"one id, the state's slot, or a block for token {token}"
-        raise SpecError(field, ids.tolist(), told)
+        told = f"one id, the state's slot, or a block for token {wanted.start}"
+        raise SpecError(f"{place.side}_blocks[{place.group.name!r}]", ids.tolist(), told)
+    place.check_ids(ids[at : at + 1], np.array(wanted[:1]), wanted)
     return int(ids[at])
 
 
-def _place(
-    table: BlockTable, tokens: Ids, group: KVCacheGroup, context: Cyclic, part: Part
+def _placed(
+    table: BlockTable, tokens: Ids, place: _Place, part: Part, wanted: range
 ) -> tuple[Ids, Ids]:
     """Return the block in memory and the row in it of every row that begins with a token."""
+    group, context = place.group, place.context
     size = group.spec.block_size
     held = table.tokens(size * context.size)
     if len(tokens) and not (held.start <= tokens[0] and tokens[-1] < held.stop):
@@ -190,4 +219,6 @@ def _place(
     rounds, rest = np.divmod(token, context.interleave * context.size)
     token = rounds * context.interleave + rest % context.interleave
     part_of, token = np.divmod(token, group.memory_block_size)
-    return table.block_ids[block] * group.split + part_of, token // part.tokens_per_state
+    ids = table.block_ids[block]
+    place.check_ids(ids, tokens, wanted)
+    return ids * group.split + part_of, token // part.tokens_per_state

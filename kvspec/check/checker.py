@@ -100,7 +100,7 @@ class Checker:
         """
         grain, name = part.tokens_per_state, pair.consumer.name
         context = self.plan.consumer.context(pair.consumer, self.cache.rank)
-        wanted, cached = self.request.wanted(name, spec), self.request.cached(name)
+        wanted, cached = self.request.wanted(name, spec), self.request.cached(name, spec)
         first = table.first_token // context.size
         start = min(first, context.local(wanted.start)) // grain
         stop = max(first + len(table.block_ids) * spec.block_size, context.local(wanted.stop))
@@ -130,15 +130,18 @@ class Checker:
             if len(table.block_ids) > 1:
                 at = (self.request.num_tokens - 1 - table.first_token) // group.spec.block_size
             slot = int(table.block_ids[at])
-            states = region.base + slot * region.block_stride + tokens * region.state_stride
-            return np.where(0 <= slot < region.num_blocks, states, -1).astype(np.int64)
+            if not 0 <= slot < region.num_blocks:
+                return np.full(len(tokens), -1, np.int64)
+            return region.base + slot * region.block_stride + tokens * region.state_stride
         context = cache.engine.context(group, cache.rank)
         local = context.local(tokens) - table.first_token // context.size
         block, token = np.divmod(local, group.spec.block_size)
         split, token = np.divmod(token, group.memory_block_size)
         inside = context.owns(tokens) & (block >= 0) & (block < len(table.block_ids))
-        ids = table.block_ids[np.where(inside, block, 0)] * group.split + split
-        inside &= (ids >= 0) & (ids < region.num_blocks)  # null blocks are nowhere
+        ids = table.block_ids[np.where(inside, block, 0)]
+        inside &= (ids >= 0) & (ids < region.num_blocks // group.split)
+        inside &= ids != cache.engine.null_block  # a null block is nowhere
+        ids = np.where(inside, ids, 0) * group.split + split
         row = token // part.tokens_per_state
         found = region.base + ids * region.block_stride + row * region.state_stride
         return np.where(inside, found, -1).astype(np.int64)

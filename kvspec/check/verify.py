@@ -15,13 +15,15 @@ import numpy.typing as npt
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
 from kvspec.descriptors.cells import check_producer_holds
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
 from kvspec.descriptors.table import build_table, check_engine
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, mapping
 from kvspec.memory.regions import RankCache
+from kvspec.ownership.election import Role
+from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
@@ -126,21 +128,34 @@ def _check_tables(plan: TransferPlan, pair: GroupPair, request: TransferRequest)
     theirs = request.table("consumer", pair.consumer.name)
     ours = request.table("producer", pair.producer.name)
     tokens = ours.tokens(plan.producer.virtual_block(pair.producer))
+    sides: tuple[tuple[Role, EngineSpec, KVCacheGroup, BlockTable], ...] = (
+        ("consumer", plan.consumer, pair.consumer, theirs),
+        ("producer", plan.producer, pair.producer, ours),
+    )
     for spec, _ in pair.alike:
         wanted = request.wanted(pair.consumer.name, spec)
         if wanted and all(part.per_token for part in spec.parts):
             check_producer_holds(pair.producer.name, tokens, wanted)
+            for side, engine, group, table in sides:
+                virtual, null = engine.virtual_block(group), engine.null_block
+                held = table.tokens(virtual)
+                inside = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+                if inside:
+                    missing = table.without_block(inside, virtual, null)
+                    check_no_null(side, group.name, null, missing, wanted)
         elif wanted:
-            for side, table, group in (
-                ("consumer", theirs, pair.consumer),
-                ("producer", ours, pair.producer),
-            ):
-                _check_slot(f"{side}_blocks[{group.name!r}]", table, group, wanted.start)
+            for side, engine, group, table in sides:
+                slot = _slot(f"{side}_blocks[{group.name!r}]", table, group, wanted.start)
+                missing = wanted if slot == engine.null_block else EMPTY
+                check_no_null(side, group.name, engine.null_block, missing, wanted)
 
 
-def _check_slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> None:
-    """Raise unless *table* is one slot, or has the block in which the state of *token* lies."""
-    slot = len(table.block_ids) == 1 and not table.first_token
-    if not slot and token not in table.tokens(group.spec.block_size):
+def _slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> int:
+    """Return the id of *table*'s one slot, or of the block in which the state of *token* lies."""
+    if len(table.block_ids) == 1 and not table.first_token:
+        return int(table.block_ids[0])
+    held = table.tokens(group.spec.block_size)
+    if token not in held:
         told = f"one id, the state's slot, or a block for token {token}"
         raise SpecError(field, table.block_ids.tolist(), told)
+    return int(table.block_ids[(token - held.start) // group.spec.block_size])

@@ -11,9 +11,11 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.paging import Geometry, TokenSide
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
 from kvspec.descriptors.runs import RowSet
 from kvspec.errors import Mismatch, MismatchError, SpecError
+from kvspec.ownership.election import Role
+from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.tokens import Cyclic, Ints
 from kvspec.plan.edges import Edge
 
@@ -64,8 +66,8 @@ def pieces(request: TransferRequest, edge: Edge, geometry: Geometry) -> Pieces:
     if not geometry.cell:
         moves = _state_moves(request, geometry, wanted)
         slots = (
-            _slot(f"producer_blocks[{edge.producer_group!r}]", ours, geometry.producer, wanted),
-            _slot(f"consumer_blocks[{edge.group!r}]", theirs, geometry.consumer, wanted),
+            _slot("producer", edge.producer_group, ours, geometry.producer, wanted),
+            _slot("consumer", edge.group, theirs, geometry.consumer, wanted),
         )
         written = theirs.block_ids[slots[1] : slots[1] + 1]
         _check_once(f"consumer_blocks[{edge.group!r}]", theirs, written, written=True)
@@ -80,9 +82,7 @@ def pieces(request: TransferRequest, edge: Edge, geometry: Geometry) -> Pieces:
         (f"consumer_blocks[{edge.group!r}]", theirs, geometry.consumer),
     ):
         # Of all that moves, not of this edge alone: another may read a block's other place.
-        ends = np.array([wanted.start, wanted.stop - 1]) - table.first_token
-        first, last = ends // (side.block_size * side.context.size)
-        used = table.block_ids[first : last + 1]
+        used = table.blocks_of(wanted, side.block_size * side.context.size)
         _check_once(field, table, used, written=table is theirs)
     return Pieces(mine, yours, tokens, tails, ours, theirs)
 
@@ -140,7 +140,8 @@ def _cut(request: TransferRequest, edge: Edge, geometry: Geometry) -> tuple[Ints
     Where both sides deal tokens alike, their own counts are one count, and cells are cut in it;
     else cells are cut in positions, and kept if both own them.
     """
-    wanted, cached = request.wanted(edge.group, geometry.spec), request.cached(edge.group)
+    wanted = request.wanted(edge.group, geometry.spec)
+    cached = request.cached(edge.group, geometry.spec)
     cell, (ours, theirs) = geometry.cell, (geometry.producer.context, geometry.consumer.context)
     virtual = geometry.consumer.block_size * theirs.size
     if ours.alike(theirs):
@@ -156,7 +157,7 @@ def _cut(request: TransferRequest, edge: Edge, geometry: Geometry) -> tuple[Ints
         start = wanted.start // geometry.grain * geometry.grain
         if start < cached:
             told = f"a multiple of tokens_per_state={geometry.grain}"
-            raise SpecError("cached_tokens", request.cached(edge.group), told)
+            raise SpecError("cached_tokens", request.cached(edge.group, geometry.spec), told)
         positions[0], tokens[0] = start, first + cell - start
     keep = ours.owns(positions) & theirs.owns(positions)
     keep &= geometry.stripe.holds(positions // virtual)
@@ -210,8 +211,15 @@ def _state_moves(request: TransferRequest, geometry: Geometry, wanted: range) ->
     return geometry.stripe.holds(wanted.start // virtual)
 
 
-def _slot(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
+def _slot(name: Role, group: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
     """Return which of a table's blocks holds the state: its only slot, or the last token's."""
+    slot = _slot_index(f"{name}_blocks[{group!r}]", table, side, wanted)
+    missing = wanted if table.block_ids[slot] == side.null_block else EMPTY
+    check_no_null(name, group, side.null_block, missing, wanted)
+    return slot
+
+
+def _slot_index(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
     if len(table.block_ids) == 1 and not table.first_token:
         return 0
     if table.first_token % side.block_size:
@@ -241,6 +249,14 @@ def _check_held(
         told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
         raise SpecError(f"consumer_blocks[{edge.group!r}]", held[1], told)
     check_producer_holds(edge.producer_group, held[0], wanted)
+    sides: tuple[tuple[Role, str, BlockTable, TokenSide], ...] = (
+        ("consumer", edge.group, theirs, geometry.consumer),
+        ("producer", edge.producer_group, ours, geometry.producer),
+    )
+    for name, group, table, side in sides:
+        virtual = side.block_size * side.context.size
+        missing = table.without_block(wanted, virtual, side.null_block)
+        check_no_null(name, group, side.null_block, missing, wanted)
 
 
 def check_producer_holds(group: str, held: range, wanted: range) -> None:

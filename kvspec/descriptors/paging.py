@@ -18,13 +18,15 @@ class TokenSide:
     """How one side's tokens lie in blocks.
 
     Tokens of a table's block, tokens of a block in memory, and which positions the rank owns.
-    *flows*: rows run on from one block in memory to the next.
+    *flows*: rows run on from one block in memory to the next. *null_block*: the id that is no
+    block.
     """
 
     block_size: int
     memory_block_size: int
     context: Cyclic
     flows: bool = False
+    null_block: int | None = None
 
 
 @attrs.frozen

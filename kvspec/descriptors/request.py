@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.errors import SpecError
+from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import mapping, positive_int
 from kvspec.ownership.election import Role
 from kvspec.ownership.intervals import EMPTY
@@ -74,6 +74,25 @@ class BlockTable:
         """Return the token positions that the table holds, for blocks of *block_size* tokens."""
         return range(self.first_token, self.first_token + len(self.block_ids) * block_size)
 
+    def blocks_of(self, tokens: range, block_size: int) -> Ids:
+        """Return the ids of the blocks that hold *tokens*, all of which the table has."""
+        first = (tokens.start - self.first_token) // block_size
+        last = (tokens.stop - 1 - self.first_token) // block_size
+        return self.block_ids[first : last + 1]
+
+    def without_block(self, tokens: range, block_size: int, null_block: int | None) -> range:
+        """Return the first of *tokens*, all in the table, that stand in the null block."""
+        if null_block is None:
+            return EMPTY
+        null = self.blocks_of(tokens, block_size) == null_block
+        if not null.any():
+            return EMPTY
+        first, last = np.flatnonzero(np.diff(null, prepend=False, append=False))[:2].tolist()
+        at = tokens.start - (tokens.start - self.first_token) % block_size
+        return range(
+            max(at + first * block_size, tokens.start), min(at + last * block_size, tokens.stop)
+        )
+
 
 Tables = Mapping[str, BlockTable | Sequence[int]]
 
@@ -99,7 +118,8 @@ class TransferRequest:
     """One request: how many tokens, how many the consumer has, and both sides' block tables.
 
     *num_tokens*: position of the first token that the consumer computes itself. *cached_tokens*:
-    leading tokens that the consumer already holds, one count or one for each group. Tables are
+    leading tokens that the consumer already holds, one count or one for each group; one count is
+    of the prompt's tokens, so of an encoder's none are cached unless its group says so. Tables are
     keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
     *encoder_tokens*: the encoder's own count, which cross attention needs. *state_tokens*: how
     many tokens the producer's recurrent states have seen, `num_tokens` unless given.
@@ -142,11 +162,11 @@ class TransferRequest:
             raise SpecError(f"{side}_blocks", sorted(tables, key=repr), wanted)
         return found
 
-    def cached(self, group: str) -> int:
-        """Return the leading tokens of *group* that the consumer already holds."""
+    def cached(self, group: str, spec: LayerSpec) -> int:
+        """Return the leading tokens of *group*, layers of *spec*, that the consumer holds."""
         if isinstance(self.cached_tokens, Mapping):
             return self.cached_tokens.get(group, 0)
-        return self.cached_tokens
+        return self.cached_tokens if spec.counts_prompt else 0
 
     def total(self, spec: LayerSpec) -> int:
         """Return how many tokens layers of *spec* count: the prompt's, or the encoder's."""
@@ -155,4 +175,20 @@ class TransferRequest:
     def wanted(self, group: str, spec: LayerSpec) -> range:
         """Return the token positions of *group* that have to move."""
         live = spec.live_tokens(self.total(spec))
-        return range(max(live.start, self.cached(group)), live.stop) or EMPTY
+        return range(max(live.start, self.cached(group, spec)), live.stop) or EMPTY
+
+
+def check_no_null(
+    side: Role, group: str, null_block: int | None, missing: range, wanted: range
+) -> None:
+    """Raise if the *side*'s table of *group* has its null block for the tokens *missing*.
+
+    A `SpecError` about the consumer's own table, a `MismatchError` about what the producer dropped.
+    """
+    if not missing:
+        return
+    field, tokens = f"{side}_blocks[{group!r}]", f"tokens {missing.start}..{missing.stop - 1}"
+    if side == "consumer":
+        raise SpecError(field, null_block, f"a block for {tokens}, not the null block")
+    why = f"the producer's table has the null block for {tokens}"
+    raise MismatchError([Mismatch(field, null_block, wanted, why, ("held", "wanted"))])

@@ -20,7 +20,7 @@ from kvspec.errors import Mismatch, MismatchError
 from kvspec.memory.regions import RankCache, Region
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
-from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 
@@ -79,14 +79,11 @@ def row_sets(
     consumer has cached.
     """
     families: dict[Geometry, dict[object, _Boxes]] = {}
-    contexts = [
-        cache.engine.context(group, cache.rank)
-        for cache, group in zip((producer, consumer), groups, strict=True)
-    ]
+    caches = producer, consumer
     for each, layer, part in _pieces(edge, groups[1].spec):
         regions = producer.region(layer, part.name), consumer.region(layer, part.name)
         (mine, ours), (yours, theirs) = (
-            _fused(*side) for side in zip(regions, groups, contexts, strict=True)
+            _fused(*side) for side in zip(regions, groups, caches, strict=True)
         )
         cell = _cell_tokens(layer, part, ours, theirs) if part.per_token else 0
         spec = groups[1].spec.of_layer(layer)
@@ -110,7 +107,7 @@ def row_sets(
     )
 
 
-def _fused(region: Region, group: KVCacheGroup, context: Cyclic) -> tuple[Region, TokenSide]:
+def _fused(region: Region, group: KVCacheGroup, cache: RankCache) -> tuple[Region, TokenSide]:
     """Take the kernel's blocks for one where they follow each other like rows of one block."""
     size, memory_size = group.spec.block_size, group.memory_block_size
     row = _row_stride(region)
@@ -123,7 +120,8 @@ def _fused(region: Region, group: KVCacheGroup, context: Cyclic) -> tuple[Region
             states=region.states * group.split,
         )
         memory_size = size
-    return region, TokenSide(size, memory_size, context)
+    context, null = cache.engine.context(group, cache.rank), cache.engine.null_block
+    return region, TokenSide(size, memory_size, context, null_block=null)
 
 
 def _pieces(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str, Part]]:

@@ -7,6 +7,7 @@ byte lies in exactly one selected descriptor, and a cached byte in none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from kvspec.descriptors.cells import Cells, Pieces, cells, pieces
 from kvspec.descriptors.paging import Geometry
 from kvspec.descriptors.pool import Pool
+from kvspec.descriptors.pools import check_pools, sharing
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import RowSet, merge, row_sets
 from kvspec.engines.engine import EngineSpec
@@ -140,9 +142,14 @@ class DescriptorTable:
             return summary(self, request)
         return describe(self, consumer_id, request)
 
+    @cached_property
+    def _pools(self) -> tuple[frozenset[str], ...]:
+        return sharing(self.consumer)
+
     def _cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
         instance("request", request, TransferRequest)
         request.check_groups([group.name for group in self.plan.consumer.groups])
+        check_pools(self.plan, request, self._pools)
         cut: dict[tuple[int, Geometry], Pieces] = {}
         known: dict[tuple[object, ...], Cells] = {}
         for entry in self.entries:

@@ -15,7 +15,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.engines.letters import layout_letters, without_alias
 from kvspec.engines.stages import stages_of
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, sequence
+from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.deals import Deal, check_whole, explicit_deal
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
@@ -39,11 +39,16 @@ def _groups(value: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class EngineSpec:
-    """One engine: its groups of layers, its parallel sizes, and the layout of its cache."""
+    """One engine: its groups of layers, its parallel sizes, and the layout of its cache.
+
+    *null_block*: the id that stands in its block tables where no block is, as where a window has
+    passed (vLLM: 0), or None if it has none. It is never read and never written.
+    """
 
     groups: tuple[KVCacheGroup, ...] = attrs.field(converter=_groups)
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
     layout: str = attrs.field(default="LBHNC", converter=without_alias)
+    null_block: int | None = None
     _deals: dict[tuple[str, str, int], Deal] = attrs.field(
         init=False, factory=dict, repr=False, eq=False, hash=False
     )
@@ -53,6 +58,8 @@ class EngineSpec:
         if not self.groups:
             raise SpecError("groups", self.groups, "at least one group")
         instance("parallel", self.parallel, ParallelConfig)
+        if self.null_block is not None:
+            positive_int("null_block", self.null_block, least=0)
         names: set[str] = set()
         homes: dict[str, str] = {}
         for group in self.groups:

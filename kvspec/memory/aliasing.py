@@ -108,6 +108,36 @@ def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Me
                 yield regions[first], regions[second], found[2]
 
 
+def groups_that_share(
+    regions: Iterable[Region], split: Mapping[str, int]
+) -> tuple[frozenset[str], ...]:
+    """Return the sets of groups of which blocks of one id share memory.
+
+    Groups of one pool stand together, even if two of them meet only what a third has.
+    """
+    regions = list(regions)
+    if len({each.group for each in regions}) < 2 or not _mixed(regions):  # noqa: PLR2004 - a pair
+        return ()
+    found: list[frozenset[str]] = []
+    for one, other, _ in meetings(regions, split):
+        pool = frozenset((one.group, other.group))
+        apart = [each for each in found if not each & pool]
+        found = [*apart, pool.union(*(each for each in found if each & pool))]
+    return tuple(each for each in found if len(each) > 1)
+
+
+def _mixed(regions: list[Region]) -> bool:
+    """Return whether memory of one group begins before that of another ends."""
+    ordered = sorted(regions, key=lambda r: (r.memory_type, r.device, r.extent.start))
+    stop, last = 0, ordered[0]
+    for each in ordered:
+        same = (each.memory_type, each.device) == (last.memory_type, last.device)
+        if same and each.group != last.group and each.extent.start < stop:
+            return True
+        stop, last = max(stop, each.extent.stop) if same else each.extent.stop, each
+    return False
+
+
 def _one_block(one: _Box, other: _Box) -> bool:
     """Whether two boxes that share a byte do so as blocks of one id of two equal tables."""
     turns = [[each for each in box.turns if each.table] for box in (one, other)]

@@ -78,12 +78,21 @@ class RankCache:
                 raise SpecError("regions", ".".join(key), f"parts of layers that {self.rank} has")
             seen.add(key)
             _check_region(each, wanted[key])
+            self._check_null_block(each)
         for key in wanted.keys() - seen:
             if key[0] not in excluded:
                 told = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
                 raise SpecError("regions", sorted(map(".".join, seen)), told)
         self._check_inside()
         check_apart(self.regions, {group.name: group.split for group in self.engine.groups})
+
+    def _check_null_block(self, region: Region) -> None:
+        """Check that the engine's null block is one of the region's blocks."""
+        null = self.engine.null_block
+        blocks = region.num_blocks // self.engine.group(region.group).split
+        if null is not None and null >= blocks:
+            told = f"less than the {blocks} blocks of {region.layer}.{region.part}"
+            raise SpecError("null_block", null, told)
 
     def _check_inside(self) -> None:
         """Check that every region lies inside one piece of the memory given."""

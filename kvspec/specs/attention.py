@@ -120,6 +120,11 @@ class FullAttentionSpec(AttentionSpec):
 class CrossAttentionSpec(FullAttentionSpec):
     """Keys and values of the encoder's tokens; `live_tokens` takes the encoder's own count."""
 
+    @property
+    def counts_prompt(self) -> bool:
+        """False: its positions are the encoder's."""
+        return False
+
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
         """Return the encoder's tokens, which the request must tell."""
         if encoder_tokens is None:

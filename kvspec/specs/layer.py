@@ -93,6 +93,11 @@ class LayerSpec:
         """Return the spec of one layer of a group that has this spec."""
         return self
 
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether its positions are the prompt's; else they are of another sequence."""
+        return True
+
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
         """Return how many tokens such a layer counts: the prompt's, unless it has others."""
         return num_tokens

@@ -91,9 +91,22 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         """Return the bytes of one block of all layers on one rank, padding included."""
         return sum(spec.page_size_bytes(tp_rank, tp_size) for spec in self.specs.values())
 
+    @property
+    def counts_prompt(self) -> bool:
+        """Whether its layers' positions are the prompt's: they are of one kind."""
+        return self._first.counts_prompt
+
+    def total(self, num_tokens: int, encoder_tokens: int | None) -> int:
+        """Return how many tokens its layers count."""
+        return self._first.total(num_tokens, encoder_tokens)
+
     def live_tokens(self, num_tokens: int) -> range:
         """Return the positions that the query at position *num_tokens* still reads."""
-        return next(iter(self.specs.values())).live_tokens(num_tokens)
+        return self._first.live_tokens(num_tokens)
+
+    @property
+    def _first(self) -> LayerSpec:
+        return next(iter(self.specs.values()))
 
     def _alike(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
         layers: dict[tuple[Part, ...], list[str]] = {}

@@ -87,7 +87,8 @@ def engines(
         override = None if name == layout else name
         kernel = draw(_kernel_blocks(spec)) if spec.page_size_padded is None else None
         own.append(attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel))
-    return EngineSpec(groups=tuple(own), parallel=parallel, layout=layout)
+    null = draw(st.sampled_from((None, None, 0, 2)))
+    return EngineSpec(groups=tuple(own), parallel=parallel, layout=layout, null_block=null)
 
 
 @st.composite

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Rows",
     "Tables",
+    "cached_in",
     "context_of",
     "excluded_layers",
     "live_positions",
@@ -95,7 +96,7 @@ def rows_of(
                 else:
                     found = _state_rows(group, part, table, request, moves)
                 at, row, token, known, live, dead = found
-                held = _held(table[0])[at]
+                held = _held(table[0], engine.null_block)[at]
                 split = block_split(group)
                 piece, row = np.divmod(row, part.states // split)
                 yield Rows(
@@ -119,6 +120,14 @@ def of_group(value: int | Mapping[str, int] | None, group: str, default: int) ->
     return value if isinstance(value, int) else value.get(group, default)
 
 
+def cached_in(request: TransferRequest, group: KVCacheGroup) -> int:
+    """Return how many tokens of *group* the consumer has: one count is never the encoder's."""
+    cross = type(group.spec).__name__ == "CrossAttentionSpec"
+    if cross and isinstance(request.cached_tokens, int):
+        return 0
+    return of_group(request.cached_tokens, group.name, 0)
+
+
 def _common_rows(source: EngineSpec | None, layer: str, part: Part) -> int:
     """Return how many rows of one block of *part* the *source* has too."""
     for group in () if source is None else source.groups:
@@ -137,8 +146,13 @@ def _table(table: Any) -> _Table:  # noqa: ANN401
     return ids, getattr(table, "first_token", 0)
 
 
-def _held(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which blocks of a table are the request's: null ones are no block, or stand often."""
+def _held(ids: NDArray[np.int64], null: int | None) -> NDArray[np.bool_]:
+    """Return which blocks of a table are the request's.
+
+    Not the engine's null block, nor where it says of none: what is no block, or stands often.
+    """
+    if null is not None:
+        return np.array([each not in (null, -1) for each in ids], bool)
     return np.array([each >= 0 and (ids == each).sum() == 1 for each in ids], bool)
 
 
@@ -160,7 +174,7 @@ def _token_rows(
     request: TransferRequest,
 ) -> _Found:
     """Return (place in the table, row, token, known, live, dead) of rows that are tokens."""
-    cached = of_group(request.cached_tokens, group.name, 0)
+    cached = cached_in(request, group)
     live = live_positions(group.spec.of_layer(layer), request)
     blocks = len(own) // group.spec.block_size
     at, row = (each.ravel() for each in np.indices((blocks, part.states)))
@@ -186,6 +200,6 @@ def _state_rows(
     row, slot = np.arange(part.states), 0
     if len(table[0]) > 1:
         slot = (request.num_tokens - 1 - table[1]) // group.spec.block_size
-    wanted = of_group(request.cached_tokens, group.name, 0) < request.num_tokens
+    wanted = cached_in(request, group) < request.num_tokens
     none = np.zeros(part.states, bool)
     return np.full_like(row, slot), row, np.full_like(row, -1), ~none, wanted & (row < moves), none

@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
 from hypothesis import strategies as st
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
@@ -17,7 +18,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
 from kvspec.specs import CrossAttentionSpec
 from kvspec.testing.parallels import is_state, parts_of
-from kvspec.testing.positions import context_of, excluded_layers, live_positions
+from kvspec.testing.positions import cached_in, context_of, excluded_layers, live_positions
 
 
 def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
@@ -28,8 +29,7 @@ def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
 
 def needed(group: KVCacheGroup, request: TransferRequest) -> range:
     """Return the span of token positions of *group* that have to move; empty: none."""
-    cached = request.cached_tokens
-    cached = cached if isinstance(cached, int) else cached.get(group.name, 0)
+    cached = cached_in(request, group)
     tokens = [
         int(token)
         for layer in group.layers
@@ -45,7 +45,8 @@ def _table(
 ) -> tuple[BlockTable, int]:
     """Draw a table of at least what is needed, lookahead blocks after it, and a pool around it.
 
-    Blocks that are not needed may be null: a number that is no block, or one block for all of them.
+    Blocks that are not needed may be null: the engine's null block, or where it has none a number
+    that is no block, or one block for all of them.
     """
     size = group.spec.block_size * context_of(engine, RankId(), group)[1]
     length, wanted = length_of(group, request), needed(group, request)
@@ -67,12 +68,16 @@ def _table(
         ids = random.Random(draw(st.integers(0, 2**16))).sample(range(pool), count)  # noqa: S311
     elif order == "descending":
         ids.reverse()
-    null = draw(st.sampled_from((None, None, -1, 0)))
+    null = engine.null_block
     if null is None:
+        null = draw(st.sampled_from((None, None, -1, 0)))
+        ids, pool = [each + (null == 0) for each in ids], pool + (null == 0)
+    else:
+        ids, pool = [each + (each >= null) for each in ids], max(pool, null) + 1
+    if null is None or not draw(st.integers(0, 3)):
         return BlockTable(ids, first * size), pool
     if is_state(group.spec):
         wanted = range(length - 1, length) if count > 1 else range(first * size, first * size + 1)
-    ids, pool = [each + null + 1 for each in ids], pool + null + 1
     starts = range(first * size, (first + count) * size, size)
     kept = [bool(range(max(at, wanted.start), min(at + size, wanted.stop))) for at in starts]
     table = [each if keep else null for each, keep in zip(ids, kept, strict=True)]
@@ -93,16 +98,22 @@ def tables(
 
 @st.composite
 def of_one_pool(
-    draw: st.DrawFn, found: Mapping[str, BlockTable]
+    draw: st.DrawFn, found: Mapping[str, BlockTable], null: int | None
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
-    """Draw other ids for the tables *found*: each block of one pool belongs to one group."""
+    """Draw other ids for the tables *found*: each block of one pool belongs to one group.
+
+    But the *null* block, which stays where it is.
+    """
     total = sum(len(table.block_ids) for table in found.values())
-    pool = max(1, total + draw(st.integers(0, 4)))
-    ids = random.Random(draw(st.integers(0, 2**16))).sample(range(pool), total)  # noqa: S311
+    pool = max(1, total + draw(st.integers(0, 4)), 0 if null is None else total + null + 1)
+    free = [each for each in range(pool) if each != null]
+    ids = random.Random(draw(st.integers(0, 2**16))).sample(free, total)  # noqa: S311
     own = {}
     for name, table in found.items():
         count = len(table.block_ids)
-        own[name], ids = attrs.evolve(table, block_ids=ids[:count]), ids[count:]
+        kept = np.full(count, null is not None) & (table.block_ids == null)
+        own[name] = attrs.evolve(table, block_ids=np.where(kept, table.block_ids, ids[:count]))
+        ids = ids[count:]
     return own, dict.fromkeys(found, pool)
 
 

@@ -147,8 +147,11 @@ def sharing_cases(draw: st.DrawFn, largest: int = 4) -> Case:
         _case((draw(sharing_engines(model, largest)), draw(sharing_engines(model, largest))))
     )
     (ours, producer_pool), (theirs, consumer_pool) = (
-        draw(of_one_pool(tables))
-        for tables in (case.request.producer_blocks, case.request.consumer_blocks)
+        draw(of_one_pool(tables, engine.null_block))
+        for engine, tables in (
+            (case.producer, case.request.producer_blocks),
+            (case.consumer, case.request.consumer_blocks),
+        )
     )
     request = attrs.evolve(case.request, producer_blocks=ours, consumer_blocks=theirs)
     return attrs.evolve(

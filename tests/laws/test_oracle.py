@@ -153,9 +153,14 @@ def slow_tokens_of_row(
                 first = next(tokens)
                 for _ in range(part.tokens_per_state - 1):
                     next(tokens)
-                if ids.count(own) == 1 and at == (
-                    own * (group.spec.block_size // kernel) + piece,
-                    row,
+                if (
+                    own != case.consumer.null_block
+                    and ids.count(own) == 1
+                    and at
+                    == (
+                        own * (group.spec.block_size // kernel) + piece,
+                        row,
+                    )
                 ):
                     return [first + i for i in range(part.tokens_per_state)]
     return None
@@ -171,8 +176,11 @@ def slow_verdict(
     layer, part_name, block, unit, row, byte = place
     spec = case.consumer.group(name).spec.of_layer(layer)
     part = next(part for part in spec.parts if part.name == part_name)
-    cached = request.cached_tokens
-    cached = cached if isinstance(cached, int) else cached.get(name, 0)
+    cached: Any = request.cached_tokens
+    if not isinstance(cached, int):
+        cached = cached.get(name, 0)
+    elif isinstance(spec, kvspec.CrossAttentionSpec):
+        cached = 0  # one count is of the prompt's tokens, these are the encoder's
     head = rank_units(case.consumer, rank, part)[unit]
     if not part.tokens_per_state:
         slot = slow_slot(request.consumer_blocks[name], spec.block_size, request.num_tokens)

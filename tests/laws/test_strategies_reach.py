@@ -5,7 +5,7 @@ The laws say nothing about what is never drawn. A case that turns out to matter 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import pairwise, product
 from math import gcd
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 import kvspec
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.positions import context_of, live_positions, own_positions
+from kvspec.testing.positions import cached_in, context_of, live_positions, own_positions
 from kvspec.testing.strategies import (
     NAMED_LAYOUTS,
     POLICIES,
@@ -53,8 +53,7 @@ def drawn() -> tuple[Case, ...]:
 
 def cached_of(case: Case, group: kvspec.KVCacheGroup) -> int:
     """Return how many tokens of *group* the consumer has."""
-    cached = case.request.cached_tokens
-    return cached if isinstance(cached, int) else cached.get(group.name, 0)
+    return cached_in(case.request, group)
 
 
 def token_groups(case: Case) -> list[kvspec.KVCacheGroup]:
@@ -462,6 +461,18 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "null blocks on P": lambda c: any(
         -1 in table.block_ids for table in c.request.producer_blocks.values()
     ),
+    "a null block of P's own": lambda c: nulls(c.producer, c.request.producer_blocks),
+    "a null block of D's own": lambda c: nulls(c.consumer, c.request.consumer_blocks),
+    "null blocks of both that differ": lambda c: (
+        nulls(c.producer, c.request.producer_blocks)
+        and nulls(c.consumer, c.request.consumer_blocks)
+        and c.producer.null_block != c.consumer.null_block
+    ),
+    "one cached count beside an encoder": lambda c: (
+        c.request.encoder_tokens is not None
+        and isinstance(c.request.cached_tokens, int)
+        and c.request.cached_tokens > 0
+    ),
     "a pool without a spare block": lambda c: any(
         c.consumer_pool[g.name] == len(tables(c, g)[1].block_ids) > 1 for g in token_groups(c)
     ),
@@ -481,6 +492,11 @@ AXES: dict[str, Callable[[Case], bool]] = {
         for group in engine.groups
     ),
 }
+
+
+def nulls(engine: kvspec.EngineSpec, tables: Mapping[str, kvspec.BlockTable]) -> bool:
+    """Return whether the null block of *engine* stands in one of its *tables*."""
+    return any(engine.null_block in table.block_ids for table in tables.values())
 
 
 def states_in_tables(case: Case, side: int) -> bool:

@@ -66,7 +66,7 @@ def rows_of(
         spec, table = group.spec.of_layer(region.layer), tables[region.group]
         part = next(p for p in group.in_memory(region.layer).parts if p.name == region.part)
         units = engine.units(group, part, rank)
-        wanted, cached = request.wanted(region.group, spec), request.cached(region.group)
+        wanted, cached = request.wanted(region.group, spec), request.cached(region.group, spec)
         if not part.tokens_per_state:
             block = np.repeat(_slot(table, group.spec.block_size, request), part.states)
             row = np.tile(np.arange(part.states), len(block) // part.states)

@@ -1,0 +1,227 @@
+"""What a block table may say: null blocks, shared memory, ids, and whose tokens are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from refused import words
+
+import kvspec
+from kvspec import RankId
+
+WINDOW = kvspec.SlidingWindowSpec(
+    block_size=32, total_num_kv_heads=2, head_size=32, dtype="float32", sliding_window=64
+)
+STATE = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16", block_size=32)
+NUM_BLOCKS = 16
+RANK = RankId()
+
+
+def engine(null_block: int | None = 0, **groups: kvspec.LayerSpec) -> kvspec.EngineSpec:
+    """Return an engine of one rank, and one layer for each of *groups*."""
+    made = [
+        kvspec.KVCacheGroup(name=name, layers=(f"layer.{name}",), spec=spec)
+        for name, spec in groups.items()
+    ]
+    return kvspec.EngineSpec(groups=made, null_block=null_block)
+
+
+@attrs.frozen
+class Pair:
+    """Two engines of one rank with their caches, and the table between them."""
+
+    plan: kvspec.TransferPlan
+    caches: tuple[kvspec.RankCache, kvspec.RankCache]
+    storage: tuple[dict[str, Any], dict[str, Any]]
+    table: kvspec.DescriptorTable
+
+    @staticmethod
+    def of(
+        producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, *, shared: bool = False
+    ) -> Pair:
+        """Return the pair, with *shared* memory or a memory for each group."""
+        plan = kvspec.plan_transfer(producer, consumer)
+        (ours, mine), (theirs, yours) = (
+            kvspec.allocate(each, RANK, NUM_BLOCKS, shared=shared) for each in (producer, consumer)
+        )
+        table = kvspec.build_table(plan, ours, theirs)
+        return Pair(plan, (ours, theirs), (mine, yours), table)
+
+    def ways(self, request: kvspec.TransferRequest) -> dict[str, Any]:
+        """Return every way to move or to judge *request*."""
+        held = [
+            {RANK: (cache, storage)}
+            for cache, storage in zip(self.caches, self.storage, strict=True)
+        ]
+        caches = [{RANK: cache} for cache in self.caches]
+        return {
+            "select": lambda: self.table.select(request),
+            "descriptors": lambda: self.table.descriptors(request),
+            "reference": lambda: kvspec.reference.copy(self.plan, *held, request),
+            "verify": lambda: kvspec.verify(self.plan, *caches, request),
+        }
+
+
+def ask(num_tokens: int, producer: Any, consumer: Any, **more: Any) -> kvspec.TransferRequest:
+    """Return a request of *num_tokens*; tables of the only group, or by group."""
+    tables = [each if isinstance(each, Mapping) else {"g": each} for each in (producer, consumer)]
+    return kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=num_tokens,
+        producer_blocks=tables[0],
+        consumer_blocks=tables[1],
+        **more,
+    )
+
+
+def refusals(pair: Pair, request: kvspec.TransferRequest) -> dict[str, str]:
+    """Return with which words each way refuses *request*."""
+    return {name: words(way, kvspec.KVSpecError) for name, way in pair.ways(request).items()}
+
+
+def test_a_window_that_has_passed_leaves_null_blocks_alone() -> None:
+    """Of 95 tokens a window of 64 sees 32..94: vLLM's block 0 is neither read nor written."""
+    pair = Pair.of(engine(g=WINDOW), engine(g=WINDOW))
+    request = ask(95, [0, 3, 5], [0, 7, 9])
+    moved = pair.table.descriptors(request)
+    for cache, address in zip(pair.caches, (moved[:, 0], moved[:, 1]), strict=True):
+        blocks = {
+            place[0]
+            for region in cache.regions
+            for each in address.tolist()
+            if (place := region.locate(each)) is not None
+        }
+        assert blocks == ({3, 5} if cache is pair.caches[0] else {7, 9})
+    pair.storage[0]["g"][:] = 7
+    for way in pair.ways(request).values():
+        way()
+    page = WINDOW.page_size_bytes()
+    assert not pair.storage[1]["g"][:page].any()
+    assert None is pair.ways(request)["verify"]()
+
+
+@pytest.mark.parametrize("null", [1, 5])
+def test_null_blocks_of_both_sides_may_differ(null: int) -> None:
+    """Each engine says its own; one that stands once is no more a block than one that repeats."""
+    pair = Pair.of(engine(0, g=WINDOW), engine(null, g=WINDOW))
+    request = ask(160, [0, 0, 0, 3, 4], [null, null, null, 7, 8])
+    assert None is pair.ways(request)["verify"]()
+
+
+LIVE = "consumer_blocks['g']=0: wanted a block for tokens 31..31, not the null block"
+DROPPED = (
+    "producer_blocks['g']: held 0, wanted range(31, 94) "
+    "(the producer's table has the null block for tokens 31..31)"
+)
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "wanted"),
+    [
+        ([0, 3, 4], [0, 7, 8], LIVE),
+        ([2, 3, 4], [0, 7, 8], LIVE),
+        ([0, 3, 4], [6, 7, 8], DROPPED),
+        ([2, 3, 4], [6, 0, 0], LIVE.replace("31..31", "32..93")),
+        ([2, 0, 4], [6, 7, 8], DROPPED.replace("31..31", "32..63")),
+    ],
+)
+def test_a_live_token_in_a_null_block_is_refused(
+    producer: list[int], consumer: list[int], wanted: str
+) -> None:
+    """Of 94 tokens the window sees 31: the consumer must have a block for it, the producer too."""
+    pair = Pair.of(engine(g=WINDOW), engine(g=WINDOW))
+    said = refusals(pair, ask(94, producer, consumer))
+    assert dict.fromkeys(said, wanted) | {"reference": said["reference"]} == said
+    assert "the null block" in said["reference"]
+    assert not pair.storage[1]["g"].any()
+
+
+def test_a_state_in_a_null_block_is_refused() -> None:
+    """The slot of a state, of one or of several blocks, is not the null block."""
+    pair = Pair.of(engine(g=STATE), engine(g=STATE))
+    live = "consumer_blocks['g']=0: wanted a block for tokens 93..93, not the null block"
+    dropped = (
+        "producer_blocks['g']: held 0, wanted range(93, 94) "
+        "(the producer's table has the null block for tokens 93..93)"
+    )
+    for slots, wanted in (
+        (([1], [0]), live), (([0, 0, 3], [2, 1, 0]), live),
+        (([0], [1]), dropped), (([3, 1, 0], [0, 0, 1]), dropped),
+    ):  # fmt: skip
+        said = refusals(pair, ask(94, *slots))
+        assert dict.fromkeys(said, wanted) == said
+    assert None is pair.ways(ask(94, [0, 0, 3], [0, 0, 1]))["verify"]()
+
+
+def test_a_null_block_is_one_of_the_pool() -> None:
+    """An id that no block has can be no block's: it was meant otherwise."""
+    for null, wanted in (
+        (-1, "null_block=-1: wanted an int >= 0"),
+        (True, "null_block=True: wanted an int >= 0"),
+        (16, "null_block=16: wanted less than the 16 blocks of layer.g.k"),
+    ):
+        assert wanted == words(lambda n=null: kvspec.allocate(engine(n, g=WINDOW), RANK, 16))
+
+
+def test_a_descriptor_that_writes_a_null_block_is_a_fault() -> None:
+    """`verify` finds what another connector writes there."""
+    pair = Pair.of(engine(g=WINDOW), engine(g=WINDOW))
+    request = ask(95, [0, 3, 4], [0, 7, 8])
+    more = [[pair.caches[0].regions[0].base, pair.caches[1].regions[0].base, 128]]
+    given = np.concatenate([pair.table.descriptors(request), np.array(more, np.uint64)])
+    fault = kvspec.verify(
+        pair.plan, {RANK: pair.caches[0]}, {RANK: pair.caches[1]}, request, {(RANK, RANK): given}
+    )
+    assert fault is not None
+    assert ("unwanted", 0) == (fault.kind, fault.block)
+
+
+FULL = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=8, dtype="bfloat16")
+LAST = kvspec.SlidingWindowSpec(
+    block_size=4, total_num_kv_heads=2, head_size=8, dtype="bfloat16", sliding_window=5
+)
+
+
+def test_groups_of_one_memory_share_no_block() -> None:
+    """A block that is written for one group is no other group's; both groups are named."""
+    both = engine(a=FULL, b=LAST)
+    pair, apart = Pair.of(both, both, shared=True), Pair.of(both, both)
+    same = {"a": [1, 2, 3], "b": [4, 5, 3]}
+    mine = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    wanted = "consumer_blocks['a']=3: wanted each block once; group 'b', in the same memory, has it"
+    for name, way in pair.ways(ask(12, mine, same)).items():
+        assert f"{wanted} too" == words(way), name
+    for name, way in apart.ways(ask(12, mine, same)).items():
+        assert name != "verify" or way() is None  # each group has its own memory
+        way()
+    for name, way in pair.ways(ask(12, same, mine)).items():
+        assert name != "verify" or way() is None  # what is read twice is not written twice
+
+
+def test_blocks_that_were_given_back_are_not_judged() -> None:
+    """Before the first live token a table may name what is another group's by now."""
+    both = engine(a=FULL, b=LAST)
+    pair, tables = Pair.of(both, both, shared=True), {"a": [1, 2, 3], "b": [1, 5, 6]}
+    ours = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    assert None is pair.ways(ask(12, ours, tables))["verify"]()
+    tables["b"] = [4, 5, 1]
+    assert "group 'b'" in words(pair.ways(ask(12, ours, tables, cached_tokens={"b": 12}))["select"])
+    assert None is pair.ways(ask(12, ours, tables, cached_tokens=12))["verify"]()
+
+
+def test_the_slot_of_a_state_is_no_other_groups_block() -> None:
+    """So it is where one of the groups holds a state, in its only slot or in one of its blocks."""
+    state = kvspec.MambaSpec.short_conv(
+        conv_dim=4, conv_kernel=2, dtype="bfloat16", block_size=4, page_size_padded=256
+    )
+    both = engine(a=attrs.evolve(FULL, page_size_padded=256), s=state)
+    pair, fine = Pair.of(both, both, shared=True), {"a": [1, 2, 3], "s": [4]}
+    for slot in ([2], [5, 6, 3]):
+        request = ask(12, fine, {"a": [1, 2, 3], "s": slot})
+        for name in ("select", "descriptors", "reference"):
+            assert "group 's', in the same memory" in words(pair.ways(request)[name])
+    assert None is pair.ways(ask(12, fine, {"a": [1, 2, 3], "s": [2, 1, 4]}))["verify"]()
