@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvspec.descriptors.pools import check_pools, sharing
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
+from kvspec.descriptors.shared import check_shared, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
@@ -48,7 +48,7 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     _check_held("consumers", consumers, {edge.consumer for edge in plan.edges})
     _check_tables(plan, request)
     for cache, _ in consumers.values():
-        check_pools(plan, request, sharing(cache))
+        check_shared(plan, request, sharing(cache))
     for source, target, each, (ours, our_state, theirs, their_state) in list(
         _moves(plan, producers, consumers, request)
     ):

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from kvspec.descriptors.cells import Cells, Pieces, cells, pieces
 from kvspec.descriptors.paging import Geometry
 from kvspec.descriptors.pool import Pool
-from kvspec.descriptors.pools import check_pools, sharing
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import RowSet, merge, row_sets
+from kvspec.descriptors.shared import check_shared, sharing
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError
 from kvspec.inputs import instance
@@ -149,7 +149,7 @@ class DescriptorTable:
     def _cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
         instance("request", request, TransferRequest)
         request.check_groups([group.name for group in self.plan.consumer.groups])
-        check_pools(self.plan, request, self._pools)
+        check_shared(self.plan, request, self._pools)
         cut: dict[tuple[int, Geometry], Pieces] = {}
         known: dict[tuple[object, ...], Cells] = {}
         for entry in self.entries:

@@ -31,7 +31,7 @@ FOLDERS = (
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
     ("memory", ". layout region aliasing regions allocation tensors"),
-    ("descriptors", ". request pool paging runs cells table explain"),
+    ("descriptors", ". request shared pool paging runs cells table explain"),
     ("traffic", ". loads flows traffic"),
     ("check", "counting counterexample coverage checker exhaustive verify ."),
     ("", "reference"),

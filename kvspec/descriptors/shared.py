@@ -24,7 +24,7 @@ def sharing(cache: RankCache) -> tuple[frozenset[str], ...]:
     return groups_that_share(cache.regions, split)
 
 
-def check_pools(
+def check_shared(
     plan: TransferPlan, request: TransferRequest, shared: Iterable[frozenset[str]]
 ) -> None:
     """Raise `SpecError` if a block of *request* is written for one group and held by another.
