@@ -21,6 +21,8 @@ from kvspec.specs import LayerSpec
 
 Ids = npt.NDArray[np.int64]
 MAX_ID = 2**63 - 1
+MAX_TOKENS = 2**62
+"""The greatest position: the end of its block is still a signed 64-bit number."""
 
 
 def _block_ids(value: object) -> Ids:
@@ -68,7 +70,7 @@ class BlockTable:
     first_token: int = attrs.field(default=0)
 
     def __attrs_post_init__(self) -> None:
-        positive_int("first_token", self.first_token, least=0)
+        positive_int("first_token", self.first_token, least=0, most=MAX_TOKENS)
 
     def tokens(self, block_size: int) -> range:
         """Return the token positions that the table holds, for blocks of *block_size* tokens."""
@@ -136,13 +138,13 @@ class TransferRequest:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise SpecError("request_id", self.request_id, "a non-empty str")
-        positive_int("num_tokens", self.num_tokens, least=0)
+        positive_int("num_tokens", self.num_tokens, least=0, most=MAX_TOKENS)
         cached: Any = self.cached_tokens
         for value in cached.values() if isinstance(cached, Mapping) else (cached,):
-            positive_int("cached_tokens", value, least=0)
+            positive_int("cached_tokens", value, least=0, most=MAX_TOKENS)
         for field in ("encoder_tokens", "state_tokens"):
             if getattr(self, field) is not None:
-                positive_int(field, getattr(self, field), least=0)
+                positive_int(field, getattr(self, field), least=0, most=MAX_TOKENS)
 
     def check_groups(self, groups: Iterable[str]) -> None:
         """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""

@@ -59,4 +59,5 @@ def _blocks(plan: TransferPlan, request: TransferRequest, name: str, tokens: ran
     held = table.tokens(size)
     inside = range(max(tokens.start, held.start), min(tokens.stop, held.stop))
     ids = table.blocks_of(inside, size) if inside else table.block_ids[:0]
-    return ids[ids != plan.consumer.null_block]
+    null = plan.consumer.null_block
+    return ids if null is None else ids[ids != null]

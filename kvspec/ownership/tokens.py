@@ -6,7 +6,7 @@ Law: every position has one owner; an owner counts its own positions without gap
 from __future__ import annotations
 
 from functools import lru_cache
-from math import lcm
+from math import gcd
 from typing import overload
 
 import attrs
@@ -60,5 +60,9 @@ def meet(a: Cyclic, b: Cyclic) -> bool:
     """Return whether any position is owned by both."""
     if a.alike(b):
         return a.size == 1 or a.rank == b.rank
-    period = np.arange(lcm(a.interleave * a.size, b.interleave * b.size), dtype=np.int64)
-    return bool((a.owns(period) & b.owns(period)).any())
+    # Runs begin at every multiple of a's and of b's round, and so, to each other, at each of their
+    # gcd: they meet if one of those distances is shorter than the run that comes first.
+    step = gcd(a.interleave * a.size, b.interleave * b.size)
+    apart = a.rank * a.interleave - b.rank * b.interleave
+    least = 1 - a.interleave
+    return least + (apart - least) % step < b.interleave

@@ -225,3 +225,61 @@ def test_the_slot_of_a_state_is_no_other_groups_block() -> None:
         for name in ("select", "descriptors", "reference"):
             assert "group 's', in the same memory" in words(pair.ways(request)[name])
     assert None is pair.ways(ask(12, fine, {"a": [1, 2, 3], "s": [2, 1, 4]}))["verify"]()
+
+
+def test_an_id_that_would_wrap_is_no_block() -> None:
+    """2**62 + 3 times two kernel blocks is 6 in 64 bits: no way takes it for block 3."""
+    spec = kvspec.FullAttentionSpec(block_size=8, total_num_kv_heads=1, head_size=2, dtype="uint8")
+    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec, kernel_block_size=4)
+    one = kvspec.EngineSpec(groups=(group,))
+    pair, wrong = Pair.of(one, one), 2**62 + 3
+    pair.storage[0]["g"][:] = 7
+    for side, tables in (("producer", ([wrong], [1])), ("consumer", ([1], [wrong]))):
+        said = refusals(pair, ask(8, *tables))
+        wanted = f"{side}_blocks['g']={wrong}: wanted block ids from 0 to 15"
+        assert dict.fromkeys(said, wanted) == said
+        nothing: Any = {}
+        caches = ({RANK: pair.caches[0]}, {RANK: pair.caches[1]})
+        fault = kvspec.verify(pair.plan, *caches, ask(8, *tables), nothing)
+        assert fault is not None
+        assert "missing" == fault.kind
+    assert not pair.storage[1]["g"].any()
+
+
+def test_positions_end_where_their_sums_still_fit() -> None:
+    """A window that ends at the greatest position moves, and a greater one is refused."""
+    pair, most = Pair.of(engine(None, g=LAST), engine(None, g=LAST)), 2**62
+    tables = kvspec.BlockTable([1, 2], most - 8), kvspec.BlockTable([3, 4], most - 8)
+    assert None is pair.ways(ask(most, *tables))["verify"]()
+    missing = kvspec.verify(
+        pair.plan, {RANK: pair.caches[0]}, {RANK: pair.caches[1]}, ask(most, *tables), {}
+    )
+    assert (most - 4, "missing") == (
+        getattr(missing, "token", None),
+        getattr(missing, "kind", None),
+    )
+    wanted = "wanted at most 4611686018427387904"
+    assert f"num_tokens={most + 1}: {wanted}" == words(lambda: ask(most + 1, [1], [1]))
+    late = f"first_token={most + 4}: {wanted}"
+    assert late == words(lambda: kvspec.BlockTable([1], most + 4))
+
+
+def test_one_cached_count_is_of_the_prompt() -> None:
+    """Of an encoder's eight tokens none is cached because sixteen of the prompt are."""
+    cross = kvspec.CrossAttentionSpec(
+        block_size=4, total_num_kv_heads=2, head_size=8, dtype="bfloat16"
+    )
+    pair = Pair.of(engine(a=FULL, x=cross), engine(a=FULL, x=cross))
+    ids = {"a": [1, 2, 3, 4, 5], "x": [1, 2]}
+    for cached, moved in ((16, 12), ({"a": 16, "x": 4}, 8), ({"a": 16, "x": 8}, 4)):
+        request = ask(20, ids, ids, encoder_tokens=8, cached_tokens=cached)
+        row = 2 * 2 * 8 * 2  # k and v, heads, elements, bytes
+        assert moved * row == int(pair.table.descriptors(request)[:, 2].sum())
+        assert None is pair.ways(request)["verify"]()
+    request = ask(20, ids, ids, encoder_tokens=8, cached_tokens=16)
+    nothing = kvspec.verify(
+        pair.plan, {RANK: pair.caches[0]}, {RANK: pair.caches[1]},
+        attrs.evolve(request, cached_tokens={"a": 20}), {},
+    )  # fmt: skip
+    assert nothing is not None
+    assert ("layer.x", 0) == (nothing.layer, nothing.token)

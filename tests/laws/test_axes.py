@@ -16,6 +16,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.ownership.tokens import Cyclic, meet
 from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import excluded_layers, rows_of
@@ -33,6 +34,29 @@ def caches(here: World) -> tuple[Any, Any]:
         for side in (here.producers, here.consumers)
     )
     return ours, theirs
+
+
+CYCLIC = st.builds(
+    lambda size, rank, interleave: Cyclic(rank % size, size, interleave),
+    st.integers(1, 6), st.integers(0, 5), st.integers(1, 9),
+)  # fmt: skip
+
+
+@given(CYCLIC, CYCLIC)
+def test_contexts_meet_where_both_own_a_position(one: Cyclic, other: Cyclic) -> None:
+    """Asked of every position of their common period."""
+    period = np.arange(one.size * one.interleave * other.size * other.interleave)
+    both = [
+        each // own.interleave % own.size == own.rank for own in (one, other) for each in (period,)
+    ]
+    assert bool((both[0] & both[1]).any()) == meet(one, other)
+
+
+def test_contexts_of_long_interleaves_are_compared_at_once() -> None:
+    """Two interleaves whose common period has 2e12 positions: no array is as long."""
+    assert meet(Cyclic(0, 2, 2**20), Cyclic(1, 3, 3**12))
+    assert meet(Cyclic(0, 2, 2**40), Cyclic(2, 3, 3**30))
+    assert not meet(Cyclic(0, 2, 2**40), Cyclic(3, 4, 2**40))
 
 
 def test_a_draft_is_not_moved() -> None:
