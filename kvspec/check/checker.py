@@ -1,285 +1,257 @@
 """The check of one consumer rank, content by content.
 
 Law: goes through what should be there. Every wanted content is looked for among the writes; only
-then is asked what else was written.
+then is asked what else was written, and what else was read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import get_args
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from kvspec.check.counterexample import CounterExample, Grid, Kind, State
+from kvspec.check.counterexample import CounterExample, Kind
 from kvspec.check.coverage import Coverage
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.check.places import Contents, Places, covered
+from kvspec.descriptors.request import TransferRequest
+from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.regions import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
-from kvspec.plan.plan import TransferPlan
-from kvspec.plan.shares import GroupPair
-from kvspec.specs import LayerSpec
+
+AT_ONCE = 2**18
+"""Contents that are looked at together, about: what bounds the memory that a check takes."""
+
+KINDS: tuple[Kind, ...] = ("missing", "wrong source", "double")
+"""What is wrong with a wanted byte, if anything, that is written never, once, or more often."""
 
 
 @attrs.frozen(eq=False)
+class Moving:
+    """One part of one layer that moves to a rank, of a state the rows that both sides have."""
+
+    group: KVCacheGroup
+    producer_group: KVCacheGroup
+    layer: str
+    part: Part
+    wanted: range
+
+
+@attrs.frozen(eq=False)
+class Grid:
+    """Contents that move together, rows x units, and where the consumer has each.
+
+    *rows* are numbers of a state's rows, or the tokens with which rows begin. Unless they are
+    *cached*, they have to be written, once; cached ones must not be.
+    """
+
+    moving: Moving
+    units: range
+    rows: Ints
+    cached: bool
+    address: Ints
+
+
+@attrs.frozen(eq=False, slots=False)
 class Checker:
     """The check of one consumer rank.
 
-    *table* is (producer address, address, length), ascending in the address; *numbers* says which
-    of *sources* each row is read from.
+    *table* is (producer address, address, length); *numbers* says from which of *sources* each row
+    is read. *producers*: the places of every producer rank. *excluded*: layers that do not move.
     """
 
-    plan: TransferPlan
-    cache: RankCache
     request: TransferRequest
-    producers: Mapping[RankId, RankCache]
+    producer: EngineSpec
+    producers: Mapping[RankId, Places]
+    consumer: Places
+    excluded: frozenset[str]
     sources: tuple[RankId, ...]
     table: Ints
     numbers: Ints
 
+    def first(self) -> CounterExample | None:
+        """Return the first fault: of wanted and cached contents, then what is too much."""
+        faults = (self._fault(grid) for each in self._moving for grid in self._grids(each))
+        found = next((fault for fault in faults if fault is not None), None)
+        return found or self._unwanted() or self._foreign()
+
     @cached_property
-    def coverage(self) -> Coverage:
+    def writes(self) -> Coverage:
         """How often each of the rank's bytes is written."""
         return Coverage(self.table[:, 1], self.table[:, 2])
 
-    def first(self) -> CounterExample | None:
-        """Return the first fault: missing, double and wrong sources, then what is too much."""
-        stage_of, stage = self.plan.consumer.stage_of, self.cache.rank.pp
-        grids = [
-            grid
-            for pair in self.plan.pairs
-            for spec, layers in pair.alike
-            if self.request.wanted(pair.consumer.name, spec)
-            for layer in layers
-            if stage_of[layer] == stage
-            for part in spec.parts
-            for grid in self._grids(pair, spec, layer, part)
-        ]
-        faults = (self._fault(grid) for grid in grids)
-        return next((each for each in faults if each is not None), None) or self._unwanted(grids)
+    @cached_property
+    def _moving(self) -> list[Moving]:
+        """What moves to the rank."""
+        owners, found = self.consumer.owners, list[Moving]()
+        for layer, group in self.consumer.layers.items():
+            spec, other = group.spec.of_layer(layer), self.producer.homes.get(layer)
+            wanted = owners.wanted(self.request, group, spec) if layer not in self.excluded else ()
+            if not wanted or other is None:
+                continue
+            states = {part.name: part.states for part in other.spec.of_layer(layer).parts}
+            for part in spec.parts:
+                least = part.states if part.per_token else min(part.states, states[part.name])
+                if self.consumer.units(group, part):
+                    common = attrs.evolve(part, states=least)
+                    found.append(Moving(group, other, layer, common, wanted))
+        return found
 
-    def _grids(self, pair: GroupPair, spec: LayerSpec, layer: str, part: Part) -> Iterator[Grid]:
-        """Yield the contents of the request's own blocks: wanted, cached and dead ones."""
-        engine = self.plan.consumer
-        units = engine.units(pair.consumer, part, self.cache.rank)
-        if not units:
-            return
-        region = self.cache.region(layer, part.name)
-        table = self.request.consumer_blocks[pair.consumer.name]
-        rows = tokens = np.arange(part.states)
-        states: Ints = np.zeros(len(rows), np.int64)
-        if part.per_token:
-            rows, tokens, states = self._row_states(pair, spec, part, table)
-        address = self._addresses(self.cache, pair.consumer, table, part, region, tokens)
-        strides = np.arange(region.units) * region.unit_stride
-        for number, state in enumerate(get_args(State)):
-            chosen = states == number
-            first = address[chosen][:, None]
-            yield Grid(
-                layer=layer,
-                part=part,
-                units=units,
-                producer_group=pair.producer,
-                rows=rows[chosen],
-                tokens=tokens[chosen] if part.per_token else None,
-                state=state,
-                address=np.where(first < 0, -1, first + strides).ravel(),
-            )
+    def _grids(self, moving: Moving) -> Iterator[Grid]:
+        """Yield the wanted and the cached contents of one part, some at a time."""
+        wanted, cached = self._rows(moving)
+        units = self.consumer.units(moving.group, moving.part)
+        strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
+        step = -(-AT_ONCE // len(units))
+        for every in (wanted, cached):
+            for at in range(0, len(every), step):
+                rows = every[at : at + step]
+                first = self._first(self.consumer, moving.group, moving, rows)[:, None]
+                address = np.where(first < 0, -1, first + strides).ravel()
+                yield Grid(moving, units, rows, every is cached, address)
 
-    def _row_states(
-        self, pair: GroupPair, spec: LayerSpec, part: Part, table: BlockTable
-    ) -> tuple[Ints, Ints, Ints]:
-        """Return rows, their first tokens, and whether each is wanted, dead, cached or none.
+    def _rows(self, moving: Moving) -> tuple[Ints, Ints]:
+        """Return the wanted rows of a part and the cached ones, each by its first token.
 
-        All rows of the table are there, and those of wanted tokens that it has no block for.
+        Of a state, all are wanted. Wanted tokens before and after the table's blocks are in it too,
+        the first of them at least: they are missing.
         """
-        grain, name = part.tokens_per_state, pair.consumer.name
-        context = self.plan.consumer.context(pair.consumer, self.cache.rank)
-        wanted, cached = self.request.wanted(name, spec), self.request.cached(name, spec)
-        first = table.first_token // context.size
-        start = min(first, context.local(wanted.start)) // grain
-        stop = max(first + len(table.block_ids) * spec.block_size, context.local(wanted.stop))
-        rows = np.arange(start, -(-stop // grain))
-        tokens = context.position(rows * grain)
-        keep = (tokens + grain > wanted.start) & (tokens < wanted.stop)
-        block = (rows * grain - first) // spec.block_size
-        dead = np.isin(block, block[keep]) & (tokens >= cached)
-        states = np.select([keep, tokens < cached, dead], [0, 2, 1], default=3)
-        return rows, tokens, states
+        if not moving.part.per_token:
+            return np.arange(moving.part.states), np.empty(0, np.int64)
+        table, grain = self.consumer.tables[moving.group.name], moving.part.tokens_per_state
+        virtual, count = self.consumer.virtual_block(moving.group), len(table.block_ids)
+        wanted, first = moving.wanted, table.first_token
+        start, stop = wanted.start - first, wanted.stop - first
+        before = [start // virtual] if start < 0 else []
+        after = [max(count, start // virtual)] if stop > count * virtual else []
+        blocks = np.array([*before, *range(count), *after], np.int64)
+        rows = self.consumer.positions(moving.group, blocks)[:, ::grain].ravel()
+        moves = (rows + grain > start) & (rows < stop)
+        spec = moving.group.spec.of_layer(moving.layer)
+        cached = self.consumer.owners.cached(self.request, moving.group, spec)
+        held = ~moves & (rows < cached - first)
+        return rows[moves] + first, rows[held] + first
 
-    def _addresses(
-        self,
-        cache: RankCache,
-        group: KVCacheGroup,
-        table: BlockTable,
-        part: Part,
-        region: Region,
-        tokens: Ints,
-    ) -> Ints:
-        """Return where unit 0 of each row lies that begins with a token; -1 where none does.
-
-        Of a state, *tokens* are its rows.
-        """
-        if not part.per_token:
-            at = 0
-            if len(table.block_ids) > 1:
-                at = (self.request.num_tokens - 1 - table.first_token) // group.spec.block_size
-            slot = int(table.block_ids[at])
-            if not 0 <= slot < region.num_blocks:
-                return np.full(len(tokens), -1, np.int64)
-            return region.base + slot * region.block_stride + tokens * region.state_stride
-        context = cache.engine.context(group, cache.rank)
-        local = context.local(tokens) - table.first_token // context.size
-        block, token = np.divmod(local, group.spec.block_size)
-        split, token = np.divmod(token, group.memory_block_size)
-        inside = context.owns(tokens) & (block >= 0) & (block < len(table.block_ids))
-        ids = table.block_ids[np.where(inside, block, 0)]
-        inside &= (ids >= 0) & (ids < region.num_blocks // group.split)
-        inside &= ids != cache.engine.null_block  # a null block is nowhere
-        ids = np.where(inside, ids, 0) * group.split + split
-        row = token // part.tokens_per_state
-        found = region.base + ids * region.block_stride + row * region.state_stride
-        return np.where(inside, found, -1).astype(np.int64)
+    def _first(self, side: Places, group: KVCacheGroup, moving: Moving, rows: Ints) -> Ints:
+        """Return where one *side* has unit 0 of each row; -1 where it has none."""
+        region = side.regions.get((moving.layer, moving.part.name))
+        if region is None:
+            return np.full(len(rows), -1, np.int64)
+        if moving.part.per_token:
+            return side.rows(group, region, moving.part, rows)
+        return side.states(group, region, moving.wanted.stop - 1, rows)
 
     def _fault(self, grid: Grid) -> CounterExample | None:
-        """Return what is wrong with wanted or cached contents."""
-        if not len(grid.address):
+        """Return the first byte of wanted or cached contents that is wrong."""
+        stop = grid.address + grid.moving.part.content_bytes
+        content, segment = self.writes.segments(grid.address, stop)
+        times = np.where(grid.address[content] < 0, 0, self.writes.times[segment])
+        if grid.cached:
+            wrong = times > 0
+        else:
+            wrong = times != 1
+            wrong[~wrong] = self._elsewhere(grid, content[~wrong], segment[~wrong])
+        if not wrong.any():
             return None
-        size = grid.part.content_bytes
-        missing = self.coverage.missing(grid.address, size)
-        if grid.state == "cached":
-            held = (grid.address >= 0) & (missing < size)
-            return self._told(grid, "unwanted", int(np.argmax(held))) if held.any() else None
-        if grid.state == "dead":
-            return None
-        if missing.any():
-            return self._told(grid, "missing", int(np.argmax(missing > 0)))
-        doubled = self.coverage.doubled(grid.address, size)
-        if doubled.any():
-            return self._told(grid, "double", int(np.argmax(doubled > 0)))
-        return self._wrong_source(grid)
+        at = int(np.argmax(wrong))
+        kind: Kind = "unwanted" if grid.cached else KINDS[min(int(times[at]), 2)]
+        byte = self.writes.cuts[segment[at]] - grid.address[content[at]]
+        return self._told(grid, kind, int(content[at]), max(int(byte), 0))
 
-    def _wrong_source(self, grid: Grid) -> CounterExample | None:
-        """Return a content that is read from other bytes than its own, of any write's cut."""
-        source, start, length = self.table.T
-        stop = grid.address + grid.part.content_bytes
-        right = np.stack([self._right(grid, rank) for rank in self.sources])
-        at = np.searchsorted(start, stop, "left") - 1
-        left = np.full(len(stop), grid.part.content_bytes)
-        columns = np.arange(len(stop))
-        while len(columns):
-            write = at[columns]
-            first = np.maximum(start[write], grid.address[columns])
-            shared = np.minimum(start[write] + length[write], stop[columns]) - first
-            wanted = right[self.numbers[write], columns]
-            differs = source[write] - start[write] != wanted - grid.address[columns]
-            wrong = (shared > 0) & (differs | (wanted < 0))
-            if wrong.any():
-                which = int(np.argmax(wrong))
-                byte = int(first[which] - grid.address[columns[which]])
-                return self._told(grid, "wrong source", int(columns[which]), byte)
-            left[columns] -= np.maximum(shared, 0)
-            at[columns] -= 1
-            columns = columns[left[columns] > 0]
+    def _elsewhere(self, grid: Grid, content: Ints, segment: Ints) -> npt.NDArray[np.bool_]:
+        """Return which of these, each written once, are read from other bytes than their own."""
+        write = self.writes.span[segment]
+        right = self._right(grid, content, self.numbers[write])
+        moved = self.table[write, 0] - self.table[write, 1]
+        return np.asarray((right < 0) | (right - grid.address[content] != moved))
+
+    def _right(self, grid: Grid, content: Ints, number: Ints) -> Ints:
+        """Return where the source of each *number* has each content; -1 where it does not."""
+        moving = grid.moving
+        group, shape = moving.producer_group, (len(self.sources), len(grid.rows))
+        first = np.full(shape, -1, np.int64)
+        start, stop, stride = np.zeros((3, len(self.sources)), np.int64)
+        for at, rank in enumerate(self.sources):
+            side = self.producers[rank]
+            units = side.units(group, moving.part) if moving.layer in side.layers else range(0)
+            if max(units.start, grid.units.start) < min(units.stop, grid.units.stop):
+                first[at] = self._first(side, group, moving, grid.rows)
+                start[at], stop[at] = units.start, units.stop
+                stride[at] = side.unit_stride(moving.layer, moving.part)
+        row, unit = np.divmod(content, len(grid.units))
+        unit += grid.units.start
+        begins = first[number, row]
+        has = (begins >= 0) & (unit >= start[number]) & (unit < stop[number])
+        return np.where(has, begins + (unit - start[number]) * stride[number], -1)
+
+    def _unwanted(self) -> CounterExample | None:
+        """Return a byte that is written outside the blocks into which wanted contents go.
+
+        Inside them, cached contents are looked at one by one, and all others may be written.
+        """
+        by_group: dict[str, tuple[Moving, list[tuple[Region, int]]]] = {}
+        for each in self._moving:
+            region = self.consumer.regions[each.layer, each.part.name]
+            rows = min(each.part.states, region.states)
+            by_group.setdefault(each.group.name, (each, []))[1].append((region, rows))
+        found: list[Contents] = []
+        for each, regions in by_group.values():
+            ids = self.consumer.written(each.group, each.part, each.wanted)
+            found += self.consumer.contents(each.group, regions, ids)
+        outside = covered(found).first_outside(self.table[:, 1], self.table[:, 2])
+        return None if outside is None else self._named("unwanted", self.consumer.cache, outside[1])
+
+    def _foreign(self) -> CounterExample | None:
+        """Return a byte that is read outside the request's own blocks of its source."""
+        for number, rank in enumerate(self.sources):
+            reads, side = self.table[self.numbers == number], self.producers[rank]
+            outside = side.own.first_outside(reads[:, 0], reads[:, 2])
+            if outside is not None:
+                return self._named("foreign", side.cache, outside[1], rank)
         return None
 
-    def _right(self, grid: Grid, rank: RankId) -> Ints:
-        """Return where producer *rank* holds each content of *grid*; -1 where it does not."""
-        part, engine = grid.part, self.plan.producer
-        own = engine.units(grid.producer_group, part, rank)
-        units = np.arange(grid.units.start, grid.units.stop)
-        has = (units >= own.start) & (units < own.stop)
-        if not has.any() or engine.stage_of[grid.layer] != rank.pp:
-            return np.full(len(grid.address), -1, np.int64)
-        cache, group = self.producers[rank], grid.producer_group
-        region, table = (
-            cache.region(grid.layer, part.name),
-            self.request.producer_blocks[group.name],
-        )
-        tokens = grid.rows if grid.tokens is None else grid.tokens
-        first = self._addresses(cache, group, table, part, region, tokens)[:, None]
-        address = first + (units - own.start) * region.unit_stride
-        return np.where(has & (first >= 0), address, -1).ravel()
-
-    def _unwanted(self, grids: list[Grid]) -> CounterExample | None:
-        """Return a fault if anything is written besides wanted contents and dead rows."""
-        left, allowed = self.coverage.written, [np.empty((0, 2), np.int64)]
-        for grid in (each for each in grids if each.state != "cached"):
-            size = grid.part.content_bytes
-            held = grid.address[grid.address >= 0]
-            left -= int((size - self.coverage.missing(held, size)).sum())
-            allowed.append(np.column_stack([held, held + size]))
-        if not left:
-            return None
-        starts, stops = np.unique(np.concatenate(allowed), axis=0).T
-        for _, start, length in self.table.tolist():
-            at = start
-            while at < start + length:
-                index = int(np.searchsorted(starts, at, "right")) - 1
-                if index < 0 or stops[index] <= at:
-                    return self._named(at)
-                at = int(stops[index])
-        return None
-
-    def _named(self, address: int) -> CounterExample | None:
+    def _named(
+        self, kind: Kind, cache: RankCache, address: int, producer: RankId | None = None
+    ) -> CounterExample:
         """Return the byte at *address* as a counter-example, by the region that holds it."""
-        for region in self.cache.regions:
+        consumer = self.consumer.cache.rank
+        for region in cache.regions:
             found = region.locate(address)
             if found is not None:
                 block, unit, state, byte = found
                 return CounterExample(
-                    kind="unwanted",
-                    consumer=self.cache.rank,
-                    layer=region.layer,
-                    part=region.part,
-                    unit=unit,
-                    token=None,
-                    row=state,
-                    byte=byte,
-                    block=block,
-                )
+                    kind=kind, consumer=consumer, layer=region.layer, part=region.part,
+                    unit=unit, row=state, byte=byte, block=block, producer=producer,
+                )  # fmt: skip
         return CounterExample(
-            kind="unwanted", consumer=self.cache.rank, layer="", part="", byte=address
+            kind=kind, consumer=consumer, layer="", part="", byte=address, producer=producer
         )
 
-    def _byte(self, grid: Grid, kind: Kind, at: int) -> int:
-        """Return the first byte of a content that is missing, doubled, or written at all."""
-        each = grid.address[at] + np.arange(grid.part.content_bytes)
-        if grid.address[at] < 0:
-            return 0
-        if kind == "double":
-            return int(np.argmax(self.coverage.doubled(each, 1) > 0))
-        missing = self.coverage.missing(each, 1) > 0
-        return int(np.argmax(missing if kind == "missing" else ~missing))
-
-    def _told(self, grid: Grid, kind: Kind, at: int, byte: int | None = None) -> CounterExample:
-        if byte is None:
-            byte = self._byte(grid, kind, at)
-        row, unit = divmod(at, len(grid.units))
-        unit = grid.units[unit]
-        producer, part = self.plan.producer, grid.part
-        holders = producer.deal(grid.producer_group, part).ranks_of(range(unit, unit + 1))
-        token = None if grid.tokens is None else grid.tokens[row : row + 1]
+    def _told(self, grid: Grid, kind: Kind, content: int, byte: int) -> CounterExample:
+        """Return a byte of one of the contents as a counter-example."""
+        moving, (row, unit) = grid.moving, divmod(content, len(grid.units))
+        unit, number = grid.units[unit], int(grid.rows[row])
+        token = number if moving.part.per_token else None
         senders = (
             rank
-            for rank in producer.parallel.ranks
-            if rank.tp in holders
-            and rank.pp == producer.stage_of[grid.layer]
-            and (token is None or producer.context(grid.producer_group, rank).owns(token).all())
+            for rank, side in self.producers.items()
+            if moving.layer in side.layers
+            and unit in side.units(moving.producer_group, moving.part)
+            and (token is None or side.stores(moving.producer_group, token))
         )
         return CounterExample(
             kind=kind,
-            consumer=self.cache.rank,
-            layer=grid.layer,
-            part=part.name,
+            consumer=self.consumer.cache.rank,
+            layer=moving.layer,
+            part=moving.part.name,
             unit=unit,
-            token=None if token is None else int(token[0]),
-            row=int(grid.rows[row]),
+            token=token,
+            row=number if token is None else token // moving.part.tokens_per_state,
             byte=byte,
             wanted_from=tuple(senders),
         )

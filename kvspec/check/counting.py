@@ -7,6 +7,7 @@ it can ask here instead. Of kvspec it reads only values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,3 +140,18 @@ def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  #
     if chunk is not None:
         return np.asarray(position // chunk == length // chunk)
     return np.ones(length, bool)
+
+
+def of_group(value: int | Mapping[str, int] | None, group: str, default: int) -> int:
+    """Return what a count that may be told by group is for *group*."""
+    if value is None:
+        return default
+    return value if isinstance(value, int) else value.get(group, default)
+
+
+def cached_in(request: TransferRequest, group: KVCacheGroup) -> int:
+    """Return how many tokens of *group* the consumer has: one count is never the encoder's."""
+    cross = type(group.spec).__name__ == "CrossAttentionSpec"
+    if cross and isinstance(request.cached_tokens, int):
+        return 0
+    return of_group(request.cached_tokens, group.name, 0)

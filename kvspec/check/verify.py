@@ -1,8 +1,9 @@
 """The exact-cover checker, with a readable counter-example.
 
 Law: stated over the target. For every byte that a consumer rank should receive there is exactly
-one descriptor that writes it, from the bytes of the same unit, token and layer; and no descriptor
-writes anything but those bytes and dead tokens in the request's own blocks.
+one descriptor that writes it, from the bytes of the same unit, token and layer; no descriptor
+writes anything but those bytes and dead tokens in the request's own blocks, and none reads
+anything but the request's own blocks.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ import numpy.typing as npt
 
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
+from kvspec.check.owners import Counted, Owners
+from kvspec.check.places import Places
 from kvspec.descriptors.cells import check_producer_holds
 from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
 from kvspec.descriptors.table import build_table, check_engine
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import MOST, instance, mapping
+from kvspec.inputs import MOST, flag, instance, mapping
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.election import Role
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
-from kvspec.plan.shares import GroupPair
 
 Rows = npt.NDArray[np.uint64]
 
@@ -38,41 +40,66 @@ def verify(
     consumers: Mapping[RankId, RankCache],
     request: TransferRequest,
     descriptors: Mapping[tuple[RankId, RankId], npt.ArrayLike] | None = None,
+    *,
+    thorough: bool = False,
 ) -> CounterExample | None:
     """Return the first byte of *request* that would not be right, or None if every byte is.
 
     *descriptors*: what is to be copied, by (producer rank, consumer rank): uint64 rows (producer
     address, consumer address, length), of any connector; the library's own unless given.
+
+    What is read of the plan are its two engines alone: neither edges nor runs, rows or ids. Which
+    units, layers and positions a rank owns, and which tokens are live, is what the library says,
+    the planner too: a fault in that is not found. If *thorough*, they are counted out one by one
+    instead, at most 2**24 tokens, for the kinds of layers that this library has.
     """
-    _check_given(plan, producers, consumers, request)
-    if descriptors is None:
-        descriptors = {
-            (source, rank): build_table(plan, producers[source], cache).descriptors(request)
-            for rank, cache in consumers.items()
-            for source in plan.sources(rank)
-        }
-    given = mapping("descriptors", descriptors, "(producer RankId, consumer RankId) to rows")
-    moved = {pair: _rows(plan, pair, rows) for pair, rows in given.items()}
+    instance("plan", plan, TransferPlan)
+    kind = Counted if flag("thorough", thorough) else Owners
+    owners: dict[Role, Owners] = {
+        "producer": kind(plan.producer),
+        "consumer": kind(plan.consumer),
+    }
+    _check_given(plan, producers, consumers, request, owners)
+    given = None if descriptors is None else _given(plan, descriptors)
+    excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
+    senders = {
+        rank: Places(owners["producer"], producers[rank], request.producer_blocks)
+        for rank in plan.producer.parallel.ranks
+    }
     for rank, cache in consumers.items():
-        sources = tuple(source for source, target in moved if target == rank)
-        writes = [moved[source, rank] for source in sources]
-        numbers = np.repeat(np.arange(len(writes)), [len(each) for each in writes])
-        table = np.concatenate([np.empty((0, 3), np.int64), *writes])
-        order = np.argsort(table[:, 1], kind="stable")
-        checker = Checker(plan, cache, request, producers, sources, table[order], numbers[order])
-        found = checker.first()
+        moved = given
+        if moved is None:
+            tables = {
+                each: build_table(plan, producers[each], cache) for each in plan.sources(rank)
+            }
+            moved = {
+                (source, rank): table.descriptors(request).view(np.int64)
+                for source, table in tables.items()
+            }
+        consumer = Places(owners["consumer"], cache, request.consumer_blocks)
+        sources, table, numbers = _writes(rank, moved)
+        found = Checker(
+            request, plan.producer, senders, consumer, excluded, sources, table, numbers
+        ).first()
         if found is not None:
             return found
     return None
 
 
-def _rows(plan: TransferPlan, pair: tuple[RankId, RankId], rows: object) -> Ints:
-    """Return descriptors as int64 rows of three, if they are between two ranks of the plan."""
-    field = f"descriptors[{pair}]"
-    if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004 - two ranks
-        raise SpecError("descriptors", pair, "keys (producer RankId, consumer RankId)")
-    plan.producer.parallel.check_rank(pair[0], field)
-    plan.consumer.parallel.check_rank(pair[1], field)
+def _given(plan: TransferPlan, descriptors: object) -> dict[tuple[RankId, RankId], Ints]:
+    """Return descriptors that a caller made, by pair of ranks of the plan."""
+    wanted = "(producer RankId, consumer RankId) to rows"
+    given = mapping("descriptors", descriptors, wanted)
+    for pair in given:
+        if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004 - two ranks
+            raise SpecError("descriptors", pair, "keys (producer RankId, consumer RankId)")
+        plan.producer.parallel.check_rank(pair[0], f"descriptors[{pair}]")
+        plan.consumer.parallel.check_rank(pair[1], f"descriptors[{pair}]")
+    return {pair: _rows(f"descriptors[{pair}]", rows) for pair, rows in given.items()}
+
+
+def _rows(field: str, rows: object) -> Ints:
+    """Return descriptors as int64 rows of three, each with an end that 63 bits hold."""
     wanted = "integers of shape (n, 3): addresses and a length"
     try:
         found = np.asarray(rows)
@@ -89,6 +116,19 @@ def _rows(plan: TransferPlan, pair: tuple[RankId, RankId], rows: object) -> Ints
         told = f"an address and a length >= 0, and an end of at most {MOST}"
         raise SpecError(field, found[int(np.argmax(wrong))].tolist(), told)
     return whole
+
+
+def _writes(
+    rank: RankId, moved: Mapping[tuple[RankId, RankId], Ints]
+) -> tuple[tuple[RankId, ...], Ints, Ints]:
+    """Return who is read by *rank*, the rows, and which of the former each of them reads."""
+    found = {source: rows for (source, target), rows in moved.items() if target == rank}
+    table = np.concatenate(
+        [np.empty((0, 3), np.int64), *found.values()], dtype=np.int64, casting="unsafe"
+    )
+    numbers = np.repeat(np.arange(len(found)), [len(rows) for rows in found.values()])
+    order = np.argsort(table[:, 1], kind="stable")
+    return tuple(found), table[order], numbers[order]
 
 
 def _check_caches(field: str, given: Mapping[RankId, RankCache], engine: EngineSpec) -> None:
@@ -112,50 +152,44 @@ def _check_given(
     producers: Mapping[RankId, RankCache],
     consumers: Mapping[RankId, RankCache],
     request: TransferRequest,
+    owners: Mapping[Role, Owners],
 ) -> None:
     """Raise unless every cache and every table is there that the check reads."""
-    instance("plan", plan, TransferPlan)
     _check_caches("producers", producers, plan.producer)
     _check_caches("consumers", consumers, plan.consumer)
     instance("request", request, TransferRequest)
     request.check_groups([group.name for group in plan.consumer.groups])
     for pair in plan.pairs:
-        _check_tables(plan, pair, request)
+        groups: dict[Role, KVCacheGroup] = {"producer": pair.producer, "consumer": pair.consumer}
+        tables = {side: request.table(side, group.name) for side, group in groups.items()}
+        for spec, _ in pair.alike:
+            wanted = owners["consumer"].wanted(request, pair.consumer, spec)
+            for side, group in groups.items() if wanted else ():
+                per_token = all(part.per_token for part in spec.parts)
+                check = _check_tokens if per_token else _check_state
+                check(owners[side], side, group, tables[side], wanted)
 
 
-def _check_tables(plan: TransferPlan, pair: GroupPair, request: TransferRequest) -> None:
-    """Raise unless both tables of a pair of groups are there, and hold what is read of them."""
-    theirs = request.table("consumer", pair.consumer.name)
-    ours = request.table("producer", pair.producer.name)
-    tokens = ours.tokens(plan.producer.virtual_block(pair.producer))
-    sides: tuple[tuple[Role, EngineSpec, KVCacheGroup, BlockTable], ...] = (
-        ("consumer", plan.consumer, pair.consumer, theirs),
-        ("producer", plan.producer, pair.producer, ours),
-    )
-    for spec, _ in pair.alike:
-        wanted = request.wanted(pair.consumer.name, spec)
-        if wanted and all(part.per_token for part in spec.parts):
-            check_producer_holds(pair.producer.name, tokens, wanted)
-            for side, engine, group, table in sides:
-                virtual, null = engine.virtual_block(group), engine.null_block
-                held = table.tokens(virtual)
-                inside = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
-                if inside:
-                    missing = table.without_block(inside, virtual, null)
-                    check_no_null(side, group.name, null, missing, wanted)
-        elif wanted:
-            for side, engine, group, table in sides:
-                slot = _slot(f"{side}_blocks[{group.name!r}]", table, group, wanted.start)
-                missing = wanted if slot == engine.null_block else EMPTY
-                check_no_null(side, group.name, engine.null_block, missing, wanted)
+def _check_tokens(
+    owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
+) -> None:
+    """Raise unless a table begins with a block, and what it has of *wanted* tokens in blocks."""
+    virtual, null = owners.virtual_block(group), owners.engine.null_block
+    if table.first_token % virtual:
+        field = f"{side}_blocks[{group.name!r}].first_token"
+        raise SpecError(field, table.first_token, f"a multiple of {virtual}")
+    held = table.tokens(virtual)
+    if side == "producer":
+        check_producer_holds(group.name, held, wanted)
+    inside = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+    missing = table.without_block(inside, virtual, null) if inside else EMPTY
+    check_no_null(side, group.name, null, missing, wanted)
 
 
-def _slot(field: str, table: BlockTable, group: KVCacheGroup, token: int) -> int:
-    """Return the id of *table*'s one slot, or of the block in which the state of *token* lies."""
-    if len(table.block_ids) == 1 and not table.first_token:
-        return int(table.block_ids[0])
-    held = table.tokens(group.spec.block_size)
-    if token not in held:
-        told = f"one id, the state's slot, or a block for token {token}"
-        raise SpecError(field, table.block_ids.tolist(), told)
-    return int(table.block_ids[(token - held.start) // group.spec.block_size])
+def _check_state(
+    owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
+) -> None:
+    """Raise unless a table has the block in which the state after the *wanted* token lies."""
+    field, null = f"{side}_blocks[{group.name!r}]", owners.engine.null_block
+    at = table.state_block(field, group.spec.block_size, wanted.stop - 1)
+    check_no_null(side, group.name, null, wanted if table.block_ids[at] == null else EMPTY, wanted)

@@ -95,6 +95,18 @@ class BlockTable:
             max(at + first * block_size, tokens.start), min(at + last * block_size, tokens.stop)
         )
 
+    def state_block(self, field: str, block_size: int, token: int) -> int:
+        """Return which block holds the state that has seen *token* last: the only one, or its own.
+
+        `SpecError` naming *field* if none does.
+        """
+        if len(self.block_ids) == 1 and not self.first_token:
+            return 0
+        if token not in self.tokens(block_size):
+            wanted = f"one id, the state's slot, or a block for token {token}"
+            raise SpecError(field, self.block_ids.tolist(), wanted)
+        return (token - self.first_token) // block_size
+
 
 Tables = Mapping[str, BlockTable | Sequence[int]]
 

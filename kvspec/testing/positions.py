@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.check.counting import (
+    cached_in,
     context_of,
     live_positions,
+    of_group,
     own_positions,
     rank_layers,
     rank_units,
@@ -111,21 +113,6 @@ def rows_of(
                     dead=dead[held] & (moves > 0),
                     seen=of_group(seen, group.name, request.num_tokens),
                 )
-
-
-def of_group(value: int | Mapping[str, int] | None, group: str, default: int) -> int:
-    """Return what a count that may be told by group is for *group*."""
-    if value is None:
-        return default
-    return value if isinstance(value, int) else value.get(group, default)
-
-
-def cached_in(request: TransferRequest, group: KVCacheGroup) -> int:
-    """Return how many tokens of *group* the consumer has: one count is never the encoder's."""
-    cross = type(group.spec).__name__ == "CrossAttentionSpec"
-    if cross and isinstance(request.cached_tokens, int):
-        return 0
-    return of_group(request.cached_tokens, group.name, 0)
 
 
 def _common_rows(source: EngineSpec | None, layer: str, part: Part) -> int:

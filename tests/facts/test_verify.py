@@ -147,6 +147,15 @@ NOTHING = (
     "consumer tp0, layer a, part k, unit 0, token 5, byte 0: missing; "
     "producer tp0 should have sent it"
 )
+END = PRODUCERS[RankId(tp=2)].memory[-1].end
+READS = "consumer tp1 reads producer tp2"
+
+
+def dead(**changed: Any) -> Row:
+    """Return the descriptor of a token beyond the request, in its own last blocks."""
+    return attrs.evolve(row("b", "v", 2, 11), **changed)
+
+
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "missing row": (instead, TOLD + MISSING),
     "double row": (lambda: [*RIGHT, GOOD],
@@ -182,6 +191,15 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "nowhere": (
         lambda: [*RIGHT, attrs.evolve(GOOD, stop=16)],
         "consumer tp1, address 0x10: written, although no content lies there"),
+    "a dead row from another request's block": (
+        lambda: [*RIGHT, dead(start=PRODUCERS[RankId(tp=2)].region("b", "v").address(4, 0, 3))],
+        f"{READS}, layer b, part v, unit 0, block 4, row 3, byte 0: another request's block"),
+    "a dead row from beyond the memory": (
+        lambda: [*RIGHT, dead(start=END)],
+        f"{READS}, address {END:#x}: read, although no content lies there"),
+    "a dead row from within the memory and beyond": (
+        lambda: [*RIGHT, dead(start=END - 1)],
+        f"{READS}, layer b, part v, unit 0, block 7, row 3, byte 15: another request's block"),
     "nothing": (list, NOTHING),
 }  # fmt: skip
 
@@ -218,6 +236,28 @@ def test_a_byte_too_many_is_named() -> None:
     assert found is not None
     assert ("b", RankId(tp=1)) == (found.layer, found.consumer)
     assert (found.kind, found.token) in {("double", 9), ("unwanted", None)}
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_every_write_of_a_content_is_checked_for_its_source(wrong: int) -> None:
+    """Of four writes of one content, each is looked at, in whatever order they stand."""
+    size = CONTENT // 4
+    parts = [
+        attrs.evolve(GOOD, start=GOOD.start + at, stop=GOOD.stop + at, length=size)
+        for at in range(0, CONTENT, size)
+    ]
+    parts[wrong] = attrs.evolve(parts[wrong], start=parts[wrong].start + 1)
+    for rows in (parts, parts[::-1]):
+        told = f"{TOLD.replace('byte 0', f'byte {wrong * size}')}read from other bytes; {HOLDER}"
+        assert told == str(fault(instead(*rows)))
+
+
+def test_a_late_or_empty_write_hides_nothing() -> None:
+    """Writes of no byte, and a dead row that is written along, do not hide a wrong source."""
+    empty = attrs.evolve(GOOD, length=0, start=0)
+    wrong = attrs.evolve(GOOD, start=GOOD.start + 1)
+    assert str(fault(instead(empty, wrong, empty))) == WRONG
+    assert None is fault([empty, *RIGHT, empty])
 
 
 def joined() -> Descriptors:
@@ -332,6 +372,30 @@ def test_a_cached_block_used_twice_is_overwritten() -> None:
         for each in RIGHT
     ]
     assert None is not fault(rows, reused)
+
+
+def test_a_request_far_beyond_its_table_is_missing() -> None:
+    """What the table lacks is told by its first token, however much it is."""
+    tables = [BlockTable(blocks, 2**62 - 2**62 % ROWS - 12) for blocks in (OURS, THEIRS)]
+    whole = attrs.evolve(REQUEST, num_tokens=2**62, cached_tokens=0)
+    with pytest.raises(kvspec.MismatchError, match="does not hold tokens 12"):
+        fault(RIGHT, whole)
+    late = attrs.evolve(
+        whole,
+        cached_tokens=tables[0].first_token + 5,
+        num_tokens=tables[0].first_token + NUM_TOKENS,
+        producer_blocks={"g": tables[0]},
+        consumer_blocks={"g": THEIRS},
+    )
+    found = fault(RIGHT, late)
+    assert found is not None
+    assert ("missing", late.cached_tokens) == (found.kind, found.token)
+    assert None is fault(RIGHT, attrs.evolve(late, consumer_blocks={"g": tables[1]}))
+
+
+def test_a_table_without_blocks_is_missing_everything() -> None:
+    """An empty consumer table holds no token: the first wanted one is missing."""
+    assert str(fault(RIGHT, attrs.evolve(REQUEST, consumer_blocks={"g": ()}))) == NOTHING
 
 
 def test_every_consumer_rank_is_checked() -> None:

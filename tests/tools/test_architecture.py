@@ -33,7 +33,7 @@ FOLDERS = (
     ("memory", ". layout region aliasing regions allocation tensors"),
     ("descriptors", ". request shared pool paging runs cells table explain"),
     ("traffic", ". loads flows traffic"),
-    ("check", "counting counterexample coverage checker exhaustive verify ."),
+    ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
     ("", "reference"),
     (
         "nixl",
