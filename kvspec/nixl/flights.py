@@ -157,21 +157,28 @@ class Flights:
             rest = min(2 * rest, LAST_WAIT)
 
     def _step(self, deadline: float) -> bool:
-        """Step every transfer, or as many as *deadline* allows, each in its turn."""
+        """Step the transfers in turn, and look into the inbox, until an event or the *deadline*.
+
+        Return whether something moved.
+        """
         known, settled = tuple(self), False
+        self._receive()
         for place in range(len(known)):
             transfer = known[(self._turn + place) % len(known)]
             with self._agent.locked():
                 settled |= transfer.step()
-                kind = transfer.ended()
-                if kind is not None:
+                if kind := transfer.ending():
                     self._events.append(Event(kind, transfer.peer, transfer))
-            if time.monotonic() >= deadline:
+                    transfer.hear(kind)  # afterwards: rather told twice than lost to an interrupt
+            self._receive()
+            if self._events or time.monotonic() >= deadline:
                 self._turn += place + 1
                 break
+        return settled
+
+    def _receive(self) -> None:
         for peer, payload in self._inbox.drain():
             self._events.append(Event("notified", peer, payload=payload))
-        return settled
 
     def reap(self) -> tuple[Transfer, ...]:
         """Release what ended in quarantine; return the transfers whose blocks are free again."""

@@ -236,7 +236,8 @@ class NixlRank:
 
         Polls all transfers, also those that nobody holds, holds their deadlines, reaps quarantine
         and takes notifications, in turns of one piece (13 ms, or 64 MiB). One thread pumps a rank,
-        others start transfers. A transfer's end is told once: here, or by its `poll` or `wait`.
+        others start transfers: those that `wait` compete with it. A transfer's end is told once:
+        here, or by its `poll` or `wait`.
         """
         return self._flights.pump(budget)
 

@@ -37,11 +37,15 @@ class Spans:
 
     def plus(self, other: Spans) -> Spans:
         """Return these and *other*, which must be disjoint."""
+        if not len(self.start):
+            return other
         places = np.searchsorted(self.start, other.start)
         start = np.insert(self.start, places, other.start)
         return Spans(start, np.insert(self.end, places, other.end))
 
     def minus(self, other: Spans) -> Spans:
         """Return these without *other*, which were added before."""
+        if len(self.start) == len(other.start):
+            return Spans()
         places = np.searchsorted(self.start, other.start)
         return Spans(np.delete(self.start, places), np.delete(self.end, places))

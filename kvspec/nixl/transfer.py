@@ -121,18 +121,22 @@ class Transfer:
                     self._let_go(handle)
         return not self._in_flight
 
-    def ended(self) -> Literal["done", "failed", "freed"] | None:
-        """Return, once each, "done" or "failed", and "freed" where quarantine ended afterwards."""
+    def ending(self) -> Literal["done", "failed", "freed"] | None:
+        """Return what to `hear` of: "done" or "failed", then "freed" where quarantine ended."""
         if not self.told and self.state != "PROC":
-            self.told = True
             return "done" if self.error is None else "failed"
-        return "freed" if self.free() else None
+        return "freed" if self.quarantined and self.reap() else None
+
+    def hear(self, kind: str) -> None:
+        """Note that somebody knows of an `ending`."""
+        self.told = True
+        self._freed = self._freed or kind == "freed"
 
     def free(self) -> bool:
         """Return, once, whether quarantine ended: all of its blocks may be used again."""
         if not self.quarantined or not self.reap():
             return False
-        self.told = self._freed = True
+        self.hear("freed")
         return True
 
     @property
