@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.check.counterexample import CounterExample, Kind
-from kvspec.check.coverage import Coverage
+from kvspec.check.coverage import Coverage, Small
 from kvspec.check.places import Contents, Places, covered
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
@@ -72,7 +72,7 @@ class Checker:
     excluded: frozenset[str]
     sources: tuple[RankId, ...]
     table: Ints
-    numbers: Ints
+    numbers: Small
 
     def first(self) -> CounterExample | None:
         """Return the first fault: of wanted and cached contents, then what is too much."""
@@ -170,7 +170,7 @@ class Checker:
         moved = self.table[write, 0] - self.table[write, 1]
         return np.asarray((right < 0) | (right - grid.address[content] != moved))
 
-    def _right(self, grid: Grid, content: Ints, number: Ints) -> Ints:
+    def _right(self, grid: Grid, content: Ints, number: Small) -> Ints:
         """Return where the source of each *number* has each content; -1 where it does not."""
         moving = grid.moving
         group, shape = moving.producer_group, (len(self.sources), len(grid.rows))

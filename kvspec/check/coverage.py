@@ -8,8 +8,13 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from kvspec.ownership.tokens import Ints
+
+Small = npt.NDArray[np.int32]
+AT_ONCE = 2**20
+"""Spans that are asked about together: what bounds the memory that it takes."""
 
 
 class Coverage:
@@ -32,16 +37,18 @@ class Coverage:
 
     def __init__(self, start: Ints, length: Ints) -> None:
         """Take the spans' first addresses and their lengths in bytes."""
-        number, full = np.arange(len(start)), length > 0
-        start, stop, number = start[full], (start + length)[full], number[full]
-        ends = np.concatenate([[-1], start, stop])
+        full = np.flatnonzero(length > 0)
+        if len(full) < len(start):
+            start, length = start[full], length[full]
+        ends = np.concatenate([[-1], start, start + length])
         order = np.argsort(ends, kind="stable")
         ends = ends[order]
         last = np.append(ends[1:] != ends[:-1], [True])
         self.cuts: Ints = ends[last]
-        self.times = _running(np.ones_like(number), order)[last]
+        del ends  # spans are many: what is not needed any more makes room
+        self.times = _running(np.ones(len(full), np.int32), order)[last]
         # The sum of the numbers of all spans here: of one span alone, its number.
-        self.span = _running(number, order)[last]
+        self.span = _running(full.astype(np.int32), order)[last]
 
     def segments(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
         """Return every (question, segment) for which [start, stop) meets the segment, in order.
@@ -60,14 +67,16 @@ class Coverage:
 
     def first_outside(self, start: Ints, length: Ints) -> tuple[int, int] | None:
         """Return (question, address) of the first byte asked about that no span touches."""
-        outside = self._untouched_before(start + length) > self._untouched_before(start)
-        if not outside.any():
-            return None
-        which = int(np.argmax(outside))
-        asked = start[which : which + 1]
-        _, segment = self.segments(asked, asked + length[which])
-        bare = segment[self.times[segment] == 0][0]
-        return which, max(int(asked[0]), int(self.cuts[bare]))
+        for at in range(0, len(start), AT_ONCE):
+            some, end = start[at : at + AT_ONCE], length[at : at + AT_ONCE]
+            outside = self._untouched_before(some + end) > self._untouched_before(some)
+            if outside.any():
+                which = int(np.argmax(outside))
+                asked = some[which : which + 1]
+                _, segment = self.segments(asked, asked + end[which])
+                bare = segment[self.times[segment] == 0][0]
+                return at + which, max(int(asked[0]), int(self.cuts[bare]))
+        return None
 
     def _untouched_before(self, address: Ints) -> Ints:
         """Return how many bytes before each address no span touches."""
@@ -82,9 +91,9 @@ class Coverage:
         return np.concatenate([[0], np.cumsum(bare)])
 
 
-def _running(value: Ints, order: Ints) -> Ints:
+def _running(value: Small, order: Ints) -> Small:
     """Return the sum over all spans that have begun and not ended, at each end in *order*."""
-    return np.cumsum(np.concatenate([[0], value, -value])[order])
+    return np.cumsum(np.concatenate([np.zeros(1, np.int32), value, -value])[order], dtype=np.int32)
 
 
 def merged(start: Ints, length: Ints) -> tuple[Ints, Ints]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
+from kvspec.check.coverage import Small
 from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
 from kvspec.descriptors.cells import check_producer_holds
@@ -67,23 +68,42 @@ def verify(
         for rank in plan.producer.parallel.ranks
     }
     for rank, cache in consumers.items():
-        moved = given
-        if moved is None:
-            tables = {
-                each: build_table(plan, producers[each], cache) for each in plan.sources(rank)
-            }
-            moved = {
-                (source, rank): table.descriptors(request).view(np.int64)
-                for source, table in tables.items()
-            }
+        if given is None:
+            writes = _writes(_own(plan, producers, cache, request))
+        else:
+            writes = _writes({source: rows for (source, to), rows in given.items() if to == rank})
         consumer = Places(owners["consumer"], cache, request.consumer_blocks)
-        sources, table, numbers = _writes(rank, moved)
-        found = Checker(
-            request, plan.producer, senders, consumer, excluded, sources, table, numbers
-        ).first()
+        checker = Checker(request, plan.producer, senders, consumer, excluded, *writes)
+        found = checker.first()
         if found is not None:
             return found
     return None
+
+
+def _own(
+    plan: TransferPlan,
+    producers: Mapping[RankId, RankCache],
+    consumer: RankCache,
+    request: TransferRequest,
+) -> dict[RankId, Ints]:
+    """Return the library's own descriptors of one consumer rank, by producer rank."""
+    tables = {
+        rank: build_table(plan, producers[rank], consumer) for rank in plan.sources(consumer.rank)
+    }
+    return {rank: table.descriptors(request).view(np.int64) for rank, table in tables.items()}
+
+
+def _writes(moved: dict[RankId, Ints]) -> tuple[tuple[RankId, ...], Ints, Small]:
+    """Return who is read, the rows by consumer address, and which of the former each row reads.
+
+    *moved* is emptied: rows may be many, and are held once.
+    """
+    sources, counts = tuple(moved), [len(rows) for rows in moved.values()]
+    table = np.concatenate([np.empty((0, 3), np.int64), *moved.values()])
+    moved.clear()
+    numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    order = np.argsort(table[:, 1], kind="stable")
+    return sources, table[order], numbers[order]
 
 
 def _given(plan: TransferPlan, descriptors: object) -> dict[tuple[RankId, RankId], Ints]:
@@ -109,26 +129,14 @@ def _rows(field: str, rows: object) -> Ints:
         return np.empty((0, 3), np.int64)
     if found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind not in "iu":  # noqa: PLR2004
         raise SpecError(field, f"{found.dtype} of shape {found.shape}", wanted)
-    whole = found.astype(np.int64)  # what 63 bits do not hold becomes negative
+    # What 63 bits do not hold becomes negative.
+    whole = found.view(np.int64) if found.dtype == np.uint64 else found.astype(np.int64)
     wrong = (whole < 0).any(1)
     wrong |= whole[:, :2].max(1) > MOST - np.maximum(whole[:, 2], 0)
     if wrong.any():
         told = f"an address and a length >= 0, and an end of at most {MOST}"
         raise SpecError(field, found[int(np.argmax(wrong))].tolist(), told)
     return whole
-
-
-def _writes(
-    rank: RankId, moved: Mapping[tuple[RankId, RankId], Ints]
-) -> tuple[tuple[RankId, ...], Ints, Ints]:
-    """Return who is read by *rank*, the rows, and which of the former each of them reads."""
-    found = {source: rows for (source, target), rows in moved.items() if target == rank}
-    table = np.concatenate(
-        [np.empty((0, 3), np.int64), *found.values()], dtype=np.int64, casting="unsafe"
-    )
-    numbers = np.repeat(np.arange(len(found)), [len(rows) for rows in found.values()])
-    order = np.argsort(table[:, 1], kind="stable")
-    return tuple(found), table[order], numbers[order]
 
 
 def _check_caches(field: str, given: Mapping[RankId, RankCache], engine: EngineSpec) -> None:
