@@ -102,6 +102,7 @@ ON_DEMAND = frozenset(
         "draw",
         "models",
         "nixl",
+        "protocol",
         "reference",
         "simulate",
         "testing",

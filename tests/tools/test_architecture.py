@@ -35,6 +35,7 @@ FOLDERS = (
     ("traffic", ". loads flows traffic"),
     ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
     ("", "reference"),
+    ("protocol", "fingerprint plain reading regions handshake wire ."),
     (
         "nixl",
         (
@@ -72,6 +73,7 @@ UPWARD = {
     ("kvspec.memory.regions", "kvspec.memory.tensors"): "RankCache.from_tensors",
     ("kvspec.descriptors.table", "kvspec.descriptors.explain"): "a table tells of a descriptor",
     ("kvspec.descriptors.table", "kvspec.draw"): "a table draws itself",
+    ("kvspec.protocol.handshake", "kvspec"): "the library's version",
     ("kvspec.cli", "kvspec.cli.app"): "the entry point says which extra is missing",
 }
 """Imports against the order, each inside a function or for a type checker, and why."""

@@ -98,6 +98,13 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvspec.models.fields.Config.number", lambda self, name: int(self.get(name) or 0))
 
 
+def gullible(patch: pytest.MonkeyPatch) -> None:
+    """Believe what a constructor refuses to be no more than an error of the caller's."""
+    patch.setattr(
+        "kvspec.protocol.reading.refuse", lambda _, error, __: (_ for _ in ()).throw(error)
+    )
+
+
 @pytest.mark.parametrize(
     ("target", "plant"),
     [
@@ -107,6 +114,7 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
         ("block_tables", forgetful),
         ("block_tables", credulous),
         ("from_config", trusting),
+        ("handshakes", gullible),
     ],
 )
 def test_a_target_can_fail(target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,99 @@
+"""What two engines must agree on for the same bytes to mean the same, as one hash.
+
+Law: two engines have one fingerprint exactly where `kvspec.mismatches` finds nothing between them.
+It takes in what changes the meaning of bytes (kinds, dtypes, heads, sizes, windows, layer names)
+and nothing of what a plan bridges: parallel sizes, blocks, layouts, padding, order, grouping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.inputs import instance, sequence
+from kvspec.ownership.part import Part
+from kvspec.plan.mismatches import PART_WHY
+from kvspec.specs import LayerSpec
+from kvspec.specs.layer import MEMORY_FIELDS, UNLESS_GIVEN
+
+SIZE = 16  # bytes
+
+
+def fingerprint(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
+    """Return 32 hexadecimal digits that stand for the meaning of *engine*'s bytes.
+
+    Layers that the engine itself excludes do not count, nor do those *excluded* here: of two
+    engines that exclude different draft layers, hash each without the other's.
+
+    >>> from kvspec import EngineSpec, FullAttentionSpec, KVCacheGroup, ParallelConfig
+    >>> def engine(block_size, tp_size, head_size=128):
+    ...     spec = FullAttentionSpec(block_size=block_size, total_num_kv_heads=8,
+    ...                              head_size=head_size, dtype="bfloat16")
+    ...     group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    ...     return EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=tp_size))
+    >>> fingerprint(engine(16, 4)) == fingerprint(engine(64, 1))
+    True
+    >>> fingerprint(engine(16, 4)) == fingerprint(engine(16, 4, head_size=64))
+    False
+    """
+    instance("engine", engine, EngineSpec)
+    without = {*engine.excluded, *sequence("excluded", excluded, "layer names")}
+    told: dict[LayerSpec, bytes] = {}
+    whole = hashlib.blake2b(digest_size=SIZE)
+    for layer in sorted(set(engine.homes) - without):
+        spec = engine.homes[layer].spec.of_layer(layer)
+        if spec not in told:
+            told[spec] = _digest(_meaning(spec))
+        whole.update(_digest(layer) + told[spec])
+    return whole.hexdigest()
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.blake2b(_text(value).encode(), digest_size=SIZE).digest()
+
+
+def _meaning(spec: LayerSpec) -> tuple[object, ...]:
+    """Return what `kvspec.mismatches` compares of a layer: its kind, fields and parts."""
+    fields = {
+        field.name: _said(spec, field.name)
+        for field in attrs.fields(type(spec))
+        if field.name not in MEMORY_FIELDS and field.name != "state_parts"
+    }
+    return type(spec).__name__, fields, tuple(_part(part) for part in spec.parts)
+
+
+def _said(spec: LayerSpec, field: str) -> object:
+    """Return a field's value; of one left out, the value that it then means."""
+    value = getattr(spec, field)
+    return getattr(spec, UNLESS_GIVEN[field]) if value is None and field in UNLESS_GIVEN else value
+
+
+def _part(part: Part) -> dict[str, object]:
+    fields = {name: getattr(part, name) for name in PART_WHY}
+    if part.per_token:
+        del fields["states"]  # the rows of a block, in which engines may differ
+    return {"name": part.name, **fields}
+
+
+def _text(value: Any) -> str:  # noqa: ANN401
+    """Return a text that two values share only if they are equal.
+
+    >>> _text({"b": (1, None), "a": "x"})
+    "{'a':'x','b':(1,None,),}"
+    """
+    if isinstance(value, Mapping):
+        items = sorted((_text(key), _text(inner)) for key, inner in value.items())
+        return "{" + "".join(f"{key}:{inner}," for key, inner in items) + "}"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_text(inner)}," for inner in value) + ")"
+    if attrs.has(type(value)):
+        inner = {f.name: getattr(value, f.name) for f in attrs.fields(type(value)) if f.eq}
+        return type(value).__name__ + _text(inner)
+    if value is None or isinstance(value, str | bool | int | float | range):
+        return repr(value)
+    raise SpecError("spec", value, "fields of plain values: text, numbers, tuples, attrs classes")

@@ -1,0 +1,155 @@
+"""What one rank tells of itself before anything moves, and whether two engines may exchange.
+
+Law: whatever both sides must agree on is compared and named: the engines' caches, the model and its
+revision, the election. An engine is not its own peer, and all ranks of one are of one start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import Mismatch, MismatchError, SpecError
+from kvspec.inputs import instance, positive_int, sequence
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.election import Election
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.mismatches import differing, mismatches
+from kvspec.protocol.fingerprint import fingerprint
+
+MAX_NAME = 255
+"""Bytes of an engine's name, a model's, a revision's."""
+MAX_TRANSPORT = 1 << 20
+"""Bytes of the transport's own metadata."""
+
+
+def is_name(field: str, value: object) -> str:
+    """Return *value* if it is a text of 1 to MAX_NAME bytes; else raise `SpecError`."""
+    try:
+        size = len(value.encode()) if isinstance(value, str) else 0
+    except UnicodeEncodeError:
+        size = 0
+    if not isinstance(value, str) or not 0 < size <= MAX_NAME:
+        raise SpecError(field, value, f"a text of 1 to {MAX_NAME} bytes")
+    return value
+
+
+def _name(_: object, at: attrs.Attribute[str], value: object) -> None:
+    is_name(at.name, value)
+
+
+def _name_or_none(_: object, at: attrs.Attribute[str | None], value: object) -> None:
+    if value is not None:
+        is_name(at.name, value)
+
+
+def _epoch(_: object, at: attrs.Attribute[int], value: object) -> None:
+    positive_int(at.name, value, least=0)
+
+
+@attrs.frozen(kw_only=True)
+class Handshake:
+    """One rank's introduction.
+
+    *engine_id*: the engine's name, the same at every start; *epoch*: a number that grows with every
+    start, such as the time in nanoseconds. *cache*: engine, rank, and where its cache lies.
+    *transport*: the transport's own bytes, such as `NixlRank.metadata()`. *model*, *revision*: the
+    caller's names of the weights, which both engines must share. *library*: the version of kvspec
+    that wrote it; None is the one that is running.
+    """
+
+    engine_id: str = attrs.field(validator=_name)
+    epoch: int = attrs.field(validator=_epoch)
+    cache: RankCache
+    election: Election = attrs.field(factory=Election)
+    transport: bytes = attrs.field(default=b"", repr=False)
+    model: str | None = attrs.field(default=None, validator=_name_or_none)
+    revision: str | None = attrs.field(default=None, validator=_name_or_none)
+    library: str = attrs.field(validator=_name)
+
+    @library.default
+    def _running(self) -> str:
+        from kvspec import __version__  # noqa: PLC0415 - the package's own, which stands above
+
+        return __version__
+
+    def __attrs_post_init__(self) -> None:
+        instance("cache", self.cache, RankCache)
+        instance("election", self.election, Election)
+        if len(instance("transport", self.transport, bytes)) > MAX_TRANSPORT:
+            size = f"{len(self.transport)} bytes"
+            raise SpecError("transport", size, f"at most {MAX_TRANSPORT}")
+
+    @property
+    def engine(self) -> EngineSpec:
+        """The engine that the rank is of."""
+        return self.cache.engine
+
+    @property
+    def rank(self) -> RankId:
+        """The rank."""
+        return self.cache.rank
+
+    @property
+    def fingerprint(self) -> str:
+        """What its bytes mean; see `kvspec.protocol.fingerprint`."""
+        return fingerprint(self.engine)
+
+
+_WHY = {
+    "engine_id": "ranks of one engine have one name",
+    "epoch": "ranks of one engine are of one start: some are from before a restart",
+    "engine": "ranks of one engine tell of the same engine",
+    "election": "both sides work out who reads whom, and must come to the same",
+    "model": "other weights make other caches; None says nothing, which is not the same",
+    "revision": "other weights make other caches; None says nothing, which is not the same",
+}
+
+
+def disagreements(producer: Handshake, consumer: Handshake) -> tuple[Mismatch, ...]:
+    """Return all in which two ranks' engines cannot exchange: empty where they can."""
+    instance("producer", producer, Handshake)
+    instance("consumer", consumer, Handshake)
+    found: list[Mismatch] = []
+    if producer.engine_id == consumer.engine_id:
+        why = "an engine does not fetch from itself"
+        found.append(Mismatch("engine_id", producer.engine_id, consumer.engine_id, why))
+    found += _differing(producer, consumer, ("model", "revision", "election"))
+    return (*found, *mismatches(producer.engine, consumer.engine))
+
+
+def _differing(one: Handshake, other: Handshake, fields: Iterable[str]) -> list[Mismatch]:
+    return [
+        mismatch
+        for field in fields
+        for mismatch in differing(
+            getattr(one, field), getattr(other, field), field, _WHY[field], ("producer", "consumer")
+        )
+    ]
+
+
+def one_engine(handshakes: Iterable[Handshake]) -> dict[RankId, Handshake]:
+    """Return the introductions of one engine by rank, ascending.
+
+    Raises `MismatchError` where they are not of one engine, start, model and election, and
+    `SpecError` where a rank comes twice or is missing.
+    """
+    given = sequence("handshakes", handshakes, "Handshakes, one for each rank of an engine")
+    if not given:
+        raise SpecError("handshakes", given, "one for each rank of an engine")
+    first = instance("handshakes", given[0], Handshake)
+    found: dict[RankId, Handshake] = {}
+    for one in given:
+        wrong = _differing(first, instance("handshakes", one, Handshake), _WHY)
+        if wrong:
+            sides = (str(first.rank), str(one.rank))
+            raise MismatchError(attrs.evolve(each, sides=sides) for each in wrong)
+        if one.rank in found:
+            raise SpecError("handshakes", str(one.rank), "each rank once")
+        found[one.rank] = one
+    missing = [str(rank) for rank in first.engine.parallel.ranks if rank not in found]
+    if missing:
+        raise SpecError("handshakes", sorted(map(str, found)), f"{', '.join(missing[:3])} too")
+    return dict(sorted(found.items()))

@@ -1,0 +1,165 @@
+"""The handshake and the notices as bytes; the only module that knows their format.
+
+Law: any bytes give a valid object or a `WireError` with the path of the fault, and an object that
+was written is read back equal. Nothing in a message is trusted: sizes, counts and nesting are
+bounded, and what comes back passed the constructors that a caller's own values pass.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError, WireError
+from kvspec.inputs import instance
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.parallel import RankId
+from kvspec.protocol.fingerprint import SIZE
+from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
+from kvspec.protocol.plain import Writer
+from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
+from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
+
+VERSION = 1
+"""The version of the format; any change to it, or to what a default means, takes the next."""
+MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
+"""Bytes of one handshake."""
+
+_MAGIC = b"kvspec-handshake\n"
+_HEAD = len(_MAGIC) + 2  # and the version
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Index = Annotated[int, Meta(ge=0, le=2**24)]
+Step = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Pieces = tuple[
+    list[tuple[Count, Text, Index]], list[tuple[Index, Index]], tuple[Count, tuple[Step, ...]]
+]
+Places = tuple[
+    list[tuple[Count, Count, Count, Count]],
+    list[tuple[tuple[Text, Index, Step], ...]],
+    list[tuple[Step, ...]],
+    Count,
+    list[tuple[Index, Index, Index]],
+]
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A handshake as it is sent; *memory*, *regions* as `kvspec.protocol.regions` writes them."""
+
+    library: Text
+    engine_id: Text
+    epoch: Count
+    rank: tuple[Index, Index, Index]
+    model: Text | None
+    revision: Text | None
+    fingerprint: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
+    objects: list[tuple[Text, dict[Text, Any]]]
+    engine: Index
+    election: Index
+    memory: Pieces
+    regions: Places
+    transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def encode_handshake(handshake: Handshake) -> bytes:
+    """Return *handshake* as bytes; `SpecError` where no peer could read them."""
+    shake = instance("handshake", handshake, Handshake)
+    writer = Writer()
+    engine, election = (writer.plain(value)[1] for value in (shake.engine, shake.election))
+    rank = shake.rank
+    message = Message(
+        library=shake.library,
+        engine_id=shake.engine_id,
+        epoch=shake.epoch,
+        rank=(rank.pp, rank.pcp, rank.tp),
+        model=shake.model,
+        revision=shake.revision,
+        fingerprint=bytes.fromhex(shake.fingerprint),
+        objects=writer.objects,
+        engine=engine,
+        election=election,
+        memory=written_memory(shake.cache.memory),
+        regions=written_regions(shake.cache),
+        transport=shake.transport,
+    )
+    try:
+        data = _MAGIC + VERSION.to_bytes(2, "big") + _ENCODER.encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise SpecError("handshake", str(error), "numbers of 64 bits and texts of UTF-8") from None
+    try:
+        read = decode_handshake(data)
+    except WireError as error:
+        wanted = f"what a peer can read; it would say {error.path}: wanted {error.wanted}"
+        raise SpecError("handshake", error.value, wanted) from None
+    if read != shake:
+        raise SpecError("handshake", shake, "values that are read back as they were written")
+    return data
+
+
+def decode_handshake(data: bytes) -> Handshake:
+    """Return the handshake that *data* is; raise `WireError` for any other bytes."""
+    message = _message(data)
+    reader = Reader()
+    reader.table("objects", message.objects)
+    engine, election = (
+        reader.object(path, [number])
+        for path, number in (("engine", message.engine), ("election", message.election))
+    )
+    cache = _cache(reader, engine, message)
+    try:
+        shake = Handshake(
+            engine_id=message.engine_id,
+            epoch=message.epoch,
+            cache=cache,
+            election=election,
+            transport=message.transport,
+            model=message.model,
+            revision=message.revision,
+            library=message.library,
+        )
+        meaning = shake.fingerprint
+    except SpecError as error:
+        refuse("handshake", error, "a handshake")
+    if meaning != message.fingerprint.hex():
+        wanted = f"{meaning}, what the engine means here; sent by kvspec {message.library}"
+        raise WireError("fingerprint", message.fingerprint.hex(), wanted)
+    return shake
+
+
+def _message(data: object) -> Message:
+    """Return the message in *data*, of the right types, within the bounds of each field."""
+    if not isinstance(data, bytes):
+        raise WireError("handshake", type(data).__name__, "bytes")
+    if len(data) > MAX_HANDSHAKE:
+        raise WireError("handshake", f"{len(data)} bytes", f"at most {MAX_HANDSHAKE}")
+    if len(data) < _HEAD or not data.startswith(_MAGIC):
+        raise WireError("handshake", data[:_HEAD], "what encode_handshake returned, whole")
+    version = int.from_bytes(data[len(_MAGIC) : _HEAD], "big")
+    if version != VERSION:
+        raise WireError("version", version, f"{VERSION}; both engines need the same")
+    try:
+        return _DECODER.decode(memoryview(data)[_HEAD:])
+    except msgspec.ValidationError as error:
+        told, _, path = str(error).partition(" - at `")
+        wanted, _, value = told.partition(", got ")
+        where = path.rstrip("`").removeprefix("$.") or "message"
+        raise WireError(where, value or "another", wanted) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError("message", str(error), "MessagePack of a handshake, whole") from None
+
+
+def _cache(reader: Reader, engine: Any, message: Message) -> RankCache:  # noqa: ANN401
+    try:
+        instance("engine", engine, EngineSpec)
+    except SpecError as error:
+        refuse("message", error, "a handshake")
+    memory = read_memory("memory", reader, message.memory)
+    return read_cache("regions", engine, RankId(*message.rank), memory, message.regions)

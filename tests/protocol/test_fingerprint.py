@@ -1,0 +1,109 @@
+"""A fingerprint stands for the meaning of bytes: equal exactly where nothing differs in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from hypothesis import example, given
+from hypothesis import strategies as st
+from refused import words
+
+import kvspec
+from kvspec.protocol import fingerprint
+from kvspec.testing import strategies
+
+Engines = tuple[kvspec.EngineSpec, kvspec.EngineSpec]
+
+
+def prints(pair: Engines) -> tuple[str, str]:
+    """Return both fingerprints, of the layers that neither side excludes."""
+    producer, consumer = pair
+    return fingerprint(producer, consumer.excluded), fingerprint(consumer, producer.excluded)
+
+
+@st.composite
+def changed(draw: st.DrawFn, spec: Any) -> Any:
+    """Draw a spec that differs from *spec* in one field, or in a part, or in kind, or not."""
+    kind = draw(st.sampled_from(sorted(strategies.KINDS)))
+    other: Any = draw(strategies.KINDS[kind])
+    fields = [
+        field.name
+        for field in attrs.fields(type(spec))
+        if field.init and hasattr(other, field.name) and field.name not in ("specs", "block_size")
+    ]
+    if not fields or draw(st.booleans()):
+        return draw(st.sampled_from((spec, other)))
+    name = draw(st.sampled_from(fields))
+    try:
+        return attrs.evolve(spec, **{name: getattr(other, name)})
+    except kvspec.SpecError:
+        return spec
+
+
+def engine(spec: Any) -> kvspec.EngineSpec:
+    """Return an engine of the layers of *spec*."""
+    layers = spec.layers or ("layers.0", "layers.1")
+    return kvspec.EngineSpec(groups=[kvspec.KVCacheGroup(name="g", layers=layers, spec=spec)])
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Engines:
+    """Draw two engines of specs of which one may be a changed other."""
+    spec = draw(strategies.specs())
+    return engine(spec), engine(draw(changed(spec)))
+
+
+def full(**more: Any) -> kvspec.EngineSpec:
+    """Return an engine of full attention."""
+    fields = {"block_size": 4, "total_num_kv_heads": 2, "head_size": 3, "dtype": "uint8"}
+    return engine(kvspec.FullAttentionSpec(**{**fields, **more}))
+
+
+@given(strategies.engine_pairs())
+def test_what_a_plan_bridges_does_not_count(pair: Engines) -> None:
+    """Engines of one model have one fingerprint, however each lays out and deals its cache."""
+    assert () == kvspec.mismatches(*pair)
+    one, other = prints(pair)
+    assert one == other
+
+
+@given(pairs())
+@example((full(), full(head_size_v=3)))
+@example((full(), full(head_size_v=2)))
+@example((full(scale_dtype="float32"), full(scale_dtype="float32", elements_per_scale=3)))
+@example((full(), full(block_size=8)))
+def test_equal_exactly_where_nothing_mismatches(pair: Engines) -> None:
+    """A difference that `kvspec.mismatches` reports changes the fingerprint, and no other does."""
+    one, other = prints(pair)
+    assert (() == kvspec.mismatches(*pair)) == (one == other)
+
+
+@given(strategies.engine_pairs(), st.data())
+def test_layers_count_by_name(pair: Engines, data: st.DataObject) -> None:
+    """A layer more or under another name is another fingerprint; groups and their order are not."""
+    engine = pair[0]
+    kept = [layer for layer in engine.homes if layer not in engine.excluded]
+    without = data.draw(st.sampled_from(kept)) if kept else None
+    if without is not None:
+        assert fingerprint(engine) != fingerprint(engine, [without])
+    again = attrs.evolve(engine, groups=engine.groups[::-1])
+    assert fingerprint(engine) == fingerprint(again)
+
+
+def test_it_stays() -> None:
+    """The fingerprint of one engine, kept: a change of it is a change of the wire's version."""
+    assert "a0d16be137b9e390ede2b525db91c853" == fingerprint(full())
+
+
+def test_what_has_none_is_refused() -> None:
+    """Only engines have one, and only of fields that are plain values."""
+    wrong: Any = 1
+    assert "engine=1" in words(lambda: fingerprint(wrong))
+
+    @attrs.frozen(kw_only=True, slots=False)
+    class Odd(kvspec.MLAAttentionSpec):
+        what: object = attrs.field(hash=False)
+
+    odd = engine(Odd(block_size=1, head_size=1, dtype="uint8", what={1}))
+    assert "fields of plain values" in words(lambda: fingerprint(odd))

@@ -1,0 +1,389 @@
+"""The handshake: what is written is read back equal, what cannot be true is refused by its path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from refused import refusal, words
+from shakes import caches, closed, handshakes, opened
+
+import kvspec
+from kvspec.protocol import (
+    Handshake,
+    decode_handshake,
+    disagreements,
+    encode_handshake,
+    one_engine,
+    register,
+)
+from kvspec.testing import strategies
+
+GOLDEN = Path(__file__).with_name("handshake_1.hex")
+
+
+def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
+    """Return an engine of full attention."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16"
+    )
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(layers)]
+    group = kvspec.KVCacheGroup(name="full", layers=names, spec=spec)
+    return kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=tp), **more)
+
+
+def shake(tp: int = 0, of: kvspec.EngineSpec | None = None, **more: Any) -> Handshake:
+    """Return the introduction of one rank."""
+    cache = kvspec.lay_out(of or engine(), kvspec.RankId(tp=tp), 100, address=4096)
+    fields: dict[str, Any] = {"engine_id": "prefill-0", "epoch": 7, "library": "0.1.0"}
+    return Handshake(**{**fields, "cache": cache, **more})
+
+
+@given(handshakes())
+def test_what_is_written_is_read_back(given: Handshake) -> None:
+    """Every kind of layer, engine, cache and election arrives equal, and means the same."""
+    read = decode_handshake(encode_handshake(given))
+    assert given == read
+    assert given.fingerprint == read.fingerprint
+    assert given.cache.regions == read.cache.regions
+
+
+@given(strategies.engine_pairs(largest=4).flatmap(lambda pair: caches(pair[0])), st.randoms())
+def test_regions_of_any_order_and_place_are_read_back(
+    cache: kvspec.RankCache, drawn: random.Random
+) -> None:
+    """Regions that stand in no order, each in memory of its own, arrive in that order."""
+    address, regions, memory = 2**40, [], []
+    for region in drawn.sample(cache.regions, len(cache.regions)):
+        size = len(region.extent)
+        memory.append(kvspec.Memory(address, size, "VRAM", drawn.randrange(3)))
+        device = memory[-1].device
+        moved = attrs.evolve(region, base=address, memory_type="VRAM", device=device)
+        regions.append(moved)
+        address += size + drawn.randrange(2) * drawn.randrange(2**30)
+    drawn.shuffle(memory)
+    given = Handshake(
+        engine_id="x", epoch=0, cache=kvspec.RankCache(cache.engine, cache.rank, regions, memory)
+    )
+    assert given == decode_handshake(encode_handshake(given))
+
+
+def wide(parts: int = 33, layers: int = 80) -> kvspec.EngineSpec:
+    """Return an engine of many layers with many parts."""
+    each = [
+        kvspec.Part(
+            name=f"part.{n}", units=8, states=1, content_bytes=64 + n, tokens_per_state=0,
+            tensor=f"tensor.{n}",
+        )
+        for n in range(parts)
+    ]  # fmt: skip
+    names = [f"model.layers.{number}.mixer" for number in range(layers)]
+    spec = kvspec.MambaSpec(state_parts=each)
+    group = kvspec.KVCacheGroup(name="states", layers=names, spec=spec)
+    return kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=8))
+
+
+def scattered(cache: kvspec.RankCache, *, one_memory: bool) -> kvspec.RankCache:
+    """Return a cache whose parts lie anywhere, on pages, in one memory or one each."""
+    drawn, start = random.Random(0), 0x7F00_0000_0000
+    regions, memory, address = [], [], start
+    for region in cache.regions:
+        size = -(-len(region.extent) // 4096) * 4096
+        regions.append(attrs.evolve(region, base=address))
+        memory.append(kvspec.Memory(address, size))
+        address += size + 4096 * drawn.randrange(1 << 20)
+    whole = [kvspec.Memory(start, address - start)]
+    return kvspec.RankCache(cache.engine, cache.rank, regions, whole if one_memory else memory)
+
+
+def test_a_plain_rank_takes_little() -> None:
+    """32 layers in under 2 KB; 80 layers of 33 parts in under 20 KB, wherever each part lies."""
+    assert len(encode_handshake(shake(of=engine(layers=32)))) < 2000
+    cache = kvspec.lay_out(wide(), kvspec.RankId(tp=3), 1000, address=1 << 46)
+    several = [cache, *(scattered(cache, one_memory=one) for one in (True, False))]
+    sizes = [len(encode_handshake(shake(cache=cache))) for cache in several]
+    assert max(sizes) < 20_000
+    assert sizes[0] < 5000
+
+
+def test_the_format_stands() -> None:
+    """A message of format 1 that was kept says what it always said; see `VERSION` if this fails."""
+    kept = bytes.fromhex(GOLDEN.read_text(encoding="ascii"))
+    assert golden() == decode_handshake(kept)
+    assert kept == encode_handshake(golden())
+
+
+DEAL = [range(3), range(3, 4)]
+
+
+def golden() -> Handshake:
+    """Return the introduction that was kept: several kinds, deals, stages and an election."""
+    full = engine().groups[0]
+    window = kvspec.SlidingWindowSpec(
+        block_size=16, total_num_kv_heads=4, head_size=64, dtype="float16", sliding_window=128
+    )
+    local = kvspec.KVCacheGroup(
+        name="local", layers=["draft", "model.layers.3.attn"], spec=window, layout="LBNHC",
+        excluded=["draft"], unit_deals={"k": DEAL, "v": DEAL}, kernel_block_size=8,
+    )  # fmt: skip
+    names = ("draft", "model.layers.3.attn", *full.layers)
+    parallel = kvspec.ParallelConfig(tp_size=2, stages=[names])
+    nodes = dict.fromkeys(parallel.ranks, "a")
+    return shake(
+        tp=1,
+        of=kvspec.EngineSpec(groups=[full, local], parallel=parallel, layout="BLHNC"),
+        election=kvspec.Election("nearest", 1, kvspec.Topology(producer=nodes, consumer=nodes)),
+        transport=b"agent",
+        model="llama",
+        revision="1",
+    )
+
+
+@attrs.frozen
+class Packing:
+    """A format that a user adds."""
+
+    bits: int
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class KeysOnlySpec(kvspec.MLAAttentionSpec):
+    """A kind that a user adds, with a field of a class of its own."""
+
+    packing: Packing
+
+
+def keys_only() -> Handshake:
+    """Return the introduction of an engine of a user's kind."""
+    spec = KeysOnlySpec(block_size=4, head_size=8, dtype="uint8", packing=Packing(4))
+    group = kvspec.KVCacheGroup(name="keys", layers=["layers.0"], spec=spec)
+    return shake(of=kvspec.EngineSpec(groups=[group]))
+
+
+def test_kinds_of_a_user_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered, they arrive; not registered, the sender and the receiver say so."""
+    monkeypatch.setattr("kvspec.protocol.plain.KINDS", dict(kvspec.protocol.plain.KINDS))
+    monkeypatch.setattr("kvspec.protocol.reading.KINDS", kvspec.protocol.plain.KINDS)
+    assert "kvspec.protocol.register" in words(lambda: encode_handshake(keys_only()))
+    assert register(KeysOnlySpec) is register(KeysOnlySpec) is KeysOnlySpec
+    register(Packing)
+    data = encode_handshake(keys_only())
+    assert keys_only() == decode_handshake(data)
+    del kvspec.protocol.plain.KINDS["KeysOnlySpec"]
+    told = words(lambda: decode_handshake(data), kvspec.WireError)
+    assert "objects[1].KeysOnlySpec: got 'KeysOnlySpec', wanted a kind that is known here" in told
+
+
+def test_a_name_is_registered_once() -> None:
+    """Neither a second class of one name, nor what has no fields."""
+    other = attrs.make_class("Part", ["name"], frozen=True)
+    with pytest.raises(kvspec.SpecError, match="a name other than that of"):
+        register(other)
+    assert "an attrs class" in words(lambda: register(int))
+
+
+@pytest.mark.parametrize("field", ["engine_id", "model", "revision", "library"])
+@pytest.mark.parametrize("value", ["", "x" * 256, "\ud800", 7, b"x"])
+def test_names_are_names(field: str, value: object) -> None:
+    """A name is a text of 1 to 255 bytes."""
+    assert f"{field}={value!r}: wanted a text of 1 to 255 bytes" == words(
+        lambda: shake(**{field: value})
+    )
+
+
+def test_an_introduction_is_whole() -> None:
+    """Epochs are counts, caches and elections are those, transports are bytes and few."""
+    for field, value in (("epoch", -1), ("epoch", True), ("cache", 1), ("election", "spread")):
+        assert refusal(lambda f=field, v=value: shake(**{f: v})).field == field
+    assert "at most 1048576" in words(lambda: shake(transport=bytes(2**20 + 1)))
+    assert kvspec.__version__ == Handshake(engine_id="x", epoch=0, cache=shake().cache).library
+
+
+def agreed(**more: Any) -> tuple[Handshake, Handshake]:
+    """Return a producer's and a consumer's introduction, but for what *more* says of the latter."""
+    return shake(), shake(**{"engine_id": "decode-0", "epoch": 3, **more})
+
+
+def test_both_sides_agree_or_it_is_named() -> None:
+    """What both have to share is compared, each by its name; what a plan bridges is not."""
+    assert () == disagreements(*agreed())
+    assert () == disagreements(*agreed(of=engine(tp=1, layout="BLNHC")))
+    rows = {
+        "engine_id": {"engine_id": "prefill-0"},
+        "model": {"model": "llama"},
+        "revision": {"revision": "2"},
+        "election.replicas": {"election": kvspec.Election("first")},
+        "election.salt": {"election": kvspec.Election("spread", 1)},
+        "layer": {"of": engine(layers=4)},
+    }
+    for field, more in rows.items():
+        (only,) = disagreements(*agreed(**more))
+        assert only.field.endswith(field)
+
+
+def test_ranks_of_one_engine_are_of_one_start() -> None:
+    """All ranks come, each once, of one name, epoch, engine, model and election."""
+    ranks = [shake(tp=tp) for tp in (1, 0)]
+    assert [kvspec.RankId(tp=0), kvspec.RankId(tp=1)] == list(one_engine(ranks))
+    assert "tp1 too" in words(lambda: one_engine(ranks[1:]))
+    assert "each rank once" in words(lambda: one_engine([*ranks, ranks[0]]))
+    assert "one for each rank" in words(lambda: one_engine([]))
+    for more in ({"epoch": 8}, {"engine_id": "x"}, {"model": "x"}, {"of": engine(layout="BLNHC")}):
+        told = words(lambda more=more: one_engine([shake(), shake(tp=1, **more)]), ERROR)
+        assert "tp0" in told
+        assert "tp1" in told
+
+
+ERROR = kvspec.MismatchError
+
+Change = Callable[[dict[str, Any]], object]
+DATA = encode_handshake(shake())
+SPEC, GROUP, PARALLEL, ENGINE = range(4)
+
+
+def put(*path: Any) -> Change:
+    """Return a change of a message: the last of *path* is put where the others lead."""
+
+    def change(message: dict[str, Any]) -> None:
+        *way, last, value = path
+        inner: Any = message
+        for step in way:
+            inner = inner[step]
+        inner[last] = value(inner[last]) if callable(value) else value
+
+    return change
+
+
+REFUSED = [
+    (put("epoch", -1), "epoch: got", ">= 0"),
+    (put("epoch", 2**63), "epoch: got", "`int` <= 9223372036854775807"),
+    (put("engine_id", ""), "handshake.engine_id: got ''", "a text of 1 to 255 bytes"),
+    (put("engine_id", "x" * 2000), "engine_id: got", "length <= 1024"),
+    (put("rank", [0, 0, 2]), "cache.rank: got", "tp < 2"),
+    (put("rank", [0, 0]), "rank: got", "`array` of length 3"),
+    (put("library", 1), "library: got '`int`'", "`str`"),
+    (put("more", 1), "message: got", "unknown field `more`"),
+    (lambda message: message.pop("epoch"), "message: got", "missing required field `epoch`"),
+    (put("fingerprint", bytes(16)), "fingerprint: got", "what the engine means here"),
+    (put("engine", SPEC), "message.engine: got", "an EngineSpec"),
+    (put("engine", 99), "engine: got [99]", "the number of an object"),
+    (put("election", SPEC), "handshake.election: got", "an Election"),
+    (put("objects", SPEC, 0, "Nothing"), "objects[0].Nothing: got 'Nothing'", "is it registered"),
+    (put("objects", SPEC, 1, "block_size", 0), "objects[0].FullAttentionSpec.block_size: got 0",
+     "an int >= 1"),
+    (put("objects", SPEC, 1, "block_size", 2**64 - 1), ".block_size: got", "a whole number"),
+    (put("objects", SPEC, 1, "more", 1), ".more: got 'more'", "a field of FullAttentionSpec"),
+    (lambda message: message["objects"][SPEC][1].pop("dtype"), "FullAttentionSpec: got",
+     "the field 'dtype' too"),
+    (put("objects", SPEC, 1, "dtype", float("nan")), ".dtype: got nan", "a number, a text"),
+    (put("objects", GROUP, 1, "layers", ["names", ["x", 0, 2**40, 1, ""]]), "layers[0]: got",
+     "steps of work"),
+    (put("objects", GROUP, 1, "layers", ["names", ["x", 0, -1, 1, ""]]), "layers[0]: got",
+     "count and step >= 1"),
+    (put("objects", GROUP, 1, "layers", ["range", 0, 2**62, 1]), "layers: got", "steps of work"),
+    (put("objects", GROUP, 1, "layers", ["names", ["x", 0]]), "layers[0]: got", "a run of names"),
+    (put("objects", GROUP, 1, "layers", ["tuple", ["tuple"]]), ".layers: got ()", "layer names"),
+    (put("objects", GROUP, 1, "spec", ["object", GROUP]), ".spec: got [1]", "stands before"),
+    (put("objects", GROUP, 1, "name", ["what"]), ".name: got 'what'", "one of object, tuple"),
+    (put("objects", GROUP, 1, "unit_deals", ["map", "k"]), ".unit_deals: got", "a value each"),
+    (put("objects", GROUP, 1, "unit_deals", ["map", "k", 1, "k", 2]), "deals: got", "each key"),
+    (put("objects", GROUP, 1, "name", {}), ".name: got {}", "a list that begins with a word"),
+    (put("objects", PARALLEL, 1, "tp_size", 2**40), "ParallelConfig.ranks: got", "at most 65536"),
+    (put("objects", PARALLEL, 1, {"tp_size": 2**16, "dcp_size": 2**16}),
+     "objects[3].EngineSpec: got", "steps of work"),
+    (put("regions", 0, 0, 0, 101), "cache.regions[", "inside the memory given"),
+    (put("regions", 0, 0, 0, 0), ".num_blocks: got 0", "an int >= 1"),
+    (put("regions", 0, 0, 1, 2**63 - 1), "cache.regions[", "a region inside the memory given"),
+    (put("regions", 0, 0, 1, 1), "cache.tensors: got", "do not overlap"),
+    (put("regions", 0, 0, 1, -1), "regions[0][0][1]: got", ">= 0"),
+    (put("regions", 3, 0), "regions", None),
+    (put("regions", 4, 0, 0, 99), "regions[0]: got 99", "a number below 3"),
+    (put("regions", 4, lambda rows: rows[:-1]), "cache.regions: got", "a region for each part"),
+    (put("regions", 4, lambda rows: [*rows, rows[-1]]), "cache.regions: got", "each part of a"),
+    (put("regions", 1, 0, 0, 0, "q"), "regions[0]: got 'model.layers.0.self_attn.attn.q'",
+     "a part that tp0 holds"),
+    (put("regions", 1, 0, 0, 2, 5), "regions[0]: got 4", "a number below 1"),
+    (put("regions", 2, 0, []), "regions[0]: got 0", "2 steps, one for each part"),
+    (put("memory", 0, 0, 0, 8), "cache.regions[", "a region inside the memory given"),
+    (put("memory", 0, 0, 1, "ROM"), "memory[0].memory_type: got 'ROM'", "DRAM or VRAM"),
+    (put("memory", 1, 0, 1, 2**24), "memory: got", "steps of work"),
+    (put("memory", 1, []), "memory.gaps: got 1", "0, as many as pieces"),
+    (put("memory", 1, 0, 0, 7), "memory.runs: got (7, 1)", "as many gaps"),
+    (put("memory", 2, 0, 2**63 - 1), "memory[0].", None),
+]  # fmt: skip
+
+
+def test_what_it_is_made_of() -> None:
+    """The cases below change the message that they mean to change."""
+    message = opened(DATA)
+    kinds = ["FullAttentionSpec", "KVCacheGroup", "ParallelConfig", "EngineSpec", "Election"]
+    assert kinds == [name for name, _ in message["objects"]]
+    assert DATA == closed(DATA, message)
+
+
+@pytest.mark.parametrize(("change", "where", "wanted"), REFUSED, ids=map(str, range(len(REFUSED))))
+def test_a_message_that_cannot_be_true_is_refused(
+    change: Change, where: str, wanted: str | None
+) -> None:
+    """Counts, strides, names and numbers are held against each other; the path says where."""
+    message = opened(DATA)
+    change(message)
+    told = words(lambda: decode_handshake(closed(DATA, message)), kvspec.WireError)
+    assert where in told
+    assert wanted is None or wanted in told
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        ("text", "handshake: got 'str', wanted bytes"),
+        (b"", "wanted what encode_handshake returned, whole"),
+        (DATA[:18], "wanted what encode_handshake returned, whole"),
+        (b"x" + DATA, "wanted what encode_handshake returned, whole"),
+        (DATA[:17] + b"\0\2" + DATA[19:], "version: got 2, wanted 1"),
+        (DATA[:-1], "message: got 'Input data was truncated'"),
+        (DATA + b"\0", "message: got"),
+        (DATA[:19] + b"\x91" * 5000, "message: got"),
+        (DATA[:19] + b"\xdf\xff\xff\xff\xff", "message: got"),
+        (bytes(6 << 20), "handshake: got '6291456 bytes', wanted at most"),
+    ],
+)
+def test_what_is_no_message_is_refused(data: Any, wanted: str) -> None:
+    """Another version, a part of a message, more than one, other bytes, too many, too deep."""
+    assert wanted in words(lambda: decode_handshake(data), kvspec.WireError)
+
+
+def test_nesting_has_an_end() -> None:
+    """Lists in lists are read to a depth, not until the stack ends."""
+    deep: Any = 1
+    for _ in range(200):
+        deep = ["tuple", deep]
+    message = opened(DATA)
+    message["objects"][SPEC][1]["dtype"] = deep
+    told = words(lambda: decode_handshake(closed(DATA, message)), kvspec.WireError)
+    assert "at most 16 deep" in told
+
+
+def test_what_no_peer_could_read_is_not_sent() -> None:
+    """Overlapping regions, and more layers than a message may spell out, are the sender's error."""
+    cache = shake().cache
+    first, second, *rest = cache.regions
+    twice = attrs.evolve(cache, regions=(first, attrs.evolve(second, base=first.base + 1), *rest))
+    assert "do not overlap" in words(lambda: encode_handshake(shake(cache=twice)))
+    deal = tuple(range(2**22 + 1) for _ in range(2))
+    parallel = kvspec.ParallelConfig(tp_size=2, unit_deals={2**22 + 1: deal})
+    spec = kvspec.FullAttentionSpec(
+        block_size=1, total_num_kv_heads=2**22 + 1, head_size=1, dtype="uint8"
+    )
+    group = kvspec.KVCacheGroup(name="wide", layers=["layers.0"], spec=spec)
+    told = words(
+        lambda: encode_handshake(shake(of=kvspec.EngineSpec(groups=[group], parallel=parallel)))
+    )
+    assert "what a peer can read" in told
+    assert "steps of work in one message" in told

@@ -1,0 +1,62 @@
+"""Draw introductions of ranks, and take a message apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+import kvspec
+from kvspec.protocol import Handshake
+from kvspec.testing import strategies
+
+HEAD = len(b"kvspec-handshake\n") + 2
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+
+
+@st.composite
+def elections(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.Election:
+    """Draw an election, some of whose topologies name the nodes of both sides' ranks."""
+    salt = draw(st.integers(0, 3))
+    if draw(st.booleans()):
+        return kvspec.Election(draw(st.sampled_from(strategies.POLICIES)), salt)
+    nodes = st.integers(0, 3) | st.sampled_from(("a", "b"))
+    sides = [{rank: draw(nodes) for rank in engine.parallel.ranks} for _ in range(2)]
+    topology = kvspec.Topology(producer=sides[0], consumer=sides[1])
+    return kvspec.Election("nearest", salt, topology)
+
+
+@st.composite
+def caches(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.RankCache:
+    """Draw one rank's cache on paper, somewhere, of any number of blocks."""
+    rank = draw(st.sampled_from(engine.parallel.ranks))
+    blocks = {group.name: draw(st.integers(1, 40)) for group in engine.groups}
+    return kvspec.lay_out(engine, rank, blocks, address=draw(st.integers(0, 2**48)))
+
+
+@st.composite
+def handshakes(draw: st.DrawFn, largest: int = 4) -> Handshake:
+    """Draw the introduction of one rank of any engine."""
+    producer, consumer = draw(strategies.engine_pairs(largest=largest))
+    engine = draw(st.sampled_from((producer, consumer)))
+    return Handshake(
+        engine_id=draw(NAMES),
+        epoch=draw(st.integers(0, 2**63 - 1)),
+        cache=draw(caches(engine)),
+        election=draw(elections(engine)),
+        transport=draw(st.binary(max_size=20)),
+        model=draw(st.none() | NAMES),
+        revision=draw(st.none() | NAMES),
+    )
+
+
+def opened(data: bytes) -> dict[str, Any]:
+    """Return the fields of a message, as they are sent."""
+    message: dict[str, Any] = msgspec.msgpack.decode(data[HEAD:])
+    return message
+
+
+def closed(data: bytes, message: object) -> bytes:
+    """Return a message with other fields, under the head of *data*."""
+    return data[:HEAD] + msgspec.msgpack.encode(message)
