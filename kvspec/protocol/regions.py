@@ -1,7 +1,7 @@
 """Where one rank's cache lies, in few numbers: what repeats is written once.
 
 Law: nothing is sent that the engine already says (groups, contents, units, rows), so nothing of it
-can be contradicted. What comes back passed `RankCache`, and no two contents of it overlap.
+can be contradicted. What comes back passed `RankCache`: inside its memory, no content over another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError, WireError
-from kvspec.memory.aliasing import check_apart
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.reading import Reader, refuse
@@ -31,9 +30,6 @@ Places = tuple[list[Shape], list[Cells], list[tuple[int, ...]], int, list[tuple[
 """Shapes; cells; steps from region to region; their unit; numbers of layer, cells and steps."""
 Pieces = tuple[list[tuple[int, str, int]], list[tuple[int, int]], Steps]
 """Kinds of memory (length, type, device); their numbers, as runs; gaps from end to beginning."""
-
-MAX_RUNS = 1 << 20
-"""Runs of bytes of one cache's blocks that are held against one another."""
 
 
 def written_memory(memory: Sequence[Memory]) -> Pieces:
@@ -128,13 +124,9 @@ def read_cache(
     """Return the cache whose regions a message tells of."""
     try:
         engine.parallel.check_rank(rank)
-        cache = RankCache(engine, rank, tuple(_regions(path, engine, rank, memory, places)), memory)
-        split = {group.name: group.split for group in engine.groups}
-        _check_runs(path, cache, split)
-        check_apart(cache.regions, split)
+        return RankCache(engine, rank, tuple(_regions(path, engine, rank, memory, places)), memory)
     except SpecError as error:
         refuse("cache", error, "a cache")
-    return cache
 
 
 def _regions(
@@ -185,23 +177,3 @@ def _region(
         memory_type=memory.memory_type,
         device=memory.device,
     )
-
-
-def _check_runs(path: str, cache: RankCache, split: dict[str, int]) -> None:
-    """Refuse a cache of which the blocks fall into more runs of bytes than can be compared."""
-    runs = 0
-    for each in cache.regions:
-        axes: list[tuple[int, int]] = [
-            (each.unit_stride, each.units),
-            (each.state_stride, each.states),
-            (each.block_stride, min(split[each.group], each.num_blocks)),
-        ]
-        length, own = each.content_bytes, 1
-        for stride, count in sorted(axis for axis in axes if axis[1] > 1):
-            if own == 1 and stride == length:
-                length *= count
-            else:
-                own *= count
-        runs += own
-    if runs > MAX_RUNS:
-        raise WireError(path, runs, f"blocks of at most {MAX_RUNS} runs of bytes")

@@ -31,7 +31,8 @@ def elections(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.Election:
 def caches(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.RankCache:
     """Draw one rank's cache on paper, somewhere, of any number of blocks."""
     rank = draw(st.sampled_from(engine.parallel.ranks))
-    blocks = {group.name: draw(st.integers(1, 40)) for group in engine.groups}
+    least = 1 + (engine.null_block or 0)
+    blocks = {group.name: draw(st.integers(least, 40)) for group in engine.groups}
     return kvspec.lay_out(engine, rank, blocks, address=draw(st.integers(0, 2**48)))
 
 
