@@ -183,7 +183,7 @@ def test_bug_4_keys_and_values_as_two_head_slots(layout: str, sizes: tuple[int, 
             kept.append(flat)
             caches[-1][rank] = vllm.rank_cache(spec, rank, tensors, config.num_blocks)
             views[-1][rank] = tensors
-    ids, others = [2, 0], [1, 3]
+    ids, others = [2, 3], [1, 3]
     _paint(views[0], ids, 2 // sizes[0], check=False)
     plan = kvspec.plan_transfer(*engines)
     request = request_of(32, {"group0": ids}, {"group0": others})

@@ -352,7 +352,7 @@ def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
         {ONE: vllm.rank_cache(engine, ONE, {"layer.0": zeros((4, 4, 16, 9), np.uint8)})}
         for _ in "pd"
     ]
-    request = request_of(20, {"group0": [3, 0]}, {"group0": [1, 2]})
+    request = request_of(20, {"group0": [3, 2]}, {"group0": [1, 2]})
     assert [] == moved(engine, engine, request, (caches[0], caches[1]))
     half = like.FullAttentionSpec(**{**HEADS, **NVFP4, "num_kv_heads": 1, "num_head_slots": 2})
     cut = engine_spec(

@@ -246,7 +246,8 @@ def blocks_for(engine: kvspec.EngineSpec, num_tokens: int, seed: int = 0) -> dic
         virtual = engine.virtual_block(group)
         count = -(-num_tokens // virtual) if tokens else 1
         order = np.random.default_rng(seed + len(found)).permutation(count + 2)
-        found[group.name] = [int(each) for each in order[:count]]
+        first = 0 if engine.null_block is None else engine.null_block + 1
+        found[group.name] = [first + int(each) for each in order[:count]]
     return found
 
 

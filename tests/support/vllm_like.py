@@ -121,6 +121,7 @@ class SlidingWindowSpec(AttentionSpec):
     """The last tokens."""
 
     sliding_window: int
+    extra_retained_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,7 @@ class MambaSpec(KVCacheSpec):
     mamba_type: str = "mamba2"
     num_speculative_blocks: int = 0
     page_size_padded: int | None = None
+    mamba_cache_mode: str = "none"
     dcp_sharded: bool = False
     tp_replicated: bool = False
 

@@ -52,7 +52,7 @@ FOLDERS = (
     ("", "simulate"),
     ("draw", "canvas lines block bars ranks memory ."),
     ("adapters", "."),
-    ("adapters.vllm", "config backends states specs memory tensors engine ."),
+    ("adapters.vllm", "config backends states specs memory tensors engine settings tables ."),
     ("run", "limits job report contents notices worker conduct ."),
     ("cli", ". options simulate slices transfer verify app __main__"),
 )

@@ -1,7 +1,9 @@
-"""vLLM: a `KVCacheConfig` read as an engine, and its tensors as a rank's cache."""
+"""vLLM: a `KVCacheConfig` read as an engine, its tensors as a rank's cache, its ids as tables."""
 
 from kvspec.adapters.vllm.backends import FORMATS
 from kvspec.adapters.vllm.engine import engine_spec
+from kvspec.adapters.vllm.settings import from_vllm, stages
+from kvspec.adapters.vllm.tables import block_tables
 from kvspec.adapters.vllm.tensors import rank_cache
 
-__all__ = ["FORMATS", "engine_spec", "rank_cache"]
+__all__ = ["FORMATS", "block_tables", "engine_spec", "from_vllm", "rank_cache", "stages"]

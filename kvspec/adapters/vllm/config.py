@@ -102,6 +102,7 @@ class Group:
     layers: tuple[str, ...]
     spec: Given
     transferred: bool
+    eagle: bool
 
     @property
     def uniform(self) -> bool:
@@ -183,7 +184,8 @@ def _group(given: Given) -> Group:
     layers = given.get("layer_names").names()
     transferred = given.get("enable_kv_transfer")
     told = transferred.value is None or flag(transferred.path, transferred.value)
-    return Group(layers, given.get("kv_cache_spec"), told)
+    eagle = given.get("is_eagle_group").value is True
+    return Group(layers, given.get("kv_cache_spec"), told, eagle)
 
 
 def _tensor(given: Given) -> Tensor:

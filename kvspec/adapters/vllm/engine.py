@@ -31,6 +31,9 @@ from kvspec.specs import UniformTypeKVCacheSpecs
 
 T = TypeVar("T")
 
+NULL_BLOCK = 0
+"""The id that stands in vLLM's block tables where no block is."""
+
 
 def engine_spec(
     config: Any,  # noqa: ANN401 - vLLM's class, not imported
@@ -39,7 +42,7 @@ def engine_spec(
     total_num_kv_heads: int | Mapping[str, int] | None = None,
     layout: str = "LBHNC",
     tp_rank: int = 0,
-    kernel_block_size: int | None = None,
+    kernel_block_size: int | Mapping[str, int] | None = None,
     conv_layout: str | None = None,
     n_groups: int | None = None,
     excluded: Iterable[str] = (),
@@ -52,9 +55,9 @@ def engine_spec(
     *total_num_kv_heads* of the model, for all layers or by layer (may be left out at TP 1);
     *layout*, the name of vLLM's layout, or with planes for older caches (``LKBNHC``); *tp_rank*,
     the rank that the config is of; *kernel_block_size*, tokens of a block in memory where the
-    attention kernel's blocks are finer than the table's; *conv_layout*, ``DS`` if conv states lie
-    dimension first, ``SD`` if row first, needed where their shapes allow both; *n_groups* of
-    Mamba2, needed where a rank holds one group.
+    attention kernel's blocks are finer than the table's, for all layers or by layer; *conv_layout*,
+    ``DS`` if conv states lie dimension first, ``SD`` if row first, needed where their shapes allow
+    both; *n_groups* of Mamba2, needed where a rank holds one group.
     Layers of *excluded*, and of groups that vLLM does not transfer, are in no plan. *backends*: of
     each layer of attention what its ``get_attn_backend()`` returns, or the ``full_cls_name()`` of
     that as a tuple or a dotted name; by layer, or one for all. Where a layer has none it is
@@ -75,7 +78,12 @@ def engine_spec(
         backends=Backends(backends),
     )
     groups = _groups(configs, specs, excluded_layers(excluded, configs))
-    return EngineSpec(groups=groups, parallel=_staged(parallel, configs), layout=layout)
+    return EngineSpec(
+        groups=groups,
+        parallel=_staged(parallel, configs),
+        layout=layout,
+        null_block=NULL_BLOCK,
+    )
 
 
 def _staged(parallel: ParallelConfig, configs: Sequence[Config]) -> ParallelConfig:

@@ -83,7 +83,7 @@ class RankSpecs:
     tp_rank: int
     heads: int | Mapping[str, int] | None
     layout: str
-    kernel_block_size: int | None
+    kernel_block_size: int | Mapping[str, int] | None
     conv_layout: str | None
     n_groups: int | None
     backends: Backends
@@ -91,9 +91,12 @@ class RankSpecs:
     def __attrs_post_init__(self) -> None:
         if positive_int("tp_rank", self.tp_rank, least=0) >= self.parallel.tp_size:
             raise SpecError("tp_rank", self.tp_rank, f"less than tp_size={self.parallel.tp_size}")
-        for name in ("kernel_block_size", "n_groups"):
-            if getattr(self, name) is not None:
-                positive_int(name, getattr(self, name))
+        sizes = self.kernel_block_size
+        for size in sizes.values() if isinstance(sizes, Mapping) else (sizes,):
+            if size is not None:
+                positive_int("kernel_block_size", size)
+        if self.n_groups is not None:
+            positive_int("n_groups", self.n_groups)
         if self.conv_layout not in (None, "DS", "SD"):
             wanted = "'DS' (dimension first), 'SD' (row first), or None"
             raise SpecError("conv_layout", self.conv_layout, wanted)
@@ -126,18 +129,21 @@ class RankSpecs:
             state, order = read_state(
                 given_spec, self.parallel, self.tp_rank, self.conv_layout, self.n_groups
             )
-            return self._layer(state, given_spec, self._outer + ("HNC", "NHC")[order == "SD"])
+            return self._layer(
+                layer, state, given_spec, self._outer + ("HNC", "NHC")[order == "SD"]
+            )
         if "MLA" in name:
             spec = self._latent(name, given_spec)
         else:
             spec = self._heads(name, layer, given_spec, page_format)
-        return self._layer(spec, given_spec, self._layout(spec, page_format))
+        return self._layer(layer, spec, given_spec, self._layout(spec, page_format))
 
-    def _layer(self, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
+    def _layer(self, layer: str, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
+        rows = isinstance(spec, AttentionSpec)
         return RankLayer(
             spec=self._paged(spec, given_spec),
             layout=layout,
-            kernel_block_size=self._kernel_block(spec),
+            kernel_block_size=self._kernel_block(layer, spec.block_size) if rows else None,
             context_sharded=_context_sharded(spec, given_spec),
         )
 
@@ -161,11 +167,11 @@ class RankSpecs:
             raise SpecError("layout", self.layout, wanted)
         return self.layout
 
-    def _kernel_block(self, spec: LayerSpec) -> int | None:
+    def _kernel_block(self, layer: str, block_size: int) -> int | None:
         """Return the tokens of a block in memory, None where they are the table's."""
-        if self.kernel_block_size is None or not isinstance(spec, AttentionSpec):
-            return None
-        return self.kernel_block_size if self.kernel_block_size < spec.block_size else None
+        sizes = self.kernel_block_size
+        size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
+        return size if size is not None and size < block_size else None
 
     def _latent(self, name: str, given_spec: Given) -> AttentionSpec:
         kind, more = KINDS[name]
@@ -194,7 +200,7 @@ class RankSpecs:
             raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
         given["total_num_kv_heads"] = total
         given["head_size_v"] = given_spec.get("head_size_v").size_or_none()
-        given |= self._packing(given_spec, page_format)
+        given |= self._packing(layer, given_spec, page_format)
         with given_spec.named():
             spec: AttentionSpec = kind(**given)
             return spec
@@ -208,7 +214,7 @@ class RankSpecs:
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         return total
 
-    def _packing(self, given_spec: Given, page_format: str) -> dict[str, Any]:
+    def _packing(self, layer: str, given_spec: Given, page_format: str) -> dict[str, Any]:
         """Return how the content of a layer with heads is packed, where it is not k beside v.
 
         A page of scaled planes is one piece: neither its heads nor its tokens can be cut.
@@ -234,7 +240,7 @@ class RankSpecs:
         if page is None or page % local:
             wanted = f"{local} heads of equal size: content for each of num_head_slots={slots}"
             raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
-        tokens = min(block, self.kernel_block_size or block)
+        tokens = self._kernel_block(layer, block) or block
         return {
             "state_content_bytes": page // local * tokens // block,
             "tokens_per_state": tokens,

@@ -1,0 +1,259 @@
+"""vLLM's whole configuration, read so that nothing is asked that it knows.
+
+Law: each size comes from the one place where vLLM itself takes it from, by vLLM's own rule; what
+that place leaves open is asked for by name, never assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvspec.adapters.vllm.config import Config, Given, Group, read_configs
+from kvspec.adapters.vllm.engine import engine_spec
+from kvspec.adapters.vllm.specs import KINDS
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
+from kvspec.ownership.parallel import ParallelConfig
+
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""vLLM's environment variable for layers of each pipeline stage."""
+
+_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+"""What models call the groups of their Mamba2 layers."""
+
+
+def from_vllm(
+    vllm_config: Any,  # noqa: ANN401 - vLLM's class, not imported
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's class, not imported
+    tensors: Mapping[str, Any] | None = None,
+    *,
+    backends: Any = None,  # noqa: ANN401 - vLLM's classes
+    total_num_kv_heads: int | Mapping[str, int] | None = None,
+    excluded: Iterable[str] = (),
+) -> EngineSpec:
+    """Return the engine that a vLLM worker belongs to; see `engine_spec`.
+
+    *kv_cache_config*: this rank's, or with pipeline stages one of each stage, in order. *tensors*:
+    what `register_kv_caches` got; if given, the kernel's block sizes are read from them.
+    *backends*: where there are no layers to ask, as in vLLM's scheduler, what a worker's
+    ``get_attn_backend().full_cls_name()`` says. *total_num_kv_heads*: only where vLLM has one
+    number for layers that differ. *excluded*: as in `engine_spec`.
+
+    Interleaving is read as vLLM sets it once its caches are known, so that it does not matter
+    whether that has happened yet.
+    """
+    given = Given("vllm_config", vllm_config)
+    sizes = given.get("parallel_config")
+    parallel = _parallel(sizes)
+    configs = read_configs(kv_cache_config, parallel)
+    _check_stages(given, configs)
+    heads = total_num_kv_heads
+    return engine_spec(
+        kv_cache_config,
+        parallel=attrs.evolve(parallel, interleave_size=_interleave(given, configs)),
+        total_num_kv_heads=_heads(given, configs, parallel) if heads is None else heads,
+        layout=_layout(given, configs),
+        tp_rank=sizes.get("rank").size(0, least=0) % parallel.tp_size,
+        kernel_block_size=None if tensors is None else _kernel_blocks(configs, tensors),
+        conv_layout=os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD"),
+        n_groups=_mamba_groups(given),
+        backends=_backends(given, configs) if backends is None else backends,
+        excluded=excluded,
+    )
+
+
+def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple[range, ...]:
+    """Return the layer numbers of each pipeline stage, by vLLM's rule.
+
+    Layers that are left over go one each to the stages before the last, from the end. *partition*:
+    the value of ``VLLM_PP_LAYER_PARTITION``, layers of each stage with commas between.
+
+    >>> stages(7, 3)
+    (range(0, 2), range(2, 5), range(5, 7))
+    """
+    least, rest = divmod(positive_int("num_layers", num_layers), positive_int("pp_size", pp_size))
+    counts = [least + (pp_size - 1 - rest <= stage < pp_size - 1) for stage in range(pp_size)]
+    if partition is not None:
+        pieces = partition.split(",")
+        counts = [int(piece) if piece.strip().isdecimal() else -1 for piece in pieces]
+        if len(counts) != pp_size or min(counts) < 0 or sum(counts) != num_layers:
+            wanted = f"{pp_size} numbers of layers with the sum {num_layers}"
+            raise SpecError(PARTITION, partition, wanted)
+    starts = [sum(counts[:stage]) for stage in range(pp_size + 1)]
+    return tuple(range(starts[stage], starts[stage + 1]) for stage in range(pp_size))
+
+
+def _parallel(sizes: Given) -> ParallelConfig:
+    """Return the parallel sizes; context ranks run over PCP first, then over TP."""
+    tp = sizes.get("tensor_parallel_size").size()
+    pcp = sizes.get("prefill_context_parallel_size").size(1)
+    dcp = sizes.get("decode_context_parallel_size").size(1)
+    ranks = [[(rank * pcp + row) % dcp for rank in range(tp)] for row in range(pcp)]
+    return ParallelConfig(
+        tp_size=tp,
+        pp_size=sizes.get("pipeline_parallel_size").size(1),
+        pcp_size=pcp,
+        dcp_size=dcp,
+        context_ranks=ranks if pcp > 1 else None,
+    )
+
+
+def _interleave(given: Given, configs: Sequence[Config]) -> int:
+    """Return the tokens of one context rank before the next, as vLLM will have set them."""
+    sizes, transfer = given.get("parallel_config"), given.get("kv_transfer_config")
+    if sizes.get("decode_context_parallel_size").size(1) == 1:
+        return 1
+    told = sizes.get("cp_kv_cache_interleave_size").size(1)
+    if transfer.value is None:
+        return told
+    older = sizes.get("dcp_kv_cache_interleave_size").size(1)
+    told = older if older > 1 else told
+    left_open = sizes.get("_allow_auto_resolve_cp_interleave_size").value
+    if not left_open or "NixlConnector" not in _connectors(transfer):
+        return told
+    groups = [group for config in configs for group in config.groups]
+    return min(group.spec.get("block_size").size() for group in groups)
+
+
+def _connectors(transfer: Given) -> list[object]:
+    """Return the names of the connectors, also of those inside a MultiConnector."""
+    name = transfer.get("kv_connector").value
+    if name != "MultiConnector":
+        return [name]
+    more = transfer.get("kv_connector_extra_config").value
+    children = more.get("connectors", []) if isinstance(more, Mapping) else []
+    return [child.get("kv_connector") for child in children if isinstance(child, Mapping)]
+
+
+def _layout(given: Given, configs: Sequence[Config]) -> str:
+    """Return the layout that the engine core resolved."""
+    for place in (configs[0].given, given.get("cache_config")):
+        field = place.get("kv_cache_layout")
+        if field.value is not None:
+            name = getattr(field.value, "name", field.value)
+            return name if isinstance(name, str) else str(name)
+    raise SpecError("kv_cache_layout", None, "the layout that vLLM's engine core has resolved")
+
+
+def _layers_of(group: Group) -> list[tuple[str, Given]]:
+    return [(layer, group.spec_of(layer)) for layer in group.layers]
+
+
+def _number(layer: str) -> int | None:
+    found = re.search(r"\.(\d+)\.", f".{layer}.")
+    return int(found.group(1)) if found else None
+
+
+def _heads(
+    given: Given, configs: Sequence[Config], parallel: ParallelConfig
+) -> dict[str, int] | None:
+    """Return the KV heads of every layer that has any: the target's, layer by layer, or a draft's.
+
+    Where vLLM has one number for all, layers that differ must be told: one head on each rank may
+    be dealt or replicated.
+    """
+    if parallel.tp_size == 1:
+        return None
+    found: dict[str, int] = {}
+    alike: dict[int, str] = {}
+    for group in (group for config in configs for group in config.groups):
+        for layer, spec in _layers_of(group):
+            kind = type(spec.value).__name__
+            if kind not in KINDS or "MLA" in kind or kind == "MambaSpec":
+                continue
+            model = _model_of(given, group, layer, spec)
+            by_layer = model.get("model_arch_config")
+            number = _number(layer)
+            if hasattr(type(by_layer.value), "__getitem__") and number is not None:
+                own = Given(f"{by_layer.path}[{number}]", _item(by_layer, number))
+                found[layer] = own.get("total_num_kv_heads").size()
+                continue
+            found[layer] = model.call("get_total_num_kv_heads").size()
+            local = spec.get("num_kv_heads").size()
+            other = alike.setdefault(local, layer)
+            if len(alike) > 1:
+                other = next(name for count, name in alike.items() if count != local)
+                wanted = f"one number for each layer: {layer!r} and {other!r} differ"
+                raise SpecError("total_num_kv_heads", None, wanted)
+    return found
+
+
+def _item(place: Given, number: int) -> object:
+    try:
+        return place.value[number]
+    except Exception as error:  # whatever theirs does
+        message = f"{type(error).__name__}: {error}"
+        raise SpecError(f"{place.path}[{number}]", message, "a value, not an error") from error
+
+
+def _model_of(given: Given, group: Group, layer: str, spec: Given) -> Given:
+    """Return the config of the model that *layer* is of: the target's, or the draft's."""
+    draft = given.get("speculative_config")
+    target = given.get("model_config")
+    if draft.value is None:
+        return target
+    number, count = _number(layer), target.call("get_total_num_hidden_layers").size()
+    beyond = number is not None and number >= count
+    marked = spec.get("is_draft").value or group.eagle or layer.startswith("draft")
+    return draft.get("draft_model_config") if marked or beyond else target
+
+
+def _kernel_blocks(configs: Sequence[Config], tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens of a block in memory, by layer of attention: one number in a group."""
+    found: dict[str, int] = {}
+    for groups in zip(*(config.groups for config in configs), strict=False):
+        for config, group in zip(configs, groups, strict=True):
+            here = [layer for layer in group.layers if layer in tensors]
+            if here and type(group.spec_of(here[0]).value).__name__ != "MambaSpec":
+                size = _kernel_block(config, group, here[0], tensors)
+                alike = (layer for other in groups for layer in other.layers)
+                found |= dict.fromkeys(alike, size)
+    return found
+
+
+def _kernel_block(config: Config, group: Group, layer: str, tensors: Mapping[str, Any]) -> int:
+    """Return the tokens of a block of *layer*'s tensor."""
+    blocks, size = config.given.get("num_blocks").size(), group.spec.get("block_size").size()
+    shape = Given(f"tensors[{layer!r}]", tensors[layer]).get("shape").value
+    split, rest = divmod(shape[0], blocks) if shape else (0, 1)
+    if rest or not split or size % split:
+        wanted = f"a multiple of the {blocks} blocks of {size} tokens that the config has"
+        raise SpecError(f"tensors[{layer!r}].shape", shape, wanted)
+    return size // split
+
+
+def _mamba_groups(given: Given) -> int | None:
+    """Return the groups of the model's Mamba2 layers, whatever the model calls them."""
+    text = given.get("model_config").get("hf_text_config")
+    return next((n for n in (text.get(name).size_or_none() for name in _GROUPS) if n), None)
+
+
+def _backends(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return the attention backend of every layer that a worker has made."""
+    layers = given.get("compilation_config").get("static_forward_context").value
+    found: dict[str, Any] = {}
+    for layer in (layer for config in configs for layer in config.layers):
+        if isinstance(layers, Mapping) and layer in layers:
+            path = f"static_forward_context[{layer!r}]"
+            found[layer] = Given(path, layers[layer]).call("get_attn_backend").value
+    return found
+
+
+def _check_stages(given: Given, configs: Sequence[Config]) -> None:
+    """Check that each stage's config has the layers that vLLM's rule gives the stage."""
+    if len(configs) == 1:
+        return
+    count = given.get("model_config").call("get_total_num_hidden_layers").size()
+    expected = stages(count, len(configs), os.environ.get(PARTITION))
+    for stage, (config, numbers) in enumerate(zip(configs, expected, strict=True)):
+        for layer in config.layers:
+            number = _number(layer)
+            if number is not None and number < count and number not in numbers:
+                wanted = f"layers {numbers.start}..{numbers.stop - 1}: those of stage {stage}"
+                raise SpecError(f"kv_cache_config[{stage}]", layer, wanted)

@@ -1,0 +1,71 @@
+"""vLLM's block tables of one request, read as this library's.
+
+Law: a list's place says its group and an id's place says its tokens; the null block stays where it
+stands. Only a state's table is cut: to the one block that holds the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvspec.adapters.vllm.config import Given, Group, read_config
+from kvspec.adapters.vllm.engine import NULL_BLOCK
+from kvspec.descriptors.request import BlockTable
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.inputs import instance, positive_int, sequence
+
+
+def block_tables(
+    engine: EngineSpec,
+    kv_cache_config: Any,  # noqa: ANN401 - vLLM's class, not imported
+    block_ids: Sequence[Sequence[int]],
+    num_tokens: int,
+) -> dict[str, BlockTable]:
+    """Return the tables of one request, by group of *engine*, for a `TransferRequest`.
+
+    *engine*: from `engine_spec` or `from_vllm`. *block_ids*: a list for each of *kv_cache_config*'s
+    groups, as `KVCacheBlocks.get_block_ids` and `request_finished_all_groups` have them, null
+    blocks in place: not those without positions (`get_unhashed_block_ids_all_groups`).
+    *num_tokens*: the request's own, N - 1 of a whole prompt of N (see docs/adapters.md).
+
+    A recurrent state stands at the table's front, or in mode ``align`` in the block of the last of
+    *num_tokens*; blocks after it are scratch.
+    """
+    instance("engine", engine, EngineSpec)
+    groups = read_config(Given("kv_cache_config", kv_cache_config)).groups
+    tables = sequence("block_ids", block_ids, "lists of ids")
+    if len(tables) != len(groups):
+        raise SpecError(
+            "block_ids", f"{len(tables)} lists", f"one for each of {len(groups)} groups"
+        )
+    known = {group.name for group in engine.groups}
+    positive_int("num_tokens", num_tokens, least=0)
+    found: dict[str, BlockTable] = {}
+    for number, (group, ids) in enumerate(zip(groups, tables, strict=True)):
+        name = f"group{number}"
+        if name in known:
+            table = BlockTable(ids)
+            state = _is_state(group)
+            found[name] = _state(group, name, table, num_tokens) if state else table
+    return found
+
+
+def _is_state(group: Group) -> bool:
+    return type(group.spec_of(group.layers[0]).value).__name__ == "MambaSpec"
+
+
+def _state(group: Group, name: str, table: BlockTable, num_tokens: int) -> BlockTable:
+    """Return the table of the block that holds the state after *num_tokens*."""
+    spec, ids = group.spec_of(group.layers[0]), table.block_ids
+    mode = spec.get("mamba_cache_mode")
+    if mode.value not in (None, "none", "align"):
+        raise SpecError(mode.path, mode.value, "'none' or 'align'")
+    place = max(num_tokens - 1, 0) // spec.get("block_size").size() if mode.value == "align" else 0
+    if not num_tokens:
+        return BlockTable(ids[:0])
+    if place >= len(ids) or ids[place] == NULL_BLOCK:
+        wanted = f"a block at place {place}, with the state after {num_tokens} tokens"
+        raise SpecError(f"block_ids[{name!r}]", ids.tolist(), wanted)
+    return BlockTable(ids[place : place + 1])

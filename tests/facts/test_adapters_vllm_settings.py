@@ -1,0 +1,341 @@
+"""vLLM's whole configuration is read by vLLM's own rules, and what it leaves open is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import vllm_like as like
+from refused import words
+from vllm_like import HEADS, config, state
+
+import kvspec
+from kvspec.adapters import vllm
+
+FULL = like.FullAttentionSpec(**HEADS)
+LATENT = like.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
+DRAFT = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1}, dcp_sharded=False)
+
+
+class Layer:
+    """An attention layer of a worker."""
+
+    class Backend:
+        """What `get_attn_backend` returns."""
+
+        @staticmethod
+        def full_cls_name() -> tuple[str, str]:
+            """Return the backend's module and class."""
+            return "vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend"
+
+    def get_attn_backend(self) -> type:
+        """Return the backend."""
+        return self.Backend
+
+
+class Model:
+    """vLLM's ModelConfig: as many KV heads in all layers, or `by_layer`."""
+
+    def __init__(self, heads: int = 4, layers: int = 2, by_layer: Any = (), **text: int) -> None:
+        self.heads, self.layers = heads, layers
+        self.hf_text_config = SimpleNamespace(**text)
+        if by_layer:
+            self.model_arch_config = [SimpleNamespace(total_num_kv_heads=n) for n in by_layer]
+
+    def get_total_num_kv_heads(self) -> int:
+        """Return the KV heads of one layer."""
+        return self.heads
+
+    def get_total_num_hidden_layers(self) -> int:
+        """Return the layers of all stages."""
+        return self.layers
+
+
+def configured(*names: str, model: Model | None = None, **more: Any) -> Any:
+    """Return a VllmConfig with worker's layers *names*, and parallel or other fields changed."""
+    parallel = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "rank": 0,
+        "cp_kv_cache_interleave_size": 1,
+        "dcp_kv_cache_interleave_size": 1,
+        "_allow_auto_resolve_cp_interleave_size": True,
+    }
+    own = {name: more.pop(name) for name in tuple(more) if name in parallel}
+    fields = {
+        "parallel_config": SimpleNamespace(**{**parallel, **own}),
+        "model_config": Model() if model is None else model,
+        "cache_config": SimpleNamespace(kv_cache_layout=None),
+        "compilation_config": SimpleNamespace(
+            static_forward_context={name: Layer() for name in names}
+        ),
+        "kv_transfer_config": None,
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+def transfer(name: str, *children: str) -> Any:
+    """Return a KVTransferConfig of a connector, or of several."""
+    more = {"connectors": [{"kv_connector": child} for child in children]}
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=more)
+
+
+def cached(*groups: Any, layout: Any = "LBNHC", **more: Any) -> Any:
+    """Return a KVCacheConfig whose layout has been resolved."""
+    found = config(*groups, **more)
+    found.kv_cache_layout = layout  # type: ignore[attr-defined]
+    return found
+
+
+def test_nothing_is_asked_that_the_configuration_knows() -> None:
+    """TP 2 of 4 heads: sizes, heads, layout and backend are read; it is the engine told by hand."""
+    layers = ["model.layers.0.attn", "model.layers.1.attn"]
+    given = configured(*layers, tensor_parallel_size=2, rank=1)
+    engine = vllm.from_vllm(given, cached((layers, FULL)))
+    parallel = kvspec.ParallelConfig(tp_size=2)
+    by_hand = like.engine_spec(
+        config((layers, FULL)), parallel=parallel, total_num_kv_heads=4, layout="NHD"
+    )
+    assert by_hand == engine
+    assert 0 == engine.null_block
+    enum = SimpleNamespace(name="LBNHC")
+    given.cache_config.kv_cache_layout = enum
+    assert engine == vllm.from_vllm(given, cached((layers, FULL), layout=None))
+
+
+INTERLEAVES = [
+    ({}, 16),
+    ({"kv_transfer_config": transfer("MultiConnector", "X", "NixlConnector")}, 16),
+    ({"kv_transfer_config": transfer("NixlPullConnector")}, 4),
+    ({"kv_transfer_config": None}, 4),
+    ({"_allow_auto_resolve_cp_interleave_size": False}, 4),
+    ({"dcp_kv_cache_interleave_size": 8}, 16),
+    ({"kv_transfer_config": transfer("X"), "dcp_kv_cache_interleave_size": 8}, 8),
+    ({"kv_transfer_config": None, "dcp_kv_cache_interleave_size": 8}, 4),
+    ({"decode_context_parallel_size": 1}, 1),
+]
+
+
+@pytest.mark.parametrize(("more", "interleave"), INTERLEAVES)
+def test_interleaving_is_what_vllm_will_have_set(more: dict[str, Any], interleave: int) -> None:
+    """NixlConnector by its exact name, left open: the smallest block; else what was configured."""
+    defaults = {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": 4,
+        "kv_transfer_config": transfer("NixlConnector"),
+    }
+    names = "layers.0.attn", "draft.0"
+    given = configured(*names, model=Model(heads=2), **{**defaults, **more})
+    both = cached((["layers.0.attn"], attrs_block(LATENT, 32)), (["draft.0"], DRAFT))
+    engine = vllm.from_vllm(given, both, total_num_kv_heads=1)
+    assert interleave == engine.parallel.interleave_size
+    assert [True, False] == [group.context_sharded for group in engine.groups]
+
+
+def attrs_block(spec: Any, size: int) -> Any:
+    """Return a spec with another block size."""
+    return like.MLAAttentionSpec(block_size=size, head_size=spec.head_size, dtype=spec.dtype)
+
+
+@pytest.mark.parametrize(
+    ("pcp", "tp", "dcp", "ranks"),
+    [
+        (1, 4, 2, [[0, 1, 0, 1]]),
+        (2, 1, 2, [[0], [1]]),
+        (2, 2, 1, [[0, 0], [0, 0]]),
+        (2, 2, 2, [[0, 0], [1, 1]]),
+        (2, 2, 4, [[0, 2], [1, 3]]),
+    ],
+)
+def test_context_ranks_run_over_pcp_first(pcp: int, tp: int, dcp: int, ranks: Any) -> None:
+    """VLLM's groups of DCP: PCP that is not shared replicates, and DCP may span it."""
+    given = configured(
+        "layers.0.attn",
+        tensor_parallel_size=tp,
+        prefill_context_parallel_size=pcp,
+        decode_context_parallel_size=dcp,
+    )
+    parallel = vllm.from_vllm(given, cached((["layers.0.attn"], LATENT))).parallel
+    assert dcp == parallel.context_size
+    found = [
+        [parallel.context(kvspec.RankId(pcp=row, tp=rank)).rank for rank in range(tp)]
+        for row in range(pcp)
+    ]
+    assert ranks == found
+
+
+ONE_HEAD = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1})
+TWO_KINDS = [(["layers.0.attn"], ONE_HEAD), (["layers.1.attn"], FULL)]
+
+
+def heads_of(engine: kvspec.EngineSpec) -> dict[str, int]:
+    """Return the KV heads of each layer."""
+    return {
+        layer: group.spec.of_layer(layer).total_num_kv_heads  # type: ignore[attr-defined]
+        for layer, group in engine.homes.items()
+    }
+
+
+def test_heads_come_layer_by_layer() -> None:
+    """By the model's own number, layer by layer where vLLM has them, the draft's for a draft."""
+    names = "layers.0.attn", "layers.1.attn"
+    given = configured(*names, model=Model(by_layer=(2, 8)), tensor_parallel_size=4)
+    assert {"layers.0.attn": 2, "layers.1.attn": 8} == heads_of(
+        vllm.from_vllm(given, cached(*TWO_KINDS))
+    )
+    given.model_config = Model(heads=8)
+    told = "total_num_kv_heads=None: wanted one number for each layer: 'layers.1.attn' and "
+    assert f"{told}'layers.0.attn' differ" == words(
+        lambda: vllm.from_vllm(given, cached(*TWO_KINDS))
+    )
+    by_hand = {"layers.0.attn": 2, "layers.1.attn": 8}
+    engine = vllm.from_vllm(given, cached(*TWO_KINDS), total_num_kv_heads=by_hand)
+    assert by_hand == heads_of(engine)
+    given.model_config = Model(heads=12)
+    told = "num_kv_heads=1: wanted 3: rank 0 of 4 has 3 of the model's 12"
+    assert told in words(lambda: vllm.from_vllm(given, cached(TWO_KINDS[0])))
+
+
+@pytest.mark.parametrize("name", ["draft.attn", "layers.2.attn", "eagle", "marked"])
+def test_a_draft_has_its_own_heads(name: str) -> None:
+    """A draft is known by its group, its mark, its name, or a number beyond the target's layers."""
+    names = "layers.0.attn", name
+    spec = like.changed(ONE_HEAD, "is_draft", value=True) if name == "marked" else ONE_HEAD
+    both = cached((["layers.0.attn"], LATENT), ([name], spec))
+    both.kv_cache_groups[1].is_eagle_group = name == "eagle"
+    draft = SimpleNamespace(draft_model_config=Model(heads=2))
+    given = configured(*names, model=Model(heads=1), tensor_parallel_size=2,
+                       speculative_config=draft)  # fmt: skip
+    found = vllm.from_vllm(given, both).groups[1].spec
+    assert 2 == found.total_num_kv_heads  # type: ignore[attr-defined]
+
+
+def test_kernel_blocks_are_read_from_the_tensors() -> None:
+    """Twice as many blocks in memory as in the table: blocks of 8 of 16 tokens."""
+    both = cached((["layers.0.attn"], FULL), (["layers.1.attn"], LATENT), layout="LBHNC")
+    tensors = {
+        "layers.0.attn": np.zeros((12, 2, 8, 16), np.uint16),
+        "layers.1.attn": np.zeros((6, 1, 16, 8), np.uint16),
+    }
+    given = configured(*tensors)
+    engine = vllm.from_vllm(given, both, tensors)
+    assert [8, None] == [group.kernel_block_size for group in engine.groups]
+    assert 3 == len(vllm.rank_cache(engine, kvspec.RankId(), tensors, config=both).regions)
+    for blocks in (7, 3, 6 * 3, 0):
+        torn = {**tensors, "layers.0.attn": np.zeros((blocks, 2, 8, 16), np.uint16)}
+        told = "wanted a multiple of the 6 blocks of 16 tokens that the config has"
+        assert told in words(lambda torn=torn: vllm.from_vllm(given, both, torn))
+
+
+def test_where_there_is_no_worker_the_backends_are_told() -> None:
+    """VLLM's scheduler has made no layers: what a worker says of them is asked for by layer."""
+    given, one = configured(), cached((["layers.0.attn"], FULL))
+    assert words(lambda: vllm.from_vllm(given, one)).startswith("backends['layers.0.attn']=None")
+    assert vllm.from_vllm(given, one, backends=Layer.Backend.full_cls_name())
+    given.compilation_config.static_forward_context = {"layers.0.attn": object()}
+    told = "static_forward_context['layers.0.attn'].get_attn_backend=None: wanted a method"
+    assert told == words(lambda: vllm.from_vllm(given, one))
+
+
+@pytest.mark.parametrize("name", ["mamba_n_groups", "n_groups", "mamba_ngroups"])
+def test_a_model_s_groups_have_several_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group of Mamba2 on each of 2 ranks: replicated, since the model has one."""
+    spec = state("mamba2", ((40, 3), (4, 8, 4)))
+    given = configured(tensor_parallel_size=2, model=Model(**{name: 1}))
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    engine = vllm.from_vllm(given, cached((["layers.0.mixer"], spec)))
+    units = {part.name: part.units for part in engine.groups[0].spec.parts}
+    assert {"conv_x": 64, "conv_b": 4, "conv_c": 4, "ssm": 8} == units
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT")
+    short = state("short_conv", ((2, 32),))
+    engine = vllm.from_vllm(given, cached((["layers.0.mixer"], short)))
+    assert 64 == engine.groups[0].spec.parts[0].units, "row first, vLLM's default"
+
+
+def test_pipeline_stages_have_the_layers_of_vllm_s_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 layers on 2 stages: 3 and 2, or as the environment says; others are refused by name."""
+    names = [f"layers.{number}.attn" for number in range(5)]
+    given = configured(*names, model=Model(layers=5), pipeline_parallel_size=2)
+    halves = [cached((names[:3], LATENT)), cached((names[3:], LATENT))]
+    assert {0: 3, 1: 2} == {
+        stage: len(found) for stage, found in vllm.from_vllm(given, halves).by_stage(names).items()
+    }
+    told = "kv_cache_config[0]='layers.3.attn': wanted layers 0..2: those of stage 0"
+    assert told == words(lambda: vllm.from_vllm(given, halves[::-1]))
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,3")
+    assert "'layers.2.attn': wanted layers 0..1" in words(lambda: vllm.from_vllm(given, halves))
+    for partition in ("2,2", "5", "2,x", "-1,6", ""):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        told = f"VLLM_PP_LAYER_PARTITION={partition!r}: wanted 2 numbers of layers with the sum 5"
+        assert told == words(lambda: vllm.from_vllm(given, halves))
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["parallel_config", "model_config", "cache_config", "compilation_config", "kv_transfer_config"],
+)
+def test_a_configuration_with_one_thing_wrong_is_read_or_refused(field: str) -> None:
+    """Any field missing, or anything in its place: no other error."""
+    one = cached((["layers.0.attn"], ONE_HEAD), layout=None)
+    for value in (None, 5, "x", (), {}, object()):
+        given = configured("layers.0.attn", tensor_parallel_size=4, decode_context_parallel_size=2)
+        setattr(given, field, value)
+        with pytest.raises(kvspec.SpecError):
+            vllm.from_vllm(given, one)
+
+
+MAMBA = state("mamba1", ((8, 3), (8, 4)), mamba_cache_mode="align")
+BOTH = config((["layers.0"], FULL), (["draft.0"], DRAFT), (["layers.1"], MAMBA))
+
+
+def tables(*ids: Any, count: Any = 100, spec: Any = MAMBA, **given: Any) -> Any:
+    """Read the block tables of a request over full attention, a draft and a state of 64 tokens."""
+    both = config((["layers.0"], FULL), (["draft.0"], DRAFT), (["layers.1"], spec))
+    return vllm.block_tables(like.engine_spec(BOTH, **given), both, ids, count)
+
+
+def test_a_list_s_place_says_its_group() -> None:
+    """Null blocks stay in place; of a state the one block that holds it; an excluded group goes."""
+    found = tables([0, 0, 5, 6], [7], [0, 9, 3])
+    assert {
+        "group0": kvspec.BlockTable([0, 0, 5, 6]),
+        "group1": kvspec.BlockTable([7]),
+        "group2": kvspec.BlockTable([9]),
+    } == found
+    none = state("mamba1", ((8, 3), (8, 4)))
+    assert kvspec.BlockTable([4]) == tables([1], [2], [4, 5, 6], spec=none)["group2"]
+    assert kvspec.BlockTable([]) == tables([1], [2], [], count=0)["group2"]
+    sparse = config((["layers.0"], FULL), (["draft.0"], like.RSWASpec(**HEADS)))
+    engine = like.engine_spec(sparse, excluded=["draft.0"])
+    assert {"group0"} == vllm.block_tables(engine, sparse, ([1], [2]), 9).keys()
+
+
+MODE = "kv_cache_config.kv_cache_groups[2].kv_cache_spec.mamba_cache_mode"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: tables([1], [2]), "block_ids='2 lists': wanted one for each of 3 groups"),
+        (lambda: tables([1], [2], [0, 0]),
+         "block_ids['group2']=[0, 0]: wanted a block at place 1, with the state after 100 tokens"),
+        (lambda: tables([1], [2], [3]),
+         "block_ids['group2']=[3]: wanted a block at place 1, with the state after 100 tokens"),
+        (lambda: tables([1], [2], [3], spec=like.changed(MAMBA, "mamba_cache_mode", "all")),
+         f"{MODE}='all': wanted 'none' or 'align'"),
+        (lambda: tables([1], [2], [3], count=-1), "num_tokens=-1: wanted an int >= 0"),
+        (lambda: tables([1], "ab", [3]), "block_ids='ab': wanted a sequence of ints"),
+        (lambda: vllm.block_tables(None, BOTH, [], 1), "engine=None: wanted an EngineSpec"),
+        (lambda: vllm.block_tables(like.engine_spec(BOTH), BOTH, 5, 1),
+         "block_ids=5: wanted a sequence of lists of ids"),
+    ],
+)  # fmt: skip
+def test_other_tables_are_refused_in_words(call: Any, told: str) -> None:
+    """A list for each group, and a state's block where the mode has it."""
+    assert told == words(call)
