@@ -157,7 +157,7 @@ def spans(case: strategies.Case, request: kvspec.TransferRequest, side: str) -> 
         if strategies.is_state(group.spec):
             found[group.name] = slot(own, pool[group.name], needed, size)
         else:
-            virtual = size * context_of(engine, kvspec.RankId())[1]
+            virtual = size * context_of(engine, kvspec.RankId(), group)[1]
             found[group.name] = sound(own, pool[group.name], needed, virtual)
     return found
 
@@ -243,7 +243,7 @@ def cached_untouched(
             continue
         size, split = group.spec.block_size, block_split(group)
         parts = {each.name: each for each in group.spec.of_layer(layer).parts}
-        tokens = own_positions(engine, rank, own.first_token, len(own.block_ids) * size)
+        tokens = own_positions(engine, rank, own.first_token, len(own.block_ids) * size, group)
         has = np.flatnonzero(tokens < request.cached(name, group.spec))
         at, row = has // size, has % size // parts[part].tokens_per_state
         block = own.block_ids[at]

@@ -14,7 +14,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.memory.allocation import allocate
 from kvspec.memory.regions import Region
 from kvspec.ownership.parallel import RankId
-from kvspec.testing.carve import logical_views, rank_layers
+from kvspec.testing.carve import logical_views, rank_layers, rank_units
 from kvspec.testing.strategies import engines, groups
 
 MODEL = groups()
@@ -69,7 +69,7 @@ def padding(engine: EngineSpec, name: str, rank: RankId, num_blocks: int, seen: 
     for layer in rank_layers(engine, rank, group):
         spec = group.spec.of_layer(layer)
         if spec.page_size_padded is not None:
-            deals = [(p, engine.parallel.deal(p.units, p.deal_in).ranges) for p in spec.parts]
-            real = sum(len(d[rank.tp]) * p.states * p.content_bytes for p, d in deals)
+            held = [(p, len(rank_units(engine, rank, p, group))) for p in spec.parts]
+            real = sum(units * p.states * p.content_bytes for p, units in held)
             total += num_blocks * (spec.page_size_padded - real)
     return total

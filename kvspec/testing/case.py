@@ -13,7 +13,7 @@ import attrs
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
     from kvspec.engines.engine import EngineSpec
-    from kvspec.ownership.election import Replicas
+    from kvspec.ownership.election import Election, Replicas
 
 
 @attrs.frozen(kw_only=True)
@@ -29,7 +29,7 @@ class Case:
     producer_pool: Mapping[str, int]
     consumer_pool: Mapping[str, int]
     request: TransferRequest
-    replicas: Replicas = "spread"
+    replicas: Replicas | Election = "spread"
     salt: int = 0
     common_states: bool = False
     shared: bool = False

@@ -39,6 +39,7 @@ _STATE: dict[str, st.SearchStrategy[Any]] = {
     "dtype": _DTYPES,
     "num_speculative_tokens": st.integers(0, 1),
 }
+_NONE: dict[str, st.SearchStrategy[int]] = {}
 _SSM = _STATE | {"ssm_dtype": st.sampled_from((None, "float32"))}
 
 
@@ -53,15 +54,26 @@ def _attention(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy
 
 
 @st.composite
-def _uniform(draw: st.DrawFn, /, make: Any, **own: st.SearchStrategy[Any]) -> LayerSpec:  # noqa: ANN401
-    """Draw a uniform-type group of two or three layers that differ in the fields *own*."""
-    shared = draw(_CELLS) | {"dtype": draw(_DTYPES)}
-    layers = {
-        f"uniform.{make.__name__}.{i}": make(
-            **shared, **{name: draw(field) for name, field in own.items()}
+def _uniform(
+    draw: st.DrawFn,
+    /,
+    make: Any,  # noqa: ANN401
+    window: Mapping[str, st.SearchStrategy[int]] = _NONE,
+    **own: st.SearchStrategy[Any],
+) -> LayerSpec:
+    """Draw a uniform-type group of two or three layers that differ in the fields *own*.
+
+    Often also in their dtype, and in how many tokens a row stands for; never in their *window*.
+    """
+    cell, row = draw(_CELLS), draw(st.sampled_from((None, None, 1)))
+    shared = {"block_size": cell["block_size"]} | {name: draw(w) for name, w in window.items()}
+    layers = {}
+    for i in range(draw(st.integers(2, 3))):
+        tokens = (i and row) or cell.get("tokens_per_state", 1)
+        fields = {name: draw(field) for name, field in own.items()}
+        layers[f"uniform.{make.__name__}.{i}"] = make(
+            **shared, tokens_per_state=tokens, dtype=draw(_DTYPES), **fields
         )
-        for i in range(draw(st.integers(2, 3)))
-    }
     return UniformTypeKVCacheSpecs(specs=layers)
 
 
@@ -82,6 +94,9 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "sliding window MLA": _attention(SlidingWindowMLASpec, **_ROWS, sliding_window=_WINDOWS),
     "uniform": _uniform(FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_SIZES),
     "uniform MLA": _uniform(MLAAttentionSpec, head_size=_SIZES),
+    "uniform sliding window": _uniform(
+        SlidingWindowSpec, {"sliding_window": _WINDOWS}, total_num_kv_heads=_HEADS, head_size=_SIZES
+    ),
     "mamba1": st.builds(
         MambaSpec.mamba1, intermediate_size=st.integers(1, 12), state_size=_SIZES, **_SSM
     ),

@@ -51,7 +51,7 @@ def _table(
     size = group.spec.block_size * context_of(engine, RankId(), group)[1]
     length, wanted = length_of(group, request), needed(group, request)
     if is_state(group.spec):  # its slot, or blocks of which one has the last token
-        size, last = group.spec.block_size, (length - 1) // group.spec.block_size
+        size, last = group.spec.block_size, max(length - 1, 0) // group.spec.block_size
         first = draw(st.sampled_from((0, 0, last // 2, last)))
         several = (last - first + 1, last - first + 2)
         count = draw(st.sampled_from((1, 1, *several) if first in (0, last) else several))
@@ -119,33 +119,33 @@ def of_one_pool(
 
 @st.composite
 def _lengths(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> int:
-    """Draw a prompt length: one token, whole blocks, one more or less, or anything."""
+    """Draw a prompt length: none, one token, whole blocks, one more or less, or anything."""
     size = draw(st.sampled_from([group.spec.block_size for group in model]))
     blocks, offset = (
         draw(st.sampled_from((2, 1, 3, 4, 0))),
         draw(st.sampled_from((0, 1, -1)) | st.integers(1, 16)),
     )
-    return min(max(1, blocks * size + offset), 56)
+    return min(max(0, blocks * size + offset), 56)
 
 
 @st.composite
 def _cached(
     draw: st.DrawFn, model: Sequence[KVCacheGroup], bare: TransferRequest
 ) -> TransferRequest:
-    """Draw how much the consumer has: nothing, everything, or some; one count or one a group.
+    """Draw how much the consumer has: nothing, everything, more, or some; one count or one a group.
 
     Where a row stands for several tokens, a part of one cannot be cached.
     """
     tokens = bare.num_tokens
     if draw(st.booleans()) and all(p.tokens_per_state <= 1 for p in parts_of(model)):
-        amount = draw(st.sampled_from((0, 0, tokens)) | st.integers(0, tokens))
+        amount = draw(st.sampled_from((0, 0, 1, tokens, tokens + 3)) | st.integers(0, tokens))
         return attrs.evolve(bare, cached_tokens=amount)
     found = {}
     for group in model:
         length = length_of(group, bare)
         row = max(1, *(part.tokens_per_state for part in parts_of([group])))
-        some = draw(st.sampled_from((0, 0, length)) | st.integers(0, length))
-        found[group.name] = some if some == length else some // row * row
+        some = draw(st.sampled_from((0, 0, 1, length, length + 3)) | st.integers(0, length))
+        found[group.name] = some if some >= length else some // row * row
     return attrs.evolve(bare, cached_tokens=found)
 
 
@@ -162,7 +162,7 @@ def requests(
     bare = TransferRequest(
         request_id="request",
         num_tokens=tokens,
-        encoder_tokens=draw(st.sampled_from((1, 5, 17, tokens))) if cross else None,
+        encoder_tokens=draw(st.sampled_from((0, 1, 5, 17, tokens))) if cross else None,
         state_tokens=draw(st.sampled_from((None, tokens))),
         producer_blocks={},
         consumer_blocks={},

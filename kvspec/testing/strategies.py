@@ -7,25 +7,18 @@ and a new kind of layer is one line of `KINDS`. Tests prove that the hard cases 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 from hypothesis import strategies as st
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.election import Election, Replicas, Topology
 from kvspec.testing.case import Case
-from kvspec.testing.engines import (
-    NAMED_LAYOUTS,
-    engine_pairs,
-    engines,
-    groups,
-    layouts,
-    sharing_engines,
-    spanning_pairs,
-    with_own_rows,
-)
+from kvspec.testing.engines import NAMED_LAYOUTS, engines, groups, layouts, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
+from kvspec.testing.pairs import engine_pairs, spanning_pairs, with_own_rows
 from kvspec.testing.parallels import explicit_deals, is_state, parallels, parts_of, tp_sizes
 from kvspec.testing.requests import length_of, needed, of_one_pool, requests, tables
 
@@ -75,8 +68,7 @@ def _case(
         producer_pool=producer_pool,
         consumer_pool=consumer_pool,
         request=request,
-        replicas=draw(st.sampled_from(POLICIES)),
-        salt=draw(st.integers(0, 3)),
+        **draw(_elections(producer, consumer)),
         common_states=common_states,
     )
 
@@ -98,8 +90,23 @@ def twins(
         producer_pool=producer_pool,
         consumer_pool=consumer_pool,
         request=attrs.evolve(case.request, producer_blocks=sources, consumer_blocks=targets),
+        **draw(_elections(*sides)),
     )
     return case, other
+
+
+@st.composite
+def _elections(draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec) -> dict[str, Any]:
+    """Draw a policy and a salt, or an election that knows the nodes of the ranks."""
+    salt, near = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
+    if not near:
+        return {"replicas": draw(st.sampled_from(POLICIES)), "salt": salt}
+    nodes = [
+        {rank: draw(st.integers(0, 2)) for rank in side.parallel.ranks}
+        for side in (producer, consumer)
+    ]
+    topology = Topology(producer=nodes[0], consumer=nodes[1])
+    return {"replicas": Election("nearest", salt, topology)}
 
 
 @st.composite
@@ -115,8 +122,7 @@ def plans(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 8
         producer_pool={},
         consumer_pool={},
         request=request,
-        replicas=draw(st.sampled_from(POLICIES)),
-        salt=draw(st.integers(0, 5)),
+        **draw(_elections(producer, consumer)),
     )
 
 

@@ -20,7 +20,7 @@ def apart(
     """Return tables of blocks from the end of a pool to its beginning, no two together."""
     tables, pools = {}, {}
     for group in engine.groups:
-        virtual, blocks = group.spec.block_size * engine.parallel.context_size, 1
+        virtual, blocks = engine.virtual_block(group), 1
         while not is_state(group.spec) and blocks * virtual < num_tokens:
             blocks += 1
         pools[group.name] = 3 * blocks + 1

@@ -82,7 +82,7 @@ class Walk:
         parts = self.parts(at)
         if letter in "TK":
             return list(dict.fromkeys(p.tensor if letter == "T" else p.name for p in parts))
-        units = len(rank_units(self.engine, self.rank, parts[0]))
+        units = len(rank_units(self.engine, self.rank, parts[0], self.group))
         rows = 0
         while rows * self.split < parts[0].states:
             rows += 1

@@ -113,9 +113,13 @@ def storage_of(case: strategies.Case, rank: kvspec.RankId) -> dict[str, npt.NDAr
     return storage
 
 
-def slow_tokens(engine: kvspec.EngineSpec, rank: kvspec.RankId, first: int) -> Iterator[int]:
+def slow_tokens(
+    engine: kvspec.EngineSpec, rank: kvspec.RankId, group: kvspec.KVCacheGroup, first: int
+) -> Iterator[int]:
     """Yield the positions from *first* that *rank* stores: cards dealt to the context ranks."""
     parallel = engine.parallel
+    if not group.context_sharded:
+        yield from count(first)
     if parallel.context_ranks is None:
         seats = {
             (pcp, tp): pcp * parallel.dcp_size + dcp
@@ -145,7 +149,7 @@ def slow_tokens_of_row(
     """
     group, table = case.consumer.group(name), case.request.consumer_blocks[name]
     kernel = group.kernel_block_size or group.spec.block_size
-    tokens = slow_tokens(case.consumer, rank, table.first_token)
+    tokens = slow_tokens(case.consumer, rank, group, table.first_token)
     ids = list(table.block_ids)
     for own in ids:
         for piece in range(group.spec.block_size // kernel):
@@ -181,7 +185,7 @@ def slow_verdict(
         cached = cached.get(name, 0)
     elif isinstance(spec, kvspec.CrossAttentionSpec):
         cached = 0  # one count is of the prompt's tokens, these are the encoder's
-    head = rank_units(case.consumer, rank, part)[unit]
+    head = rank_units(case.consumer, rank, part, case.consumer.group(name))[unit]
     if not part.tokens_per_state:
         slot = slow_slot(request.consumer_blocks[name], spec.block_size, request.num_tokens)
         true = slow_content(layer, part_name, head, row, byte, seed=9, seen=request.num_tokens)
@@ -247,7 +251,7 @@ def test_expectation_agrees_with_one_byte_at_a_time(case: strategies.Case) -> No
                 layer
                 for layer in slow_layers(case.consumer, rank) & set(group.layers)
                 for part in group.spec.of_layer(layer).parts
-                if rank_units(case.consumer, rank, part)
+                if rank_units(case.consumer, rank, part, group)
             }
             assert units == {place[0] for place in counted if place is not None}
             verdicts = [slow_verdict(case, rank, name, place) for place in counted]

@@ -74,7 +74,7 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
         for edge in here.plan.between(p, c):
             group = case.consumer.group(edge.group)
             held, split = case.request.consumer_blocks[edge.group], block_split(group)
-            virtual = group.spec.block_size * context_of(case.consumer, c)[1]
+            virtual = group.spec.block_size * context_of(case.consumer, c, group)[1]
             number = np.arange(len(held.block_ids)) + held.first_token // virtual
             for each, layer in product(edge.slices, edge.layers):
                 blocks = held.block_ids[each.stripe.holds(number)]

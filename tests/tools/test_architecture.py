@@ -48,7 +48,7 @@ FOLDERS = (
     ("", "catalogue"),
     ("testing", "carve positions oracle case world"),
     ("testing.laws", "system owners moves copies runs refusal ."),
-    ("testing", "kinds parallels engines requests strategies ."),
+    ("testing", "kinds parallels engines pairs requests strategies ."),
     ("", "simulate"),
     ("draw", "canvas lines block bars ranks memory ."),
     ("adapters", "."),

@@ -110,7 +110,8 @@ LAWS = (
         6,
         "fair",
         "Of producer ranks that hold the same, the numbers of readers differ by at most one; under"
-        " `stripe`, those of virtual blocks; under `first`, the first alone is read.",
+        " `stripe`, those of virtual blocks; under `first`, the first alone is read; under"
+        " `nearest`, one on the reader's node, if there is one.",
         (moves.fair,),
     ),
     Law(

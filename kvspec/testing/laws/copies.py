@@ -71,6 +71,8 @@ def two_hops(system: System, case: Case, other: Case) -> Iterator[str]:
     still = excluded_layers(case.producer) | excluded_layers(case.consumer)
     between = _excluding(other.consumer, still)
     tables, pool = other.request.consumer_blocks, other.consumer_pool
+    if not isinstance(case.replicas, str):  # its nodes are those of other ranks
+        case = attrs.evolve(case, replicas="spread")
     first = attrs.evolve(case.request, consumer_blocks=tables)
     second = attrs.evolve(case.request, producer_blocks=tables)
     for name, way in system.ways():

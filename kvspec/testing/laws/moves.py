@@ -104,7 +104,9 @@ def symmetry(system: System, case: Case) -> Iterator[str]:
     yield from (f"pushed and not pulled: {each}" for each in pushed - pulled)
     if has_replicas(case.producer) or has_replicas(case.consumer):
         return
-    back = attrs.evolve(case, producer=case.consumer, consumer=case.producer)
+    back = attrs.evolve(
+        case, producer=case.consumer, consumer=case.producer, replicas="spread", salt=0
+    )
     swapped = {
         attrs.evolve(
             each,
@@ -147,16 +149,19 @@ ROUNDS = 7
 
 
 def fair(system: System, case: Case) -> Iterator[str]:
-    """Yield each replica class whose members are not read evenly, or, under `first`, not the first.
+    """Yield each replica class whose members are not read as the policy says.
 
-    Counted in readers; under `stripe`, in virtual blocks that each reader reads.
+    Evenly, counted in readers; under `stripe`, in virtual blocks that each reader reads; under
+    `first`, the first alone; under `nearest`, none of another node if there is one of the reader's.
     """
-    if system.moves is None or case.replicas not in {"spread", "stripe", "first"}:
+    if system.moves is None:
         return
     arriving = _by_target(system, case)
+    policy = case.replicas if isinstance(case.replicas, str) else case.replicas.replicas
+    nodes = None if isinstance(case.replicas, str) else case.replicas.topology
     for alike in replica_classes(case.producer, case.consumer):
         load = Counter(dict.fromkeys(alike.members, 0))
-        blocks = range(ROUNDS if case.replicas == "stripe" else 1)
+        blocks = range(ROUNDS if policy == "stripe" else 1)
         for reader in alike.readers:
             read = {
                 (each.producer, block)
@@ -167,11 +172,16 @@ def fair(system: System, case: Case) -> Iterator[str]:
                 if block % each.stripe[1] == each.stripe[0]
             }
             load.update(source for source, _ in read)
+            if nodes is not None:
+                homes = {nodes.producer[rank] for rank in alike.members}
+                away = {nodes.producer[rank] for rank, _ in read} - {nodes.consumer[reader]}
+                if away and nodes.consumer[reader] in homes:
+                    yield f"{reader} reads {alike.layers[0]}.{alike.part.name} from another node"
         told = ", ".join(f"{rank} {count}" for rank, count in load.items())
-        if case.replicas == "first":
+        if policy == "first":
             if any(load[rank] for rank in alike.members[1:]):
                 yield f"{alike.layers[0]}.{alike.part.name}: wanted the first alone read: {told}"
-        elif max(load.values()) - min(load.values()) > 1:
+        elif nodes is None and max(load.values()) - min(load.values()) > 1:
             yield f"{alike.layers[0]}.{alike.part.name}: replicas are read unevenly: {told}"
 
 

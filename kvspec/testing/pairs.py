@@ -1,0 +1,131 @@
+"""Draw two engines of one model, which share its specs and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from hypothesis import strategies as st
+
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
+from kvspec.specs import LayerSpec, MambaSpec, UniformTypeKVCacheSpecs
+from kvspec.testing.carve import rank_units
+from kvspec.testing.engines import engines, groups
+from kvspec.testing.kinds import KINDS
+from kvspec.testing.parallels import shapes
+
+
+@st.composite
+def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
+    """Give one engine layers that it excludes: in a group, in a group of their own, or shared ones.
+
+    Of a group's shared layers only the last is excluded, so that something is left.
+    """
+    sort = draw(st.sampled_from((None, None, None, None, "layer", "group", "last")))
+    if sort is None:
+        return tuple(model)
+    draft = f"draft.{draw(st.integers(0, 3))}"
+    if sort == "group":
+        spec = draw(KINDS[draw(st.sampled_from(("full", "MLA", "short conv")))])
+        group = KVCacheGroup(name="draft", layers=(draft,), spec=spec, excluded=(draft,))
+        return tuple(draw(st.permutations((*model, group))))
+    at = draw(st.integers(0, len(model) - 1))
+    group = model[at]
+    if sort == "last" and len(group.layers) > 1:
+        group = attrs.evolve(group, excluded=group.layers[-1:])
+    elif not group.spec.layers:
+        layers = draw(st.sampled_from(((draft, *group.layers), (*group.layers, draft))))
+        group = attrs.evolve(group, layers=layers, excluded=(draft,))
+    return (*model[:at], group, *model[at + 1 :])
+
+
+@st.composite
+def _regrouped(
+    draw: st.DrawFn, model: Sequence[KVCacheGroup], side: str
+) -> tuple[KVCacheGroup, ...]:
+    """Give one engine groups of its own: in another order, under other names, or split in two."""
+    found: list[KVCacheGroup] = []
+    for group in model:
+        sort = draw(st.sampled_from((None, None, None, None, "name", "split")))
+        if sort is None:
+            found.append(group)
+        elif sort == "split" and len(group.layers) > 1 and not group.spec.layers:
+            layers, at = draw(st.permutations(group.layers)), draw(st.integers(1, 2))
+            halves = (tuple(layers[:at]), tuple(layers[at:]))
+            found += [
+                attrs.evolve(group, name=f"{group.name} on {side} {number}", layers=half)
+                for number, half in enumerate(halves)
+                if half
+            ]
+        else:
+            found.append(attrs.evolve(group, name=f"{group.name} on {side}"))
+    return tuple(draw(st.permutations(found)))
+
+
+@st.composite
+def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
+    """Draw so few heads that ranks have replicas, which can share the tokens."""
+    spec: Any = group.spec
+    if isinstance(spec, UniformTypeKVCacheSpecs) or not hasattr(spec, "total_num_kv_heads"):
+        return group
+    few = draw(st.sampled_from((1, 1, 2, 3)))
+    return attrs.evolve(group, spec=attrs.evolve(spec, total_num_kv_heads=few))
+
+
+@st.composite
+def engine_pairs(
+    draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 6
+) -> tuple[EngineSpec, EngineSpec]:
+    """Draw a producer and a consumer of one model; everything else may differ."""
+    model = draw(groups(kinds))
+    largest *= draw(st.sampled_from((1, 1, 1, 1, 2)))
+    ours, theirs = draw(shapes())
+    if ours.dealt:
+        model = tuple(draw(_few_heads(group)) for group in model)
+    sides = [draw(_drafted(draw(_regrouped(model, side)))) for side in "PD"]
+    producer = draw(engines(sides[0], largest, shape=ours))
+    return producer, draw(engines(sides[1], largest, shape=theirs))
+
+
+@st.composite
+def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, EngineSpec]:
+    """Draw engines with a group whose packed content spans the heads of a rank.
+
+    Both deal its heads alike: every range of one side is a range of the other.
+    """
+    drawn: Any = draw(KINDS["full, opaque"])
+    spec: LayerSpec = attrs.evolve(drawn, spans_heads=True)
+    packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
+    model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
+    ours = draw(engines((packed, *model), largest))
+    theirs = draw(
+        engines((packed, *model), largest).filter(lambda each: _alike(ours, each, packed))
+    )
+    return ours, theirs
+
+
+def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
+    hands = [
+        {tuple(rank_units(each, rank, group.spec.parts[0], group)) for rank in each.parallel.ranks}
+        - {()}
+        for each in (one, other)
+    ]
+    return hands[0] == hands[1]
+
+
+@st.composite
+def with_own_rows(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
+    """Draw an engine's own rows of the conv states of *model*: its speculative tokens."""
+    found = []
+    for group in model:
+        spec, more = group.spec, draw(st.integers(0, 2))
+        if isinstance(spec, MambaSpec):
+            parts = tuple(
+                attrs.evolve(part, states=part.states + more) if part.tensor == "conv" else part
+                for part in spec.parts
+            )
+            spec = attrs.evolve(spec, state_parts=parts)
+        found.append(attrs.evolve(group, spec=spec))
+    return tuple(found)
