@@ -27,7 +27,7 @@ def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tu
     A memory inside a registered one is already covered. One that overlaps another without lying
     inside it is refused: a row over the seam would lie in neither.
     """
-    wanted = [_checked(f"memories[{at}]", memory) for at, memory in enumerate(memories)]
+    wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(memories)]
     every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []

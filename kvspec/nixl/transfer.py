@@ -38,7 +38,7 @@ class Transfer:
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
         self.error: TransferError | None = None
-        self.told = False  # whether somebody knows how it ended
+        self.heard = False  # whether somebody knows how it ended
         self._freed = False  # whether somebody knows that quarantine ended
         self._agent = agent
         self._deadline = time.monotonic() + order.timeout
@@ -74,7 +74,7 @@ class Transfer:
         """
         with self._agent.locked():
             self.step()
-            self.told = self.told or self.state != "PROC"
+            self.heard = self.heard or self.state != "PROC"
             if self.error is not None:
                 error = self.error
                 raise TransferError(
@@ -123,13 +123,13 @@ class Transfer:
 
     def ending(self) -> Literal["done", "failed", "freed"] | None:
         """Return what to `hear` of: "done" or "failed", then "freed" where quarantine ended."""
-        if not self.told and self.state != "PROC":
+        if not self.heard and self.state != "PROC":
             return "done" if self.error is None else "failed"
         return "freed" if self.quarantined and self.reap() else None
 
     def hear(self, kind: str) -> None:
         """Note that somebody knows of an `ending`."""
-        self.told = True
+        self.heard = True
         self._freed = self._freed or kind == "freed"
 
     def free(self) -> bool:
@@ -147,7 +147,7 @@ class Transfer:
     @property
     def forgotten(self) -> bool:
         """Whether it is over, and somebody knows."""
-        return self.over and self.told and not self.quarantined
+        return self.over and self.heard and not self.quarantined
 
     def stop(self) -> bool:
         """Post no more, and return whether nothing is in flight."""

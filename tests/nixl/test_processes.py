@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -309,3 +311,89 @@ def test_a_fork_is_refused_and_does_not_hurt_its_parent() -> None:
         side.read().wait()
         assert np.array_equal(blocks(pattern(1)), side.blocks())
         assert 0 == child.leave()
+
+
+class Lane:
+    """One worker after another, killed and stopped at random, and what is read from them."""
+
+    def __init__(
+        self, rank: NixlRank, tls: str, chance: random.Random, children: contextlib.ExitStack
+    ) -> None:
+        self.rank, self.tls, self.chance, self.children = rank, tls, chance, children
+        self.seed = 0
+        self.kills = self.stops = 0
+        self.reads: dict[Transfer, np.ndarray] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Start a worker with other bytes, and connect to it."""
+        self.seed += 1
+        self.worker = self.children.enter_context(worker(self.seed, tls=self.tls))
+        self.side = Side(self.rank, *self.worker.introduce())
+        self.wanted = blocks(pattern(self.seed))
+        self.dead = False
+        self.stopped_until = 0.0
+
+    def disturb(self) -> None:
+        """Kill or stop the worker, rarely; let it go on; replace it once nothing moves."""
+        now = time.monotonic()
+        if self.stopped_until and now > self.stopped_until:
+            self.worker.go_on()
+            self.stopped_until = 0.0
+        if self.dead:
+            if not self.reads:
+                self.rank.disconnect(self.side.peer)
+                self.start()
+        elif self.chance.random() < 0.004:
+            self.worker.kill()
+            self.dead, self.stopped_until = True, 0.0
+            self.kills += 1
+        elif not self.stopped_until and self.chance.random() < 0.008:
+            self.worker.stop()
+            self.stops += 1
+            self.stopped_until = now + self.chance.uniform(0.05, 0.5)
+
+    def read(self, request: str) -> bool:
+        """Start reading some blocks; return whether no other read has any of them."""
+        ids = np.array(self.chance.sample(range(BLOCKS), self.chance.choice((1, 4, 20))))
+        timeout = self.chance.choice((0.02, 0.3, 5.0))
+        lists = self.side.local, self.side.remote
+        with contextlib.suppress(TransferError):
+            transfer = self.rank.read(
+                lists[0], ids, lists[1], ids, request=request, timeout=timeout
+            )
+            self.reads[transfer] = ids
+            return True
+        return False
+
+    def right(self, transfer: Transfer) -> bool:
+        """Whether a read that is done brought the worker's bytes."""
+        ids = self.reads[transfer]
+        return np.array_equal(self.wanted[ids], self.side.blocks()[ids])
+
+
+@pytest.mark.parametrize("tls", ["all", "tcp"])
+def test_no_wrong_byte_is_done_under_chaos(tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers die and stand still while they are read from: every read ends, and nothing is left."""
+    monkeypatch.setenv("UCX_TLS", tls)
+    ends: Counter[str] = Counter()
+    with contextlib.ExitStack() as children, NixlRank() as rank:
+        lanes = [Lane(rank, tls, random.Random(seed), children) for seed in range(3)]
+        end = time.monotonic() + 6
+        while time.monotonic() < end or any(lane.reads for lane in lanes):
+            for lane in lanes:
+                lane.disturb()
+                if time.monotonic() < end and len(lane.reads) < 8 and not lane.dead:
+                    ends["started"] += lane.read(f"{ends['started']}")
+            for event in rank.pump(5e-4):
+                assert event.transfer is not None
+                lane = next(lane for lane in lanes if event.transfer in lane.reads)
+                ends[event.kind] += 1
+                assert event.kind != "done" or lane.right(event.transfer)
+                if event.transfer.over:
+                    del lane.reads[event.transfer]
+            assert time.monotonic() < end + 30
+        assert ends["started"] == ends["done"] + ends["failed"]
+        assert (0, 0) == (rank.leftovers().transfers, rank.leftovers().handles)
+    assert Leftovers() == rank.leftovers()
+    assert sum(lane.kills + lane.stops for lane in lanes) > 3, ends
