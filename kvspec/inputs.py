@@ -7,7 +7,7 @@ was wanted. A bool is no int.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
 from kvspec.errors import SpecError
@@ -19,6 +19,10 @@ V_co = TypeVar("V_co", covariant=True)
 
 MOST = 2**63 - 1
 """The greatest size: addresses and byte counts are signed 64-bit numbers in numpy."""
+
+
+MOST_MEMBERS = 2**20
+"""More members than any sequence of a description has: each of them is looked at."""
 
 
 def positive_int(field: str, value: object, *, least: int = 1, most: int = MOST) -> int:
@@ -44,7 +48,12 @@ def sequence(field: str, value: object, wanted: str) -> tuple[Any, ...]:
     refused = (str, bytes, Mapping, set, frozenset)
     if isinstance(value, refused) or not isinstance(value, Iterable):
         raise SpecError(field, value, f"a sequence of {wanted}")
-    return tuple(value)
+    try:
+        if isinstance(value, Sized) and len(value) > MOST_MEMBERS:
+            raise SpecError(field, value, f"at most {MOST_MEMBERS} {wanted}")
+        return tuple(value)
+    except (TypeError, OverflowError) as error:  # an array of no dimension; a range without a len
+        raise SpecError(field, value, f"a sequence of at most {MOST_MEMBERS} {wanted}") from error
 
 
 def mapping(field: str, value: object, wanted: str) -> Mapping[Any, Any]:

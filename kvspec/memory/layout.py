@@ -48,7 +48,7 @@ def place(
         for layer, spec in layers
         for part in spec.parts
     ]
-    axes = _axes(layout_letters(layout), members)
+    axes = axes_of(layout_letters(layout), [each.part for each in members])
     boxes = _Boxes(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
     padded = next((each.padded for each in members if each.padded), None)
     if padded and not boxes.whole_pages(members):
@@ -57,7 +57,7 @@ def place(
     return members, boxes.lay(0, members)
 
 
-def _axes(letters: str, members: Sequence[Placement]) -> str:
+def axes_of(letters: str, parts: Iterable[Part]) -> str:
     """Return the order of axes, with T (tensors of a page) and K (parts of a tensor) put in.
 
     | rows   | letters with K   | letters without K | why                                      |
@@ -67,7 +67,7 @@ def _axes(letters: str, members: Sequence[Placement]) -> str:
     | states | LKBNHC: LBTNKHC  | LBHNC: LBTKHNC    | L and B outermost, so that a page lies   |
     |        |                  |                   | in one piece; parts side by side along H |
     """
-    if all(each.part.per_token for each in members):
+    if all(part.per_token for part in parts):
         planes = letters if "K" in letters else letters[:-1] + "KC"
         inside = 1 + max(planes.index("L"), planes.index("B"))
         return f"{planes[:inside]}T{planes[inside:]}"
@@ -90,10 +90,13 @@ class _Boxes:
 
     def whole_pages(self, members: Sequence[Placement]) -> bool:
         """Whether a page lies in one piece: no axis outside it, but L and B, repeats anything."""
-        outside = set(self.axes[: self.page_depth]) - set("LB")
-        planes = len({each.part.name for each in members}) if "K" in outside else 1
-        counts = [self._count(axis, each) for axis in outside - {"K"} for each in members]
-        return max(counts, default=1) == planes == 1
+        outside = (axis for axis in self.axes[: self.page_depth] if axis not in "LB")
+        return all(self._single(axis, members) for axis in outside)
+
+    def _single(self, axis: str, members: Sequence[Placement]) -> bool:
+        if axis == "K":
+            return len({each.part.name for each in members}) == 1
+        return all(self._count(axis, each) == 1 for each in members)
 
     def lay(self, depth: int, members: Sequence[Placement]) -> int:
         """Place *members* in the box at *depth*; return the bytes of that box."""

@@ -14,25 +14,17 @@ import numpy as np
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
+from kvspec.engines.letters import NAMED_LAYOUTS
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.memory.arrays import Array, read_array
+from kvspec.memory.layout import axes_of
+from kvspec.memory.region import Memory, Region
+from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
 _NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "C": "byte"}
-
-
-@attrs.frozen
-class _Array:
-    """What is read of one tensor: address, shape, byte strides, and the memory behind it."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-    memory: Memory
-    dtype: str
 
 
 def read(
@@ -46,7 +38,8 @@ def read(
     *tensors*: for each layer a torch tensor or numpy array, or a mapping from a part's or tensor's
     name (``"k"``, ``"v"``, ``"conv"``, ``"ssm"``) to one. *axes*: the letters of a tensor's
     dimensions in order, for all tensors or by part or tensor name; unless given, the layout's
-    without L. A letter that is not there has extent 1; the last dimensions may all be ``C``. A
+    without L (of a state, B first), which has to be the only order that fits the shape. A letter
+    that is not there has extent 1; the last dimensions may all be ``C``. A
     tensor that holds both k and v has them along ``K``, or packed in ``C``. Extents are those of
     the engine's parts exactly: of a larger tensor, give the view that is the cache.
     """
@@ -67,7 +60,21 @@ def read(
     for name in axes if isinstance(axes, Mapping) else ():
         if name not in names:
             raise SpecError("axes", name, f"names of the tensors given: {', '.join(names)}")
-    return RankCache(engine, rank, tuple(regions), tuple(memory))
+    return RankCache(engine, rank, tuple(regions), _joined(memory))
+
+
+def _joined(memory: Iterable[Memory]) -> tuple[Memory, ...]:
+    """Return memories of which none shares a byte with another: views of one buffer are one."""
+    found: list[Memory] = []
+    for each in memory:
+        place = each.memory_type, each.device
+        for other in [old for old in found if (old.memory_type, old.device) == place]:
+            if each.address < other.end and other.address < each.end:
+                found.remove(other)
+                start, end = min(each.address, other.address), max(each.end, other.end)
+                each = Memory(start, end - start, *place)  # noqa: PLW2901 - what is joined so far
+        found.append(each)
+    return tuple(found)
 
 
 def check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
@@ -84,12 +91,12 @@ def check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
             raise SpecError("tensors", layer, f"layers that {rank} has")
 
 
-def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, _Array]:  # noqa: ANN401
+def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, Array]:  # noqa: ANN401
     """Read the tensors of one layer by the name of a part or of a tensor of parts."""
     field, parts = f"tensors[{layer!r}]", group.spec.of_layer(layer).parts
     if not isinstance(given, Mapping):
         name = parts[0].tensor
-        return {name: _array(field, f"{field}[{name!r}]", given)}
+        return {name: read_array(field, f"{field}[{name!r}]", given)}
     known = dict.fromkeys([*(p.name for p in parts), *(p.tensor for p in parts)])
     for name in given:
         if name not in known:
@@ -98,12 +105,12 @@ def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, _Array]:  #
         if part.name != part.tensor and {part.name, part.tensor} <= set(given):
             raise SpecError(field, sorted(given), "each part once")
     return {
-        name: _array(f"{field}[{name!r}]", f"{field}[{name!r}]", tensor)
+        name: read_array(f"{field}[{name!r}]", f"{field}[{name!r}]", tensor)
         for name, tensor in given.items()
     }
 
 
-def _check_dtype(field: str, parts: Iterable[Part], array: _Array) -> None:
+def _check_dtype(field: str, parts: Iterable[Part], array: Array) -> None:
     """Refuse elements of another float type than the part's; plain bytes and ints may be any."""
     if "float" not in array.dtype:
         return
@@ -120,28 +127,55 @@ def _layer(
     group: KVCacheGroup,
     rank: RankId,
     layer: str,
-    named: Mapping[str, _Array],
+    named: Mapping[str, Array],
     axes: str | Mapping[str, str] | None,
-) -> Iterator[tuple[_Array, Region]]:
+) -> Iterator[tuple[Array, Region]]:
     parts = {part: len(engine.units(group, part, rank)) for part in group.in_memory(layer).parts}
-    letters = engine.layout_of(group).replace("L", "")
+    order = _order(engine.layout_of(group), parts)
     for name, array in named.items():
         held = {p: units for p, units in parts.items() if units and name in (p.name, p.tensor)}
         if held:
-            order = axes.get(name) if isinstance(axes, Mapping) else axes
-            if order is None:
-                planes = len(held) > 1 and all(part.per_token for part in held)
-                order = letters if planes else letters.replace("K", "")
             field = f"tensors[{layer!r}][{name!r}]"
-            reader = _Reader(field, group.name, letters, _letters(order), array)
+            said = axes.get(name) if isinstance(axes, Mapping) else axes
+            letters = order if len(held) > 1 else order.replace("K", "")
+            letters = letters if said is None else _letters(said)
+            reader = _Reader(field, group.name, order, letters, array)
             regions = list(reader.regions(layer, held))
             _check_dtype(field, held, array)
+            if said is None:
+                _check_one_reading(field, letters, array.shape)
             yield from ((array, region) for region in regions)
     missing = [
         p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(named)
     ]
     if missing:
         raise SpecError(f"tensors[{layer!r}]", sorted(named), f"a tensor for {', '.join(missing)}")
+
+
+def _order(layout: str, parts: Iterable[Part]) -> str:
+    """Return the letters of *layout* as they lie in one layer's tensors, outermost first.
+
+    K is one of them where the parts are planes; packed in the content, or in a state's units, they
+    are no axis.
+    """
+    parts = list(parts)
+    planes = "K" if all(part.per_token for part in parts) and "K" in layout else ""
+    return "".join(axis for axis in axes_of(layout, parts) if axis in f"BHNC{planes}")
+
+
+def _check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
+    """Refuse a shape that another order of axes, one that engines use, fits as well as *axes*.
+
+    Strides cannot tell: whatever the order, a dense tensor's stand in it.
+    """
+    for layout in NAMED_LAYOUTS:
+        other = layout.replace("L", "")
+        if sorted(other) == sorted(axes) and other != axes:
+            moved = [letter for letter in axes if axes.index(letter) != other.index(letter)]
+            fits = all(shape[axes.index(x)] == shape[other.index(x)] for x in moved if x != "B")
+            if fits and any(shape[axes.index(x)] > 1 for x in moved):
+                wanted = f"{axes!r} or {other!r}: both fit {field}.shape={shape}"
+                raise SpecError("axes", None, wanted)
 
 
 def _letters(axes: object) -> str:
@@ -161,7 +195,7 @@ class _Reader:
     group: str
     layout: str
     axes: str
-    array: _Array
+    array: Array
 
     def __attrs_post_init__(self) -> None:
         if len(self.axes) != len(self.array.shape):
@@ -238,51 +272,3 @@ class _Reader:
 
     def _refuse(self, wanted: str) -> NoReturn:
         raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
-
-
-def check_tensor(field: str, tensor: Any, name: str | None = None) -> None:  # noqa: ANN401
-    """Raise `SpecError` naming *field* unless *tensor* is one, and *name* unless it has memory."""
-    name = field if name is None else name
-    if isinstance(tensor, np.ndarray):
-        if tensor.dtype.hasobject:
-            raise SpecError(f"{name}.dtype", str(tensor.dtype), "plain bytes, such as bfloat16")
-        return
-    for needed in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "layout"):
-        if not hasattr(tensor, needed):
-            raise SpecError(field, type(tensor).__name__, "a torch tensor or a numpy array")
-    dense = "a dense tensor on a CPU or a GPU"
-    if tensor.device.type == "meta":
-        raise SpecError(f"{name}.device", tensor.device.type, dense)
-    if str(tensor.layout) != "torch.strided":
-        raise SpecError(f"{name}.layout", str(tensor.layout), dense)
-
-
-def _array(field: str, name: str, tensor: Any) -> _Array:  # noqa: ANN401
-    """Read a torch tensor or a numpy array, called *name*, and the storage behind it."""
-    check_tensor(field, tensor, name)
-    if isinstance(tensor, np.ndarray):
-        address, strides = tensor.ctypes.data, tensor.strides
-        dtype = str(tensor.dtype)
-        return _Array(address, tensor.shape, strides, tensor.itemsize, _root(tensor), dtype)
-    storage, size = tensor.untyped_storage(), tensor.element_size()
-    on_cpu = tensor.device.type == "cpu"
-    memory = Memory(
-        storage.data_ptr(),
-        storage.nbytes(),
-        "DRAM" if on_cpu else "VRAM",
-        0 if on_cpu else tensor.device.index or 0,
-    )
-    strides = tuple(each * size for each in tensor.stride())
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return _Array(tensor.data_ptr(), tuple(tensor.shape), strides, size, memory, dtype)
-
-
-def _root(array: np.ndarray[Any, Any]) -> Memory:
-    """Return the memory of the array that *array* is a view of, however it was made."""
-    root = array
-    base = root.base
-    while base is not None:
-        if isinstance(base, np.ndarray):
-            root = base
-        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
-    return Memory(root.ctypes.data, root.nbytes)

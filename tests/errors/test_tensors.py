@@ -46,7 +46,9 @@ CONV, SSM = z(6, CHANNELS, 3), z(6, 4, 2, 3, dtype=np.float32)
 
 
 def read(tensor: Any, axes: Any = None, rank: Any = RankId(), **given: Any) -> kvspec.RankCache:  # noqa: B008 - frozen
-    """Read *tensor* as that of layer "l"."""
+    """Read *tensor* as that of layer "l", its axes said: heads are as many as rows."""
+    if axes is None:
+        axes = {"LBNHC": "BNHC", "LKBNHC": "KBNHC"}[given.get("layout", "LBNHC")]
     return kvspec.RankCache.from_tensors(engine(**given), rank, {"l": tensor}, axes)
 
 
@@ -62,7 +64,7 @@ def state(axes: Any = None, **tensors: Any) -> kvspec.RankCache:
 
 def both(one: Any, two: Any) -> kvspec.RankCache:
     """Read the tensors of two layers of one group."""
-    return kvspec.RankCache.from_tensors(engine("l", "m"), RankId(), {"l": one, "m": two})
+    return kvspec.RankCache.from_tensors(engine("l", "m"), RankId(), {"l": one, "m": two}, "BNHC")
 
 
 KV, SHAPE, STRIDE = "tensors['l']['kv']", "tensors['l']['kv'].shape", "tensors['l']['kv'].stride"
@@ -99,7 +101,9 @@ def across(one: Any, other: Any, spec: kvspec.LayerSpec = FULL, **given: Any) ->
         kvspec.KVCacheGroup(name="h", layers=["m"], spec=spec, **given),
     ]
     engine = kvspec.EngineSpec(groups=groups, layout="LBNHC")
-    return kvspec.RankCache.from_tensors(engine, RankId(), {"l": one, "m": other})
+    if other.ndim == len("KBNHC"):
+        other = {"k": other[0], "v": other[1]}
+    return kvspec.RankCache.from_tensors(engine, RankId(), {"l": one, "m": other}, "BNHC")
 
 
 def test_the_good_tensors_are_accepted() -> None:
@@ -259,7 +263,7 @@ NAMES = [
     *(case(lambda a=a: read(GOOD, a),
            f"axes={a!r}: wanted the letters B, K, H, N, C of the dimensions, each once (C: the "
            "last ones)") for a in ("BNHX", "LBHN", "bnhc", "BBHC", 3, "CBNH")),
-    *(case(lambda n=n: read(GOOD, {n: "BNHC"}),
+    *(case(lambda n=n: read(GOOD, {"kv": "BNHC", n: "BNHC"}),
            f"axes={n!r}: wanted names of the tensors given: kv") for n in ("k", "nonsense")),
     case(lambda: read(np.empty((6, 4, 4, 16), object)),
          f"{KV}.dtype='object': wanted plain bytes, such as bfloat16"),

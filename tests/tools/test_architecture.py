@@ -30,7 +30,7 @@ FOLDERS = (
     ("specs", "layer attention state uniform ."),
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
-    ("memory", ". layout region aliasing regions allocation tensors"),
+    ("memory", ". layout region aliasing regions allocation arrays tensors"),
     ("descriptors", ". request shared pool paging runs cells table explain"),
     ("traffic", ". loads flows traffic"),
     ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
@@ -46,7 +46,7 @@ FOLDERS = (
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),
     ("", "catalogue"),
-    ("testing", "carve positions oracle case world"),
+    ("testing", "carve typed positions oracle case world"),
     ("testing.laws", "system owners moves copies runs refusal ."),
     ("testing", "kinds parallels engines pairs requests strategies ."),
     ("", "simulate"),

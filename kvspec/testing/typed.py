@@ -1,0 +1,120 @@
+"""Make of a rank's storage the tensors that an engine would have: typed, strided, by part or whole.
+
+Where bytes lie is taken from the oracle's arrays, never from the library's regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvspec.testing.carve import Blocks, Bytes, Storage, logical_views
+
+if TYPE_CHECKING:
+    from kvspec.engines.engine import EngineSpec
+    from kvspec.ownership.parallel import RankId
+    from kvspec.ownership.part import Part
+
+Made = tuple[dict[str, dict[str, Any]], dict[str, str]]
+"""The tensors of each layer by name, and the letters of their dimensions by name."""
+
+Choose = Callable[[str], bool]
+"""Answers a question about one tensor: ``whole`` (all parts of a tensor), ``torch``, ``typed``."""
+
+_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
+
+
+def typed_tensors(
+    engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks, choose: Choose
+) -> Made:
+    """Return views of *storage* as tensors, of all layers that *rank* has any units of.
+
+    Dimensions stand as block, unit, row, content; a tensor of several parts has planes outside of
+    them, or, in a state, all its parts' units.
+    """
+    views = logical_views(engine, rank, storage, num_blocks)
+    tensors: dict[str, dict[str, Any]] = {}
+    axes = {part.name: "BHNC" for group in engine.groups for part in group.own_parts}
+    for group in engine.groups:
+        for layer in group.layers:
+            parts = {
+                part: views[group.name, layer, part.name]
+                for part in group.spec.of_layer(layer).parts
+                if (group.name, layer, part.name) in views
+                and views[group.name, layer, part.name].size
+            }
+            for name, letters, array, dtype in _of_layer(parts, axes, choose):
+                axes[name] = letters
+                tensors.setdefault(layer, {})[name] = _typed(array, dtype, choose)
+    used = {name for named in tensors.values() for name in named}
+    return tensors, {name: letters for name, letters in axes.items() if name in used}
+
+
+def _of_layer(
+    parts: Mapping[Part, Bytes], axes: Mapping[str, str], choose: Choose
+) -> list[tuple[str, str, Bytes, str | None]]:
+    """Return (name, letters, bytes, dtype) of one layer's tensors."""
+    found: list[tuple[str, str, Bytes, str | None]] = []
+    by_tensor: dict[str, list[Part]] = {}
+    for part in parts:
+        by_tensor.setdefault(part.tensor, []).append(part)
+    for tensor, members in by_tensor.items():
+        arrays = [parts[part] for part in members]
+        whole = _whole(members, arrays) if len(members) > 1 else None
+        told = axes.get(tensor)
+        if whole is not None and told in (None, whole[0]) and choose("whole"):
+            dtypes = {part.dtype for part in members}
+            found.append((tensor, *whole, dtypes.pop() if len(dtypes) == 1 else None))
+            continue
+        for part, array in zip(members, arrays, strict=True):
+            found.append((part.name, "BHNC", array, part.dtype))
+    return found
+
+
+def _whole(parts: Sequence[Part], arrays: Sequence[Bytes]) -> tuple[str, Bytes] | None:
+    """Return the letters and the bytes of a tensor of several parts, or None if it has none."""
+    first = arrays[0]
+    starts = [array.ctypes.data - first.ctypes.data for array in arrays]
+    if any(array.strides != first.strides for array in arrays):
+        return None
+    if not parts[0].per_token:
+        ends = np.cumsum([0, *(array.shape[1] for array in arrays)])
+        rows = [first.strides[1] * int(end) for end in ends[:-1]]
+        shape = (first.shape[0], int(ends[-1]), *first.shape[2:])
+        return ("BHNC", _strided(first, shape, first.strides)) if rows == starts else None
+    ends = np.cumsum([0, *(array.shape[3] for array in arrays)])
+    if starts == ends[:-1].tolist():
+        shape = (*first.shape[:3], int(ends[-1]))
+        return "BHNC", _strided(first, shape, (*first.strides[:3], 1))
+    step = starts[1]
+    even = starts == [step * number for number in range(len(arrays))] and step > 0
+    if not even or any(array.shape != first.shape for array in arrays):
+        return None
+    return "KBHNC", _strided(first, (len(arrays), *first.shape), (step, *first.strides))
+
+
+def _strided(first: Bytes, shape: Sequence[int], strides: Sequence[int]) -> Bytes:
+    found: Bytes = np.lib.stride_tricks.as_strided(first, tuple(shape), tuple(strides))
+    return found
+
+
+def _typed(array: Bytes, dtype: str | None, choose: Choose) -> Any:  # noqa: ANN401
+    """Return the bytes as elements of *dtype*, where they are whole and aligned; numpy or torch."""
+    size = 1 if dtype is None else _itemsize(dtype)
+    aligned = all(step % size == 0 for step in (array.ctypes.data, *array.strides[:-1]))
+    told = aligned and array.shape[-1] % size == 0 and choose("typed")
+    if choose("torch"):
+        import torch  # noqa: PLC0415 - only who draws tensors of torch needs it
+
+        tensor = torch.from_numpy(array)
+        if told and dtype is not None:
+            tensor = tensor.view(getattr(torch, dtype))
+        return tensor
+    return array.view(_NUMPY[size]) if told and dtype in ("float32", "float64") else array
+
+
+def _itemsize(dtype: str) -> int:
+    digits = "".join(char if char.isdigit() else " " for char in dtype).split()
+    return max(1, int(digits[0]) // 8) if digits else 1
