@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvspec.testing.carve import Blocks, Bytes, Storage, logical_views
+from kvspec.testing.carve import Blocks, Bytes, Storage, Views, logical_views
 from kvspec.testing.positions import Rows, Tables, rows_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.ownership.parallel import RankId
 
+ViewsOf = Callable[[Storage], Views]
+"""What shows the arrays of a storage that does not lie as the letters say: where tensors are."""
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -65,6 +67,11 @@ def _content_of(rows: Rows, seed: int) -> Bytes:
     return content(layer, name, rows.units, numbers, size, seed=seed, seen=seen).swapaxes(0, 1)
 
 
+def _views(engine: EngineSpec, rank: RankId, storage: Storage, blocks: Blocks | ViewsOf) -> Views:
+    """Return the arrays of *storage*, as the letters say, or as whoever knows better does."""
+    return blocks(storage) if callable(blocks) else logical_views(engine, rank, storage, blocks)
+
+
 def _random(storage: Storage, rank: RankId, seed: int) -> None:
     """Overwrite *storage* with bytes that differ between ranks, groups and seeds."""
     for name, flat in storage.items():
@@ -77,7 +84,7 @@ def fill(
     engine: EngineSpec,
     rank: RankId,
     storage: Storage,
-    num_blocks: Blocks,
+    num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
     *,
@@ -88,7 +95,7 @@ def fill(
     Everything else, also rows at or beyond the request's length, gets random bytes.
     """
     _random(storage, rank, seed + 1)
-    views = logical_views(engine, rank, storage, num_blocks)
+    views = _views(engine, rank, storage, num_blocks)
     for rows in rows_of(engine, rank, tables, request, request.state_tokens):
         known = rows.known
         views[rows.key][rows.block[known], :, rows.row[known]] = _content_of(rows, seed)[known]
@@ -98,7 +105,7 @@ def spoil(
     engine: EngineSpec,
     rank: RankId,
     storage: Storage,
-    num_blocks: Blocks,
+    num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
     *,
@@ -109,7 +116,7 @@ def spoil(
     So a byte that is not written shows, and so does a cached byte that is.
     """
     _random(storage, rank, seed + 2)
-    views = logical_views(engine, rank, storage, num_blocks)
+    views = _views(engine, rank, storage, num_blocks)
     for rows in rows_of(engine, rank, tables, request):
         now, true = views[rows.key][rows.block, :, rows.row], _content_of(rows, seed)
         views[rows.key][rows.block, :, rows.row] = np.where(now == true, ~true, now)
@@ -119,7 +126,7 @@ def expected(
     engine: EngineSpec,
     rank: RankId,
     before: Storage,
-    num_blocks: Blocks,
+    num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
     *,
@@ -134,8 +141,8 @@ def expected(
     """
     must = each_array(before, np.copy)
     may = each_array(before, np.zeros_like)
-    must_views = logical_views(engine, rank, must, num_blocks)
-    may_views = logical_views(engine, rank, may, num_blocks)
+    must_views = _views(engine, rank, must, num_blocks)
+    may_views = _views(engine, rank, may, num_blocks)
     for rows in rows_of(engine, rank, tables, request, source=source):
         live, dead = rows.live, rows.dead
         must_views[rows.key][rows.block[live], :, rows.row[live]] = _content_of(rows, seed)[live]
@@ -148,7 +155,7 @@ def check(
     rank: RankId,
     before: Storage,
     after: Storage,
-    num_blocks: Blocks,
+    num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
     *,
@@ -180,7 +187,7 @@ def _differences(
     must: Storage,
     after: Storage,
     wrong: Storage,
-    num_blocks: Blocks,
+    num_blocks: Blocks | ViewsOf,
     tables: Tables,
     request: TransferRequest,
     source: EngineSpec | None,
@@ -189,9 +196,9 @@ def _differences(
 
     Then come other blocks, and last what no part holds.
     """
-    left = logical_views(engine, rank, wrong, num_blocks)
-    must_views = logical_views(engine, rank, must, num_blocks)
-    after_views = logical_views(engine, rank, after, num_blocks)
+    left = _views(engine, rank, wrong, num_blocks)
+    must_views = _views(engine, rank, must, num_blocks)
+    after_views = _views(engine, rank, after, num_blocks)
     for own in (True, False):
         for rows in rows_of(engine, rank, tables, request, source=source):
             group, layer, part = rows.key

@@ -69,7 +69,7 @@ def engine(
 
 def test_the_executor_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte too few, from elsewhere, to elsewhere: each is told."""
-    honest = moved.descriptors
+    honest = moved.described
 
     def tampered(change: Any) -> Any:
         def copies(table: Any, request: Any) -> list[Any]:
@@ -83,9 +83,9 @@ def test_the_executor_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> No
         lambda a, b, n: (a - 1, b, n),
         lambda a, b, n: (a, b - 1, n),
     ):
-        monkeypatch.setattr(moved, "descriptors", tampered(change))
+        monkeypatch.setattr(moved, "described", tampered(change))
         assert moves(engine(full()), engine(full(block_size=32)), 64)
-    monkeypatch.setattr(moved, "descriptors", honest)
+    monkeypatch.setattr(moved, "described", honest)
     assert [] == moves(engine(full()), engine(full(block_size=32)), 64)
 
 
@@ -190,7 +190,7 @@ def test_bug_4_keys_and_values_as_two_head_slots(layout: str, sizes: tuple[int, 
     for rank, cache in caches[1].items():
         for source in plan.sources(rank):
             table = kvspec.build_table(plan, caches[0][source], cache)
-            for a, b, length in moved.descriptors(table, request):
+            for a, b, length in moved.described(table, request):
                 ctypes.memmove(b, a, length)
     _paint(views[1], others, 2 // sizes[1], check=True)
 
@@ -202,7 +202,7 @@ def _paint(views: Any, ids: list[int], heads: int, *, check: bool) -> None:
                 for plane in (0, 1):
                     tokens = np.arange(16 * at, 16 * at + 16)
                     own = range(rank.tp * heads % 2, rank.tp * heads % 2 + heads)
-                    true = moved.content(layer, "kv"[plane], own, tokens, 8)
+                    true = moved.oracle.content(layer, "kv"[plane], own, tokens, 8)
                     true = true.swapaxes(0, 1).reshape(16, -1)
                     if check:
                         assert true.tolist() == tensor[block, plane].tolist()

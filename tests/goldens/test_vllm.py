@@ -19,11 +19,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
-from moved import content, descriptors, moves, request_of
+from moved import moves, request_of
 from vllm_like import B12X, FLASH, FLASHINFER, config_of, engine_spec, tensors_of
 
 import kvspec
 from kvspec.adapters import vllm
+from kvspec.testing.oracle import content
+from kvspec.testing.world import described
 
 GOLDENS = Path(__file__).parent
 RECORDED: list[dict[str, Any]] = json.loads(
@@ -147,7 +149,7 @@ def test_we_move_what_vllm_moves(row: dict[str, Any]) -> None:
         ours = [
             (source.tp, b - place, a - producer[2][source].ctypes.data, length)
             for source in plan.sources(rank)
-            for a, b, length in descriptors(
+            for a, b, length in described(
                 kvspec.build_table(plan, producer[1][source], consumer[1][rank]), request
             )
         ]
@@ -221,7 +223,7 @@ def test_where_vllm_is_wrong_we_are_right(row: dict[str, Any]) -> None:
     for rank, tensors in views["d"].items():
         for source in plan.sources(rank):
             table = kvspec.build_table(plan, producer[1][source], consumer[1][rank])
-            for a, b, length in descriptors(table, request):
+            for a, b, length in described(table, request):
                 ctypes.memmove(b, a, length)
         for view, true in truths(row, "d", tensors, rank.tp):
             assert true.tolist() == view.tolist()

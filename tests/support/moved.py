@@ -1,176 +1,50 @@
-"""A small executor: two engines in one process, `memmove` as transport, every byte compared.
+"""A small executor: two engines in one process, real caches, every byte judged by the oracle.
 
-Producer ranks hold bytes that are a hash of (layer, part, global unit, token, byte) and noise
-elsewhere; afterwards every byte of every consumer's memory is what it was, unless a live, uncached
-token of the request lies there. Which row holds which token is counted here, position by position.
+Caches are given or allocated, so that tensors that lie as no layout says can be moved too: where a
+part lies is read from its region, what belongs there is the oracle's.
 """
 
 from __future__ import annotations
 
 import ctypes
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import kvspec
+from kvspec.testing import oracle
+from kvspec.testing.oracle import ViewsOf
+from kvspec.testing.world import described, inside, selected
 
 Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
 Caches = Mapping[kvspec.RankId, kvspec.RankCache]
-Copy = tuple[int, int, int]
 
 
-def content(layer: str, part: str, units: range, rows: Ints, size: int) -> Bytes:
-    """Return the true bytes [unit, row, byte] of global *units* and of *rows* (tokens)."""
-    key = np.uint64(zlib.crc32(f"{layer}/{part}".encode()) * 0x9E3779B97F4A7C15 % 2**64)
-    word = key ^ np.arange(units.start, units.stop, dtype=np.uint64)[:, None, None]
-    for other in (rows.astype(np.uint64)[None, :, None], np.arange(size, dtype=np.uint64)):
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + other
-    word = (word ^ (word >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
-    return (word >> np.uint64(56)).astype(np.uint8)
-
-
-def memory(cache: kvspec.RankCache) -> dict[int, Bytes]:
+def memory(cache: kvspec.RankCache) -> dict[str, Bytes]:
     """Return the bytes of a cache's memory, by address; they are not copied."""
     return {
-        m.address: np.ctypeslib.as_array((ctypes.c_uint8 * m.length).from_address(m.address))
+        hex(m.address): np.ctypeslib.as_array((ctypes.c_uint8 * m.length).from_address(m.address))
         for m in cache.memory
     }
 
 
-def owner(held: Mapping[int, Bytes], address: int, length: int) -> tuple[Bytes, int]:
-    """Return the array that holds *length* bytes at *address*, and where in it they begin."""
-    for start, flat in held.items():
-        if start <= address and address + length <= start + flat.size:
-            return flat, address - start
-    raise AssertionError(f"{length} bytes at {address:#x} are in no memory of this rank")
+def views_of(cache: kvspec.RankCache) -> ViewsOf:
+    """Return what shows the parts of *cache* in its memory, or in a copy of that."""
 
+    def views(storage: Mapping[str, Bytes]) -> dict[tuple[str, str, str], Bytes]:
+        found = {}
+        for region in cache.regions:
+            name, start = inside(memory(cache), region.extent.start, len(region.extent))
+            shape = (region.num_blocks, region.units, region.states, region.content_bytes)
+            strides = (region.block_stride, region.unit_stride, region.state_stride, 1)
+            found[region.group, region.layer, region.part] = np.lib.stride_tricks.as_strided(
+                storage[name][start:], shape, strides
+            )
+        return found
 
-Rows = tuple[kvspec.Region, range, Ints, Ints, Ints, Ints]
-
-
-def rows_of(
-    cache: kvspec.RankCache, tables: Mapping[str, kvspec.BlockTable], request: Any
-) -> Iterator[Rows]:
-    """Yield (region, global units, block, row, token, state of it) of the request's own rows.
-
-    The last is 1 where the token is live and uncached, 0 where it is cached, -1 where it is dead.
-    """
-    engine, rank = cache.engine, cache.rank
-    for region in cache.regions:
-        group = engine.group(region.group)
-        spec, table = group.spec.of_layer(region.layer), tables[region.group]
-        part = next(p for p in group.in_memory(region.layer).parts if p.name == region.part)
-        units = engine.units(group, part, rank)
-        wanted, cached = request.wanted(region.group, spec), request.cached(region.group, spec)
-        if not part.tokens_per_state:
-            block = np.repeat(_slot(table, group.spec.block_size, request), part.states)
-            row = np.tile(np.arange(part.states), len(block) // part.states)
-            live = np.full(len(block), 1 if wanted else 0)
-            yield region, units, block, row, row, live
-            continue
-        context = engine.context(group, rank)
-        first = np.arange(0, group.spec.block_size, part.tokens_per_state)
-        local = np.arange(len(table.block_ids))[:, None] * group.spec.block_size + first
-        own = table.first_token // context.size + local
-        run, rest = np.divmod(own, context.interleave)
-        token = (run * context.size + context.rank) * context.interleave + rest
-        ids = np.asarray(table.block_ids)[:, None] * group.split + first // group.memory_block_size
-        row = np.broadcast_to(first % group.memory_block_size // part.tokens_per_state, ids.shape)
-        last = token + part.tokens_per_state - 1
-        live = np.where((token < wanted.stop) & (last >= wanted.start), 1, -1)
-        live = np.where((live == -1) & (token < cached), 0, live) if wanted else np.zeros_like(live)
-        yield region, units, *(each.ravel() for each in (ids, row, token, live))
-
-
-def _slot(table: kvspec.BlockTable, block_size: int, request: Any) -> Ints:
-    ids = np.asarray(table.block_ids, np.int64)
-    if len(ids) < 2 or not request.num_tokens:
-        return ids[:1]
-    at = (request.num_tokens - 1 - table.first_token) // block_size
-    return ids[at : at + 1]
-
-
-def _addresses(region: kvspec.Region, units: range, block: Ints, row: Ints) -> Ints:
-    """Return the addresses [unit, row] of the contents."""
-    unit = np.arange(len(units))[:, None] * region.unit_stride
-    return region.base + unit + block * region.block_stride + row * region.state_stride
-
-
-def _each(region: kvspec.Region, at: Ints, held: Mapping[int, Bytes]) -> tuple[Bytes, Ints]:
-    """Return the array that holds a region, and the offsets [unit, row, byte] in it."""
-    flat, start = owner(held, region.extent.start, len(region.extent))
-    offsets = at[:, :, None] - region.extent.start + start + np.arange(region.content_bytes)
-    return flat, offsets
-
-
-def fill(cache: kvspec.RankCache, tables: Mapping[str, Any], request: Any) -> None:
-    """Give a producer rank the true bytes of its tables' tokens, and noise elsewhere."""
-    held = memory(cache)
-    for flat in held.values():
-        flat[:] = np.random.default_rng(flat.size).integers(0, 256, flat.size, np.uint8)
-    for region, units, block, row, token, _ in rows_of(cache, tables, request):
-        known = np.flatnonzero(token < request.num_tokens) if token is not row else slice(None)
-        flat, at = _each(region, _addresses(region, units, block[known], row[known]), held)
-        flat[at] = content(region.layer, region.part, units, token[known], region.content_bytes)
-
-
-def faults(
-    cache: kvspec.RankCache,
-    before: Mapping[int, Bytes],
-    tables: Mapping[str, Any],
-    request: Any,
-    excluded: Collection[str] = (),
-) -> list[str]:
-    """Return what is wrong on one consumer rank: a line for each region, then for other bytes."""
-    held, found = memory(cache), []
-    must = {start: flat.copy() for start, flat in before.items()}
-    free = {start: np.zeros(flat.size, np.bool_) for start, flat in before.items()}
-    for region, units, block, row, token, live in rows_of(cache, tables, request):
-        for state in (-1, 1) if region.layer not in excluded else ():
-            rows = np.flatnonzero(live == state)
-            at = _addresses(region, units, block[rows], row[rows])
-            if state == 1:
-                flat, offsets = _each(region, at, must)
-                size = region.content_bytes
-                true = content(region.layer, region.part, units, token[rows], size)
-                flat[offsets] = true
-                wrong = _each(region, at, held)[0][offsets] != true
-                if wrong.any():
-                    which = sorted({int(token[rows][i]) for i in np.nonzero(wrong)[1]})
-                    name = f"{cache.rank} {region.layer}.{region.part}"
-                    found.append(f"{name}: {int(wrong.sum())} bytes, tokens {which[:8]}")
-            else:
-                flat, offsets = _each(region, at, free)  # type: ignore[arg-type]
-                flat[offsets] = True
-    for start, flat in held.items():
-        other = int(((flat != must[start]) & ~free[start]).sum())
-        if other and not found:
-            found.append(f"{cache.rank}: {other} bytes changed that had to stay")
-    return found
-
-
-def descriptors(table: kvspec.DescriptorTable, request: Any) -> list[Copy]:
-    """Return the copies (producer address, consumer address, length) of `descriptors`."""
-    return [(int(a), int(b), int(c)) for a, b, c in table.descriptors(request)]
-
-
-def selected(table: kvspec.DescriptorTable, request: Any) -> list[Copy]:
-    """Return the copies that the ids of `select` mean."""
-    sides = []
-    for rows, ids in zip(
-        (table.producer_rows, table.consumer_rows), table.select(request), strict=True
-    ):
-        address, length, _, stride, count = rows.astype(np.int64).T
-        starts = np.concatenate([[0], np.cumsum(count)])
-        at = np.searchsorted(starts, ids.astype(np.int64), side="right") - 1
-        sides.append((address[at] + (ids - starts[at]) * stride[at], length[at]))
-    assert sides[0][1].tolist() == sides[1][1].tolist()
-    return list(zip(*(each.tolist() for each in (sides[0][0], *sides[1])), strict=True))
+    return views
 
 
 def allocated(engine: kvspec.EngineSpec, blocks: Mapping[str, Any], kept: list[Any]) -> Caches:
@@ -205,23 +79,23 @@ def moved(
             allocated(producer, request.producer_blocks, kept),
             allocated(consumer, request.consumer_blocks, kept),
         )
-    ours, theirs = caches
-    for cache in ours.values():
-        fill(cache, request.producer_blocks, request)
-    excluded = {*producer.excluded, *consumer.excluded}
+    sources, targets = caches
+    for rank, cache in sources.items():
+        blocks = request.producer_blocks
+        oracle.fill(producer, rank, memory(cache), views_of(cache), blocks, request)
     found = []
-    for rank, cache in theirs.items():
-        held = memory(cache)
-        for copies in (descriptors, selected):
-            for flat in held.values():
-                flat[:] = np.random.default_rng(7).integers(0, 256, flat.size, np.uint8)
-            before = {start: flat.copy() for start, flat in held.items()}
+    for rank, cache in targets.items():
+        held, rest = memory(cache), (views_of(cache), request.consumer_blocks, request)
+        for copies in (described, selected):
+            oracle.spoil(consumer, rank, held, *rest)
+            before = {name: flat.copy() for name, flat in held.items()}
             for source in plan.sources(rank):
-                sent = memory(ours[source])
-                for a, b, length in copies(kvspec.build_table(plan, ours[source], cache), request):
-                    owner(sent, a, length), owner(held, b, length)
-                    ctypes.memmove(b, a, length)
-            found += faults(cache, before, request.consumer_blocks, request, excluded)
+                sent = memory(sources[source])
+                table = kvspec.build_table(plan, sources[source], cache)
+                for start, stop, length in copies(table, request):
+                    inside(sent, start, length), inside(held, stop, length)
+                    ctypes.memmove(stop, start, length)
+            found += oracle.check(consumer, rank, before, held, *rest, source=producer)
     return found
 
 
