@@ -47,6 +47,12 @@ class Inbox:
         """Return how many are kept."""
         return sum(map(len, self._kept.values()))
 
+    def forget(self, peer: str) -> None:
+        """Forget *peer* and what it sent: it is a stranger from now on."""
+        self.introduced.discard(peer)
+        self._kept.pop(peer, None)
+        self.refused.pop(peer, None)
+
     def clear(self) -> None:
         """Forget what is kept."""
         self._kept.clear()

@@ -53,16 +53,23 @@ class Peers:
             self._agent.notify(peer.name, HELLO)
         except TransferError:
             if new:
-                self.forget(peer.name)
+                with contextlib.suppress(TransferError):
+                    self._disconnect(peer.name)
             raise
         return new
 
     def forget(self, peer: str) -> None:
-        """Forget *peer* and its lists."""
+        """Forget *peer*, its lists and what it sent; refuse who is neither connected nor heard."""
+        if peer not in self._inbox.introduced:
+            self.check(peer)
+        self._inbox.forget(peer)
+        if peer in self._lists:
+            self._disconnect(peer)
+
+    def _disconnect(self, peer: str) -> None:
         for prepared in self._lists[peer]:
             prepared.release()
         del self._lists[peer]
-        self._inbox.introduced.discard(peer)
         self._agent.disconnect(peer)
 
     def check(self, peer: str) -> None:

@@ -162,12 +162,11 @@ class NixlRank:
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        """Forget *peer* and its lists. Refused while a transfer with it is not over.
+        """Forget *peer*, its lists and what it sent. Refused while a transfer with it is not over.
 
         Each cycle of disconnecting and connecting a live peer costs both sides a file descriptor.
         """
         with self._agent.locked():
-            self._peers.check(peer)
             here = [transfer for transfer in self._flights if transfer.peer == peer]
             if busy := [transfer.request for transfer in here if not transfer.over]:
                 raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")

@@ -296,6 +296,11 @@ def test_strangers_are_heard_once_they_are_introduced(monkeypatch: pytest.Monkey
         assert [(one.name, b"%d" % number) for number in range(len(first))] == first
         far.introduce(other.metadata())
         assert 6 == len(first) + len(far.notifications())
-        far.introduce(one.metadata())
         one.notify(far.name, b"heard")
         assert one.name == far.wait_notification(b"heard", 5)
+        far.disconnect(one.name)
+        one.notify(far.name, b"not any more")
+        until(lambda: far.leftovers().notifications or hears(far))
+        assert [] == far.notifications()
+        with pytest.raises(TransferError, match="is not connected"):
+            far.disconnect(one.name)
