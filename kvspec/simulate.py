@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
 
 import attrs
 import numpy as np
@@ -17,14 +16,14 @@ import numpy.typing as npt
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.inputs import MOST, instance, positive_int, sequence
-from kvspec.ownership.election import Election, Replicas, Topology, known_policies
+from kvspec.inputs import instance, positive_int, sequence
+from kvspec.ownership.election import Election, Replicas, Role, Topology, known_policies
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.traffic.flows import Flows, flows
 
-__all__ = ["Link", "PolicyLoad", "Simulation", "simulate"]
+__all__ = ["LinkTime", "PolicyLoad", "Simulation", "simulate"]
 
 Floats = npt.NDArray[np.float64]
 Speed = float | Sequence[float]
@@ -32,10 +31,10 @@ Speed = float | Sequence[float]
 
 
 @attrs.frozen(kw_only=True)
-class Link:
+class LinkTime:
     """One rank's link in one direction: its load in bytes, and how long that takes alone."""
 
-    side: Literal["producer", "consumer"]
+    side: Role
     rank: RankId
     load: int
     seconds: float
@@ -68,7 +67,7 @@ class PolicyLoad:
         return self.bottleneck.seconds
 
     @cached_property
-    def bottleneck(self) -> Link:
+    def bottleneck(self) -> LinkTime:
         """The link that takes longest alone; of equal ones the producer's, and the lowest rank."""
         ours, theirs = int(self.out_seconds.argmax()), int(self.into_seconds.argmax())
         if self.out_seconds[ours] >= self.into_seconds[theirs]:
@@ -76,7 +75,7 @@ class PolicyLoad:
         return self._link("consumer", theirs)
 
     @cached_property
-    def busiest(self) -> Link:
+    def busiest(self) -> LinkTime:
         """The producer's link with most bytes, which is what a policy decides."""
         return self._link("producer", int(self.out.argmax()))
 
@@ -86,12 +85,12 @@ class PolicyLoad:
         mean = float(self.out.mean())
         return float(self.out.max()) / mean if mean else 1.0
 
-    def _link(self, side: Literal["producer", "consumer"], at: int) -> Link:
+    def _link(self, side: Role, at: int) -> LinkTime:
         if side == "producer":
             ranks, load, seconds = self.producer_ranks, self.out, self.out_seconds
         else:
             ranks, load, seconds = self.consumer_ranks, self.into, self.into_seconds
-        return Link(side=side, rank=ranks[at], load=int(load[at]), seconds=float(seconds[at]))
+        return LinkTime(side=side, rank=ranks[at], load=int(load[at]), seconds=float(seconds[at]))
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -185,9 +184,7 @@ class _Links:
 
     def load(self, moved: Flows, election: Election) -> PolicyLoad:
         """Return what the flows of one consumer engine put on the links, times all engines."""
-        _check_total(moved, self.consumers)
-        out = _out(moved, len(self.producer_ranks), self.consumers)
-        into = _total(moved.consumer, moved.moved, len(self.consumer_ranks))
+        out, into = moved.out(self.consumers), moved.into
         return PolicyLoad(
             replicas=election.replicas,
             producer_ranks=self.producer_ranks,
@@ -230,34 +227,3 @@ def _seconds(field: str, load: Ints, speed: Floats) -> Floats:
         wanted = "bytes a second that take a finite time for every link's load"
         raise SpecError(field, float(speed.min()), wanted)
     return found
-
-
-def _check_total(moved: Flows, consumers: int) -> None:
-    """Raise `SpecError` unless what leaves all producer ranks fits a signed 64-bit number."""
-    total = int(moved.moved.sum())
-    if total * consumers > MOST:
-        told = f"at most {MOST // total}: all links together carry at most {MOST} bytes"
-        raise SpecError("consumers", consumers, told)
-
-
-def _total(at: Ints, moved: Ints, size: int) -> Ints:
-    found = np.zeros(size, np.int64)
-    np.add.at(found, at, moved)
-    return found
-
-
-def _out(moved: Flows, ranks: int, consumers: int) -> Ints:
-    """Return the bytes out of each producer rank, summed over all consumer engines.
-
-    A salt rotates every class of equals, so engine e loads the member at place p as the first
-    engine loads the member at place p - e. All of a class turn after as many engines as it has
-    members, and only the engines that are left over have to be added one by one.
-    """
-    out = np.zeros(ranks, np.int64)
-    for number, members in enumerate(moved.members):
-        chosen = moved.class_of == number
-        loads = _total(moved.position[chosen], moved.moved[chosen], len(members))
-        turns, rest = divmod(consumers, len(members))
-        summed = loads.sum() * turns + sum(np.roll(loads, engine) for engine in range(rest))
-        np.add.at(out, np.array(members), summed)
-    return out

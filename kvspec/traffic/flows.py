@@ -5,25 +5,24 @@ Law: only reads a plan. Bytes are counted by live token and whole state, not by 
 
 from __future__ import annotations
 
-from math import lcm
+from collections.abc import Iterable
+from math import gcd, lcm
 
 import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int
-from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic, Ints
 from kvspec.plan.edges import exchanges
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
-from kvspec.specs import LayerSpec
 
-MAX_PERIOD = 2**28
-"""Tokens that are looked at one by one, for a pair of context ranks: some seconds."""
+MAX_LOOKED_AT = 2**28
+"""Runs of tokens that are looked at one by one, for a pair of context ranks: some seconds."""
 STEP = 2**22
-"""Tokens that are looked at together, about: their positions are an array."""
+"""Runs that are looked at together: their positions are an array."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -33,14 +32,48 @@ class Flows:
     *producer* and *consumer* are indices into each side's `ParallelConfig.ranks`, *moved* bytes.
     *members* holds the classes of equal producer ranks among which readers elect, as indices;
     *class_of* says in which class an entry's producer was elected, *position* which of it it is.
+    *ranks*: how many the producer and the consumer have.
     """
 
+    ranks: tuple[int, int]
     producer: Ints
     consumer: Ints
     moved: Ints
     class_of: Ints
     position: Ints
     members: tuple[tuple[int, ...], ...]
+
+    @property
+    def into(self) -> Ints:
+        """The bytes into each consumer rank."""
+        return _total(self.consumer, self.moved, self.ranks[1])
+
+    def out(self, engines: int) -> Ints:
+        """Return the bytes out of each producer rank, if so many consumer engines fetch alike.
+
+        A salt rotates every class of equals, so engine e loads the member at place p as the first
+        engine loads the member at place p - e. All of a class turn after as many engines as it has
+        members, and only the engines that are left over have to be added one by one. `SpecError`
+        where that is more bytes in all than a signed 64-bit number holds.
+        """
+        total = int(self.moved.sum())
+        if total * engines > MOST:
+            told = f"at most {MOST // total}: all links together carry at most {MOST} bytes"
+            raise SpecError("consumers", engines, told)
+        out = np.zeros(self.ranks[0], np.int64)
+        for number, members in enumerate(self.members):
+            chosen = self.class_of == number
+            loads = _total(self.position[chosen], self.moved[chosen], len(members))
+            turns, rest = divmod(engines, len(members))
+            summed = loads.sum() * turns + sum(np.roll(loads, engine) for engine in range(rest))
+            np.add.at(out, np.array(members), summed)
+        return out
+
+
+def _total(place: Ints, nbytes: Ints, size: int) -> Ints:
+    found = np.zeros(size, np.int64)
+    np.add.at(found, place, nbytes)
+    return found
 
 
 def flows(plan: TransferPlan, num_tokens: int) -> Flows:
@@ -50,14 +83,13 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     """
     instance("plan", plan, TransferPlan)
     positive_int("num_tokens", num_tokens, least=0)
+    consumers = plan.consumer.parallel.ranks
     classes: dict[tuple[int, ...], int] = {}
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
     for one in exchanges(plan.producer, plan.consumer, plan.shares, plan.election):
         share, piece = one.share, one.piece
-        context = plan.consumer.context(
-            share.pair.consumer, plan.consumer.parallel.ranks[one.reader]
-        )
+        context = plan.consumer.context(share.pair.consumer, consumers[one.reader])
         key = (id(share), piece.stripe, context)
         if key not in sizes:
             sizes[key] = _unit_bytes(share, piece.stripe, context, num_tokens)
@@ -73,6 +105,7 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
         np.array(columns, np.int64).reshape(-1, 5).T
     )
     return Flows(
+        ranks=(len(plan.producer.parallel.ranks), len(consumers)),
         producer=producer,
         consumer=consumer,
         moved=moved_bytes,
@@ -82,50 +115,65 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     )
 
 
-def _unit_bytes(share: Share, stripe: Stripe, theirs: Cyclic, num_tokens: int) -> int:
+def _unit_bytes(share: Share, stripe: Stripe, reader: Cyclic, num_tokens: int) -> int:
     """Return the bytes of one unit of one layer of *share* that a reader's context takes."""
-    ours = share.context or Cyclic()
-    return sum(
-        part.content_bytes * _rows(share.spec, part, stripe, ours, theirs, num_tokens)
-        for part in share.parts
-    )
+    live = share.spec.live_tokens(num_tokens)
+    virtual = share.spec.block_size * reader.size
+    deals = {share.context or Cyclic(), reader, Cyclic(stripe.first, stripe.step, virtual)}
+    nbytes = 0
+    for part in share.parts:
+        if part.per_token:
+            rows = shared_rows(deals, live, part.tokens_per_state)
+        else:
+            rows = part.states if live and stripe.holds(live.start // virtual) else 0
+        nbytes += rows * part.content_bytes
+    return nbytes
 
 
-def _rows(
-    spec: LayerSpec,
-    part: Part,
-    stripe: Stripe,
-    ours: Cyclic,
-    theirs: Cyclic,
-    num_tokens: int,
-) -> int:
-    """Return how many rows of *part* hold live tokens that both own, in the blocks of a stripe."""
-    live = spec.live_tokens(num_tokens)
-    grain, virtual = part.tokens_per_state, spec.block_size * theirs.size
-    if not grain:
-        moves = bool(live) and stripe.holds(live.start // virtual)
-        return part.states * moves
-    if stripe.whole and ours.size == theirs.size == 1:
-        return -(-live.stop // grain) - live.start // grain
+def shared_rows(deals: Iterable[Cyclic], live: range, grain: int) -> int:
+    """Return how many rows of *grain* tokens, some of them *live*, all *deals* give to their rank.
 
-    # Ownership repeats, so one period from a row's boundary stands for all.
-    cycles = ours.size * ours.interleave, theirs.size * theirs.interleave
-    period = lcm(*cycles, virtual * stripe.step, grain)
-    if min(period, len(live)) > MAX_PERIOD:
-        told = f"at most {MAX_PERIOD}, since who owns which tokens repeats only after {period}"
-        raise SpecError("num_tokens", num_tokens, told)
+    Where one deal decides, an owner counts its own positions itself. Several agree from one run to
+    the next: a run is as long as the greatest length of which all interleaves are multiples. And
+    all begin anew after a period, so any period holds as many positions as another. Here ``a`` is
+    the second of two ranks that take runs of 4 in turn, ``b`` the first of three that take 2, and
+    the period is 24 positions long::
 
-    def owned(start: int, stop: int) -> int:
-        tokens = np.arange(start, stop)
-        tokens = tokens[stripe.holds(tokens // virtual)]
-        rows = tokens[ours.owns(tokens) & theirs.owns(tokens)] // grain
-        return len(rows) and 1 + int(np.count_nonzero(np.diff(rows)))
+        position  0   2   4   6   8   10  12  14  16  18  20  22
+        a                 2   2           2   2           2   2
+        b         2           2           2           2
+        both                  2           2
 
-    def count(start: int, stop: int) -> int:
-        step = grain * -(-STEP // grain)  # whole rows, as the first begins at a row's boundary
-        return sum(owned(at, min(at + step, stop)) for at in range(start, stop, step))
+    >>> deals = Cyclic(1, 2, 4), Cyclic(0, 3, 2)
+    >>> [shared_rows(deals, live, 1) for live in (range(24), range(7, 14), range(24000))]
+    [4, 3, 4000]
+    >>> shared_rows([Cyclic(1, 2, 4)], range(21, 22), 2)
+    1
+    """
+    if not live:
+        return 0
+    # A row is one owner's, and moves if any of its tokens is live.
+    start, stop = live.start // grain * grain, -(-live.stop // grain) * grain
+    deciding = [deal for deal in deals if deal.size > 1] or [Cyclic()]
+    if len(deciding) == 1:
+        return (deciding[0].local(stop) - deciding[0].local(start)) // grain
+    run = gcd(*(deal.interleave for deal in deciding))
+    period = lcm(*(deal.size * deal.interleave for deal in deciding))
+    if min(period, len(live)) // run > MAX_LOOKED_AT:
+        told = f"at most {MAX_LOOKED_AT * run}"
+        why = f"since who owns which tokens repeats only after {period}"
+        raise SpecError("num_tokens", live.stop, f"{told}, {why}")
+    periods, rest = divmod(stop - start, period)
+    whole = _looked_at(deciding, start, start + period, run) if periods else 0
+    return (periods * whole + _looked_at(deciding, start, start + rest, run)) // grain
 
-    first = min(-(-live.start // grain) * grain, live.stop)
-    times, rest = divmod(live.stop - first, period)
-    found = count(live.start, first) + count(live.stop - rest, live.stop)
-    return found + (times * count(first, first + period) if times else 0)
+
+def _looked_at(deals: list[Cyclic], start: int, stop: int, run: int) -> int:
+    """Return how many positions are shared: of every *run*, all or none."""
+    found = 0
+    for at in range(start // run, -(-stop // run), STEP):
+        first = np.arange(at, min(at + STEP, -(-stop // run))) * run
+        shared = np.logical_and.reduce([deal.owns(first) for deal in deals])
+        inside = np.minimum(first + run, stop) - np.maximum(first, start)
+        found += int(inside[shared].sum())
+    return found

@@ -61,9 +61,11 @@ class _Counts:
 
     def __init__(self, plan: TransferPlan, num_tokens: int) -> None:
         self.plan = plan
-        sides = [_tables(engine, num_tokens) for engine in (plan.producer, plan.consumer)]
+        engines = plan.producer, plan.consumer
+        sides = [_tables(engine, num_tokens) for engine in engines]
         self.pools = [
-            {name: 2 * len(table.block_ids) for name, table in tables.items()} for tables in sides
+            {name: max(2 * len(table.block_ids), null + 1) for name, table in tables.items()}
+            for tables, null in zip(sides, map(_null_block, engines), strict=True)
         ]
         self.request = TransferRequest(
             request_id="traffic",
@@ -73,7 +75,7 @@ class _Counts:
             consumer_blocks=sides[1],
         )
         self.known: dict[tuple[object, ...], int] = {}
-        self.shapes = [_shapes(engine) for engine in (plan.producer, plan.consumer)]
+        self.shapes = [_shapes(engine) for engine in engines]
 
     def of(self, producer: RankId, consumer: RankId) -> int:
         """Return the descriptors between two ranks."""
@@ -107,8 +109,13 @@ def _tables(engine: EngineSpec, num_tokens: int) -> dict[str, BlockTable]:
             raise SpecError("num_tokens", num_tokens, told)
         if not any(part.per_token for part in group.spec.parts):
             blocks = 1  # the slot of a state
-        found[group.name] = BlockTable(2 * np.arange(blocks))
+        first = 1 - _null_block(engine) % 2  # so no block is the null block
+        found[group.name] = BlockTable(first + 2 * np.arange(blocks))
     return found
+
+
+def _null_block(engine: EngineSpec) -> int:
+    return -1 if engine.null_block is None else engine.null_block
 
 
 def _shapes(engine: EngineSpec) -> dict[RankId, int]:

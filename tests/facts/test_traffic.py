@@ -19,12 +19,13 @@ def apart(
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Return tables of blocks from the end of a pool to its beginning, no two together."""
     tables, pools = {}, {}
+    null = 0 if engine.null_block is None else engine.null_block
     for group in engine.groups:
         virtual, blocks = engine.virtual_block(group), 1
         while not is_state(group.spec) and blocks * virtual < num_tokens:
             blocks += 1
-        pools[group.name] = 3 * blocks + 1
-        tables[group.name] = [3 * block + 1 for block in reversed(range(blocks))]
+        pools[group.name] = 3 * blocks + null + 3
+        tables[group.name] = [3 * block + null + 1 for block in reversed(range(blocks))]
     return tables, pools
 
 
