@@ -106,7 +106,7 @@ def _elections(draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec) -> d
         for side in (producer, consumer)
     ]
     topology = Topology(producer=nodes[0], consumer=nodes[1])
-    return {"replicas": Election("nearest", salt, topology)}
+    return {"replicas": Election("nearest", salt, topology), "salt": 0}
 
 
 @st.composite
