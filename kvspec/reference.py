@@ -136,7 +136,7 @@ def _view(
     cache, storage = held
     region: Region = cache.region(layer, part.name)
     flat = storage.get(region.group)
-    if isinstance(flat, np.ndarray):
+    if isinstance(flat, np.ndarray) and flat.dtype in (np.uint8, np.int8):
         flat = torch.from_numpy(flat)
     if not isinstance(flat, torch.Tensor) or not _holds(flat, region):
         told = f"the bytes of group {region.group!r} that the cache lies in"
@@ -144,14 +144,19 @@ def _view(
     return flat.as_strided(
         (region.num_blocks, region.units, region.states, region.content_bytes),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
-        region.base - flat.data_ptr(),
+        # Counted from where the tensor's storage begins, which may be before the tensor does.
+        region.base - flat.data_ptr() + flat.storage_offset(),
     )
 
 
 def _holds(flat: torch.Tensor, region: Region) -> bool:
-    """Return whether *flat* is bytes, all those of *region* among them."""
-    first, size = region.base - flat.data_ptr(), flat.nelement()
-    return bool(flat.element_size() == 1 and 0 <= first <= size - len(region.extent))
+    """Return whether *flat* is bytes side by side, all those of *region* among them."""
+    try:
+        first, size = region.base - flat.data_ptr(), flat.nelement()
+        dense = flat.element_size() == 1 and flat.is_contiguous()
+    except RuntimeError:  # a sparse or a fake one, which has no address
+        return False
+    return bool(dense and 0 <= first <= size - len(region.extent))
 
 
 def _rows(

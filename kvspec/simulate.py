@@ -109,7 +109,7 @@ class Simulation:
     def policy(self, replicas: Replicas) -> PolicyLoad:
         """Return the loads under one policy."""
         for each in self.policies:
-            if each.replicas == replicas:
+            if isinstance(replicas, str) and each.replicas == replicas:
                 return each
         compared = ", ".join(each.replicas for each in self.policies)
         raise SpecError("replicas", replicas, f"one of the policies compared: {compared}")

@@ -546,6 +546,38 @@ def test_the_reference_refuses_in_words_before_it_writes(
     assert all(np.array_equal(*each) for each in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("flat", [np.array("x"), np.array([None]), np.zeros(9, np.float32)])
+def test_the_reference_takes_bytes_alone(flat: np.typing.NDArray[Any]) -> None:
+    """An array of anything else is refused, and no error of torch's own comes through."""
+    told = "consumers[tp0]=['g']: wanted the bytes of group 'g' that the cache lies in"
+    assert told == words(lambda: copy(consumers={RankId(): (THEIRS, {"g": flat})}))
+
+
+def test_the_reference_takes_tensors_in_the_midst_of_a_storage() -> None:
+    """Bytes are found where the cache lies, not where the tensor's storage begins."""
+    torch = pytest.importorskip("torch")
+    sides: list[tuple[kvspec.RankCache, Any]] = []
+    for cache, flat in zip((OURS, THEIRS), PAIRS[FULL].storage, strict=True):
+        inside = torch.zeros(len(flat) + 64, dtype=torch.uint8)[64:]
+        by = inside.data_ptr() - cache.memory[0].address
+        regions = [attrs.evolve(each, base=each.base + by) for each in cache.regions]
+        memory = [attrs.evolve(each, address=each.address + by) for each in cache.memory]
+        moved = attrs.evolve(cache, regions=regions, memory=memory)
+        sides.append((moved, inside))
+    (ours, source), (theirs, target) = sides
+    source[:] = torch.arange(len(source)) % 251
+    blocks = {"num_tokens": 12}
+    held = {"producers": {RankId(): (ours, {"g": source})}}
+    copy(blocks=blocks, **held, consumers={RankId(): (theirs, {"g": target})})
+    wanted = torch.zeros(len(target), dtype=torch.uint8)
+    table = kvspec.build_table(PAIRS[FULL].plan, ours, theirs)
+    rows = table.descriptors(ask(**blocks)).astype(np.int64)
+    rows[:, :2] -= [source.data_ptr(), target.data_ptr()]
+    for start, place, length in rows.tolist():
+        wanted[place : place + length] = source[start : start + length]
+    assert torch.equal(wanted, target)
+
+
 def test_the_reference_writes_no_group_before_all_are_right() -> None:
     """Of two groups the second has a wrong block: the first is not copied either."""
     groups = [kvspec.KVCacheGroup(name=name, layers=(name,), spec=FULL) for name in "gh"]

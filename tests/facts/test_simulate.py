@@ -431,6 +431,8 @@ def test_only_compared_policies_are_told() -> None:
     with pytest.raises(kvspec.SpecError) as error:
         found.policy("stripe")
     assert "replicas='stripe': wanted one of the policies compared: first" == str(error.value)
+    with pytest.raises(kvspec.SpecError, match=r"^replicas=array\(\[1, 2\]\): wanted one of"):
+        found.policy(np.array([1, 2]))  # type: ignore[arg-type]
 
 
 def command(*words: str) -> tuple[int, str]:
