@@ -96,6 +96,7 @@ __all__ = [
 
 ON_DEMAND = frozenset(
     {
+        "adapters.sglang",
         "adapters.vllm",
         "catalogue",
         "check",

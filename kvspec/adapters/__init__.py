@@ -1,13 +1,13 @@
 """Serving engines' own descriptions of their caches, read as this library's.
 
-Each engine is a module, imported when it is first named: ``kvspec.adapters.vllm``.
+Each engine is a package, imported when it is first named: ``kvspec.adapters.vllm``.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
 
-ENGINES = frozenset(each.name for each in iter_modules(__path__))
+ENGINES = frozenset(module.name for module in iter_modules(__path__) if module.ispkg)
 """The engines that have an adapter."""
 
 

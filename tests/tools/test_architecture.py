@@ -51,8 +51,9 @@ FOLDERS = (
     ("testing", "kinds parallels engines pairs requests strategies ."),
     ("", "simulate"),
     ("draw", "canvas lines block bars ranks memory ."),
-    ("adapters", "."),
+    ("adapters", ". given"),
     ("adapters.vllm", "config backends states specs memory tensors engine settings tables ."),
+    ("adapters.sglang", "ranks pools engine tensors tables ."),
     ("run", "limits job report contents notices worker conduct ."),
     ("cli", ". options simulate slices transfer verify app __main__"),
 )

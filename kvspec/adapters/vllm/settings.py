@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.vllm.config import Config, Given, Group, read_configs
+from kvspec.adapters.given import Given
+from kvspec.adapters.vllm.config import Config, Group, read_configs
 from kvspec.adapters.vllm.engine import engine_spec
 from kvspec.adapters.vllm.specs import KINDS
 from kvspec.engines.engine import EngineSpec

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
+from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.backends import ROWS, Backends
-from kvspec.adapters.vllm.config import Given
 from kvspec.adapters.vllm.states import read_state
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError

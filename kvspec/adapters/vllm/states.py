@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.vllm.config import Given
+from kvspec.adapters.given import Given
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import flag

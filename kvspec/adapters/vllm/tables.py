@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvspec.adapters.vllm.config import Given, Group, read_config
+from kvspec.adapters.given import Given
+from kvspec.adapters.vllm.config import Group, read_config
 from kvspec.adapters.vllm.engine import NULL_BLOCK
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from kvspec.adapters.vllm.config import Config, Given, read_config
+from kvspec.adapters.given import Given
+from kvspec.adapters.vllm.config import Config, read_config
 from kvspec.adapters.vllm.memory import check_places
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup

@@ -1,0 +1,76 @@
+"""Token pools with SGLang's names and attributes, over numpy buffers made as SGLang makes them.
+
+A slot for each token, and one page more than `size` at the front for dummy outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+NUMPY = {"bfloat16": np.uint16, "float32": np.float32, "uint8": np.uint8, "float8_e4m3fn": np.uint8}
+
+
+class KVCache:
+    """What all have."""
+
+    def __init__(
+        self, size: int, page_size: int, dtype: str, layer_num: int, start_layer: int = 0
+    ) -> None:
+        self.size, self.page_size, self.dtype = size, page_size, dtype
+        self.layer_num, self.start_layer = layer_num, start_layer
+
+    def buffers(self, *shape: int) -> list[Any]:
+        """Return a buffer [slots, *shape] for each layer."""
+        slots = self.size + self.page_size
+        return [np.zeros((slots, *shape), NUMPY[self.dtype]) for _ in range(self.layer_num)]
+
+
+class MHATokenToKVPool(KVCache):
+    """Keys and values of a rank's heads."""
+
+    def __init__(
+        self,
+        size: int,
+        head_num: int,
+        head_dim: int = 4,
+        value_dim: int | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(size, **{"page_size": 1, "dtype": "bfloat16", "layer_num": 2, **more})
+        self.kv_cache_layout = "nhd"
+        self.k_buffer = self.buffers(head_num, head_dim)
+        self.v_buffer = self.buffers(head_num, value_dim or head_dim)
+
+
+class MLATokenToKVPool(KVCache):
+    """One latent."""
+
+    def __init__(self, size: int, kv_cache_dim: int = 12, **more: Any) -> None:
+        super().__init__(size, **{"page_size": 1, "dtype": "bfloat16", "layer_num": 2, **more})
+        self.kv_buffer = self.buffers(1, kv_cache_dim)
+
+
+class SWAKVPool:
+    """Layers that keep every token, and layers of a window, in a pool each."""
+
+    def __init__(
+        self, full: MHATokenToKVPool, swa: MHATokenToKVPool, windowed: Sequence[bool]
+    ) -> None:
+        self.full_kv_pool, self.swa_kv_pool = full, swa
+        self.layers_mapping: dict[int, tuple[int, bool]] = {}
+        for layer, of_window in enumerate(windowed):
+            place = sum(each is of_window for each in windowed[:layer])
+            self.layers_mapping[layer] = (place, of_window)
+
+
+class NSATokenToKVPool(MLATokenToKVPool):
+    """A latent, and an indexer's keys."""
+
+
+def pages_to_slots(pages: Sequence[int], page: int, count: int) -> Any:
+    """Return the slots of *count* tokens on *pages*, as a row of `req_to_token` has them."""
+    slots = (np.asarray(pages)[:, None] * page + np.arange(page)).ravel()[:count]
+    return slots.astype(np.int32)
