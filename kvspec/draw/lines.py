@@ -98,7 +98,7 @@ class Box:
 
 
 @attrs.frozen
-class Side:
+class EngineColumn:
     """One engine: what it is, and its boxes in captioned bands."""
 
     name: str
@@ -117,7 +117,7 @@ class Scene:
 
     families: list[Family]
     reads: list[Read]
-    sides: tuple[Side, Side]
+    sides: tuple[EngineColumn, EngineColumn]
 
 
 def scene(plan: TransferPlan, group: str | None) -> Scene:
@@ -212,7 +212,7 @@ def _unread(plan: TransferPlan, rank: RankId) -> str:
     return f"not read; {by} tells it to release"
 
 
-def _side(name: str, engine: EngineSpec, groups: set[str], boxes: list[Box]) -> Side:
+def _side(name: str, engine: EngineSpec, groups: set[str], boxes: list[Box]) -> EngineColumn:
     """Return one side, its *boxes* in bands: pipeline stages, and context ranks within them."""
     bands: dict[str, list[Box]] = {}
     parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
@@ -225,7 +225,7 @@ def _side(name: str, engine: EngineSpec, groups: set[str], boxes: list[Box]) -> 
             tokens = counted(context.interleave, "token")
             words.append(f"context {context.rank} of {context.size}, {tokens} at a time")
         bands.setdefault(" · ".join(words), []).append(box)
-    return Side(name, _caption(engine, groups), list(bands.items()))
+    return EngineColumn(name, _caption(engine, groups), list(bands.items()))
 
 
 def excluded(plan: TransferPlan) -> list[str]:

@@ -30,7 +30,7 @@ from kvspec.draw.canvas import (
     shortened,
     width_of,
 )
-from kvspec.draw.lines import Box, Line, Read, Scene, Side, excluded, scene
+from kvspec.draw.lines import Box, EngineColumn, Line, Read, Scene, excluded, scene
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import sizes
@@ -85,7 +85,7 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
 class _Column:
     """The boxes of one side and where they stand; *lefts*: of names, parts, cells and words."""
 
-    side: Side
+    side: EngineColumn
     lefts: tuple[float, float, float, float]
     width: float
     x: float = MARGIN
@@ -93,7 +93,7 @@ class _Column:
     frames: list[tuple[str, float, float]] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, side: Side, *, named: bool) -> _Column:
+    def of(cls, side: EngineColumn, *, named: bool) -> _Column:
         """Return a column as wide as its words need; *named*: with the names of parts."""
         lines = [line for box in side.boxes for line in box.lines]
         words = [*(line.words for line in lines), *(box.note for box in side.boxes)]

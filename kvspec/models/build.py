@@ -18,7 +18,7 @@ from kvspec.dtypes import dtype_name, itemsize
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.models.fields import Config, kinds_of
+from kvspec.models.fields import ModelConfig, kinds_of
 from kvspec.models.table import ROWS, Architecture
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
@@ -80,7 +80,7 @@ def from_config(
     if dtype is None and declared is None:
         raise SpecError("dtype", None, "a dtype or torch_dtype in the config, or one given")
     cache = dtype_name(declared if dtype is None else dtype)
-    read = Config(text, row.defaults)
+    read = ModelConfig(text, row.defaults)
     ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
     model = _Model(
         row=row,
@@ -100,7 +100,7 @@ class _Model:
     """One model as it is cached: its config, its row of the table, and the caller's choices."""
 
     row: Architecture
-    read: Config
+    read: ModelConfig
     prefix: str
     block_size: int
     dtype: str

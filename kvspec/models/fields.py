@@ -28,7 +28,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 
 
 @attrs.frozen
-class Config:
+class ModelConfig:
     """The text model's config, with what its class supplies where the file is silent."""
 
     values: Mapping[str, object]
@@ -57,7 +57,7 @@ class Config:
         return name, None if name in self.values else self.defaults.get(name)
 
 
-KindRule: TypeAlias = Callable[[Config, int], list[str]]
+KindRule: TypeAlias = Callable[[ModelConfig, int], list[str]]
 """From a config and its number of layers to the kind of cache of each layer."""
 
 
@@ -73,12 +73,12 @@ MLA: KindRule = all_layers("mla")
 """Latents in every layer; ``layer_types`` of such models tells other things apart."""
 
 
-def window(read: Config, layers: int) -> list[str]:
+def window(read: ModelConfig, layers: int) -> list[str]:
     """Let every layer slide if the config has a window."""
     return ["full" if read.get("sliding_window") is None else "sliding_window"] * layers
 
 
-def late_window(read: Config, layers: int) -> list[str]:
+def late_window(read: ModelConfig, layers: int) -> list[str]:
     """Let layers from ``max_window_layers`` on slide, if the config turns the window on."""
     if read.get("use_sliding_window") is not True or read.get("sliding_window") is None:
         return ["full"] * layers
@@ -89,14 +89,14 @@ def late_window(read: Config, layers: int) -> list[str]:
 def every(key: str, other: str) -> KindRule:
     """Return the rule: each *key*-th layer is full, all the others are *other*."""
 
-    def kinds(read: Config, layers: int) -> list[str]:
+    def kinds(read: ModelConfig, layers: int) -> list[str]:
         period = read.number(key)
         return [other if (i + 1) % period else "full" for i in range(layers)]
 
     return kinds
 
 
-def offset(read: Config, layers: int) -> list[str]:
+def offset(read: ModelConfig, layers: int) -> list[str]:
     """Put one attention layer into each ``attn_layer_period``, at ``attn_layer_offset``."""
     period = read.number("attn_layer_period")
     offset = positive_int("attn_layer_offset", read.get("attn_layer_offset"), least=0)
@@ -106,7 +106,7 @@ def offset(read: Config, layers: int) -> list[str]:
 def listed(key: str) -> KindRule:
     """Return the rule: layers whose indices *key* lists are full, the others hold a state."""
 
-    def kinds(read: Config, layers: int) -> list[str]:
+    def kinds(read: ModelConfig, layers: int) -> list[str]:
         value = read.get(key)
         wanted = f"layer indices below num_hidden_layers={layers}"
         if not isinstance(value, list):
@@ -119,7 +119,7 @@ def listed(key: str) -> KindRule:
     return kinds
 
 
-def letters(read: Config, layers: int) -> list[str]:
+def letters(read: ModelConfig, layers: int) -> list[str]:
     """Read one letter a layer: M a state, ``*`` attention, ``-`` and E a feed-forward layer."""
     pattern = read.get("hybrid_override_pattern")
     meaning = {"M": "state", "*": "full", "-": "none", "E": "none"}
@@ -129,7 +129,7 @@ def letters(read: Config, layers: int) -> list[str]:
     return [meaning[letter] for letter in pattern]
 
 
-def chunks(read: Config, layers: int) -> list[str]:
+def chunks(read: ModelConfig, layers: int) -> list[str]:
     """Let layers with rotary positions attend in chunks; those without see everything."""
     if read.get("attention_chunk_size") is None:
         return ["full"] * layers
@@ -157,7 +157,7 @@ _LAYER_TYPES = {
 }
 
 
-def kinds_of(read: Config, rule: KindRule) -> list[str]:
+def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
     """Return the kind of cache of each layer, from ``layer_types``, else from *rule*."""
     layers = read.number("num_hidden_layers")
     if layers > MAX_LAYERS:

@@ -36,7 +36,7 @@ SEED = 5
 
 
 @attrs.frozen
-class Prepared:
+class PreparedLists:
     """Lists as NIXL prepares them, and what is picked of them: rows of 5, and int32 ids into them.
 
     A row is ``(address, length, device, stride, count)``; an id counts through the rows' counts.
@@ -69,9 +69,9 @@ def _picked(
     return (address[row] + (index - starts[row]) * stride[row]).tolist(), length[row].tolist()
 
 
-def prepared(table: DescriptorTable, request: TransferRequest) -> Prepared:
+def prepared(table: DescriptorTable, request: TransferRequest) -> PreparedLists:
     """Return a table's rows and the ids of `select`."""
-    return Prepared(table.producer_rows, table.consumer_rows, *table.select(request))
+    return PreparedLists(table.producer_rows, table.consumer_rows, *table.select(request))
 
 
 def selected(table: DescriptorTable, request: TransferRequest) -> list[Copy]:

@@ -16,7 +16,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.laws import KVSPEC, LAWS, Law, System
-from kvspec.testing.world import Copy, Prepared, World
+from kvspec.testing.world import Copy, PreparedLists, World
 
 OF_PLANS = [law for law in LAWS if law.number in {1, 3, 5, 6, 7}]
 OF_BYTES = [law for law in LAWS if law.number in {1, 4, 8, 9, 10, 11}]
@@ -96,11 +96,11 @@ def copying(change: Callable[[World, list[Copy]], Iterable[Copy]]) -> System:
     return System(name="planted", descriptors=lambda w, p, c: change(w, list(right(w, p, c))))
 
 
-def preparing(change: Callable[[Prepared], Prepared]) -> System:
+def preparing(change: Callable[[PreparedLists], PreparedLists]) -> System:
     """Return a system whose lists are those of kvspec, *changed*."""
     right: Any = KVSPEC.prepared
 
-    def lists(here: World, p: RankId, c: RankId) -> Prepared | None:
+    def lists(here: World, p: RankId, c: RankId) -> PreparedLists | None:
         found = right(here, p, c)
         return None if found is None else change(found)
 
@@ -134,7 +134,7 @@ def deaf(here: World, p: RankId, c: RankId) -> Iterable[Copy]:
         return []
 
 
-def longer_rows(lists: Prepared) -> Prepared:
+def longer_rows(lists: PreparedLists) -> PreparedLists:
     """Believe that a pool has thrice the blocks."""
     rows = lists.consumer_rows.copy()
     rows[:, 4] *= 3

@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -124,3 +125,14 @@ def test_public_modules_come_when_they_are_named() -> None:
     assert [f"kvspec.{name}" for name in sorted(kvspec.ON_DEMAND)] == done.stdout.split()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         kvspec.nothing  # noqa: B018
+
+
+def test_one_name_is_one_class() -> None:
+    """No two classes of the package share a name, but private ones of different modules."""
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [] == [name for name, times in names.items() if times > 1]

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.sglang.pools import DRAFT, FULL, WINDOW, Pool, read_pools, stages_of
+from kvspec.adapters.sglang.pools import DRAFT, FULL, WINDOW, TokenPool, read_pools, stages_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
@@ -80,7 +80,7 @@ class _Reader:
             if not isinstance(name, str) or name.count("{}") != 1:
                 raise SpecError(field, name, "a name with {} for the layer's number")
 
-    def names(self, pools: Sequence[Pool]) -> tuple[str, ...]:
+    def names(self, pools: Sequence[TokenPool]) -> tuple[str, ...]:
         """Return the names of the layers of *pools*."""
         return tuple(
             (self.draft_name if pool.group == DRAFT else self.layer_name).replace("{}", str(number))
@@ -88,7 +88,7 @@ class _Reader:
             for number in pool.layers
         )
 
-    def group(self, name: str, stages: Sequence[Sequence[Pool]]) -> KVCacheGroup:
+    def group(self, name: str, stages: Sequence[Sequence[TokenPool]]) -> KVCacheGroup:
         """Return the group called *name*, whose pools on each stage are *stages*."""
         pools = [pool for stage in stages for pool in stage]
         specs = [self._spec(pool) for pool in pools]
@@ -103,7 +103,9 @@ class _Reader:
             context_sharded=name != DRAFT,
         )
 
-    def staged(self, stages: Sequence[Sequence[Pool]], drafts: Sequence[Pool]) -> ParallelConfig:
+    def staged(
+        self, stages: Sequence[Sequence[TokenPool]], drafts: Sequence[TokenPool]
+    ) -> ParallelConfig:
         """Return the parallel sizes with the layers of each stage; a draft is on the last."""
         if self.parallel.pp_size == 1:
             return self.parallel
@@ -111,7 +113,7 @@ class _Reader:
         names[-1] += self.names(drafts)
         return attrs.evolve(self.parallel, stages=names)
 
-    def _spec(self, pool: Pool) -> LayerSpec:
+    def _spec(self, pool: TokenPool) -> LayerSpec:
         if pool.latent:
             _, heads, size = pool.shape("latent")
             if heads != 1:
@@ -136,7 +138,7 @@ class _Reader:
             **sizes, sliding_window=positive_int("sliding_window", self.window)
         )
 
-    def _total(self, pool: Pool, local: int) -> int:
+    def _total(self, pool: TokenPool, local: int) -> int:
         """Return the model's heads, of which the pool's rank is dealt as many as it has."""
         heads = self.heads.get(pool.group) if isinstance(self.heads, Mapping) else self.heads
         if heads is None and self.parallel.tp_size == 1:

@@ -37,7 +37,7 @@ _AXES = 3
 
 
 @attrs.frozen
-class Pool:
+class TokenPool:
     """Layers of one rank that share slots; *layers*: the model's numbers, in order of *buffers*.
 
     *buffers*: for each layer the tensors by the name of the part that they hold.
@@ -64,7 +64,7 @@ class Pool:
         return slots, heads, size
 
 
-def read_pools(path: str, given: object, group: str) -> tuple[Pool, ...]:
+def read_pools(path: str, given: object, group: str) -> tuple[TokenPool, ...]:
     """Return the pools that *given*, one of SGLang's, is made of; its layers are of *group*."""
     pool = Given(path, given)
     name = type(given).__name__
@@ -79,7 +79,7 @@ def read_pools(path: str, given: object, group: str) -> tuple[Pool, ...]:
     return (_pool(pool, group, tuple(range(start, start + len(found))), found),)
 
 
-def _halves(pool: Given) -> Iterator[Pool]:
+def _halves(pool: Given) -> Iterator[TokenPool]:
     """Yield the two pools of a model with windows; its layers are named by number."""
     field = pool.get("layers_mapping")
     places = mapping(field.path, field.value, "layer numbers to places")
@@ -104,11 +104,11 @@ def _halves(pool: Given) -> Iterator[Pool]:
 
 def _pool(
     pool: Given, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
-) -> Pool:
+) -> TokenPool:
     if not buffers:
         raise SpecError(pool.path, "no buffers", "at least one layer")
     size, dtype = pool.get("page_size").size(), pool.get("dtype").dtype()
-    return Pool(pool.path, group, size, dtype, layers, buffers)
+    return TokenPool(pool.path, group, size, dtype, layers, buffers)
 
 
 def _check_layout(pool: Given) -> None:

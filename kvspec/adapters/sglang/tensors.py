@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvspec.adapters.sglang.pools import DRAFT, FULL, Pool, read_pools
+from kvspec.adapters.sglang.pools import DRAFT, FULL, TokenPool, read_pools
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
@@ -45,7 +45,7 @@ def rank_cache(
     return RankCache.from_tensors(engine, rank, tensors, "BNHC")
 
 
-def _paged(pool: Pool, buffer: Any) -> Any:  # noqa: ANN401
+def _paged(pool: TokenPool, buffer: Any) -> Any:  # noqa: ANN401
     """Return the view [pages, tokens, heads, size] of a buffer whose slots follow one another."""
     slots, heads, size = tuple(buffer.shape)
     pages = slots // pool.page_size

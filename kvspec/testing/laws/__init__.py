@@ -14,7 +14,7 @@ import attrs
 
 from kvspec.testing.laws import copies, moves, refusal, runs
 from kvspec.testing.laws.system import KVSPEC, Move, System
-from kvspec.testing.world import Prepared, World
+from kvspec.testing.world import PreparedLists, World
 
 if TYPE_CHECKING:
     from kvspec.testing.case import Case
@@ -25,7 +25,7 @@ __all__ = [
     "BrokenLawError",
     "Law",
     "Move",
-    "Prepared",
+    "PreparedLists",
     "System",
     "World",
     "broken",

@@ -10,7 +10,7 @@ import numpy as np
 from kvspec.testing.carve import block_split, logical_views
 from kvspec.testing.laws.system import copied
 from kvspec.testing.positions import rows_of
-from kvspec.testing.world import Copy, Prepared, World, inside, world
+from kvspec.testing.world import Copy, PreparedLists, World, inside, world
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -103,7 +103,7 @@ def _within(copy: Copy, wide: Copy) -> bool:
     return a - x == b - y and a - x >= 0 and a - x + length <= total
 
 
-def _wider(lists: Prepared, copies: list[Copy]) -> Iterator[Copy]:
+def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[Copy]:
     """Yield the longer copies that a pair of rows of *lists* could make around each of *copies*."""
     for place_row in lists.consumer_rows.tolist():
         at, total, _, stride, count = place_row

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.testing.world import Copy, Pair, Prepared, World, described, plan_of, prepared
+from kvspec.testing.world import Copy, Pair, PreparedLists, World, described, plan_of, prepared
 
 if TYPE_CHECKING:
     from kvspec.ownership.election import Role
@@ -59,7 +59,7 @@ class System:
     moves: Callable[[Case, Role], Iterable[Move]] | None = None
     tells: Callable[[Case, Role], Iterable[Pair]] | None = None
     descriptors: Ask | None = None
-    prepared: Callable[[World, RankId, RankId], Prepared | None] | None = None
+    prepared: Callable[[World, RankId, RankId], PreparedLists | None] | None = None
 
     def ways(self) -> Iterator[tuple[str, Ask]]:
         """Yield every way in which the system names its copies."""
@@ -121,7 +121,7 @@ def _descriptors(here: World, producer: RankId, consumer: RankId) -> Iterable[Co
     return described(here.table(producer, consumer), here.case.request)
 
 
-def _prepared(here: World, producer: RankId, consumer: RankId) -> Prepared | None:
+def _prepared(here: World, producer: RankId, consumer: RankId) -> PreparedLists | None:
     if not here.plan.between(producer, consumer):
         return None
     return prepared(here.table(producer, consumer), here.case.request)
