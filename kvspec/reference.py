@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
+from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_ids, check_no_null
 from kvspec.descriptors.shared import check_shared, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
@@ -120,11 +120,8 @@ class _Place:
         if len(null):
             missing = range(int(null[0]), int(null[0]) + 1)
             check_no_null(self.side, self.group.name, self.null_block, missing, wanted)
-        count = self.num_blocks // self.group.split
-        wrong = ids[(ids < 0) | (ids >= count)]
-        if len(wrong):
-            field = f"{self.side}_blocks[{self.group.name!r}]"
-            raise SpecError(field, int(wrong[0]), f"block ids from 0 to {count - 1}")
+        field = f"{self.side}_blocks[{self.group.name!r}]"
+        check_ids(field, ids, self.num_blocks // self.group.split)
 
 
 def _view(
@@ -197,14 +194,11 @@ def _rows(
 
 def _slot(table: BlockTable, place: _Place, wanted: range) -> int:
     """Return the block that holds the state: the only one, or that of the *wanted* token."""
-    ids = table.block_ids
-    one = len(ids) == 1 and not table.first_token
-    at = 0 if one else (wanted.start - table.first_token) // place.group.spec.block_size
-    if not 0 <= at < len(ids):
-        told = f"one id, the state's slot, or a block for token {wanted.start}"
-        raise SpecError(f"{place.side}_blocks[{place.group.name!r}]", ids.tolist(), told)
-    place.check_ids(ids[at : at + 1], np.array(wanted[:1]), wanted)
-    return int(ids[at])
+    field, size = f"{place.side}_blocks[{place.group.name!r}]", place.group.spec.block_size
+    at = table.state_block(field, size, wanted.start)
+    ids = table.block_ids[at : at + 1]
+    place.check_ids(ids, np.array(wanted[:1]), wanted)
+    return int(ids[0])
 
 
 def _placed(

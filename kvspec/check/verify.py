@@ -168,7 +168,7 @@ def _check_given(
     instance("request", request, TransferRequest)
     request.check_groups([group.name for group in plan.consumer.groups])
     for pair in plan.pairs:
-        groups: dict[Role, KVCacheGroup] = {"producer": pair.producer, "consumer": pair.consumer}
+        groups: dict[Role, KVCacheGroup] = {"consumer": pair.consumer, "producer": pair.producer}
         tables = {side: request.table(side, group.name) for side, group in groups.items()}
         for spec, _ in pair.alike:
             wanted = owners["consumer"].wanted(request, pair.consumer, spec)
@@ -183,9 +183,7 @@ def _check_tokens(
 ) -> None:
     """Raise unless a table begins with a block, and what it has of *wanted* tokens in blocks."""
     virtual, null = owners.virtual_block(group), owners.engine.null_block
-    if table.first_token % virtual:
-        field = f"{side}_blocks[{group.name!r}].first_token"
-        raise SpecError(field, table.first_token, f"a multiple of {virtual}")
+    table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
     held = table.tokens(virtual)
     if side == "producer":
         check_producer_holds(group.name, held, wanted)

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.paging import Geometry, TokenSide
-from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
+from kvspec.descriptors.request import BlockTable, TransferRequest, check_ids, check_no_null
 from kvspec.descriptors.runs import RowSet
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.ownership.election import Role
@@ -93,8 +93,8 @@ def cells(found: Pieces, edge: Edge, rows: RowSet) -> Cells:
     if not geometry.cell:
         mine = found.producer.block_ids[found.ours]
         yours = found.consumer.block_ids[found.theirs]
-        _check_ids(f"producer_blocks[{edge.producer_group!r}]", mine, rows.producer.num_blocks)
-        _check_ids(f"consumer_blocks[{edge.group!r}]", yours, rows.consumer.num_blocks)
+        check_ids(f"producer_blocks[{edge.producer_group!r}]", mine, rows.producer.num_blocks)
+        check_ids(f"consumer_blocks[{edge.group!r}]", yours, rows.consumer.num_blocks)
         return Cells(mine, found.tokens, yours, found.tokens)
     ours, theirs = _taken(found, rows)
     if not len(ours):
@@ -111,7 +111,7 @@ def cells(found: Pieces, edge: Edge, rows: RowSet) -> Cells:
         # A piece may run on into later blocks. Their ids follow the first, so the last is greatest.
         last = table.block_ids[(local + rows.tokens - 1) // side.block_size]
         for ends in (ids, last):
-            _check_ids(f"{name}_blocks[{group!r}]", ends, pool.num_blocks // split)
+            check_ids(f"{name}_blocks[{group!r}]", ends, pool.num_blocks // split)
         columns += [ids * split + part, (token - rows.skip) // rows.unit]
     order = np.argsort(rows.producer.steps(columns[0], columns[1]), kind="stable")
     return Cells(*(column[order] for column in columns))
@@ -213,23 +213,10 @@ def _state_moves(request: TransferRequest, geometry: Geometry, wanted: range) ->
 
 def _slot(name: Role, group: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
     """Return which of a table's blocks holds the state: its only slot, or the last token's."""
-    slot = _slot_index(f"{name}_blocks[{group!r}]", table, side, wanted)
+    slot = table.state_block(f"{name}_blocks[{group!r}]", side.block_size, wanted.start)
     missing = wanted if table.block_ids[slot] == side.null_block else EMPTY
     check_no_null(name, group, side.null_block, missing, wanted)
     return slot
-
-
-def _slot_index(field: str, table: BlockTable, side: TokenSide, wanted: range) -> int:
-    if len(table.block_ids) == 1 and not table.first_token:
-        return 0
-    if table.first_token % side.block_size:
-        told = f"a multiple of {side.block_size}"
-        raise SpecError(f"{field}.first_token", table.first_token, told)
-    held = table.tokens(side.block_size)
-    if wanted.start not in held:
-        told = f"one id, the state's slot, or a block for token {wanted.start}"
-        raise SpecError(field, table.block_ids.tolist(), told)
-    return (wanted.start - table.first_token) // side.block_size
 
 
 def _check_held(
@@ -241,9 +228,7 @@ def _check_held(
         ("consumer_blocks", edge.group, theirs, geometry.consumer),
     ):
         virtual = side.block_size * side.context.size
-        if table.first_token % virtual:
-            name = f"{field}[{group!r}].first_token"
-            raise SpecError(name, table.first_token, f"a multiple of {virtual}")
+        table.check_start(f"{field}[{group!r}]", virtual)
         held.append(table.tokens(virtual))
     if not _inside(wanted, held[1]):
         told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
@@ -273,12 +258,6 @@ def check_producer_holds(group: str, held: range, wanted: range) -> None:
 
 def _inside(inner: range, outer: range) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop
-
-
-def _check_ids(field: str, ids: Ints, num_blocks: int) -> None:
-    wrong = ids[(ids < 0) | (ids >= num_blocks)]
-    if len(wrong):
-        raise SpecError(field, int(wrong[0]), f"block ids from 0 to {num_blocks - 1}")
 
 
 def _check_once(field: str, table: BlockTable, ids: Ints, *, written: bool) -> None:

@@ -95,6 +95,11 @@ class BlockTable:
             max(at + first * block_size, tokens.start), min(at + last * block_size, tokens.stop)
         )
 
+    def check_start(self, field: str, block_size: int) -> None:
+        """Raise `SpecError` unless the table begins where a block of *block_size* tokens does."""
+        if self.first_token % block_size:
+            raise SpecError(f"{field}.first_token", self.first_token, f"a multiple of {block_size}")
+
     def state_block(self, field: str, block_size: int, token: int) -> int:
         """Return which block holds the state that has seen *token* last: the only one, or its own.
 
@@ -102,10 +107,18 @@ class BlockTable:
         """
         if len(self.block_ids) == 1 and not self.first_token:
             return 0
+        self.check_start(field, block_size)
         if token not in self.tokens(block_size):
             wanted = f"one id, the state's slot, or a block for token {token}"
             raise SpecError(field, self.block_ids.tolist(), wanted)
         return (token - self.first_token) // block_size
+
+
+def check_ids(field: str, ids: Ids, num_blocks: int) -> None:
+    """Raise `SpecError` naming the first of *ids* that a pool of *num_blocks* does not have."""
+    wrong = ids[(ids < 0) | (ids >= num_blocks)]
+    if len(wrong):
+        raise SpecError(field, int(wrong[0]), f"block ids from 0 to {num_blocks - 1}")
 
 
 Tables = Mapping[str, BlockTable | Sequence[int]]
