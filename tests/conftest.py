@@ -1,10 +1,10 @@
-"""Hypothesis profiles: `default`, repeatable `ci` (chosen by CI=true), `long` to explore."""
+"""Hypothesis profiles: `default`, repeatable `ci` (CI=true), its short `mutants`, `long`."""
 
 from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -14,6 +14,12 @@ settings.register_profile(
 )
 settings.register_profile(
     "long", deadline=None, max_examples=5000, suppress_health_check=SLOW, print_blob=True
+)
+settings.register_profile(
+    "mutants",
+    settings.get_profile("ci"),
+    max_examples=20,
+    phases=[Phase.explicit, Phase.generate],
 )
 os.environ.setdefault("KVSPEC_SECRET", "the secret of all tests")
 settings.load_profile(

@@ -1,0 +1,260 @@
+"""A mutation score: of faults planted in the core one at a time, how many the tests find.
+
+    python fuzz/mutants.py --sample 200 --seed 7 --shard 2/8 kvspec/plan kvspec/memory/layout.py
+
+The faults are those of cosmic-ray, and a few of `operators.py`. A sample is drawn by place, then
+one fault of each place, so that a place with many possible faults weighs no more than another.
+A fault is planted in a copy, which the tests of its package judge, one process at a time; one that
+they do not notice is printed as `file:line`. Those with a reason in `equivalent.txt` do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+CORE = ("ownership", "specs", "engines", "plan", "memory", "descriptors", "check")
+JUDGES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("judges.toml").read_text())
+VERDICTS = ("killed", "survived", "equivalent")
+
+
+class Mutant(NamedTuple):
+    """One fault: the lines that it changes, and the module with it."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        """Return where it lies and what it changes, as a diff."""
+        return f"{self.path}:{self.line}\n- {self.before}\n+ {self.after}"
+
+
+def package(path: str) -> str:
+    """Return the package of the core that the module at *path* belongs to."""
+    return path.split("/")[1]
+
+
+def modules(chosen: Sequence[str]) -> list[str]:
+    """Return the modules that *chosen* files and folders name, or those of the whole core."""
+    folders = [ROOT / each for each in chosen or [f"kvspec/{each}" for each in CORE]]
+    files = [
+        found for each in folders for found in (each.rglob("*.py") if each.is_dir() else [each])
+    ]
+    paths = sorted(str(file.relative_to(ROOT)) for file in files if file.is_file())
+    outside = [path for path in paths if package(path) not in CORE]
+    if outside or not paths:
+        raise SystemExit(f"{outside or chosen}: wanted modules of {', '.join(CORE)}")
+    return paths
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """Return, by file and by the lines before and after, why a fault changes nothing."""
+    judged = {}
+    for block in EQUIVALENT.read_text().split("\n\n"):
+        lines = [line for line in block.splitlines() if not line.startswith("#")]
+        if lines:
+            path, before, after, *reason = lines
+            judged[path, before[2:], after[2:].strip()] = " ".join(reason)
+    return judged
+
+
+def meaning(source: str) -> str:
+    """Return what *source* does: its tree without annotations, which are never evaluated here."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def changed(path: str, source: str, mutated: str) -> Mutant | None:
+    """Return the fault that makes *mutated* of *source*; None if it means the same, or nothing."""
+    try:
+        if meaning(mutated) == meaning(source):
+            return None
+    except SyntaxError:
+        return None
+    old, new = source.splitlines(), mutated.splitlines()
+    opcodes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    spans = [op for op in opcodes if op[0] != "equal"]
+    first, last = spans[0], spans[-1]
+    before = " ".join(line.strip() for line in old[first[1] : last[2]])
+    after = " ".join(line.strip() for line in new[first[3] : last[4]])
+    return Mutant(path, first[1] + 1, before, after, mutated)
+
+
+def drawn(paths: Sequence[str], *, every: bool, seed: int) -> Iterator[Mutant]:
+    """Yield faults of *paths*, places in random order: *every* one of a place, or one of them."""
+    import operators  # noqa: PLC0415 - only who plants faults needs cosmic-ray
+
+    chance = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    sources = {path: (ROOT / path).read_text() for path in paths}
+    places = [
+        (path, faults)
+        for path, source in sources.items()
+        for faults in operators.places(source).values()
+    ]
+    chance.shuffle(places)
+    for path, faults in places:
+        chance.shuffle(faults)
+        made = (
+            changed(path, sources[path], mutated)
+            for mutated in (operators.plant(sources[path], fault) for fault in faults)
+            if mutated is not None
+        )
+        real = (mutant for mutant in made if mutant is not None)
+        yield from real if every else islice(real, 1)
+
+
+class Judge:
+    """Runs the tests of a package over a copy of the repository, with or without a fault."""
+
+    def __init__(self, folder: Path) -> None:
+        """Copy what the tests read into *folder*."""
+        self.folder = folder
+        self.limits: dict[str, float] = {}
+        unread = shutil.ignore_patterns(".*", "__pycache__", "dist", "corpus")
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=unread)
+
+    def holds(self, package: str, seconds: float | None = None) -> bool:
+        """Say whether the tests of *package* pass, within so many *seconds* of the processor."""
+        environment = os.environ | {
+            "PYTHONPATH": str(self.folder),
+            "CI": "true",
+            "HYPOTHESIS_PROFILE": "mutants",
+            "PYTHONDONTWRITEBYTECODE": "1" if seconds else "",
+        }
+        flags = ("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no")
+
+        def limited() -> None:
+            if seconds:
+                resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
+
+        command = (sys.executable, "-m", "pytest", *flags, *JUDGES["first"], *JUDGES[package])
+        try:
+            done = subprocess.run(  # noqa: S603 - our own tests
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdout=subprocess.DEVNULL if seconds else sys.stderr,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=limited,
+                timeout=40 * seconds if seconds else None,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    def limit(self, package: str) -> float:
+        """Return the seconds that a fault of *package* may take: twice what its tests take."""
+        if package not in self.limits:
+            began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+            if not self.holds(package):
+                raise SystemExit(f"{package}: its tests fail, or do not run, without any fault")
+            taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
+            self.limits[package] = 2 * taken + 10
+        return self.limits[package]
+
+    def kills(self, mutant: Mutant) -> bool:
+        """Say whether a test fails, or none comes to an end, with *mutant* in place."""
+        seconds = self.limit(package(mutant.path))
+        file = self.folder / mutant.path
+        source = file.read_text()
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()  # is not read again for a file of the same second and size
+        file.write_text(mutant.source)
+        try:
+            return not self.holds(package(mutant.path), seconds)
+        finally:
+            file.write_text(source)
+
+
+def score(killed: int, survived: int) -> str:
+    """Return the share that was killed, in per cent."""
+    return f"{100 * killed / (killed + survived):.1f} %" if killed + survived else "-"
+
+
+def report(verdicts: Sequence[tuple[Mutant, str]]) -> str:
+    """Return the table of scores by module, then each fault that no test noticed."""
+    counts = Counter((mutant.path, verdict) for mutant, verdict in verdicts)
+    paths = sorted({mutant.path for mutant, _ in verdicts})
+    lines = [
+        f"{'module':40} {'mutants':>7} {'killed':>7} {'survived':>8} {'equivalent':>10}   score"
+    ]
+    total: Counter[str] = Counter()
+    for path in [*paths, "all"]:
+        row = total if path == "all" else Counter({name: counts[path, name] for name in VERDICTS})
+        total = total if path == "all" else total + row
+        killed, survived, equal = (row[name] for name in VERDICTS)
+        share = score(killed, survived)
+        lines.append(
+            f"{path:36} {sum(row.values()):7} {killed:7} {survived:8} {equal:10} {share:>7}"
+        )
+    return "\n".join(
+        [*lines, "", *(f"{mutant}\n" for mutant, verdict in verdicts if verdict == "survived")]
+    )
+
+
+def options() -> argparse.Namespace:
+    """Return what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", nargs="*", help="modules or folders; the whole core unless named")
+    parser.add_argument("--sample", type=int, help="so many places, one fault each; else all")
+    parser.add_argument("--seed", type=int, default=0, help="another seed is another sample")
+    parser.add_argument("--shard", default="1/1", help="i/n: the i-th of n shares of the sample")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Plant the faults one after the other, and print the score, of an interrupted run as well."""
+    asked = options()
+    share, shares = (int(number) for number in asked.shard.split("/"))
+    os.nice(19)
+    known = equivalents()
+    mutants = drawn(modules(asked.path), every=asked.sample is None, seed=asked.seed)
+    verdicts: list[tuple[Mutant, str]] = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        judge = Judge(Path(folder))
+        try:
+            for mutant in islice(mutants, share - 1, asked.sample, shares):
+                began = time.monotonic()
+                if (mutant.path, mutant.before, mutant.after) in known:
+                    verdict = "equivalent"
+                else:
+                    verdict = "killed" if judge.kills(mutant) else "survived"
+                verdicts.append((mutant, verdict))
+                took = time.monotonic() - began
+                print(f"{verdict} in {took:.0f} s: {mutant}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print("interrupted: what follows is of the faults so far", file=sys.stderr)
+    print(report(verdicts))
+    sys.exit(any(verdict == "survived" for _, verdict in verdicts))
+
+
+if __name__ == "__main__":
+    main()
