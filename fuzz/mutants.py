@@ -15,6 +15,7 @@ import ast
 import difflib
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -136,62 +137,72 @@ class Judge:
     def __init__(self, folder: Path) -> None:
         """Copy what the tests read into *folder*."""
         self.folder = folder
-        self.limits: dict[str, float] = {}
+        self.ready: dict[str, tuple[list[str], float]] = {}
         unread = shutil.ignore_patterns(".*", "__pycache__", "dist", "corpus")
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=unread)
 
-    def holds(self, package: str, seconds: float | None = None) -> bool:
-        """Say whether the tests of *package* pass, within so many *seconds* of the processor."""
+    def run(self, flags: Sequence[str], seconds: float | None = None) -> tuple[int, str]:
+        """Run pytest, for so many *seconds* of the processor; return its status and its words."""
         environment = os.environ | {
             "PYTHONPATH": str(self.folder),
             "CI": "true",
             "HYPOTHESIS_PROFILE": "mutants",
             "PYTHONDONTWRITEBYTECODE": "1" if seconds else "",
         }
-        flags = ("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no")
 
         def limited() -> None:
             if seconds:
                 resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
 
-        command = (sys.executable, "-m", "pytest", *flags, *JUDGES["first"], *JUDGES[package])
+        quiet = ("-q", "-p", "no:cacheprovider", "--no-header", "--tb=no")
         try:
             done = subprocess.run(  # noqa: S603 - our own tests
-                command,
+                (sys.executable, "-m", "pytest", *quiet, *flags),
                 cwd=self.folder,
                 env=environment,
-                stdout=subprocess.DEVNULL if seconds else sys.stderr,
-                stderr=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
                 preexec_fn=limited,
                 timeout=40 * seconds if seconds else None,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+            return -1, ""
+        return done.returncode, done.stdout
 
-    def limit(self, package: str) -> float:
-        """Return the seconds that a fault of *package* may take: twice what its tests take."""
-        if package not in self.limits:
+    def judges(self, package: str) -> tuple[list[str], float]:
+        """Return what pytest runs to judge a fault of *package*, and how long it may take.
+
+        Tests that fail without any fault judge nothing: they are named, and left out.
+        """
+        if package not in self.ready:
+            tests = [*JUDGES["first"], *JUDGES[package]]
             began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-            if not self.holds(package):
-                raise SystemExit(f"{package}: its tests fail, or do not run, without any fault")
+            status, text = self.run(tests)
             taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
-            self.limits[package] = 2 * taken + 10
-        return self.limits[package]
+            failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", text, re.MULTILINE)
+            if status not in (0, 1):
+                raise SystemExit(f"{package}: its tests do not run\n{text}")
+            for name in failed:
+                print(f"fails without any fault: {name}", file=sys.stderr)
+            flags = [*tests, "-x", *(f"--deselect={name}" for name in failed)]
+            self.ready[package] = flags, 2 * taken + 10
+        return self.ready[package]
 
     def kills(self, mutant: Mutant) -> bool:
         """Say whether a test fails, or none comes to an end, with *mutant* in place."""
-        seconds = self.limit(package(mutant.path))
+        flags, seconds = self.judges(package(mutant.path))
         file = self.folder / mutant.path
         source = file.read_text()
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
             compiled.unlink()  # is not read again for a file of the same second and size
         file.write_text(mutant.source)
         try:
-            return not self.holds(package(mutant.path), seconds)
+            status, _ = self.run(flags, seconds)
         finally:
             file.write_text(source)
+        return status != 0
 
 
 def score(killed: int, survived: int) -> str:
