@@ -17,14 +17,14 @@ from kvspec.errors import Mismatch
 from kvspec.inputs import instance
 from kvspec.ownership.part import Part
 from kvspec.specs import LayerSpec
-from kvspec.specs.layer import MEMORY_FIELDS, UNLESS_GIVEN, WHY
+from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, UNLESS_GIVEN, WHY
 
 
 def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ...]:
     """Return every field in which two engines do not hold the same model's cache.
 
     Parallel sizes, layouts, block sizes and padding may differ: they say where bytes lie, not what
-    they mean. Layers that either side excludes are not compared.
+    they mean. So may how long tokens are kept. Layers that either side excludes are not compared.
     """
     instance("producer", producer, EngineSpec)
     instance("consumer", consumer, EngineSpec)
@@ -60,10 +60,10 @@ def _one_sided(producer: KVCacheGroup | None, consumer: KVCacheGroup | None) -> 
 
 
 def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch]:
-    kind = type(producer)
-    if kind is not type(consumer):
+    kind = _common_kind(producer, consumer)
+    if kind is None:
         why = "each kind keeps other tokens and other parts"
-        return [Mismatch("kind", kind.__name__, type(consumer).__name__, why)]
+        return [Mismatch("kind", type(producer).__name__, type(consumer).__name__, why)]
     found: list[Mismatch] = []
     given = False
     for field in attrs.fields(kind):
@@ -82,6 +82,23 @@ def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch
         for mismatch in _part_mismatches(producer.parts, consumer.parts)
         if not (mismatch.field.endswith(".dtype") and named & DTYPES)
     ]
+
+
+def _common_kind(producer: LayerSpec, consumer: LayerSpec) -> type[LayerSpec] | None:
+    """Return the kind of which both are: their own, or the one that keeps more of the same tokens.
+
+    An engine may keep a window's layer as full attention. What moves is what the consumer's kind
+    still reads; what the producer has of it, its block tables say.
+    """
+    for one, other in ((producer, consumer), (consumer, producer)):
+        kind = type(one)
+        if type(other) is kind:
+            return kind
+        own = {field.name for field in attrs.fields(type(other))}
+        fewer = own - {field.name for field in attrs.fields(kind)} <= LIVENESS_FIELDS
+        if isinstance(other, kind) and fewer and one.counts_prompt == other.counts_prompt:
+            return kind
+    return None
 
 
 def _differ(producer: LayerSpec, consumer: LayerSpec, field: str) -> bool:

@@ -20,8 +20,11 @@ from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 
-MEMORY_FIELDS = frozenset({"block_size", "page_size_padded"})
-"""Fields that say where bytes lie, not what they mean: two engines may differ in them."""
+MEMORY_FIELDS = frozenset({"block_size", "page_size_padded", "extra_retained_tokens"})
+"""Fields that say where bytes lie and how long, not what they mean: two engines may differ."""
+
+LIVENESS_FIELDS = frozenset({"sliding_window", "extra_retained_tokens", "attention_chunk_size"})
+"""Fields that say which tokens a kind keeps: a kind without them keeps more of the same."""
 
 WHY = {
     "total_num_kv_heads": "heads pair by their global number",
@@ -34,7 +37,6 @@ WHY = {
     "tokens_per_state": "a row stands for other tokens",
     "state_content_bytes": "one head's row has another length or packing",
     "sliding_window": "the sides keep different tokens",
-    "extra_retained_tokens": "the sides keep different tokens",
     "attention_chunk_size": "the sides keep different tokens",
 }
 """Why a field of a spec must be the same on both engines."""

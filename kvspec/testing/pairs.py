@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.specs import LayerSpec, MambaSpec, UniformTypeKVCacheSpecs
+from kvspec.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    LayerSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from kvspec.testing.carve import rank_units
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
@@ -39,6 +48,31 @@ def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGro
         layers = draw(st.sampled_from(((draft, *group.layers), (*group.layers, draft))))
         group = attrs.evolve(group, layers=layers, excluded=(draft,))
     return (*model[:at], group, *model[at + 1 :])
+
+
+@st.composite
+def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
+    """Give one engine other tokens to keep: layers of a window as full attention, or some more."""
+    found = []
+    for group in model:
+        spec: Any = group.spec
+        sort = draw(st.sampled_from((None, None, None, "all", "more")))
+        if sort == "more" and hasattr(spec, "extra_retained_tokens"):
+            spec = attrs.evolve(spec, extra_retained_tokens=draw(st.integers(0, 5)))
+        elif sort == "all" and type(spec) in _KEPT:
+            whole = _KEPT[type(spec)]
+            names = [field.name for field in attrs.fields(whole) if field.init]
+            spec = whole(**{name: getattr(spec, name) for name in names})
+        found.append(attrs.evolve(group, spec=spec))
+    return tuple(found)
+
+
+_KEPT: dict[type[LayerSpec], type[LayerSpec]] = {
+    SlidingWindowSpec: FullAttentionSpec,
+    ChunkedLocalAttentionSpec: FullAttentionSpec,
+    SlidingWindowMLASpec: MLAAttentionSpec,
+}
+"""The kind as which an engine keeps a layer of which it drops no token."""
 
 
 @st.composite
@@ -84,7 +118,7 @@ def engine_pairs(
     ours, theirs = draw(shapes())
     if ours.dealt:
         model = tuple(draw(_few_heads(group)) for group in model)
-    sides = [draw(_drafted(draw(_regrouped(model, side)))) for side in "PD"]
+    sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]
     producer = draw(engines(sides[0], largest, shape=ours))
     return producer, draw(engines(sides[1], largest, shape=theirs))
 

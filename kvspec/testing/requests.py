@@ -16,7 +16,7 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
-from kvspec.specs import CrossAttentionSpec
+from kvspec.specs import CrossAttentionSpec, LayerSpec
 from kvspec.testing.parallels import is_state, parts_of
 from kvspec.testing.positions import cached_in, context_of, excluded_layers, live_positions
 
@@ -27,21 +27,38 @@ def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
     return int(request.encoder_tokens or 0) if cross else request.num_tokens
 
 
-def needed(group: KVCacheGroup, request: TransferRequest) -> range:
-    """Return the span of token positions of *group* that have to move; empty: none."""
+def needed(
+    group: KVCacheGroup, request: TransferRequest, reader: EngineSpec | None = None
+) -> range:
+    """Return the span of token positions of *group* that have to move; empty: none.
+
+    *reader*: the consumer, if it keeps other tokens of the layers than *group* says.
+    """
     cached = cached_in(request, group)
     tokens = [
         int(token)
         for layer in group.layers
-        for token in live_positions(group.spec.of_layer(layer), request).nonzero()[0]
+        for token in live_positions(_read(group, layer, reader), request).nonzero()[0]
         if token >= cached
     ]
     return range(min(tokens), max(tokens) + 1) if tokens else range(0)
 
 
+def _read(group: KVCacheGroup, layer: str, reader: EngineSpec | None) -> LayerSpec:
+    """Return what *layer* is to its *reader*: to its own engine, unless that is given."""
+    for other in () if reader is None else reader.groups:
+        if layer in other.layers:
+            return other.spec.of_layer(layer)
+    return group.spec.of_layer(layer)
+
+
 @st.composite
 def _table(
-    draw: st.DrawFn, engine: EngineSpec, group: KVCacheGroup, request: TransferRequest
+    draw: st.DrawFn,
+    engine: EngineSpec,
+    group: KVCacheGroup,
+    request: TransferRequest,
+    reader: EngineSpec | None,
 ) -> tuple[BlockTable, int]:
     """Draw a table of at least what is needed, lookahead blocks after it, and a pool around it.
 
@@ -49,7 +66,7 @@ def _table(
     that is no block, or one block for all of them.
     """
     size = group.spec.block_size * context_of(engine, RankId(), group)[1]
-    length, wanted = length_of(group, request), needed(group, request)
+    length, wanted = length_of(group, request), needed(group, request, reader)
     if is_state(group.spec):  # its slot, or blocks of which one has the last token
         size, last = group.spec.block_size, max(length - 1, 0) // group.spec.block_size
         first = draw(st.sampled_from((0, 0, last // 2, last)))
@@ -86,10 +103,16 @@ def _table(
 
 @st.composite
 def tables(
-    draw: st.DrawFn, engine: EngineSpec, request: TransferRequest
+    draw: st.DrawFn,
+    engine: EngineSpec,
+    request: TransferRequest,
+    reader: EngineSpec | None = None,
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
-    """Draw one side's block tables that hold what *request* needs, and its pools, by group."""
-    drawn = {group.name: draw(_table(engine, group, request)) for group in engine.groups}
+    """Draw one side's block tables that hold what *request* needs, and its pools, by group.
+
+    *reader*: the consumer, where *engine* is not.
+    """
+    drawn = {group.name: draw(_table(engine, group, request, reader)) for group in engine.groups}
     still = {group.name for group in engine.groups if set(group.layers) == set(group.excluded)}
     told = not still or draw(st.booleans())
     found = {name: table for name, (table, _) in drawn.items() if told or name not in still}
@@ -169,7 +192,7 @@ def requests(
     )
     request = draw(_cached(model, bare))
     (ours, producer_pool), (theirs, consumer_pool) = (
-        draw(tables(engine, request)) for engine in (producer, consumer)
+        draw(tables(engine, request, consumer)) for engine in (producer, consumer)
     )
     request = attrs.evolve(request, producer_blocks=ours, consumer_blocks=theirs)
     return request, producer_pool, consumer_pool

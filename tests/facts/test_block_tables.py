@@ -283,3 +283,22 @@ def test_one_cached_count_is_of_the_prompt() -> None:
     )  # fmt: skip
     assert nothing is not None
     assert ("layer.x", 0) == (nothing.layer, nothing.token)
+
+
+def test_an_engine_may_keep_a_window_as_full_attention() -> None:
+    """What the consumer reads of a layer moves; what the producer dropped, its table says."""
+    whole = kvspec.FullAttentionSpec(
+        block_size=32, total_num_kv_heads=2, head_size=32, dtype="float32"
+    )
+    more = attrs.evolve(WINDOW, extra_retained_tokens=40)
+    row = 2 * 2 * 32 * 4  # k and v, heads, elements, bytes
+    ids = [1, 2, 3, 4]
+    for ours, theirs, moved in ((whole, WINDOW, 64), (more, WINDOW, 64), (WINDOW, more, 128)):
+        pair = Pair.of(engine(g=ours), engine(g=theirs))
+        request = ask(128, ids, ids)  # whole blocks move
+        assert moved * row == pair.table.descriptors(request)[:, 2].sum()
+        assert None is pair.ways(request)["verify"]()
+    pair = Pair.of(engine(g=WINDOW), engine(g=whole))
+    assert None is pair.ways(ask(127, ids, ids))["verify"]()
+    said = refusals(pair, ask(127, [0, 0, 3, 4], ids))
+    assert all("the null block for tokens 0.." in each for each in said.values())

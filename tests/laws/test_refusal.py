@@ -93,8 +93,12 @@ def test_changed_kinds_and_layers_are_mismatches() -> None:
     """Another kind of layer, or a layer on one side only, is refused by name."""
     full = kvspec.FullAttentionSpec(**BASE)  # type: ignore[arg-type]
     window = kvspec.SlidingWindowSpec(**BASE, sliding_window=4)  # type: ignore[arg-type]
-    (found,) = refusal(full, window)
-    assert "l" in found.field
+    chunked = kvspec.ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=4)  # type: ignore[arg-type]
+    cross = kvspec.CrossAttentionSpec(**BASE)  # type: ignore[arg-type]
+    for other in (chunked, cross):
+        (found,) = refusal(window, other)
+        assert "l" in found.field
+    refusal(full, cross)  # a kind of full attention, but of other tokens
     engines = [
         kvspec.EngineSpec(groups=(kvspec.KVCacheGroup(name="g", layers=layers, spec=full),))
         for layers in (("a", "b"), ("a", "draft"))

@@ -488,6 +488,15 @@ AXES: dict[str, Callable[[Case], bool]] = {
         and nulls(c.consumer, c.request.consumer_blocks)
         and c.producer.null_block != c.consumer.null_block
     ),
+    "a window that P keeps as full attention": lambda c: any_pair(
+        c, lambda a, b: len(windows(a)) < len(windows(b))
+    ),
+    "a window that D keeps as full attention": lambda c: any_pair(
+        c, lambda a, b: len(windows(a)) > len(windows(b))
+    ),
+    "more tokens kept on one side": lambda c: any_pair(
+        c, lambda a, b: len(windows(a)) == len(windows(b)) and windows(a) != windows(b)
+    ),
     "one cached count beside an encoder": lambda c: (
         c.request.encoder_tokens is not None
         and isinstance(c.request.cached_tokens, int)
@@ -543,6 +552,12 @@ AXES: dict[str, Callable[[Case], bool]] = {
         for group in engine.groups
     ),
 }
+
+
+def windows(group: kvspec.KVCacheGroup) -> tuple[int, ...]:
+    """Return the fields of *group*'s spec that say which tokens it keeps."""
+    fields = ("sliding_window", "extra_retained_tokens", "attention_chunk_size")
+    return tuple(getattr(group.spec, name) for name in fields if hasattr(group.spec, name))
 
 
 def nulls(engine: kvspec.EngineSpec, tables: Mapping[str, kvspec.BlockTable]) -> bool:
