@@ -127,7 +127,7 @@ class EngineSpec:
         Padding is included. A layer of another stage has no page on the rank: 0.
         """
         self.parallel.check_rank(rank)
-        group = self.homes.get(layer)
+        group = self.homes.get(instance("layer", layer, str))
         if group is None:
             raise SpecError("layer", layer, f"one of {', '.join(self.homes)}")
         if self.stage_of[layer] != rank.pp:
@@ -190,6 +190,7 @@ class EngineSpec:
 
     def group(self, name: str) -> KVCacheGroup:
         """Return the group called *name*."""
+        instance("group", name, str)
         for group in self.groups:
             if group.name == name:
                 return group

@@ -79,7 +79,7 @@ class KVCacheGroup:
         if self.spec.layers and set(self.spec.layers) != set(self.layers):
             raise SpecError(f"{field}.layers", self.layers, f"the spec's {self.spec.layers}")
         for layer in self.excluded:
-            if layer not in self.layers:
+            if not isinstance(layer, str) or layer not in self.layers:
                 raise SpecError(f"{field}.excluded", layer, "layers of the group")
 
     def _check_kernel_block(self, field: str) -> None:

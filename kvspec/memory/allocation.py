@@ -173,7 +173,7 @@ def _placed(
 
 
 def _array(size: int, device: str) -> tuple[Any, Memory]:
-    if device == "cpu":
+    if isinstance(device, str) and device == "cpu":
         try:
             array = np.zeros(size, dtype=np.uint8)
         except (MemoryError, ValueError, OverflowError):

@@ -91,7 +91,7 @@ class Memory:
     def __attrs_post_init__(self) -> None:
         for name in ("address", "length", "device"):
             positive_int(name, getattr(self, name), least=0)
-        if self.memory_type not in MEMORY_TYPES:
+        if not isinstance(self.memory_type, str) or self.memory_type not in MEMORY_TYPES:
             raise SpecError("memory_type", self.memory_type, " or ".join(MEMORY_TYPES))
         if self.end > MOST:
             raise SpecError("length", self.length, f"an end of at most {MOST}")

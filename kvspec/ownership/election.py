@@ -159,7 +159,7 @@ class Election:
     def of(replicas: Replicas | Election, salt: int = 0) -> Election:
         """Return the election that a caller means by a policy's name and a salt, or by itself."""
         if isinstance(replicas, str):
-            return _election(replicas, salt)
+            return _election(replicas, positive_int("salt", salt, least=0))
         if not isinstance(replicas, Election):
             return Election(replicas, salt)
         if salt:

@@ -136,9 +136,16 @@ class Job:
     def num_blocks(self, side: Side) -> dict[str, int]:
         """Return the blocks of each group's pool: what the requests own, and a few spare."""
         return {
-            group.name: self.requests * len(self._tokens(side, group)) + SPARE_BLOCKS
+            group.name: self._first_block(side)
+            + self.requests * len(self._tokens(side, group))
+            + SPARE_BLOCKS
             for group in self.engine(side).groups
         }
+
+    def _first_block(self, side: Side) -> int:
+        """Return the first block that a request may own: the one after the null block."""
+        null = self.engine(side).null_block
+        return 0 if null is None else null + 1
 
     @property
     def request_bytes(self) -> int:
@@ -176,9 +183,10 @@ class Job:
     def _tables(self, side: Side) -> list[dict[str, BlockTable]]:
         shuffle = np.random.default_rng([self.seed, SIDES.index(side)])
         tables: list[dict[str, BlockTable]] = [{} for _ in range(self.requests)]
-        blocks = self.num_blocks(side)
+        blocks, first = self.num_blocks(side), self._first_block(side)
         for group in self.engine(side).groups:
             tokens, ids = self._tokens(side, group), shuffle.permutation(blocks[group.name])
+            ids = ids[ids >= first]
             for table, own in zip(
                 tables, ids[SPARE_BLOCKS:].reshape(self.requests, -1), strict=True
             ):

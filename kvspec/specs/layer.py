@@ -143,7 +143,7 @@ class LayerSpec:
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)
         election = Election.of(replicas, salt)
-        if role not in ("consumer", "producer"):
+        if not isinstance(role, str) or role not in ("consumer", "producer"):
             raise SpecError("role", role, "'consumer' or 'producer'")
         pull = role == "consumer"
         sizes = (remote_tp_size, local_tp_size) if pull else (local_tp_size, remote_tp_size)

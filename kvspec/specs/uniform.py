@@ -12,7 +12,7 @@ from functools import cached_property
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import Frozen, mapping
+from kvspec.inputs import Frozen, instance, mapping
 from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec
 
@@ -83,7 +83,7 @@ class UniformTypeKVCacheSpecs(LayerSpec):
 
     def of_layer(self, layer: str) -> LayerSpec:
         """Return the spec of *layer*."""
-        if layer not in self.specs:
+        if instance("layer", layer, str) not in self.specs:
             raise SpecError("layer", layer, f"one of {', '.join(self.specs)}")
         return self.specs[layer]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from refused import refusal, words
 
@@ -123,6 +124,22 @@ SHORT = (range(2), range(2, 3))
 LONG = (range(2), range(2, 5))
 DOUBLE = (range(3), range(2, 4))
 THREE = (range(4), range(4), range(4))
+
+
+def call_with_a_list(name: str) -> object:
+    """Give a list, which has no hash, where a name or a number is wanted."""
+    given: Any = ["l"]
+    calls: dict[str, Callable[[], object]] = {
+        "page": lambda: engine().page_size_bytes(given, RankId()),
+        "group": lambda: engine().group(given),
+        "of_layer": lambda: TWO.of_layer(given),
+        "salt": lambda: kvspec.plan_transfer(engine(), engine(), salt=given),
+        "role": lambda: FULL.get_tp_transfer_slices(0, 1, 1, given),
+        "excluded": lambda: group(excluded=[given]),
+    }
+    return calls[name]()
+
+
 REFUSED: list[Any] = [
     # groups
     (lambda: group(name=""), "name='': wanted a group name"),
@@ -197,6 +214,15 @@ REFUSED: list[Any] = [
     (lambda: kvspec.plan_transfer(engine(), engine()).traffic(num_tokens=True),
      "num_tokens=True: wanted an int >= 0"),
     # things of another type
+    *((lambda n=name: call_with_a_list(n), f"{field}=['l']: wanted {told}")
+      for name, field, told in (
+          ("page", "layer", "a str"), ("group", "group", "a str"), ("of_layer", "layer", "a str"),
+          ("salt", "salt", "an int >= 0"), ("role", "role", "'consumer' or 'producer'"),
+          ("excluded", "groups['g'].excluded", "layers of the group"))),
+    (lambda: kvspec.KVCacheGroup(name="g", layers=np.array("l"), spec=FULL),
+     "layers=array('l', dtype='<U1'): wanted a sequence of layer names"),
+    (lambda: kvspec.EngineSpec(groups=range(10**20)),  # type: ignore[arg-type]
+     f"groups={range(10**20)}: wanted a sequence of at most 1048576 KVCacheGroups"),
     (lambda: kvspec.KVCacheGroup(name="g", layers=None, spec=FULL),  # type: ignore[arg-type]
      "layers=None: wanted a sequence of layer names"),
     (lambda: group(1),

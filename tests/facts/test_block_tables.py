@@ -302,3 +302,22 @@ def test_an_engine_may_keep_a_window_as_full_attention() -> None:
     assert None is pair.ways(ask(127, ids, ids))["verify"]()
     said = refusals(pair, ask(127, [0, 0, 3, 4], ids))
     assert all("the null block for tokens 0.." in each for each in said.values())
+
+
+def test_what_kvspec_itself_asks_for_uses_no_null_block() -> None:
+    """A run's tables begin after it, and counting descriptors goes around it."""
+    from kvspec.run.job import Job  # noqa: PLC0415 - an extra runs
+
+    ours, theirs = engine(3, g=WINDOW), engine(None, g=WINDOW)
+    job = Job(producer=ours, consumer=theirs, tokens=95, requests=2)
+    assert {"g": 4} == {
+        name: count - job.num_blocks("consumer")[name]
+        for name, count in job.num_blocks("producer").items()
+    }
+    ids = np.concatenate([each.producer_blocks["g"].block_ids for each in job.moves])
+    assert 3 < ids.min() <= ids.max() < job.num_blocks("producer")["g"]
+    assert len(ids) == len(set(ids.tolist()))
+    for null in (0, 1, 4, 99):
+        plan = kvspec.plan_transfer(engine(null, g=FULL), engine(g=FULL))
+        without = kvspec.plan_transfer(engine(None, g=FULL), engine(None, g=FULL))
+        assert without.traffic(12).total == plan.traffic(12).total
