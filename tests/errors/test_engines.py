@@ -220,7 +220,7 @@ REFUSED: list[Any] = [
           ("salt", "salt", "an int >= 0"), ("role", "role", "'consumer' or 'producer'"),
           ("excluded", "groups['g'].excluded", "layers of the group"))),
     (lambda: kvspec.KVCacheGroup(name="g", layers=np.array("l"), spec=FULL),
-     "layers=array('l', dtype='<U1'): wanted a sequence of layer names"),
+     "layers=array('l', dtype='<U1'): wanted a sequence of at most 1048576 layer names"),
     (lambda: kvspec.EngineSpec(groups=range(10**20)),  # type: ignore[arg-type]
      f"groups={range(10**20)}: wanted a sequence of at most 1048576 KVCacheGroups"),
     (lambda: kvspec.KVCacheGroup(name="g", layers=None, spec=FULL),  # type: ignore[arg-type]
