@@ -1,15 +1,49 @@
-"""What two engines say to each other: the handshake before anything moves."""
+"""What two engines say to each other: the handshake, and who is done with which request."""
 
+from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.fingerprint import fingerprint
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
+from kvspec.protocol.notices import (
+    Closed,
+    Failed,
+    Free,
+    Key,
+    Notice,
+    Party,
+    Ready,
+    Refused,
+    Release,
+    Tell,
+)
+from kvspec.protocol.order import Order
 from kvspec.protocol.plain import register
-from kvspec.protocol.wire import decode_handshake, encode_handshake
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.states import CONSUMER, PRODUCER, Row
+from kvspec.protocol.wire import decode_handshake, decode_notice, encode_handshake, encode_notice
 
 __all__ = [
+    "CONSUMER",
+    "PRODUCER",
+    "Closed",
+    "ConsumerLedger",
+    "Failed",
+    "Free",
     "Handshake",
+    "Key",
+    "Notice",
+    "Order",
+    "Party",
+    "ProducerLedger",
+    "Ready",
+    "Refused",
+    "Release",
+    "Row",
+    "Tell",
     "decode_handshake",
+    "decode_notice",
     "disagreements",
     "encode_handshake",
+    "encode_notice",
     "fingerprint",
     "one_engine",
     "register",

@@ -25,14 +25,14 @@ MAX_TRANSPORT = 1 << 20
 """Bytes of the transport's own metadata."""
 
 
-def is_name(field: str, value: object) -> str:
-    """Return *value* if it is a text of 1 to MAX_NAME bytes; else raise `SpecError`."""
+def is_name(field: str, value: object, most: int = MAX_NAME) -> str:
+    """Return *value* if it is a text of 1 to *most* bytes; else raise `SpecError`."""
     try:
         size = len(value.encode()) if isinstance(value, str) else 0
     except UnicodeEncodeError:
         size = 0
-    if not isinstance(value, str) or not 0 < size <= MAX_NAME:
-        raise SpecError(field, value, f"a text of 1 to {MAX_NAME} bytes")
+    if not isinstance(value, str) or not 0 < size <= most:
+        raise SpecError(field, value, f"a text of 1 to {most} bytes")
     return value
 
 

@@ -7,7 +7,7 @@ bounded, and what comes back passed the constructors that a caller's own values 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,7 @@ from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.fingerprint import SIZE
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
+from kvspec.protocol.notices import Key, Notice, Party
 from kvspec.protocol.plain import Writer
 from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
@@ -28,9 +29,14 @@ VERSION = 1
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
 
+MAX_NOTICE = 4096
+"""Bytes of one notice."""
+
 _MAGIC = b"kvspec-handshake\n"
+_NOTICE = b"kvspec-notice\n" + VERSION.to_bytes(2, "big")
 _HEAD = len(_MAGIC) + 2  # and the version
 
+S = TypeVar("S")
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Index = Annotated[int, Meta(ge=0, le=2**24)]
@@ -65,8 +71,31 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
+Who = tuple[Text, Count, tuple[Index, Index, Index]]
+
+
+class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=True):
+    """A notice as it is sent."""
+
+    kind: Text
+    request_id: Text
+    nonce: Annotated[bytes, Meta(max_length=64)]
+    by: Who
+    to: Who
+    attempt: Count
+    number: Count
+    sample: Count
+    expected: Count
+    lease: float
+    group: Text
+    layer: Text
+    upto: Count
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
+_NOTES = msgspec.msgpack.Decoder(Note)
+_SAME = ("kind", "attempt", "number", "sample", "expected", "lease", "group", "layer", "upto")
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
@@ -145,15 +174,20 @@ def _message(data: object) -> Message:
     version = int.from_bytes(data[len(_MAGIC) : _HEAD], "big")
     if version != VERSION:
         raise WireError("version", version, f"{VERSION}; both engines need the same")
+    return _typed(_DECODER, data[_HEAD:])
+
+
+def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
+    """Return what *decoder* makes of *data*; `WireError` with the path where it is another type."""
     try:
-        return _DECODER.decode(memoryview(data)[_HEAD:])
+        return decoder.decode(data)
     except msgspec.ValidationError as error:
         told, _, path = str(error).partition(" - at `")
         wanted, _, value = told.partition(", got ")
         where = path.rstrip("`").removeprefix("$.") or "message"
         raise WireError(where, value or "another", wanted) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError("message", str(error), "MessagePack of a handshake, whole") from None
+        raise WireError("message", str(error), "MessagePack, whole") from None
 
 
 def _cache(reader: Reader, engine: Any, message: Message) -> RankCache:  # noqa: ANN401
@@ -163,3 +197,45 @@ def _cache(reader: Reader, engine: Any, message: Message) -> RankCache:  # noqa:
         refuse("message", error, "a handshake")
     memory = read_memory("memory", reader, message.memory)
     return read_cache("regions", engine, RankId(*message.rank), memory, message.regions)
+
+
+def encode_notice(notice: Notice) -> bytes:
+    """Return *notice* as bytes, at most MAX_NOTICE; `SpecError` where they are more."""
+    instance("notice", notice, Notice)
+    note = Note(
+        request_id=notice.key.request_id,
+        nonce=notice.key.nonce,
+        by=_who(notice.by),
+        to=_who(notice.to),
+        **{name: getattr(notice, name) for name in _SAME},
+    )
+    data = _NOTICE + _ENCODER.encode(note)
+    if len(data) > MAX_NOTICE:
+        raise SpecError("notice", f"{len(data)} bytes", f"at most {MAX_NOTICE}")
+    return data
+
+
+def decode_notice(data: bytes) -> Notice:
+    """Return the notice that *data* is; raise `WireError` for any other bytes."""
+    if not isinstance(data, bytes) or len(data) > MAX_NOTICE or not data.startswith(_NOTICE):
+        shown = data[: len(_NOTICE)] if isinstance(data, bytes) else type(data).__name__
+        raise WireError("notice", shown, f"what encode_notice returned, of version {VERSION}")
+    note = _typed(_NOTES, data[len(_NOTICE) :])
+    try:
+        return Notice(
+            key=Key(note.request_id, note.nonce),
+            by=_party(note.by),
+            to=_party(note.to),
+            **{name: getattr(note, name) for name in _SAME},
+        )
+    except SpecError as error:
+        refuse("notice", error, "a notice")
+
+
+def _who(party: Party) -> Who:
+    return party.engine_id, party.epoch, (party.rank.pp, party.rank.pcp, party.rank.tp)
+
+
+def _party(who: Who) -> Party:
+    engine_id, epoch, rank = who
+    return Party(engine_id, epoch, RankId(*rank))

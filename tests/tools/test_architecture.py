@@ -35,7 +35,13 @@ FOLDERS = (
     ("traffic", ". loads flows traffic"),
     ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
     ("", "reference"),
-    ("protocol", "fingerprint plain reading regions handshake wire ."),
+    (
+        "protocol",
+        (
+            "fingerprint plain reading regions handshake"
+            " states notices order held load producer consumer wire ."
+        ),
+    ),
     (
         "nixl",
         (

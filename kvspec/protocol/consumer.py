@@ -1,0 +1,305 @@
+"""What a consumer rank waits for, and when it may be trusted: events in, actions out.
+
+Law: a request is ready only when every source and group has arrived, and each source held it after
+that: it said so, or had promised so, counted from before it was asked. Whatever fails, fails the
+request by name, and its blocks are held until nothing in flight can write them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from kvspec.errors import SpecError
+from kvspec.inputs import seconds
+from kvspec.ownership.parallel import RankId
+from kvspec.protocol.load import Load, Name, Source, name_of
+from kvspec.protocol.notices import (
+    Action,
+    Closed,
+    Failed,
+    Notice,
+    Party,
+    Present,
+    Ready,
+    Refused,
+    Release,
+    Tell,
+)
+from kvspec.protocol.order import Frontiers, Order, Place
+from kvspec.protocol.states import CONSUMER
+
+MARGIN = 1e-3
+"""Seconds by which a promised lease counts less: two clocks round differently."""
+
+
+class ConsumerLedger:
+    """The requests that one consumer rank reads.
+
+    *beat*: seconds between beats, and between repeated notices that have no answer; less than half
+    of the producer's lease. *patience*: seconds for which a producer that does not answer is told.
+    """
+
+    def __init__(self, me: Party, *, beat: float = 5.0, patience: float = 60.0) -> None:
+        self.me = me
+        self.beat = seconds("beat", beat)
+        self.patience = seconds("patience", patience)
+        self._now = 0.0
+        self._loads: dict[str, Load] = {}
+        self._names: dict[Name, str] = {}
+        self._steps: dict[int, tuple[str, RankId, dict[Place, range]]] = {}
+        self._numbers = 0
+        self._present = Present()
+        self._due = math.inf
+
+    @property
+    def open(self) -> dict[str, str]:
+        """The state of each request of which anything is still said or heard."""
+        return {name: load.state for name, load in self._loads.items()}
+
+    @property
+    def due(self) -> float | None:
+        """When `tick` has something to do, or None."""
+        return None if math.isinf(self._due) else self._due
+
+    @property
+    def steps(self) -> int:
+        """How many steps may still write."""
+        return len(self._steps)
+
+    def expect(self, order: Order, now: float, timeout: float) -> list[Action]:
+        """Wait for what *order* says, at most *timeout* seconds. What moves nothing is ready now.
+
+        Raises `SpecError` where the request is open already, or the producer's start is not known
+        to be the present one.
+        """
+        actions = self.tick(now)
+        if order.request_id in self._loads:
+            raise SpecError("request_id", order.request_id, "a request that is not open")
+        if self._present.past(order.engine_id, order.epoch):
+            raise SpecError("epoch", order.epoch, f"the start of {order.engine_id} that was met")
+        load = Load(order, self._now + seconds("timeout", timeout))
+        if load.name in self._names:
+            raise SpecError("key", order.key, "another attempt or sample than an open request's")
+        self._loads[order.request_id] = load
+        self._names[load.name] = order.request_id
+        for rank, ends in order.sources.items():
+            if ends:
+                load.sources[rank] = Source(Frontiers(ends, partial=order.partial))
+        load.untold = set(order.expected)
+        self._due = min(self._due, load.due)
+        actions += self._tell(load, "beat") if load.sources else []
+        return actions + self._moved(load)
+
+    def readable(self, request_id: str) -> dict[RankId, dict[Place, int]]:
+        """Return what can be started: by source and layer, up to which position it is written."""
+        load = self._loads.get(request_id)
+        if load is None or load.state != "moving":
+            return {}
+        ready = {rank: source.frontiers.readable() for rank, source in load.sources.items()}
+        return {rank: places for rank, places in ready.items() if places}
+
+    def start(
+        self,
+        request_id: str,
+        source: RankId,
+        group: str,
+        layers: Iterable[str] | None = None,
+        upto: int | None = None,
+    ) -> int:
+        """Return the number of a step that is about to be posted: it may write from now on.
+
+        All layers of *group*, unless given; up to the end, unless given. Raises `SpecError` where
+        the request does not move, or this would move something twice or before it was written.
+        """
+        load = self._loads.get(request_id)
+        if load is None or load.state != "moving" or source not in load.sources:
+            raise SpecError("request_id", request_id, f"a request that moves from {source}")
+        moved = load.sources[source].frontiers.start(group, layers, upto)
+        self._numbers += 1
+        self._steps[self._numbers] = request_id, source, moved
+        load.steps.add(self._numbers)
+        return self._numbers
+
+    def finish(self, step: int, now: float) -> list[Action]:
+        """Take that a step is done: all its bytes have arrived, and it writes no more."""
+        actions = self.tick(now)
+        load, rank, moved = self._ended(step)
+        if load.state == "moving":
+            source = load.sources[rank]
+            source.frontiers.finish(moved)
+            source.whole = self._now if source.frontiers.whole else None
+            return actions + self._moved(load)
+        return actions + self._quiet(load)
+
+    def fail(self, step: int, why: str, now: float, *, quiet: bool = True) -> list[Action]:
+        """Take that a step failed; not *quiet*: it may still write, until `finish` says otherwise.
+
+        What a step that failed left in the blocks is void.
+        """
+        actions = self.tick(now)
+        if quiet:
+            load = self._ended(step)[0]
+            return actions + self._fault(load, why) + self._quiet(load)
+        known = self._steps.get(step)
+        if known is None:
+            raise SpecError("step", step, "a step that is open")
+        return actions + self._fault(self._loads[known[0]], why)
+
+    def cancel(self, request_id: str, now: float, why: str = "cancelled") -> list[Action]:
+        """Give a request up; one that ended already stays as it is."""
+        actions = self.tick(now)
+        load = self._loads.get(request_id)
+        return actions + (self._fault(load, why) if load else [])
+
+    def receive(self, notice: Notice, now: float) -> list[Action]:
+        """Take a producer's notice."""
+        actions = self.tick(now)
+        load = self._loads.get(self._names.get(name_of(notice), ""))
+        why = self._wrong(load, notice)
+        if load is None or why is not None:
+            return [*actions, Refused(notice, why or "of no request that is open")]
+        rank = notice.by.rank
+        if notice.kind == "wrote":
+            if rank in load.sources:
+                load.sources[rank].frontiers.wrote((notice.group, notice.layer), notice.upto)
+            return actions
+        asked = load.asked[rank].pop(notice.number)
+        if notice.kind == "grant":
+            self._hold(load, rank, asked + notice.lease - MARGIN)
+        else:
+            load.untold.discard(rank)
+            if notice.kind == "valid":
+                self._hold(load, rank, self._now)
+            elif rank in load.sources and not load.sources[rank].sound:
+                actions += self._fault(load, f"{notice.by} let it go before it was read")
+        return actions + self._moved(load) + self._told(load)
+
+    def meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
+        """Know which start of a producer is the present one; what an earlier one had is lost."""
+        actions = self.tick(now)
+        self._present.meet(engine_id, epoch)
+        for load in list(self._loads.values()):
+            if load.order.engine_id == engine_id and load.order.epoch != epoch:
+                load.untold.clear()
+                actions += self._fault(load, f"{engine_id} was started again")
+                actions += self._told(load)
+        return actions
+
+    def part(self, engine_id: str) -> None:
+        """Forget an engine that was met."""
+        self._present.part(engine_id)
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass: beats and repeated notices go out, requests that are late fail."""
+        self._now = max(self._now, seconds("now", now))
+        actions: list[Action] = []
+        if self._now < self._due:
+            return actions
+        for load in list(self._loads.values()):
+            if load.state in ("moving", "asking") and self._now >= load.deadline:
+                actions += self._fault(load, "not there in time")
+            elif load.state == "telling" and self._now >= load.deadline:
+                load.untold.clear()
+                actions += self._told(load)
+            elif load.state != "draining" and self._now >= load.next_tell:
+                actions += self._tell(load, "beat" if load.state == "moving" else "done")
+        waiting = (load.due for load in self._loads.values() if load.state != "draining")
+        self._due = min(waiting, default=math.inf)
+        return actions
+
+    def _wrong(self, load: Load | None, notice: Notice) -> str | None:
+        """Return why *notice* is none that is waited for."""
+        if load is None or notice.to != self.me:
+            return "of no request that is open, or not for this rank"
+        if notice.by.rank not in load.asked:
+            return "of a rank that was not asked"
+        if notice.kind == "wrote":
+            return None
+        if notice.kind not in ("grant", "valid", "gone"):
+            return "no producer's"
+        if notice.number not in load.asked[notice.by.rank]:
+            return "an answer that nobody waits for: it came twice, or too late"
+        return None
+
+    def _hold(self, load: Load, rank: RankId, until: float) -> None:
+        source = load.sources.get(rank)
+        if source is not None:
+            source.held = max(source.held, until)
+
+    def _tell(self, load: Load, kind: str) -> list[Action]:
+        """Tell every producer rank that has not answered for good."""
+        order = load.order
+        load.next_tell = self._now + self.beat
+        self._due = min(self._due, load.due)
+        load.number += 1
+        actions: list[Action] = []
+        for rank in sorted(load.untold):
+            asked = load.asked.setdefault(rank, {})
+            for old in [n for n, at in asked.items() if at < self._now - self.patience]:
+                del asked[old]
+            asked[load.number] = self._now
+            notice = Notice(
+                kind=kind,
+                key=order.key,
+                by=self.me,
+                to=Party(order.engine_id, order.epoch, rank),
+                attempt=order.attempt,
+                number=load.number,
+                sample=order.sample,
+                expected=order.expected[rank],
+            )
+            actions.append(Tell(notice))
+        return actions
+
+    def _ended(self, step: int) -> tuple[Load, RankId, Mapping[Place, range]]:
+        """Close an open step."""
+        known = self._steps.pop(step, None)
+        if known is None:
+            raise SpecError("step", step, "a step that is open")
+        load = self._loads[known[0]]
+        load.steps.discard(step)
+        return load, known[1], known[2]
+
+    def _moved(self, load: Load) -> list[Action]:
+        """Ask, once everything arrived; be ready, once it was valid."""
+        actions: list[Action] = []
+        if load.state == "moving" and all(s.whole is not None for s in load.sources.values()):
+            load.state = CONSUMER["moving", "whole"].state
+            load.asked.clear()
+            actions += self._tell(load, "done")
+        if load.state == "asking" and all(source.sound for source in load.sources.values()):
+            load.state = CONSUMER["asking", "sound"].state
+            load.deadline = self._now + self.patience
+            self._due = min(self._due, load.due)
+            actions.append(Ready(load.order.request_id))
+            actions += self._told(load)
+        return actions
+
+    def _fault(self, load: Load, why: str) -> list[Action]:
+        """Fail a request that has not ended, once, and let go of it when nothing writes it."""
+        failed = CONSUMER[load.state, "fault"]
+        load.state = failed.state
+        if failed.done != "fail":
+            return []
+        return [Failed(load.order.request_id, why), *self._quiet(load)]
+
+    def _quiet(self, load: Load) -> list[Action]:
+        """Release a failed request's blocks once no step is open, and tell the producers then."""
+        if load.state != "draining" or load.steps:
+            return []
+        load.state = CONSUMER["draining", "quiet"].state
+        load.deadline = self._now + self.patience
+        load.asked.clear()
+        if load.order.again:
+            load.untold.clear()
+        told = self._tell(load, "done")
+        return [Release(load.order.request_id), *told, *self._told(load)]
+
+    def _told(self, load: Load) -> list[Action]:
+        """Close a request once nobody is left to be told."""
+        if load.state != "telling" or load.untold:
+            return []
+        load.state = CONSUMER["telling", "told"].state
+        del self._loads[load.order.request_id], self._names[load.name]
+        return [Closed(load.order.request_id)]

@@ -1,0 +1,110 @@
+"""Who reads a request that a producer rank holds, as far as was heard.
+
+Law: a request is complete when every reader that will come is done and none reads. Readers that
+contradict each other leave nobody to be believed: then it is never complete.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.protocol.notices import Key, Notice, Party
+
+Reader = tuple[Party, int]
+"""A rank that reads, and which of its samples."""
+MAX_STARTS = 16
+"""Starts of engines that read one request."""
+
+
+@attrs.define(eq=False)
+class Seen:
+    """What one reader said last, whether it is done, and how it was answered."""
+
+    notice: Notice
+    done: bool = False
+    answer: str = "gone"
+
+
+@attrs.define(eq=False)
+class Start:
+    """One start of an engine that reads: its last attempt, in which so many readers will come."""
+
+    attempt: int
+    expected: int
+    readers: dict[Reader, Seen] = attrs.field(factory=dict)
+
+    @property
+    def last(self) -> list[Seen]:
+        """The readers of the last attempt, as far as they came."""
+        return [seen for seen in self.readers.values() if seen.notice.attempt == self.attempt]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that will come came, and are done, those of earlier attempts too."""
+        done = all(seen.done for seen in self.readers.values())
+        return done and len(self.last) == self.expected
+
+
+@attrs.define(eq=False)
+class Request:
+    """One request: until when it is held or remembered, and who reads it.
+
+    *expected*: how many readers of each start will come, where the engine knows. *disputed*:
+    readers contradict each other. *early*: what came before the request was admitted.
+    """
+
+    key: Key
+    expires: float
+    latest: float
+    state: str = "unknown"
+    expected: int | None = None
+    disputed: bool = False
+    starts: dict[tuple[str, int], Start] = attrs.field(factory=dict)
+    early: dict[Reader, Notice] = attrs.field(factory=dict)
+    written: dict[tuple[str, str], int] = attrs.field(factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nobody reads it, and nobody will."""
+        known = bool(self.starts) and not self.disputed
+        return known and all(start.complete for start in self.starts.values())
+
+    def seen(self, notice: Notice) -> Seen | None:
+        """Return what the sender of *notice* said before."""
+        start = self.starts.get((notice.by.engine_id, notice.by.epoch))
+        return start.readers.get((notice.by, notice.sample)) if start else None
+
+    def reading(self) -> list[Notice]:
+        """Return the last notice of each reader that is not done."""
+        starts = self.starts.values()
+        return [s.notice for start in starts for s in start.readers.values() if not s.done]
+
+    def note(self, notice: Notice, answer: str) -> None:
+        """Note what a reader said, and the answer."""
+        start = self.starts[notice.by.engine_id, notice.by.epoch]
+        start.readers[notice.by, notice.sample] = Seen(notice, notice.kind == "done", answer)
+
+    def contradicts(self, notice: Notice) -> str | None:
+        """Return why *notice* cannot be, beside what was heard; None and count on it if it can."""
+        name = (notice.by.engine_id, notice.by.epoch)
+        if self.expected is not None and notice.expected != self.expected:
+            return f"it expects {notice.expected} readers, this engine {self.expected}"
+        start = self.starts.get(name)
+        seen = self.seen(notice)
+        if start is None:
+            if len(self.starts) == MAX_STARTS:
+                return self._dispute(f"{MAX_STARTS} starts of engines read it already")
+            self.starts[name] = Start(notice.attempt, notice.expected)
+        elif notice.attempt > start.attempt:
+            start.attempt, start.expected = notice.attempt, notice.expected
+        elif notice.attempt < (seen.notice.attempt if seen else start.attempt):
+            return "of an earlier attempt"
+        elif notice.attempt == start.attempt and notice.expected != start.expected:
+            return self._dispute(f"it expects {notice.expected} readers, others {start.expected}")
+        elif seen is None and len(start.last) == start.expected:
+            return self._dispute(f"one reader more than the {start.expected} that were to come")
+        return None
+
+    def _dispute(self, why: str) -> str:
+        self.disputed = True
+        return why

@@ -1,0 +1,64 @@
+"""One request that a consumer rank reads, as far as it has come.
+
+Law: a source is sound when all of it arrived no later than it surely held the request; a step that
+is open may still write.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.ownership.parallel import RankId
+from kvspec.protocol.notices import Key, Notice
+from kvspec.protocol.order import Frontiers, Order
+
+Name = tuple[Key, int, int, str, int]
+"""What notices name a request by: key, attempt, sample, the producer's name and epoch."""
+
+
+@attrs.define(eq=False)
+class Source:
+    """One source: its frontiers, when its last byte came, until when it surely held the request."""
+
+    frontiers: Frontiers
+    whole: float | None = None
+    held: float = -1.0
+
+    @property
+    def sound(self) -> bool:
+        """Whether all has arrived from it, and was valid then."""
+        return self.whole is not None and self.whole <= self.held
+
+
+@attrs.define(eq=False)
+class Load:
+    """One request: its order, its sources, the steps that may still write, who has to answer.
+
+    *asked*: when each notice that has no answer yet was sent, by rank and number.
+    """
+
+    order: Order
+    deadline: float
+    state: str = "moving"
+    sources: dict[RankId, Source] = attrs.field(factory=dict)
+    steps: set[int] = attrs.field(factory=set)
+    asked: dict[RankId, dict[int, float]] = attrs.field(factory=dict)
+    untold: set[RankId] = attrs.field(factory=set)
+    next_tell: float = 0.0
+    number: int = 0
+
+    @property
+    def name(self) -> Name:
+        """What its notices name it by."""
+        order = self.order
+        return order.key, order.attempt, order.sample, order.engine_id, order.epoch
+
+    @property
+    def due(self) -> float:
+        """When time has something to do with it."""
+        return min(self.deadline, self.next_tell)
+
+
+def name_of(answer: Notice) -> Name:
+    """Return what a producer's notice names a request by."""
+    return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch

@@ -1,0 +1,207 @@
+"""What two ranks tell each other about one request.
+
+Law: a notice names its request by id, nonce and attempt, who sends it and to whom, each of one
+start; so none is taken for another's, another attempt's or an earlier start's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.inputs import instance, positive_int, seconds
+from kvspec.ownership.parallel import RankId
+from kvspec.protocol.handshake import is_name
+
+NOTICES = {
+    "beat": "a reader lives, and reads or is about to: it asks for more time",
+    "done": "a reader reads no more, whether or not it has all; it asks if what it read was valid",
+    "grant": "answers a beat: nothing is freed for so many seconds",
+    "valid": "answers a reader that is done: all that it read was still held",
+    "gone": "answers either: the blocks are freed, or about to be; what was read is void",
+    "wrote": "a producer has written a layer of a group up to a token: so far it can be read",
+}
+"""Every kind of notice: the first two are a reader's, the others a producer's."""
+
+READERS = ("beat", "done")
+MAX_REQUEST = 1024
+"""Bytes of a request's id."""
+NONCE = range(8, 65)
+"""Bytes of a nonce."""
+MAX_READERS = 2**20
+
+
+def _request(_: object, at: attrs.Attribute[str], value: object) -> None:
+    is_name(at.name, value, MAX_REQUEST)
+
+
+def _nonce(_: object, at: attrs.Attribute[bytes], value: object) -> None:
+    if not isinstance(value, bytes) or len(value) not in NONCE:
+        raise SpecError(at.name, value, f"{NONCE.start} to {NONCE.stop - 1} bytes")
+
+
+def _count(_: object, at: attrs.Attribute[int], value: object) -> None:
+    positive_int(at.name, value, least=0)
+
+
+@attrs.frozen
+class Party:
+    """One rank of one start of an engine."""
+
+    engine_id: str
+    epoch: int
+    rank: RankId
+
+    def __attrs_post_init__(self) -> None:
+        is_name("engine_id", self.engine_id)
+        positive_int("epoch", self.epoch, least=0)
+        instance("rank", self.rank, RankId)
+        for name in ("pp", "pcp", "tp"):
+            positive_int(f"rank.{name}", getattr(self.rank, name), least=0)
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} {self.rank}"
+
+
+@attrs.frozen
+class Key:
+    """One request of a producer: its id there, and a nonce that no other request had or will have.
+
+    The producer makes the nonce when it admits the request; whoever may read is told both.
+    """
+
+    request_id: str = attrs.field(validator=_request)
+    nonce: bytes = attrs.field(validator=_nonce, repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class Notice:
+    """One message of *by* to *to* about the request *key*; *kind* is one of `NOTICES`.
+
+    *attempt* grows with each attempt to read the request, *number* with each notice of a sender
+    about it; an answer has that of its question. *sample*: which of several equal requests of a
+    prompt reads. *expected*, of a reader: how many readers *to* will hear of in this attempt, the
+    samples counted. *lease*, of a grant: seconds. *group*, *layer*, *upto*, of what was written:
+    every token before position *upto*.
+    """
+
+    kind: str
+    key: Key
+    by: Party
+    to: Party
+    attempt: int = attrs.field(default=0, validator=_count)
+    number: int = attrs.field(default=0, validator=_count)
+    sample: int = attrs.field(default=0, validator=_count)
+    expected: int = attrs.field(default=0, validator=_count)
+    lease: float = 0.0
+    group: str = ""
+    layer: str = ""
+    upto: int = attrs.field(default=0, validator=_count)
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in NOTICES:
+            raise SpecError("kind", self.kind, f"one of {', '.join(NOTICES)}")
+        for name, kind in (("key", Key), ("by", Party), ("to", Party)):
+            instance(name, getattr(self, name), kind)
+        least = int(self.kind in READERS)
+        positive_int("expected", self.expected, least=least, most=MAX_READERS * least)
+        if self.sample and self.sample >= MAX_READERS:
+            raise SpecError("sample", self.sample, f"less than {MAX_READERS}")
+        if seconds("lease", self.lease) and self.kind != "grant":
+            raise SpecError("lease", self.lease, "0, but for a grant")
+        for name in ("group", "layer"):
+            if self.kind == "wrote":
+                is_name(name, getattr(self, name), MAX_REQUEST)
+            elif getattr(self, name) != "" or self.upto:
+                raise SpecError(name, getattr(self, name), "'', but for what was written")
+
+    def answer(self, kind: str, **more: Any) -> Notice:  # noqa: ANN401
+        """Return the answer to this one."""
+        return Notice(
+            kind=kind,
+            key=self.key,
+            by=self.to,
+            to=self.by,
+            attempt=self.attempt,
+            number=self.number,
+            sample=self.sample,
+            **more,
+        )
+
+
+@attrs.frozen
+class Tell:
+    """Send *notice*, to its *to*."""
+
+    notice: Notice
+
+
+@attrs.frozen
+class Refused:
+    """A notice that changed nothing, and *why*."""
+
+    notice: Notice
+    why: str
+
+
+@attrs.frozen
+class Free:
+    """The producer may use the blocks of a request again; *why*: sent, expired or aborted."""
+
+    request_id: str
+    why: str
+
+
+@attrs.frozen
+class Ready:
+    """All of a request has arrived, and was valid: it can be computed with."""
+
+    request_id: str
+
+
+@attrs.frozen
+class Failed:
+    """A request will not be ready, and *why*; its blocks are not free yet."""
+
+    request_id: str
+    why: str
+
+
+@attrs.frozen
+class Release:
+    """Nothing can write a failed request's blocks any more: the consumer may use them again."""
+
+    request_id: str
+
+
+@attrs.frozen
+class Closed:
+    """Nothing more will be said or heard of a request."""
+
+    request_id: str
+
+
+Action = Tell | Refused | Free | Ready | Failed | Release | Closed
+"""What a ledger wants done, in order."""
+
+
+class Present:
+    """The present start of each engine that was met; of an engine that was not, any may be."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[str, int] = {}
+
+    def meet(self, engine_id: str, epoch: int) -> None:
+        """Know a start of an engine; raise `SpecError` where *epoch* goes back."""
+        positive_int("epoch", epoch, least=self._epochs.get(is_name("engine_id", engine_id), 0))
+        self._epochs[engine_id] = epoch
+
+    def part(self, engine_id: str) -> None:
+        """Forget an engine."""
+        self._epochs.pop(engine_id, None)
+
+    def past(self, engine_id: str, epoch: int) -> bool:
+        """Return whether another start than this one is the present one."""
+        return self._epochs.get(engine_id, epoch) != epoch

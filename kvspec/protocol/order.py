@@ -1,0 +1,149 @@
+"""What a consumer rank wants of one request: from whom, which groups and layers, how far.
+
+Law: a frontier is a count that only grows: of each source, group and layer, every token before it
+moved, once. What moves has been written, nothing moves twice, and the last frontier is the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.inputs import Frozen, flag, instance, mapping, positive_int
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.plan import TransferPlan
+from kvspec.protocol.handshake import is_name
+from kvspec.protocol.notices import MAX_READERS, Key
+
+Place = tuple[str, str]
+"""A group and a layer of it."""
+
+
+def _sources(value: object) -> Mapping[RankId, Mapping[Place, int]]:
+    ranks = mapping("sources", value, "producer ranks to what is read of each")
+    inner = "(group, layer) to the position before which all tokens are read"
+    return Frozen({rank: Frozen(mapping("sources", ends, inner)) for rank, ends in ranks.items()})
+
+
+def _expected(value: object) -> Mapping[RankId, int]:
+    return Frozen(mapping("expected", value, "producer ranks to how many readers each hears of"))
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """One request to read, by one consumer rank.
+
+    *request_id*: the consumer's own; *key*, *engine_id*, *epoch*: the producer's. *expected*: each
+    producer rank that is to be told, and how many readers it will hear of, samples counted.
+    *sources*: of each that is read, the end of each layer of each group; empty where nothing moves.
+    *attempt*, *sample*: as a `Notice` has them. *partial*: read only what the producer said is
+    written; else all is. *again*: if it fails, another attempt will follow: tell nobody.
+    """
+
+    request_id: str
+    key: Key
+    engine_id: str
+    epoch: int
+    expected: Mapping[RankId, int] = attrs.field(converter=_expected)
+    sources: Mapping[RankId, Mapping[Place, int]] = attrs.field(factory=dict, converter=_sources)
+    attempt: int = 0
+    sample: int = 0
+    partial: bool = False
+    again: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        is_name("request_id", self.request_id, 1024)
+        instance("key", self.key, Key)
+        is_name("engine_id", self.engine_id)
+        for name in ("epoch", "attempt", "sample"):
+            positive_int(name, getattr(self, name), least=0)
+        flag("partial", self.partial)
+        flag("again", self.again)
+        for rank, count in self.expected.items():
+            positive_int(f"expected[{instance('expected', rank, RankId)}]", count, most=MAX_READERS)
+        for rank, ends in self.sources.items():
+            if rank not in self.expected:
+                raise SpecError("sources", str(rank), "ranks that are told when they are read")
+            for end in ends.values():
+                positive_int(f"sources[{rank}]", end)
+
+    @staticmethod
+    def of(
+        plan: TransferPlan,
+        rank: RankId,
+        ends: Mapping[str, int],
+        *,
+        samples: int = 1,
+        **rest: Any,  # noqa: ANN401
+    ) -> Order:
+        """Return what consumer *rank* reads by *plan*; *rest* are the other fields.
+
+        *ends*: by consumer group, the position before which all tokens are to move; 0, or a group
+        left out: nothing of it moves (a full hit; a window that lies in what is cached).
+        """
+        sources: dict[RankId, dict[Place, int]] = {}
+        for producer in plan.sources(rank):
+            for edge in plan.between(producer, rank):
+                end = ends.get(edge.group, 0)
+                if end:
+                    layers = {(edge.group, layer): end for layer in edge.layers}
+                    sources.setdefault(producer, {}).update(layers)
+        told = plan.notifies(rank)
+        expected = {producer: len(plan.notifiers(producer)) * samples for producer in told}
+        return Order(sources=sources, expected=expected, **rest)
+
+
+class Frontiers:
+    """How far one source's layers have been started, have arrived, and were written before that."""
+
+    def __init__(self, ends: Mapping[Place, int], *, partial: bool) -> None:
+        self._ends = ends
+        self._started = dict.fromkeys(ends, 0)
+        self._left = dict(ends)
+        self._written = dict.fromkeys(ends, 0) if partial else dict(ends)
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything has arrived."""
+        return not any(self._left.values())
+
+    def wrote(self, place: Place, upto: int) -> None:
+        """Note how far the producer wrote; a frontier never goes back, nor beyond the end."""
+        if place in self._written:
+            self._written[place] = max(self._written[place], min(upto, self._ends[place]))
+
+    def readable(self) -> dict[Place, int]:
+        """Return how far each layer can be started beyond where it has been."""
+        return {place: upto for place, upto in self._written.items() if upto > self._started[place]}
+
+    def start(
+        self, group: str, layers: Iterable[str] | None, upto: int | None
+    ) -> dict[Place, range]:
+        """Start *layers* of *group*, all unless given, up to a position, the end unless given.
+
+        Return the places that move, each with its positions; raise `SpecError` where one would move
+        twice, before it was written, or is none of this source's.
+        """
+        named = [place for place in self._ends if place[0] == group]
+        places = named if layers is None else [(group, layer) for layer in layers]
+        moved = {}
+        for place in places:
+            if place not in self._ends:
+                raise SpecError("layers", place, "layers of the group that this source is read for")
+            end = self._ends[place] if upto is None else positive_int("upto", upto)
+            if not self._started[place] < end <= self._written[place]:
+                least, most = self._started[place], self._written[place]
+                raise SpecError("upto", end, f"more than {least}, of {place}, and at most {most}")
+            moved[place] = range(self._started[place], end)
+        if not moved:
+            raise SpecError("group", group, "a group that this source is read for")
+        self._started.update({place: tokens.stop for place, tokens in moved.items()})
+        return moved
+
+    def finish(self, moved: Mapping[Place, range]) -> None:
+        """Note what arrived; steps may end in any order."""
+        for place, tokens in moved.items():
+            self._left[place] -= len(tokens)

@@ -1,0 +1,252 @@
+"""What a producer rank holds for readers, and when it is free: events in, actions out.
+
+Law: each request is freed exactly once: when all of its readers are done, or its lease is over.
+Until then nothing is freed, whatever aborts; afterwards every reader that comes is told that what
+it read is void. No clock and no socket: time is an argument, and what grows is bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int, seconds
+from kvspec.protocol.held import Request, Seen
+from kvspec.protocol.notices import (
+    MAX_READERS,
+    READERS,
+    Action,
+    Free,
+    Key,
+    Notice,
+    Party,
+    Present,
+    Refused,
+    Tell,
+)
+from kvspec.protocol.states import PRODUCER
+
+
+class ProducerLedger:
+    """The requests that one producer rank holds.
+
+    *lease*: seconds that a request is held after it was admitted, or after a reader's last beat;
+    as long, a freed one is remembered and an unknown one kept. *longest*: seconds after which beats
+    no longer help. *most_early*: notices kept of requests that the engine did not tell of yet.
+    """
+
+    def __init__(
+        self, me: Party, *, lease: float = 30.0, longest: float = 3600.0, most_early: int = 4096
+    ) -> None:
+        self.me = me
+        self.lease = seconds("lease", lease)
+        self.longest = seconds("longest", longest)
+        self._most_early = positive_int("most_early", most_early)
+        self._now = 0.0
+        self._requests: dict[Key, Request] = {}
+        self._open: dict[str, Key] = {}
+        self._kept = 0
+        self._present = Present()
+        self._wake: list[tuple[float, int, Key]] = []
+        self._pushed = 0
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The ids of the requests whose blocks are not free."""
+        return tuple(self._open)
+
+    @property
+    def remembered(self) -> int:
+        """How many requests there is anything about: held, freed lately, or not admitted yet."""
+        return len(self._requests)
+
+    @property
+    def due(self) -> float | None:
+        """When `tick` has something to do, or None."""
+        return self._wake[0][0] if self._wake else None
+
+    def admit(
+        self, request_id: str, nonce: bytes, now: float, *, expected: int | None = None
+    ) -> list[Action]:
+        """Hold a request. *expected*: how many readers will come, if the engine knows.
+
+        Raises `SpecError` where the id is held already, or the nonce was used for it before.
+        """
+        actions = self.tick(now)
+        key = Key(request_id, nonce)
+        if expected is not None:
+            positive_int("expected", expected, most=MAX_READERS)
+        request = self._requests.get(key)
+        if request_id in self._open or (request is not None and request.state != "unknown"):
+            raise SpecError("request_id", request_id, "one that is not held, and a new nonce")
+        if request is None:
+            request = self._remember(key)
+        request.expires = self._now + self.lease
+        request.latest = self._now + max(self.longest, self.lease)
+        request.expected = expected
+        self._open[request_id] = key
+        return actions + self._step(request, "admit")
+
+    def receive(self, notice: Notice, now: float) -> list[Action]:
+        """Take a reader's notice."""
+        actions = self.tick(now)
+        if notice.kind not in READERS or notice.to != self.me:
+            return [*actions, Refused(notice, f"not for {self.me}, or no reader's")]
+        if self._present.past(notice.by.engine_id, notice.by.epoch):
+            return [*actions, Refused(notice, "of another start of that engine")]
+        request = self._requests.get(notice.key)
+        if request is None and self._kept == self._most_early:
+            return [*actions, Refused(notice, f"of an unknown request: {self._kept} wait already")]
+        request = request or self._remember(notice.key)
+        return actions + self._heard(request, notice)
+
+    def wrote(self, request_id: str, group: str, layer: str, upto: int, now: float) -> list[Action]:
+        """Say that a layer of a group is written up to position *upto*; readers are told."""
+        actions = self.tick(now)
+        key = self._open.get(request_id)
+        if key is None:
+            raise SpecError("request_id", request_id, "one that is held")
+        request = self._requests[key]
+        if upto < request.written.get((group, layer), 0):
+            raise SpecError("upto", upto, "a frontier that does not go back")
+        request.written[group, layer] = upto
+        told = (n.answer("wrote", group=group, layer=layer, upto=upto) for n in request.reading())
+        return actions + [Tell(notice) for notice in told]
+
+    def abort(self, request_id: str, now: float) -> list[Action]:
+        """Fence a request: whoever reads it is told so; what may be read is not freed yet."""
+        actions = self.tick(now)
+        key = self._open.get(request_id)
+        return actions + (self._step(self._requests[key], "abort") if key is not None else [])
+
+    def meet(self, engine_id: str, epoch: int) -> None:
+        """Know which start of an engine is the present one; notices of others are refused.
+
+        Raises `SpecError` where *epoch* goes back. Requests that an earlier start read are held
+        until their lease is over: nobody can say that it reads no more.
+        """
+        self._present.meet(engine_id, epoch)
+
+    def part(self, engine_id: str) -> None:
+        """Forget an engine that was met."""
+        self._present.part(engine_id)
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass, which never goes back."""
+        self._now = max(self._now, seconds("now", now))
+        actions: list[Action] = []
+        while self._wake and self._wake[0][0] <= self._now:
+            request = self._requests[heapq.heappop(self._wake)[2]]
+            if request.expires <= self._now:
+                actions += self._step(request, "time")
+            if request.state != "forgotten":
+                self._push(request)
+        return actions
+
+    def _remember(self, key: Key) -> Request:
+        """Return a request that nobody knew of; a lease later it is forgotten again."""
+        request = self._requests[key] = Request(key, self._now + self.lease, self._now)
+        self._push(request)
+        return request
+
+    def _push(self, request: Request) -> None:
+        """Wake for a request when it expires; each has one entry, that may be too early."""
+        self._pushed += 1
+        heapq.heappush(self._wake, (request.expires, self._pushed, request.key))
+
+    def _heard(self, request: Request, notice: Notice) -> list[Action]:
+        """Take a notice about a request: count it, answer it, or refuse it."""
+        if request.state == "unknown":
+            return self._step(request, notice.kind, notice)
+        seen = request.seen(notice)
+        if request.state == "freed":
+            return self._step(request, "again" if _again(seen, notice) else notice.kind, notice)
+        why = request.contradicts(notice)
+        if why is not None:
+            return [Refused(notice, why)]
+        actions = self._step(request, "again" if _again(seen, notice) else notice.kind, notice)
+        return actions + (self._step(request, "complete") if request.complete else [])
+
+    def _step(self, request: Request, event: str, notice: Notice | None = None) -> list[Action]:
+        """Take the row of the table for *event*, and do what it says."""
+        row = PRODUCER[request.state, event]
+        before, request.state = request.state, row.state
+        act = _ACTS.get(row.done)
+        actions = act(self, request, notice, before) if act else []
+        if row.state == "forgotten":
+            self._kept -= len(request.early)
+            del self._requests[request.key]
+        return actions
+
+    def _keep(self, request: Request, notice: Notice, _: str) -> list[Action]:
+        """Keep an early notice; of one reader, the last: it is done, or of a later attempt."""
+        reader = (notice.by, notice.sample)
+        old = request.early.get(reader)
+        if old is None:
+            if self._kept == self._most_early:
+                return [Refused(notice, f"of an unknown request: {self._kept} wait already")]
+            self._kept += 1
+        if old is None or _order(notice) > _order(old):
+            request.early[reader] = notice
+        return []
+
+    def _replay(self, request: Request, _: Notice | None, __: str) -> list[Action]:
+        """Take the early notices of a request that is admitted now."""
+        early = list(request.early.values())
+        request.early.clear()
+        self._kept -= len(early)
+        return [action for notice in early for action in self._heard(request, notice)]
+
+    def _grant(self, request: Request, notice: Notice, _: str) -> list[Action]:
+        """Give a reader time, and tell it what it can read."""
+        request.note(notice, "grant")
+        request.expires = max(request.expires, min(self._now + self.lease, request.latest))
+        told = (
+            Tell(notice.answer("wrote", group=group, layer=layer, upto=upto))
+            for (group, layer), upto in request.written.items()
+        )
+        return [Tell(notice.answer("grant", lease=request.expires - self._now)), *told]
+
+    def _valid(self, request: Request, notice: Notice, _: str) -> list[Action]:
+        request.note(notice, "valid")
+        return [Tell(notice.answer("valid"))]
+
+    def _gone(self, request: Request, notice: Notice | None, before: str) -> list[Action]:
+        """Tell whoever asked that nothing is held; of an unknown request, all who asked."""
+        if notice is None:
+            return [Tell(early.answer("gone")) for early in request.early.values()]
+        if before == "fenced":
+            request.note(notice, "gone")
+        return [Tell(notice.answer("gone"))]
+
+    def _repeat(self, request: Request, notice: Notice, _: str) -> list[Action]:
+        seen = request.seen(notice)
+        return [Tell(notice.answer(seen.answer if seen else "gone"))]
+
+    def _free(self, request: Request, _: Notice | None, before: str) -> list[Action]:
+        """Free a request, and remember its readers as long as a lease, for those who ask again."""
+        del self._open[request.key.request_id]
+        why = "sent" if request.complete else "expired"
+        request.expires = self._now + self.lease
+        return [Free(request.key.request_id, "aborted" if before == "fenced" else why)]
+
+
+def _again(seen: Seen | None, notice: Notice) -> bool:
+    """Return whether the reader said before that it is done with this attempt."""
+    return seen is not None and seen.done and seen.notice.attempt == notice.attempt
+
+
+def _order(notice: Notice) -> tuple[int, bool, int]:
+    return notice.attempt, notice.kind == "done", notice.number
+
+
+_ACTS: dict[str, Callable[..., list[Action]]] = {
+    "keep": ProducerLedger._keep,  # noqa: SLF001
+    "replay": ProducerLedger._replay,  # noqa: SLF001
+    "grant": ProducerLedger._grant,  # noqa: SLF001
+    "valid": ProducerLedger._valid,  # noqa: SLF001
+    "gone": ProducerLedger._gone,  # noqa: SLF001
+    "repeat": ProducerLedger._repeat,  # noqa: SLF001
+    "free": ProducerLedger._free,  # noqa: SLF001
+}

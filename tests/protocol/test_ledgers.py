@@ -1,0 +1,419 @@
+"""Law 12: each request is freed once, after its last reader; what failed never becomes readable.
+
+Over any plan and any order of lost, doubled, early, late, foreign and reordered notices, beats,
+aborts, restarts and frontiers. A dozen broken ledgers are caught by the same assertions.
+"""
+
+# ruff: noqa: D102 - the rules of the machine are named by what happens
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from two_engines import World
+
+import kvspec
+from kvspec.protocol import CONSUMER, PRODUCER, ConsumerLedger, ProducerLedger
+from kvspec.protocol.load import name_of
+from kvspec.testing import strategies
+
+AT = st.integers(0, 50)
+FORGED = ("nonce", "id", "epoch", "start", "number", "fewer", "more", "stranger")
+ENDS = ("done", "done", "done", "done", "failed", "hangs")
+
+
+class Machine(RuleBasedStateMachine):
+    """Anything that may happen to two engines, in any order."""
+
+    world: World
+
+    @initialize(
+        pair=strategies.engine_pairs(largest=4), replicas=st.sampled_from(("spread", "stripe"))
+    )
+    def begin(self, pair: Any, replicas: Any) -> None:
+        self.world = World(kvspec.plan_transfer(*pair, replicas=replicas))
+
+    @rule(samples=st.sampled_from((1, 1, 2)), moved=st.integers(0, 7), partial=st.booleans(),
+          sure=st.booleans(), old=st.integers(0, 2))  # fmt: skip
+    def admit(self, samples: int, moved: int, partial: bool, sure: bool, old: int) -> None:
+        self.world.admit(samples, moved, partial=partial, sure=sure, old=old)
+
+    @rule(at=AT)
+    def admit_rank(self, at: int) -> None:
+        self.world.admit_rank(at)
+
+    @rule(at=AT, again=st.booleans(), rejected=st.sampled_from((False, False, False, True)))
+    def expect_rank(self, at: int, again: bool, rejected: bool) -> None:
+        self.world.expect_rank(at, again=again, rejected=rejected)
+
+    @rule(at=AT, upto=st.sampled_from((6, 6, 2, 3)))
+    def start(self, at: int, upto: int) -> None:
+        self.world.start(at, upto)
+
+    @rule(at=AT, how=st.sampled_from(ENDS))
+    def finish(self, at: int, how: str) -> None:
+        self.world.finish(at, how)
+
+    @rule(at=AT, upto=st.integers(1, 6))
+    def wrote(self, at: int, upto: int) -> None:
+        self.world.wrote(at, upto)
+
+    @rule(at=AT, twice=st.booleans())
+    def deliver(self, at: int, twice: bool) -> None:
+        self.world.deliver(at, twice=twice)
+
+    @rule(at=AT)
+    def lose(self, at: int) -> None:
+        self.world.lose(at)
+
+    @rule(at=AT, how=st.sampled_from(FORGED))
+    def forge(self, at: int, how: str) -> None:
+        self.world.forge(at, how)
+
+    @rule(at=AT)
+    def abort(self, at: int) -> None:
+        self.world.abort(at)
+
+    @rule(at=AT)
+    def cancel(self, at: int) -> None:
+        self.world.cancel(at)
+
+    @rule(at=AT)
+    def retry(self, at: int) -> None:
+        self.world.retry(at)
+
+    @rule(seconds=st.sampled_from((0.5, 2.0, 5.0, 11.0)))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @rule(name=st.sampled_from("PD"), really=st.sampled_from((False, False, True)))
+    def restart(self, name: str, really: bool) -> None:
+        if really:
+            self.world.restart(name)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.end()
+
+
+TestLedgers = Machine.TestCase
+TestLedgers.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+def engine(tp: int, heads: int, pp: int = 1) -> kvspec.EngineSpec:
+    """Return an engine of two groups, one layer of each on every stage."""
+    full = kvspec.FullAttentionSpec(
+        block_size=4, total_num_kv_heads=heads, head_size=2, dtype="uint8"
+    )
+    latent = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    groups = [
+        kvspec.KVCacheGroup(name="full", layers=["l.0", "l.2"], spec=full),
+        kvspec.KVCacheGroup(name="latent", layers=["l.1", "l.3"], spec=latent),
+    ]
+    parallel = kvspec.ParallelConfig(tp_size=tp, pp_size=pp)
+    return kvspec.EngineSpec(groups=groups, parallel=parallel)
+
+
+PLANS = tuple(
+    kvspec.plan_transfer(engine(p, heads, pp), engine(d, heads))
+    for p, d, heads, pp in ((1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 2, 1), (4, 2, 2, 1), (2, 3, 6, 1),
+                            (1, 2, 2, 2))
+)  # fmt: skip
+
+
+def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
+    """Let anything happen to two engines, as *seed* has it."""
+    drawn = random.Random(seed)
+    world = World(drawn.choice(PLANS), **ledgers)
+    small = lambda: drawn.randrange(51)  # noqa: E731
+    rules = {
+        "admit": (3, lambda: world.admit(
+            drawn.choice((1, 1, 2)), drawn.randrange(4), partial=drawn.random() < 0.2,
+            sure=drawn.random() < 0.3, old=drawn.randrange(2))),
+        "admit rank": (8, lambda: world.admit_rank(small())),
+        "expect": (9, lambda: world.expect_rank(
+            small(), again=drawn.random() < 0.4, rejected=drawn.random() < 0.1)),
+        "start": (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
+        "finish": (25, lambda: world.finish(small(), drawn.choice(ENDS * 2 + ("done",) * 8))),
+        "wrote": (3, lambda: world.wrote(small(), drawn.randrange(1, 7))),
+        "deliver": (30, lambda: world.deliver(small(), twice=drawn.random() < 0.2)),
+        "lose": (1, lambda: world.lose(small())),
+        "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
+        "abort": (0.3, lambda: world.abort(small())),
+        "cancel": (0.5, lambda: world.cancel(small())),
+        "retry": (3, lambda: world.retry(small())),
+        "advance": (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
+        "restart": (0.2, lambda: world.restart(drawn.choice("PD"))),
+    }  # fmt: skip
+    weights = [weight for weight, _ in rules.values()]
+    for _, act in drawn.choices(list(rules.values()), weights, k=steps):
+        act()
+    world.end()
+    return world
+
+
+def calm(seed: int, **ledgers: Any) -> World:
+    """Read a few requests with no fault but the order of what happens: all are ready, all sent."""
+    drawn = random.Random(seed)
+    world = World(drawn.choice(PLANS), **ledgers)
+    for number in range(3):
+        world.admit(drawn.choice((1, 2)), drawn.randrange(4), partial=False,
+                    sure=drawn.random() < 0.3, old=number)  # fmt: skip
+    for _ in range(2000):
+        drawn.choice((
+            lambda: world.admit_rank(drawn.randrange(9)),
+            lambda: world.expect_rank(drawn.randrange(9), again=False, rejected=False),
+            lambda: world.start(drawn.randrange(50), 6),
+            lambda: world.finish(drawn.randrange(50), "done"),
+            lambda: world.deliver(drawn.randrange(50)),
+        ))()  # fmt: skip
+        world.advance(0.004)
+    world.end()
+    assert {"ready"} == {load.outcome for load in world.loads}
+    assert {"sent"} == {why for request in world.requests for why in request.freed.values()}
+    return world
+
+
+def test_nothing_goes_wrong_when_nothing_fails() -> None:
+    """Requests of any plan, samples and full hits are all ready, and freed as sent."""
+    for seed in range(20):
+        calm(seed)
+
+
+def test_anything_may_happen() -> None:
+    """Nothing is left over, freed twice or too early, nor ready with what it should not have."""
+    worlds = [chaos(seed) for seed in range(150)]
+    outcomes = {load.outcome for world in worlds for load in world.loads}
+    why = {why for world in worlds for r in world.requests for why in r.freed.values()}
+    assert {"ready", "failed", "died"} == outcomes
+    assert {"sent", "expired", "aborted"} == why
+
+
+class Taken(dict[Any, Any]):
+    """A table that knows which of its rows were looked up."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__(table)
+        self.rows: set[Any] = set()
+
+    def __getitem__(self, row: Any) -> Any:
+        self.rows.add(row)
+        return super().__getitem__(row)
+
+
+def test_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row of a table is there for show, and no other is missed."""
+    tables = {"producer.PRODUCER": Taken(PRODUCER), "consumer.CONSUMER": Taken(CONSUMER)}
+    for name, table in tables.items():
+        monkeypatch.setattr(f"kvspec.protocol.{name}", table)
+    for seed in range(120):
+        chaos(seed, steps=400)
+    for table in tables.values():
+        assert set(table) == table.rows
+
+
+class ByTotal(ProducerLedger):
+    """Count notices that say done, not readers."""
+
+    def receive(self, notice: Any, now: float) -> Any:
+        """Take each done as one reader's."""
+        self.extra = getattr(self, "extra", 0) + 1
+        by = attrs.evolve(notice.by, rank=kvspec.RankId(tp=1000 + self.extra))
+        request = self._requests.get(notice.key)
+        known = request and request.state == "held" and request.seen(notice)
+        if notice.kind == "done" and known and known.done:
+            super().receive(attrs.evolve(notice, by=by), now)
+        return super().receive(notice, now)
+
+
+class ByRequest(ProducerLedger):
+    """Know a request by its id alone."""
+
+    def receive(self, notice: Any, now: float) -> Any:
+        """Take whatever nonce for the right one."""
+        key = self._open.get(notice.key.request_id, notice.key)
+        return super().receive(attrs.evolve(notice, key=key), now)
+
+
+class OnAbort(ProducerLedger):
+    """Free on abort."""
+
+    def abort(self, request_id: str, now: float) -> Any:
+        """Free at once."""
+        actions = super().abort(request_id, now)
+        key = self._open.get(request_id)
+        return actions + (self._step(self._requests[key], "complete") if key else [])
+
+
+class FirstCount(ProducerLedger):
+    """Believe the first that says how many will come."""
+
+    def receive(self, notice: Any, now: float) -> Any:
+        """Replace every later count by the first."""
+        request = self._requests.get(notice.key)
+        start = request and request.starts.get((notice.by.engine_id, notice.by.epoch))
+        if start and notice.expected:
+            notice = attrs.evolve(notice, expected=start.expected)
+        return super().receive(notice, now)
+
+
+class NoEarly(ProducerLedger):
+    """Tell who is early that nothing is here."""
+
+    def _keep(self, request: Any, notice: Any, _: str) -> Any:
+        return self._gone(request, notice, _)
+
+    def _step(self, request: Any, event: str, notice: Any = None) -> Any:
+        if request.state == "unknown" and event in ("beat", "done"):
+            return self._keep(request, notice, "unknown")
+        return super()._step(request, event, notice)
+
+
+class NoFence(ProducerLedger):
+    """Tell who is late that all is well."""
+
+    def _step(self, request: Any, event: str, notice: Any = None) -> Any:
+        if request.state == "freed" and event == "done":
+            return [kvspec.protocol.Tell(notice.answer("valid"))]
+        return super()._step(request, event, notice)
+
+
+class NoBeats(ProducerLedger):
+    """Grant time, and do not keep the promise."""
+
+    def _heard(self, request: Any, notice: Any) -> Any:
+        expires = request.expires
+        actions = super()._heard(request, notice)
+        if request.state == "held":
+            request.expires = expires
+        return actions
+
+
+class Twice(ProducerLedger):
+    """Free again when the lease of what was sent is over."""
+
+    def tick(self, now: float) -> Any:
+        """Free whatever is forgotten."""
+        before = {r.key.request_id for r in self._requests.values() if r.state == "freed"}
+        actions = super().tick(now)
+        after = {r.key.request_id for r in self._requests.values()}
+        return actions + [kvspec.protocol.Free(name, "expired") for name in sorted(before - after)]
+
+
+class AnyStart(ProducerLedger):
+    """Take a notice of an engine's earlier start for one of the present."""
+
+    def receive(self, notice: Any, now: float) -> Any:
+        """Replace the epoch."""
+        epoch = self._present._epochs.get(notice.by.engine_id, notice.by.epoch)
+        return super().receive(attrs.evolve(notice, by=attrs.evolve(notice.by, epoch=epoch)), now)
+
+
+class AnyRank(ProducerLedger):
+    """Take one rank's notices for another's."""
+
+    def receive(self, notice: Any, now: float) -> Any:
+        """Count all ranks as one, and all that come as it."""
+        by = attrs.evolve(notice.by, rank=kvspec.RankId())
+        return super().receive(attrs.evolve(notice, by=by, expected=min(notice.expected, 1)), now)
+
+
+class Everlasting(ProducerLedger):
+    """Remember what was freed for ever."""
+
+    def tick(self, now: float) -> Any:
+        """Put back what was forgotten."""
+        kept = {k: r for k, r in self._requests.items() if r.state == "freed"}
+        actions = super().tick(now)
+        self._requests.update(kept)
+        return actions
+
+
+class Unasked(ConsumerLedger):
+    """Be ready as soon as all is there, whether or not it was still held."""
+
+    def finish(self, step: int, now: float) -> Any:
+        """Believe every source."""
+        load = self._loads[self._steps[step][0]]
+        for source in load.sources.values():
+            source.held = float("inf")
+        return super().finish(step, now)
+
+
+class FromAnswer(ConsumerLedger):
+    """Measure a lease from when its grant came, not from before it was asked for."""
+
+    def receive(self, notice: Any, now: float) -> Any:
+        """Add what passed since it was asked."""
+        load = self._loads.get(self._names.get(name_of(notice), ""))
+        asked = load.asked.get(notice.by.rank, {}).get(notice.number) if load else None
+        if notice.kind == "grant" and asked is not None:
+            notice = attrs.evolve(notice, lease=notice.lease + now - asked)
+        return super().receive(notice, now)
+
+
+class OneSource(ConsumerLedger):
+    """Be ready when one source is whole."""
+
+    def _moved(self, load: Any) -> Any:
+        if load.state == "moving" and any(s.whole is not None for s in load.sources.values()):
+            load.sources = {r: s for r, s in load.sources.items() if s.whole is not None}
+        return super()._moved(load)
+
+
+class AtOnce(ConsumerLedger):
+    """Release the blocks of what failed at once."""
+
+    def _quiet(self, load: Any) -> Any:
+        steps, load.steps = load.steps, set()
+        actions = super()._quiet(load)
+        load.steps = steps
+        return actions
+
+
+class OnlySources(ConsumerLedger):
+    """Forget the producer ranks that nobody reads."""
+
+    def expect(self, order: Any, now: float, timeout: float) -> Any:
+        """Tell the sources alone."""
+        told = {rank: n for rank, n in order.expected.items() if rank in order.sources}
+        return super().expect(attrs.evolve(order, expected=told), now, timeout)
+
+
+class Stubborn(ConsumerLedger):
+    """Go on where a read has failed."""
+
+    def fail(self, step: int, why: str, now: float, *, quiet: bool = True) -> Any:
+        """Take a failed read for one that is done."""
+        return self.finish(step, now) if quiet and why else self.tick(now)
+
+
+CALM = 8
+"""Seeds that are tried without a fault too."""
+BROKEN = {
+    "producer": (ByTotal, ByRequest, OnAbort, FirstCount, NoEarly, NoFence, NoBeats, Twice,
+                 AnyStart, AnyRank, Everlasting),
+    "consumer": (Unasked, FromAnswer, OneSource, AtOnce, OnlySources, Stubborn),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("side", "ledger"), [(side, each) for side, kinds in BROKEN.items() for each in kinds]
+)
+def test_a_broken_ledger_is_caught(side: str, ledger: type) -> None:
+    """Each fails an assertion within a few hundred seeds."""
+
+    def try_many() -> None:
+        for seed in range(400):
+            if seed < CALM:
+                calm(seed, **{side: ledger})
+            chaos(seed, **{side: ledger})
+
+    with pytest.raises(AssertionError):
+        try_many()

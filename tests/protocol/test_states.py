@@ -1,0 +1,51 @@
+"""The tables of the ledgers: whole, and drawn as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvspec.protocol import CONSUMER, PRODUCER
+
+ROOT = Path(__file__).parents[2]
+
+
+def drawer() -> Any:
+    """Return the program that writes the page, as a module."""
+    spec = importlib.util.spec_from_file_location("draw_ledgers", ROOT / "docs/draw_ledgers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_the_table() -> None:
+    """docs/ledgers.md is what the tables say."""
+    page = drawer()
+    assert page.page() == page.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("table", "end"), [(PRODUCER, "forgotten"), (CONSUMER, "closed")])
+def test_every_state_leads_to_the_end(table: dict[tuple[str, str], Any], end: str) -> None:
+    """From every state there is a way to the last one, and none leads out of it."""
+    reach = {end}
+    for _ in table:
+        reach |= {state for (state, _), row in table.items() if row.state in reach}
+    states = {state for state, _ in table} | {row.state for row in table.values()}
+    assert states == reach
+    assert end not in {state for state, _ in table}
+
+
+def test_only_what_is_held_is_freed() -> None:
+    """A request is freed when it leaves *held* or *fenced*, to *freed*, and only then."""
+    left = {
+        (state, row.state)
+        for (state, _), row in PRODUCER.items()
+        if state in ("held", "fenced") and row.state not in ("held", "fenced")
+    }
+    freed = {(state, row.state) for (state, _), row in PRODUCER.items() if row.done == "free"}
+    assert {("held", "freed"), ("fenced", "freed")} == left == freed

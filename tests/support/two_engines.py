@@ -1,0 +1,434 @@
+"""Two engines, a network that loses, doubles, delays and forges, and what must hold all the time.
+
+Truth is kept here, apart from the ledgers: which blocks are overwritten, what was read when, who
+was to come. A ledger that frees too early, is ready too early, or never ends fails an assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+import kvspec
+from kvspec.protocol import (
+    Closed,
+    ConsumerLedger,
+    Failed,
+    Free,
+    Key,
+    Notice,
+    Order,
+    Party,
+    ProducerLedger,
+    Ready,
+    Release,
+    Tell,
+    decode_notice,
+    encode_notice,
+)
+
+LEASE, LONGEST, BEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
+Rank = kvspec.RankId
+
+
+@attrs.define(eq=False)
+class Request:
+    """One request of the producer: what is read of it, and what became of it, by producer rank."""
+
+    key: Key
+    epoch: int
+    samples: int
+    ends: dict[str, int]
+    partial: bool
+    sure: bool
+    attempt: int = 0
+    promised: dict[Rank, float] = attrs.field(factory=dict)
+    freed: dict[Rank, str] = attrs.field(factory=dict)
+    done: dict[Rank, set[tuple[Rank, int]]] = attrs.field(factory=dict)
+    lost: bool = False
+
+
+@attrs.define(eq=False)
+class Load:
+    """One rank's attempt to read a request."""
+
+    request: Request
+    rank: Rank
+    order: Order
+    left: dict[tuple[Rank, str, str], int]
+    void: bool = False
+    outcome: str = ""
+    released: bool = False
+    closed: bool = False
+
+
+@attrs.define(eq=False)
+class Step:
+    """One read that was posted."""
+
+    load: Load
+    source: Rank
+    moved: dict[tuple[str, str], range]
+    failed: bool = False
+
+
+class World:
+    """A producer "P", a consumer "D", and what lies between them."""
+
+    def __init__(
+        self,
+        plan: kvspec.TransferPlan,
+        producer: type[ProducerLedger] = ProducerLedger,
+        consumer: type[ConsumerLedger] = ConsumerLedger,
+    ) -> None:
+        self.plan, self.kinds, self.now = plan, (producer, consumer), 0.0
+        self.epochs = {"P": 1, "D": 1}
+        self.net: list[bytes] = []
+        self.sent: list[bytes] = []
+        self.requests: list[Request] = []
+        self.loads: list[Load] = []
+        self.steps: dict[tuple[Rank, int], Step] = {}
+        self.to_admit: list[tuple[Request, Rank]] = []
+        self.to_expect: list[tuple[Request, Rank, int]] = []
+        self.count = 0
+        self.start_engine("P")
+        self.start_engine("D")
+
+    def start_engine(self, name: str) -> None:
+        """Start an engine: ledgers that know nothing, of a new epoch."""
+        side = self.plan.producer if name == "P" else self.plan.consumer
+        ranks = side.parallel.ranks
+        own = {rank: Party(name, self.epochs[name], rank) for rank in ranks}
+        if name == "P":
+            self.producers = {
+                rank: self.kinds[0](party, lease=LEASE, longest=LONGEST)
+                for rank, party in own.items()
+            }
+            for ledger in self.producers.values():
+                ledger.meet("D", self.epochs["D"])
+        else:
+            self.consumers = {
+                rank: self.kinds[1](party, beat=BEAT, patience=PATIENCE)
+                for rank, party in own.items()
+            }
+            for reader in self.consumers.values():
+                self.acted(reader.meet("P", self.epochs["P"], self.now), "D", reader.me.rank)
+
+    def restart(self, name: str) -> None:
+        """End an engine and start it again; its peer is introduced to the new start."""
+        self.epochs[name] += 1
+        if name == "P":
+            for request in self.requests:
+                request.lost = True
+            self.to_admit.clear()
+            self.to_expect = []
+            self.start_engine("P")
+            for rank, reader in self.consumers.items():
+                self.acted(reader.meet("P", self.epochs["P"], self.now), "D", rank)
+            return
+        for load in self.loads:
+            if not load.closed:
+                load.closed, load.outcome, load.released = True, load.outcome or "died", True
+        self.steps.clear()
+        self.to_expect = []
+        self.start_engine("D")
+        for ledger in self.producers.values():
+            ledger.meet("D", self.epochs["D"])
+
+    def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
+        """Make a request: its ranks are told one by one, and so are the readers."""
+        self.count += 1
+        held = {name for ledger in self.producers.values() for name in ledger.held}
+        held |= {request.key.request_id for request, _ in self.to_admit}
+        name = f"request {old}"
+        if name in held:
+            name = f"request {self.count + 100}"
+        groups = [group.name for group in self.plan.consumer.groups]
+        ends = {group: 6 for at, group in enumerate(groups) if moved >> at & 1}
+        key = Key(name, self.count.to_bytes(8, "big"))
+        request = Request(key, self.epochs["P"], samples, ends, partial, sure)
+        self.requests.append(request)
+        self.to_admit += [(request, rank) for rank in self.producers]
+        self.expected(request)
+
+    def expected(self, request: Request) -> None:
+        """Let every reader know of a request, or of the next attempt at it."""
+        self.to_expect += [
+            (request, rank, sample) for rank in self.consumers for sample in range(request.samples)
+        ]
+
+    def admit_rank(self, at: int) -> None:
+        """Tell one producer rank of a request."""
+        if self.to_admit:
+            request, rank = self.to_admit.pop(at % len(self.to_admit))
+            readers = len(self.plan.notifiers(rank)) * request.samples
+            request.promised[rank] = self.now + LEASE
+            actions = self.producers[rank].admit(
+                request.key.request_id,
+                request.key.nonce,
+                self.now,
+                expected=readers if request.sure else None,
+            )
+            self.acted(actions, "P", rank)
+
+    def expect_rank(self, at: int, *, again: bool, rejected: bool) -> None:
+        """Tell one consumer rank of a request."""
+        if not self.to_expect:
+            return
+        request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
+        order = Order.of(
+            self.plan,
+            rank,
+            {} if rejected else request.ends,
+            samples=request.samples,
+            request_id=f"{self.count}.{len(self.loads)}",
+            key=request.key,
+            engine_id="P",
+            epoch=request.epoch,
+            attempt=request.attempt,
+            sample=sample,
+            partial=request.partial,
+            again=again,
+        )
+        if request.epoch != self.epochs["P"]:
+            return
+        left = {
+            (s, *place): end for s, ends in order.sources.items() for place, end in ends.items()
+        }
+        self.loads.append(Load(request, rank, order, left))
+        self.acted(self.consumers[rank].expect(order, self.now, TIMEOUT), "D", rank)
+
+    def start(self, at: int, upto: int) -> None:
+        """Post a read of something that can be read."""
+        moving = [load for load in self.loads if self.state(load) == "moving"]
+        if not moving:
+            return
+        load = moving[at % len(moving)]
+        readable = self.consumers[load.rank].readable(load.order.request_id)
+        places = [(s, place, end) for s, ends in readable.items() for place, end in ends.items()]
+        if not places:
+            return
+        source, (group, layer), end = places[at % len(places)]
+        begin = load.order.sources[source][group, layer] - load.left[source, group, layer]
+        open_ = [s for s in self.steps.values() if s.load is load and s.source == source]
+        begin += sum(len(s.moved.get((group, layer), ())) for s in open_)
+        stop = min(end, begin + upto)
+        name = load.order.request_id
+        step = self.consumers[load.rank].start(name, source, group, [layer], stop)
+        self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
+
+    def finish(self, at: int, how: str) -> None:
+        """End a read: done, failed, or failed but perhaps still writing."""
+        if not self.steps:
+            return
+        name = list(self.steps)[at % len(self.steps)]
+        step, ledger = self.steps[name], self.consumers[name[0]]
+        if how == "done" or step.failed:
+            del self.steps[name]
+            request = step.load.request
+            step.load.void |= request.lost or step.source in request.freed or step.failed
+            for place, tokens in step.moved.items():
+                step.load.left[step.source, *place] -= len(tokens)
+            actions = ledger.finish(name[1], self.now)
+        elif how == "failed":
+            del self.steps[name]
+            step.load.void = True
+            actions = ledger.fail(name[1], "a read failed", self.now)
+        else:
+            step.failed = step.load.void = True
+            actions = ledger.fail(name[1], "a read hangs", self.now, quiet=False)
+        self.acted(actions, "D", name[0])
+
+    def wrote(self, at: int, upto: int) -> None:
+        """Let a producer rank say how far it wrote a layer of a request that is read in parts."""
+        told = [
+            (request, rank)
+            for request in self.requests
+            if request.partial and not request.lost
+            for rank in request.promised
+            if rank not in request.freed
+        ]
+        if told:
+            request, rank = told[at % len(told)]
+            for group in self.plan.consumer.groups:
+                for layer in group.layers:
+                    ledger, name = self.producers[rank], request.key.request_id
+                    written = ledger._requests[request.key].written.get((group.name, layer), 0)
+                    frontier = max(written, upto)
+                    actions = ledger.wrote(name, group.name, layer, frontier, self.now)
+                    self.acted(actions, "P", rank)
+                    if name not in ledger.held:
+                        return
+
+    def deliver(self, at: int, *, twice: bool = False) -> None:
+        """Deliver a message that is on its way, or a copy of it."""
+        if self.net:
+            at %= len(self.net)
+            data = self.net[at] if twice else self.net.pop(at)
+            self.arrive(decode_notice(data))
+
+    def arrive(self, notice: Notice) -> None:
+        """Give a notice to the rank that it is addressed to."""
+        ledgers: dict[Rank, Any] = self.producers if notice.to.engine_id == "P" else self.consumers
+        ledger = ledgers.get(notice.to.rank)
+        if ledger is None:
+            return
+        mine = [r for r in self.requests if r.key == notice.key and not r.lost]
+        true = notice.by.epoch == self.epochs["D"] and notice.to == ledger.me
+        if mine and notice.kind == "done" and true:
+            reader = notice.by.rank, notice.sample
+            mine[0].done.setdefault(notice.to.rank, set()).add(reader)
+        self.acted(ledger.receive(notice, self.now), notice.to.engine_id, notice.to.rank)
+
+    def lose(self, at: int) -> None:
+        """Lose a message."""
+        if self.net:
+            self.net.pop(at % len(self.net))
+
+    def forge(self, at: int, how: str) -> None:
+        """Deliver a message that nobody sent: one that was sent, with something changed."""
+        if not self.sent:
+            return
+        notice = decode_notice(self.sent[at % len(self.sent)])
+        reader = notice.kind in ("beat", "done")
+        stranger = attrs.evolve(notice.by, rank=Rank(tp=77))
+        changes: dict[str, Callable[[], Notice]] = {
+            "nonce": lambda: attrs.evolve(notice, key=Key(notice.key.request_id, b"another nonce")),
+            "id": lambda: attrs.evolve(notice, key=Key("another", notice.key.nonce)),
+            "epoch": lambda: attrs.evolve(notice, by=attrs.evolve(notice.by, epoch=0)),
+            "start": lambda: attrs.evolve(notice, to=attrs.evolve(notice.to, epoch=0)),
+            "number": lambda: attrs.evolve(notice, number=notice.number + 1000),
+            "fewer": lambda: attrs.evolve(notice, kind="beat", expected=1),
+            "more": lambda: attrs.evolve(notice, kind="beat", expected=9),
+            "stranger": lambda: attrs.evolve(notice, kind="beat", by=stranger),
+        }
+        if how in ("fewer", "more", "stranger") and not reader:
+            return
+        if how == "number" and reader:
+            return
+        self.arrive(changes[how]())
+
+    def abort(self, at: int) -> None:
+        """Abort a request on all ranks of the producer that know of it."""
+        if self.requests:
+            request = self.requests[at % len(self.requests)]
+            for rank, ledger in self.producers.items():
+                self.acted(ledger.abort(request.key.request_id, self.now), "P", rank)
+
+    def cancel(self, at: int) -> None:
+        """Cancel a load."""
+        still = [load for load in self.loads if not load.closed]
+        if still:
+            load = still[at % len(still)]
+            actions = self.consumers[load.rank].cancel(load.order.request_id, self.now)
+            self.acted(actions, "D", load.rank)
+
+    def retry(self, at: int) -> None:
+        """Try a request again that failed on some rank, once all of its loads ended."""
+        if not self.requests:
+            return
+        request = self.requests[at % len(self.requests)]
+        loads = [load for load in self.loads if load.request is request]
+        waits = any(one is request for one, _, _ in self.to_expect) or request.lost
+        last = [load for load in loads if load.order.attempt == request.attempt]
+        if waits or not last or not all(load.closed for load in last):
+            return
+        if any(load.outcome == "failed" and load.order.again for load in last):
+            request.attempt += 1
+            self.expected(request)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+        for name, ledgers in (("P", self.producers), ("D", self.consumers)):
+            for rank, ledger in list(ledgers.items()):
+                self.acted(ledger.tick(self.now), name, rank)
+
+    def state(self, load: Load) -> str | None:
+        """Return the state in which the ledger has a load."""
+        return (
+            self.consumers[load.rank].open.get(load.order.request_id) if not load.closed else None
+        )
+
+    def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
+        """Do what a ledger wants, and hold it against the truth."""
+        for action in actions:
+            if isinstance(action, Tell):
+                notice = action.notice
+                assert (name, rank) == (notice.by.engine_id, notice.by.rank)
+                if notice.kind == "grant":
+                    self.promise(notice)
+                self.net.append(encode_notice(notice))
+                self.sent = [*self.sent[-60:], self.net[-1]]
+            elif isinstance(action, Free):
+                self.freed(action, rank)
+            elif isinstance(action, Ready | Failed | Release | Closed):
+                self.loaded(action)
+
+    def promise(self, notice: Notice) -> None:
+        """Note a grant: before it ends, nothing is freed but what all are done with."""
+        for request in self.requests:
+            if request.key == notice.key and not request.lost:
+                until = self.now + notice.lease
+                before = request.promised[notice.by.rank]
+                request.promised[notice.by.rank] = max(before, until)
+
+    def freed(self, action: Free, rank: Rank) -> None:
+        """Blocks are used again: once, and when nobody reads or the lease is over."""
+        name = action.request_id
+        mine = [r for r in self.requests if r.key.request_id == name and rank in r.promised]
+        held = [r for r in mine if not r.lost and rank not in r.freed]
+        assert held, f"{name} is freed on {rank}, where nothing of that name is held"
+        request = held[0]
+        request.freed[rank] = action.why
+        if self.now >= request.promised[rank]:
+            return
+        to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}
+        missing = to_come - request.done.get(rank, set())
+        assert not missing, f"{name} is freed on {rank} before {missing} are done"
+        reading = [s for s in self.steps.values() if s.source == rank and s.load.request is request]
+        assert not reading, f"{name} is freed on {rank} while it is read"
+
+    def loaded(self, action: Ready | Failed | Release | Closed) -> None:
+        """Follow a load: ready or failed once; released when nothing writes; closed last."""
+        (load,) = (x for x in self.loads if x.order.request_id == action.request_id)
+        assert not load.closed
+        if isinstance(action, Ready):
+            assert load.outcome == ""
+            assert not any(load.left.values()), "ready, and not all has arrived"
+            assert not load.void, "ready, and what was read is void"
+            load.outcome = "ready"
+        elif isinstance(action, Failed):
+            assert load.outcome == ""
+            assert action.why
+            load.outcome = "failed"
+        elif isinstance(action, Release):
+            assert ("failed", False) == (load.outcome, load.released)
+            assert not [s for s in self.steps.values() if s.load is load], "may still be written"
+            load.released = True
+        else:
+            assert load.outcome == "ready" or load.released
+            load.closed = True
+
+    def end(self) -> None:
+        """Let all that is under way end; then nothing may be left over, on either side."""
+        while self.to_admit:
+            self.admit_rank(0)
+        while self.to_expect:
+            self.expect_rank(0, again=False, rejected=True)
+        while self.steps:
+            self.finish(0, "failed")
+        for _ in range(60):
+            while self.net:
+                self.deliver(0)
+            self.advance(BEAT)
+        for ledger in self.producers.values():
+            assert ((), 0, None) == (ledger.held, ledger.remembered, ledger.due)
+        for reader in self.consumers.values():
+            assert ({}, 0, None) == (reader.open, reader.steps, reader.due)
+        for load in self.loads:
+            assert load.closed
+        for request in self.requests:
+            assert request.lost or set(self.producers) == set(request.freed)
