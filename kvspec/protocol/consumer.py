@@ -229,7 +229,6 @@ class ConsumerLedger:
 
     def _tell(self, load: Load, kind: str) -> list[Action]:
         """Tell every producer rank that has not answered for good."""
-        order = load.order
         load.next_tell = self._now + self.beat
         self._due = min(self._due, load.due)
         load.number += 1
@@ -239,17 +238,7 @@ class ConsumerLedger:
             for old in [n for n, at in asked.items() if at < self._now - self.patience]:
                 del asked[old]
             asked[load.number] = self._now
-            notice = Notice(
-                kind=kind,
-                key=order.key,
-                by=self.me,
-                to=Party(order.engine_id, order.epoch, rank),
-                attempt=order.attempt,
-                number=load.number,
-                sample=order.sample,
-                expected=order.expected[rank],
-            )
-            actions.append(Tell(notice))
+            actions.append(Tell(load.notice(kind, self.me, rank)))
         return actions
 
     def _ended(self, step: int) -> tuple[Load, RankId, Mapping[Place, range]]:

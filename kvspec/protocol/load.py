@@ -9,7 +9,7 @@ from __future__ import annotations
 import attrs
 
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.notices import Key, Notice
+from kvspec.protocol.notices import Key, Notice, Party
 from kvspec.protocol.order import Frontiers, Order
 
 Name = tuple[Key, int, int, str, int]
@@ -57,6 +57,20 @@ class Load:
     def due(self) -> float:
         """When time has something to do with it."""
         return min(self.deadline, self.next_tell)
+
+    def notice(self, kind: str, by: Party, rank: RankId) -> Notice:
+        """Return the next notice to a producer *rank*."""
+        order = self.order
+        return Notice(
+            kind=kind,
+            key=order.key,
+            by=by,
+            to=Party(order.engine_id, order.epoch, rank),
+            attempt=order.attempt,
+            number=self.number,
+            sample=order.sample,
+            expected=order.expected[rank],
+        )
 
 
 def name_of(answer: Notice) -> Name:
