@@ -15,7 +15,7 @@ from kvspec.protocol.notices import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import Order
+from kvspec.protocol.order import ReadOrder
 from kvspec.protocol.plain import register
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.states import CONSUMER, PRODUCER, Row
@@ -31,9 +31,9 @@ __all__ = [
     "Handshake",
     "Key",
     "Notice",
-    "Order",
     "Party",
     "ProducerLedger",
+    "ReadOrder",
     "Ready",
     "Refused",
     "Release",

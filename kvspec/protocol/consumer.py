@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.load import Load, Name, Source, name_of
 from kvspec.protocol.notices import (
     Action,
     Closed,
@@ -26,7 +25,8 @@ from kvspec.protocol.notices import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import Frontiers, Order, Place
+from kvspec.protocol.order import Frontiers, Place, ReadOrder
+from kvspec.protocol.pending import Name, Pending, Source, name_of
 from kvspec.protocol.states import CONSUMER
 
 MARGIN = 1e-3
@@ -45,7 +45,7 @@ class ConsumerLedger:
         self.beat = seconds("beat", beat)
         self.patience = seconds("patience", patience)
         self._now = 0.0
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, Pending] = {}
         self._names: dict[Name, str] = {}
         self._steps: dict[int, tuple[str, RankId, dict[Place, range]]] = {}
         self._numbers = 0
@@ -67,7 +67,7 @@ class ConsumerLedger:
         """How many steps may still write."""
         return len(self._steps)
 
-    def expect(self, order: Order, now: float, timeout: float) -> list[Action]:
+    def expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
         """Wait for what *order* says, at most *timeout* seconds. What moves nothing is ready now.
 
         Raises `SpecError` where the request is open already, or the producer's start is not known
@@ -78,7 +78,7 @@ class ConsumerLedger:
             raise SpecError("request_id", order.request_id, "a request that is not open")
         if self._present.past(order.engine_id, order.epoch):
             raise SpecError("epoch", order.epoch, f"the start of {order.engine_id} that was met")
-        load = Load(order, self._now + seconds("timeout", timeout))
+        load = Pending(order, self._now + seconds("timeout", timeout))
         if load.name in self._names:
             raise SpecError("key", order.key, "another attempt or sample than an open request's")
         self._loads[order.request_id] = load
@@ -208,7 +208,7 @@ class ConsumerLedger:
         self._due = min(waiting, default=math.inf)
         return actions
 
-    def _wrong(self, load: Load | None, notice: Notice) -> str | None:
+    def _wrong(self, load: Pending | None, notice: Notice) -> str | None:
         """Return why *notice* is none that is waited for."""
         if load is None or notice.to != self.me:
             return "of no request that is open, or not for this rank"
@@ -222,12 +222,12 @@ class ConsumerLedger:
             return "an answer that nobody waits for: it came twice, or too late"
         return None
 
-    def _hold(self, load: Load, rank: RankId, until: float) -> None:
+    def _hold(self, load: Pending, rank: RankId, until: float) -> None:
         source = load.sources.get(rank)
         if source is not None:
             source.held = max(source.held, until)
 
-    def _tell(self, load: Load, kind: str) -> list[Action]:
+    def _tell(self, load: Pending, kind: str) -> list[Action]:
         """Tell every producer rank that has not answered for good."""
         load.next_tell = self._now + self.beat
         self._due = min(self._due, load.due)
@@ -241,7 +241,7 @@ class ConsumerLedger:
             actions.append(Tell(load.notice(kind, self.me, rank)))
         return actions
 
-    def _ended(self, step: int) -> tuple[Load, RankId, Mapping[Place, range]]:
+    def _ended(self, step: int) -> tuple[Pending, RankId, Mapping[Place, range]]:
         """Close an open step."""
         known = self._steps.pop(step, None)
         if known is None:
@@ -250,7 +250,7 @@ class ConsumerLedger:
         load.steps.discard(step)
         return load, known[1], known[2]
 
-    def _moved(self, load: Load) -> list[Action]:
+    def _moved(self, load: Pending) -> list[Action]:
         """Ask, once everything arrived; be ready, once it was valid."""
         actions: list[Action] = []
         if load.state == "moving" and all(s.whole is not None for s in load.sources.values()):
@@ -265,7 +265,7 @@ class ConsumerLedger:
             actions += self._told(load)
         return actions
 
-    def _fault(self, load: Load, why: str) -> list[Action]:
+    def _fault(self, load: Pending, why: str) -> list[Action]:
         """Fail a request that has not ended, once, and let go of it when nothing writes it."""
         failed = CONSUMER[load.state, "fault"]
         load.state = failed.state
@@ -273,7 +273,7 @@ class ConsumerLedger:
             return []
         return [Failed(load.order.request_id, why), *self._quiet(load)]
 
-    def _quiet(self, load: Load) -> list[Action]:
+    def _quiet(self, load: Pending) -> list[Action]:
         """Release a failed request's blocks once no step is open, and tell the producers then."""
         if load.state != "draining" or load.steps:
             return []
@@ -285,7 +285,7 @@ class ConsumerLedger:
         told = self._tell(load, "done")
         return [Release(load.order.request_id), *told, *self._told(load)]
 
-    def _told(self, load: Load) -> list[Action]:
+    def _told(self, load: Pending) -> list[Action]:
         """Close a request once nobody is left to be told."""
         if load.state != "telling" or load.untold:
             return []

@@ -33,7 +33,7 @@ def _expected(value: object) -> Mapping[RankId, int]:
 
 
 @attrs.frozen(kw_only=True)
-class Order:
+class ReadOrder:
     """One request to read, by one consumer rank.
 
     *request_id*: the consumer's own; *key*, *engine_id*, *epoch*: the producer's. *expected*: each
@@ -78,7 +78,7 @@ class Order:
         *,
         samples: int = 1,
         **rest: Any,  # noqa: ANN401
-    ) -> Order:
+    ) -> ReadOrder:
         """Return what consumer *rank* reads by *plan*; *rest* are the other fields.
 
         *ends*: by consumer group, the position before which all tokens are to move; 0, or a group
@@ -93,7 +93,7 @@ class Order:
                     sources.setdefault(producer, {}).update(layers)
         told = plan.notifies(rank)
         expected = {producer: len(plan.notifiers(producer)) * samples for producer in told}
-        return Order(sources=sources, expected=expected, **rest)
+        return ReadOrder(sources=sources, expected=expected, **rest)
 
 
 class Frontiers:

@@ -20,7 +20,7 @@ from two_engines import World
 
 import kvspec
 from kvspec.protocol import CONSUMER, PRODUCER, ConsumerLedger, ProducerLedger
-from kvspec.protocol.load import name_of
+from kvspec.protocol.pending import name_of
 from kvspec.testing import strategies
 
 AT = st.integers(0, 50)

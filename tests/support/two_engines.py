@@ -19,9 +19,9 @@ from kvspec.protocol import (
     Free,
     Key,
     Notice,
-    Order,
     Party,
     ProducerLedger,
+    ReadOrder,
     Ready,
     Release,
     Tell,
@@ -56,7 +56,7 @@ class Load:
 
     request: Request
     rank: Rank
-    order: Order
+    order: ReadOrder
     left: dict[tuple[Rank, str, str], int]
     void: bool = False
     outcome: str = ""
@@ -178,7 +178,7 @@ class World:
         if not self.to_expect:
             return
         request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
-        order = Order.of(
+        order = ReadOrder.of(
             self.plan,
             rank,
             {} if rejected else request.ends,

@@ -10,7 +10,7 @@ import attrs
 
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.notices import Key, Notice, Party
-from kvspec.protocol.order import Frontiers, Order
+from kvspec.protocol.order import Frontiers, ReadOrder
 
 Name = tuple[Key, int, int, str, int]
 """What notices name a request by: key, attempt, sample, the producer's name and epoch."""
@@ -31,13 +31,13 @@ class Source:
 
 
 @attrs.define(eq=False)
-class Load:
+class Pending:
     """One request: its order, its sources, the steps that may still write, who has to answer.
 
     *asked*: when each notice that has no answer yet was sent, by rank and number.
     """
 
-    order: Order
+    order: ReadOrder
     deadline: float
     state: str = "moving"
     sources: dict[RankId, Source] = attrs.field(factory=dict)
