@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec.ownership.tokens import Cyclic, meet
-from kvspec.testing import strategies
-from kvspec.testing.carve import logical_views
+from kvspec.testing import oracle, strategies
+from kvspec.testing.carve import block_split, logical_views
 from kvspec.testing.positions import excluded_layers, rows_of
 from kvspec.testing.world import World, described, world
 
@@ -194,7 +194,11 @@ def address_of(here: World, found: kvspec.CounterExample) -> int:
     case, rank = here.case, found.consumer
     if not found.layer:
         return found.byte
-    views = logical_views(case.consumer, rank, here.consumers[rank][1], case.consumer_pool)
+    if found.producer is None:
+        views = logical_views(case.consumer, rank, here.consumers[rank][1], case.consumer_pool)
+    else:
+        storage = here.producers[found.producer][1]
+        views = logical_views(case.producer, found.producer, storage, case.producer_pool)
     (key,) = (each for each in views if each[1:] == (found.layer, found.part))
     if found.block is not None:
         return int(views[key][found.block, found.unit, found.row, found.byte :].ctypes.data)
@@ -226,6 +230,48 @@ def test_verify_names_a_byte_that_is_wrong(case: strategies.Case, how: str, pick
         assert set() == wrong
     else:
         assert (found.consumer, address_of(here, found), found.kind) in wrong
+
+
+def others(here: World, rank: kvspec.RankId) -> list[int]:
+    """Return where a producer rank has bytes of no block of the request, and where it has none."""
+    case, storage = here.case, here.producers[rank][1]
+    own = oracle.each_array(storage, np.zeros_like)
+    for (group, *_), view in logical_views(case.producer, rank, own, case.producer_pool).items():
+        table = case.request.producer_blocks.get(group)
+        split = block_split(case.producer.group(group))
+        for block in () if table is None else table.block_ids.tolist():
+            if block != case.producer.null_block and 0 <= block < len(view) // split:
+                view[block * split : (block + 1) * split] = 1
+    found = set()
+    for name, flat in own.items():
+        base = storage[name].ctypes.data
+        found |= {base + at for at in np.flatnonzero(flat == 0).tolist()} | {base + flat.size}
+    return sorted(found)
+
+
+@HALF
+@given(CASES, st.integers(0, 2**16))
+def test_verify_names_a_byte_that_is_read_of_others(case: strategies.Case, pick: int) -> None:
+    """A dead byte that moves along, but from another request's block or from beyond the memory."""
+    here = world(case)
+    made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    assume(made)
+    source, rank = sorted(made)[pick % len(made)]
+    live = {
+        here.consumers[rank][1][name].ctypes.data + at
+        for name, arrives in here.live(rank)[2].items()
+        for at in np.flatnonzero(arrives).tolist()
+    }
+    dead = sorted(set(sources(here, made)[rank]) - live)
+    if not dead:
+        return  # nothing moves along
+    foreign = others(here, source)
+    row = [foreign[pick % len(foreign)], dead[pick % len(dead)], 1]
+    made[source, rank] = np.concatenate([made[source, rank], np.array([row], np.uint64)])
+    found = kvspec.verify(here.plan, *caches(here), case.request, made)
+    assert found is not None
+    assert ("foreign", rank, source) == (found.kind, found.consumer, found.producer)
+    assert row[0] == address_of(here, found)
 
 
 def one_rank(spec: kvspec.LayerSpec) -> kvspec.EngineSpec:
