@@ -286,6 +286,18 @@ def test_a_cache_of_another_engine_is_refused(side: str) -> None:
     assert wanted == words(lambda: kvspec.build_table(PLAN, *caches), kvspec.MismatchError)
 
 
+def test_the_innermost_difference_is_told() -> None:
+    """Of two engines that deal one number of units differently: that deal's ranges, each."""
+    low, high = range(2), range(2, 4)
+    one, other = (engine(tp_size=2, unit_deals={4: deal}) for deal in ((low, high), (high, low)))
+    caches = kvspec.lay_out(other, RankId(), 2), kvspec.lay_out(one, RankId(), 2)
+    plan = kvspec.plan_transfer(one, one)
+    fault = words(lambda: kvspec.build_table(plan, *caches), kvspec.MismatchError)
+    field = "producer_cache.engine.parallel.unit_deals[4]"
+    assert fault.startswith(f"{field}[0]: plan {low!r}, cache {high!r} (")
+    assert f"{field}[1]: plan {high!r}, cache {low!r} (" in fault
+
+
 def handmade(**changed: Any) -> object:
     """Build a table with regions of which something is not the engine's."""
     regions = tuple(attrs.evolve(each, **changed) for each in OURS.regions)
