@@ -205,6 +205,10 @@ REFUSED: list[Any] = [
     # plans
     (lambda: kvspec.plan_transfer("p", engine()),  # type: ignore[arg-type]
      "producer='p': wanted an EngineSpec"),
+    (lambda: kvspec.mismatches("p", engine()),  # type: ignore[arg-type]
+     "producer='p': wanted an EngineSpec"),
+    (lambda: kvspec.mismatches(engine(), None),  # type: ignore[arg-type]
+     "consumer=None: wanted an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), None),  # type: ignore[arg-type]
      "consumer=None: wanted an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), engine(), replicas="all"),  # type: ignore[arg-type]
