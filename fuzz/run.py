@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config", "handshakes")
+TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config", "handshakes", "notices")
 LONGEST = 4096
 """Bytes of the longest input."""
 SEEDS = 64

@@ -109,8 +109,10 @@ class ConsumerLedger:
     ) -> int:
         """Return the number of a step that is about to be posted: it may write from now on.
 
-        All layers of *group*, unless given; up to the end, unless given. Raises `SpecError` where
-        the request does not move, or this would move something twice or before it was written.
+        All layers of *group*, unless given; up to the end, unless given. Where the producer pushes,
+        a step begins when it is told where to write, and ends when it says that it has. Raises
+        `SpecError` where the request does not move, or this would move something twice or before it
+        was written.
         """
         load = self._loads.get(request_id)
         if load is None or load.state != "moving" or source not in load.sources:
@@ -291,4 +293,5 @@ class ConsumerLedger:
             return []
         load.state = CONSUMER["telling", "told"].state
         del self._loads[load.order.request_id], self._names[load.name]
+        self._due = self._due if self._loads else math.inf
         return [Closed(load.order.request_id)]

@@ -98,6 +98,11 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvspec.models.fields.Config.number", lambda self, name: int(self.get(name) or 0))
 
 
+def unread(patch: pytest.MonkeyPatch) -> None:
+    """Let a notice that cannot be be the caller's error, not the sender's."""
+    patch.setattr("kvspec.protocol.wire.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
+
+
 def gullible(patch: pytest.MonkeyPatch) -> None:
     """Believe what a constructor refuses to be no more than an error of the caller's."""
     patch.setattr(
@@ -115,6 +120,7 @@ def gullible(patch: pytest.MonkeyPatch) -> None:
         ("block_tables", credulous),
         ("from_config", trusting),
         ("handshakes", gullible),
+        ("notices", unread),
     ],
 )
 def test_a_target_can_fail(target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

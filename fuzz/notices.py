@@ -1,0 +1,206 @@
+"""Any bytes are a notice that can be written again, or a `WireError`; no notice breaks a ledger.
+
+Notices are true ones with values changed at any place, bytes flipped, or no notices at all. What
+decodes is given to both ledgers, which never raise, and keep no more than what they were told of.
+`python fuzz/notices.py SECONDS SEED` tries as many as it can, without looking at coverage.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvspec
+from kvspec.protocol import (
+    ConsumerLedger,
+    Key,
+    Notice,
+    Party,
+    ProducerLedger,
+    ReadOrder,
+    Tell,
+    decode_notice,
+    encode_notice,
+)
+
+HEAD = b"kvspec-notice\n\0\1"
+DRAWN = st.randoms(use_true_random=False)
+RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
+P, D = ([Party(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode"))
+KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
+PLACE = ("full", "layers.0")
+VALUES: tuple[Any, ...] = (
+    0, 1, -1, 2, 3, 9, 2**20, 2**31, 2**63 - 1, 2**64 - 1, 0.0, 1e9, -1.0, float("nan"),
+    float("inf"), None, True, "", "x", "beat", "done", "grant", "valid", "gone", "wrote", "full",
+    "layers.0", b"", bytes(8), bytes(65), [], {}, [0, 0, 0], "x" * 2000, "prefill", "decode",
+)  # fmt: skip
+
+
+def true_notice(drawn: random.Random) -> Notice:
+    """Return a notice that may well be sent."""
+    kind = drawn.choice(("beat", "done", "grant", "valid", "gone", "wrote"))
+    reads = kind in ("beat", "done")
+    by, to = (D, P) if reads else (P, D)
+    more: dict[str, Any] = {"expected": drawn.choice((1, 2, 3))} if reads else {}
+    if kind == "grant":
+        more["lease"] = drawn.choice((0.0, 5.0, 10.0))
+    if kind == "wrote":
+        more = {"group": PLACE[0], "layer": PLACE[1], "upto": drawn.randrange(9)}
+    return Notice(
+        kind=kind, key=drawn.choice(KEYS), by=drawn.choice(by), to=drawn.choice(to[:1] * 3 + to),
+        attempt=drawn.choice((0, 0, 1)), number=drawn.randrange(9), sample=drawn.choice((0, 0, 1)),
+        **more,
+    )  # fmt: skip
+
+
+def notice_bytes(drawn: random.Random) -> bytes:
+    """Return a notice's bytes, with values or bytes changed, or any bytes."""
+    data = encode_notice(true_notice(drawn))
+    sort = drawn.randrange(8)
+    if sort < 2:  # noqa: PLR2004
+        return data
+    if sort < 5:  # noqa: PLR2004
+        fields = msgspec.msgpack.decode(data[len(HEAD) :])
+        for _ in range(drawn.choice((1, 1, 2))):
+            at = drawn.randrange(len(fields))
+            holder, key = fields, at
+            while isinstance(holder[key], list) and holder[key] and drawn.randrange(4):
+                holder, key = holder[key], drawn.randrange(len(holder[key]))
+            holder[key] = drawn.choice(VALUES)
+        return HEAD + msgspec.msgpack.encode(fields)
+    if sort < 7:  # noqa: PLR2004
+        changed = bytearray(data)
+        for _ in range(drawn.choice((1, 1, 2, 4))):
+            changed[drawn.randrange(len(changed))] = drawn.randrange(256)
+        return bytes(changed[: drawn.choice((None, None, len(changed) - 3))])
+    return HEAD + bytes(drawn.randrange(256) for _ in range(drawn.randrange(40)))
+
+
+class Pair:
+    """One rank of each side, with requests that are held and read."""
+
+    def __init__(self, drawn: random.Random) -> None:
+        self.drawn, self.now = drawn, 0.0
+        self.producer = ProducerLedger(P[0], lease=10.0, longest=30.0, most_early=20)
+        self.consumer = ConsumerLedger(D[0], beat=3.0, patience=9.0)
+        self.started = 0
+
+    def step(self) -> None:
+        """Let something true happen: a request begins, is read, written, aborted; time passes."""
+        drawn, self.now = self.drawn, self.now + self.drawn.choice((0.0, 0.1, 4.0))
+        key = drawn.choice(KEYS)
+        if drawn.random() < 0.2:  # noqa: PLR2004
+            self.begin(key)
+        if drawn.random() < 0.1:  # noqa: PLR2004
+            self.producer.abort(key.request_id, self.now)
+        for name in list(self.consumer.open)[:1]:
+            for rank, places in self.consumer.readable(name).items():
+                (group, layer), upto = next(iter(places.items()))
+                step = self.consumer.start(name, rank, group, [layer], upto)
+                self.answered(self.consumer.finish(step, self.now))
+
+    def begin(self, key: Key) -> None:
+        """Begin a request on both sides, where it is not under way."""
+        try:
+            self.producer.admit(key.request_id, key.nonce, self.now)
+            self.producer.wrote(key.request_id, *PLACE, 8, self.now)
+        except kvspec.SpecError:
+            return
+        self.started += 1
+        order = ReadOrder(
+            request_id=f"{self.started}", key=key, engine_id="prefill", epoch=1, partial=True,
+            expected=dict.fromkeys(RANKS, 2), sources={RANKS[0]: {PLACE: 8}, RANKS[1]: {PLACE: 8}},
+        )  # fmt: skip
+        try:
+            self.answered(self.consumer.expect(order, self.now, 20.0))
+        except kvspec.SpecError:
+            return
+
+    def answered(self, actions: list[Any]) -> None:
+        """Give each ledger what the other tells it, now and then."""
+        for action in actions:
+            if isinstance(action, Tell) and self.drawn.random() < 0.7:  # noqa: PLR2004
+                notice = decode_notice(encode_notice(action.notice))
+                self.give(notice)
+
+    def give(self, notice: Notice) -> None:
+        """Give a notice to both ledgers, whomever it is for."""
+        for actions in (
+            self.producer.receive(notice, self.now), self.consumer.receive(notice, self.now)
+        ):  # fmt: skip
+            self.answered(actions)
+        assert len(self.producer.held) <= len(KEYS)
+        assert self.producer.remembered <= len(KEYS) + 20
+        assert len(self.consumer.open) <= self.started
+
+    def end(self) -> None:
+        """Let time pass: nothing is left."""
+        for _ in range(2):
+            self.now += 40.0
+            self.producer.tick(self.now)
+            self.consumer.tick(self.now)
+        self.now += 40.0
+        self.consumer.tick(self.now)
+        assert (self.producer.held, self.producer.remembered) == ((), 0)
+        assert (self.consumer.open, self.consumer.steps) == ({}, 0)
+
+
+def check(data: bytes, pair: Pair | None = None) -> bool:
+    """Decode *data*, and give it to the ledgers; say if it is a notice."""
+    try:
+        notice = decode_notice(data)
+    except kvspec.WireError as error:
+        if not error.path:
+            raise AssertionError("an error without a path") from error
+        return False
+    assert notice == decode_notice(encode_notice(notice))
+    if pair is not None:
+        pair.give(notice)
+    return True
+
+
+@given(DRAWN)
+def test_any_notice(drawn: random.Random) -> None:
+    """One after the other, with what is true between them."""
+    pair = Pair(drawn)
+    for _ in range(drawn.randrange(1, 12)):
+        pair.step()
+        check(notice_bytes(drawn), pair)
+    pair.end()
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes(data: bytes) -> None:
+    """Bytes that nobody wrote."""
+    check(data)
+    check(HEAD + data)
+
+
+def flood(seconds: float, seed: int) -> None:
+    """Check inputs for *seconds*, and print how many."""
+    drawn = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    end, tried, valid = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end:
+        pair = Pair(drawn)
+        for _ in range(100):
+            data = notice_bytes(drawn)
+            try:
+                if not drawn.randrange(3):
+                    pair.step()
+                valid += check(data, pair)
+            except BaseException:
+                print(f"seed {seed}, input {tried}: {data.hex()}")
+                raise
+            tried += 1
+        pair.end()
+    print(f"seed {seed}: {tried} inputs, {valid} of them notices")
+
+
+if __name__ == "__main__":
+    flood(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)  # noqa: PLR2004

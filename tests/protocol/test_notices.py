@@ -1,0 +1,406 @@
+"""Notices, and what the ledgers do with each: facts beside the law of `test_ledgers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from refused import words
+
+import kvspec
+from kvspec.protocol import (
+    Closed,
+    ConsumerLedger,
+    Failed,
+    Free,
+    Key,
+    Notice,
+    Party,
+    ProducerLedger,
+    ReadOrder,
+    Refused,
+    Release,
+    Tell,
+    decode_notice,
+    encode_notice,
+)
+from kvspec.protocol.notices import NOTICES
+
+P = [Party("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
+D = [Party("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
+KEY = Key("cmpl-1", b"8 bytes!")
+HEAD = len(b"kvspec-notice\n") + 2
+WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
+COUNTS = st.integers(0, 2**20 - 1)
+PARTIES = st.builds(
+    Party, WORDS, st.integers(0, 2**63 - 1), st.builds(kvspec.RankId, COUNTS, COUNTS, COUNTS)
+)
+
+
+def said(kind: str, by: int = 0, **more: Any) -> Notice:
+    """Return a notice: of a reader, two of which will come; of a producer, the answer to it."""
+    reader = kind in ("beat", "done")
+    fields: dict[str, Any] = {"expected": 2, "by": D[by], "to": P[0]} if reader else {}
+    fields = fields or {"by": P[by], "to": D[0]}
+    return Notice(**{"kind": kind, "key": KEY, **fields, **more})
+
+
+@st.composite
+def notices(draw: st.DrawFn) -> Notice:
+    """Draw any notice."""
+    kind = draw(st.sampled_from(sorted(NOTICES)))
+    more: dict[str, Any] = {}
+    if kind in ("beat", "done"):
+        more["expected"] = draw(st.integers(1, 2**20))
+    if kind == "grant":
+        more["lease"] = draw(st.floats(0, 1e6))
+    if kind == "wrote":
+        more |= {"group": draw(WORDS), "layer": draw(WORDS), "upto": draw(COUNTS)}
+    return Notice(
+        kind=kind,
+        key=Key(draw(WORDS), draw(st.binary(min_size=8, max_size=64))),
+        by=draw(PARTIES),
+        to=draw(PARTIES),
+        attempt=draw(COUNTS),
+        number=draw(COUNTS),
+        sample=draw(COUNTS),
+        **more,
+    )
+
+
+@given(notices())
+def test_what_is_written_is_read_back(given: Notice) -> None:
+    """Every notice arrives equal, in few bytes."""
+    data = encode_notice(given)
+    assert given == decode_notice(data)
+    assert len(data) < 400
+
+
+def changed(at: int, value: Any) -> bytes:
+    """Return a beat's message with another value."""
+    data = encode_notice(said("beat"))
+    fields = msgspec.msgpack.decode(data[HEAD:])
+    fields[at] = value
+    return data[:HEAD] + msgspec.msgpack.encode(fields)
+
+
+KIND, ID, NONCE, BY, TO, ATTEMPT, NUMBER, SAMPLE, EXPECTED, LEASE, GROUP, LAYER, UPTO = range(13)
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        ("text", "notice: got 'str', wanted what encode_notice returned"),
+        (b"", "notice: got b'', wanted what encode_notice returned"),
+        (encode_notice(said("beat"))[:-1], "message: got 'Input data was truncated'"),
+        (encode_notice(said("beat")) + b"x", "message: got"),
+        (encode_notice(said("beat")) + bytes(5000), "wanted what encode_notice returned"),
+        (changed(KIND, "shout"), "notice.kind: got 'shout', wanted one of beat, done"),
+        (changed(ID, ""), "notice.request_id: got '', wanted a text of 1 to 1024 bytes"),
+        (changed(ID, b"x"), "$[1]: got '`bytes`', wanted Expected `str`"),
+        (changed(NONCE, b"short"), "notice.nonce: got b'short', wanted 8 to 64 bytes"),
+        (changed(BY, ["decode", -1, [0, 0, 0]]), "$[3][1]: got"),
+        (changed(TO, ["", 1, [0, 0, 0]]), "notice.engine_id: got ''"),
+        (changed(ATTEMPT, 2**64 - 1), "$[5]: got"),
+        (changed(SAMPLE, 2**21), "notice.sample: got 2097152, wanted less than 1048576"),
+        (changed(EXPECTED, 0), "notice.expected: got 0, wanted an int >= 1"),
+        (changed(EXPECTED, 2**20 + 1), "notice.expected: got 1048577, wanted at most 1048576"),
+        (changed(LEASE, float("nan")), "notice.lease: got nan, wanted finite seconds"),
+        (changed(LEASE, 1.0), "notice.lease: got 1.0, wanted 0, but for a grant"),
+        (changed(LAYER, "x"), "notice.layer: got 'x', wanted '', but for what was written"),
+        (changed(UPTO, 1), "but for what was written"),
+    ],
+)
+def test_other_bytes_are_refused(data: Any, wanted: str) -> None:
+    """Truncated, too long, of other types, out of bounds, or of fields that do not belong."""
+    assert wanted in words(lambda: decode_notice(data), kvspec.WireError)
+
+
+def test_a_notice_that_cannot_be_sent_is_refused() -> None:
+    """Ids that are empty, huge or binary; parties that are no ranks."""
+    for name in ("", "x" * 1025, b"x", 7):
+        with pytest.raises(
+            kvspec.SpecError, match=r"request_id=.*wanted a text of 1 to 1024 bytes"
+        ):
+            Key(name, b"8 bytes!")
+    assert "rank.tp=-1" in words(lambda: Party("x", 0, kvspec.RankId(tp=-1)))
+    long = said("wrote", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024)
+    far = [attrs.evolve(party, engine_id="e" * 255, epoch=2**62) for party in (P[0], D[0])]
+    data = encode_notice(attrs.evolve(long, by=far[0], to=far[1]))
+    assert 3500 < len(data) < 4096
+
+
+def held(**more: Any) -> ProducerLedger:
+    """Return a producer rank that holds the request since second 0, for ten."""
+    ledger = ProducerLedger(P[0], lease=10.0, longest=30.0)
+    assert [] == ledger.admit(KEY.request_id, KEY.nonce, 0.0, **more)
+    return ledger
+
+
+def kinds(actions: list[Any]) -> list[str]:
+    """Return what actions are, notices by their kind."""
+    return [a.notice.kind if isinstance(a, Tell) else type(a).__name__ for a in actions]
+
+
+def test_free_after_the_last_reader() -> None:
+    """Two readers will come: the first done, twice, frees nothing; the second does."""
+    ledger = held()
+    assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", number=2), 2.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", number=3), 2.0))
+    assert (KEY.request_id,) == ledger.held
+    actions = ledger.receive(said("done", 1), 3.0)
+    assert ["valid", "Free"] == kinds(actions)
+    assert Free(KEY.request_id, "sent") == actions[1]
+    assert ["valid"] == kinds(ledger.receive(said("done", 1), 4.0))
+    assert ["gone"] == kinds(ledger.receive(said("done", 2), 4.0))
+    assert [] == ledger.tick(13.0)
+    assert (0, None) == (ledger.remembered, ledger.due)
+
+
+def test_an_early_notice_counts() -> None:
+    """Readers that are done before the engine told this rank are not waited for again."""
+    ledger = ProducerLedger(P[0], lease=10.0)
+    assert [] == ledger.receive(said("done"), 0.0) + ledger.receive(said("done", 1), 1.0)
+    assert ["valid", "valid", "Free"] == kinds(ledger.admit(KEY.request_id, KEY.nonce, 2.0))
+
+
+def test_who_waits_for_what_nobody_admits_is_told() -> None:
+    """A lease after it came, an early notice is answered: gone."""
+    ledger = ProducerLedger(P[0], lease=10.0)
+    assert [] == ledger.receive(said("beat"), 0.0)
+    assert ["gone"] == kinds(ledger.tick(10.0))
+    assert 0 == ledger.remembered
+
+
+def test_beats_hold_up_to_the_longest() -> None:
+    """A beat grants ten seconds from when it comes, and none beyond thirty from the admission."""
+    ledger = held()
+    leases = []
+    for now in (5.0, 14.0, 23.0):
+        (told,) = ledger.receive(said("beat"), now)
+        assert isinstance(told, Tell)
+        leases.append(told.notice.lease)
+    assert [10.0, 10.0, 7.0] == leases
+    assert ["Free", "gone"] == kinds(ledger.receive(said("beat"), 30.0))
+
+
+def test_an_abort_fences_and_waits() -> None:
+    """After an abort readers are told to stop, and it is freed when they have."""
+    ledger = held()
+    ledger.receive(said("beat"), 1.0)
+    assert [] == ledger.abort(KEY.request_id, 2.0)
+    assert ["gone"] == kinds(ledger.receive(said("done"), 3.0))
+    actions = ledger.receive(said("done", 1), 3.0)
+    assert ["gone", "Free"] == kinds(actions)
+    assert "aborted" == actions[1].why  # type: ignore[union-attr]
+    assert [] == ledger.abort(KEY.request_id, 4.0) + ledger.abort("never seen", 4.0)
+
+
+def test_readers_that_contradict_each_other_leave_the_lease() -> None:
+    """Two say how many come, and differ: it is freed when the lease is over, not before."""
+    ledger = held()
+    ledger.receive(said("beat"), 1.0)
+    (refused,) = ledger.receive(said("done", 1, expected=1), 1.0)
+    assert isinstance(refused, Refused)
+    assert "it expects 1 readers, others 2" == refused.why
+    assert ["valid", "valid"] == kinds(
+        ledger.receive(said("done"), 2.0) + ledger.receive(said("done", 1), 2.0)
+    )
+    assert ["Free"] == kinds(ledger.tick(11.0))
+
+
+def test_what_the_engine_says_is_not_disputed() -> None:
+    """An engine that knows how many will come does not listen to who says otherwise."""
+    ledger = held(expected=2)
+    assert ["Refused"] == kinds(ledger.receive(said("done", expected=1), 1.0))
+    ledger.receive(said("done"), 2.0)
+    assert ["valid", "Free"] == kinds(ledger.receive(said("done", 1), 2.0))
+
+
+def test_notices_that_are_not_for_it_change_nothing() -> None:
+    """Another rank's, another start's of either side, a producer's, an earlier attempt's."""
+    ledger = held()
+    ledger.meet("decode", 1)
+    ledger.receive(said("beat", attempt=1), 1.0)
+    for notice in (
+        said("done", to=P[1]),
+        said("done", to=attrs.evolve(P[0], epoch=0)),
+        said("done", by=0, attempt=0),
+        attrs.evolve(said("done"), by=attrs.evolve(D[0], epoch=0)),
+        said("valid"),
+    ):
+        assert ["Refused"] == kinds(ledger.receive(notice, 2.0))
+    assert "epoch=0: wanted an int >= 1" == words(lambda: ledger.meet("decode", 0))
+    ledger.part("decode")
+    ledger.meet("decode", 0)
+
+
+def test_a_flood_of_unknown_requests_is_bounded() -> None:
+    """What nobody admitted is kept up to a count, and only for a lease."""
+    ledger = ProducerLedger(P[0], lease=10.0, most_early=100)
+    for at in range(5000):
+        key = Key(f"request {at}", b"8 bytes!")
+        ledger.receive(said("done", key=key), at / 1000)
+    assert 100 == ledger.remembered
+    ledger.tick(20.0)
+    assert (0, None) == (ledger.remembered, ledger.due)
+
+
+def test_a_request_is_admitted_once() -> None:
+    """An id that is held, or a nonce that was used, is an error; time does not go back."""
+    ledger = held()
+    for key in (KEY, Key(KEY.request_id, b"another nonce")):
+        told = words(lambda key=key: ledger.admit(key.request_id, key.nonce, 1.0))
+        assert "one that is not held, and a new nonce" in told
+    assert "upto=1" in words(lambda: _back(ledger))
+    assert "one that is held" in words(lambda: ledger.wrote("other", "g", "l", 1, 1.0))
+    ledger.tick(9.0)
+    assert [] == ledger.tick(1.0)
+    assert "now=nan" in words(lambda: ledger.tick(float("nan")))
+
+
+def _back(ledger: ProducerLedger) -> None:
+    ledger.wrote(KEY.request_id, "g", "l", 2, 1.0)
+    ledger.wrote(KEY.request_id, "g", "l", 1, 1.0)
+
+
+PLACE = ("full", "layers.0")
+
+
+def reads(**more: Any) -> ReadOrder:
+    """Return an order: read one layer of the first producer rank, and tell both."""
+    fields: dict[str, Any] = {
+        "request_id": "mine", "key": KEY, "engine_id": "prefill", "epoch": 1,
+        "expected": {P[0].rank: 2, P[1].rank: 1}, "sources": {P[0].rank: {PLACE: 8}},
+    }  # fmt: skip
+    return ReadOrder(**{**fields, **more})
+
+
+def moving(**more: Any) -> ConsumerLedger:
+    """Return a consumer rank that reads, since second 0, for at most twenty."""
+    ledger = ConsumerLedger(D[0], beat=5.0, patience=12.0)
+    assert ["beat", "beat"] == kinds(ledger.expect(reads(**more), 0.0, 20.0))
+    return ledger
+
+
+def answers(actions: list[Any], kind: str, **more: Any) -> list[Notice]:
+    """Return the answers to the notices among *actions*."""
+    return [a.notice.answer(kind, **more) for a in actions if isinstance(a, Tell)]
+
+
+def test_ready_when_the_source_held_it_afterwards() -> None:
+    """All has arrived, the source is asked, and says that it was valid; then both are told."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank, "full")
+    asked = ledger.finish(step, 3.0)
+    assert ["done", "done"] == kinds(asked)
+    first, second = answers(asked, "valid")
+    assert ["Ready"] == kinds(ledger.receive(first, 4.0))
+    assert ["Refused"] == kinds(ledger.receive(first, 4.0))
+    assert [Closed("mine")] == ledger.receive(second, 5.0)
+    assert ({}, 0, None) == (ledger.open, ledger.steps, ledger.due)
+
+
+@pytest.mark.parametrize(("now", "ready"), [(9.0, True), (10.5, False)])
+def test_a_lease_counts_from_before_it_was_asked(now: float, ready: bool) -> None:
+    """Granted ten seconds at second 4, asked at second 0: what came before second 10 was held."""
+    ledger = ConsumerLedger(D[0], beat=5.0)
+    grant = answers(ledger.expect(reads(), 0.0, 20.0), "grant", lease=10.0)[0]
+    assert [] == ledger.receive(grant, 4.0)
+    step = ledger.start("mine", P[0].rank, "full")
+    assert ready == ("Ready" in kinds(ledger.finish(step, now)))
+
+
+def test_gone_fails_by_name() -> None:
+    """A source that let it go before it was read fails the request, once, and says who."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank, "full")
+    gone = answers(ledger.finish(step, 3.0), "gone")
+    actions = ledger.receive(gone[0], 4.0)
+    assert Failed("mine", "prefill tp0 let it go before it was read") == actions[0]
+    assert Release("mine") == actions[1]
+
+
+def test_blocks_are_held_while_a_step_may_write() -> None:
+    """A request that fails keeps its blocks until its last step has ended."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank, "full")
+    assert [Failed("mine", "cancelled")] == ledger.cancel("mine", 1.0)
+    assert [] == ledger.cancel("mine", 1.0) + ledger.tick(100.0)
+    assert ["Release", "done", "done"] == kinds(ledger.finish(step, 200.0))
+    assert [Closed("mine")] == ledger.tick(212.0)
+
+
+def test_late_is_failed_and_a_dead_producer_is_not_told_for_ever() -> None:
+    """Not there in time: it fails. Nobody answers: it is repeated, then given up."""
+    ledger = moving()
+    assert ["beat", "beat"] == kinds(ledger.tick(5.0))
+    assert ["Failed", "Release", "done", "done"] == kinds(ledger.tick(20.0))
+    assert ["done", "done"] == kinds(ledger.tick(25.0))
+    assert [Closed("mine")] == ledger.tick(32.0)
+
+
+def test_a_full_hit_is_ready_at_once() -> None:
+    """Nothing moves: ready now, and every producer rank is told all the same."""
+    ledger = ConsumerLedger(D[0])
+    actions = ledger.expect(reads(sources={}), 0.0, 20.0)
+    assert ["done", "done", "Ready"] == kinds(actions)
+    assert ["Closed"] == kinds(
+        [a for n in answers(actions, "gone") for a in ledger.receive(n, 1.0)]
+    )
+
+
+def test_a_restarted_producer_fails_what_it_had() -> None:
+    """A new epoch: what the earlier start held is lost, and there is nobody to tell."""
+    ledger = moving()
+    actions = ledger.meet("prefill", 2, 1.0)
+    assert [Failed("mine", "prefill was started again"), Release("mine")] == actions[:2]
+    assert ["Closed"] == kinds(actions[2:])
+    assert "epoch=1" in words(lambda: ledger.expect(reads(), 2.0, 9.0))
+    assert "epoch=1" in words(lambda: ledger.meet("prefill", 1, 2.0))
+    ledger.part("prefill")
+    assert ["beat", "beat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
+
+
+def test_frontiers_move_once_and_after_they_are_written() -> None:
+    """What is read in parts moves up to what was written, nothing twice, and all in the end."""
+    ledger = moving(partial=True)
+    source = P[0].rank
+    assert {} == ledger.readable("mine")
+    assert "at most 0" in words(lambda: ledger.start("mine", source, "full"))
+    wrote = said("wrote", group=PLACE[0], layer=PLACE[1], upto=5)
+    assert [] == ledger.receive(wrote, 1.0)
+    assert {source: {PLACE: 5}} == ledger.readable("mine")
+    first = ledger.start("mine", source, "full", ["layers.0"], 5)
+    assert {} == ledger.readable("mine")
+    assert "more than 5" in words(lambda: ledger.start("mine", source, "full", None, 5))
+    ledger.receive(attrs.evolve(wrote, upto=99), 2.0)
+    last = ledger.start("mine", source, "full")
+    assert [] == ledger.finish(last, 3.0)
+    assert ["done", "done"] == kinds(ledger.finish(first, 3.0))
+
+
+def test_what_is_no_order_is_refused() -> None:
+    """Ranks that are read and not told, steps of nothing, orders that are open already."""
+    assert "ranks that are told" in words(lambda: reads(expected={P[1].rank: 1}))
+    assert "request_id=''" in words(lambda: reads(request_id=""))
+    ledger = moving()
+    assert "not open" in words(lambda: ledger.expect(reads(), 0.0, 1.0))
+    assert "another attempt or sample" in words(
+        lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0)
+    )
+    for call in (
+        lambda: ledger.start("other", P[0].rank, "full"),
+        lambda: ledger.start("mine", P[1].rank, "full"),
+        lambda: ledger.start("mine", P[0].rank, "other"),
+        lambda: ledger.start("mine", P[0].rank, "full", ["layers.9"]),
+        lambda: ledger.finish(99, 0.0),
+        lambda: ledger.fail(99, "why", 0.0, quiet=False),
+    ):
+        assert words(call)
+    assert [] == ledger.cancel("other", 0.0)
