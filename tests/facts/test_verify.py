@@ -156,6 +156,13 @@ def dead(**changed: Any) -> Row:
     return attrs.evolve(row("b", "v", 2, 11), **changed)
 
 
+def after_the_last() -> Row:
+    """Return head 3's descriptor, read where the rank of head 2 would have it if it had any."""
+    stride = PRODUCERS[RankId(tp=2)].region("b", "v").unit_stride
+    right, before = row("b", "v", 3, 6), row("b", "v", 2, 6)
+    return attrs.evolve(right, pair=before.pair, start=before.start + stride)
+
+
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "missing row": (instead, TOLD + MISSING),
     "double row": (lambda: [*RIGHT, GOOD],
@@ -200,6 +207,9 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a dead row from within the memory and beyond": (
         lambda: [*RIGHT, dead(start=END - 1)],
         f"{READS}, layer b, part v, unit 0, block 7, row 3, byte 15: another request's block"),
+    "the unit after the last that the source has": (
+        lambda: instead(after_the_last(), of=row("b", "v", 3, 6)),
+        WRONG.replace("unit 2", "unit 3").replace("producer tp2", "producer tp3")),
     "nothing": (list, NOTHING),
 }  # fmt: skip
 
@@ -391,6 +401,38 @@ def test_a_request_far_beyond_its_table_is_missing() -> None:
     assert found is not None
     assert ("missing", late.cached_tokens) == (found.kind, found.token)
     assert None is fault(RIGHT, attrs.evolve(late, consumer_blocks={"g": tables[1]}))
+
+
+def test_tokens_before_a_late_table_are_missing() -> None:
+    """However many blocks before it: its own blocks hold none of them."""
+    late = attrs.evolve(REQUEST, cached_tokens=0, consumer_blocks={"g": BlockTable(THEIRS, 8)})
+    found = fault(RIGHT, late)
+    assert found is not None
+    assert ("missing", 0) == (found.kind, found.token)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_null_block_is_neither_read_nor_written(side: int) -> None:
+    """A dead row of it is another's on the producer, and unwanted on the consumer."""
+    one = kvspec.FullAttentionSpec(**GQA)
+    null = attrs.evolve(engine(1, "LBHNC", one), null_block=0)
+    plan = kvspec.plan_transfer(null, null)
+    caches = [{ONE: kvspec.allocate(null, ONE, 8)[0]} for _ in range(2)]
+    request = kvspec.TransferRequest(
+        request_id="r", num_tokens=7, cached_tokens=4,
+        producer_blocks={"g": (0, 5)}, consumer_blocks={"g": (0, 6)},
+    )  # fmt: skip
+    rows = kvspec.build_table(plan, caches[0][ONE], caches[1][ONE]).descriptors(request)
+    assert None is verify(plan, *caches, request, {(ONE, ONE): rows})
+    dead = [
+        each[ONE].region("a", "k").address(block, 0, 3)
+        for each, block in zip(caches, (5, 6), strict=True)
+    ]
+    dead[side] = caches[side][ONE].region("a", "k").address(0, 0, 3)
+    rows = np.concatenate([rows, np.array([[*dead, CONTENT]], np.uint64)])
+    found = verify(plan, *caches, request, {(ONE, ONE): rows})
+    assert found is not None
+    assert ("foreign", "unwanted")[side] == found.kind
 
 
 def test_a_table_without_blocks_is_missing_everything() -> None:
