@@ -62,7 +62,10 @@ REPLICAS = of_engines(
     "spread", metavar=POLICY_NAMES, help="Which of several equal producer ranks is read."
 )
 RANKS_PER_NODE = typer.Option(
-    None, help="Both engines fill the same nodes with this many ranks each; for nearest."
+    None,
+    help="Both engines fill the same nodes with this many ranks each; needed for "
+    + ", ".join(name for name, policy in POLICIES.items() if policy.topology)
+    + ".",
 )
 AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 """Options of several commands."""

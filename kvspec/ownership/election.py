@@ -37,52 +37,35 @@ class Class:
     readers: tuple[int, ...]
 
 
-def _spread(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> Class:  # noqa: ARG001
-    """Elect among all members."""
-    return equal
-
-
-def _first(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> Class:  # noqa: ARG001
-    """Elect the first member."""
-    return attrs.evolve(equal, members=equal.members[:1])
-
-
-def _nearest(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> Class:
-    """Elect among the members on the reader's node; where there is none, among all.
-
-    Those who elect together are the readers of that node, or the readers of no member's node.
-    """
+def _nearest(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> tuple[int, ...]:
+    """Elect among the members on the reader's node; where there is none, among all."""
     producer, consumer = nodes
-    homes = {producer[member] for member in equal.members}
-    home = consumer[reader]
-    if home not in homes:
-        return attrs.evolve(
-            equal, readers=tuple(r for r in equal.readers if consumer[r] not in homes)
-        )
-    return Class(
-        members=tuple(m for m in equal.members if producer[m] == home),
-        readers=tuple(r for r in equal.readers if consumer[r] == home),
-    )
+    near = tuple(member for member in equal.members if producer[member] == consumer[reader])
+    return near or equal.members
+
+
+Candidates = Callable[[int, Class, tuple[Nodes, Nodes]], tuple[int, ...]]
 
 
 @attrs.frozen
 class Policy:
     """How one policy elects.
 
-    *among*: from a reader, its whole class and the nodes of both sides' ranks, the class in which
-    it elects. *striped*: each reader reads all members, by turns of blocks. *topology*: whether the
-    nodes have to be known.
+    *candidates*: from a reader, its whole class and the nodes of both sides' ranks, the members
+    among which it elects; None for all of them. Readers with the same candidates elect together,
+    so that none of those is read more often than another by more than one. *striped*: each reads
+    all candidates, by turns of blocks. *topology*: whether the nodes have to be known.
     """
 
-    among: Callable[[int, Class, tuple[Nodes, Nodes]], Class]
+    candidates: Candidates | None = None
     striped: bool = False
     topology: bool = False
 
 
 POLICIES: dict[Replicas, Policy] = {
-    "spread": Policy(_spread),
-    "first": Policy(_first),
-    "stripe": Policy(_spread, striped=True),
+    "spread": Policy(),
+    "first": Policy(lambda _reader, equal, _nodes: equal.members[:1]),
+    "stripe": Policy(striped=True),
     "nearest": Policy(_nearest, topology=True),
 }
 """Every policy by name."""
@@ -187,6 +170,7 @@ class Elector:
     policy: Policy
     salt: int
     nodes: tuple[Nodes, Nodes]
+    _together: dict[Class, dict[int, Class]] = attrs.field(init=False, factory=dict)
 
     def elect(self, reader: int, equal: Class) -> tuple[Class, tuple[tuple[int, Stripe], ...]]:
         """Return among whom *reader* elects, and the members that it reads, each with its stripe.
@@ -202,7 +186,7 @@ class Elector:
         reader 2  member 1
         ========  ==================  ============================
         """
-        among = self.policy.among(reader, equal, self.nodes)
+        among = self._among(reader, equal)
         number, readers, members = among.readers.index(reader), len(among.readers), among.members
         if not self.policy.striped or len(members) == 1:
             place = (number * len(members) // readers + self.salt) % len(members)
@@ -212,6 +196,19 @@ class Elector:
             (members[(block * readers + number + self.salt) % len(members)], Stripe(block, step))
             for block in range(step)
         )
+
+    def _among(self, reader: int, equal: Class) -> Class:
+        """Return the candidates of *reader*, and the readers that have the same ones."""
+        if self.policy.candidates is None:
+            return equal
+        if equal not in self._together:
+            candidates = {r: self.policy.candidates(r, equal, self.nodes) for r in equal.readers}
+            readers: dict[tuple[int, ...], list[int]] = {}
+            for one, members in candidates.items():
+                readers.setdefault(members, []).append(one)
+            same = {members: Class(members, tuple(ranks)) for members, ranks in readers.items()}
+            self._together[equal] = {one: same[members] for one, members in candidates.items()}
+        return self._together[equal][reader]
 
 
 @lru_cache(maxsize=1024, typed=True)

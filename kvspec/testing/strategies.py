@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.election import Election, Replicas, Topology
+from kvspec.ownership.election import POLICIES as EVERY_POLICY
+from kvspec.ownership.election import Election, Replicas, Topology, known_policies
 from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS, engines, groups, layouts, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
@@ -50,7 +51,8 @@ __all__ = [
     "twins",
 ]
 
-POLICIES: tuple[Replicas, ...] = ("spread", "first", "stripe")
+POLICIES: tuple[Replicas, ...] = known_policies(None)
+"""The policies that need no nodes."""
 STATES = ("mamba1", "mamba2", "gated delta net", "short conv")
 """Kinds whose state has rows for speculative tokens."""
 
@@ -106,7 +108,8 @@ def _elections(draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec) -> d
         for side in (producer, consumer)
     ]
     topology = Topology(producer=nodes[0], consumer=nodes[1])
-    return {"replicas": Election("nearest", salt, topology), "salt": 0}
+    policy = draw(st.sampled_from(tuple(EVERY_POLICY)))
+    return {"replicas": Election(policy, salt, topology), "salt": 0}
 
 
 @st.composite

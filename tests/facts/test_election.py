@@ -46,6 +46,7 @@ def reads(producer: str, consumer: str, salt: int = 0) -> list[int]:
         ("aabb", "bbbb", 1, [3, 3, 2, 2]),  # the salt turns within the node
         ("aabb", "cccc", 0, [0, 1, 2, 3]),  # on no member's node: as by spread
         ("aabb", "cacb", 0, [0, 0, 2, 2]),  # the two strangers are spread among all
+        ("aa", "ab", 0, [0, 1]),  # who has the same candidates elects with the others
     ],
 )
 def test_the_nearest_is_read(producer: str, consumer: str, salt: int, wanted: list[int]) -> None:

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import kvspec
 from kvspec.descriptors.cells import pieces
+from kvspec.ownership.election import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.positions import cached_in, context_of, live_positions, own_positions
 from kvspec.testing.strategies import (
     NAMED_LAYOUTS,
-    POLICIES,
     Case,
     cases,
     is_state,
@@ -597,7 +597,8 @@ def test_every_kind_layout_and_policy_is_reached() -> None:
     assert {*KINDS, "draft"} == set(groups)
     layouts = {each for case in drawn() for each in letters(case.consumer)}
     assert set(NAMED_LAYOUTS) < layouts
-    assert set(POLICIES) < {case.replicas for case in drawn()}
+    names = {c.replicas if isinstance(c.replicas, str) else c.replicas.replicas for c in drawn()}
+    assert set(EVERY_POLICY) == names
 
 
 def test_cases_stay_small() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -151,17 +151,18 @@ ROUNDS = 7
 def fair(system: System, case: Case) -> Iterator[str]:
     """Yield each replica class whose members are not read as the policy says.
 
-    Evenly, counted in readers; under `stripe`, in virtual blocks that each reader reads; under
-    `first`, the first alone; under `nearest`, none of another node if there is one of the reader's.
+    Evenly among those that readers elect among, counted in readers; under `stripe`, in virtual
+    blocks that each reader reads. Under `first` that is the first alone, under `nearest` those on
+    the reader's node, if there are any.
     """
     if system.moves is None:
         return
     arriving = _by_target(system, case)
     policy = case.replicas if isinstance(case.replicas, str) else case.replicas.replicas
-    nodes = None if isinstance(case.replicas, str) else case.replicas.topology
     for alike in replica_classes(case.producer, case.consumer):
-        load = Counter(dict.fromkeys(alike.members, 0))
+        where = f"{alike.layers[0]}.{alike.part.name}"
         blocks = range(ROUNDS if policy == "stripe" else 1)
+        loads: dict[tuple[RankId, ...], Counter[RankId]] = {}
         for reader in alike.readers:
             read = {
                 (each.producer, block)
@@ -171,18 +172,26 @@ def fair(system: System, case: Case) -> Iterator[str]:
                 for block in blocks
                 if block % each.stripe[1] == each.stripe[0]
             }
+            among = _candidates(case, alike.members, reader)
+            load = loads.setdefault(among, Counter(dict.fromkeys(among, 0)))
             load.update(source for source, _ in read)
-            if nodes is not None:
-                homes = {nodes.producer[rank] for rank in alike.members}
-                away = {nodes.producer[rank] for rank, _ in read} - {nodes.consumer[reader]}
-                if away and nodes.consumer[reader] in homes:
-                    yield f"{reader} reads {alike.layers[0]}.{alike.part.name} from another node"
-        told = ", ".join(f"{rank} {count}" for rank, count in load.items())
-        if policy == "first":
-            if any(load[rank] for rank in alike.members[1:]):
-                yield f"{alike.layers[0]}.{alike.part.name}: wanted the first alone read: {told}"
-        elif nodes is None and max(load.values()) - min(load.values()) > 1:
-            yield f"{alike.layers[0]}.{alike.part.name}: replicas are read unevenly: {told}"
+            for source in sorted({source for source, _ in read} - set(among)):
+                yield f"{reader} reads {where} of {source}, not of one that {policy} elects among"
+        for load in loads.values():
+            if max(load.values()) - min(load.values()) > 1:
+                told = ", ".join(f"{rank} {count}" for rank, count in load.items())
+                yield f"{where}: replicas are read unevenly: {told}"
+
+
+def _candidates(case: Case, members: Sequence[RankId], reader: RankId) -> tuple[RankId, ...]:
+    """Return the replicas among which the case's policy elects for one reader."""
+    if isinstance(case.replicas, str):
+        return tuple(members[:1] if case.replicas == "first" else members)
+    nodes, policy = case.replicas.topology, case.replicas.replicas
+    if policy == "nearest" and nodes is not None:
+        near = (rank for rank in members if nodes.producer[rank] == nodes.consumer[reader])
+        return tuple(near) or tuple(members)
+    return tuple(members[:1] if policy == "first" else members)
 
 
 def counts(system: System, case: Case) -> Iterator[str]:
