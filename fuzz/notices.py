@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -72,7 +73,7 @@ def notice_bytes(drawn: random.Random) -> bytes:
             holder, key = fields, at
             while isinstance(holder[key], list) and holder[key] and drawn.randrange(4):
                 holder, key = holder[key], drawn.randrange(len(holder[key]))
-            holder[key] = drawn.choice(VALUES)
+            holder[key] = deepcopy(drawn.choice(VALUES))
         return HEAD + msgspec.msgpack.encode(fields)
     if sort < 7:  # noqa: PLR2004
         changed = bytearray(data)
@@ -101,6 +102,8 @@ class Pair:
             self.producer.abort(key.request_id, self.now)
         for name in list(self.consumer.open)[:1]:
             for rank, places in self.consumer.readable(name).items():
+                if self.consumer.open.get(name) != "moving":
+                    break
                 (group, layer), upto = next(iter(places.items()))
                 step = self.consumer.start(name, rank, group, [layer], upto)
                 self.answered(self.consumer.finish(step, self.now))

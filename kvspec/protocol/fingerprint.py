@@ -1,8 +1,10 @@
 """What two engines must agree on for the same bytes to mean the same, as one hash.
 
-Law: two engines have one fingerprint exactly where `kvspec.mismatches` finds nothing between them.
-It takes in what changes the meaning of bytes (kinds, dtypes, heads, sizes, windows, layer names)
-and nothing of what a plan bridges: parallel sizes, blocks, layouts, padding, order, grouping.
+Law: engines between which `kvspec.mismatches` finds nothing have one fingerprint, and engines of
+one fingerprint differ in nothing but which tokens each keeps. It takes in what changes the meaning
+of bytes (kinds, dtypes, heads, sizes, layer names) and nothing of what a plan bridges: parallel
+sizes, blocks, layouts, padding, order, grouping. A field that has its default does not count, so
+that fields may be added.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kvspec.inputs import instance, sequence
 from kvspec.ownership.part import Part
 from kvspec.plan.mismatches import PART_WHY
 from kvspec.specs import LayerSpec
-from kvspec.specs.layer import MEMORY_FIELDS, UNLESS_GIVEN
+from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, UNLESS_GIVEN
 
 SIZE = 16  # bytes
 
@@ -58,13 +60,27 @@ def _digest(value: object) -> bytes:
 
 
 def _meaning(spec: LayerSpec) -> tuple[object, ...]:
-    """Return what `kvspec.mismatches` compares of a layer: its kind, fields and parts."""
+    """Return what changes the meaning of a layer's bytes: its kind, fields and parts."""
+    without = MEMORY_FIELDS | LIVENESS_FIELDS | {"state_parts"}
     fields = {
-        field.name: _said(spec, field.name)
+        field.name: said
         for field in attrs.fields(type(spec))
-        if field.name not in MEMORY_FIELDS and field.name != "state_parts"
+        if field.name not in without and (said := _said(spec, field.name)) != field.default
     }
-    return type(spec).__name__, fields, tuple(_part(part) for part in spec.parts)
+    return _kind(type(spec)), fields, tuple(_part(part) for part in spec.parts)
+
+
+def _kind(kind: type[Any]) -> str:
+    """Return the name of *kind*, or of the one that keeps all tokens of the same cache."""
+    bases: tuple[Any, ...] = kind.__mro__[1:]
+    for base in bases:
+        if getattr(base, "parts", LayerSpec.parts) is LayerSpec.parts:
+            break
+        more = {field.name for field in attrs.fields(kind)} - {f.name for f in attrs.fields(base)}
+        if not more <= LIVENESS_FIELDS or base.counts_prompt is not kind.counts_prompt:
+            break
+        kind = base
+    return kind.__name__
 
 
 def _said(spec: LayerSpec, field: str) -> object:
@@ -74,7 +90,11 @@ def _said(spec: LayerSpec, field: str) -> object:
 
 
 def _part(part: Part) -> dict[str, object]:
-    fields = {name: getattr(part, name) for name in PART_WHY}
+    fields = {
+        field.name: said
+        for field in attrs.fields(Part)
+        if field.name in PART_WHY and (said := getattr(part, field.name)) != field.default
+    }
     if part.per_token:
         del fields["states"]  # the rows of a block, in which engines may differ
     return {"name": part.name, **fields}
