@@ -165,6 +165,9 @@ def test_a_null_block_is_one_of_the_pool() -> None:
         (16, "null_block=16: wanted less than the 16 blocks of layer.g.k"),
     ):
         assert wanted == words(lambda n=null: kvspec.allocate(engine(n, g=WINDOW), RANK, 16))
+    split = attrs.evolve(engine(None, g=WINDOW).groups[0], kernel_block_size=8)
+    small = kvspec.EngineSpec(groups=(split,), null_block=16)  # four of a kernel's to a block
+    assert wanted == words(lambda: kvspec.allocate(small, RANK, 16))
 
 
 def test_a_descriptor_that_writes_a_null_block_is_a_fault() -> None:
