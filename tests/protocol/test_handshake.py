@@ -294,6 +294,15 @@ REFUSED = [
     (put("objects", GROUP, 1, "unit_deals", ["map", "k"]), ".unit_deals: got", "a value each"),
     (put("objects", GROUP, 1, "unit_deals", ["map", "k", 1, "k", 2]), "deals: got", "each key"),
     (put("objects", GROUP, 1, "name", {}), ".name: got {}", "a list that begins with a word"),
+    (put("objects", GROUP, 1, "name", "x" * 1025), ".name: got", "at most 1024 characters"),
+    (put("objects", GROUP, 1, "layers", ["range", 0, 1]), "layers: got", "start, stop and step"),
+    (put("objects", GROUP, 1, "layers", ["rank", 0, 1]), "layers: got", "pp, pcp and tp"),
+    (put("objects", GROUP, 1, "layers", 5), ".layers: got 5", "a sequence of layer names"),
+    (put("objects", GROUP, 1, "spec", None), ".spec: got None", "a spec of a kind of layer"),
+    (put("objects", GROUP, 1, "kernel_block_size", 0.5), ".kernel_block_size: got 0.5", "an int"),
+    (put("objects", ENGINE, 1, "groups", 1), ".groups: got 1", "a sequence of KVCacheGroups"),
+    (put("objects", ENGINE, 1, "groups", ["tuple", 1]), ".groups: got 1", "a KVCacheGroup"),
+    (put("objects", PARALLEL, 1, "stages", 1), ".stages: got 1", "a sequence of stages"),
     (put("objects", PARALLEL, 1, "tp_size", 2**40), "ParallelConfig.ranks: got", "at most 65536"),
     (put("objects", PARALLEL, 1, {"tp_size": 2**16, "dcp_size": 2**16}),
      "objects[3].EngineSpec: got", "steps of work"),
@@ -357,6 +366,49 @@ def test_a_message_that_cannot_be_true_is_refused(
 def test_what_is_no_message_is_refused(data: Any, wanted: str) -> None:
     """Another version, a part of a message, more than one, other bytes, too many, too deep."""
     assert wanted in words(lambda: decode_handshake(data), kvspec.WireError)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class GrowingSpec(kvspec.MLAAttentionSpec):
+    """A kind that is another whenever it is built again."""
+
+    extra_retained_tokens: int = attrs.field(default=0, converter=lambda given: given + 1)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class PickySpec(kvspec.MLAAttentionSpec):
+    """A kind whose constructor fails in a way of its own."""
+
+    more: int = attrs.field(default=1, converter=lambda given: given if 12 // given else 1)
+
+
+def of_kind(kind: Any, **more: Any) -> Handshake:
+    """Return the introduction of an engine with one layer of a *kind*."""
+    spec = kind(block_size=4, head_size=8, dtype="uint8", **more)
+    group = kvspec.KVCacheGroup(name="own", layers=["layers.0"], spec=spec)
+    return shake(of=kvspec.EngineSpec(groups=[group]))
+
+
+def test_kinds_that_are_not_read_back_as_they_were_are_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A constructor that changes what it is given, texts that are no UTF-8, too many parts."""
+    monkeypatch.setattr("kvspec.protocol.plain.KINDS", dict(kvspec.protocol.plain.KINDS))
+    monkeypatch.setattr("kvspec.protocol.reading.KINDS", kvspec.protocol.plain.KINDS)
+    for kind in (GrowingSpec, PickySpec):
+        register(kind)
+    with pytest.raises(kvspec.SpecError, match="read back as they were written"):
+        encode_handshake(of_kind(GrowingSpec, extra_retained_tokens=3))
+    message = opened(encode_handshake(of_kind(PickySpec, more=4)))
+    message["objects"][SPEC][1]["more"] = 0
+    told = words(lambda: decode_handshake(closed(DATA, message)), kvspec.WireError)
+    assert "fields that PickySpec accepts" in told
+    layer = attrs.evolve(engine().groups[0], layers=["\ud800"])
+    with pytest.raises(kvspec.SpecError, match=r"texts of UTF-8"):
+        encode_handshake(shake(of=kvspec.EngineSpec(groups=[layer])))
+    many = wide(parts=1025, layers=1)
+    cache = kvspec.lay_out(many, kvspec.RankId(), 1)
+    assert "at most 1024 parts" in words(lambda: encode_handshake(shake(cache=cache)))
 
 
 def test_nesting_has_an_end() -> None:

@@ -240,6 +240,18 @@ def test_notices_that_are_not_for_it_change_nothing() -> None:
     ledger.meet("decode", 0)
 
 
+def test_starts_that_read_one_request_are_bounded() -> None:
+    """After sixteen starts of engines, one more is refused, and only the lease frees."""
+    ledger = held()
+    for epoch in range(16):
+        by = attrs.evolve(D[0], epoch=epoch)
+        assert ["valid"] == kinds(ledger.receive(attrs.evolve(said("done"), by=by), 1.0))
+    more = attrs.evolve(said("done"), by=attrs.evolve(D[0], epoch=99))
+    (refused,) = ledger.receive(more, 1.0)
+    assert isinstance(refused, Refused)
+    assert "16 starts of engines" in refused.why
+
+
 def test_a_flood_of_unknown_requests_is_bounded() -> None:
     """What nobody admitted is kept up to a count, and only for a lease."""
     ledger = ProducerLedger(P[0], lease=10.0, most_early=100)
@@ -247,6 +259,8 @@ def test_a_flood_of_unknown_requests_is_bounded() -> None:
         key = Key(f"request {at}", b"8 bytes!")
         ledger.receive(said("done", key=key), at / 1000)
     assert 100 == ledger.remembered
+    known = Key("request 0", b"8 bytes!")
+    assert ["Refused"] == kinds(ledger.receive(said("done", 1, key=known), 5.0))
     ledger.tick(20.0)
     assert (0, None) == (ledger.remembered, ledger.due)
 
@@ -404,3 +418,9 @@ def test_what_is_no_order_is_refused() -> None:
     ):
         assert words(call)
     assert [] == ledger.cancel("other", 0.0)
+    assert {} == ledger.readable("other")
+    beat = attrs.evolve(said("grant", number=1), kind="done", expected=1)
+    for notice in (beat, said("valid", by=1, number=7), said("valid", key=Key("x", b"8 bytes!"))):
+        assert ["Refused"] == kinds(ledger.receive(notice, 0.0))
+    stranger = attrs.evolve(said("valid"), by=attrs.evolve(P[0], rank=kvspec.RankId(tp=9)))
+    assert ["Refused"] == kinds(ledger.receive(stranger, 0.0))
