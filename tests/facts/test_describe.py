@@ -13,12 +13,16 @@ from kvspec import RankId
 WORDS = re.compile(r"  (\S+) (\S+): units? (\S+), consumer's block (\d+), tokens? (.+)")
 
 
-def engine(layout: str, block_size: int, **sizes: int) -> kvspec.EngineSpec:
-    """Return an engine of two layers of four heads."""
+def engine(
+    layout: str, block_size: int, kernel: int | None = None, **sizes: int
+) -> kvspec.EngineSpec:
+    """Return an engine of two layers of four heads, with a *kernel*'s own blocks."""
     spec = kvspec.FullAttentionSpec(
         block_size=block_size, total_num_kv_heads=4, head_size=8, dtype="bfloat16"
     )
-    group = kvspec.KVCacheGroup(name="g", layers=("layers.0", "layers.1"), spec=spec)
+    group = kvspec.KVCacheGroup(
+        name="g", layers=("layers.0", "layers.1"), spec=spec, kernel_block_size=kernel
+    )
     return kvspec.EngineSpec(
         groups=(group,), parallel=kvspec.ParallelConfig(**sizes), layout=layout
     )
@@ -36,6 +40,7 @@ PAIRS = [
     (engine("LBNHC", 4, tp_size=8), engine("LBHNC", 6, tp_size=2)),
     (engine("BLHNC", 4, tp_size=2), engine("LBNHC", 4, tp_size=2)),
     (engine("LKBNHC", 4, tp_size=1, pcp_size=2, interleave_size=2), engine("BLHNC", 4, pp_size=2)),
+    (engine("LBNHC", 4, tp_size=2), engine("LBHNC", 6, 2)),
 ]
 
 
@@ -45,7 +50,8 @@ def test_every_wanted_token_is_told_once(
 ) -> None:
     """Over all ids, each layer, part, head and uncached token is named, in the right block."""
     plan = kvspec.plan_transfer(producer, consumer)
-    size = consumer.groups[0].spec.block_size
+    group = consumer.groups[0]
+    size, small = group.spec.block_size, group.memory_block_size
     blocks = {
         "producer_blocks": {"g": list(range(20))}, "consumer_blocks": {"g": [9, 3, 4, 0, 7, 1, 2]}
     }  # fmt: skip
@@ -62,7 +68,8 @@ def test_every_wanted_token_is_told_once(
                     if found:
                         layer, part, units, block, tokens = found.groups()
                         for token in numbers(tokens):
-                            assert blocks["consumer_blocks"]["g"][token // size] == int(block)
+                            logical = blocks["consumer_blocks"]["g"][token // size]
+                            assert logical * group.split + token % size // small == int(block)
                             told += [(layer, part, u, token) for u in numbers(units)]
     live = [each for each in told if 5 <= each[3] < 23]
     wanted = {
