@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import builders
 import numpy as np
 import pytest
 from moved import moved, moves, request_of
@@ -21,25 +22,17 @@ Faults = list[str]
 
 def gqa(heads: int, block_size: int = 16, **more: Any) -> kvspec.FullAttentionSpec:
     """Return attention with *heads* KV heads."""
-    given = {"head_size": 4, "dtype": "bfloat16"} | more
-    return kvspec.FullAttentionSpec(block_size=block_size, total_num_kv_heads=heads, **given)
+    return builders.gqa(heads, block_size=block_size, **more)
 
 
 def mla(block_size: int = 16, size: int = 12, **more: Any) -> kvspec.MLAAttentionSpec:
     """Return a latent, or an indexer's keys."""
-    given = {"dtype": "bfloat16"} | more
-    return kvspec.MLAAttentionSpec(block_size=block_size, head_size=size, **given)
+    return builders.mla(block_size=block_size, head_size=size, **more)
 
 
 def window(heads: int, size: int, block_size: int = 16) -> kvspec.SlidingWindowSpec:
     """Return attention with a sliding window."""
-    return kvspec.SlidingWindowSpec(
-        block_size=block_size,
-        total_num_kv_heads=heads,
-        head_size=4,
-        dtype="bfloat16",
-        sliding_window=size,
-    )
+    return builders.window(size, heads, block_size=block_size)
 
 
 def gdn(heads: int = 8, **more: Any) -> kvspec.MambaSpec:
@@ -57,14 +50,7 @@ def gdn(heads: int = 8, **more: Any) -> kvspec.MambaSpec:
 
 def mamba2(heads: int = 8, n_groups: int = 1) -> kvspec.MambaSpec:
     """Return a Mamba2 state."""
-    return kvspec.MambaSpec.mamba2(
-        num_heads=heads,
-        head_dim=2,
-        n_groups=n_groups,
-        state_size=3,
-        conv_kernel=4,
-        dtype="float16",
-    )
+    return builders.mamba2(num_heads=heads, n_groups=n_groups, dtype="float16")
 
 
 def engine(
@@ -82,16 +68,15 @@ def engine(
         tokens = all(part.tokens_per_state for part in spec.parts)
         own = spec.layers or tuple(f"layer.{at + len(specs) * each}" for each in range(layers))
         groups.append(
-            kvspec.KVCacheGroup(
+            builders.group(
+                spec,
+                *own,
                 name=f"group{at}",
-                layers=own,
-                spec=spec,
                 kernel_block_size=kernel if tokens else None,
                 excluded=tuple(each for each in own if each in excluded),
             )
         )
-    parallel = kvspec.ParallelConfig(tp_size=tp, **sizes)
-    return kvspec.EngineSpec(groups=tuple(groups), layout=layout, parallel=parallel)
+    return builders.engine(*groups, tp=tp, layout=layout, **sizes)
 
 
 def sized(

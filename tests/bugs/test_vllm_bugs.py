@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import builders
 import moved
 import numpy as np
 import pytest
@@ -31,40 +32,26 @@ from kvspec.adapters import vllm
 
 def full(heads: int = 2, block_size: int = 16, **more: Any) -> kvspec.FullAttentionSpec:
     """Return full attention with small heads."""
-    return kvspec.FullAttentionSpec(
-        block_size=block_size, total_num_kv_heads=heads, head_size=4, dtype="bfloat16", **more
-    )
+    return builders.gqa(heads, block_size=block_size, **more)
 
 
 def latent(block_size: int = 16, size: int = 12, **more: Any) -> kvspec.MLAAttentionSpec:
     """Return a latent."""
-    return kvspec.MLAAttentionSpec(block_size=block_size, head_size=size, dtype="bfloat16", **more)
+    return builders.mla(block_size=block_size, head_size=size, **more)
 
 
 def mamba2(n_groups: int, num_heads: int = 8, **more: Any) -> kvspec.MambaSpec:
     """Return a Mamba2 state."""
-    return kvspec.MambaSpec.mamba2(
-        num_heads=num_heads,
-        head_dim=4,
-        n_groups=n_groups,
-        state_size=3,
-        conv_kernel=4,
-        dtype="bfloat16",
-        **more,
-    )
+    return builders.mamba2(num_heads=num_heads, head_dim=4, n_groups=n_groups, **more)
 
 
-def engine(
-    *specs: kvspec.LayerSpec, tp: int = 1, layout: str = "LBHNC", **sizes: Any
-) -> kvspec.EngineSpec:
+def engine(*specs: kvspec.LayerSpec, **sizes: Any) -> kvspec.EngineSpec:
     """Return an engine with a group of two layers for each spec."""
     groups = []
     for at, spec in enumerate(specs):
         layers = spec.layers or (f"layer.{2 * at}", f"layer.{2 * at + 1}")
-        groups.append(kvspec.KVCacheGroup(name=f"group{at}", layers=layers, spec=spec))
-    return kvspec.EngineSpec(
-        groups=tuple(groups), layout=layout, parallel=kvspec.ParallelConfig(tp_size=tp, **sizes)
-    )
+        groups.append(builders.group(spec, *layers, name=f"group{at}"))
+    return builders.engine(*groups, **sizes)
 
 
 def test_the_executor_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +99,7 @@ def test_bug_2_a_sliding_window_with_blocks_of_two_sizes() -> None:
     for tokens in range(66, 161, 3):
         sides, tables = [], []
         for block_size in (16, 32):
-            spec = kvspec.SlidingWindowSpec(
-                block_size=block_size,
-                total_num_kv_heads=2,
-                head_size=4,
-                dtype="bfloat16",
-                sliding_window=64,
-            )
+            spec = builders.window(64, 2, block_size=block_size)
             count = -(-tokens // block_size)
             kept = min(count, 64 // block_size + 1)
             ids = [(7 * at + 3) % 13 for at in range(kept)]

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from builders import mamba2
 from refused import refusal, words
 
 import kvspec
@@ -50,11 +51,7 @@ def engine(*groups: Any, layout: Any = "LBHNC", **sizes: Any) -> kvspec.EngineSp
 
 def state(**sizes: Any) -> kvspec.MambaSpec:
     """Return a Mamba2 state of two heads with *sizes* of its own."""
-    base: dict[str, Any] = {
-        "num_heads": 2, "head_dim": 2, "n_groups": 1, "state_size": 2, "conv_kernel": 2,
-        "dtype": "bfloat16",
-    }  # fmt: skip
-    return kvspec.MambaSpec.mamba2(**base | sizes)
+    return mamba2(**{"num_heads": 2, "state_size": 2, "conv_kernel": 2} | sizes)
 
 
 def opaque(**sizes: Any) -> kvspec.MambaSpec:

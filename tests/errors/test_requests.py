@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from builders import engine
 from refused import case, words
 
 import kvspec
@@ -30,12 +31,6 @@ LATENT = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="bfloat16")
 NUM_BLOCKS = 6
 BLOCKS: dict[str, Any] = {"producer_blocks": {"g": (0, 1, 2)}, "consumer_blocks": {"g": (3, 4, 5)}}
 SLOTS: dict[str, Any] = {"producer_blocks": {"g": (1,)}, "consumer_blocks": {"g": (2,)}}
-
-
-def engine(spec: kvspec.LayerSpec = FULL, **sizes: int) -> kvspec.EngineSpec:
-    """Return an engine of one group "g" of one layer "l"."""
-    groups = (kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec),)
-    return kvspec.EngineSpec(groups=groups, parallel=kvspec.ParallelConfig(**sizes))
 
 
 @attrs.frozen

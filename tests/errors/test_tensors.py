@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import builders
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,12 +28,10 @@ DS = {"conv": "BHN", "ssm": "BHCC"}
 
 
 def engine(
-    *layers: str, spec: kvspec.LayerSpec = FULL, layout: str = "LBNHC", tp_size: int = 1
+    *layers: str, spec: kvspec.LayerSpec = FULL, layout: str = "LBNHC", **sizes: int
 ) -> kvspec.EngineSpec:
     """Return an engine of one group of *layers*, "l" unless given."""
-    groups = (kvspec.KVCacheGroup(name="g", layers=layers or ("l",), spec=spec),)
-    parallel = kvspec.ParallelConfig(tp_size=tp_size)
-    return kvspec.EngineSpec(groups=groups, parallel=parallel, layout=layout)
+    return builders.engine(spec, layers=layers or ("l",), layout=layout, **sizes)
 
 
 def z(*shape: int, dtype: Any = np.uint16) -> np.ndarray[Any, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
+from builders import group
+from builders import request as ask
 from refused import words
 
 import kvspec
@@ -23,11 +25,8 @@ RANK = RankId()
 
 def engine(null_block: int | None = 0, **groups: kvspec.LayerSpec) -> kvspec.EngineSpec:
     """Return an engine of one rank, and one layer for each of *groups*."""
-    made = [
-        kvspec.KVCacheGroup(name=name, layers=(f"layer.{name}",), spec=spec)
-        for name, spec in groups.items()
-    ]
-    return kvspec.EngineSpec(groups=made, null_block=null_block)
+    made = [group(spec, f"layer.{name}", name=name) for name, spec in groups.items()]
+    return builders.engine(*made, null_block=null_block)
 
 
 @attrs.frozen
@@ -64,18 +63,6 @@ class Pair:
             "reference": lambda: kvspec.reference.copy(self.plan, *held, request),
             "verify": lambda: kvspec.verify(self.plan, *caches, request),
         }
-
-
-def ask(num_tokens: int, producer: Any, consumer: Any, **more: Any) -> kvspec.TransferRequest:
-    """Return a request of *num_tokens*; tables of the only group, or by group."""
-    tables = [each if isinstance(each, Mapping) else {"g": each} for each in (producer, consumer)]
-    return kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=num_tokens,
-        producer_blocks=tables[0],
-        consumer_blocks=tables[1],
-        **more,
-    )
 
 
 def refusals(pair: Pair, request: kvspec.TransferRequest) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import builders
 import pytest
 
 import kvspec
@@ -17,17 +18,12 @@ Seen = list[tuple[int, tuple[int, int], int, int]]
 
 def gqa(heads: int, **changed: Any) -> kvspec.FullAttentionSpec:
     """Return a spec of *heads* KV heads of 128 elements of bfloat16, 16 tokens a block."""
-    base: dict[str, Any] = {"block_size": 16, "head_size": 128, "dtype": "bfloat16"}
-    return kvspec.FullAttentionSpec(total_num_kv_heads=heads, **base | changed)
+    return builders.gqa(heads, **{"head_size": 128} | changed)
 
 
 def mamba2(**changed: Any) -> kvspec.MambaSpec:
     """Return a Mamba2 state: 4 heads of 2, one group of 3, unless *changed*."""
-    base: dict[str, Any] = {
-        "num_heads": 4, "head_dim": 2, "n_groups": 1, "state_size": 3, "conv_kernel": 4,
-        "dtype": "bfloat16", "ssm_dtype": "float32",
-    }  # fmt: skip
-    return kvspec.MambaSpec.mamba2(**base | changed)
+    return builders.mamba2(**{"num_heads": 4, "ssm_dtype": "float32"} | changed)
 
 
 LATENT = kvspec.MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
@@ -35,12 +31,7 @@ LATENT = kvspec.MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
 
 def plan(heads: int, producer: int, consumer: int, **how: Any) -> kvspec.TransferPlan:
     """Return the plan of one layer of *heads* KV heads between two TP sizes."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=gqa(heads))
-    ours, theirs = (
-        kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(tp_size=size))
-        for size in (producer, consumer)
-    )
-    return kvspec.plan_transfer(ours, theirs, **how)
+    return kvspec.plan_transfer(*builders.sides(gqa(heads), producer, consumer), **how)
 
 
 def seen(slices: tuple[kvspec.TPTransferSlice, ...], parts: tuple[str, ...] = ("k", "v")) -> Seen:
@@ -286,20 +277,12 @@ def test_descriptors(
     length: int,
 ) -> None:
     """How many copies blocks 0, 1, 2 of one layer take to *blocks*, and of how many bytes each."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=gqa(8))
     engines = [
-        kvspec.EngineSpec(
-            groups=(group,), parallel=kvspec.ParallelConfig(tp_size=size), layout=layout
-        )
+        builders.engine(gqa(8), tp=size, layout=layout)
         for layout, size in zip(layouts, tp_sizes, strict=True)
     ]
     made = kvspec.plan_transfer(*engines)
     caches = [kvspec.allocate(engine, RankId(), 5)[0] for engine in engines]
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=48,
-        producer_blocks={"g": range(3)},
-        consumer_blocks={"g": blocks},
-    )
+    request = builders.request(48, range(3), blocks)
     rows = kvspec.build_table(made, *caches).descriptors(request)
     assert [length] * count == rows[:, 2].tolist()

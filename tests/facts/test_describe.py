@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import attrs
+import builders
 import pytest
+from builders import engine
 
 import kvspec
 from kvspec import RankId
@@ -13,19 +15,13 @@ from kvspec import RankId
 WORDS = re.compile(r"  (\S+) (\S+): units? (\S+), consumer's block (\d+), tokens? (.+)")
 
 
-def engine(
+def heads(
     layout: str, block_size: int, kernel: int | None = None, **sizes: int
 ) -> kvspec.EngineSpec:
     """Return an engine of two layers of four heads, with a *kernel*'s own blocks."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=block_size, total_num_kv_heads=4, head_size=8, dtype="bfloat16"
-    )
-    group = kvspec.KVCacheGroup(
-        name="g", layers=("layers.0", "layers.1"), spec=spec, kernel_block_size=kernel
-    )
-    return kvspec.EngineSpec(
-        groups=(group,), parallel=kvspec.ParallelConfig(**sizes), layout=layout
-    )
+    spec = builders.gqa(block_size=block_size, head_size=8)
+    group = builders.group(spec, "layers.0", "layers.1", kernel_block_size=kernel)
+    return engine(group, layout=layout, **sizes)
 
 
 def numbers(text: str) -> list[int]:
@@ -37,10 +33,10 @@ def numbers(text: str) -> list[int]:
 
 
 PAIRS = [
-    (engine("LBNHC", 4, tp_size=8), engine("LBHNC", 6, tp_size=2)),
-    (engine("BLHNC", 4, tp_size=2), engine("LBNHC", 4, tp_size=2)),
-    (engine("LKBNHC", 4, tp_size=1, pcp_size=2, interleave_size=2), engine("BLHNC", 4, pp_size=2)),
-    (engine("LBNHC", 4, tp_size=2), engine("LBHNC", 6, 2)),
+    (heads("LBNHC", 4, tp_size=8), heads("LBHNC", 6, tp_size=2)),
+    (heads("BLHNC", 4, tp_size=2), heads("LBNHC", 4, tp_size=2)),
+    (heads("LKBNHC", 4, tp_size=1, pcp_size=2, interleave_size=2), heads("BLHNC", 4, pp_size=2)),
+    (heads("LBNHC", 4, tp_size=2), heads("LBHNC", 6, 2)),
 ]
 
 
@@ -119,9 +115,7 @@ def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
         block_size=64, total_num_kv_heads=1, head_size=8, dtype="bfloat16"
     )
     producer, consumer = (
-        kvspec.EngineSpec(
-            groups=(kvspec.KVCacheGroup(name="g", layers=("l.0", "l.1"), spec=each),), layout=layout
-        )
+        engine(each, layers=("l.0", "l.1"), layout=layout)
         for each, layout in zip((spec, attrs.evolve(spec, block_size=16)), layouts, strict=True)
     )
     caches = kvspec.lay_out(producer, RankId(), 4, 10**6), kvspec.lay_out(consumer, RankId(), 8)
@@ -149,7 +143,7 @@ def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
 
 def test_a_table_in_words() -> None:
     """Rows and ids of both sides, and a request's descriptors: worked out by hand."""
-    engines = engine("LBNHC", 4), engine("LBNHC", 4, tp_size=1)
+    engines = heads("LBNHC", 4), heads("LBNHC", 4, tp_size=1)
     caches = (kvspec.allocate(each, RankId(), 5)[0] for each in engines)
     table = kvspec.build_table(kvspec.plan_transfer(*engines), *caches)
     # A row of blocks and one of tokens for each layer.

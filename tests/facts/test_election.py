@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, get_args
 
 import pytest
+from builders import sides
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,12 +15,6 @@ from kvspec import Election, RankId, Stripe, Topology
 from kvspec.ownership.election import POLICIES, Replicas
 
 MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
-GROUP = kvspec.KVCacheGroup(name="latent", layers=["layers.0"], spec=MLA)
-
-
-def engine(tp_size: int) -> kvspec.EngineSpec:
-    """Return an engine whose ranks are all replicas."""
-    return kvspec.EngineSpec(groups=[GROUP], parallel=kvspec.ParallelConfig(tp_size=tp_size))
 
 
 def nodes(*names: str) -> dict[RankId, str]:
@@ -30,9 +25,8 @@ def nodes(*names: str) -> dict[RankId, str]:
 def reads(producer: str, consumer: str, salt: int = 0) -> list[int]:
     """Return whom each consumer rank reads by ``nearest``; a letter is a rank's node."""
     topology = Topology(producer=nodes(*producer), consumer=nodes(*consumer))
-    plan = kvspec.plan_transfer(
-        engine(len(producer)), engine(len(consumer)), Election("nearest", salt, topology)
-    )
+    engines = sides(MLA, len(producer), len(consumer))
+    plan = kvspec.plan_transfer(*engines, Election("nearest", salt, topology))
     return [plan.sources(rank)[0].tp for rank in plan.consumer.parallel.ranks]
 
 
@@ -75,7 +69,7 @@ def test_specs_and_plans_elect_alike() -> None:
     """A spec's slices, of either role, are the plan's edges."""
     topology = Topology(producer=nodes(*"aabb"), consumer=nodes(*"bab"))
     election = Election("nearest", 0, topology)
-    plan = kvspec.plan_transfer(engine(4), engine(3), election)
+    plan = kvspec.plan_transfer(*sides(MLA, 4, 3), election)
     planned = {(edge.producer.tp, edge.consumer.tp) for edge in plan.edges}
     pulled = {
         (one.remote_rank, rank)
@@ -98,7 +92,7 @@ def test_one_table_names_every_policy() -> None:
 
 def test_packed_nodes() -> None:
     """Three ranks a node: both engines begin on the first."""
-    found = Topology.packed(engine(4).parallel, engine(2).parallel, 3)
+    found = Topology.packed(*(each.parallel for each in sides(MLA, 4, 2)), 3)
     assert [0, 0, 0, 1] == list(found.producer.values())
     assert [0, 0] == list(found.consumer.values())
 
@@ -118,19 +112,25 @@ BAD = [
         "topology=[]: wanted a mapping from RankId to the node that it is on",
     ),
     (
-        lambda: kvspec.plan_transfer(engine(3), engine(1), Election("nearest", 0, TWO)),
+        lambda: kvspec.plan_transfer(*sides(MLA, 3, 1), Election("nearest", 0, TWO)),
         "topology.producer={RankId(pp=0, pcp=0, tp=0): 'a', RankId(pp=0, pcp=0, tp=1): 'b'}: want",
     ),
     (
-        lambda: kvspec.plan_transfer(engine(1), engine(1), Election("spread", 0, TWO)),
+        lambda: kvspec.plan_transfer(*sides(MLA, 1, 1), Election("spread", 0, TWO)),
         "topology.producer=RankId(pp=0, pcp=0, tp=1): wanted ranks of the engine",
     ),
     (
-        lambda: kvspec.plan_transfer(engine(2), engine(1), Election(), 3),
+        lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), Election(), 3),
         "salt=3: wanted no salt beside an Election, which has its own",
     ),
-    (lambda: kvspec.plan_transfer(engine(2), engine(1), None), "replicas=None: wanted one of"),
-    (lambda: Topology.packed(engine(1).parallel, engine(1).parallel, 0), "ranks_per_node=0:"),
+    (
+        lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), None),
+        "replicas=None: wanted one of",
+    ),
+    (
+        lambda: Topology.packed(*(each.parallel for each in sides(MLA, 1, 1)), 0),
+        "ranks_per_node=0:",
+    ),
     (lambda: Stripe(2, 2), "stripe.first=2: wanted less than step=2"),
     (lambda: Stripe(0, 0), "stripe.step=0: wanted an int >= 1"),
     (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import builders
 import pytest
+from builders import engine, gqa, group, request
 
 import kvspec
 from kvspec import RankId
@@ -12,30 +14,20 @@ from kvspec.testing.strategies import Case
 from kvspec.testing.world import described, selected, world
 
 MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
-DRAFT = kvspec.FullAttentionSpec(block_size=16, total_num_kv_heads=1, head_size=4, dtype="bfloat16")
 FOUR = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=4, dtype="bfloat16")
 UNEVEN = {"k": (range(1), range(1, 4)), "v": (range(3), range(3, 4))}
 
 
-def engine(*, whole: bool, **parallel: Any) -> kvspec.EngineSpec:
+def drafting(*, whole: bool, **parallel: Any) -> kvspec.EngineSpec:
     """Return an MLA target with a draft of one head, which may hold every token on every rank."""
-    return kvspec.EngineSpec(
-        groups=[
-            kvspec.KVCacheGroup(name="target", layers=["layers.0"], spec=MLA),
-            kvspec.KVCacheGroup(
-                name="draft", layers=["draft.0"], spec=DRAFT, context_sharded=not whole
-            ),
-        ],
-        parallel=kvspec.ParallelConfig(**parallel),
-    )
+    draft = group(gqa(1), "draft.0", name="draft", context_sharded=not whole)
+    return engine(group(MLA, "layers.0", name="target"), draft, **parallel)
 
 
 def dealt(deals: Any, **parallel: Any) -> kvspec.EngineSpec:
     """Return an engine of one group of four heads, dealt as *deals* say by part."""
-    group = kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=FOUR, unit_deals=deals)
-    return kvspec.EngineSpec(
-        groups=[group], parallel=kvspec.ParallelConfig(**parallel), layout="LKBHNC"
-    )
+    full = group(FOUR, "layers.0", name="full", unit_deals=deals)
+    return engine(full, layout="LKBHNC", **parallel)
 
 
 def case(producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, tokens: int) -> Case:
@@ -47,17 +39,7 @@ def case(producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, tokens: int) 
         }
         for each in (producer, consumer)
     ]
-    pools = [{name: 2 + len(ids) for name, ids in side.items()} for side in tables]
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=tokens, producer_blocks=tables[0], consumer_blocks=tables[1]
-    )
-    return Case(
-        producer=producer,
-        consumer=consumer,
-        producer_pool=pools[0],
-        consumer_pool=pools[1],
-        request=request,
-    )
+    return builders.case(producer, consumer, request(tokens, *tables))
 
 
 def check(drawn: Case) -> None:
@@ -75,17 +57,17 @@ def check(drawn: Case) -> None:
 
 def test_a_draft_runs_whole_beside_a_target_that_shares_its_tokens() -> None:
     """TP 1 to TP 2 with DCP 2: both ranks get every token of the draft, in its own blocks."""
-    consumer = engine(whole=True, tp_size=2, dcp_size=2, interleave_size=16)
+    consumer = drafting(whole=True, tp_size=2, dcp_size=2, interleave_size=16)
     target, draft = consumer.groups
     assert [32, 16] == [consumer.virtual_block(group) for group in (target, draft)]
-    check(case(engine(whole=False), consumer, 64))
+    check(case(drafting(whole=False), consumer, 64))
 
 
 @pytest.mark.parametrize("whole", [(True, False), (False, True), (True, True), (False, False)])
 def test_either_side_may_hold_a_group_whole(whole: tuple[bool, bool]) -> None:
     """Shared by four on one side, by two or none on the other, with other interleaves."""
-    producer = engine(whole=whole[0], tp_size=4, dcp_size=4, interleave_size=4)
-    consumer = engine(whole=whole[1], tp_size=2, dcp_size=2, interleave_size=8)
+    producer = drafting(whole=whole[0], tp_size=4, dcp_size=4, interleave_size=4)
+    consumer = drafting(whole=whole[1], tp_size=2, dcp_size=2, interleave_size=8)
     check(case(producer, consumer, 75))
 
 
@@ -100,12 +82,9 @@ def test_an_engine_tells_pages_by_its_own_deals() -> None:
     uneven = dealt(UNEVEN, tp_size=2)
     assert 4 * 8 * (1 + 3) == uneven.page_size_bytes("layers.0", RankId(tp=0))
     assert 4 * 8 * (3 + 1) == uneven.page_size_bytes("layers.0", RankId(tp=1))
-    five = kvspec.FullAttentionSpec(
-        block_size=4, total_num_kv_heads=5, head_size=4, dtype="bfloat16"
-    )
+    five = gqa(5, block_size=4)
     deal = {"k": (range(2), range(2, 4), range(4, 5)), "v": (range(2), range(2, 4), range(4, 5))}
-    group = kvspec.KVCacheGroup(name="g", layers=["l"], spec=five, unit_deals=deal)
-    three = kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=3))
+    three = engine(group(five, unit_deals=deal), tp=3)
     assert [2 * 64, 2 * 64, 64] == [
         three.page_size_bytes("l", RankId(tp=rank)) for rank in range(3)
     ]

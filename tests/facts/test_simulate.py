@@ -6,8 +6,10 @@ import json
 from math import gcd, inf, nan
 from typing import Any, get_args
 
+import builders
 import numpy as np
 import pytest
+from builders import engine, gqa, mamba2, mla
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,28 +23,17 @@ POLICIES: tuple[Replicas, ...] = get_args(Replicas)
 TOKENS = 200
 
 
-def engine(
-    tp_size: int, heads: int, *, pp_size: int = 1, dcp_size: int = 1, states: bool = False
-) -> kvspec.EngineSpec:
+def attention(tp: int, heads: int, *, states: bool = False, **sizes: int) -> kvspec.EngineSpec:
     """Return an engine of three attention layers, and with *states* two of Mamba2."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=16, total_num_kv_heads=heads, head_size=4, dtype="bfloat16"
-    )
-    groups = [kvspec.KVCacheGroup(name="full", layers=("l.0", "l.1", "l.2"), spec=spec)]
+    groups = [builders.group(gqa(heads), "l.0", "l.1", "l.2", name="full")]
     if states:
-        state = kvspec.MambaSpec.mamba2(
-            num_heads=8, head_dim=2, n_groups=2, state_size=4, conv_kernel=4, dtype="bfloat16"
-        )
-        groups.append(kvspec.KVCacheGroup(name="states", layers=("l.3", "l.4"), spec=state))
-    parallel = kvspec.ParallelConfig(tp_size=tp_size, pp_size=pp_size, dcp_size=dcp_size)
-    return kvspec.EngineSpec(groups=groups, parallel=parallel)
+        groups.append(builders.group(mamba2(n_groups=2, state_size=4), "l.3", "l.4", name="states"))
+    return engine(*groups, tp=tp, **sizes)
 
 
-def latent(tp_size: int) -> kvspec.EngineSpec:
+def latent(tp: int) -> kvspec.EngineSpec:
     """Return an engine of one MLA layer of 8 bytes a token: every rank is a replica."""
-    spec = kvspec.MLAAttentionSpec(block_size=16, head_size=4, dtype="bfloat16")
-    group = kvspec.KVCacheGroup(name="latent", layers=("l.0",), spec=spec)
-    return kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(tp_size=tp_size))
+    return engine(mla(head_size=4), tp=tp)
 
 
 @st.composite
@@ -58,7 +49,7 @@ def pairs(draw: st.DrawFn) -> tuple[kvspec.EngineSpec, kvspec.EngineSpec]:
         if tp_size % heads:
             dcp_size = 1
         pp_size = draw(st.integers(1, 2))
-        sides.append(engine(tp_size, heads, pp_size=pp_size, dcp_size=dcp_size, states=states))
+        sides.append(attention(tp_size, heads, pp_size=pp_size, dcp_size=dcp_size, states=states))
     return sides[0], sides[1]
 
 
@@ -142,14 +133,8 @@ def test_rows_are_counted_one_by_one(
         tokens_per_state=grain,
         sliding_window=window,
     )
-    group = kvspec.KVCacheGroup(name="window", layers=("l.0",), spec=spec)
     sides = [
-        kvspec.EngineSpec(
-            groups=(group,),
-            parallel=kvspec.ParallelConfig(
-                tp_size=tp_size, dcp_size=size, interleave_size=each * grain
-            ),
-        )
+        engine(spec, tp=tp_size, dcp_size=size, interleave_size=each * grain)
         for tp_size, (size, each) in ((4, ours), (3 * theirs[0], theirs))
     ]
     nodes = kvspec.Topology.packed(sides[0].parallel, sides[1].parallel, 2)
@@ -228,7 +213,7 @@ def test_a_slow_rank_bounds_where_it_is_slow() -> None:
 
 def test_hand_worked_heads() -> None:
     """Of 2 heads on 4 ranks, two readers take one replica each, stripes both."""
-    engines = engine(4, 2), engine(2, 2)
+    engines = attention(4, 2), attention(2, 2)
     found = simulate(engines, num_tokens=32)
     head = 3 * 2 * 4 * 2 * 32  # layers, k and v, elements, bytes each, tokens
     assert [head, 0, head, 0] == found.policy("spread").out.tolist()
@@ -240,7 +225,7 @@ def test_hand_worked_heads() -> None:
 
 def test_a_plan_stands_for_its_engines() -> None:
     """A plan's own policy and salt do not matter."""
-    engines = engine(4, 2), engine(2, 2)
+    engines = attention(4, 2), attention(2, 2)
     plan = kvspec.plan_transfer(*engines, "first", 3)
     ours, theirs = (simulate(each, num_tokens=9).policy("spread") for each in (plan, engines))
     assert ours.out.tolist() == theirs.out.tolist()
@@ -389,12 +374,9 @@ def test_the_greatest_loads_are_exact(num_tokens: int, consumers: int) -> None:
         assert min(each.out.tolist()) >= 0
 
 
-def contexts(dcp_size: int, block_size: int, tp_size: int) -> kvspec.EngineSpec:
+def contexts(dcp_size: int, block_size: int, tp: int) -> kvspec.EngineSpec:
     """Return an engine of one MLA layer of 8 bytes a token, whose tokens are dealt."""
-    spec = kvspec.MLAAttentionSpec(block_size=block_size, head_size=4, dtype="bfloat16")
-    group = kvspec.KVCacheGroup(name="latent", layers=("l.0",), spec=spec)
-    parallel = kvspec.ParallelConfig(tp_size=tp_size, dcp_size=dcp_size)
-    return kvspec.EngineSpec(groups=(group,), parallel=parallel)
+    return engine(mla(block_size=block_size, head_size=4), tp=tp, dcp_size=dcp_size)
 
 
 def test_long_periods_are_counted_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
+import builders
 import numpy as np
 import pytest
 
@@ -36,10 +37,7 @@ Tensors = dict[str, Any]
 
 def engine(layout: str, spec: kvspec.LayerSpec = GQA) -> kvspec.EngineSpec:
     """Return an engine of two TP ranks and two layers."""
-    group = kvspec.KVCacheGroup(name="g", layers=LAYERS, spec=spec)
-    return kvspec.EngineSpec(
-        groups=(group,), parallel=kvspec.ParallelConfig(tp_size=2), layout=layout
-    )
+    return builders.engine(spec, layers=LAYERS, tp=2, layout=layout)
 
 
 RANK = RankId(tp=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from builders import engine
 from hypothesis import given, settings
 
 import kvspec
@@ -68,11 +69,8 @@ def plan_of(first: str = "LBHNC") -> kvspec.TransferPlan:
     spec = kvspec.FullAttentionSpec(
         block_size=2, total_num_kv_heads=2, head_size=2, dtype="bfloat16"
     )
-    group = kvspec.KVCacheGroup(name="full", layers=("l.0", "l.1"), spec=spec)
     ours, theirs = (
-        kvspec.EngineSpec(
-            groups=(group,), parallel=kvspec.ParallelConfig(tp_size=size), layout=layout
-        )
+        engine(spec, layers=("l.0", "l.1"), tp=size, layout=layout)
         for size, layout in ((2, first), (1, "LBHNC"))
     )
     return kvspec.plan_transfer(ours, theirs)

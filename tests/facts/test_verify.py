@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
 
@@ -31,12 +32,10 @@ CACHED, NUM_TOKENS = 5, 11
 Descriptors = dict[tuple[RankId, RankId], np.ndarray[Any, np.dtype[np.uint64]]]
 
 
-def engine(tp_size: int, layout: str, spec: kvspec.LayerSpec | None = None) -> kvspec.EngineSpec:
+def engine(tp: int, layout: str, spec: kvspec.LayerSpec | None = None) -> kvspec.EngineSpec:
     """Return an engine of two layers."""
     spec = spec or kvspec.FullAttentionSpec(**GQA)
-    group = kvspec.KVCacheGroup(name="g", layers=LAYERS, spec=spec)
-    parallel = kvspec.ParallelConfig(tp_size=tp_size)
-    return kvspec.EngineSpec(groups=(group,), parallel=parallel, layout=layout)
+    return builders.engine(spec, layers=LAYERS, tp=tp, layout=layout)
 
 
 PLAN = kvspec.plan_transfer(engine(4, "LBHNC"), engine(2, "LBNHC"))

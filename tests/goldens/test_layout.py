@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import engine
 
 import kvspec
 
@@ -204,11 +205,10 @@ def regions_of(
 ) -> tuple[list[list[kvspec.Region]], int]:
     """Return every layer's regions in order of its parts, and the bytes of the group's storage."""
     layers = tuple(f"layers.{i}" for i in range(num_layers))
-    group = kvspec.KVCacheGroup(name="group", layers=layers, spec=spec)
-    engine = kvspec.EngineSpec(groups=(group,), layout=layout)
-    cache, storage = kvspec.allocate(engine, kvspec.RankId(), num_blocks=num_blocks)
+    side = engine(spec, layers=layers, layout=layout)
+    cache, storage = kvspec.allocate(side, kvspec.RankId(), num_blocks=num_blocks)
     found = [[each for each in cache.regions if each.layer == layer] for layer in layers]
-    return found, storage["group"].nbytes
+    return found, storage["g"].nbytes
 
 
 def check_layer(

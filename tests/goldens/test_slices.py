@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import engine, gqa
 
 import kvspec
 from kvspec.ownership.deals import default_deal
@@ -27,17 +28,7 @@ HEADS = sorted({row[0] for row in TORCH["rows"]})
 
 def spec_of(heads: int) -> kvspec.FullAttentionSpec:
     """Return a spec of *heads* KV heads; nothing else of it matters to a slice."""
-    return kvspec.FullAttentionSpec(
-        block_size=16, total_num_kv_heads=heads, head_size=128, dtype="bfloat16"
-    )
-
-
-def engine_of(heads: int, tp_size: int, layout: str) -> kvspec.EngineSpec:
-    """Return an engine of one layer in *layout*."""
-    group = kvspec.KVCacheGroup(name="full", layers=("layer",), spec=spec_of(heads))
-    return kvspec.EngineSpec(
-        groups=(group,), parallel=kvspec.ParallelConfig(tp_size=tp_size), layout=layout
-    )
+    return gqa(heads, head_size=128)
 
 
 def offsets(slices: tuple[kvspec.TPTransferSlice, ...]) -> set[tuple[int, int, int, int]]:
@@ -77,9 +68,8 @@ def test_a_plan_s_edges_are_torch_s_in_both_layouts(heads: int, layout: str) -> 
     for each, source, target, ranks in TORCH["rows"]:
         if each != heads:
             continue
-        plan = kvspec.plan_transfer(
-            engine_of(heads, source, layout), engine_of(heads, target, layout), replicas="first"
-        )
+        engines = (engine(spec_of(heads), tp=size, layout=layout) for size in (source, target))
+        plan = kvspec.plan_transfer(*engines, replicas="first")
         found: list[set[tuple[int, ...]]] = [set() for _ in ranks]
         for edge in plan.edges:
             assert {edge.producer.tp} == {s.remote_rank for s in edge.slices}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import engine
 
 import kvspec
 
@@ -39,11 +40,7 @@ def spec_of(model: str, conv_dtype: str, ssm_dtype: str) -> kvspec.MambaSpec:
 @cache
 def regions_of(spec: kvspec.MambaSpec, tp_size: int, rank: int) -> dict[str, kvspec.Region]:
     """Return a rank's regions of one layer by part, the conv state dim-first."""
-    group = kvspec.KVCacheGroup(name="state", layers=("layer",), spec=spec)
-    engine = kvspec.EngineSpec(
-        groups=(group,), parallel=kvspec.ParallelConfig(tp_size=tp_size), layout="LBHNC"
-    )
-    ranked, _ = kvspec.allocate(engine, kvspec.RankId(tp=rank), num_blocks=1)
+    ranked, _ = kvspec.allocate(engine(spec, tp=tp_size), kvspec.RankId(tp=rank), num_blocks=1)
     return {region.part: region for region in ranked.regions}
 
 

@@ -8,6 +8,7 @@ from itertools import combinations, product
 from typing import Any
 
 import attrs
+import builders
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,10 +27,9 @@ MEMORY = kvspec.Memory(0, 2**40)
 
 def engine(groups: int, kernel: int | None = None) -> kvspec.EngineSpec:
     """Return an engine of so many groups of one layer, the last of them in kernel blocks."""
-    names = "abc"[:groups]
-    found = [kvspec.KVCacheGroup(name=name, layers=(name,), spec=SPEC) for name in names]
+    found = [builders.group(SPEC, name, name=name) for name in "abc"[:groups]]
     found[-1] = attrs.evolve(found[-1], kernel_block_size=kernel)
-    return kvspec.EngineSpec(groups=found)
+    return builders.engine(*found)
 
 
 def content(region: kvspec.Region, block: int) -> Iterator[int]:

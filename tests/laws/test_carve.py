@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,8 +22,7 @@ RANK = kvspec.RankId()
 
 def engine_of(spec: kvspec.LayerSpec, layout: str) -> kvspec.EngineSpec:
     """Return an engine of one rank and one group of the layers a and b."""
-    group = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=spec)
-    return kvspec.EngineSpec(groups=(group,), layout=layout)
+    return builders.engine(spec, layers=("a", "b"), layout=layout)
 
 
 @pytest.mark.parametrize("deal_in", [1, 3])
@@ -153,9 +153,8 @@ def test_stages_by_hand() -> None:
     """Five numbers on two stages are 2 + 3; layers of one number stay together."""
     spec = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="uint8")
     names = tuple(f"{kind}.{at}" for at in (9, 2, 4, 7, 5) for kind in ("key", "index"))
-    group = kvspec.KVCacheGroup(name="g", layers=names, spec=spec)
-    engine = kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(pp_size=2))
-    found = [rank_layers(engine, rank, group) for rank in engine.parallel.ranks]
+    engine = builders.engine(spec, layers=names, pp_size=2)
+    found = [rank_layers(engine, rank, engine.groups[0]) for rank in engine.parallel.ranks]
     assert [["key.2", "index.2", "key.4", "index.4"], [x for x in names if x[-1] in "975"]] == found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from builders import engine, request
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,8 +11,7 @@ import kvspec
 from kvspec import Memory, RankId
 
 LATENT = kvspec.MLAAttentionSpec(block_size=1, head_size=4, dtype="uint8")
-GROUP = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=LATENT)
-ENGINE = kvspec.EngineSpec(groups=(GROUP,))
+ENGINE = engine(LATENT, layers=("a", "b"))
 
 
 def region(layer: str, base: int, memory_type: str = "DRAM", device: int = 0) -> kvspec.Region:
@@ -97,13 +97,9 @@ def test_no_descriptor_lies_over_a_seam() -> None:
     around = Memory(0, 1000)
     two = made(100, 116, Memory(100, 16, "VRAM"), Memory(116, 16, "VRAM"), around, home=HOMES[1])
     one = made(100, 116, Memory(100, 32, "VRAM"), around, home=HOMES[1])
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=4, producer_blocks={"g": range(4)},
-        consumer_blocks={"g": range(4)},
-    )  # fmt: skip
     plan = kvspec.plan_transfer(ENGINE, ENGINE)
     rows = [
-        kvspec.build_table(plan, *pair).descriptors(request).tolist()
+        kvspec.build_table(plan, *pair).descriptors(request(4, range(4), range(4))).tolist()
         for pair in ((one, one), (two, one), (one, two))
     ]
     assert [[[100, 100, 32]], *[[[100, 100, 16], [116, 116, 16]]] * 2] == rows

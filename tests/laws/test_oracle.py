@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -83,9 +84,7 @@ def test_live_positions_by_hand(
     """What the query at position n sees: all, a window with itself, its own chunk, the encoder."""
     make = getattr(kvspec, kind)
     spec = make(block_size=2, total_num_kv_heads=1, head_size=1, dtype="uint8", **fields)
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=tokens, encoder_tokens=3, producer_blocks={}, consumer_blocks={}
-    )
+    request = builders.request(tokens, {}, {}, encoder_tokens=3)
     assert live == positions.live_positions(spec, request).nonzero()[0].tolist()
 
 
@@ -296,12 +295,8 @@ def arrived() -> Arrived:
         block_size=4, total_num_kv_heads=2, head_size=2, dtype="uint8", sliding_window=8,
         page_size_padded=40,
     )  # fmt: skip
-    group = kvspec.KVCacheGroup(name="g", layers=("a",), spec=spec)
-    engine = kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(tp_size=2))
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=14, cached_tokens=9,
-        producer_blocks={}, consumer_blocks={"g": [3, 1, 5, 0]},
-    )  # fmt: skip
+    engine = builders.engine(spec, layers=("a",), tp=2)
+    request = builders.request(14, {}, [3, 1, 5, 0], cached_tokens=9)
     before = {"g": np.zeros(6 * 40, np.uint8)}
     rest = (6, request.consumer_blocks, request)
     oracle.spoil(engine, RANK, before, *rest)

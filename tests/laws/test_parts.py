@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -86,8 +87,8 @@ def test_unequal_rows_are_copied_and_verified(case: strategies.Case) -> None:
 def test_tensors_of_a_page_follow_each_other() -> None:
     """A page of 8 tokens, 2 heads of 3 elements: keys, 2 scales, values, at 0, 96 and 104."""
     spec = PageScaledSpec(block_size=8, total_num_kv_heads=2, head_size=3, dtype="bfloat16")
-    group = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=spec)
-    cache, storage = kvspec.allocate(kvspec.EngineSpec(groups=(group,)), RankId(), 5)
+    side = builders.engine(spec, layers=("a", "b"))
+    cache, storage = kvspec.allocate(side, RankId(), 5)
     first = storage["g"].ctypes.data
     at = {(each.layer, each.part): each.base - first for each in cache.regions}
     assert {("a", "k"): 0, ("a", "scale"): 96, ("a", "v"): 104} == {
@@ -103,11 +104,9 @@ SCALED = kvspec.FullAttentionSpec(
 )  # fmt: skip
 
 
-def engine(layout: str, tp_size: int, spec: kvspec.LayerSpec = SCALED) -> kvspec.EngineSpec:
+def engine(layout: str, tp: int, spec: kvspec.LayerSpec = SCALED) -> kvspec.EngineSpec:
     """Return an engine of one layer."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
-    parallel = kvspec.ParallelConfig(tp_size=tp_size)
-    return kvspec.EngineSpec(groups=(group,), parallel=parallel, layout=layout)
+    return builders.engine(spec, tp=tp, layout=layout)
 
 
 def tensors(torch: Any, heads: int, order: str) -> dict[str, Any]:
@@ -128,10 +127,7 @@ def test_float32_scales_beside_bfloat16_keys_are_read_and_moved() -> None:
     held = {rank: tensors(torch, LOCAL, "BNH") for rank in producer.parallel.ranks}
     wanted = tensors(torch, 2 * LOCAL, "BHN")
     plan = kvspec.plan_transfer(producer, consumer)
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=11, cached_tokens=3,
-        producer_blocks={"g": [4, 1]}, consumer_blocks={"g": [0, 5]},
-    )  # fmt: skip
+    request = builders.request(11, [4, 1], [0, 5], cached_tokens=3)
     target = kvspec.RankCache.from_tensors(consumer, RankId(), {"l": wanted})
     sources = {
         rank: kvspec.RankCache.from_tensors(producer, rank, {"l": own})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from builders import case as bare
-from builders import engine, gqa
+from builders import engine, gqa, request
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -189,13 +189,11 @@ def test_symmetry_does_not_hold_with_replicas() -> None:
 @given(PLANS, st.integers(1, 40))
 def test_traffic_is_what_is_wanted(case: Case, tokens: int) -> None:
     """Bytes moved are the live rows that each consumer rank owns, whatever the producer is."""
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=tokens, producer_blocks={}, consumer_blocks={}
-    )
+    asked = request(tokens, {}, {})
     wanted = Counter[kvspec.RankId]()
     for target in targets(case.consumer, case.producer):
         part, spec = target.part, target.group.spec.of_layer(target.layer)
-        live = live_positions(spec, request)
+        live = live_positions(spec, asked)
         live = live & owns(case.consumer, target.rank, part, target.group, tokens)
         each = part.tokens_per_state
         rows = len({token // each for token in live.nonzero()[0].tolist()}) if each else part.states

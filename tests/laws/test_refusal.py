@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from builders import engine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,12 +65,8 @@ def test_a_changed_state_is_a_mismatch(field: str) -> None:
 
 def refusal(one: kvspec.LayerSpec, two: kvspec.LayerSpec) -> tuple[kvspec.Mismatch, ...]:
     """Return what the plan from a layer *one* to a layer *two* is refused for."""
-    engines = [
-        kvspec.EngineSpec(groups=(kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec),))
-        for spec in (one, two)
-    ]
     with pytest.raises(kvspec.MismatchError) as caught:
-        kvspec.plan_transfer(*engines)
+        kvspec.plan_transfer(engine(one), engine(two))
     for each in caught.value.mismatches:
         for word in (each.field, repr(each.producer), repr(each.consumer), each.why):
             assert word in str(caught.value)
@@ -99,10 +96,7 @@ def test_changed_kinds_and_layers_are_mismatches() -> None:
         (found,) = refusal(window, other)
         assert "l" in found.field
     refusal(full, cross)  # a kind of full attention, but of other tokens
-    engines = [
-        kvspec.EngineSpec(groups=(kvspec.KVCacheGroup(name="g", layers=layers, spec=full),))
-        for layers in (("a", "b"), ("a", "draft"))
-    ]
+    engines = [engine(full, layers=layers) for layers in (("a", "b"), ("a", "draft"))]
     with pytest.raises(kvspec.MismatchError, match=r"(?s)b.*draft|draft.*b"):
         kvspec.plan_transfer(*engines)
 
@@ -142,10 +136,9 @@ PLAIN: dict[str, Any] = {"total_num_kv_heads": 2, "head_size": 1, "dtype": "uint
 
 def table_of(spec: kvspec.LayerSpec) -> kvspec.DescriptorTable:
     """Return the table between two engines of one rank, one layer and six blocks."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
-    engine = kvspec.EngineSpec(groups=(group,))
-    caches = [kvspec.allocate(engine, kvspec.RankId(), 6)[0] for _ in range(2)]
-    return kvspec.build_table(kvspec.plan_transfer(engine, engine), *caches)
+    side = engine(spec)
+    caches = [kvspec.allocate(side, kvspec.RankId(), 6)[0] for _ in range(2)]
+    return kvspec.build_table(kvspec.plan_transfer(side, side), *caches)
 
 
 def refused(spec: kvspec.LayerSpec, **fields: Any) -> kvspec.KVSpecError:
@@ -227,17 +220,8 @@ def test_a_state_is_never_rewound() -> None:
 
 def test_another_engines_cache_is_refused() -> None:
     """A table is built for the plan's own engines only: equal parallel sizes are not enough."""
-    engines = [
-        kvspec.EngineSpec(
-            groups=(
-                kvspec.KVCacheGroup(
-                    name="g", layers=("l",), spec=kvspec.FullAttentionSpec(block_size=4, **PLAIN)
-                ),
-            ),
-            layout=layout,
-        )
-        for layout in ("LBHNC", "LBNHC")
-    ]
+    spec = kvspec.FullAttentionSpec(block_size=4, **PLAIN)
+    engines = [engine(spec, layout=layout) for layout in ("LBHNC", "LBNHC")]
     ours, theirs = (kvspec.allocate(each, kvspec.RankId(), 2)[0] for each in engines)
     plan = kvspec.plan_transfer(engines[0], engines[0])
     for caches in ((ours, theirs), (theirs, ours)):

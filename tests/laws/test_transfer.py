@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -26,15 +27,8 @@ def half_cached(cached: int, **fields: int) -> strategies.Case:
     spec = kvspec.SlidingWindowSpec(
         block_size=8, total_num_kv_heads=1, head_size=1, dtype="uint8", **fields
     )
-    engine = kvspec.EngineSpec(groups=(kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec),))
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=8, cached_tokens=cached,
-        producer_blocks={"g": [0]}, consumer_blocks={"g": [1]},
-    )  # fmt: skip
-    return strategies.Case(
-        producer=engine, consumer=engine, producer_pool={"g": 1}, consumer_pool={"g": 2},
-        request=request,
-    )  # fmt: skip
+    side = builders.engine(spec)
+    return builders.case(side, side, builders.request(8, [0], [1], cached_tokens=cached))
 
 
 TORN_ROW = half_cached(4, sliding_window=2, tokens_per_state=4)
@@ -90,13 +84,13 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
 @given(CASES | strategies.sharing_cases())
 def test_a_cache_on_paper(case: strategies.Case) -> None:
     """`lay_out` has the regions of `allocate`, each as far into its memory, and no bytes."""
-    for engine, pool in (
+    for side, pool in (
         (case.producer, case.producer_pool),
         (case.consumer, case.consumer_pool),
     ):
-        for rank in engine.parallel.ranks:
-            cache, _ = kvspec.allocate(engine, rank, pool, shared=case.shared)
-            paper = kvspec.lay_out(engine, rank, pool, 4096, shared=case.shared)
+        for rank in side.parallel.ranks:
+            cache, _ = kvspec.allocate(side, rank, pool, shared=case.shared)
+            paper = kvspec.lay_out(side, rank, pool, 4096, shared=case.shared)
             assert [m.length for m in cache.memory] == [m.length for m in paper.memory]
             assert 4096 == paper.memory[0].address if paper.memory else True
             ends = [m.address + m.length for m in paper.memory]

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from builders import engine, request
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -40,10 +41,10 @@ def places(cache: kvspec.RankCache) -> dict[tuple[str, str], tuple[Any, ...]]:
 @st.composite
 def read(draw: st.DrawFn) -> tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]]:
     """Draw a rank's cache, the same read from typed tensors over its bytes, and what these are."""
-    engine = draw(ENGINES)
-    rank = draw(st.sampled_from(engine.parallel.ranks))
-    blocks = draw(st.integers(1, 3)) + (engine.null_block or 0)
-    cache, storage = kvspec.allocate(engine, rank, blocks)
+    side = draw(ENGINES)
+    rank = draw(st.sampled_from(side.parallel.ranks))
+    blocks = draw(st.integers(1, 3)) + (side.null_block or 0)
+    cache, storage = kvspec.allocate(side, rank, blocks)
     seen: Counter[str] = Counter()
 
     def choose(question: str) -> bool:
@@ -51,13 +52,13 @@ def read(draw: st.DrawFn) -> tuple[kvspec.RankCache, kvspec.RankCache, Counter[s
         seen[question] += answer
         return answer
 
-    tensors, axes = typed_tensors(engine, rank, storage, blocks, choose)
-    for layer in engine.homes:
-        if engine.stage_of[layer] == rank.pp:
+    tensors, axes = typed_tensors(side, rank, storage, blocks, choose)
+    for layer in side.homes:
+        if side.stage_of[layer] == rank.pp:
             tensors.setdefault(layer, {})
     for each in cache.regions:
-        seen[engine.layout_of(engine.group(each.group)) + engine.group(each.group).name] += 1
-    return cache, kvspec.RankCache.from_tensors(engine, rank, tensors, axes), seen
+        seen[side.layout_of(side.group(each.group)) + side.group(each.group).name] += 1
+    return cache, kvspec.RankCache.from_tensors(side, rank, tensors, axes), seen
 
 
 @given(read())
@@ -114,47 +115,41 @@ UNIFORM = kvspec.UniformTypeKVCacheSpecs(
 def test_layouts_that_were_refused_are_read(spec: kvspec.LayerSpec, layout: str) -> None:
     """States with H or N outside B; unlike sizes with rows outside of blocks: each part a view."""
     torch = pytest.importorskip("torch")
-    group = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=spec)
-    engine = kvspec.EngineSpec(groups=(group,), layout=layout)
-    cache, storage = kvspec.allocate(engine, RankId(), 5)
+    side = engine(spec, layers=("a", "b"), layout=layout)
+    cache, storage = kvspec.allocate(side, RankId(), 5)
     given: dict[str, dict[str, Any]] = {}
-    for (_, layer, part), view in logical_views(engine, RankId(), storage, 5).items():
+    for (_, layer, part), view in logical_views(side, RankId(), storage, 5).items():
         given.setdefault(layer, {})[part] = torch.from_numpy(view)
-    again = kvspec.RankCache.from_tensors(engine, RankId(), given, "BHNC")
+    again = kvspec.RankCache.from_tensors(side, RankId(), given, "BHNC")
     assert places(cache) == places(again)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLNHC"])
 def test_conv_states_stand_as_the_layout_says(layout: str) -> None:
     """Unless axes are said, a state's tensors have blocks first, then units and rows as named."""
-    group = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=STATE)
-    engine = kvspec.EngineSpec(groups=(group,), layout=layout)
-    cache, storage = kvspec.allocate(engine, RankId(), 5)
+    side = engine(STATE, layers=("a", "b"), layout=layout)
+    cache, storage = kvspec.allocate(side, RankId(), 5)
     order = (0, 1, 2, 3) if layout.index("H") < layout.index("N") else (0, 2, 1, 3)
     given: dict[str, dict[str, Any]] = {}
-    for (_, layer, part), view in logical_views(engine, RankId(), storage, 5).items():
+    for (_, layer, part), view in logical_views(side, RankId(), storage, 5).items():
         given.setdefault(layer, {})[part] = view.transpose(order)
-    assert places(cache) == places(kvspec.RankCache.from_tensors(engine, RankId(), given))
+    assert places(cache) == places(kvspec.RankCache.from_tensors(side, RankId(), given))
 
 
 def test_a_view_over_a_padded_buffer_is_inside_its_memory() -> None:
     """Arrays with strides of their own over plain bytes: what they span is registered, once."""
     latent = kvspec.MLAAttentionSpec(block_size=2, head_size=4, dtype="uint8")
-    group = kvspec.KVCacheGroup(name="g", layers=("a", "b"), spec=latent)
-    engine = kvspec.EngineSpec(groups=(group,))
+    side = engine(latent, layers=("a", "b"))
     buffer = bytearray(200)
     one, other = (
         np.ndarray((5, 1, 2, 4), np.uint8, buffer, first, (32, 16, 8, 1)) for first in (8, 24)
     )
     start = np.frombuffer(buffer, np.uint8).ctypes.data
-    cache = kvspec.RankCache.from_tensors(engine, RankId(), {"a": one, "b": other})
+    cache = kvspec.RankCache.from_tensors(side, RankId(), {"a": one, "b": other})
     assert (kvspec.Memory(start + 8, 4 * 32 + 8 + 4 + 16),) == cache.memory
     assert [start + 8, start + 24] == [each.base for each in cache.regions]
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=4, producer_blocks={"g": [0, 4]}, consumer_blocks={"g": [1, 2]}
-    )
-    plan = kvspec.plan_transfer(engine, engine)
-    assert 2 * 2 * 2 == len(kvspec.build_table(plan, cache, cache).descriptors(request))
+    table = kvspec.build_table(kvspec.plan_transfer(side, side), cache, cache)
+    assert 2 * 2 * 2 == len(table.descriptors(request(4, [0, 4], [1, 2])))
 
 
 EQUAL = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=8, dtype="bfloat16")
@@ -174,16 +169,15 @@ def test_two_readings_of_one_shape_are_refused_unless_said(
     layout: str, shape: tuple[int, ...], told: str | None
 ) -> None:
     """As many heads as rows: NHD read as HND would pass, so the axes have to be said."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=EQUAL)
-    engine = kvspec.EngineSpec(groups=(group,), layout=layout)
+    side = engine(EQUAL, layout=layout)
     tensor = np.zeros(shape, np.uint16)
-    said = kvspec.RankCache.from_tensors(engine, RankId(), {"l": tensor}, layout.replace("L", ""))
+    said = kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}, layout.replace("L", ""))
     assert 2 == len(said.regions)
     if told is None:
-        assert said == kvspec.RankCache.from_tensors(engine, RankId(), {"l": tensor})
+        assert said == kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
         return
     with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(engine, RankId(), {"l": tensor})
+        kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
     wanted = f"axes=None: wanted {told}: both fit tensors['l']['kv'].shape={shape}"
     assert wanted == str(caught.value)
 
@@ -192,10 +186,9 @@ def test_rows_and_heads_that_differ_need_no_axes() -> None:
     """One head, one row, or unequal numbers have one reading."""
     for fields in ({"block_size": 3}, {"total_num_kv_heads": 1}, {"block_size": 1}):
         spec: Any = attrs.evolve(EQUAL, **fields)
-        group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
-        engine = kvspec.EngineSpec(groups=(group,), layout="LBNHC")
+        side = engine(spec, layout="LBNHC")
         shape = (6, spec.block_size, spec.total_num_kv_heads, 16)
-        cache = kvspec.RankCache.from_tensors(engine, RankId(), {"l": np.zeros(shape, np.uint16)})
+        cache = kvspec.RankCache.from_tensors(side, RankId(), {"l": np.zeros(shape, np.uint16)})
         assert 2 == len(cache.regions)
 
 
@@ -221,11 +214,8 @@ ROWS = attrs.evolve(EQUAL, block_size=3)
 
 def refused(tensor: Any) -> str:
     """Return why *tensor* is not read."""
-    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=ROWS)
     with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(
-            kvspec.EngineSpec(groups=(group,), layout="LBNHC"), RankId(), {"l": tensor}
-        )
+        kvspec.RankCache.from_tensors(engine(ROWS, layout="LBNHC"), RankId(), {"l": tensor})
     return str(caught.value)
 
 

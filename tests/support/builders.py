@@ -21,6 +21,13 @@ def mla(**fields: Any) -> kvspec.MLAAttentionSpec:
     return kvspec.MLAAttentionSpec(**given | fields)
 
 
+def window(size: int, heads: int = 4, **fields: Any) -> kvspec.SlidingWindowSpec:
+    """Return attention of *heads* KV heads with a sliding window of *size* tokens."""
+    given: dict[str, Any] = {"block_size": 16, "head_size": 4, "dtype": "bfloat16"}
+    given |= {"total_num_kv_heads": heads, "sliding_window": size}
+    return kvspec.SlidingWindowSpec(**given | fields)
+
+
 def mamba2(**fields: Any) -> kvspec.MambaSpec:
     """Return a Mamba2 state: 8 heads of 2, one group of 3, a conv state of 3 rows, bfloat16."""
     given: dict[str, Any] = {
@@ -35,6 +42,7 @@ def engine(
     layers: Sequence[str] = ("l",),
     layout: str = "LBHNC",
     tp: int = 1,
+    null_block: int | None = None,
     **sizes: Any,
 ) -> kvspec.EngineSpec:
     """Return an engine of *groups*: a spec is a group "g" of *layers*.
@@ -47,7 +55,21 @@ def engine(
         for at, each in enumerate(groups)
     ]
     parallel = kvspec.ParallelConfig(**{"tp_size": tp} | sizes)
-    return kvspec.EngineSpec(groups=made, parallel=parallel, layout=layout)
+    return kvspec.EngineSpec(groups=made, parallel=parallel, layout=layout, null_block=null_block)
+
+
+def group(
+    spec: kvspec.LayerSpec, *layers: str, name: str = "g", **fields: Any
+) -> kvspec.KVCacheGroup:
+    """Return a group of *layers*, "l" unless given, with *fields* of its own."""
+    return kvspec.KVCacheGroup(name=name, layers=layers or ("l",), spec=spec, **fields)
+
+
+def sides(
+    spec: kvspec.LayerSpec, producer: int, consumer: int
+) -> tuple[kvspec.EngineSpec, kvspec.EngineSpec]:
+    """Return two engines of one layer of *spec* that differ in their TP sizes."""
+    return engine(spec, tp=producer), engine(spec, tp=consumer)
 
 
 def _group(

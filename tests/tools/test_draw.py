@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
 import attrs
+import builders
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,31 +72,25 @@ class Box(NamedTuple):
 
 def attention(heads: int, layers: int = 4, first: int = 0, block: int = 16) -> kvspec.KVCacheGroup:
     """Return a group of full attention."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=block, total_num_kv_heads=heads, head_size=8, dtype="bfloat16"
-    )
-    names = tuple(f"model.layers.{at}" for at in range(first, first + layers))
-    return kvspec.KVCacheGroup(name=f"full{first}", layers=names, spec=spec)
+    names = (f"model.layers.{at}" for at in range(first, first + layers))
+    spec = builders.gqa(heads, block_size=block, head_size=8)
+    return builders.group(spec, *names, name=f"full{first}")
 
 
-def engine(tp_size: int, *groups: kvspec.KVCacheGroup, **sizes: int) -> kvspec.EngineSpec:
+def engine(tp: int, *groups: kvspec.KVCacheGroup, **sizes: int) -> kvspec.EngineSpec:
     """Return an engine of *groups*."""
-    parallel = kvspec.ParallelConfig(tp_size=tp_size, **sizes)  # type: ignore[arg-type]
-    return kvspec.EngineSpec(groups=groups, parallel=parallel, layout="NHD")
+    return builders.engine(*groups, tp=tp, layout="NHD", **sizes)
 
 
 def latent() -> kvspec.KVCacheGroup:
     """Return a group of MLA."""
-    spec = kvspec.MLAAttentionSpec(block_size=16, head_size=64, dtype="bfloat16")
-    return kvspec.KVCacheGroup(name="latent", layers=("model.layers.0",), spec=spec)
+    return builders.group(builders.mla(head_size=64), "model.layers.0", name="latent")
 
 
 def states() -> kvspec.KVCacheGroup:
     """Return a group of Mamba2, whose b and c are dealt otherwise than x and the heads."""
-    spec = kvspec.MambaSpec.mamba2(
-        num_heads=16, head_dim=4, n_groups=2, state_size=8, conv_kernel=4, dtype="bfloat16"
-    )
-    return kvspec.KVCacheGroup(name="states", layers=("model.layers.9",), spec=spec)
+    spec = builders.mamba2(num_heads=16, head_dim=4, n_groups=2, state_size=8)
+    return builders.group(spec, "model.layers.9", name="states")
 
 
 PLANS = {
