@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import case as bare
 from builders import engine, gqa, request
@@ -17,6 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.ownership.tokens import Cyclic, meet
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.carve import rank_units
 from kvspec.testing.laws import KVSPEC
@@ -231,3 +233,26 @@ def test_explicit_deals_by_hand() -> None:
         (1, 1, range(3, 4), range(1), range(1, 2)),
         (2, 1, range(4, 5), range(1, 2), range(1)),
     ]
+
+
+CYCLIC = st.builds(
+    lambda size, rank, interleave: Cyclic(rank % size, size, interleave),
+    st.integers(1, 6), st.integers(0, 5), st.integers(1, 9),
+)  # fmt: skip
+
+
+@given(CYCLIC, CYCLIC)
+def test_contexts_meet_where_both_own_a_position(one: Cyclic, other: Cyclic) -> None:
+    """Asked of every position of their common period."""
+    period = np.arange(one.size * one.interleave * other.size * other.interleave)
+    both = [
+        each // own.interleave % own.size == own.rank for own in (one, other) for each in (period,)
+    ]
+    assert bool((both[0] & both[1]).any()) == meet(one, other)
+
+
+def test_contexts_of_long_interleaves_are_compared_at_once() -> None:
+    """Two interleaves whose common period has 2e12 positions: no array is as long."""
+    assert meet(Cyclic(0, 2, 2**20), Cyclic(1, 3, 3**12))
+    assert meet(Cyclic(0, 2, 2**40), Cyclic(2, 3, 3**30))
+    assert not meet(Cyclic(0, 2, 2**40), Cyclic(3, 4, 2**40))

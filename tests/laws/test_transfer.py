@@ -1,7 +1,8 @@
-"""What else is true of whole transfers: the reference, stripes, and caches without memory."""
+"""What else is true of whole transfers: the reference, stripes, drafts, counts, and no memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -9,14 +10,14 @@ import attrs
 import builders
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 
 import kvspec
 from kvspec.testing import laws, strategies
 from kvspec.testing.carve import block_split, logical_views
 from kvspec.testing.laws import KVSPEC
-from kvspec.testing.positions import context_of
-from kvspec.testing.world import inside, selected, world
+from kvspec.testing.positions import context_of, excluded_layers
+from kvspec.testing.world import described, inside, selected, world
 
 CASES = strategies.cases()
 STRIPED = ("full", "sliding window", "MLA", "uniform")
@@ -101,3 +102,48 @@ def test_a_cache_on_paper(case: strategies.Case) -> None:
                 home = max(at for at in moved if at <= region.base)
                 wanted.append(attrs.evolve(region, base=region.base - home + moved[home]))
             assert wanted == list(paper.regions)
+
+
+def test_a_draft_is_not_moved() -> None:
+    """A consumer's excluded layer of the same group keeps every byte of the request's blocks."""
+    spec = builders.mla(block_size=2, head_size=3, dtype="uint8")
+    sides = (
+        builders.engine(builders.group(spec, *layers, excluded=excluded))
+        for layers, excluded in ((("a",), ()), (("draft", "a"), ("draft",)))
+    )
+    here = world(builders.case(*sides, builders.request(3, [0, 1], [1, 0])))
+    here.execute(described)
+    (_, after), (before,) = here.consumers[kvspec.RankId()], here.before.values()
+    assert before["g"][:12].tolist() == after["g"][:12].tolist()
+    assert not (before["g"][12:] == after["g"][12:])[:6].any()
+    assert [] == here.differences()
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(CASES)
+def test_excluded_layers_are_in_no_edge(case: strategies.Case) -> None:
+    """Each layer that both sides have and neither excludes is in an edge, and no other is."""
+    here = world(case)
+    ours, theirs = (
+        {layer for group in engine.groups for layer in group.layers} - excluded_layers(engine)
+        for engine in (case.producer, case.consumer)
+    )
+    assert ours & theirs == {layer for edge in here.plan.edges for layer in edge.layers}
+
+
+def test_few_descriptors_are_posted() -> None:
+    """Over all cases, `select` posts at most 1.15 of the fewest copies; never fewer than those."""
+    posted, fewest = Counter[str](), Counter[str]()
+
+    @settings(phases=[Phase.generate])
+    @given(CASES)
+    def count(case: strategies.Case) -> None:
+        for _, _, table in world(case).tables():
+            got, least = table.counts(case.request)
+            assert least == len(table.descriptors(case.request)) <= got
+            posted["all"] += got
+            fewest["all"] += least
+
+    count()
+    assert 0 < fewest["all"]
+    assert posted["all"] <= 1.15 * fewest["all"]

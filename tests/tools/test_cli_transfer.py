@@ -99,10 +99,10 @@ UNIFORM = UniformTypeKVCacheSpecs(specs={"wide": heads(4), "narrow": heads(2, he
 NHD_HND = ("LBNHC", "LBHNC")
 
 CASES = {
-    "8 heads, 16 to 2": pair([heads(8)], (16, 2)),
+    "4 heads, 8 to 2": pair([heads(4)], (8, 2)),
     "6 heads, 2 to 3": pair([heads(6)], (2, 3), layouts=NHD_HND),
     "12 heads, 4 to 3": pair([heads(12)], (4, 3), layouts=NHD_HND),
-    "MLA, 8 to 3": pair([MLA], (8, 3)),
+    "MLA, 4 to 3": pair([MLA], (4, 3)),
     "MLA in stripes, 3 to 2, pushed": pair([MLA], (3, 2), election=Election("stripe"), mode="push"),
     "Mamba2 of one group, 1 to 2": pair([mamba2(4, 1)], (1, 2)),
     "Mamba2 of one group, 4 to 2": pair([mamba2(4, 1)], (4, 2), layouts=NHD_HND),
