@@ -13,7 +13,8 @@ from typing import Any
 import builders
 import numpy as np
 import pytest
-from moved import moved, moves, request_of
+from builders import request as request_of
+from moved import moved, moves
 
 import kvspec
 

@@ -14,7 +14,8 @@ import builders
 import moved
 import numpy as np
 import pytest
-from moved import moves, request_of
+from builders import request as request_of
+from moved import moves
 from vllm_like import (
     B12X,
     FullAttentionSpec,

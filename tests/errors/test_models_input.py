@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import LLAMA
 
 from kvspec import EngineSpec, SpecError, catalogue, models
 from kvspec.models.table import ROWS
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
-}
 
 
 def spec_of(config: dict[str, Any], group: str = "full", **options: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
 from builders import engine
@@ -424,12 +425,7 @@ def test_a_block_read_twice_is_refused_by_every_pair(
         for sizes in (ours, theirs)
     )
     plan = kvspec.plan_transfer(producer, consumer, replicas)
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=8,
-        producer_blocks={"g": [0, 0]},
-        consumer_blocks={"g": [0, 1]},
-    )
+    request = builders.request(8, [0, 0], [0, 1])
     for rank in consumer.parallel.ranks:
         for source in plan.sources(rank):
             caches = (
@@ -457,9 +453,7 @@ def test_every_block_of_a_long_piece_is_checked(sizes: tuple[int, int]) -> None:
     table = kvspec.build_table(plan, *caches)
     assert any(entry.rows.geometry.spans > 1 for entry in table.entries)
     tables = [{"g": (3, 4, 5, 6)} if size == 4 else {"g": (0,)} for size in sizes]
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=16, producer_blocks=tables[0], consumer_blocks=tables[1]
-    )
+    request = builders.request(16, tables[0], tables[1])
     side = "producer" if sizes[0] == 4 else "consumer"
     told = words(lambda: table.select(request))
     assert f"{side}_blocks['g']=6: wanted block ids from 0 to 5" == told

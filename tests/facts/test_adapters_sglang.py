@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import sglang_like as like
 import vllm_like
-from moved import Caches, moved, request_of
+from builders import request as request_of
+from moved import Caches, moved
 from refused import case, words
 from sglang_like import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, pages_to_slots
 

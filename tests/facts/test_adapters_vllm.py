@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from moved import moved, moves, request_of
+from builders import request as request_of
+from moved import moved, moves
 from refused import case, words
 from vllm_like import HEADS, config, engine_spec, state
 

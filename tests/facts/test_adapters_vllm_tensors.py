@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from moved import blocks_for, moved, request_of
+from builders import request as request_of
+from moved import blocks_for, moved
 from refused import case
 from vllm_like import HEADS, config, engine_spec, state
 

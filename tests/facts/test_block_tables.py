@@ -277,9 +277,7 @@ def test_one_cached_count_is_of_the_prompt() -> None:
 
 def test_an_engine_may_keep_a_window_as_full_attention() -> None:
     """What the consumer reads of a layer moves; what the producer dropped, its table says."""
-    whole = kvspec.FullAttentionSpec(
-        block_size=32, total_num_kv_heads=2, head_size=32, dtype="float32"
-    )
+    whole = builders.gqa(2, block_size=32, head_size=32, dtype="float32")
     more = attrs.evolve(WINDOW, extra_retained_tokens=40)
     row = 2 * 2 * 32 * 4  # k and v, heads, elements, bytes
     ids = [1, 2, 3, 4]

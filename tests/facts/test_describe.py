@@ -87,12 +87,7 @@ def test_one_descriptor_in_words() -> None:
     ours, _ = kvspec.allocate(producer, RankId(tp=2), 4)
     theirs, _ = kvspec.allocate(consumer, RankId(tp=0), 4)
     table = kvspec.build_table(plan, ours, theirs)
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=4,
-        producer_blocks={"g": [3]},
-        consumer_blocks={"g": [2]},
-    )
+    request = builders.request(4, [3], [2])
     first = int(table.select(request)[1][0])
     # Producer tp2 has head 1 alone, its block 3 begins 3 x 4 tokens x 32 bytes on; the consumer's
     # head 1 follows 6 tokens of head 0 in block 2 of 2 heads. Both hold 4 tokens in one piece.
@@ -111,18 +106,14 @@ def test_one_descriptor_in_words() -> None:
 @pytest.mark.parametrize("layouts", [("BLNHC", "LBNHC"), ("LBNHC", "LNBHC"), ("NBLHC", "BLNHC")])
 def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
     """Every byte of a request is told by the descriptors that select picks, block by block."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=64, total_num_kv_heads=1, head_size=8, dtype="bfloat16"
-    )
+    spec = builders.gqa(1, block_size=64, head_size=8)
     producer, consumer = (
         engine(each, layers=("l.0", "l.1"), layout=layout)
         for each, layout in zip((spec, attrs.evolve(spec, block_size=16)), layouts, strict=True)
     )
     caches = kvspec.lay_out(producer, RankId(), 4, 10**6), kvspec.lay_out(consumer, RankId(), 8)
     table = kvspec.build_table(kvspec.plan_transfer(producer, consumer), *caches)
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=40, producer_blocks={"g": [2]}, consumer_blocks={"g": [4, 5, 3]}
-    )
+    request = builders.request(40, [2], [4, 5, 3])
     told: list[tuple[str, str, int, int]] = []
     for each in table.select(request)[1].tolist():
         for line in table.explain(each, request).splitlines():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import LLAMA
 
 from kvspec import (
     ChunkedLocalAttentionSpec,
@@ -24,15 +25,6 @@ from kvspec import (
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FACTS: list[dict[str, Any]] = json.loads((GOLDENS / "arch_facts.json").read_text())["rows"]
 STATES: dict[str, Any] = json.loads((GOLDENS / "vllm_conv_split.json").read_text())["models"]
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
-}
 
 
 def groups_of(config: Any, **options: Any) -> dict[str, KVCacheGroup]:

@@ -22,9 +22,7 @@ BLOCKS, ROWS, HEADS, SIZE = 5, 4, 3, 8
 LAYERS = ("l", "m")
 ELEMENT = np.uint16
 """Two bytes, as bfloat16 has."""
-GQA = kvspec.FullAttentionSpec(
-    block_size=ROWS, total_num_kv_heads=2 * HEADS, head_size=SIZE, dtype="bfloat16"
-)
+GQA = builders.gqa(2 * HEADS, block_size=ROWS, head_size=SIZE)
 LATENT = kvspec.MLAAttentionSpec(block_size=ROWS, head_size=576, dtype="bfloat16")
 STATE = kvspec.MambaSpec.mamba2(
     num_heads=4, head_dim=2, n_groups=2, state_size=3, conv_kernel=4, dtype="bfloat16",
@@ -325,9 +323,7 @@ def test_a_transfer_between_engines_tensors_is_right() -> None:
     }
     theirs = {x: np.zeros((BLOCKS, 2, 2 * HEADS, ROWS, SIZE), ELEMENT) for x in LAYERS}
     plan = kvspec.plan_transfer(producer, consumer)
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=7, producer_blocks={"g": (4, 2)}, consumer_blocks={"g": (0, 3)}
-    )
+    request = builders.request(7, (4, 2), (0, 3))
     target = kvspec.RankCache.from_tensors(consumer, RankId(), theirs)
     for rank, tensors in ours.items():
         source = kvspec.RankCache.from_tensors(producer, rank, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builders
 import pytest
 from builders import engine
 from hypothesis import given, settings
@@ -39,13 +40,7 @@ def test_traffic_is_that_of_each_pairs_own_table(case: strategies.Case) -> None:
     found = plan.traffic(tokens)
     assert tokens == found.num_tokens
     (ours, pool), (theirs, other) = (apart(e, tokens) for e in (case.producer, case.consumer))
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=tokens,
-        encoder_tokens=tokens,
-        producer_blocks=ours,
-        consumer_blocks=theirs,
-    )
+    request = builders.request(tokens, ours, theirs, encoder_tokens=tokens)
     assert {(edge.producer, edge.consumer) for edge in plan.edges} == set(found.pairs)
     for (p, c), load in found.pairs.items():
         caches = kvspec.lay_out(case.producer, p, pool), kvspec.lay_out(case.consumer, c, other)
@@ -66,9 +61,7 @@ def test_traffic_is_that_of_each_pairs_own_table(case: strategies.Case) -> None:
 
 def plan_of(first: str = "LBHNC") -> kvspec.TransferPlan:
     """Plan two layers of two heads of 4 bytes from TP 2, in layout *first*, to TP 1."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=2, total_num_kv_heads=2, head_size=2, dtype="bfloat16"
-    )
+    spec = builders.gqa(2, block_size=2, head_size=2)
     ours, theirs = (
         engine(spec, layers=("l.0", "l.1"), tp=size, layout=layout)
         for size, layout in ((2, first), (1, "LBHNC"))

@@ -44,13 +44,7 @@ HELD = [
     for side in (PLAN.producer, PLAN.consumer)
 ]
 PRODUCERS, CONSUMERS = ({rank: cache for rank, (cache, _) in side.items()} for side in HELD)
-REQUEST = kvspec.TransferRequest(
-    request_id="r",
-    num_tokens=NUM_TOKENS,
-    cached_tokens=CACHED,
-    producer_blocks={"g": OURS},
-    consumer_blocks={"g": THEIRS},
-)
+REQUEST = builders.request(NUM_TOKENS, OURS, THEIRS, cached_tokens=CACHED)
 
 
 @attrs.frozen
@@ -322,9 +316,7 @@ def test_a_fault_in_merged_descriptors_is_named(kind: str) -> None:
 WHOLE = kvspec.plan_transfer(engine(1, "LBHNC"), engine(1, "LBHNC"))
 ONE = RankId()
 FROM, TO = (kvspec.allocate(WHOLE.producer, ONE, 8)[0] for _ in range(2))
-MERGED = kvspec.TransferRequest(
-    request_id="r", num_tokens=8, producer_blocks={"g": (0, 1)}, consumer_blocks={"g": (0, 1)}
-)
+MERGED = builders.request(8, (0, 1), (0, 1))
 
 
 def test_halves_of_a_content_may_come_from_two_replicas() -> None:
@@ -417,10 +409,7 @@ def test_a_null_block_is_neither_read_nor_written(side: int) -> None:
     null = attrs.evolve(engine(1, "LBHNC", one), null_block=0)
     plan = kvspec.plan_transfer(null, null)
     caches = [{ONE: kvspec.allocate(null, ONE, 8)[0]} for _ in range(2)]
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=7, cached_tokens=4,
-        producer_blocks={"g": (0, 5)}, consumer_blocks={"g": (0, 6)},
-    )  # fmt: skip
+    request = builders.request(7, (0, 5), (0, 6), cached_tokens=4)
     rows = kvspec.build_table(plan, caches[0][ONE], caches[1][ONE]).descriptors(request)
     assert None is verify(plan, *caches, request, {(ONE, ONE): rows})
     dead = [
@@ -493,9 +482,7 @@ def test_a_missing_byte_of_a_state_is_named(part: str, unit: int, row_: int, tol
         {r: kvspec.allocate(side, r, 3)[0] for r in side.parallel.ranks}
         for side in (plan.producer, plan.consumer)
     )
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=9, producer_blocks={"g": (2,)}, consumer_blocks={"g": (1,)}
-    )
+    request = builders.request(9, (2,), (1,))
     rank = RankId(tp=1 if part != "conv_b" else 0)
     first = theirs[rank].region("b", part)
     hole = first.address(1, unit % first.units, row_)
@@ -573,10 +560,7 @@ def test_a_null_block_is_nowhere() -> None:
     plan, rank = kvspec.plan_transfer(engine, engine), kvspec.RankId()
     caches = [{rank: kvspec.allocate(engine, rank, 4)[0]} for _ in range(2)]
     for null in (-1, 9, 0):
-        request = kvspec.TransferRequest(
-            request_id="r", num_tokens=8, cached_tokens=4,
-            producer_blocks={"w": [0, 1]}, consumer_blocks={"w": [null, 3]},
-        )  # fmt: skip
+        request = builders.request(8, {"w": [0, 1]}, {"w": [null, 3]}, cached_tokens=4)
         assert None is kvspec.verify(plan, *caches, request)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import builders
 import pytest
 
 import kvspec
@@ -36,14 +37,11 @@ def check(
         {rank: kvspec.allocate(side, rank, 2 * NUM_TOKENS)[0] for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=NUM_TOKENS,
+    request = builders.request(
+        NUM_TOKENS,
+        {group.name: range(NUM_TOKENS) for group in producer.groups},
+        {group.name: range(NUM_TOKENS, 2 * NUM_TOKENS) for group in consumer.groups},
         cached_tokens=5,
-        producer_blocks={group.name: range(NUM_TOKENS) for group in producer.groups},
-        consumer_blocks={
-            group.name: range(NUM_TOKENS, 2 * NUM_TOKENS) for group in consumer.groups
-        },
     )
     return kvspec.verify(plan, *caches, request, thorough=thorough)
 

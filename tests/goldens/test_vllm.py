@@ -19,7 +19,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
-from moved import moves, request_of
+from builders import request as request_of
+from moved import moves
 from vllm_like import B12X, FLASH, FLASHINFER, config_of, engine_spec, tensors_of
 
 import kvspec

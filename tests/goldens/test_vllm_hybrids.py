@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from moved import moved, request_of
+from builders import request as request_of
+from moved import moved
 
 import kvspec
 from kvspec.adapters import vllm

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from moved import allocated, moved, request_of
+from builders import request as request_of
+from moved import allocated, moved
 from vllm_like import config, state
 
 import kvspec

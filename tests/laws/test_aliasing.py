@@ -19,9 +19,7 @@ from kvspec.memory.aliasing import meetings
 from kvspec.testing import strategies
 
 BLOCK, HEADS, SIZE = 2, 2, 2
-SPEC = kvspec.FullAttentionSpec(
-    block_size=BLOCK, total_num_kv_heads=HEADS, head_size=SIZE, head_size_v=1, dtype="uint8"
-)
+SPEC = builders.gqa(HEADS, block_size=BLOCK, head_size=SIZE, head_size_v=1, dtype="uint8")
 MEMORY = kvspec.Memory(0, 2**40)
 
 

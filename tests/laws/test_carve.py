@@ -185,9 +185,7 @@ def test_one_memory_of_two_groups_by_hand() -> None:
 
 def test_a_page_by_hand() -> None:
     """LBNHC without K: token, head, then k and v of that head; padding ends each page."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=2, total_num_kv_heads=2, head_size=1, dtype="uint8", page_size_padded=10
-    )
+    spec = builders.gqa(2, block_size=2, head_size=1, dtype="uint8", page_size_padded=10)
     storage = {"g": np.arange(60, dtype=np.uint8)}
     views = logical_views(engine_of(spec, "LBNHC"), RANK, storage, 3)
     assert [[30, 34], [32, 36]] == views["g", "b", "k"][0, :, :, 0].tolist()
@@ -238,9 +236,7 @@ def test_ragged_axes_are_refused() -> None:
 
 def test_padding_needs_a_page() -> None:
     """Where a layer's block is not in one piece, there is no end that could be padded."""
-    spec = kvspec.FullAttentionSpec(
-        block_size=1, total_num_kv_heads=2, head_size=1, dtype="uint8", page_size_padded=7
-    )
+    spec = builders.gqa(2, block_size=1, head_size=1, dtype="uint8", page_size_padded=7)
     with pytest.raises(ValueError, match="LHBNC has no page"):
         logical_views(engine_of(spec, "LHBNC"), RANK, {"g": np.zeros(14, np.uint8)}, 1)
 

@@ -98,10 +98,7 @@ def test_tensors_of_a_page_follow_each_other() -> None:
 
 
 SIZE, ROWS, BLOCKS, LOCAL = 4, 8, 6, 2
-SCALED = kvspec.FullAttentionSpec(
-    block_size=ROWS, total_num_kv_heads=2 * LOCAL, head_size=SIZE, dtype="bfloat16",
-    scale_dtype="float32",
-)  # fmt: skip
+SCALED = builders.gqa(2 * LOCAL, block_size=ROWS, head_size=SIZE, scale_dtype="float32")
 
 
 def engine(layout: str, tp: int, spec: kvspec.LayerSpec = SCALED) -> kvspec.EngineSpec:
@@ -156,14 +153,12 @@ def test_a_scale_of_another_type_is_refused() -> None:
 
 def test_nvfp4_and_mxfp8_pages_by_hand() -> None:
     """NVFP4: a head of 128 is 64 bytes and 8 scales; MXFP8: 128 and 4. Keys and values alike."""
-    nvfp4 = kvspec.FullAttentionSpec(
-        block_size=16, total_num_kv_heads=8, head_size=64, dtype="uint8",
-        scale_dtype="float8_e4m3fn", elements_per_scale=8,
-    )  # fmt: skip
-    mxfp8 = kvspec.FullAttentionSpec(
-        block_size=16, total_num_kv_heads=8, head_size=128, dtype="float8_e4m3fn",
-        scale_dtype="float8_e8m0fnu", elements_per_scale=32,
-    )  # fmt: skip
+    nvfp4 = builders.gqa(
+        8, head_size=64, dtype="uint8", scale_dtype="float8_e4m3fn", elements_per_scale=8
+    )
+    mxfp8 = builders.gqa(
+        8, head_size=128, dtype="float8_e4m3fn", scale_dtype="float8_e8m0fnu", elements_per_scale=32
+    )
     names = ("k", "k_scale", "v", "v_scale")
     assert [*zip(names, (64, 8, 64, 8), strict=True)] == [
         (part.name, part.content_bytes) for part in nvfp4.parts

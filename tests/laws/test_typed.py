@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import attrs
+import builders
 import numpy as np
 import pytest
 from builders import engine, request
@@ -91,15 +92,10 @@ STATE = kvspec.MambaSpec.mamba2(
     num_heads=4, head_dim=2, n_groups=2, state_size=3, conv_kernel=4, dtype="bfloat16",
     ssm_dtype="float32",
 )  # fmt: skip
-UNLIKE = kvspec.FullAttentionSpec(
-    block_size=3, total_num_kv_heads=2, head_size=4, head_size_v=2, dtype="bfloat16"
-)
+UNLIKE = builders.gqa(2, block_size=3, head_size_v=2)
 UNIFORM = kvspec.UniformTypeKVCacheSpecs(
     specs={
-        layer: kvspec.FullAttentionSpec(
-            block_size=3, total_num_kv_heads=2, head_size=size, dtype="bfloat16"
-        )
-        for layer, size in (("a", 4), ("b", 3))
+        layer: builders.gqa(2, block_size=3, head_size=size) for layer, size in (("a", 4), ("b", 3))
     }
 )
 

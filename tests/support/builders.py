@@ -1,4 +1,4 @@
-"""Small engines, specs and requests for tests: what is not given does not matter."""
+"""Small engines, specs, configs and requests for tests: what is not given does not matter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Any
 
 import kvspec
 from kvspec.testing import Case
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+"""The config.json of a small model of full attention."""
 
 
 def gqa(heads: int = 4, **fields: Any) -> kvspec.FullAttentionSpec:

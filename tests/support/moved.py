@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from builders import request
 
 import kvspec
 from kvspec.testing import oracle
@@ -99,19 +100,6 @@ def moved(
     return found
 
 
-def request_of(
-    num_tokens: int, producer_blocks: Any, consumer_blocks: Any, **more: Any
-) -> kvspec.TransferRequest:
-    """Return a request; what is not given has its default."""
-    return kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=num_tokens,
-        producer_blocks=producer_blocks,
-        consumer_blocks=consumer_blocks,
-        **more,
-    )
-
-
 def blocks_for(engine: kvspec.EngineSpec, num_tokens: int, seed: int = 0) -> dict[str, list[int]]:
     """Return a table of scattered blocks for each group; one slot for a state."""
     found = {}
@@ -131,4 +119,4 @@ def moves(
     """Move a request of *num_tokens* over scattered blocks; return every fault."""
     options = {k: more.pop(k) for k in ("replicas", "salt", "common_states") if k in more}
     tables = blocks_for(producer, num_tokens), blocks_for(consumer, num_tokens, 50)
-    return moved(producer, consumer, request_of(num_tokens, *tables, **more), **options)
+    return moved(producer, consumer, request(num_tokens, *tables, **more), **options)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from builders import LLAMA
 
 import kvspec
 from kvspec import (
@@ -99,16 +100,8 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
     """A model is named, or given as the path of its config.json or of its folder."""
     told = json.loads(run("slices", "--model", "gemma-3-1b", "--json").stdout)
     assert {"full", "sliding_window"} == {each["group"] for each in told}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 2,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "torch_dtype": "bfloat16",
-    }
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(LLAMA))
     for model in (path, tmp_path):
         told = json.loads(run("slices", "--model", str(model), "--json").stdout)
         assert {"full"} == {each["group"] for each in told}

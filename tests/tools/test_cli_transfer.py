@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import attrs
+import builders
 import pytest
 
 import kvspec
@@ -22,11 +24,9 @@ from kvspec import (
     Election,
     EngineSpec,
     FullAttentionSpec,
-    KVCacheGroup,
     LayerSpec,
     MambaSpec,
     MLAAttentionSpec,
-    ParallelConfig,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -50,14 +50,9 @@ def engine(
     specs: Sequence[LayerSpec], tp_size: int, layout: str = "LBHNC", padded: Sequence[int] = ()
 ) -> EngineSpec:
     """Return an engine with one group of two layers for each spec; *padded*: their pages."""
-    import attrs  # noqa: PLC0415 - only some cases pad
-
-    groups = []
-    for at, spec in enumerate(specs):
-        own = attrs.evolve(spec, page_size_padded=padded[at]) if padded else spec
-        layers = spec.layers or (f"g{at}.0", f"g{at}.1")
-        groups.append(KVCacheGroup(name=f"g{at}", layers=layers, spec=own))
-    return EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=tp_size), layout=layout)
+    pages = zip(specs, padded, strict=True) if padded else ()
+    made = [attrs.evolve(spec, page_size_padded=page) for spec, page in pages] or specs
+    return builders.engine(*made, layers=("l.0", "l.1"), tp=tp_size, layout=layout)
 
 
 def pair(specs: Sequence[LayerSpec], sizes: tuple[int, int], **more: Any) -> Job:
@@ -159,7 +154,7 @@ def test_one_changed_byte_is_found_and_told() -> None:
     report = ended(run_transfer(pair([heads(2)], (1, 2), tamper=True)))
     assert ("1 wrong bytes, on consumer tp0",) == report.faults
     (line,) = report.lines
-    assert "request-0: tp0 group g0 layer g0.0 part k unit 0 token 18" in line
+    assert "request-0: tp0 group g layer l.0 part k unit 0 token 18" in line
     assert not report.ok
 
 

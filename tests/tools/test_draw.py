@@ -409,13 +409,7 @@ def test_a_request_shows_its_own_block() -> None:
     """The block drawn is one of the request's, and a cached end moves in fewer bytes."""
     producer, consumer = engine(1, latent()), engine(1, latent())
     table = table_of(producer, consumer)
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=16,
-        cached_tokens=12,
-        producer_blocks={"latent": [5]},
-        consumer_blocks={"latent": [2]},
-    )
+    request = builders.request(16, {"latent": [5]}, {"latent": [2]}, cached_tokens=12)
     text = table_svg(table, request)
     said = " ".join(each.says for each in texts(parsed(text)))
     assert "block 5" in said
@@ -426,20 +420,12 @@ def test_a_request_shows_its_own_block() -> None:
 def test_layers_of_unlike_rows_show_the_same_tokens() -> None:
     """A request of the last 4 of 16 tokens: rows 12 to 15 of one layer, row 3 of another."""
     latents = {
-        name: kvspec.MLAAttentionSpec(
-            block_size=16, head_size=8, dtype="bfloat16", tokens_per_state=size
-        )
+        name: builders.mla(head_size=8, tokens_per_state=size)
         for name, size in (("l.0", 1), ("l.1", 4))
     }
     spec = kvspec.UniformTypeKVCacheSpecs(specs=latents)
     (table,) = tables_of(spec)
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=16,
-        cached_tokens=12,
-        producer_blocks={"g": [5]},
-        consumer_blocks={"g": [2]},
-    )
+    request = builders.request(16, [5], [2], cached_tokens=12)
     root = parsed(table.to_svg(request))
     shown = {(d["data-side"], d["data-layer"]): d for _, d in boxes(root, "layer")}
     assert {(side, layer) for side in ("producer", "consumer") for layer in latents} == set(shown)
@@ -478,13 +464,7 @@ def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> No
 def test_nothing_to_move_is_drawn_without_runs() -> None:
     """A request that is cached whole has no ribbons."""
     table = table_of(engine(1, latent()), engine(1, latent()))
-    request = kvspec.TransferRequest(
-        request_id="r",
-        num_tokens=16,
-        cached_tokens=16,
-        producer_blocks={"latent": [5]},
-        consumer_blocks={"latent": [2]},
-    )
+    request = builders.request(16, {"latent": [5]}, {"latent": [2]}, cached_tokens=16)
     assert [] == ribbons(table.to_svg(request))
 
 
@@ -524,9 +504,7 @@ def test_many_excluded_layers_are_told_shortly() -> None:
 def test_a_table_that_moves_nothing_says_so() -> None:
     """Of two ranks without an edge, of a plan without any, with a request or without."""
     four = kvspec.plan_transfer(engine(4, attention(4)), engine(4, attention(4)))
-    request = kvspec.TransferRequest(
-        request_id="r", num_tokens=4, producer_blocks={"full0": [0]}, consumer_blocks={"full0": [0]}
-    )
+    request = builders.request(4, {"full0": [0]}, {"full0": [0]})
     for plan, ranks in ((four, (0, 1)), (nothing(), (0, 0))):
         producer, consumer = (
             kvspec.allocate(side, kvspec.RankId(tp=tp), 4)[0]
