@@ -46,16 +46,25 @@ def test_tokens_dealt_apart(heads: int, producer: Any, consumer: Any, replicas: 
 
 
 @given(PLANS)
-def test_edges_are_one_per_pair_of_ranks_and_groups(case: Case) -> None:
-    """An edge moves something, stands once, and its slices name its own producer."""
+def test_a_plan_is_whole(case: Case) -> None:
+    """An edge moves something, stands once, and its slices name its own producer.
+
+    As many producer ranks report a request as sent as there are, and consumer ranks received; the
+    explanation names every rank that reads or is read.
+    """
     plan = plan_of(case)
     names = Counter((e.producer, e.consumer, e.producer_group, e.group) for e in plan.edges)
     assert {1} == set(names.values())
+    words = plan.explain()
     for edge in plan.edges:
         assert edge.slices
         assert {edge.producer.tp} == {each.remote_rank for each in edge.slices}
         assert set(edge.layers) <= set(case.producer.group(edge.producer_group).layers)
         assert set(edge.layers) <= set(case.consumer.group(edge.group).layers)
+        assert str(edge.producer) in words
+        assert str(edge.consumer) in words
+    assert len(case.producer.parallel.ranks) == plan.finished_sending_count
+    assert len(case.consumer.parallel.ranks) == plan.finished_recving_count
 
 
 @given(PLANS)
@@ -135,14 +144,6 @@ def test_both_engines_compute_one_plan() -> None:
     assert [own, own] == found
 
 
-@given(PLANS)
-def test_everyone_reports_once(case: Case) -> None:
-    """As many producer ranks report a request as sent as there are, and consumer ranks received."""
-    plan = plan_of(case)
-    assert len(case.producer.parallel.ranks) == plan.finished_sending_count
-    assert len(case.consumer.parallel.ranks) == plan.finished_recving_count
-
-
 @MANY
 @given(PLANS)
 def test_an_unread_rank_has_its_releaser(case: Case) -> None:
@@ -205,16 +206,6 @@ def test_traffic_is_what_is_wanted(case: Case, tokens: int) -> None:
     for rank, load in plan_of(case).traffic(tokens).consumers.items():
         got[rank] += load.nbytes
     assert +wanted == +got
-
-
-@given(PLANS)
-def test_explain_names_every_pair(case: Case) -> None:
-    """The explanation mentions every rank that reads, is read or is told."""
-    plan = plan_of(case)
-    words = plan.explain()
-    for edge in plan.edges:
-        assert str(edge.producer) in words
-        assert str(edge.consumer) in words
 
 
 def test_explicit_deals_by_hand() -> None:
