@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from builders import case as bare
@@ -75,9 +76,14 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
     """
     tp_sizes = [each.parallel.tp_size for each in (case.producer, case.consumer)]
     group = next(group for group in case.consumer.groups if len(group.layers) > len(group.excluded))
-    election: Any = {"replicas": case.replicas, "salt": case.salt}
     plain = kvspec.KVCacheGroup(name="g", layers=group.layers, spec=group.spec)
     sides = [engine(plain, tp=size) for size in tp_sizes]
+    election: Any = {"replicas": case.replicas, "salt": case.salt}
+    if not isinstance(case.replicas, str) and (drawn := case.replicas.topology):
+        nodes = zip((drawn.producer, drawn.consumer), sides, strict=True)
+        own = [{rank: node[rank] for rank in side.parallel.ranks} for node, side in nodes]
+        topology = kvspec.Topology(producer=own[0], consumer=own[1])
+        election["replicas"] = attrs.evolve(case.replicas, topology=topology)
     plan = kvspec.plan_transfer(*sides, **election)
     wanted = {
         (edge.producer.tp, edge.consumer.tp, each.global_range, each.remote_range, each.local_range,
