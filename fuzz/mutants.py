@@ -253,6 +253,7 @@ def main() -> None:
     known = equivalents()
     mutants = drawn(modules(asked.path), every=asked.sample is None, seed=asked.seed)
     verdicts: list[tuple[Mutant, str]] = []
+    status = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         judge = Judge(Path(folder))
         try:
@@ -265,10 +266,11 @@ def main() -> None:
                 verdicts.append((mutant, verdict))
                 took = time.monotonic() - began
                 print(f"{verdict} in {took:.0f} s: {mutant}", file=sys.stderr, flush=True)
-        except KeyboardInterrupt:
-            print("interrupted: what follows is of the faults so far", file=sys.stderr)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            print(f"{stop}\nstopped: what follows is of the faults so far", file=sys.stderr)
+            status = 2
     print(report(verdicts))
-    sys.exit(any(verdict == "survived" for _, verdict in verdicts))
+    sys.exit(status or any(verdict == "survived" for _, verdict in verdicts))
 
 
 if __name__ == "__main__":
