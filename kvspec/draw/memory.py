@@ -94,23 +94,31 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     is live, if it ever is, in the request that it ends.
     """
     sizes: list[int] = []
-    rooms: list[int] = []
+    free: list[range] = []
     contexts: list[Cyclic] = []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
         group = cache.engine.group(name)
         region = next(region for region in cache.regions if region.group == name)
         sizes.append(cache.engine.virtual_block(group))
-        rooms.append(sizes[-1] * (region.num_blocks // group.split))
+        count, null = region.num_blocks // group.split, cache.engine.null_block
+        around = (range(count),) if null is None else (range(null), range(null + 1, count))
+        free.append(max(around, key=len))
         contexts.append(cache.engine.context(group, cache.rank))
     stripe = edge.slices[0].stripe
     start, tokens = stripe.first * sizes[1], _has_tokens(table, edge)
+    rooms = (size * len(blocks) for size, blocks in zip(sizes, free, strict=True))
     counts = [min(start + max(sizes), *rooms) if tokens else start + 1]
+    if not all(free):
+        return  # a pool of the null block alone
     if tokens:
         token = np.arange(max(start, counts[0] - _MOST_TOKENS), counts[0])
         own = contexts[0].owns(token) & contexts[1].owns(token) & stripe.holds(token // sizes[1])
         counts += (token[own][: -_MOST_TRIED - 1 : -1] + 1).tolist()
     for count in counts:
-        producer, consumer = (BlockTable(range(-(-count // s) if tokens else 1)) for s in sizes)
+        producer, consumer = (
+            BlockTable(blocks[: -(-count // size) if tokens else 1])
+            for size, blocks in zip(sizes, free, strict=True)
+        )
         yield TransferRequest(
             request_id="first block",
             num_tokens=count,
