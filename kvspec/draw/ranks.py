@@ -62,7 +62,8 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     producer, consumer = (_Column.of(side, named=many) for side in shown.sides)
     producer.x = MARGIN
     consumer.x = MARGIN + max(producer.width + _MIDDLE, width_of(producer.side.caption) + MARGIN)
-    width = consumer.x + max(consumer.width, width_of(consumer.side.caption)) + MARGIN
+    captions = [width_of(caption, SMALL) for caption, _ in consumer.side.bands]
+    width = consumer.x + max(consumer.width, width_of(consumer.side.caption), *captions) + MARGIN
     canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
     y = canvas.words(MARGIN + 36, _facts(shown, plan), width)
     end = max(column.stack(y + 40, _GAP) for column in (producer, consumer))
