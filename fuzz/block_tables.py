@@ -102,14 +102,19 @@ def copies(
 def wanted(
     case: strategies.Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest
 ) -> range:
-    """Return the span of the positions of *group* that have to move, in any layer that does."""
+    """Return the span of the positions of *group* that have to move, in any layer that does.
+
+    The consumer's kind of a layer says which, for both sides.
+    """
     still = excluded_layers(case.producer) | excluded_layers(case.consumer)
+    homes = {layer: home for home in case.consumer.groups for layer in home.layers}
     tokens = [
         token
         for layer in group.layers
         if layer not in still
-        for token in live_positions(group.spec.of_layer(layer), request).nonzero()[0].tolist()
-        if token >= request.cached(group.name, group.spec)
+        for home in (homes[layer],)
+        for token in live_positions(home.spec.of_layer(layer), request).nonzero()[0].tolist()
+        if token >= request.cached(home.name, home.spec)
     ]
     return range(min(tokens), max(tokens) + 1) if tokens else range(0)
 

@@ -95,7 +95,9 @@ def one_context(patch: pytest.MonkeyPatch) -> None:
 
 def trusting(patch: pytest.MonkeyPatch) -> None:
     """Believe any field of a config to be a number."""
-    patch.setattr("kvspec.models.fields.Config.number", lambda self, name: int(self.get(name) or 0))
+    patch.setattr(
+        "kvspec.models.fields.ModelConfig.number", lambda self, name: int(self.get(name) or 0)
+    )
 
 
 def unread(patch: pytest.MonkeyPatch) -> None:
