@@ -17,7 +17,8 @@ from kvspec.descriptors.shared import check_shared, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
-from kvspec.memory.regions import RankCache, Region
+from kvspec.memory.region import Region, common_pieces
+from kvspec.memory.regions import RankCache
 from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 Held = Mapping[RankId, tuple[RankCache, Mapping[str, Any]]]
 Move = tuple["torch.Tensor", "torch.Tensor", TPTransferSlice, list["torch.Tensor"]]
-"""From and to: [blocks, units, states, content]; which units; producer's and consumer's rows."""
+"""From and to: [blocks, units, states, bytes]; which units; producer's and consumer's rows.
+
+The bytes are those of a content, or of a piece of it, that lie together on both sides.
+"""
 
 
 def copy(plan: TransferPlan, producers: Held, consumers: Held, request: TransferRequest) -> None:
@@ -90,15 +94,22 @@ def _moves(
             for layer in each.layers:
                 spec = plan.pair_of(edge).specs[layer]
                 for part in (part for part in spec.parts if part.name in each.parts):
-                    source = _view("producers", producers[edge.producer], layer, part)
-                    target = _view("consumers", consumers[edge.consumer], layer, part)
+                    held = producers[edge.producer], consumers[edge.consumer]
+                    regions = [cache.region(layer, part.name) for cache, _ in held]
                     places = [
-                        _Place(side, group, context, null, len(view))
-                        for side, (group, context, null), view in zip(
-                            _SIDES, groups, (source, target), strict=True
+                        _Place(side, group, context, null, region.num_blocks)
+                        for side, (group, context, null), region in zip(
+                            _SIDES, groups, regions, strict=True
                         )
                     ]
-                    yield source, target, each, _rows(request, each, spec, part, places)
+                    rows = _rows(request, each, spec, part, places)
+                    size, pieces = common_pieces(*regions)
+                    for byte in pieces:
+                        source, target = (
+                            _view(f"{side}s", own, region, byte, size)
+                            for side, own, region in zip(_SIDES, held, regions, strict=True)
+                        )
+                        yield source, target, each, rows
 
 
 _SIDES: tuple[Role, Role] = ("producer", "consumer")
@@ -125,13 +136,12 @@ class _Place:
 
 
 def _view(
-    side: str, held: tuple[RankCache, Mapping[str, Any]], layer: str, part: Part
+    side: str, held: tuple[RankCache, Mapping[str, Any]], region: Region, byte: int, size: int
 ) -> torch.Tensor:
-    """Return the bytes of one part of one layer as [blocks, units, states, content]."""
+    """Return *size* bytes of each content, from *byte* on, as [blocks, units, states, bytes]."""
     import torch  # noqa: PLC0415 - a library user who never executes a plan does not need it
 
     cache, storage = held
-    region: Region = cache.region(layer, part.name)
     flat = storage.get(region.group)
     if isinstance(flat, np.ndarray) and flat.dtype in (np.uint8, np.int8):
         flat = torch.from_numpy(flat)
@@ -139,10 +149,10 @@ def _view(
         told = f"the bytes of group {region.group!r} that the cache lies in"
         raise SpecError(f"{side}[{cache.rank}]", [*storage], told)
     return flat.as_strided(
-        (region.num_blocks, region.units, region.states, region.content_bytes),
+        (region.num_blocks, region.units, region.states, size),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
         # Counted from where the tensor's storage begins, which may be before the tensor does.
-        region.base - flat.data_ptr() + flat.storage_offset(),
+        region.base + region.piece_offset(byte) - flat.data_ptr() + flat.storage_offset(),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from math import gcd
 
 import attrs
 import numpy as np
@@ -47,13 +48,16 @@ class Grid:
     """Contents that move together, rows x units, and where the consumer has each.
 
     *rows* are numbers of a state's rows, or the tokens with which rows begin. Unless they are
-    *cached*, they have to be written, once; cached ones must not be.
+    *cached*, they have to be written, once; cached ones must not be. Of each content these are
+    *size* bytes, from *byte* on: the longest piece that lies together on all sides.
     """
 
     moving: Moving
     units: range
     rows: Ints
     cached: bool
+    byte: int
+    size: int
     address: Ints
 
 
@@ -108,12 +112,18 @@ class Checker:
         units = self.consumer.units(moving.group, moving.part)
         strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
         step = -(-AT_ONCE // len(units))
+        sides = (self.consumer, *self.producers.values())
+        sizes = [side.piece_bytes(moving.layer, moving.part) for side in sides]
+        size = gcd(*sizes)
         for every in (wanted, cached):
             for at in range(0, len(every), step):
                 rows = every[at : at + step]
                 first = self._first(self.consumer, moving.group, moving, rows)[:, None]
-                address = np.where(first < 0, -1, first + strides).ravel()
-                yield Grid(moving, units, rows, every is cached, address)
+                begins = np.where(first < 0, -1, first + strides).ravel()
+                for byte in range(0, moving.part.content_bytes, size):
+                    offset = self.consumer.piece_offset(moving.layer, moving.part, byte)
+                    address = np.where(begins < 0, -1, begins + offset)
+                    yield Grid(moving, units, rows, every is cached, byte, size, address)
 
     def _rows(self, moving: Moving) -> tuple[Ints, Ints]:
         """Return the wanted rows of a part and the cached ones, each by its first token.
@@ -148,7 +158,7 @@ class Checker:
 
     def _fault(self, grid: Grid) -> CounterExample | None:
         """Return the first byte of wanted or cached contents that is wrong."""
-        stop = grid.address + grid.moving.part.content_bytes
+        stop = grid.address + grid.size
         content, segment = self.writes.segments(grid.address, stop)
         times = np.where(grid.address[content] < 0, 0, self.writes.times[segment])
         if grid.cached:
@@ -161,7 +171,7 @@ class Checker:
         at = int(np.argmax(wrong))
         kind: Kind = "unwanted" if grid.cached else KINDS[min(int(times[at]), 2)]
         byte = self.writes.cuts[segment[at]] - grid.address[content[at]]
-        return self._told(grid, kind, int(content[at]), max(int(byte), 0))
+        return self._told(grid, kind, int(content[at]), grid.byte + max(int(byte), 0))
 
     def _elsewhere(self, grid: Grid, content: Ints, segment: Ints) -> npt.NDArray[np.bool_]:
         """Return which of these, each written once, are read from other bytes than their own."""
@@ -175,7 +185,7 @@ class Checker:
         moving = grid.moving
         group, shape = moving.producer_group, (len(self.sources), len(grid.rows))
         first = np.full(shape, -1, np.int64)
-        start, stop, stride = np.zeros((3, len(self.sources)), np.int64)
+        start, stop, stride, offset = np.zeros((4, len(self.sources)), np.int64)
         for at, rank in enumerate(self.sources):
             side = self.producers[rank]
             units = side.units(group, moving.part) if moving.layer in side.layers else range(0)
@@ -183,11 +193,13 @@ class Checker:
                 first[at] = self._first(side, group, moving, grid.rows)
                 start[at], stop[at] = units.start, units.stop
                 stride[at] = side.unit_stride(moving.layer, moving.part)
+                offset[at] = side.piece_offset(moving.layer, moving.part, grid.byte)
         row, unit = np.divmod(content, len(grid.units))
         unit += grid.units.start
         begins = first[number, row]
         has = (begins >= 0) & (unit >= start[number]) & (unit < stop[number])
-        return np.where(has, begins + (unit - start[number]) * stride[number], -1)
+        found = begins + (unit - start[number]) * stride[number] + offset[number]
+        return np.where(has, found, -1)
 
     def _unwanted(self) -> CounterExample | None:
         """Return a byte that is written outside the blocks into which wanted contents go.

@@ -56,6 +56,16 @@ class Places:
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.unit_stride
 
+    def piece_bytes(self, layer: str, part: Part) -> int:
+        """Return the bytes of one piece of *part*'s contents; 0 where the rank has none."""
+        region = self.regions.get((layer, part.name))
+        return 0 if region is None else region.piece_bytes
+
+    def piece_offset(self, layer: str, part: Part, byte: int) -> int:
+        """Return how far a *byte* lies from where its content begins; 0 where there is none."""
+        region = self.regions.get((layer, part.name))
+        return 0 if region is None else region.piece_offset(byte)
+
     def units(self, group: KVCacheGroup, part: Part) -> range:
         """Return the model's units of *part* that the rank holds."""
         return self.owners.units(group, part, self.rank)
@@ -162,5 +172,6 @@ def _merged(contents: list[Contents]) -> Contents:
 def _first_block(region: Region, rows: int) -> Contents:
     """Return what block 0 of *region* holds, of each unit its first *rows*."""
     units = np.arange(region.units)[:, None] * region.unit_stride
-    start = (region.base + units + np.arange(rows) * region.state_stride).ravel()
-    return start, np.full(len(start), region.content_bytes)
+    pieces = np.arange(region.pieces)[:, None, None] * region.piece_stride
+    start = (region.base + pieces + units + np.arange(rows) * region.state_stride).ravel()
+    return start, np.full(len(start), region.piece_bytes)

@@ -95,15 +95,16 @@ def _lines(
     request: TransferRequest | None,
 ) -> Iterator[str]:
     """Say, block by block, which of the region's contents lie in *span*."""
-    units = np.arange(region.units)[:, None] * region.unit_stride
-    grid = region.base + units + np.arange(region.states) * region.state_stride
+    units = np.arange(region.units)[:, None, None] * region.unit_stride
+    rows = np.arange(region.states)[:, None] * region.state_stride
+    grid = region.base + units + rows + np.arange(region.pieces) * region.piece_stride
     stride = max(region.block_stride, 1)
     # The first and the last block in which each content lies in the span.
     before = np.maximum(-((grid - span.start) // stride), 0)
     after = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
     spans = zip(before.ravel().tolist(), after.ravel().tolist(), strict=True)
     for block in sorted({each for first, last in spans for each in range(first, last + 1)}):
-        unit, state = np.nonzero((before <= block) & (block <= after))
+        unit, state, _ = np.nonzero((before <= block) & (block <= after))
         first = _first_unit(table, entry, region)
         told = f"  {region.layer} {region.part}: {_span('unit', unit + first)}"
         told += f", consumer's block {block}"

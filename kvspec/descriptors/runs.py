@@ -17,7 +17,8 @@ from kvspec.descriptors.paging import Geometry, TokenSide
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError
-from kvspec.memory.regions import RankCache, Region
+from kvspec.memory.region import Region, common_pieces
+from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
@@ -91,13 +92,14 @@ def row_sets(
         units = len(each.global_range)
         key = (units, part.tokens_per_state, part.content_bytes, mine.shape, yours.shape)
         family = families.setdefault(geometry, {})
+        size, pieces = common_pieces(mine, yours)
         if key not in family:
-            family[key] = _Boxes(units, part, mine, yours)
-        family[key].first.append(
-            (
-                mine.base + each.remote_range.start * mine.unit_stride,
-                yours.base + each.local_range.start * yours.unit_stride,
-            )
+            family[key] = _Boxes(units, part, mine, yours, size)
+        first = mine.base + each.remote_range.start * mine.unit_stride
+        other = yours.base + each.local_range.start * yours.unit_stride
+        # Content that lies in pieces on either side is as many boxes; merge joins what touches.
+        family[key].first += (
+            (first + mine.piece_offset(byte), other + yours.piece_offset(byte)) for byte in pieces
         )
     seams = producer.seams, consumer.seams
     return tuple(
@@ -223,19 +225,20 @@ def _sets(
 
 @attrs.define(eq=False)
 class _Boxes:
-    """Boxes (units x states x content) that differ in nothing but where they begin."""
+    """Boxes (units x states x a piece of content) that differ in nothing but where they begin."""
 
     units: int
     part: Part
     ours: Region
     theirs: Region
+    size: int
     first: list[tuple[int, int]] = attrs.field(factory=list)
 
     def runs(self, skip: int, tokens: int) -> Ints:
         """Return (producer address, consumer address, length) of the first block's first runs."""
         grain = self.part.tokens_per_state
         states = tokens // grain if grain else min(self.ours.states, self.theirs.states)
-        length = self.part.content_bytes
+        length = self.size
         dims = [
             (self.units, self.ours.unit_stride, self.theirs.unit_stride),
             (states, _row_stride(self.ours), _row_stride(self.theirs)),

@@ -60,17 +60,18 @@ class Window:
             rows = rows[self.tokens.start // size : -(-self.tokens.stop // size)]
         units = np.arange(region.units)
         grid = units[:, None] * region.unit_stride + rows * region.state_stride
-        address = (grid + region.address(self.block, 0, 0)).ravel()
-        pieces = np.repeat((units + first) // part.deal_in, len(rows))
+        address = grid[..., None] + np.arange(region.pieces) * region.piece_stride
+        address = (address + region.address(self.block, 0, 0)).ravel()
+        pieces = np.repeat((units + first) // part.deal_in, len(rows) * region.pieces)
         order = np.argsort(address, kind="stable")
-        apart = np.diff(address[order]) != region.content_bytes
+        apart = np.diff(address[order]) != region.piece_bytes
         if by_unit:
             apart |= np.diff(pieces[order]) != 0
         return [
             Stretch(
                 memory,
                 int(address[own[0]]),
-                int(address[own[-1]]) + region.content_bytes,
+                int(address[own[-1]]) + region.piece_bytes,
                 region.layer,
                 region.part,
                 range(int(pieces[own].min()), int(pieces[own].max()) + 1),

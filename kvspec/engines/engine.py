@@ -31,6 +31,7 @@ class HeldPart:
     content_bytes: int
     units: int
     states: int
+    pieces: int
 
 
 def _groups(value: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
@@ -184,7 +185,7 @@ class EngineSpec:
                 here = [layer for layer in layers if self.stage_of[layer] == rank.pp]
                 for part in group.in_memory(layers[0]).parts:
                     units = len(self.units(group, part, rank))
-                    each = HeldPart(group.name, part.content_bytes, units, part.states)
+                    each = HeldPart(group.name, part.content_bytes, units, part.states, part.pieces)
                     found.update(((layer, part.name), each) for layer in here if units)
         return found
 

@@ -146,10 +146,11 @@ def _one_block(one: _Box, other: _Box) -> bool:
 
 def _box(number: int, region: Region, split: int) -> _Box:
     """Return what *region* repeats; axes inside a block that lie end to end are one content."""
-    length = region.content_bytes
+    length = region.piece_bytes
     inner = [
         _Axis(region.unit_stride, region.units),
         _Axis(region.state_stride, region.states),
+        _Axis(region.piece_stride, region.pieces),
         _Axis(region.block_stride, min(split, region.num_blocks)),
     ]
     axes: list[_Axis] = []
@@ -239,11 +240,12 @@ def _in_one_turn(near: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
 
 def _nested(region: Region) -> bool:
     """Whether each stride of a region steps over all that the smaller ones reach."""
-    reach = region.content_bytes
+    reach = region.piece_bytes
     axes = (
         (region.block_stride, region.num_blocks),
         (region.unit_stride, region.units),
         (region.state_stride, region.states),
+        (region.piece_stride, region.pieces),
     )
     for stride, count in sorted(each for each in axes if each[1] > 1):
         if stride < reach:

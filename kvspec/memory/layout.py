@@ -30,6 +30,7 @@ class Placement:
     block_stride: int = 0
     unit_stride: int = 0
     state_stride: int = 0
+    piece_stride: int = 0
 
 
 def place(
@@ -67,6 +68,9 @@ def axes_of(letters: str, parts: Iterable[Part]) -> str:
     | states | LKBNHC: LBTNKHC  | LBHNC: LBTKHNC    | L and B outermost, so that a page lies   |
     |        |                  |                   | in one piece; parts side by side along H |
     """
+    parts = tuple(parts)
+    if any(part.pieces > 1 for part in parts):
+        letters = _with_pieces(letters)
     if all(part.per_token for part in parts):
         planes = letters if "K" in letters else letters[:-1] + "KC"
         inside = 1 + max(planes.index("L"), planes.index("B"))
@@ -76,9 +80,21 @@ def axes_of(letters: str, parts: Iterable[Part]) -> str:
     return outer + "T" + inner.replace("H", "KH") + "C"
 
 
+def _with_pieces(letters: str) -> str:
+    """Return *letters* with P (pieces of a row's content) put in: all rows of each piece.
+
+    Keys of 4 tokens, 3 elements each, in pieces of one: ``abcd`` ``abcd`` ``abcd``, not ``aaa``
+    ``bbb`` ``ccc`` ``ddd``. So rows and content are the innermost axes, and keys apart from values.
+    """
+    if not letters.endswith("NC") or "K" not in letters:
+        wanted = "K, and N just before C, such as LBHKNC, for a format that cuts content in pieces"
+        raise SpecError("layout", letters, wanted)
+    return letters[:-2] + "PNC"
+
+
 @attrs.frozen
 class _Boxes:
-    """Nested boxes along *axes*: B, H and N repeat what is inside, L, T and K set side by side.
+    """Nested boxes along *axes*: B, H, P and N repeat what is inside; L, T and K set side by side.
 
     *page_depth*: the depth at which one layer's one block begins, just inside L and B.
     """
@@ -102,7 +118,7 @@ class _Boxes:
         """Place *members* in the box at *depth*; return the bytes of that box."""
         axis = self.axes[depth]
         if axis == "C":
-            return members[0].part.content_bytes
+            return members[0].part.content_bytes // members[0].part.pieces
         size = self._beside(axis, depth, members) if axis in "LTK" else self._repeat(depth, members)
         return padded_page(size, members[0].padded) if depth == self.page_depth else size
 
@@ -131,9 +147,12 @@ class _Boxes:
                 each.block_stride = size
             elif axis == "H":
                 each.unit_stride = size
+            elif axis == "P":
+                each.piece_stride = size
             else:
                 each.state_stride = size
         return counts.pop() * size
 
     def _count(self, axis: str, member: Placement) -> int:
-        return {"B": self.num_blocks, "H": member.units, "N": member.part.states}[axis]
+        part = member.part
+        return {"B": self.num_blocks, "H": member.units, "N": part.states, "P": part.pieces}[axis]

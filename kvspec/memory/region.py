@@ -6,6 +6,7 @@ Law: a region is a base address and three strides; nothing else is known of memo
 from __future__ import annotations
 
 from functools import cached_property
+from math import gcd
 
 import attrs
 
@@ -18,7 +19,8 @@ class Region:
     """One part of one layer in one rank's memory.
 
     Strides and *content_bytes* are bytes; *units* counts the rank's own, *states* the rows of a
-    block. *device* is the index of the device that holds *memory_type* ``VRAM``.
+    block. A row's content lies in so many equal *pieces*, *piece_stride* apart. *device* is the
+    index of the device that holds *memory_type* ``VRAM``.
     """
 
     group: str
@@ -32,17 +34,29 @@ class Region:
     content_bytes: int
     units: int
     states: int
+    pieces: int = 1
+    piece_stride: int = 0
     memory_type: str = "DRAM"
     device: int = 0
 
     def address(self, block: int, unit: int, state: int) -> int:
-        """Return the address of one (unit, state)'s content; *unit* counts the rank's own."""
+        """Return where one (unit, state)'s content begins; *unit* counts the rank's own."""
         return (
             self.base
             + block * self.block_stride
             + unit * self.unit_stride
             + state * self.state_stride
         )
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece of the content: those that lie together."""
+        return self.content_bytes // self.pieces
+
+    def piece_offset(self, byte: int) -> int:
+        """Return how far a *byte* of the content lies from where the content begins."""
+        piece, rest = divmod(byte, self.piece_bytes)
+        return piece * self.piece_stride + rest
 
     def locate(self, address: int) -> tuple[int, int, int, int] | None:
         """Return (block, unit, state, byte) of an address, or None if no content lies there."""
@@ -52,28 +66,47 @@ class Region:
                 (self.block_stride, self.num_blocks, 0),
                 (self.unit_stride, self.units, 1),
                 (self.state_stride, self.states, 2),
+                (self.piece_stride, self.pieces, 3),
             ],
             reverse=True,
         )
-        found = [0, 0, 0]
+        found = [0, 0, 0, 0]
         for stride, count, axis in axes:
             if count > 1:
                 found[axis], rest = divmod(rest, stride)
                 if not 0 <= found[axis] < count:
                     return None
-        return (*found, rest) if 0 <= rest < self.content_bytes else None  # type: ignore[return-value]
+        if not 0 <= rest < self.piece_bytes:
+            return None
+        block, unit, state, piece = found
+        return block, unit, state, piece * self.piece_bytes + rest
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
         """All but where it begins: regions of one shape repeat alike in memory."""
         strides = (self.num_blocks, self.block_stride, self.unit_stride, self.state_stride)
-        return (*strides, self.content_bytes, self.states, self.memory_type, self.device)
+        sizes = (self.content_bytes, self.states, self.pieces, self.piece_stride)
+        return (*strides, *sizes, self.memory_type, self.device)
 
     @property
     def extent(self) -> range:
         """From the region's first address to the end of its last content."""
         last = self.address(self.num_blocks - 1, self.units - 1, self.states - 1)
-        return range(self.base, last + self.content_bytes)
+        return range(self.base, last + self.piece_offset(self.content_bytes - 1) + 1)
+
+
+def common_pieces(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of the longest pieces that lie together on both sides, and where they begin.
+
+    >>> keys = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=0,
+    ...     unit_stride=0, state_stride=2, content_bytes=8, units=1, states=4, pieces=4,
+    ...     piece_stride=8)
+    >>> rows = attrs.evolve(keys, state_stride=8, pieces=1)
+    >>> common_pieces(keys, rows)
+    (2, (0, 2, 4, 6))
+    """
+    size = gcd(one.piece_bytes, other.piece_bytes)
+    return size, tuple(range(0, one.content_bytes, size))
 
 
 MEMORY_TYPES = ("DRAM", "VRAM")

@@ -28,20 +28,22 @@ def _check_region(region: Region, wanted: HeldPart) -> None:
     if region.group != wanted.group:
         field = f"regions['{region.layer}.{region.part}'].group"
         raise SpecError(field, region.group, f"{wanted.group!r}, the layer's group")
-    sizes = (region.content_bytes, region.units, region.states)
-    right = (wanted.content_bytes, wanted.units, wanted.states)
-    counts = (region.base, region.block_stride, region.unit_stride, region.state_stride)
+    sizes = (region.content_bytes, region.units, region.states, region.pieces)
+    right = (wanted.content_bytes, wanted.units, wanted.states, wanted.pieces)
+    strides = (region.block_stride, region.unit_stride, region.state_stride, region.piece_stride)
+    counts = (region.base, *strides)
     plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
     # All is well, nearly always, and this is asked of every region: so no messages until it is not.
     fit = min(counts) >= 0 < region.num_blocks <= MOST and max(counts) <= MOST
     if plain and fit and sizes == right:
         return
-    for name in ("content_bytes", "units", "states"):
+    for name in ("content_bytes", "units", "states", "pieces"):
         size, fits = getattr(region, name), getattr(wanted, name)
         if type(size) is not int or size != fits:
             field = f"regions['{region.layer}.{region.part}'].{name}"
             raise SpecError(field, size, f"{fits}, as the engine's part has")
-    for name in ("num_blocks", "base", "block_stride", "unit_stride", "state_stride"):
+    named = ("block_stride", "unit_stride", "state_stride", "piece_stride")
+    for name in ("num_blocks", "base", *named):
         field = f"regions['{region.layer}.{region.part}'].{name}"
         positive_int(field, getattr(region, name), least=int(name == "num_blocks"))
 

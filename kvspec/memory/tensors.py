@@ -24,7 +24,7 @@ from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
-_NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "C": "byte"}
+_NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "P": "piece", "C": "byte"}
 
 
 def read(
@@ -138,6 +138,8 @@ def _layer(
             field = f"tensors[{layer!r}][{name!r}]"
             said = axes.get(name) if isinstance(axes, Mapping) else axes
             letters = order if len(held) > 1 else order.replace("K", "")
+            if all(part.pieces == 1 for part in held):
+                letters = letters.replace("P", "")
             letters = letters if said is None else _letters(said)
             reader = _Reader(field, group.name, order, letters, array)
             regions = list(reader.regions(layer, held))
@@ -160,7 +162,7 @@ def _order(layout: str, parts: Iterable[Part]) -> str:
     """
     parts = list(parts)
     planes = "K" if all(part.per_token for part in parts) and "K" in layout else ""
-    return "".join(axis for axis in axes_of(layout, parts) if axis in f"BHNC{planes}")
+    return "".join(axis for axis in axes_of(layout, parts) if axis in f"BHPNC{planes}")
 
 
 def _check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
@@ -168,6 +170,9 @@ def _check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
 
     Strides cannot tell: whatever the order, a dense tensor's stand in it.
     """
+    if "P" in axes and shape[axes.index("P")] == shape[axes.index("N")] > 1:
+        wanted = f"{axes!r} said: rows in pieces or pieces in rows, both fit {field}.shape={shape}"
+        raise SpecError("axes", None, wanted)
     for layout in NAMED_LAYOUTS:
         other = layout.replace("L", "")
         if sorted(other) == sorted(axes) and other != axes:
@@ -181,8 +186,8 @@ def _check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
 def _letters(axes: object) -> str:
     """Return *axes* if each of its letters stands once, but for C, which is last."""
     once = axes.rstrip("C") if isinstance(axes, str) else "?"
-    if not isinstance(axes, str) or not set(once) <= set("BKHN") or len(set(once)) < len(once):
-        wanted = "the letters B, K, H, N, C of the dimensions, each once (C: the last ones)"
+    if not isinstance(axes, str) or not set(once) <= set("BKHNP") or len(set(once)) < len(once):
+        wanted = "the letters B, K, H, N, P, C of the dimensions, each once (C: the last ones)"
         raise SpecError("axes", axes, wanted)
     return axes
 
@@ -238,7 +243,13 @@ class _Reader:
         state = not all(part.per_token for part in parts)
         axis = "H" if state else "K" if "K" in self.axes else "C"
         sizes = [
-            {"K": 1, "H": units, "N": part.states, "C": part.content_bytes}
+            {
+                "K": 1,
+                "H": units,
+                "N": part.states,
+                "P": part.pieces,
+                "C": part.content_bytes // part.pieces,
+            }
             for part, units in parts.items()
         ]
         self._check(axis, sum(size[axis] for size in sizes))
@@ -258,6 +269,8 @@ class _Reader:
                 content_bytes=part.content_bytes,
                 units=size["H"],
                 states=part.states,
+                pieces=part.pieces,
+                piece_stride=self.stride("P") if part.pieces > 1 else 0,
                 memory_type=self.array.memory.memory_type,
                 device=self.array.memory.device,
             )

@@ -17,7 +17,7 @@ from kvspec.errors import Mismatch
 from kvspec.inputs import instance
 from kvspec.ownership.part import Part
 from kvspec.specs import LayerSpec
-from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, UNLESS_GIVEN, WHY
+from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, WHY, meaning
 
 
 def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ...]:
@@ -103,14 +103,7 @@ def _common_kind(producer: LayerSpec, consumer: LayerSpec) -> type[LayerSpec] | 
 
 def _differ(producer: LayerSpec, consumer: LayerSpec, field: str) -> bool:
     """Whether two specs differ in *field*; a default that one side says aloud is no difference."""
-    if getattr(producer, field) == getattr(consumer, field):
-        return False
-    default = UNLESS_GIVEN.get(field, field)
-    values = [
-        getattr(spec, default if getattr(spec, field) is None else field)
-        for spec in (producer, consumer)
-    ]
-    return bool(values[0] != values[1])
+    return meaning(producer, field) != meaning(consumer, field)
 
 
 def _part_mismatches(producer: tuple[Part, ...], consumer: tuple[Part, ...]) -> list[Mismatch]:

@@ -21,7 +21,7 @@ from kvspec.inputs import instance, sequence
 from kvspec.ownership.part import Part
 from kvspec.plan.mismatches import PART_WHY
 from kvspec.specs import LayerSpec
-from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, UNLESS_GIVEN
+from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, meaning
 
 SIZE = 16  # bytes
 
@@ -65,7 +65,7 @@ def _meaning(spec: LayerSpec) -> tuple[object, ...]:
     fields = {
         field.name: said
         for field in attrs.fields(type(spec))
-        if field.name not in without and (said := _said(spec, field.name)) != field.default
+        if field.name not in without and (said := meaning(spec, field.name)) != field.default
     }
     return _kind(type(spec)), fields, tuple(_part(part) for part in spec.parts)
 
@@ -81,12 +81,6 @@ def _kind(kind: type[Any]) -> str:
             break
         kind = base
     return kind.__name__
-
-
-def _said(spec: LayerSpec, field: str) -> object:
-    """Return a field's value; of one left out, the value that it then means."""
-    value = getattr(spec, field)
-    return getattr(spec, UNLESS_GIVEN[field]) if value is None and field in UNLESS_GIVEN else value
 
 
 def _part(part: Part) -> dict[str, object]:

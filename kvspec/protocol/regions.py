@@ -22,8 +22,8 @@ H = TypeVar("H", bound=Hashable)
 
 Cells = tuple[tuple[str, int, int], ...]
 """The regions of one layer: part, number of its shape, how many memories on it lies."""
-Shape = tuple[int, int, int, int]
-"""Blocks, and the strides of blocks, units and states."""
+Shape = tuple[int, int, int, int, int]
+"""Blocks, and the strides of blocks, units, states and pieces."""
 Steps = tuple[int, tuple[int, ...]]
 """A unit in bytes, and numbers of them."""
 Places = tuple[list[Shape], list[Cells], list[tuple[int, ...]], int, list[tuple[int, int, int]]]
@@ -44,7 +44,13 @@ def written_regions(cache: RankCache) -> Places:
     """Return the regions of *cache*: by layer its parts, strides, and steps between them."""
     numbers = {layer: number for number, layer in enumerate(cache.engine.homes)}
     shapes, shape_of = _tabled(
-        (each.num_blocks, each.block_stride, each.unit_stride, each.state_stride)
+        (
+            each.num_blocks,
+            each.block_stride,
+            each.unit_stride,
+            each.state_stride,
+            each.piece_stride,
+        )
         for each in cache.regions
     )
     homes = _homes(cache)
@@ -161,7 +167,7 @@ def _known(path: str, number: int, table: Sequence[object]) -> None:
 def _region(
     layer: str, part: str, base: int, shape: Shape, wanted: HeldPart, memory: Memory
 ) -> Region:
-    blocks, block_stride, unit_stride, state_stride = shape
+    blocks, block_stride, unit_stride, state_stride, piece_stride = shape
     return Region(
         group=wanted.group,
         layer=layer,
@@ -174,6 +180,8 @@ def _region(
         content_bytes=wanted.content_bytes,
         units=wanted.units,
         states=wanted.states,
+        pieces=wanted.pieces,
+        piece_stride=piece_stride,
         memory_type=memory.memory_type,
         device=memory.device,
     )

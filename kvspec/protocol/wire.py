@@ -45,7 +45,7 @@ Pieces = tuple[
     list[tuple[Count, Text, Index]], list[tuple[Index, Index]], tuple[Count, tuple[Step, ...]]
 ]
 Places = tuple[
-    list[tuple[Count, Count, Count, Count]],
+    list[tuple[Count, Count, Count, Count, Count]],
     list[tuple[tuple[Text, Index, Step], ...]],
     list[tuple[Step, ...]],
     Count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import attrs
@@ -11,6 +12,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
+from kvspec.specs.formats import PLAIN, is_opaque, page_format, pieces_of
 from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 
@@ -26,6 +28,8 @@ class AttentionSpec(LayerSpec):
     *state_content_bytes*: if given, one (head, row) is this many opaque bytes (per-token scales,
     packed formats) in a single part ``kv``; *dtype* and head size then describe nothing in memory.
     *spans_heads*: that packing spans the heads of a rank, so that it cannot be cut between them.
+    *page_format*: in which order elements lie inside a block (`kvspec.specs.formats`); engines may
+    differ in formats that are known, a page of an opaque one moves whole.
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -33,20 +37,41 @@ class AttentionSpec(LayerSpec):
     tokens_per_state: int = attrs.field(default=1, validator=is_size)
     state_content_bytes: int | None = attrs.field(default=None, validator=is_size_or_none)
     spans_heads: bool = attrs.field(default=False, validator=is_flag)
+    page_format: str = attrs.field(default=PLAIN, converter=page_format)
 
     def __attrs_post_init__(self) -> None:
         if self.block_size % self.tokens_per_state:
             wanted = f"a multiple of tokens_per_state={self.tokens_per_state}"
             raise SpecError("block_size", self.block_size, wanted)
+        if self.page_format != PLAIN and not is_opaque(self.page_format):
+            names = ", ".join(part.name for part in self.parts)
+            if names != "k, v":
+                wanted = f"{PLAIN} or opaque for a page of {names}: it orders keys and values"
+                raise SpecError("page_format", self.page_format, wanted)
 
     def _rows(self, units: int, **sizes: int) -> tuple[Part, ...]:
         """Return a part for each name, of so many elements, or the one that is packed."""
         if self.state_content_bytes is not None:
-            return (self._part("kv", units, self.state_content_bytes, None),)
-        return tuple(
+            return self._in_format([self._part("kv", units, self.state_content_bytes, None)])
+        return self._in_format(
             self._part(name, units, size * itemsize(self.dtype), self.dtype)
             for name, size in sizes.items()
         )
+
+    def _in_format(self, parts: Iterable[Part]) -> tuple[Part, ...]:
+        """Return *parts*, or the whole page as one row of one part where its format is opaque."""
+        found = tuple(parts)
+        if not is_opaque(self.page_format):
+            return found
+        page = Part(
+            name="page",
+            units=found[0].units,
+            states=1,
+            content_bytes=sum(part.states * part.content_bytes for part in found),
+            tokens_per_state=self.block_size,
+            whole=True,
+        )
+        return (page,)
 
     def _part(
         self, name: str, units: int, content: int, dtype: str | None, tensor: str = "kv"
@@ -60,6 +85,7 @@ class AttentionSpec(LayerSpec):
             dtype=dtype,
             tensor=tensor,
             whole=self.spans_heads,
+            pieces=pieces_of(self.page_format, name, content, dtype),
         )
 
 
@@ -109,7 +135,7 @@ class FullAttentionSpec(AttentionSpec):
             content = count * itemsize(self.scale_dtype)
             scale = f"{name}_scale"
             found.append(self._part(scale, heads, content, self.scale_dtype, scale))
-        return tuple(found)
+        return self._in_format(found)
 
     @property
     def _value_size(self) -> int:

@@ -19,6 +19,7 @@ from kvspec.ownership.election import Election, Replicas, Role, tp_elector
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
+from kvspec.specs.formats import PLAIN, is_opaque
 
 MEMORY_FIELDS = frozenset({"block_size", "page_size_padded", "extra_retained_tokens"})
 """Fields that say where bytes lie and how long, not what they mean: two engines may differ."""
@@ -38,6 +39,7 @@ WHY = {
     "state_content_bytes": "one head's row has another length or packing",
     "sliding_window": "the sides keep different tokens",
     "attention_chunk_size": "the sides keep different tokens",
+    "page_format": "an opaque page can be read in its own format alone",
 }
 """Why a field of a spec must be the same on both engines."""
 
@@ -47,6 +49,17 @@ UNLESS_GIVEN = {
     "elements_per_scale": "head_size",
 }
 """Fields that, where they are None, mean what another field says."""
+
+
+def meaning(spec: LayerSpec, field: str) -> object:
+    """Return what a *field* of a spec says, in one of the ways in which it can be said.
+
+    Of a field left out, what it then means; all formats of pages that are known are one.
+    """
+    value = getattr(spec, field)
+    if field == "page_format":
+        return value if is_opaque(value) else PLAIN
+    return getattr(spec, UNLESS_GIVEN[field]) if value is None and field in UNLESS_GIVEN else value
 
 
 def is_size(_: object, at: attrs.Attribute[int], value: object) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvspec.check.counting import deal_units, rank_layers, rank_units
+from kvspec.testing.formats import Ordered, bytes_together, page_order
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
@@ -35,7 +36,8 @@ __all__ = [
 
 Bytes = NDArray[np.uint8]
 Storage = Mapping[str, Bytes]
-Views = dict[tuple[str, str, str], Bytes]
+Views = dict[tuple[str, str, str], Any]
+"""Arrays, or what is indexed like them, by group, layer and part."""
 Blocks = int | Mapping[str, int]
 _ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
 
@@ -183,6 +185,20 @@ def _carve_group(
         start += page
 
 
+def _in_format(group: KVCacheGroup, plane: _Plane, view: Bytes) -> Bytes | Ordered:
+    """Return *view* as the format of the layer's pages has it."""
+    page_format = getattr(group.spec.of_layer(plane.layer), "page_format", "plain")
+    together = bytes_together(page_format, plane.part)
+    if together is None:
+        return view
+    order = page_order(plane.part, plane.counts["N"], together)
+    if view.shape[2] > 1 and view.strides[2] != view.shape[3] * view.itemsize:
+        raise ValueError(f"{plane.layer}: a head's rows of {plane.part.name} do not lie together")
+    shape = (*view.shape[:2], order.size)
+    strides = (*view.strides[:2], view.itemsize)
+    return Ordered(np.lib.stride_tricks.as_strided(view, shape, strides), order, together)
+
+
 def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
     """Return {(group, layer, part): array [B, H local, N, C bytes]}, writable views on *storage*.
 
@@ -202,5 +218,5 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
         flat = storage[group.name]
         flat = flat[: _group_bytes(group, planes)] if shared else flat
         for plane, view in _carve_group(flat, letters, group, planes):
-            views[group.name, plane.layer, plane.part.name] = view
+            views[group.name, plane.layer, plane.part.name] = _in_format(group, plane, view)
     return views

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
-from kvspec.specs import LayerSpec, UniformTypeKVCacheSpecs
+from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import rank_units
+from kvspec.testing.formats import X_BYTES
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import Shape, explicit_deals, is_state, parallels, shapes
 
@@ -24,7 +25,9 @@ NAMED_LAYOUTS = tuple(
     "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
 )
 _ORDERS = ["".join(order) + "C" for letters in ("LBHN", "LBKHN") for order in permutations(letters)]
-_ANY = st.sampled_from(NAMED_LAYOUTS) | st.sampled_from(_ORDERS)
+_PAGES = ("LBHKNC", "LBKHNC", "LKBHNC", "BLHKNC")
+"""Layouts in which a head's keys are a page, so that formats may order it."""
+_ANY = st.sampled_from(NAMED_LAYOUTS) | st.sampled_from(_ORDERS) | st.sampled_from(_PAGES)
 
 
 def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
@@ -87,11 +90,28 @@ def engines(
         may_pad = is_state(group.spec) or set(name[:2]) == {"L", "B"}
         pad = draw(st.sampled_from((None, *range(6)))) if may_pad and draw(st.booleans()) else None
         spec = _padded(bare, group, pad)
+        if not spec.layers:
+            spec = _formatted(spec, draw(st.sampled_from(_formats(spec, name))))
         override = None if name == layout else name
         kernel = draw(_kernel_blocks(spec)) if pad is None else None
         own.append(attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel))
     null = draw(st.sampled_from((None, None, 0, 2)))
     return EngineSpec(groups=tuple(own), parallel=parallel, layout=layout, null_block=null)
+
+
+def _formats(spec: LayerSpec, layout: str) -> list[str]:
+    """Return the page formats that *spec* can have in *layout*: those of keys and of values."""
+    names = [part.name for part in spec.parts]
+    if names != ["k", "v"] or "K" not in layout or not layout.endswith("NC"):
+        return ["plain"]
+    packed = ["x-packed"] * 2 if spec.parts[0].content_bytes % X_BYTES == 0 else []
+    return ["plain", "keys-transposed", *packed]
+
+
+def _formatted(spec: LayerSpec, page_format: str) -> LayerSpec:
+    if isinstance(spec, AttentionSpec):
+        return attrs.evolve(spec, page_format=page_format)
+    return spec
 
 
 @st.composite

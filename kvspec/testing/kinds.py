@@ -81,6 +81,10 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "full": _attention(FullAttentionSpec, **_GQA),
     "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_SIZES),
     "full, opaque": _attention(FullAttentionSpec, **_GQA, state_content_bytes=st.integers(1, 9)),
+    "full, keys of 16 bytes": _attention(
+        FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=st.sampled_from((8, 16)),
+        dtype=st.just("bfloat16"),
+    ),
     "full, with scales": _attention(
         FullAttentionSpec, **_GQA, head_size_v=st.none() | _SIZES, scale_dtype=_SCALES,
         elements_per_scale=st.sampled_from((None, 1)),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.testing.carve import Blocks, Bytes, Storage, logical_views
+from kvspec.testing.formats import Ordered
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
@@ -36,14 +37,16 @@ def typed_tensors(
     """
     views = logical_views(engine, rank, storage, num_blocks)
     tensors: dict[str, dict[str, Any]] = {}
-    axes = {part.name: "BHNC" for group in engine.groups for part in group.own_parts}
+    cut = {part for (_, _, part), view in views.items() if isinstance(view, Ordered)}
+    names = {part.name: part.tensor for group in engine.groups for part in group.own_parts}
+    tensors_cut = {names[part] for part in cut}
+    axes = {name: "BHPNC" if tensor in tensors_cut else "BHNC" for name, tensor in names.items()}
     for group in engine.groups:
         for layer in group.layers:
             parts = {
                 part: views[group.name, layer, part.name]
                 for part in group.spec.of_layer(layer).parts
-                if (group.name, layer, part.name) in views
-                and views[group.name, layer, part.name].size
+                if np.prod(views.get((group.name, layer, part.name), np.empty(0)).shape)
             }
             for name, letters, array, dtype in _of_layer(parts, axes, choose):
                 axes[name] = letters
@@ -61,7 +64,10 @@ def _of_layer(
     for part in parts:
         by_tensor.setdefault(part.tensor, []).append(part)
     for tensor, members in by_tensor.items():
-        arrays = [parts[part] for part in members]
+        arrays: list[Any] = [parts[part] for part in members]
+        if any(axes[part.name] == "BHPNC" for part in members):
+            found += [_in_pieces(p, a) for p, a in zip(members, arrays, strict=True)]
+            continue
         whole = _whole(members, arrays) if len(members) > 1 else None
         told = axes.get(tensor)
         if whole is not None and told in (None, whole[0]) and choose("whole"):
@@ -71,6 +77,17 @@ def _of_layer(
         for part, array in zip(members, arrays, strict=True):
             found.append((part.name, "BHNC", array, part.dtype))
     return found
+
+
+def _in_pieces(part: Part, array: Any) -> tuple[str, str, Bytes, str | None]:  # noqa: ANN401
+    """Return a part as [block, unit, piece, row, bytes]; one piece, where rows are not cut."""
+    if not isinstance(array, Ordered):
+        return part.name, "BHPNC", array[:, :, None], part.dtype
+    pages, (rows, content) = array.pages, array.order.shape
+    size = array.together
+    shape = (*pages.shape[:2], content // size, rows, size)
+    strides = (*pages.strides[:2], rows * size, size, 1)
+    return part.name, "BHPNC", _strided(pages, shape, strides), part.dtype
 
 
 def _whole(parts: Sequence[Part], arrays: Sequence[Bytes]) -> tuple[str, Bytes] | None:

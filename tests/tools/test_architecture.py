@@ -27,7 +27,7 @@ SOURCES = {
 FOLDERS = (
     ("", "errors dtypes inputs"),
     ("ownership", ". intervals tokens deals parallel part stripes election slices"),
-    ("specs", "layer attention state uniform ."),
+    ("specs", "formats layer attention state uniform ."),
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
     ("memory", ". layout region aliasing regions allocation arrays tensors"),
@@ -52,7 +52,7 @@ FOLDERS = (
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),
     ("", "catalogue"),
-    ("testing", "carve typed positions oracle case world"),
+    ("testing", "formats carve typed positions oracle case world"),
     ("testing.laws", "system owners moves copies runs refusal ."),
     ("testing", "kinds parallels engines pairs requests strategies ."),
     ("", "simulate"),
