@@ -103,6 +103,8 @@ def _common_kind(producer: LayerSpec, consumer: LayerSpec) -> type[LayerSpec] | 
 
 def _differ(producer: LayerSpec, consumer: LayerSpec, field: str) -> bool:
     """Whether two specs differ in *field*; a default that one side says aloud is no difference."""
+    if getattr(producer, field) == getattr(consumer, field):
+        return False
     return meaning(producer, field) != meaning(consumer, field)
 
 

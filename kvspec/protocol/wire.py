@@ -24,7 +24,7 @@ from kvspec.protocol.plain import Writer
 from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
 
-VERSION = 1
+VERSION = 2
 """The version of the format; any change to it, or to what a default means, takes the next."""
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
