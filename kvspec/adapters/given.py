@@ -29,9 +29,9 @@ class Given:
         path = f"{self.path}.{name}" if self.path else name
         try:
             return Given(path, getattr(self.value, name, None))
-        except Exception as error:  # a property of theirs may do anything
-            told = f"{type(error).__name__}: {error}"
-            raise SpecError(path, told, "a value, not an error") from error
+        except Exception as error:  # another's property may do anything
+            message = f"{type(error).__name__}: {error}"
+            raise SpecError(path, message, "a value, not an error") from error
 
     def call(self, name: str) -> Given:
         """Return what the method called *name* returns."""

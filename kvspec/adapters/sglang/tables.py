@@ -63,6 +63,6 @@ def _table(field: str, slots: Slots, page: int) -> BlockTable:
     wrong = np.flatnonzero((slots != wanted) & ((slots != 0) | (wanted >= page)))
     if wrong.size:
         token = int(wrong[0])
-        told = f"slot {wanted[token]}: pages of {page} tokens lie in consecutive slots"
-        raise SpecError(f"{field}[{token}]", int(slots[token]), told)
+        expected = f"slot {wanted[token]}: pages of {page} tokens lie in consecutive slots"
+        raise SpecError(f"{field}[{token}]", int(slots[token]), expected)
     return BlockTable(pages)

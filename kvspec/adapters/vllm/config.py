@@ -107,9 +107,9 @@ def read_configs(config: Any, parallel: ParallelConfig) -> tuple[Config, ...]:  
 def _group(given: Given) -> Group:
     layers = given.get("layer_names").names()
     transferred = given.get("enable_kv_transfer")
-    told = transferred.value is None or flag(transferred.path, transferred.value)
+    moves = transferred.value is None or flag(transferred.path, transferred.value)
     eagle = given.get("is_eagle_group").value is True
-    return Group(layers, given.get("kv_cache_spec"), told, eagle)
+    return Group(layers, given.get("kv_cache_spec"), moves, eagle)
 
 
 def _tensor(given: Given) -> Tensor:

@@ -60,24 +60,24 @@ def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, 
     """Check that layers of one allocation begin as far from one another as in the config."""
     firsts: dict[str, str] = {}
     for layer, base in bases.items():
-        mine = places[layer]
-        in_rows = mine.tensor.layer_stride < mine.tensor.block_stride
+        place = places[layer]
+        in_rows = place.tensor.layer_stride < place.tensor.block_stride
         if in_rows and cache.engine.homes[layer].split > 1:
             continue  # finer blocks may make finer rows
-        other = firsts.setdefault(mine.allocation, layer)
-        found, wanted = base - bases[other], mine.start - places[other].start
+        other = firsts.setdefault(place.allocation, layer)
+        found, wanted = base - bases[other], place.start - places[other].start
         if found != wanted:
-            told = f"{other} and {layer}, {found} bytes apart"
-            raise SpecError("tensors", told, f"{wanted} bytes, as {_said(places[other], mine)}")
+            pair = f"{other} and {layer}, {found} bytes apart"
+            raise SpecError("tensors", pair, f"{wanted} bytes, as {_said(places[other], place)}")
 
 
 def _check_apart(cache: RankCache, places: dict[str, _Place]) -> None:
     """Check that what the config holds in two allocations shares no byte."""
     split = {group.name: group.split for group in cache.engine.groups}
     for one, other, _ in meetings(cache.regions, split):
-        mine, yours = places[one.layer], places[other.layer]
-        if mine.allocation != yours.allocation:
-            wanted = f"no byte shared, as {_said(mine, yours)}"
+        pair = places[one.layer], places[other.layer]
+        if pair[0].allocation != pair[1].allocation:
+            wanted = f"no byte shared, as {_said(*pair)}"
             raise SpecError("tensors", f"{one.layer} and {other.layer}", wanted)
 
 

@@ -110,14 +110,14 @@ def _interleave(given: Given, configs: Sequence[Config]) -> int:
     sizes, transfer = given.get("parallel_config"), given.get("kv_transfer_config")
     if sizes.get("decode_context_parallel_size").size(1) == 1:
         return 1
-    told = sizes.get("cp_kv_cache_interleave_size").size(1)
+    configured = sizes.get("cp_kv_cache_interleave_size").size(1)
     if transfer.value is None:
-        return told
+        return configured
     older = sizes.get("dcp_kv_cache_interleave_size").size(1)
-    told = older if older > 1 else told
+    configured = older if older > 1 else configured
     left_open = sizes.get("_allow_auto_resolve_cp_interleave_size").value
     if not left_open or "NixlConnector" not in _connectors(transfer):
-        return told
+        return configured
     groups = [group for config in configs for group in config.groups]
     return min(group.spec.get("block_size").size() for group in groups)
 
@@ -156,7 +156,7 @@ def _heads(
 ) -> dict[str, int] | None:
     """Return the KV heads of every layer that has any: the target's, layer by layer, or a draft's.
 
-    Where vLLM has one number for all, layers that differ must be told: one head on each rank may
+    Where vLLM has one number for all, layers that differ must be said: one head on each rank may
     be dealt or replicated.
     """
     if parallel.tp_size == 1:
@@ -188,7 +188,7 @@ def _heads(
 def _item(place: Given, number: int) -> object:
     try:
         return place.value[number]
-    except Exception as error:  # whatever theirs does
+    except Exception as error:  # another's method may do anything
         message = f"{type(error).__name__}: {error}"
         raise SpecError(f"{place.path}[{number}]", message, "a value, not an error") from error
 

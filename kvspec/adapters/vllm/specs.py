@@ -153,7 +153,7 @@ class RankSpecs:
         return "".join(letter for letter in self.layout if letter in "LB")
 
     def _layout(self, spec: AttentionSpec, page_format: str) -> str:
-        """Return the layout in which vLLM keeps rows of tokens: its letters, or ours for a packing.
+        """Return the layout in which vLLM keeps rows of tokens: its letters, or its packing's.
 
         Two head slots are planes, K outside the tokens and all heads of a token inside it. A page
         that is opaque lies in one piece.
@@ -254,10 +254,10 @@ class RankSpecs:
             return len(self.parallel.deal(part.units, part.deal_in).ranges[self.tp_rank])
 
         real = sum(local(p) * p.states * p.content_bytes for p in spec.parts)
-        told = _real_page(given_spec)
-        if told is not None and told != real:
+        page = _real_page(given_spec)
+        if page is not None and page != real:
             wanted = f"{real}, the bytes of {', '.join(p.name for p in spec.parts)} in a block"
-            raise SpecError(f"{given_spec.path}.page_size_bytes", told, wanted)
+            raise SpecError(f"{given_spec.path}.page_size_bytes", page, wanted)
         page = given_spec.get("page_size_bytes").size_or_none()
         page = given_spec.get("page_size_padded").size_or_none() if page is None else page
         if page is None or page == real:

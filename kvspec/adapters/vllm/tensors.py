@@ -82,10 +82,10 @@ def _blocks(given: int | None, config: Config | None) -> int | None:
         positive_int("num_blocks", given)
     if config is None:
         return given
-    told = config.given.get("num_blocks").size()
-    if given not in (None, told):
-        raise SpecError("num_blocks", given, f"{told}, as the config has")
-    return told
+    count = config.given.get("num_blocks").size()
+    if given not in (None, count):
+        raise SpecError("num_blocks", given, f"{count}, as the config has")
+    return count
 
 
 def _check_blocks(layer: str, views: Mapping[str, Any], wanted: int) -> None:
@@ -130,8 +130,8 @@ class _Layer:
         if heads == 1 and len(shape) == _LATENT:
             tensor = tensor[:, None]
         if tuple(tensor.shape)[1:3] != (heads, part.states) or not _has(tensor, content):
-            told = f"[blocks, {heads}, {part.states}, {content} bytes]"
-            raise SpecError(f"{self.field}.shape", shape, f"{told} for layout {self.letters}")
+            expected = f"[blocks, {heads}, {part.states}, {content} bytes]"
+            raise SpecError(f"{self.field}.shape", shape, f"{expected} for layout {self.letters}")
         return self._beside(tensor)
 
     def _beside(self, tensor: Any) -> list[Any]:  # noqa: ANN401
@@ -165,8 +165,10 @@ class _Layer:
             and all(shape[order.index(axis)] == count for axis, count in sizes.items())
         ]
         if not fits:
-            told = f"{'[2, blocks' if outer == 'KB' else '[blocks, 2'}, {part.states}, {heads}, "
-            raise SpecError(field, shape, f"{told}{size} bytes] for layout {self.letters}")
+            expected = (
+                f"{'[2, blocks' if outer == 'KB' else '[blocks, 2'}, {part.states}, {heads}, "
+            )
+            raise SpecError(field, shape, f"{expected}{size} bytes] for layout {self.letters}")
         order = next((each for each in fits if self._agrees(tensor, each)), fits[0])
         axis = order.index("K")
         rest = order.replace("K", "")
@@ -239,8 +241,8 @@ class _Layer:
         *wanted, content = self._extents(name, parts)
         if name == "conv":
             if shape[1:] != tuple(wanted) or _itemsize(tensor) != content:
-                told = f"[blocks, {wanted[0]}, {wanted[1]}] of {content} bytes"
-                raise SpecError(field, shape, told)
+                expected = f"[blocks, {wanted[0]}, {wanted[1]}] of {content} bytes"
+                raise SpecError(field, shape, expected)
             return self._units_first(name, tensor[..., None])
         if shape[1:2] != tuple(wanted) or prod(shape[2:]) * _itemsize(tensor) != content:
             raise SpecError(field, shape, f"[blocks, {wanted[0]}, ...] of {content} bytes")
