@@ -57,9 +57,12 @@ def another_s(name: str, **fields: Any) -> Any:
 
 
 def on_vllm(
-    cls: str, backend: str | None, fields: Callable[[int, int], dict[str, Any]], slots: int = 1
+    cls: str,
+    backend: str | None,
+    fields: Callable[[int, int], dict[str, Any]],
+    variants: str | None = None,
 ) -> Callable[[int, int], Side]:
-    """Return how a side of vLLM is made of one layer; *slots*: head slots for each head."""
+    """Return how a side of vLLM is made of one layer."""
 
     def make(tp: int, block: int) -> Side:
         local = HEADS // tp
@@ -73,6 +76,7 @@ def on_vllm(
             parallel=parallel,
             total_num_kv_heads=HEADS,
             backends=backend,
+            variants=variants,
             n_groups=1,
             conv_layout="DS",
         )
@@ -86,7 +90,7 @@ def on_vllm(
                 content = getattr(spec, "state_content_bytes", None) or SIZE * (
                     1 if "MLA" in cls else 2
                 )
-                tensor = array((9, heads * slots, block, content))
+                tensor = array((9, heads, block, content))
             caches[rank] = vllm.rank_cache(engine, rank, {"layers.0": tensor})
         return Side(engine, caches)
 
@@ -185,7 +189,6 @@ def rows() -> Iterator[Row]:
         ("NVFP4, FlashInfer", V1 + "flashinfer.FlashInferBackend", nvfp4),
         ("NVFP4, MSA", MODELS + "minimax_m3.nvidia.sparse_attention_msa."
          "MiniMaxM3SparseMSANvfp4Backend", nvfp4),
-        ("CPU_ATTN, keys transposed", V1 + "cpu_attn.CPUAttentionBackend", heads()),
         ("ROCM_ATTN, keys in pieces", V1 + "rocm_attn.RocmAttentionBackend", slots_of_all),
         ("ROCM_AITER_FA", shuffling, heads()),
         ("ROCM_AITER_FA shuffled", shuffling, slots_of_all),
@@ -193,12 +196,17 @@ def rows() -> Iterator[Row]:
         ("of a backend not said", None, heads()),
     ):  # fmt: skip
         yield Row("vLLM", page, "full", on_vllm("FullAttentionSpec", backend, fields))
+    cpu = V1 + "cpu_attn.CPUAttentionBackend"
+    for isa in ("vec", "amx", None):
+        name = f"CPU_ATTN, {isa or 'isa not said'}"
+        yield Row("vLLM", name, "full", on_vllm("FullAttentionSpec", cpu, heads(), isa))
     indexer = V1 + "mla.indexer.DeepseekV32IndexerBackend"
     record = heads(state_content_bytes=SIZE + 8)
     ds4 = MODELS + "deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"
     flashmla = V1 + "mla.flashmla_sparse.FlashMLASparseBackend"
-    yield Row("vLLM", "indexer, scales after keys", "MLA",
-              on_vllm("MLAAttentionSpec", indexer, heads(cache_role="INDEXER")))  # fmt: skip
+    for variant in ("rows", "shuffled", None):
+        made = on_vllm("MLAAttentionSpec", indexer, heads(cache_role="INDEXER"), variant)
+        yield Row("vLLM", f"indexer, {variant or 'order not said'}", "MLA", made)
     yield Row("vLLM", "DeepSeek V4 records", "MLA", on_vllm("MLAAttentionSpec", ds4, record))
     yield Row("vLLM", "DeepSeek V3.2 records", "MLA", on_vllm("MLAAttentionSpec", flashmla, record))
     for cls in ("RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec"):

@@ -142,6 +142,12 @@ INDEXER = like.changed(
     like.MLAAttentionSpec(block_size=64, head_size=132, dtype="uint8"), "cache_role", "INDEXER"
 )
 PACKED = like.MLAAttentionSpec(block_size=64, head_size=512, dtype="uint8", state_content_bytes=584)
+MSA = "vllm.models.minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend"
+AITER = V1 + "rocm_aiter_fa.AiterFlashAttentionBackend"
+CPU = V1 + "cpu_attn.CPUAttentionBackend"
+INDEX = V1 + "mla.indexer.DeepseekV32IndexerBackend"
+DS4 = "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"
+TWO = "wanted 2 head slots in kv_cache_groups[0].kv_cache_spec, keys and values, not None"
 KEEPS = "one that keeps {}, as kv_cache_groups[0].kv_cache_spec says"
 NO_BACKEND = [
     (PLAIN, None, f"None: wanted {KNOWN}: a spec does not say the order inside a page"),
@@ -149,24 +155,14 @@ NO_BACKEND = [
     (PLAIN, "FLASH_ATTN", f"'FLASH_ATTN': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
     (PLAIN, ("mine.attention", "Backend"),
      f"'mine.attention.Backend': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
-    (PLAIN, V1 + "cpu_attn.CPUAttentionBackend",
-     "wanted a page of another format; not yet: keys of a block transposed"),
-    (PLAIN, V1 + "rocm_attn.RocmAttentionBackend",
-     "not yet: keys in pieces of 16 bytes, values transposed"),
-    (SLOTS, V1 + "rocm_aiter_fa.AiterFlashAttentionBackend",
-     "not yet: keys in pieces of 16 bytes, values transposed"),
-    (INDEXER, V1 + "mla.indexer.DeepseekV32IndexerBackend",
-     "not yet: all scales of a page after all of its keys"),
-    (PACKED, "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend",
-     "not yet: all scales of a page after all of its data"),
-    (SCALED, "vllm.models.minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend",
-     "not yet: a slot of data and scales for each head's keys and values"),
+    (PLAIN, V1 + "rocm_attn.RocmAttentionBackend", TWO),
+    (replace(SCALED, num_head_slots=2), MSA,
+     "two slots for each head in kv_cache_groups[0].kv_cache_spec, not 2"),
     (SCALED, like.FLASH, KEEPS.format("4 head slots for 2 heads")),
     (replace(SCALED, num_head_slots=None), like.FLASH, KEEPS.format("NVFP4")),
     (replace(SLOTS, num_kv_heads=4), like.FLASH, KEEPS.format("2 head slots for 4 heads")),
     (INDEXER, like.FLASH, KEEPS.format("an indexer's keys")),
-    (PLAIN, like.B12X,
-     "wanted 2 head slots in kv_cache_groups[0].kv_cache_spec, keys and values, not None"),
+    (PLAIN, like.B12X, TWO),
 ]  # fmt: skip
 
 
@@ -178,6 +174,52 @@ def test_a_backend_whose_pages_are_not_described_is_refused_by_name(
     error = words(lambda: one(spec, backends=backends))
     assert error.startswith("backends['layer.0']=")
     assert error.endswith(told)
+
+
+PAGES = [
+    (PLAIN, CPU, "vec", "keys-transposed"),
+    (PLAIN, CPU, "vec16", "keys-transposed"),
+    (PLAIN, CPU, "amx", "opaque:amx"),
+    (SLOTS, V1 + "rocm_attn.RocmAttentionBackend", None, "x-packed"),
+    (SLOTS, AITER, None, "opaque:aiter"),
+    (PLAIN, AITER, None, "plain"),
+    (SCALED, MSA, None, "opaque:msa"),
+    (INDEXER, INDEX, "rows", "opaque:indexer"),
+    (INDEXER, INDEX, "shuffled", "opaque:indexer-shuffled"),
+    (PACKED, DS4, None, "opaque:deepseek"),
+    (replace(PACKED, state_content_bytes=None), DS4, None, "plain"),
+]
+
+
+@pytest.mark.parametrize(("spec", "backends", "variants", "page_format"), PAGES)
+def test_a_page_s_format_follows_from_its_backend(
+    spec: Any, backends: Any, variants: Any, page_format: str
+) -> None:
+    """And from what the name leaves open; pages have vLLM's bytes, whole ones move to their own."""
+    given = {"backends": backends, "variants": variants}
+    engine = engine_spec(config((["layer.0"], spec)), **given)
+    found = engine.groups[0].spec
+    assert page_format == found.page_format  # type: ignore[attr-defined]
+    assert spec.page_size_bytes == found.page_size_bytes()
+    if page_format.startswith("opaque"):
+        assert [] == moves(engine, engine, 70)
+        longer = like.changed(spec, "block_size", 2 * spec.block_size)
+        other = engine_spec(config((["layer.0"], longer)), **given)
+        with pytest.raises(kvspec.MismatchError):
+            kvspec.plan_transfer(engine, other)
+
+
+def test_what_a_backend_s_name_leaves_open_is_asked_for() -> None:
+    """The instructions of CPU attention, an indexer's shuffling: by layer or for all."""
+    for variants in (None, "avx", {"layer.1": "vec"}, 5):
+        told = "wanted one of vec, vec16, amx, which CPUAttentionBackend leaves open"
+        assert words(lambda v=variants: one(PLAIN, backends=CPU, variants=v)).endswith(told)
+    assert one(PLAIN, backends=CPU, variants="vec") == one(
+        PLAIN, backends=CPU, variants={"layer.0": "vec"}
+    )
+    told = "wanted None or 32: a key and a value"
+    odd = replace(PLAIN, state_content_bytes=40)
+    assert words(lambda: one(odd, backends=CPU, variants="vec")).endswith(told)
 
 
 def test_a_backend_is_named_by_its_class() -> None:
@@ -387,7 +429,9 @@ def test_two_head_slots_are_planes_of_all_heads() -> None:
     engine = engine_spec(config((["layer.0"], spec)), layout="LBNHC", backends=like.B12X)
     assert "LBNKHC" == engine.layout_of(engine.groups[0])
     assert ("k", "v") == tuple(part.name for part in engine.groups[0].spec.parts)
-    with pytest.raises(kvspec.SpecError, match="layout='LKBNHC': wanted no K where head slots"):
+    with pytest.raises(
+        kvspec.SpecError, match="layout='LKBNHC': wanted no K where pages are planes"
+    ):
         one(spec, layout="LKBNHC", backends=like.B12X)
     odd = replace(spec, state_content_bytes=24)
     with pytest.raises(kvspec.SpecError, match="state_content_bytes=24: wanted 32: keys or values"):
@@ -608,7 +652,7 @@ def test_a_config_with_one_thing_wrong_is_read_or_refused(spec: Any, sizes: int)
 def test_an_argument_of_another_type_is_read_or_refused() -> None:
     """Each argument of the caller's replaced: no other error."""
     names = ("parallel", "total_num_kv_heads", "layout", "tp_rank", "kernel_block_size",
-             "conv_layout", "n_groups", "excluded", "backends")  # fmt: skip
+             "conv_layout", "n_groups", "excluded", "backends", "variants")  # fmt: skip
     theirs = config((["l.0"], FULL), (["l.1"], MAMBA))
     for name, value in itertools.product(names, (None, 5, "x", (), -1, 1.5, [["l.0"]], {})):
         with contextlib.suppress(kvspec.SpecError):

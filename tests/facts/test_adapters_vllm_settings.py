@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,6 +242,31 @@ def test_where_there_is_no_worker_the_backends_are_told() -> None:
     given.compilation_config.static_forward_context = {"layers.0.attn": object()}
     told = "static_forward_context['layers.0.attn'].get_attn_backend=None: wanted a method"
     assert told == words(lambda: vllm.from_vllm(given, one))
+
+
+def test_what_a_backend_s_name_leaves_open_is_asked_of_the_layer() -> None:
+    """The instructions that CPU attention was built for, and whether an indexer shuffles."""
+    backend = SimpleNamespace(
+        full_cls_name=lambda: ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend")
+    )
+    cpu = SimpleNamespace(get_attn_backend=lambda: backend, isa="vec16")
+    indexer = SimpleNamespace(
+        get_attn_backend=lambda: "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend",
+        uses_shuffled_layout=True,
+    )
+    keys = like.changed(replace(LATENT, dtype="uint8"), "cache_role", "INDEXER")
+    both = cached((["layers.0.attn"], FULL), (["layers.0.indexer"], keys), layout="LBHNC")
+    given = configured()
+    made = given.compilation_config.static_forward_context
+    made |= {"layers.0.attn": cpu, "layers.0.indexer": indexer}
+    formats = [
+        group.spec.page_format  # type: ignore[attr-defined]
+        for group in vllm.from_vllm(given, both).groups
+    ]
+    assert ["keys-transposed", "opaque:indexer-shuffled"] == formats
+    del cpu.isa
+    told = "variants['layers.0.attn']=None: wanted one of vec, vec16, amx"
+    assert words(lambda: vllm.from_vllm(given, both)).startswith(told)
 
 
 @pytest.mark.parametrize("name", ["mamba_n_groups", "n_groups", "mamba_ngroups"])

@@ -58,7 +58,10 @@ FOLDERS = (
     ("", "simulate"),
     ("draw", "canvas lines block bars ranks memory ."),
     ("adapters", ". given"),
-    ("adapters.vllm", "config backends states specs memory tensors engine settings tables ."),
+    (
+        "adapters.vllm",
+        "config backends packing states specs memory arrays tensors engine settings tables .",
+    ),
     ("adapters.sglang", "ranks pools engine tensors tables ."),
     ("run", "limits job report contents notices worker conduct ."),
     ("cli", ". options simulate slices transfer verify app __main__"),

@@ -56,11 +56,11 @@ _OTHERS = {
     "b12x.B12xPagedAttentionBackend": "planes",
     "rocm_segmented_attn.RocmSegmentedAttentionBackend": "planes",
     "rocm_aiter_fa.AiterFlashAttentionBackend": "AITER's",
-    "rocm_attn.RocmAttentionBackend": "x-packed keys, transposed values",
-    "cpu_attn.CPUAttentionBackend": "transposed keys",
-    "mla.indexer.DeepseekV32IndexerBackend": "scales after keys",
-    "mla.indexer.DeepseekV4IndexerBackend": "scales after keys",
-    "mla.indexer.DeepseekV41IndexerBackend": "scales after keys",
+    "rocm_attn.RocmAttentionBackend": "x-packed",
+    "cpu_attn.CPUAttentionBackend": "CPU's",
+    "mla.indexer.DeepseekV32IndexerBackend": "indexer's",
+    "mla.indexer.DeepseekV4IndexerBackend": "indexer's",
+    "mla.indexer.DeepseekV41IndexerBackend": "indexer's",
     "mla.sparse_swa.DeepseekSparseSWABackend": "DeepSeek's",
 }
 
@@ -70,8 +70,7 @@ _MODELS = {
     "deepseek_v41.sparse_mla.DeepseekV4FlashMLABackend": "DeepSeek's",
     "deepseek_v41.sparse_mla.FlashMLAMegaAttnBackend": "DeepSeek's",
     "deepseek_v41.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": "DeepSeek's",
-    "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": "slots of scaled "
-    "heads",
+    "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": "opaque:msa",
 }
 
 FORMATS: Mapping[str, str] = {
@@ -81,43 +80,48 @@ FORMATS: Mapping[str, str] = {
 }
 """The format of a backend's pages, by the backend's module and class."""
 
-NOT_YET = {
-    "transposed keys": "keys of a block transposed",
-    "x-packed keys, transposed values": "keys in pieces of 16 bytes, values transposed",
-    "scales after keys": "all scales of a page after all of its keys",
-    "scales after data": "all scales of a page after all of its data",
-    "slots of scaled heads": "a slot of data and scales for each head's keys and values",
+_VARIANTS: Mapping[str, Mapping[str, str]] = {
+    "CPU's": {"vec": "keys-transposed", "vec16": "keys-transposed", "amx": "opaque:amx"},
+    "indexer's": {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"},
 }
-"""Formats that are known and not described yet, in words."""
+"""What a backend's name leaves open, and the format that each variant of it is."""
 
 _WANTED = "the full_cls_name() of the layer's attention backend, one that is known"
 
 
 @attrs.frozen
 class Backends:
-    """What the caller says of the backends: one for all layers of attention, or one by layer."""
+    """What the caller says of the backends: one for all layers of attention, or one by layer.
+
+    *variants*: in the same way, what a backend's name leaves open.
+    """
 
     given: Any
+    variants: Any = None
 
     def format_of(self, layer: str, spec: Given) -> str:
         """Return the format of the pages of *layer*, whose spec is *spec*, or raise `SpecError`."""
-        name = self.name_of(layer)
+        name = full_name(f"backends[{layer!r}]", self._of(self.given, layer))
         form = FORMATS.get(name)
         field = f"backends[{layer!r}]"
         if form is None:
             raise SpecError(field, name, f"{_WANTED} (kvspec.adapters.vllm.FORMATS)")
         form = _for_spec(form, spec)
-        if form in NOT_YET:
-            raise SpecError(field, name, f"a page of another format; not yet: {NOT_YET[form]}")
+        if form in _VARIANTS:
+            form = self._variant(layer, name, _VARIANTS[form])
         _check(field, name, form, spec)
         return form
 
-    def name_of(self, layer: str) -> str:
-        """Return the module and class of the backend of *layer*."""
-        given = self.given
-        if isinstance(given, Mapping):
-            given = given.get(layer)
-        return full_name(f"backends[{layer!r}]", given)
+    def _variant(self, layer: str, name: str, known: Mapping[str, str]) -> str:
+        """Return the format that the caller's variant of the backend called *name* is."""
+        variant = self._of(self.variants, layer)
+        if not isinstance(variant, str) or variant not in known:
+            wanted = f"one of {', '.join(known)}, which {name.rpartition('.')[2]} leaves open"
+            raise SpecError(f"variants[{layer!r}]", variant, wanted)
+        return known[variant]
+
+    def _of(self, given: Any, layer: str) -> Any:  # noqa: ANN401
+        return given.get(layer) if isinstance(given, Mapping) else given
 
 
 def full_name(field: str, given: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
@@ -140,12 +144,12 @@ def quantization(spec: Given) -> str:
 def _for_spec(form: str, spec: Given) -> str:
     """Return which format a backend that has two keeps *spec* in."""
     if form == "AITER's":
-        return "x-packed keys, transposed values" if spec.get("num_head_slots").value else ROWS
+        return "opaque:aiter" if spec.get("num_head_slots").value else ROWS
     if form == "FlashInfer's":
         return "scaled planes" if quantization(spec) == "NVFP4" else ROWS
     if form == "DeepSeek's":
         packed = spec.get("state_content_bytes").value is not None
-        return "scales after data" if packed else ROWS
+        return "opaque:deepseek" if packed else ROWS
     return form
 
 
@@ -161,5 +165,7 @@ def _check(field: str, name: str, form: str, spec: Given) -> None:
     role = spec.get("cache_role").value
     if form == ROWS and str(getattr(role, "name", role)).upper() == "INDEXER":
         raise SpecError(field, name, f"one that keeps an indexer's keys, as {spec.path} says")
-    if form == "planes" and slots != 2:  # noqa: PLR2004 - keys and values
+    if form in ("planes", "x-packed") and slots != 2:  # noqa: PLR2004 - keys and values
         raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
+    if form == "opaque:msa" and (heads is None or slots != 2 * heads):
+        raise SpecError(field, name, f"two slots for each head in {spec.path}, not {slots}")

@@ -47,6 +47,7 @@ def engine_spec(
     n_groups: int | None = None,
     excluded: Iterable[str] = (),
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
+    variants: str | Mapping[str, str] | None = None,
 ) -> EngineSpec:
     """Return the engine that vLLM's `KVCacheConfig` of one rank belongs to.
 
@@ -61,7 +62,9 @@ def engine_spec(
     Layers of *excluded*, and of groups that vLLM does not transfer, are in no plan. *backends*: of
     each layer of attention what its ``get_attn_backend()`` returns, or the ``full_cls_name()`` of
     that as a tuple or a dotted name; by layer, or one for all. Where a layer has none it is
-    refused: the backend alone knows the order inside a page (`FORMATS`).
+    refused: the backend alone knows the order inside a page (`FORMATS`). *variants*: what a
+    backend's name leaves open, for all layers or by layer: of CPU attention the layer's ``isa``, of
+    an indexer ``shuffled`` where `uses_shuffled_layout`, else ``rows``.
 
     The groups are called ``group0``, ``group1``, ... in vLLM's order.
     """
@@ -75,7 +78,7 @@ def engine_spec(
         kernel_block_size=kernel_block_size,
         conv_layout=conv_layout,
         n_groups=n_groups,
-        backends=Backends(backends),
+        backends=Backends(backends, variants),
     )
     groups = _groups(configs, specs, excluded_layers(excluded, configs))
     return EngineSpec(

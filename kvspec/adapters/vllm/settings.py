@@ -35,6 +35,7 @@ def from_vllm(
     tensors: Mapping[str, Any] | None = None,
     *,
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
+    variants: str | Mapping[str, str] | None = None,
     total_num_kv_heads: int | Mapping[str, int] | None = None,
     excluded: Iterable[str] = (),
 ) -> EngineSpec:
@@ -43,8 +44,9 @@ def from_vllm(
     *kv_cache_config*: this rank's, or with pipeline stages one of each stage, in order. *tensors*:
     what `register_kv_caches` got; if given, the kernel's block sizes are read from them.
     *backends*: where there are no layers to ask, as in vLLM's scheduler, what a worker's
-    ``get_attn_backend().full_cls_name()`` says. *total_num_kv_heads*: only where vLLM has one
-    number for layers that differ. *excluded*: as in `engine_spec`.
+    ``get_attn_backend().full_cls_name()`` says; *variants* beside it, as in `engine_spec`.
+    *total_num_kv_heads*: only where vLLM has one number for layers that differ. *excluded*: as in
+    `engine_spec`.
 
     Interleaving is read as vLLM sets it once its caches are known, so that it does not matter
     whether that has happened yet.
@@ -65,6 +67,7 @@ def from_vllm(
         conv_layout=os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD"),
         n_groups=_mamba_groups(given),
         backends=_backends(given, configs) if backends is None else backends,
+        variants=_variants(given, configs) if variants is None else variants,
         excluded=excluded,
     )
 
@@ -235,14 +238,33 @@ def _mamba_groups(given: Given) -> int | None:
     return next((n for n in (text.get(name).size_or_none() for name in _GROUPS) if n), None)
 
 
+def _made(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
+    """Return the layers that a worker has made, by name."""
+    layers = given.get("compilation_config").get("static_forward_context").value
+    names = [layer for config in configs for layer in config.layers]
+    known = layers if isinstance(layers, Mapping) else {}
+    return {
+        name: Given(f"static_forward_context[{name!r}]", known[name])
+        for name in names
+        if name in known
+    }
+
+
 def _backends(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
     """Return the attention backend of every layer that a worker has made."""
-    layers = given.get("compilation_config").get("static_forward_context").value
+    made = _made(given, configs)
+    return {name: layer.call("get_attn_backend").value for name, layer in made.items()}
+
+
+def _variants(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return what the names of backends leave open, of every layer that says it."""
     found: dict[str, Any] = {}
-    for layer in (layer for config in configs for layer in config.layers):
-        if isinstance(layers, Mapping) and layer in layers:
-            path = f"static_forward_context[{layer!r}]"
-            found[layer] = Given(path, layers[layer]).call("get_attn_backend").value
+    for name, layer in _made(given, configs).items():
+        shuffled = layer.get("uses_shuffled_layout").value
+        if isinstance(shuffled, bool):
+            found[name] = "shuffled" if shuffled else "rows"
+        else:
+            found[name] = layer.get("isa").value
     return found
 
 

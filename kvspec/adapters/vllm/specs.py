@@ -13,6 +13,7 @@ import attrs
 
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.backends import ROWS, Backends
+from kvspec.adapters.vllm.packing import layout_of, outer, packing, real_page
 from kvspec.adapters.vllm.states import read_state
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
@@ -30,6 +31,7 @@ from kvspec.specs import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from kvspec.specs.formats import PLAIN, is_opaque
 
 _WINDOW = {"sliding_window": None, "extra_retained_tokens": 0}
 
@@ -130,13 +132,13 @@ class RankSpecs:
                 given_spec, self.parallel, self.tp_rank, self.conv_layout, self.n_groups
             )
             return self._layer(
-                layer, state, given_spec, self._outer + ("HNC", "NHC")[order == "SD"]
+                layer, state, given_spec, outer(self.layout) + ("HNC", "NHC")[order == "SD"]
             )
         if "MLA" in name:
-            spec = self._latent(name, given_spec)
+            spec = self._latent(name, given_spec, page_format)
         else:
             spec = self._heads(name, layer, given_spec, page_format)
-        return self._layer(layer, spec, given_spec, self._layout(spec, page_format))
+        return self._layer(layer, spec, given_spec, layout_of(self.layout, spec, page_format))
 
     def _layer(self, layer: str, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
         rows = isinstance(spec, AttentionSpec)
@@ -147,45 +149,27 @@ class RankSpecs:
             context_sharded=_context_sharded(spec, given_spec),
         )
 
-    @property
-    def _outer(self) -> str:
-        """Layers and blocks, in the order of the layout."""
-        return "".join(letter for letter in self.layout if letter in "LB")
-
-    def _layout(self, spec: AttentionSpec, page_format: str) -> str:
-        """Return the layout in which vLLM keeps rows of tokens: its letters, or its packing's.
-
-        Two head slots are planes, K outside the tokens and all heads of a token inside it. A page
-        that is opaque lies in one piece.
-        """
-        if page_format == "planes":
-            if "K" in self.layout:
-                raise SpecError("layout", self.layout, "no K where head slots are planes")
-            return self.layout.replace("H", "K").replace("C", "HC")
-        if spec.spans_heads and self.layout[:2] != self._outer:
-            wanted = "L and B outermost: a page whose packing spans heads lies in one piece"
-            raise SpecError("layout", self.layout, wanted)
-        return self.layout
-
     def _kernel_block(self, layer: str, block_size: int) -> int | None:
         """Return the tokens of a block in memory, None where they are the table's."""
         sizes = self.kernel_block_size
         size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
         return size if size is not None and size < block_size else None
 
-    def _latent(self, name: str, given_spec: Given) -> AttentionSpec:
+    def _latent(self, name: str, given_spec: Given, page_format: str) -> AttentionSpec:
         kind, more = KINDS[name]
         given = _common(given_spec, more)
         size = given["head_size"] * itemsize(given["dtype"])
         rows = given["block_size"] // given["tokens_per_state"]
         content = given_spec.get("state_content_bytes").size_or_none()
         if content is None:
-            page = _real_page(given_spec)
+            page = real_page(given_spec)
             if rows and page is not None and page != rows * size and page % rows == 0:
                 content = page // rows
         with given_spec.named():
             spec: AttentionSpec = kind(
-                **given, state_content_bytes=None if content == size else content
+                **given,
+                state_content_bytes=None if content == size else content,
+                page_format=page_format if is_opaque(page_format) else PLAIN,
             )
             return spec
 
@@ -200,7 +184,9 @@ class RankSpecs:
             raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
         given["total_num_kv_heads"] = total
         given["head_size_v"] = given_spec.get("head_size_v").size_or_none()
-        given |= self._packing(layer, given_spec, page_format)
+        block = given["block_size"]
+        tokens = self._kernel_block(layer, block) or block
+        given |= packing(given_spec, page_format, tokens)
         with given_spec.named():
             spec: AttentionSpec = kind(**given)
             return spec
@@ -214,39 +200,6 @@ class RankSpecs:
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         return total
 
-    def _packing(self, layer: str, given_spec: Given, page_format: str) -> dict[str, Any]:
-        """Return how the content of a layer with heads is packed, where it is not k beside v.
-
-        A page of scaled planes is one piece: neither its heads nor its tokens can be cut.
-        """
-        content = given_spec.get("state_content_bytes").size_or_none()
-        local, (size, size_v) = given_spec.get("num_kv_heads").size(), _head_sizes(given_spec)
-        width = itemsize(given_spec.get("dtype").dtype())
-        if page_format == "planes":
-            if content != local * size * width or size != size_v:
-                wanted = f"{local * size * width}: keys or values of {local} heads in each slot"
-                raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
-            return {}
-        if page_format == ROWS:
-            return (
-                {}
-                if content in (None, (size + size_v) * width)
-                else {"state_content_bytes": content}
-            )
-        block = given_spec.get("block_size").size()
-        rows = block // given_spec.get("tokens_per_state").size(1)
-        slots = given_spec.get("num_head_slots").size(local)
-        page = _real_page(given_spec) if content is None else slots * rows * content
-        if page is None or page % local:
-            wanted = f"{local} heads of equal size: content for each of num_head_slots={slots}"
-            raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
-        tokens = self._kernel_block(layer, block) or block
-        return {
-            "state_content_bytes": page // local * tokens // block,
-            "tokens_per_state": tokens,
-            "spans_heads": True,
-        }
-
     def _paged(self, spec: LayerSpec, given_spec: Given) -> LayerSpec:
         """Return *spec* with vLLM's padding, if its page has the bytes that vLLM says."""
 
@@ -254,7 +207,7 @@ class RankSpecs:
             return len(self.parallel.deal(part.units, part.deal_in).ranges[self.tp_rank])
 
         real = sum(local(p) * p.states * p.content_bytes for p in spec.parts)
-        page = _real_page(given_spec)
+        page = real_page(given_spec)
         if page is not None and page != real:
             wanted = f"{real}, the bytes of {', '.join(p.name for p in spec.parts)} in a block"
             raise SpecError(f"{given_spec.path}.page_size_bytes", page, wanted)
@@ -280,15 +233,3 @@ def _common(given_spec: Given, more: Mapping[str, int | None]) -> dict[str, Any]
     for name, missing in {"tokens_per_state": 1, **more}.items():
         given[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
     return {**given, "dtype": given_spec.get("dtype").dtype()}
-
-
-def _head_sizes(given_spec: Given) -> tuple[int, int]:
-    """Return the elements of a key and of a value."""
-    size = given_spec.get("head_size").size()
-    return size, given_spec.get("head_size_v").size(size)
-
-
-def _real_page(given_spec: Given) -> int | None:
-    """Return the bytes of a page without padding, if vLLM says them."""
-    found = given_spec.get("unpadded_page_size_bytes").size_or_none()
-    return given_spec.get("real_page_size_bytes").size_or_none() if found is None else found

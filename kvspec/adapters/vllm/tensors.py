@@ -6,11 +6,12 @@ and layout, extent by extent; a shape that could be believed two ways is settled
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from kvspec.adapters.given import Given
+from kvspec.adapters.vllm.arrays import has, is_raw, itemsize, ordered, several, strides_of
 from kvspec.adapters.vllm.config import Config, read_config
 from kvspec.adapters.vllm.memory import check_places
 from kvspec.engines.engine import EngineSpec
@@ -24,9 +25,10 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
 _AXES = {
-    "k": "BHNC",
-    "v": "BHNC",
+    "k": "BHPNC",
+    "v": "BHPNC",
     "kv": "BHNC",
+    "page": "BHNC",
     "latent": "BHNC",
     "conv": "BHNC",
     "ssm": "BHC",
@@ -91,8 +93,8 @@ def _blocks(given: int | None, config: Config | None) -> int | None:
 def _check_blocks(layer: str, views: Mapping[str, Any], wanted: int) -> None:
     for view in views.values():
         if view.shape[0] != wanted:
-            field = f"tensors[{layer!r}].shape"
-            raise SpecError(field, tuple(view.shape), f"{wanted} blocks in memory")
+            field = f"tensors[{layer!r}].shape[0]"
+            raise SpecError(field, view.shape[0], f"{wanted} blocks in memory")
 
 
 class _Layer:
@@ -110,11 +112,34 @@ class _Layer:
         if not self.parts[0].per_token:
             yield from self._states(given)
             return
-        if _several(given):
+        if several(given):
             raise SpecError(self.field, f"{len(given)} tensors", "one tensor where rows are tokens")
         check_tensor(self.field, given)
+        if any(part.pieces > 1 for part in self.parts):
+            yield from self._pieces(given)
+            return
         for part, view in zip(self.parts, self._tokens(given), strict=True):
-            yield part.name, view
+            yield part.name, view[:, :, None] if part.name in ("k", "v") else view
+
+    def _pieces(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+        """Yield views [blocks, heads, pieces, rows, content] of keys and values that lie apart.
+
+        Each head has its keys before its values, or the keys of all heads lie before all values.
+        """
+        heads, rows, shape = self.units[0], self.parts[0].states, tuple(tensor.shape)
+        planes = self.letters.index("K") < self.letters.index("H")
+        outer = len(self.parts) if planes else heads
+        size, step = heads * sum(p.states * p.content_bytes for p in self.parts), itemsize(tensor)
+        if shape[1:3] != (outer, rows) or prod(shape[1:]) * step != size:
+            expected = f"[blocks, {outer}, {rows}, {size // outer // rows} bytes]"
+            raise SpecError(f"{self.field}.shape", shape, f"{expected} for layout {self.letters}")
+        flat, start = self._flat(tensor, (shape[0], outer, prod(shape[2:]))), 0
+        for number, part in enumerate(self.parts):
+            stop = start + part.states * part.content_bytes // step
+            inner = (part.pieces, part.states, part.content_bytes // part.pieces // step)
+            piece = flat[:, number] if planes else flat[:, :, start:stop]
+            yield part.name, piece.reshape((shape[0], heads, *inner))
+            start = stop
 
     def _tokens(self, tensor: Any) -> list[Any]:  # noqa: ANN401
         """Return a view [blocks, heads, rows, content] of every part."""
@@ -122,14 +147,14 @@ class _Layer:
         shape = tuple(tensor.shape)
         if part.whole and len(shape) == _TOKENS:
             page, (size, rest) = prod(shape[1:]), divmod(prod(shape[1:]), heads)
-            if not rest and page * _itemsize(tensor) == heads * part.states * part.content_bytes:
+            if not rest and page * itemsize(tensor) == heads * part.states * part.content_bytes:
                 return [self._flat(tensor, (shape[0], heads, 1, size))]
         if "K" in self.letters:
             return self._planes(tensor, heads, part)
         content = sum(each.content_bytes for each in self.parts)
         if heads == 1 and len(shape) == _LATENT:
             tensor = tensor[:, None]
-        if tuple(tensor.shape)[1:3] != (heads, part.states) or not _has(tensor, content):
+        if tuple(tensor.shape)[1:3] != (heads, part.states) or not has(tensor, content):
             expected = f"[blocks, {heads}, {part.states}, {content} bytes]"
             raise SpecError(f"{self.field}.shape", shape, f"{expected} for layout {self.letters}")
         return self._beside(tensor)
@@ -138,10 +163,10 @@ class _Layer:
         found: list[Any] = []
         at = 0
         for part in self.parts:
-            size, rest = divmod(part.content_bytes, _itemsize(tensor))
+            size, rest = divmod(part.content_bytes, itemsize(tensor))
             if rest:
                 wanted = f"elements that divide the {part.content_bytes} bytes of {part.name}"
-                raise SpecError(f"{self.field}.itemsize", _itemsize(tensor), wanted)
+                raise SpecError(f"{self.field}.itemsize", itemsize(tensor), wanted)
             found.append(tensor[..., at : at + size])
             at += size
         return found
@@ -150,10 +175,10 @@ class _Layer:
         shape, field = tuple(tensor.shape), f"{self.field}.shape"
         size, planes = part.content_bytes, len(self.parts)
         slots = len(shape) == _TOKENS and shape[1:3] == (planes, part.states)
-        if slots and _has(tensor, heads * size):
-            inner = (shape[0], planes, part.states, heads, size // _itemsize(tensor))
+        if slots and has(tensor, heads * size):
+            inner = (shape[0], planes, part.states, heads, size // itemsize(tensor))
             tensor = self._flat(tensor, inner)
-            return [_ordered(tensor[:, each], (0, 2, 1, 3)) for each in range(planes)]
+            return [ordered(tensor[:, each], (0, 2, 1, 3)) for each in range(planes)]
         outer = "KB" if self.letters.index("K") < self.letters.index("B") else "BK"
         orders = [outer + "NHC", outer + "HNC"]
         sizes = {"K": planes, "H": heads, "N": part.states}
@@ -161,7 +186,7 @@ class _Layer:
             order
             for order in orders
             if len(shape) == _FIVE
-            and _has(tensor, size)
+            and has(tensor, size)
             and all(shape[order.index(axis)] == count for axis, count in sizes.items())
         ]
         if not fits:
@@ -175,12 +200,12 @@ class _Layer:
         found = []
         for each in range(planes):
             plane = tensor[each] if axis == 0 else tensor[:, each]
-            found.append(_ordered(plane, tuple(rest.index(letter) for letter in "BHNC")))
+            found.append(ordered(plane, tuple(rest.index(letter) for letter in "BHNC")))
         return found
 
     def _agrees(self, tensor: Any, order: str) -> bool:  # noqa: ANN401
         """Whether the strides of heads and rows stand as the layout says."""
-        strides = dict(zip(order, _strides(tensor), strict=True))
+        strides = dict(zip(order, strides_of(tensor), strict=True))
         rows_outside = self.letters.index("N") < self.letters.index("H")
         return rows_outside == (strides["N"] > strides["H"])
 
@@ -188,10 +213,10 @@ class _Layer:
         held: dict[str, list[tuple[Part, int]]] = {}
         for part, units in zip(self.parts, self.units, strict=True):
             held.setdefault(part.tensor, []).append((part, units))
-        tensors = list(given) if _several(given) else [given]
+        tensors = list(given) if several(given) else [given]
         for at, tensor in enumerate(tensors):
-            check_tensor(f"{self.field}[{at}]" if _several(given) else self.field, tensor)
-        if not _several(given) and _raw(given):
+            check_tensor(f"{self.field}[{at}]" if several(given) else self.field, tensor)
+        if not several(given) and is_raw(given):
             yield from self._cut(given, held)
             return
         if len(tensors) != len(held):
@@ -211,8 +236,10 @@ class _Layer:
         if shape[-1] != total:
             wanted = f"[blocks, 1, 1, {total}], the bytes of {' and '.join(held)}"
             raise SpecError(f"{self.field}.shape", shape, wanted)
-        if _strides(raw)[-1] != 1:
-            raise SpecError(f"{self.field}.stride", _strides(raw)[-1], "bytes one after the other")
+        if strides_of(raw)[-1] != 1:
+            raise SpecError(
+                f"{self.field}.stride", strides_of(raw)[-1], "bytes one after the other"
+            )
         start = 0
         for name, parts in held.items():
             piece = raw[:, 0, 0, start : start + sizes[name]]
@@ -230,7 +257,7 @@ class _Layer:
 
     def _units_first(self, name: str, view: Any) -> Any:  # noqa: ANN401
         """Return a state's view with its units before its rows."""
-        return _ordered(view, (0, 2, 1, 3)) if name == "conv" and self._row_first else view
+        return ordered(view, (0, 2, 1, 3)) if name == "conv" and self._row_first else view
 
     @property
     def _row_first(self) -> bool:
@@ -240,11 +267,11 @@ class _Layer:
         shape, field = tuple(tensor.shape), f"{self.field}[{name!r}].shape"
         *wanted, content = self._extents(name, parts)
         if name == "conv":
-            if shape[1:] != tuple(wanted) or _itemsize(tensor) != content:
+            if shape[1:] != tuple(wanted) or itemsize(tensor) != content:
                 expected = f"[blocks, {wanted[0]}, {wanted[1]}] of {content} bytes"
                 raise SpecError(field, shape, expected)
             return self._units_first(name, tensor[..., None])
-        if shape[1:2] != tuple(wanted) or prod(shape[2:]) * _itemsize(tensor) != content:
+        if shape[1:2] != tuple(wanted) or prod(shape[2:]) * itemsize(tensor) != content:
             raise SpecError(field, shape, f"[blocks, {wanted[0]}, ...] of {content} bytes")
         return self._flat(tensor, (shape[0], *wanted, prod(shape[2:])))
 
@@ -254,38 +281,10 @@ class _Layer:
             (at for at, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b),
             len(tensor.shape),
         )
-        step = _itemsize(tensor)
-        dims = list(zip(tensor.shape, _strides(tensor), strict=True))[kept:]
+        step = itemsize(tensor)
+        dims = list(zip(tensor.shape, strides_of(tensor), strict=True))[kept:]
         for count, stride in reversed(dims):
             if count > 1 and stride != step:
                 raise SpecError(f"{self.field}.stride", stride, f"one piece, {step} bytes apart")
             step *= count
         return tensor.reshape(shape)
-
-
-def _several(given: Any) -> bool:  # noqa: ANN401
-    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-
-
-def _raw(tensor: Any) -> bool:  # noqa: ANN401
-    """Whether a tensor is one of raw bytes, ``[blocks, 1, 1, bytes]``."""
-    shape = tuple(tensor.shape)
-    return len(shape) == _TOKENS and shape[1:3] == (1, 1) and _itemsize(tensor) == 1
-
-
-def _has(tensor: Any, content: int) -> bool:  # noqa: ANN401
-    return bool(tensor.shape[-1] * _itemsize(tensor) == content)
-
-
-def _itemsize(tensor: Any) -> int:  # noqa: ANN401
-    return int(tensor.itemsize if hasattr(tensor, "strides") else tensor.element_size())
-
-
-def _strides(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
-    if hasattr(tensor, "strides"):
-        return tuple(tensor.strides)
-    return tuple(each * tensor.element_size() for each in tensor.stride())
-
-
-def _ordered(tensor: Any, order: tuple[int, ...]) -> Any:  # noqa: ANN401
-    return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)
