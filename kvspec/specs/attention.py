@@ -74,14 +74,22 @@ class AttentionSpec(LayerSpec):
         return (page,)
 
     def _part(
-        self, name: str, units: int, content: int, dtype: str | None, tensor: str = "kv"
+        self,
+        name: str,
+        units: int,
+        content: int,
+        dtype: str | None,
+        tensor: str = "kv",
+        states: int = 1,
     ) -> Part:
+        """Return a part; one of its rows stands for *states* of the layer's states."""
+        tokens = self.tokens_per_state * states
         return Part(
             name=name,
             units=units,
-            states=self.block_size // self.tokens_per_state,
+            states=self.block_size // tokens,
             content_bytes=content,
-            tokens_per_state=self.tokens_per_state,
+            tokens_per_state=tokens,
             dtype=dtype,
             tensor=tensor,
             whole=self.spans_heads,
@@ -97,13 +105,15 @@ class FullAttentionSpec(AttentionSpec):
     elements of one key and one value (equal unless given). *scale_dtype*: if given, each head of
     each token has scales of this type, in tensors of their own: the page is keys, their scales,
     values, theirs. *elements_per_scale*: elements of *dtype* that share a scale, all of a head
-    unless given (NVFP4: 8 bytes of two elements each; MXFP8: 32).
+    unless given (NVFP4: 8 bytes of two elements each; MXFP8: 32). *tokens_per_scale*: tokens whose
+    scales lie in one row, in whatever order (NVFP4 as FlashInfer keeps it: 4).
     """
 
     total_num_kv_heads: int = attrs.field(validator=is_size)
     head_size_v: int | None = attrs.field(default=None, validator=is_size_or_none)
     scale_dtype: str | None = attrs.field(default=None, converter=_scale_dtype)
     elements_per_scale: int | None = attrs.field(default=None, validator=is_size_or_none)
+    tokens_per_scale: int = attrs.field(default=1, validator=is_size)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -111,7 +121,13 @@ class FullAttentionSpec(AttentionSpec):
             if self.elements_per_scale is not None:
                 wanted = "None where there is no scale_dtype"
                 raise SpecError("elements_per_scale", self.elements_per_scale, wanted)
+            if self.tokens_per_scale != 1:
+                wanted = "1 where there is no scale_dtype"
+                raise SpecError("tokens_per_scale", self.tokens_per_scale, wanted)
             return
+        row = self.tokens_per_state * self.tokens_per_scale
+        if self.block_size % row:
+            raise SpecError("block_size", self.block_size, f"a multiple of {row}, a row of scales")
         if self.state_content_bytes is not None:
             wanted = "None where the content is packed (state_content_bytes), scales and all"
             raise SpecError("scale_dtype", self.scale_dtype, wanted)
@@ -132,9 +148,10 @@ class FullAttentionSpec(AttentionSpec):
             content = size * itemsize(self.dtype)
             found.append(self._part(name, heads, content, self.dtype, name))
             count = size // (self.elements_per_scale or size)
-            content = count * itemsize(self.scale_dtype)
+            content = count * itemsize(self.scale_dtype) * self.tokens_per_scale
             scale = f"{name}_scale"
-            found.append(self._part(scale, heads, content, self.scale_dtype, scale))
+            part = self._part(scale, heads, content, self.scale_dtype, scale, self.tokens_per_scale)
+            found.append(part)
         return self._in_format(found)
 
     @property

@@ -33,6 +33,7 @@ WHY = {
     "head_size_v": "one value of one token has another length",
     "scale_dtype": "the same bytes mean other numbers",
     "elements_per_scale": "a scale holds for other elements",
+    "tokens_per_scale": "a row of scales stands for other tokens",
     "dtype": "the same bytes mean other numbers",
     "ssm_dtype": "the same bytes mean other numbers",
     "tokens_per_state": "a row stands for other tokens",

@@ -23,6 +23,7 @@ _OWN = {
     "dtype",
     "scale_dtype",
     "elements_per_scale",
+    "tokens_per_scale",
     "tokens_per_state",
     "state_content_bytes",
     "spans_heads",

@@ -48,6 +48,8 @@ NVFP4 = {
     "kv_quant_mode": like.KVQuantMode.NVFP4,
     "num_head_slots": 4,
     "state_content_bytes": 9,
+    "head_size": 16,
+    "dtype": "uint8",
 }
 
 
@@ -135,14 +137,13 @@ def test_an_unknown_class_is_refused_by_name() -> None:
 
 
 V1 = "vllm.v1.attention.backends."
-SCALED = like.FullAttentionSpec(**HEADS, **NVFP4)
+SCALED = like.FullAttentionSpec(**{**HEADS, **NVFP4})
 SLOTS = like.FullAttentionSpec(**HEADS, num_head_slots=2, state_content_bytes=32)
 PLAIN = like.FullAttentionSpec(**HEADS)
 INDEXER = like.changed(
     like.MLAAttentionSpec(block_size=64, head_size=132, dtype="uint8"), "cache_role", "INDEXER"
 )
 PACKED = like.MLAAttentionSpec(block_size=64, head_size=512, dtype="uint8", state_content_bytes=584)
-MSA = "vllm.models.minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend"
 AITER = V1 + "rocm_aiter_fa.AiterFlashAttentionBackend"
 CPU = V1 + "cpu_attn.CPUAttentionBackend"
 INDEX = V1 + "mla.indexer.DeepseekV32IndexerBackend"
@@ -156,7 +157,7 @@ NO_BACKEND = [
     (PLAIN, ("mine.attention", "Backend"),
      f"'mine.attention.Backend': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
     (PLAIN, V1 + "rocm_attn.RocmAttentionBackend", TWO),
-    (replace(SCALED, num_head_slots=2), MSA,
+    (replace(SCALED, num_head_slots=2), like.MSA,
      "two slots for each head in kv_cache_groups[0].kv_cache_spec, not 2"),
     (SCALED, like.FLASH, KEEPS.format("4 head slots for 2 heads")),
     (replace(SCALED, num_head_slots=None), like.FLASH, KEEPS.format("NVFP4")),
@@ -183,7 +184,7 @@ PAGES = [
     (SLOTS, V1 + "rocm_attn.RocmAttentionBackend", None, "x-packed"),
     (SLOTS, AITER, None, "opaque:aiter"),
     (PLAIN, AITER, None, "plain"),
-    (SCALED, MSA, None, "opaque:msa"),
+    (SCALED, like.MSA, None, "opaque:msa"),
     (INDEXER, INDEX, "rows", "opaque:indexer"),
     (INDEXER, INDEX, "shuffled", "opaque:indexer-shuffled"),
     (PACKED, DS4, None, "opaque:deepseek"),
@@ -387,40 +388,71 @@ def test_a_replicated_state_is_whole_on_every_rank() -> None:
     assert 1 == dealt.groups[0].spec.parts[0].deal_in
 
 
-def test_a_page_whose_packing_spans_heads_moves_whole() -> None:
-    """NVFP4: equal TP moves it, whatever its inside is; other heads or blocks are refused."""
-    spec = like.FullAttentionSpec(**HEADS, **NVFP4)
-    engine = engine_spec(config((["layer.0"], spec)), backends=like.FLASHINFER)
-    caches = [
-        {ONE: vllm.rank_cache(engine, ONE, {"layer.0": zeros((4, 4, 16, 9), np.uint8)})}
-        for _ in "pd"
+@pytest.mark.parametrize(("tp", "block"), [(1, 32), (2, 16), (4, 64)])
+def test_nvfp4_moves_head_by_head(tp: int, block: int) -> None:
+    """Data and scales of keys and values lie apart in FlashInfer's page: four parts, each cut.
+
+    The registered shape [blocks, 2 x heads, tokens, 9] says nothing of that. Scales of four tokens
+    of a head lie in an order of their own, so they move together, and a cached count that cuts
+    them is refused.
+    """
+    sides = []
+    for size, tokens in ((1, 16), (tp, block)):
+        local = 4 // size
+        more = {"num_kv_heads": local, "num_head_slots": 2 * local, "block_size": tokens}
+        spec = like.FullAttentionSpec(**{**HEADS, **NVFP4, **more})
+        engine = engine_spec(
+            config((["layer.0"], spec)),
+            parallel=kvspec.ParallelConfig(tp_size=size),
+            total_num_kv_heads=4,
+            backends=like.FLASHINFER,
+        )
+        shape = (9, 2 * local, tokens, 9)
+        arrays = {rank: zeros(shape, np.uint8) for rank in engine.parallel.ranks}
+        caches = {rank: vllm.rank_cache(engine, rank, {"layer.0": arrays[rank]})
+                  for rank in arrays}  # fmt: skip
+        sides.append((engine, caches, arrays[ONE]))
+    engine, caches, array = sides[0]
+    data, scales = 4 * 16 * 8, 4 * 16
+    assert [0, data, data + scales, 2 * data + scales] == [
+        region.base - array.ctypes.data for region in caches[ONE].regions
     ]
-    request = request_of(20, {"group0": [3, 2]}, {"group0": [1, 2]})
-    assert [] == moved(engine, engine, request, (caches[0], caches[1]))
-    half = like.FullAttentionSpec(**{**HEADS, **NVFP4, "num_kv_heads": 1, "num_head_slots": 2})
-    cut = engine_spec(
-        config((["layer.0"], half)),
-        parallel=tp(2),
-        total_num_kv_heads=2,
-        backends=like.FLASHINFER,
+    assert [(16, 8), (4, 4), (16, 8), (4, 4)] == [
+        (region.states, region.content_bytes) for region in caches[ONE].regions
+    ]
+    tables = [{"group0": [8 - at for at in range(-(-77 // size))]} for size in (16, block)]
+    for cached in (0, 16, 20):
+        request = request_of(77, *tables, cached_tokens=cached)
+        assert [] == moved(engine, sides[1][0], request, (caches, sides[1][1]))
+    table = kvspec.build_table(
+        kvspec.plan_transfer(engine, sides[1][0]), caches[ONE], sides[1][1][ONE]
     )
-    with pytest.raises(kvspec.MismatchError, match="its content spans the heads of a rank"):
-        kvspec.plan_transfer(engine, cut)
-    longer = like.FullAttentionSpec(**{**HEADS, **NVFP4, "block_size": 32})
-    other = engine_spec(config((["layer.0"], longer)), backends=like.FLASHINFER)
-    with pytest.raises(kvspec.MismatchError, match="tokens_per_state: producer 16, consumer 32"):
-        kvspec.plan_transfer(engine, other)
-    with pytest.raises(kvspec.SpecError, match="layout='LHBNC': wanted L and B outermost"):
-        one(spec, layout="LHBNC", backends=like.FLASHINFER)
+    told = "cached_tokens=17: wanted a multiple of tokens_per_state=4"
+    assert told == words(lambda: table.select(request_of(77, *tables, cached_tokens=17)))
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "told"),
+    [
+        ({}, "LBNHC", "layout='LBNHC': wanted H outside N: scales of four tokens of a head lie"),
+        ({}, "LHBNC", "layout='LHBNC': wanted L and B outermost"),
+        ({"state_content_bytes": 8}, "LBHNC", "state_content_bytes=8: wanted 9: the data and sca"),
+        ({"num_head_slots": 2}, "LBHNC", "num_head_slots=2: wanted 4: a key and a value of each"),
+        ({"block_size": 18}, "LBHNC", "block_size=18: wanted a multiple of 4, a row of scales"),
+    ],
+)
+def test_nvfp4_that_is_not_flashinfer_s_is_refused(change: Any, layout: str, told: str) -> None:
+    """Other sizes, other slots, rows of scales that a block or a layout cuts."""
+    spec = like.FullAttentionSpec(**{**HEADS, **NVFP4, **change})
+    assert told in words(lambda: one(spec, layout=layout, backends=like.FLASHINFER))
+    engine = engine_spec(config((["layer.0"], like.FullAttentionSpec(**{**HEADS, **NVFP4}))),
+                         backends=like.FLASHINFER)  # fmt: skip
     torn = zeros((4, 4, 16, 12), np.uint8)[..., :9]
-    with pytest.raises(kvspec.SpecError, match="stride=12: wanted one piece, 9 bytes apart"):
-        vllm.rank_cache(engine, ONE, {"layer.0": torn})
-    odd = {"num_kv_heads": 3, "num_head_slots": 5, "block_size": 4, "state_content_bytes": 8}
-    with pytest.raises(kvspec.SpecError, match="state_content_bytes=8: wanted 3 heads of equal"):
-        one(like.FullAttentionSpec(**{**HEADS, **NVFP4, **odd}), backends=like.FLASHINFER)
-    kernel = engine_spec(config((["layer.0"], spec)), kernel_block_size=8, backends=like.FLASHINFER)
-    assert 8 == kernel.groups[0].spec.parts[0].tokens_per_state
-    assert 1 == kernel.groups[0].in_memory("layer.0").parts[0].states
+    for tensor, wanted in (
+        (torn, "stride=12: wanted one piece, 9 bytes apart"),
+        (zeros((4, 4, 16, 8), np.uint8), "wanted pages of 576 bytes: k, k_scale, v, v_scale"),
+    ):
+        assert wanted in words(lambda t=tensor: vllm.rank_cache(engine, ONE, {"layer.0": t}))
 
 
 def test_two_head_slots_are_planes_of_all_heads() -> None:

@@ -471,8 +471,10 @@ def test_any_other_tensor_is_read_or_refused(layout: str) -> None:
         "kv_quant_mode": like.KVQuantMode.NVFP4,
         "num_head_slots": 4,
         "state_content_bytes": 9,
+        "head_size": 16,
+        "dtype": "uint8",
     }
-    for spec in (FULL, MAMBA, like.FullAttentionSpec(**HEADS, **opaque)):
+    for spec in (FULL, MAMBA, like.FullAttentionSpec(**{**HEADS, **opaque})):
         read, refused = 0, 0
         whole = spec not in (FULL, MAMBA)
         backends = like.FLASHINFER if whole else like.FLASH

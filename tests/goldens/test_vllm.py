@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 from builders import request as request_of
 from moved import moves
-from vllm_like import B12X, FLASH, FLASHINFER, config_of, engine_spec, tensors_of
+from vllm_like import B12X, FLASH, MSA, config_of, engine_spec, tensors_of
 
 import kvspec
 from kvspec.adapters import vllm
@@ -33,7 +33,7 @@ RECORDED: list[dict[str, Any]] = json.loads(
     gzip.decompress((GOLDENS / "vllm_nixl_descs.json.gz").read_bytes())
 )["rows"]
 GROUPS = {"hybrid.mamba2.g1": 1, "hybrid.mamba2.g8": 8}
-BACKENDS = {"packing.slots2": B12X, "packing.nvfp4": FLASHINFER}
+BACKENDS = {"packing.slots2": B12X, "packing.nvfp4": MSA}
 IDS = [
     f"{at}-{r['name'].split('(')[0]}-K{r['K']}-{r['layout']}-tp{r['ptp']}to{r['dtp']}"
     for at, r in enumerate(RECORDED)

@@ -195,6 +195,9 @@ def test_scales_that_cannot_be_are_refused() -> None:
     assert wanted == words(elements_per_scale=4, head_size_v=6)
     told = words(scale_dtype=None, elements_per_scale=2)
     assert "elements_per_scale=2: wanted None where there is no scale_dtype" == told
+    told = words(scale_dtype=None, tokens_per_scale=2)
+    assert "tokens_per_scale=2: wanted 1 where there is no scale_dtype" == told
+    assert "wanted a multiple of 3, a row of scales" in words(tokens_per_scale=3)
     told = words(state_content_bytes=9)
     wanted = "None where the content is packed (state_content_bytes), scales and all"
     assert f"scale_dtype='float32': wanted {wanted}" == told

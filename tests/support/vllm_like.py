@@ -20,6 +20,7 @@ from kvspec.adapters import vllm
 
 FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 FLASHINFER = "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
+MSA = "vllm.models.minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend"
 B12X = "vllm.v1.attention.backends.b12x.B12xPagedAttentionBackend"
 
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}

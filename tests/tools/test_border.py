@@ -37,7 +37,6 @@ REFUSED = {
 """Pages that are refused whatever the peer is."""
 
 WHOLE = {
-    "NVFP4, FlashInfer",
     "NVFP4, MSA",
     "ROCM_AITER_FA shuffled",
     "CPU_ATTN, amx",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvspec.errors import SpecError
+
 _AXES = 4
 
 
@@ -42,3 +44,18 @@ def strides_of(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
 def ordered(tensor: Any, order: tuple[int, ...]) -> Any:  # noqa: ANN401
     """Return the view whose axes stand in another *order*."""
     return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)
+
+
+def flat(field: str, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+    """Return *tensor*, called *field*, in a new shape; raise `SpecError` unless that is a view."""
+    kept = next(
+        (at for at, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b),
+        len(tensor.shape),
+    )
+    step = itemsize(tensor)
+    dims = list(zip(tensor.shape, strides_of(tensor), strict=True))[kept:]
+    for count, stride in reversed(dims):
+        if count > 1 and stride != step:
+            raise SpecError(f"{field}.stride", stride, f"one piece, {step} bytes apart")
+        step *= count
+    return tensor.reshape(shape)

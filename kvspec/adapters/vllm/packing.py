@@ -12,18 +12,14 @@ from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.backends import ROWS
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
-from kvspec.specs import AttentionSpec
 from kvspec.specs.formats import is_opaque
 
 PLANES = ("planes", "x-packed", "opaque:aiter")
 """Formats with two head slots: the keys, and the values, of all heads of a rank."""
 
 
-def packing(given_spec: Given, page_format: str, tokens: int) -> dict[str, Any]:
-    """Return the fields of a spec with heads that say its packing, none where k lies beside v.
-
-    *tokens*: of a block in memory.
-    """
+def packing(given_spec: Given, page_format: str) -> dict[str, Any]:
+    """Return the fields of a spec with heads that say its packing, none where k lies beside v."""
     content = given_spec.get("state_content_bytes").size_or_none()
     local, width = given_spec.get("num_kv_heads").size(), itemsize(given_spec.get("dtype").dtype())
     size = given_spec.get("head_size").size()
@@ -37,7 +33,7 @@ def packing(given_spec: Given, page_format: str, tokens: int) -> dict[str, Any]:
     if page_format == ROWS:
         return {} if plain else {"state_content_bytes": content}
     if page_format == "scaled planes":
-        return _scaled(given_spec, content, local, tokens)
+        return _scaled(given_spec, content)
     if page_format == "opaque:msa":
         slot = given_spec.get("state_content_bytes").size()
         return {"state_content_bytes": 2 * slot, "page_format": page_format}
@@ -47,23 +43,29 @@ def packing(given_spec: Given, page_format: str, tokens: int) -> dict[str, Any]:
     return {"page_format": page_format}
 
 
-def _scaled(given_spec: Given, content: int | None, local: int, tokens: int) -> dict[str, Any]:
-    """Return a page that is one piece: neither its heads nor its tokens can be cut."""
-    block = given_spec.get("block_size").size()
-    rows = block // given_spec.get("tokens_per_state").size(1)
-    slots = given_spec.get("num_head_slots").size(local)
-    page = real_page(given_spec) if content is None else slots * rows * content
-    if page is None or page % local:
-        wanted = f"{local} heads of equal size: content for each of num_head_slots={slots}"
+def _scaled(given_spec: Given, content: int | None) -> dict[str, Any]:
+    """Return FlashInfer's NVFP4: half a byte an element, a scale for 16 of them.
+
+    The page is the data of all keys, their scales, the data of all values, theirs. Scales of four
+    tokens of a head lie in an order of their own.
+    """
+    size, local = given_spec.get("head_size").size(), given_spec.get("num_kv_heads").size()
+    slots, bytes_of_slot = given_spec.get("num_head_slots"), size // 2 + size // 16
+    if size % 16 or given_spec.get("head_size_v").size(size) != size or content != bytes_of_slot:
+        wanted = f"{bytes_of_slot}: the data and scales of {size} elements, a multiple of 16"
         raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
+    if slots.value != 2 * local:
+        raise SpecError(slots.path, slots.value, f"{2 * local}: a key and a value of each head")
     return {
-        "state_content_bytes": page // local * tokens // block,
-        "tokens_per_state": tokens,
-        "spans_heads": True,
+        "head_size": size // 2,
+        "head_size_v": size // 2,
+        "scale_dtype": "float8_e4m3fn",
+        "elements_per_scale": 8,
+        "tokens_per_scale": 4,
     }
 
 
-def layout_of(layout: str, spec: AttentionSpec, page_format: str) -> str:
+def layout_of(layout: str, page_format: str) -> str:
     """Return the layout of rows of tokens: vLLM's letters, or those that say the packing.
 
     Two head slots are planes, K outside the tokens; where heads are cut in pieces, a head has all
@@ -76,8 +78,12 @@ def layout_of(layout: str, spec: AttentionSpec, page_format: str) -> str:
             return layout.replace("N", "KN")
         planes = layout.replace("H", "K")
         return planes.replace("C", "HC") if page_format == "planes" else planes.replace("N", "HN")
-    if (spec.spans_heads or is_opaque(page_format)) and layout[:2] != outer(layout):
-        wanted = "L and B outermost: a page whose packing spans heads lies in one piece"
+    whole = page_format == "scaled planes" or is_opaque(page_format)
+    if whole and layout[:2] != outer(layout):
+        wanted = f"L and B outermost: a page that is {page_format} lies in one piece"
+        raise SpecError("layout", layout, wanted)
+    if page_format == "scaled planes" and layout.index("N") < layout.index("H"):
+        wanted = "H outside N: scales of four tokens of a head lie together"
         raise SpecError("layout", layout, wanted)
     return layout
 

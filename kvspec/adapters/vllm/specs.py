@@ -138,7 +138,7 @@ class RankSpecs:
             spec = self._latent(name, given_spec, page_format)
         else:
             spec = self._heads(name, layer, given_spec, page_format)
-        return self._layer(layer, spec, given_spec, layout_of(self.layout, spec, page_format))
+        return self._layer(layer, spec, given_spec, layout_of(self.layout, page_format))
 
     def _layer(self, layer: str, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
         rows = isinstance(spec, AttentionSpec)
@@ -184,9 +184,7 @@ class RankSpecs:
             raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
         given["total_num_kv_heads"] = total
         given["head_size_v"] = given_spec.get("head_size_v").size_or_none()
-        block = given["block_size"]
-        tokens = self._kernel_block(layer, block) or block
-        given |= packing(given_spec, page_format, tokens)
+        given |= packing(given_spec, page_format)
         with given_spec.named():
             spec: AttentionSpec = kind(**given)
             return spec

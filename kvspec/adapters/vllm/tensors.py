@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from kvspec.adapters.given import Given
-from kvspec.adapters.vllm.arrays import has, is_raw, itemsize, ordered, several, strides_of
+from kvspec.adapters.vllm.arrays import flat, has, is_raw, itemsize, ordered, several, strides_of
 from kvspec.adapters.vllm.config import Config, read_config
 from kvspec.adapters.vllm.memory import check_places
 from kvspec.engines.engine import EngineSpec
@@ -27,6 +27,8 @@ from kvspec.ownership.part import Part
 _AXES = {
     "k": "BHPNC",
     "v": "BHPNC",
+    "k_scale": "BHNC",
+    "v_scale": "BHNC",
     "kv": "BHNC",
     "page": "BHNC",
     "latent": "BHNC",
@@ -118,8 +120,28 @@ class _Layer:
         if any(part.pieces > 1 for part in self.parts):
             yield from self._pieces(given)
             return
+        if len({part.tensor for part in self.parts}) > 1:
+            yield from self._one_after_the_other(given)
+            return
         for part, view in zip(self.parts, self._tokens(given), strict=True):
             yield part.name, view[:, :, None] if part.name in ("k", "v") else view
+
+    def _one_after_the_other(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+        """Yield views of the parts that follow one another in a page, whatever its shape says."""
+        held = list(zip(self.parts, self.units, strict=True))
+        sizes = [units * part.states * part.content_bytes for part, units in held]
+        shape, start = tuple(tensor.shape), 0
+        if len(shape) != _TOKENS or itemsize(tensor) != 1 or prod(shape[1:]) != sum(sizes):
+            wanted = f"pages of {sum(sizes)} bytes: {', '.join(part.name for part in self.parts)}"
+            raise SpecError(f"{self.field}.shape", shape, wanted)
+        whole = flat(self.field, tensor, (shape[0], sum(sizes)))
+        for (part, units), size in zip(held, sizes, strict=True):
+            rows = (units, 1, part.states) if part.name in ("k", "v") else (units, part.states)
+            yield (
+                part.name,
+                whole[:, start : start + size].reshape((shape[0], *rows, part.content_bytes)),
+            )
+            start += size
 
     def _pieces(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         """Yield views [blocks, heads, pieces, rows, content] of keys and values that lie apart.
@@ -133,11 +155,11 @@ class _Layer:
         if shape[1:3] != (outer, rows) or prod(shape[1:]) * step != size:
             expected = f"[blocks, {outer}, {rows}, {size // outer // rows} bytes]"
             raise SpecError(f"{self.field}.shape", shape, f"{expected} for layout {self.letters}")
-        flat, start = self._flat(tensor, (shape[0], outer, prod(shape[2:]))), 0
+        whole, start = flat(self.field, tensor, (shape[0], outer, prod(shape[2:]))), 0
         for number, part in enumerate(self.parts):
             stop = start + part.states * part.content_bytes // step
             inner = (part.pieces, part.states, part.content_bytes // part.pieces // step)
-            piece = flat[:, number] if planes else flat[:, :, start:stop]
+            piece = whole[:, number] if planes else whole[:, :, start:stop]
             yield part.name, piece.reshape((shape[0], heads, *inner))
             start = stop
 
@@ -148,7 +170,7 @@ class _Layer:
         if part.whole and len(shape) == _TOKENS:
             page, (size, rest) = prod(shape[1:]), divmod(prod(shape[1:]), heads)
             if not rest and page * itemsize(tensor) == heads * part.states * part.content_bytes:
-                return [self._flat(tensor, (shape[0], heads, 1, size))]
+                return [flat(self.field, tensor, (shape[0], heads, 1, size))]
         if "K" in self.letters:
             return self._planes(tensor, heads, part)
         content = sum(each.content_bytes for each in self.parts)
@@ -177,7 +199,7 @@ class _Layer:
         slots = len(shape) == _TOKENS and shape[1:3] == (planes, part.states)
         if slots and has(tensor, heads * size):
             inner = (shape[0], planes, part.states, heads, size // itemsize(tensor))
-            tensor = self._flat(tensor, inner)
+            tensor = flat(self.field, tensor, inner)
             return [ordered(tensor[:, each], (0, 2, 1, 3)) for each in range(planes)]
         outer = "KB" if self.letters.index("K") < self.letters.index("B") else "BK"
         orders = [outer + "NHC", outer + "HNC"]
@@ -273,18 +295,4 @@ class _Layer:
             return self._units_first(name, tensor[..., None])
         if shape[1:2] != tuple(wanted) or prod(shape[2:]) * itemsize(tensor) != content:
             raise SpecError(field, shape, f"[blocks, {wanted[0]}, ...] of {content} bytes")
-        return self._flat(tensor, (shape[0], *wanted, prod(shape[2:])))
-
-    def _flat(self, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
-        """Return *tensor* with all but its blocks in a new shape; raise unless that is a view."""
-        kept = next(
-            (at for at, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b),
-            len(tensor.shape),
-        )
-        step = itemsize(tensor)
-        dims = list(zip(tensor.shape, strides_of(tensor), strict=True))[kept:]
-        for count, stride in reversed(dims):
-            if count > 1 and stride != step:
-                raise SpecError(f"{self.field}.stride", stride, f"one piece, {step} bytes apart")
-            step *= count
-        return tensor.reshape(shape)
+        return flat(self.field, tensor, (shape[0], *wanted, prod(shape[2:])))
