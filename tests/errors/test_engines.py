@@ -17,6 +17,7 @@ from refused import refusal, words
 
 import kvspec
 from kvspec import RankId
+from kvspec.errors import shown
 
 GQA: dict[str, Any] = {
     "block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16",
@@ -233,7 +234,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.EngineSpec(groups=None),  # type: ignore[arg-type]
      "groups=None: wanted a sequence of KVCacheGroups"),
     (lambda: kvspec.EngineSpec(groups=group()),  # type: ignore[arg-type]
-     f"groups={group()!r}: wanted a sequence of KVCacheGroups"),
+     f"groups={shown(group())}: wanted a sequence of KVCacheGroups"),
     (lambda: engine(*[group()] * 2),
      "groups='g': wanted group names that differ"),
     (lambda: kvspec.EngineSpec(groups=(group(),), parallel=4),  # type: ignore[arg-type]

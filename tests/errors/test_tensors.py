@@ -260,7 +260,7 @@ NAMES = [
     case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), [GOOD]),  # type: ignore[arg-type]
          "tensors='list': wanted a mapping from layer names to tensors"),
     *(case(lambda a=a: read(GOOD, a),
-           f"axes={a!r}: wanted the letters B, K, H, N, C of the dimensions, each once (C: the "
+           f"axes={a!r}: wanted the letters B, K, H, N, P, C of the dimensions, each once (C: the "
            "last ones)") for a in ("BNHX", "LBHN", "bnhc", "BBHC", 3, "CBNH")),
     *(case(lambda n=n: read(GOOD, {"kv": "BNHC", n: "BNHC"}),
            f"axes={n!r}: wanted names of the tensors given: kv") for n in ("k", "nonsense")),

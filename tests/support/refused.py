@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kvspec
+from kvspec.errors import shown
 
 NUMBER = itertools.count()
 
@@ -23,7 +24,7 @@ def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     assert (type(error), str(error)) == (type(again), str(again))
     if isinstance(error, kvspec.SpecError):
-        assert f"{error.field}={error.value!r}: wanted {error.wanted}" == str(error)
+        assert f"{error.field}={shown(error.value)}: wanted {error.wanted}" == str(error)
         assert error.field == again.field
     return error
 
