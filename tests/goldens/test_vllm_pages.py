@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from moved import request_of
+from builders import request as request_of
 
 import kvspec
 from kvspec.adapters import vllm
