@@ -83,7 +83,7 @@ def twins(
     case = draw(cases(kinds, largest))
     sides = [draw(engines(each.groups, 4)) for each in (case.producer, case.consumer)]
     (sources, producer_pool), (targets, consumer_pool) = (
-        draw(tables(each, case.request)) for each in sides
+        draw(tables(each, case.request, sides[1])) for each in sides
     )
     other = attrs.evolve(
         case,
