@@ -29,10 +29,11 @@ def one_engine(draw: st.DrawFn) -> EngineSpec:
 def offsets(region: Region, base: int) -> np.ndarray:
     """Return the offset from *base* of every byte of *region*, [block, unit, state, byte]."""
     shape = region.num_blocks, region.units, region.states, region.content_bytes
-    strides = region.block_stride, region.unit_stride, region.state_stride, 1
+    strides = region.block_stride, region.unit_stride, region.state_stride
+    axes = [np.arange(n) * stride for n, stride in zip(shape, strides, strict=False)]
+    axes.append(np.array([region.piece_offset(byte) for byte in range(region.content_bytes)]))
     at = np.full(shape, region.base - base)
-    for axis, (count, stride) in enumerate(zip(shape, strides, strict=True)):
-        steps = np.arange(count) * stride
+    for axis, steps in enumerate(axes):
         at += steps.reshape([-1 if each == axis else 1 for each in range(4)])
     return at
 
