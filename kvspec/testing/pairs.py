@@ -141,11 +141,12 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
 
 
 def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
-    hands = [
-        {tuple(rank_units(each, rank, group.spec.parts[0], group)) for rank in each.parallel.ranks}
-        - {()}
-        for each in (one, other)
-    ]
+    hands = []
+    for engine in (one, other):
+        own = engine.group(group.name)  # the engine's: it may deal its heads by itself
+        part = own.spec.parts[0]
+        dealt = {tuple(rank_units(engine, rank, part, own)) for rank in engine.parallel.ranks}
+        hands.append(dealt - {()})
     return hands[0] == hands[1]
 
 

@@ -129,7 +129,7 @@ def test_a_target_can_fail(target: str, plant: Plant, monkeypatch: pytest.Monkey
     """A bug planted in what a target is about is found within the same inputs."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, TypeError)):
-        fuzz(target, 4 * INPUTS)
+        fuzz(target, 40 * INPUTS)
 
 
 def test_an_input_chooses_its_law() -> None:
