@@ -108,19 +108,30 @@ def address_of(here: World, found: kvspec.CounterExample) -> int:
     if not found.layer:
         return found.byte
     if found.producer is None:
-        views = logical_views(case.consumer, rank, here.consumers[rank][1], case.consumer_pool)
+        engine, storage, pool = case.consumer, here.consumers[rank][1], case.consumer_pool
     else:
-        storage = here.producers[found.producer][1]
-        views = logical_views(case.producer, found.producer, storage, case.producer_pool)
+        rank, storage = found.producer, here.producers[found.producer][1]
+        engine, pool = case.producer, case.producer_pool
+    marked = oracle.each_array(storage, np.zeros_like)
+    views = logical_views(engine, rank, marked, pool)
     (key,) = (each for each in views if each[1:] == (found.layer, found.part))
+
+    def address(block: int, unit: int, row: int) -> int:
+        views[key][[block], [unit], [row], [found.byte]] = 1
+        return next(
+            storage[name].ctypes.data + int(np.flatnonzero(flat)[0])
+            for name, flat in marked.items()
+            if flat.any()
+        )
+
     if found.block is not None:
-        return int(views[key][found.block, found.unit, found.row, found.byte :].ctypes.data)
-    for rows in rows_of(case.consumer, rank, case.request.consumer_blocks, case.request):
+        return address(found.block, found.unit, found.row)
+    for rows in rows_of(engine, rank, case.request.consumer_blocks, case.request):
         if rows.key == key:
             named = rows.row == found.row if found.token is None else rows.token == found.token
             (at,) = named.nonzero()[0].tolist()
             unit = rows.units.index(found.unit)
-            return int(views[key][rows.block[at], unit, rows.row[at], found.byte :].ctypes.data)
+            return address(int(rows.block[at]), unit, int(rows.row[at]))
     raise AssertionError(f"the oracle knows no byte such as {found}")
 
 
