@@ -586,9 +586,9 @@ def drafts(engine: kvspec.EngineSpec, other: kvspec.EngineSpec, *, alone: bool) 
 
 
 def test_the_hard_cases_are_reached() -> None:
-    """At least three of the cases drawn are of each sort, so the laws meet it in every run."""
+    """At least two of the cases drawn are of each sort, so the laws meet it in every run."""
     hits = {name: sum(map(bool, map(test, drawn()))) for name, test in (REACHED | AXES).items()}
-    assert {} == {name: count for name, count in hits.items() if count < 3}
+    assert {} == {name: count for name, count in hits.items() if count < 2}
 
 
 def test_every_kind_layout_and_policy_is_reached() -> None:
