@@ -18,9 +18,9 @@ from kvspec.check.counterexample import CounterExample
 from kvspec.check.coverage import Small
 from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
-from kvspec.descriptors.cells import check_producer_holds
 from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
 from kvspec.descriptors.table import build_table, check_engine
+from kvspec.descriptors.tables import check_producer_holds
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError

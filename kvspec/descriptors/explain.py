@@ -49,7 +49,7 @@ def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
     lines = [f"{table.producer.rank} -> {table.consumer.rank}"]
     for number, side in enumerate(("producer", "consumer")):
         rows = len(getattr(table, f"{side}_rows"))
-        ids = sum(entry.rows.ids_used()[number] for entry in table.entries)
+        ids = sum(entry.rows.ids_used[number] for entry in table.entries)
         where = getattr(table, f"{side}_memory_type")
         lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {where}")
     if request is not None:
@@ -75,7 +75,7 @@ def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) 
 def _found(table: DescriptorTable, side: Role, at: int) -> tuple[Entry, int, Ints, Ints]:
     """Return an id's entry, its run, its block in memory and its place in the block."""
     number = 0 if side == "producer" else 1
-    total = sum(entry.rows.ids_used()[number] for entry in table.entries)
+    total = sum(entry.rows.ids_used[number] for entry in table.entries)
     if isinstance(at, bool) or not isinstance(at, (int, np.integer)) or not 0 <= at < total:
         wanted = f"an id from 0 to {total - 1}" if total else "nothing: this pair moves nothing"
         raise SpecError(f"{side}_id", at, wanted)

@@ -6,20 +6,23 @@ layout or the ranks that they came from.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
 import attrs
 
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic
-from kvspec.specs import LayerSpec
 
 
 @attrs.frozen
-class TokenSide:
+class Paging:
     """How one side's tokens lie in blocks.
 
-    Tokens of a table's block, tokens of a block in memory, and which positions the rank owns.
-    *flows*: rows run on from one block in memory to the next. *null_block*: the id that is no
-    block.
+    Tokens of a table's block, tokens of a block in memory (the physical blocks of a logical one),
+    and which positions the rank owns. *flows*: rows run on from one block in memory to the next.
+    *null_block*: the id that is no block.
     """
 
     block_size: int
@@ -28,21 +31,79 @@ class TokenSide:
     flows: bool = False
     null_block: int | None = None
 
+    @property
+    def split(self) -> int:
+        """Blocks in memory for each block of the table."""
+        return self.block_size // self.memory_block_size
 
-@attrs.frozen
+    @property
+    def virtual_block(self) -> int:
+        """The token positions that one block of the table stands for."""
+        return self.block_size * self.context.size
+
+
+class Step(NamedTuple):
+    """A kind of row: *tokens* tokens that begin *skip* tokens into each *unit* tokens of a block.
+
+    0 of all for a state, which moves whole.
+    """
+
+    unit: int
+    skip: int
+    tokens: int
+
+
+MOST_LENGTHS = 16
+"""Lengths of a part of a cell for which there are rows at one scale, where sizes divide."""
+
+
+def scale_of(grain: int, cell: int) -> tuple[int, ...]:
+    """Return sizes from *grain* to *cell* tokens, each of few of the one before.
+
+    A part of a cell is cut into multiples of them: so few rows are enough for all its lengths.
+
+    >>> scale_of(1, 16), scale_of(1, 256), scale_of(4, 1056)
+    ((1, 16), (1, 16, 256), (4, 48, 528, 1056))
+    """
+    sizes = [grain]
+    while sizes[-1] < cell:
+        left = cell // sizes[-1]
+        few = [times for times in range(2, MOST_LENGTHS + 1) if left % times == 0]
+        rest = (times for times in range(MOST_LENGTHS + 1, left + 1) if left % times == 0)
+        sizes.append(sizes[-1] * (max(few) if few else next(rest)))
+    return tuple(sizes)
+
+
+@attrs.frozen(eq=False)
 class Geometry:
     """What decides how a request is cut for some rows of one edge.
 
-    *cell*: tokens that all tables, memory blocks and interleaves cut alike, 0 for states. *spec* is
-    the consumer's. *spans*: up to how many cells one row takes. *tails*: whether the end of a cell
-    is one row, or a row for each of the part's own rows of *grain* tokens.
+    *cell*: tokens that all tables, memory blocks and interleaves cut alike, 0 for states; *grain*:
+    tokens of one of the part's own rows. *spans*: up to how many cells one row takes. *scale*: the
+    sizes whose multiples are rows of a part of a cell; () where that moves grain by grain. *open*:
+    whether the last cell moves without its dead tokens, where no more rows are needed for that.
     """
 
-    spec: LayerSpec = attrs.field(eq=False)
     stripe: Stripe
     cell: int
     grain: int
-    producer: TokenSide
-    consumer: TokenSide
+    producer: Paging
+    consumer: Paging
     spans: int = 1
-    tails: bool = False
+    scale: tuple[int, ...] = ()
+    open: bool = False
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the kinds of rows that a request may take."""
+        if not self.cell:
+            yield Step(0, 0, 0)
+            return
+        for cells in range(1, self.spans + 1):
+            yield Step(self.cell, 0, cells * self.cell)
+        if self.cell > self.grain and not self.scale:
+            yield Step(self.grain, 0, self.grain)
+        for size, unit in pairwise(self.scale):
+            for tokens in range(size, unit, size):
+                yield Step(unit, unit - tokens, tokens)
+                if self.open:
+                    yield Step(unit, 0, tokens)

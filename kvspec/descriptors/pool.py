@@ -18,22 +18,43 @@ from kvspec.ownership.tokens import Ints
 class Pool:
     """How the blocks of one side repeat: the same numbers for every run of a set.
 
-    A block holds *cells* cells, *cell_stride* bytes apart. *folded*: a block's stride is a whole
-    number of cells, so that one row counts through cells and blocks alike. *span*: cells that one
-    id takes where they run on from block to block; ids then count every span-th cell, from each of
-    the first *span* cells in turn.
+    A layout of two modes, ``(num_blocks, cells) : (block_stride, cell_stride)``. Ids count a run's
+    rows one after the other; what a row is, the strides decide. Of 2 blocks of 4 cells, these are
+    the ids of each block's cells:
+
+    >>> def ids(**more):
+    ...     pool = Pool(num_blocks=2, cells=4, cell_stride=10, **more)
+    ...     block, cell = np.divmod(np.arange(8), 4)
+    ...     return pool.steps(block, cell).reshape(2, 4).tolist()
+
+    *Plain*, as blocks lie apart from their cells: a row for each cell, which counts blocks.
+
+    >>> ids(block_stride=90)
+    [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+    *Coalesced*, as the stride of a block is that of its cells together: one row counts all cells.
+
+    >>> ids(block_stride=40)
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    *Spanning* 2 cells an id, which run on into the next block: a row for each place to begin, so
+    that cells 0+1, 2+3, ... are its first row and 1+2, 3+4, ... its second. No id begins at the
+    last cell: the 7 there is one too many.
+
+    >>> ids(block_stride=40, span=2)
+    [[0, 4, 1, 5], [2, 6, 3, 7]]
     """
 
     num_blocks: int
     block_stride: int
     cells: int
     cell_stride: int
-    memory_type: str
-    device: int
+    memory_type: str = "DRAM"
+    device: int = 0
     span: int = 1
 
     @property
-    def folded(self) -> bool:
+    def coalesced(self) -> bool:
         """Whether the cells of consecutive blocks are equally far apart."""
         return self.cells == 1 or self.block_stride == self.cells * self.cell_stride
 
@@ -42,7 +63,7 @@ class Pool:
         """Bytes from one id of a row to the next."""
         if self.span > 1:
             return self.span * self.cell_stride
-        return self.cell_stride if self.folded and self.cells > 1 else self.block_stride
+        return self.cell_stride if self.coalesced and self.cells > 1 else self.block_stride
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -50,7 +71,7 @@ class Pool:
         total = self.num_blocks * self.cells
         if self.span > 1:
             return tuple(max(0, total - first) // self.span for first in range(self.span))
-        return (total,) if self.folded else (self.num_blocks,) * self.cells
+        return (total,) if self.coalesced else (self.num_blocks,) * self.cells
 
     @cached_property
     def ids_per_run(self) -> int:
@@ -59,18 +80,17 @@ class Pool:
 
     def steps(self, block: Ints, cell: Ints) -> Ints:
         """Return the ids of cells, counted from a run's first id."""
-        if not self.folded:
+        if not self.coalesced:
             return cell * self.num_blocks + block
-        at = block * self.cells + cell
+        number = block * self.cells + cell
         if self.span == 1:
-            return at
-        row = at % self.span
+            return number
         starts = np.concatenate([[0], np.cumsum(self.counts)])
-        return np.asarray(starts[row] + at // self.span, np.int64)
+        return np.asarray(starts[number % self.span] + number // self.span, np.int64)
 
     def row(self, block: Ints, cell: Ints) -> Ints:
         """Return in which of a run's rows the ids of cells stand."""
-        if not self.folded:
+        if not self.coalesced:
             return cell
         return (block * self.cells + cell) % self.span
 
@@ -80,7 +100,7 @@ class Pool:
         while step >= self.counts[row]:
             step -= self.counts[row]
             row += 1
-        if not self.folded:
+        if not self.coalesced:
             return step, row
         return divmod(step * self.span + row, self.cells)
 
@@ -91,12 +111,13 @@ class Pool:
     def rows(self, address: Ints, length: Ints) -> npt.NDArray[np.uint64]:
         """Return the rows (address, length, device, stride, count) of runs."""
         counts = np.array([count for count in self.counts if count], np.int64)
-        rows = np.empty((len(address) * len(counts), 5), np.uint64)
-        first = address[:, None] + (np.arange(len(counts)) * self.cell_stride)[None, :]
-        rows[:, 0] = first.ravel()
-        rows[:, 1] = np.repeat(length, len(counts))
-        rows[:, 2] = self.device
-        rows[:, 4] = np.tile(counts, len(address))
-        single = rows[:, 4] == 1
-        rows[:, 3] = np.where(single, np.maximum(self.stride, rows[:, 1]), self.stride)
-        return rows
+        rows = np.empty((len(address), len(counts), 5), np.uint64)
+        rows[:, :, 0] = address[:, None] + np.arange(len(counts)) * self.cell_stride
+        rows[:, :, 1] = length[:, None]
+        rows[:, :, 2] = self.device
+        rows[:, :, 3] = self.stride
+        rows[:, :, 4] = counts
+        if 1 in self.counts:  # one descriptor has no stride, and needs one that is long enough
+            single = counts == 1
+            rows[:, single, 3] = np.maximum(self.stride, length)[:, None]
+        return rows.reshape(-1, 5)

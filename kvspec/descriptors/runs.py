@@ -6,14 +6,15 @@ alone, and runs of several parts and layers become one wherever they touch on bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from math import gcd
 
 import attrs
 import numpy as np
 
-from kvspec.descriptors.paging import Geometry, TokenSide
+from kvspec.descriptors.boxes import Boxes, PartSide, Seams, coalesce, pool_of, row_stride
+from kvspec.descriptors.paging import Geometry, Paging, Step, scale_of
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError
@@ -25,22 +26,13 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 
-Seams = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where no run of the producer's, of the consumer's, may be joined."""
-
 
 @attrs.frozen(eq=False)
 class RowSet:
-    """Runs that repeat alike on both sides.
-
-    Each row is *tokens* tokens that begin *skip* tokens into a step of *unit* tokens; 0 of all for
-    a state, which moves whole.
-    """
+    """Rows of one kind, *step*, that repeat alike on both sides."""
 
     geometry: Geometry
-    unit: int
-    skip: int
-    tokens: int
+    step: Step
     producer: Pool
     consumer: Pool
     producer_address: Ints
@@ -50,11 +42,10 @@ class RowSet:
     def __len__(self) -> int:
         return len(self.length)
 
+    @cached_property
     def ids_used(self) -> tuple[int, int]:
-        """Return how many ids the rows of each side take."""
-        sides = (self.producer, self.consumer)
-        ours, theirs = (len(self) * side.ids_per_run for side in sides)
-        return ours, theirs
+        """How many ids the rows of each side take."""
+        return len(self) * self.producer.ids_per_run, len(self) * self.consumer.ids_per_run
 
     @property
     def touching(self) -> bool:
@@ -64,7 +55,7 @@ class RowSet:
     @property
     def dense(self) -> bool:
         """Whether so are the cells of each block, so that NIXL joins whatever is contiguous."""
-        return self.touching and self.producer.folded and self.consumer.folded
+        return self.touching and self.producer.coalesced and self.consumer.coalesced
 
 
 def row_sets(
@@ -76,69 +67,64 @@ def row_sets(
     """Return the runs of one edge between the producer's and the consumer's *groups*.
 
     For each family of layers and parts that are cut alike: rows for whole cells, rows for several
-    cells in one where that makes longer runs, and rows for the end of a cell whose beginning the
-    consumer has cached.
+    cells in one where that makes longer runs, and rows for a part of a cell.
     """
-    families: dict[Geometry, dict[object, _Boxes]] = {}
-    caches = producer, consumer
-    for each, layer, part in _pieces(edge, groups[1].spec):
-        regions = producer.region(layer, part.name), consumer.region(layer, part.name)
-        (mine, ours), (yours, theirs) = (
-            _fused(*side) for side in zip(regions, groups, caches, strict=True)
-        )
-        cell = _cell_tokens(layer, part, ours, theirs) if part.per_token else 0
-        spec = groups[1].spec.of_layer(layer)
-        geometry = Geometry(spec, each.stripe, cell, part.tokens_per_state, ours, theirs)
-        units = len(each.global_range)
-        key = (units, part.tokens_per_state, part.content_bytes, mine.shape, yours.shape)
-        family = families.setdefault(geometry, {})
-        size, pieces = common_pieces(mine, yours)
-        if key not in family:
-            family[key] = _Boxes(units, part, mine, yours, size)
-        first = mine.base + each.remote_range.start * mine.unit_stride
-        other = yours.base + each.local_range.start * yours.unit_stride
-        # Content that lies in pieces on either side is as many boxes; merge joins what touches.
-        family[key].first += (
-            (first + mine.piece_offset(byte), other + yours.piece_offset(byte)) for byte in pieces
+    families: dict[tuple[object, ...], tuple[Geometry, _Contents]] = {}
+    for one, layer, part in _parts(edge, groups[1].spec):
+        source = PartSide.of(producer, groups[0], layer, part.name, one.remote_range.start)
+        target = PartSide.of(consumer, groups[1], layer, part.name, one.local_range.start)
+        cell = _cell_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
+        sizes = source.paging.memory_block_size, target.paging.memory_block_size
+        family = (one.stripe.first, one.stripe.step, cell, part.tokens_per_state, sizes)
+        if family not in families:
+            grain = part.tokens_per_state
+            families[family] = (
+                Geometry(one.stripe, cell, grain, source.paging, target.paging), {},
+            )  # fmt: skip
+        key = len(one.global_range), source.repeats, target.repeats
+        first = families[family][1].setdefault(key, ((source, target), []))[1]
+        size, pieces = common_pieces(source.region, target.region)
+        # Content that lies in pieces on either side is as many contents.
+        first += (
+            (
+                source.first + source.region.piece_offset(byte),
+                target.first + target.region.piece_offset(byte),
+                size,
+            )
+            for byte in pieces
         )
     seams = producer.seams, consumer.seams
     return tuple(
         rows
-        for geometry, boxes in families.items()
-        for rows in _family(geometry, tuple(boxes.values()), seams)
+        for geometry, contents in families.values()
+        for rows in _family(geometry, tuple(_boxes(geometry.grain, contents, seams)), seams)
     )
 
 
-def _fused(region: Region, group: KVCacheGroup, cache: RankCache) -> tuple[Region, TokenSide]:
-    """Take the kernel's blocks for one where they follow each other like rows of one block."""
-    size, memory_size = group.spec.block_size, group.memory_block_size
-    row = _row_stride(region)
-    if group.split > 1 and region.block_stride == region.states * row:
-        region = attrs.evolve(
-            region,
-            num_blocks=region.num_blocks // group.split,
-            block_stride=region.block_stride * group.split,
-            state_stride=row,
-            states=region.states * group.split,
-        )
-        memory_size = size
-    context, null = cache.engine.context(group, cache.rank), cache.engine.null_block
-    return region, TokenSide(size, memory_size, context, null_block=null)
+_Contents = dict[
+    tuple[int, object, object], tuple[tuple[PartSide, PartSide], list[tuple[int, int, int]]]
+]
+"""By units and by how both sides repeat: the sides, and addresses and length of first contents."""
 
 
-def _pieces(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str, Part]]:
-    for each in edge.slices:
-        for layer in each.layers:
+def _boxes(grain: int, contents: _Contents, seams: Seams) -> Iterator[Boxes]:
+    for (units, *_), (sides, first) in contents.items():
+        yield from Boxes.of(units, grain, sides, np.array(first, np.int64), seams)
+
+
+def _parts(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str, Part]]:
+    for one in edge.slices:
+        for layer in one.layers:
             for part in spec.of_layer(layer).parts:
-                if part.name in each.parts:
-                    yield each, layer, part
+                if part.name in one.parts:
+                    yield one, layer, part
 
 
-def _cell_tokens(layer: str, part: Part, ours: TokenSide, theirs: TokenSide) -> int:
+def _cell_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
     """Return the tokens of a cell: the gcd of everything that cuts the token axis."""
-    cell = gcd(ours.memory_block_size, theirs.memory_block_size)
-    if not ours.context.alike(theirs.context):
-        for context in (ours.context, theirs.context):
+    cell = gcd(producer.memory_block_size, consumer.memory_block_size)
+    if not producer.context.alike(consumer.context):
+        for context in (producer.context, consumer.context):
             cell = gcd(cell, context.interleave) if context.size > 1 else cell
     if cell % part.tokens_per_state:
         why = "blocks or interleaves would cut a row that stands for several tokens"
@@ -147,149 +133,93 @@ def _cell_tokens(layer: str, part: Part, ours: TokenSide, theirs: TokenSide) -> 
     return cell
 
 
-def _family(geometry: Geometry, boxes: tuple[_Boxes, ...], seams: Seams) -> list[RowSet]:
+def _family(geometry: Geometry, boxes: tuple[Boxes, ...], seams: Seams) -> list[RowSet]:
     """Return every set of rows that a family needs, and none that would not make runs longer."""
-    cell, grain = geometry.cell, geometry.grain
-    sets = partial(_sets, boxes, seams)
-    whole = sets(geometry, unit=cell, skip=0, tokens=cell)
-    if not cell:
-        return whole
-    found: list[RowSet] = []
-    geometry = _flowing(geometry, boxes)
-    cut = [side for side in (geometry.producer, geometry.consumer) if not side.flows]
-    spans = min((side.memory_block_size // cell for side in cut), default=1)
-    double = partial(sets, geometry, unit=cell, tokens=2 * cell)
-    several = spans > 1 and _longer(whole, partial(double, skip=0))
-    one = sets(geometry, unit=grain, skip=0, tokens=grain) if cell > grain else []
-    double = partial(sets, geometry, unit=cell, tokens=2 * grain)
-    tails = cell > 2 * grain and _longer(one, partial(double, skip=cell - 2 * grain))
-    final = attrs.evolve(geometry, spans=spans if several else 1, tails=tails)
-    for cells in range(1, final.spans + 1):
-        found += sets(final, unit=cell, skip=0, tokens=cells * cell)
-    if tails:
-        for tokens in range(grain, cell, grain):
-            found += sets(final, unit=cell, skip=cell - tokens, tokens=tokens)
-    elif one:
-        found += sets(final, unit=grain, skip=0, tokens=grain)
-    return found
-
-
-def _flowing(geometry: Geometry, boxes: tuple[_Boxes, ...]) -> Geometry:
-    """Return *geometry* with what is known of memory: whose rows run on from block to block."""
-    ours = all(
-        _row_stride(each.ours) * each.ours.states == each.ours.block_stride for each in boxes
-    )
-    theirs = all(
-        _row_stride(each.theirs) * each.theirs.states == each.theirs.block_stride for each in boxes
-    )
-    return attrs.evolve(
-        geometry,
-        producer=attrs.evolve(geometry.producer, flows=ours),
-        consumer=attrs.evolve(geometry.consumer, flows=theirs),
-    )
-
-
-def _row_stride(region: Region) -> int:
-    return region.state_stride if region.states > 1 else region.block_stride
-
-
-def _longer(single: list[RowSet], double: Callable[[], list[RowSet]]) -> bool:
-    """Return whether rows of twice the tokens are longer, and NIXL would not join single ones."""
-    if all(rows.dense for rows in single):
-        return False
-    return sum(map(len, double())) < 2 * sum(map(len, single))
-
-
-def _sets(
-    boxes: tuple[_Boxes, ...],
-    seams: Seams,
-    geometry: Geometry,
-    *,
-    unit: int,
-    skip: int,
-    tokens: int,
-) -> list[RowSet]:
-    """Return the rows of one cut, boxes whose blocks repeat alike joined."""
-    alike: dict[tuple[Pool, Pool], list[Ints]] = {}
-    for each in boxes:
-        pools = tuple(
-            _pool(region, each.part, unit, skip, tokens, flows=side.flows)
-            for region, side in ((each.ours, geometry.producer), (each.theirs, geometry.consumer))
+    if geometry.cell:
+        geometry = _flowing(geometry, boxes)
+        rows = partial(_rows, geometry, boxes, seams)
+        scale = _scale(geometry, rows)
+        geometry = attrs.evolve(
+            geometry,
+            spans=_spans(geometry, rows),
+            scale=scale,
+            open=_open(attrs.evolve(geometry, scale=scale), boxes, rows),
         )
-        alike.setdefault((pools[0], pools[1]), []).append(each.runs(skip, tokens))
-    return [
-        RowSet(geometry, unit, skip, tokens, *pools, *merge(runs, seams))
-        for pools, runs in alike.items()
-    ]
+    return [rows for step in geometry.steps() for rows in _rows(geometry, boxes, seams, step)]
 
 
-@attrs.define(eq=False)
-class _Boxes:
-    """Boxes (units x states x a piece of content) that differ in nothing but where they begin."""
-
-    units: int
-    part: Part
-    ours: Region
-    theirs: Region
-    size: int
-    first: list[tuple[int, int]] = attrs.field(factory=list)
-
-    def runs(self, skip: int, tokens: int) -> Ints:
-        """Return (producer address, consumer address, length) of the first block's first runs."""
-        grain = self.part.tokens_per_state
-        states = tokens // grain if grain else min(self.ours.states, self.theirs.states)
-        length = self.size
-        dims = [
-            (self.units, self.ours.unit_stride, self.theirs.unit_stride),
-            (states, _row_stride(self.ours), _row_stride(self.theirs)),
-        ]
-        dims = [dim for dim in dims if dim[0] > 1]
-        while (touching := next((d for d in dims if d[1] == d[2] == length), None)) is not None:
-            length *= touching[0]
-            dims.remove(touching)
-        at = np.asarray(self.first, np.int64)
-        if skip:
-            row = np.array([_row_stride(self.ours), _row_stride(self.theirs)])
-            at = at + skip // grain * row
-        for count, mine, other in dims:
-            steps = np.arange(count, dtype=np.int64)[:, None] * np.array([mine, other])
-            at = (at[:, None, :] + steps).reshape(-1, 2)
-        return np.column_stack([at, np.full(len(at), length)])
+def _flowing(geometry: Geometry, boxes: tuple[Boxes, ...]) -> Geometry:
+    """Return *geometry* with what is known of memory: whose rows run on from block to block."""
+    sides = {}
+    for name in ("producer", "consumer"):
+        regions: list[Region] = [getattr(box, name) for box in boxes]
+        flows = all(row_stride(each) * each.states == each.block_stride for each in regions)
+        sides[name] = attrs.evolve(getattr(geometry, name), flows=flows)
+    return attrs.evolve(geometry, **sides)
 
 
-def _pool(region: Region, part: Part, unit: int, skip: int, tokens: int, *, flows: bool) -> Pool:
-    """Return how cells repeat: every *unit* tokens, as long as they end inside the block.
+def _spans(geometry: Geometry, rows: Callable[[Step], list[RowSet]]) -> int:
+    """Return up to how many cells one row takes.
 
-    Where rows flow from block to block, several cells may end in a later block.
+    Several, if rows of two cells are fewer than two rows of one each.
+    A block of 8 tokens, cells of 4 tokens, two heads (a, b) of which one moves:
+
+        heads outermost     a0 a1 a2 a3 | a4 a5 a6 a7   b0 b1 ...   yes: both cells are one run
+        tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 | a4 b4 ...     no: not even two tokens are
     """
-    grain, cells, span = part.tokens_per_state, 1, 1
-    if grain and flows and tokens > unit and not skip:
-        cells, span = region.states * grain // unit, tokens // unit
-    elif grain:
-        cells = (region.states * grain - skip - tokens) // unit + 1
-    return Pool(
-        num_blocks=region.num_blocks,
-        block_stride=region.block_stride,
-        cells=cells,
-        cell_stride=unit // grain * _row_stride(region) if cells > 1 or span > 1 else 0,
-        memory_type=region.memory_type,
-        device=region.device,
-        span=span,
-    )
+    cell, sides = geometry.cell, (geometry.producer, geometry.consumer)
+    spans = min((side.memory_block_size // cell for side in sides if not side.flows), default=1)
+    if spans > 1 and _longer(rows, Step(cell, 0, cell), Step(cell, 0, 2 * cell)):
+        return spans
+    return 1
 
 
-def merge(runs: Iterable[Ints], seams: Seams) -> tuple[Ints, Ints, Ints]:
-    """Join runs (producer address, consumer address, length) that touch on both sides.
+def _scale(geometry: Geometry, rows: Callable[[Step], list[RowSet]]) -> tuple[int, ...]:
+    """Return the sizes of rows of a part of a cell; none where rows of one token each do.
 
-    Takes arrays of shape (n, 3); returns three columns, ascending in the producer's address. None
-    is joined over a seam of either side: see `RankCache.seams`.
+    There are some, if rows of two tokens are fewer than two rows of one each.
+    A block of 8 tokens, one cell, of which the last three move (two heads, one of them moves):
+
+        heads outermost     . . . . . a5 a6 a7   b0 b1 ...          yes: one row of three tokens
+        tokens outermost    . . . . . . . . . . a5 b5 a6 b6 a7 b7   no: three rows of one token
     """
-    table = np.concatenate(list(runs))
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    ours, theirs, length = table.T
-    touches = (ours[:-1] + length[:-1] == ours[1:]) & (theirs[:-1] + length[:-1] == theirs[1:])
-    for begins, seam in zip((ours[1:], theirs[1:]), seams, strict=True):
-        if seam:
-            touches &= ~np.isin(begins, seam)
-    starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
-    return ours[starts], theirs[starts], np.add.reduceat(length, starts)
+    cell, grain = geometry.cell, geometry.grain
+    one, two = Step(grain, 0, grain), Step(cell, cell - 2 * grain, 2 * grain)
+    return scale_of(grain, cell) if cell > 2 * grain and _longer(rows, one, two) else ()
+
+
+def _longer(rows: Callable[[Step], list[RowSet]], one: Step, two: Step) -> bool:
+    """Return whether rows of *two* are longer than of *one*, and NIXL would not join those."""
+    single = rows(one)
+    if all(each.dense for each in single):
+        return False
+    return sum(map(len, rows(two))) < 2 * sum(map(len, single))
+
+
+def _open(
+    geometry: Geometry, boxes: tuple[Boxes, ...], rows: Callable[[Step], list[RowSet]]
+) -> bool:
+    """Return whether a part of the last cell takes no more rows than the cell: then it may do.
+
+    Not where NIXL joins whole cells: a part of one would be apart.
+    """
+    cell, grain = geometry.cell, geometry.grain
+    whole, one = Step(cell, 0, cell), Step(grain, 0, grain)
+    if cell == grain or any(each.touching for each in rows(whole)):
+        return False
+    times = 1 if geometry.scale else cell // grain
+    counts = [(len(box.runs(whole)), len(box.runs(one)) * times) for box in boxes]
+    counts.append((sum(map(len, rows(whole))), sum(map(len, rows(one))) * times))
+    return all(of_whole == of_part for of_whole, of_part in counts)
+
+
+def _rows(geometry: Geometry, boxes: tuple[Boxes, ...], seams: Seams, step: Step) -> list[RowSet]:
+    """Return the rows of one kind, those of boxes whose blocks repeat alike joined."""
+    alike: dict[tuple[Pool, Pool], list[Ints]] = {}
+    for box in boxes:
+        pools = (
+            pool_of(box.producer, step, box.grain, flows=geometry.producer.flows),
+            pool_of(box.consumer, step, box.grain, flows=geometry.consumer.flows),
+        )
+        alike.setdefault(pools, []).append(box.runs(step))
+    return [RowSet(geometry, step, *pools, *coalesce(runs, seams)) for pools, runs in alike.items()]

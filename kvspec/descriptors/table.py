@@ -13,12 +13,15 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.cells import Cells, Pieces, cells, pieces
-from kvspec.descriptors.paging import Geometry
+from kvspec.descriptors.boxes import coalesce
+from kvspec.descriptors.cells import Cells, begins, cells
+from kvspec.descriptors.paging import Geometry, Step
 from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.runs import RowSet, merge, row_sets
+from kvspec.descriptors.runs import RowSet, row_sets
 from kvspec.descriptors.shared import check_shared, sharing
+from kvspec.descriptors.tables import Tables
+from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError
 from kvspec.inputs import instance
@@ -43,29 +46,38 @@ class Entry:
     producer_first: int
     consumer_first: int
 
-    def ids(self, cells: Cells) -> tuple[RowIds, RowIds]:
-        """Return the ids of *cells* on both sides, row by row."""
-        found = []
-        for pool, first, block, cell in (
-            (self.rows.producer, self.producer_first, cells.producer_block, cells.producer_cell),
-            (self.rows.consumer, self.consumer_first, cells.consumer_block, cells.consumer_cell),
+    @cached_property
+    def starts(self) -> tuple[RowIds, RowIds]:
+        """The first id of each run, on both sides."""
+        producer, consumer = (
+            (first + np.arange(len(self.rows)) * pool.ids_per_run).astype(np.int32)
+            for pool, first in (
+                (self.rows.producer, self.producer_first),
+                (self.rows.consumer, self.consumer_first),
+            )
+        )
+        return producer, consumer
+
+    def write_ids(self, cells: Cells, producer: RowIds, consumer: RowIds) -> None:
+        """Write the ids of *cells* on both sides, row by row."""
+        rows = self.rows
+        for pool, starts, block, cell, ids in (
+            (rows.producer, self.starts[0], cells.producer_block, cells.producer_cell, producer),
+            (rows.consumer, self.starts[1], cells.consumer_block, cells.consumer_cell, consumer),
         ):
-            per_run = pool.ids_per_run
-            starts = first + np.arange(len(self.rows), dtype=np.int64) * per_run
             steps = pool.steps(block, cell).astype(np.int32)
-            found.append((starts.astype(np.int32)[:, None] + steps).ravel())
-        return found[0], found[1]
+            np.add(starts[:, None], steps, out=ids.reshape(len(rows), len(cells)))
 
     def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
         """Return (producer address, consumer address, length) of *cells*, row by row."""
         rows = self.rows
-        found = np.empty((len(rows) * len(cells), 3), np.int64)
-        ours = rows.producer.offsets(cells.producer_block, cells.producer_cell)
-        theirs = rows.consumer.offsets(cells.consumer_block, cells.consumer_cell)
-        found[:, 0] = (rows.producer_address[:, None] + ours).ravel()
-        found[:, 1] = (rows.consumer_address[:, None] + theirs).ravel()
-        found[:, 2] = np.repeat(rows.length, len(cells))
-        return found
+        found = np.empty((len(rows), len(cells), 3), np.int64)
+        sources = rows.producer.offsets(cells.producer_block, cells.producer_cell)
+        targets = rows.consumer.offsets(cells.consumer_block, cells.consumer_cell)
+        found[:, :, 0] = rows.producer_address[:, None] + sources
+        found[:, :, 1] = rows.consumer_address[:, None] + targets
+        found[:, :, 2] = rows.length[:, None]
+        return found.reshape(-1, 3)
 
 
 @attrs.frozen(eq=False)
@@ -93,11 +105,12 @@ class DescriptorTable:
         other. Ids adjacent on both sides stand together. Raises `SpecError` or `MismatchError` for
         any fault of the block tables, before anything is posted.
         """
-        found = [entry.ids(chosen) for entry, chosen in self._cells(request)]
-        if not found:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        ours, theirs = zip(*found, strict=True)
-        return np.concatenate(ours), np.concatenate(theirs)
+        found = list(self.cells(request))
+        ends = np.cumsum([0, *(len(entry.rows) * len(chosen) for entry, chosen in found)]).tolist()
+        producer, consumer = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.int32)
+        for (entry, chosen), start, stop in zip(found, ends, ends[1:], strict=False):
+            entry.write_ids(chosen, producer[start:stop], consumer[start:stop])
+        return producer, consumer
 
     def descriptors(self, request: TransferRequest) -> Rows:
         """Return (producer address, consumer address, length) of what *request* moves.
@@ -105,11 +118,11 @@ class DescriptorTable:
         A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one, each
         inside one memory of either cache.
         """
-        found = [entry.addresses(chosen) for entry, chosen in self._cells(request)]
+        found = [entry.addresses(chosen) for entry, chosen in self.cells(request)]
         if not found:
             return np.empty((0, 3), np.uint64)
         seams = self.producer.seams, self.consumer.seams
-        return np.stack(merge(found, seams), axis=1).astype(np.uint64)
+        return np.stack(coalesce(found, seams), axis=1).astype(np.uint64)
 
     def counts(self, request: TransferRequest) -> tuple[int, int]:
         """Return how many descriptors NIXL posts for `select`, and the fewest there could be.
@@ -117,7 +130,7 @@ class DescriptorTable:
         NIXL joins neighbours of the list whose ids follow each other in one dense row.
         """
         posted = 0
-        for entry, chosen in self._cells(request):
+        for entry, chosen in self.cells(request):
             rows = entry.rows
             joined = np.full(max(len(chosen) - 1, 0), rows.touching)
             for pool, block, cell in (
@@ -142,28 +155,46 @@ class DescriptorTable:
             return summary(self, request)
         return describe(self, consumer_id, request)
 
+    def untouched(self, request: TransferRequest) -> Rows:
+        """Return (address, length) of the consumer's bytes that *request* leaves in its own blocks.
+
+        A uint64 array of shape (n, 2), by address. Of the units and tokens that this pair of ranks
+        exchanges: those of the tables of all sources of a consumer rank are all there are. What is
+        cached does not count, nor do blocks before the first live token, which may be another
+        request's by now.
+        """
+        pair = Pair(self.plan, self.producer, self.consumer)
+        return untouched(pair, request, self.descriptors(request))
+
     @cached_property
     def _pools(self) -> tuple[frozenset[str], ...]:
         return sharing(self.consumer)
 
-    def _cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
+    def cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
+        """Yield what of each set of rows *request* moves; raise as `select` does."""
         instance("request", request, TransferRequest)
         request.check_groups([group.name for group in self.plan.consumer.groups])
         check_shared(self.plan, request, self._pools)
-        cut: dict[tuple[int, Geometry], Pieces] = {}
-        known: dict[tuple[object, ...], Cells] = {}
+        for edge, families in self._families:
+            spec = self.plan.pair_of(edge).specs[edge.layers[0]]
+            tables = Tables.of(request, edge, spec)
+            if not tables.wanted:
+                continue
+            tables.check(families[0][0])
+            for geometry, entries in families:
+                for step, taken in begins(request, tables, geometry).items():
+                    yield from _placed(tables, entries[step], taken)
+
+    @cached_property
+    def _families(self) -> list[tuple[Edge, list[tuple[Geometry, dict[Step, list[Entry]]]]]]:
+        """The entries by edge, by how they are cut and by kind of row."""
+        edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[Step, list[Entry]]]]]] = {}
         for entry in self.entries:
-            rows = entry.rows
-            family = (id(entry.edge), rows.geometry)
-            if family not in cut:
-                cut[family] = pieces(request, entry.edge, rows.geometry)
-            # Cells stand in the producer's order, and ids are checked against both pools.
-            pools = (rows.producer.num_blocks, rows.producer.folded, rows.consumer.num_blocks)
-            key = (*family, rows.unit, rows.skip, rows.tokens, *pools)
-            if key not in known:
-                known[key] = cells(cut[family], entry.edge, rows)
-            if len(known[key]):
-                yield entry, known[key]
+            geometry = entry.rows.geometry
+            _, families = edges.setdefault(id(entry.edge), (entry.edge, {}))
+            _, steps = families.setdefault(id(geometry), (geometry, {}))
+            steps.setdefault(entry.rows.step, []).append(entry)
+        return [(edge, list(families.values())) for edge, families in edges.values()]
 
     def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
         """Return a picture of one block; needs ``kvspec[draw]``; see `kvspec.draw.table_svg`."""
@@ -173,6 +204,22 @@ class DescriptorTable:
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
+
+
+def _placed(
+    tables: Tables, entries: list[Entry], taken: tuple[Ints, Ints]
+) -> Iterator[tuple[Entry, Cells]]:
+    """Yield what each of *entries*, of one kind of row, moves: found once for pools alike."""
+    known: dict[tuple[object, ...], Cells] = {}
+    for entry in entries:
+        rows = entry.rows
+        # Cells stand in the producer's order, and ids are checked against both pools.
+        key = rows.producer.num_blocks, rows.producer.coalesced, rows.consumer.num_blocks
+        if key not in known:
+            pools = rows.producer, rows.consumer
+            known[key] = cells(tables, rows.geometry, rows.step, taken, pools)
+        if len(known[key]):
+            yield entry, known[key]
 
 
 def build_table(
@@ -194,7 +241,7 @@ def build_table(
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         for rows in row_sets(edge, groups, producer_cache, consumer_cache):
             entries.append(Entry(edge, rows, *at))
-            used = rows.ids_used()
+            used = rows.ids_used
             at = at[0] + used[0], at[1] + used[1]
     why = "descriptor ids are int32; give fewer blocks, or groups of fewer layers"
     many = [

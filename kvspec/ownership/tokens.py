@@ -38,10 +38,13 @@ class Cyclic:
     def local(self, position: Ints) -> Ints: ...
     def local(self, position: int | Ints) -> int | Ints:
         """Return how many owned positions lie before *position*: its own index, if it is owned."""
+        if self.size == 1:
+            return position
         rounds, rest = divmod(position, self.interleave * self.size)
-        before = np.clip(rest - self.rank * self.interleave, 0, self.interleave)
-        found = rounds * self.interleave + before
-        return int(found) if isinstance(position, int) else found
+        before = rest - self.rank * self.interleave
+        if isinstance(before, int):
+            return rounds * self.interleave + min(max(before, 0), self.interleave)
+        return rounds * self.interleave + np.clip(before, 0, self.interleave)
 
     def position(self, local: Ints) -> Ints:
         """Return the positions of own indices."""

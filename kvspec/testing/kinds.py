@@ -29,7 +29,7 @@ _DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn"))
 _SCALES = st.sampled_from(("float32", "float8_e4m3fn"))
 _WINDOWS = st.sampled_from((2, 3, 5, 6, 8)) | st.integers(1, 24)
 _CELLS = st.sampled_from(
-    [{"block_size": b} for b in (1, 2, 3, 4, 8, 16)]
+    [{"block_size": b} for b in (1, 2, 3, 4, 8, 16, 24, 32)]
     + [{"block_size": b, "tokens_per_state": t} for b, t in ((2, 2), (8, 4), (16, 4))]
 )
 _ROWS: dict[str, st.SearchStrategy[Any]] = {"head_size": _SIZES, "dtype": _DTYPES}

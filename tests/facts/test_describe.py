@@ -105,7 +105,7 @@ def test_one_descriptor_in_words() -> None:
 
 @pytest.mark.parametrize("layouts", [("BLNHC", "LBNHC"), ("LBNHC", "LNBHC"), ("NBLHC", "BLNHC")])
 def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
-    """Every byte of a request is told by the descriptors that select picks, block by block."""
+    """Every live byte is told by the descriptors that select picks, block by block."""
     spec = builders.gqa(1, block_size=64, head_size=8)
     producer, consumer = (
         engine(each, layers=("l.0", "l.1"), layout=layout)
@@ -126,7 +126,7 @@ def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
         for layer in ("l.0", "l.1")
         for part in "kv"
         for at, block in enumerate((4, 5, 3))
-        for token in range(16)
+        for token in range(min(16, 40 - 16 * at))
     }
     assert len(wanted) == len(told)
     assert wanted == set(told)

@@ -13,7 +13,7 @@ from math import gcd
 from hypothesis import HealthCheck, Phase, given, settings
 
 import kvspec
-from kvspec.descriptors.cells import pieces
+from kvspec.descriptors.paging import Geometry, Step
 from kvspec.ownership.election import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
@@ -321,23 +321,30 @@ REACHED: dict[str, Callable[[Case], bool]] = {
 }
 
 
-def tails_beside_spans(case: Case) -> bool:
-    """Return whether one edge moves the end of a cell, and several cells in one row after it."""
-    if not any_pair(case, lambda a, b: boundary(case, b) % cell(a, b) != 0):
-        return False
+CUTS: dict[int, set[str]] = {}
+
+
+def cuts(case: Case) -> set[str]:
+    """Return which rows the pairs of ranks of *case* take, in words."""
+    if id(case) in CUTS:
+        return CUTS[id(case)]
+    found = CUTS.setdefault(id(case), set())
     plan = plan_of(case)
     for source, target in {(edge.producer, edge.consumer) for edge in plan.edges}:
         caches = (
             kvspec.lay_out(case.producer, source, case.producer_pool),
             kvspec.lay_out(case.consumer, target, case.consumer_pool),
         )
-        for entry in kvspec.build_table(plan, *caches).entries:
-            geometry = entry.rows.geometry
-            if geometry.spans > 1:
-                cut = pieces(case.request, entry.edge, geometry)
-                if cut.tails and (cut.tokens[cut.tails :] > geometry.cell).any():
-                    return True
-    return False
+        taken: dict[Geometry, set[Step]] = {}
+        for entry, _ in kvspec.build_table(plan, *caches).cells(case.request):
+            taken.setdefault(entry.rows.geometry, set()).add(entry.rows.step)
+        for geometry, steps in taken.items():
+            ends = any(step.skip for step in steps)
+            part = any(0 < step.tokens < geometry.cell and not step.skip for step in steps)
+            found |= {"an end"} if ends else set()
+            found |= {"a beginning in one row"} if part and geometry.scale else set()
+            found |= {"a beginning row by row"} if part and geometry.open else set()
+    return found
 
 
 AXES: dict[str, Callable[[Case], bool]] = {
@@ -542,7 +549,9 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "the nearest of several replicas": lambda c: (
         isinstance(c.replicas, kvspec.Election) and any_part(c, lambda p: replicated(c.producer, p))
     ),
-    "the end of a cell beside rows of several": tails_beside_spans,
+    "the end of a cell in one row": lambda c: "an end" in cuts(c),
+    "the last cell's beginning in one row": lambda c: "a beginning in one row" in cuts(c),
+    "the last cell's beginning row by row": lambda c: "a beginning row by row" in cuts(c),
     "no table for a group of drafts": lambda c: any(
         group.name not in tables
         for engine, tables in (

@@ -9,15 +9,16 @@ from typing import Any
 import attrs
 import builders
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import Phase, example, given, settings
 
 import kvspec
-from kvspec.testing import laws, strategies
+from kvspec.testing import laws, oracle, strategies
 from kvspec.testing.carve import block_split, logical_views
 from kvspec.testing.laws import KVSPEC
-from kvspec.testing.positions import context_of, excluded_layers
-from kvspec.testing.world import described, inside, selected, world
+from kvspec.testing.positions import context_of, excluded_layers, live_positions, rows_of
+from kvspec.testing.world import World, described, inside, selected, world
 
 CASES = strategies.cases()
 STRIPED = ("full", "sliding window", "MLA", "uniform")
@@ -42,6 +43,99 @@ TORN_PIECE = half_cached(1, sliding_window=4)
 def test_what_is_torn_keeps_every_law(case: strategies.Case) -> None:
     """Found once by search: kept for good."""
     assert [] == laws.broken(KVSPEC, case, case)
+
+
+def taken(case: strategies.Case) -> list[tuple[int, int, int]]:
+    """Return the kinds of row that the first pair of ranks takes."""
+    _, _, table = next(world(case).tables())
+    return sorted({tuple(entry.rows.step) for entry, _ in table.cells(case.request)})
+
+
+HEADS = builders.gqa(4, block_size=32, head_size=1, dtype="uint8")
+PARTS = [
+    (40, 0, [(16, 0, 8), (32, 0, 32)]),  # the last cell's eight live tokens are one row
+    (48, 0, [(32, 0, 16), (32, 0, 32)]),
+    (49, 0, [(32, 0, 32)]),  # 17 would be two rows: whole, it is one
+    (64, 1, [(16, 1, 15), (32, 0, 32), (32, 16, 16)]),
+    (64, 16, [(32, 0, 32), (32, 16, 16)]),
+    (64, 27, [(16, 11, 5), (32, 0, 32)]),
+    (50, 33, [(16, 1, 15), (32, 16, 16)]),
+    (33, 31, [(16, 15, 1), (16, 0, 1)]),
+]
+"""Tokens, of which so many are cached, and the rows of a unit, some tokens skipped, that move."""
+
+
+@pytest.mark.parametrize(("tokens", "cached", "rows"), PARTS)
+def test_a_part_of_a_cell_keeps_every_law(
+    tokens: int, cached: int, rows: list[tuple[int, int, int]]
+) -> None:
+    """Blocks of 32 tokens, one head of four: by scale (1, 16, 32) a part is at most two rows."""
+    asked = builders.request(tokens, [3, 1], [2, 5], cached_tokens=cached)
+    one = builders.case(builders.engine(HEADS, tp=4), builders.engine(HEADS, tp=2), asked)
+    assert sorted(rows) == taken(one)
+    assert [] == laws.broken(KVSPEC, one, one)
+
+
+@pytest.mark.parametrize("cached", [1, 2, 3, 5])
+def test_an_end_beside_rows_of_several_cells_keeps_every_law(cached: int) -> None:
+    """Blocks of 4 that follow each other are one row of a block of 16, after the first's end."""
+    sides = [
+        builders.engine(
+            builders.gqa(4, block_size=size, head_size=1, dtype="uint8"), layout=layout, tp=tp
+        )
+        for size, layout, tp in ((4, "LKBNHC", 4), (16, "LBKHNC", 2))
+    ]
+    asked = builders.request(16, [1, 2, 3, 4], [1], cached_tokens=cached)
+    one = builders.case(*sides, asked)
+    ends = [row for row in taken(one) if row[1]]
+    spans = [row for row in taken(one) if row[2] > 4]
+    assert (cached % 4 > 0, True) == (bool(ends), bool(spans))
+    assert [] == laws.broken(KVSPEC, one, one)
+
+
+def first_of(live: npt.NDArray[np.bool_]) -> int:
+    """Return the first position that is *live*; 0 if none is."""
+    return int(np.argmax(live)) if live.any() else 0
+
+
+def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint8]]:
+    """Return which bytes (1) of a rank's own blocks are dead and in no copy that moves.
+
+    From the block of the first live token on.
+    """
+    drawn = here.case
+    found = oracle.each_array(here.consumers[rank][1], np.zeros_like)
+    views = logical_views(drawn.consumer, rank, found, drawn.consumer_pool)
+    tables = drawn.request.consumer_blocks
+    for rows in rows_of(drawn.consumer, rank, tables, drawn.request, source=drawn.producer):
+        group = drawn.consumer.group(rows.key[0])
+        live = live_positions(group.spec.of_layer(rows.key[1]), drawn.request)
+        virtual = group.spec.block_size * context_of(drawn.consumer, rank, group)[1]
+        dead = rows.dead & (rows.token >= first_of(live) // virtual * virtual)
+        views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
+    for _, target, table in here.tables():
+        for _, place, length in selected(table, drawn.request) if target == rank else ():
+            name, start = inside(here.consumers[rank][1], place, length)
+            found[name][start : start + length] = 0
+    return found
+
+
+@given(CASES | strategies.sharing_cases())
+@example(TORN_ROW)
+@example(TORN_PIECE)
+def test_what_is_untouched_is_what_is_left(drawn: strategies.Case) -> None:
+    """Each dead byte of a request's own blocks is written, or is untouched of one source."""
+    here = world(drawn)
+    for rank, (_, storage) in here.consumers.items():
+        left = oracle.each_array(storage, np.zeros_like)
+        for _, target, table in here.tables():
+            rows = table.untouched(drawn.request)
+            assert np.uint64 == rows.dtype
+            for address, length in rows.tolist() if target == rank else ():
+                name, start = inside(storage, address, length)
+                left[name][start : start + length] += 1
+        expected = unwritten(here, rank)
+        assert all(np.array_equal(expected[name], left[name]) for name in storage)
 
 
 @given(CASES)

@@ -31,7 +31,7 @@ FOLDERS = (
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
     ("memory", ". layout region aliasing regions allocation arrays tensors"),
-    ("descriptors", ". request shared pool paging runs cells table explain"),
+    ("descriptors", ". request shared paging pool boxes runs tables cells untouched table explain"),
     ("traffic", ". loads flows traffic"),
     ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
     ("", "reference"),

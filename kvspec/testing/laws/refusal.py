@@ -70,7 +70,10 @@ def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
         if moving.isdisjoint(group.layers) or spec.layers or not hasattr(spec, "head_size"):
             continue
         changes = {"dtype": _DTYPES.get(spec.dtype)}
-        if hasattr(spec, "sliding_window"):
+        readers = [
+            each.spec for each in case.consumer.groups if set(each.layers) & set(group.layers)
+        ]
+        if all(hasattr(each, "sliding_window") for each in (spec, *readers)):
             changes["sliding_window"] = spec.sliding_window + 1
         for field, value in changes.items():
             if value is not None:

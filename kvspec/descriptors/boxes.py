@@ -1,0 +1,155 @@
+"""Boxes: the parts of two strided regions that move, and the runs that they are.
+
+Law: strides alone decide; a box knows no request, and no other box until runs are coalesced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+import numpy as np
+
+from kvspec.descriptors.paging import Paging, Step
+from kvspec.descriptors.pool import Pool
+from kvspec.engines.group import KVCacheGroup
+from kvspec.memory.region import Region
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.tokens import Ints
+
+Seams = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where no run of the producer's, of the consumer's, may be joined."""
+
+
+@attrs.frozen(eq=False)
+class PartSide:
+    """One part of one layer on one side: where it lies and how its tokens are paged."""
+
+    region: Region
+    paging: Paging
+    first: int
+
+    @staticmethod
+    def of(cache: RankCache, group: KVCacheGroup, layer: str, part: str, unit: int) -> PartSide:
+        """Return the part's units from the rank's own number *unit* on.
+
+        The kernel's blocks are taken for one where they follow each other like rows of one block.
+        """
+        region, memory_size = cache.region(layer, part), group.memory_block_size
+        row = row_stride(region)
+        if group.split > 1 and region.block_stride == region.states * row:
+            memory_size = group.spec.block_size
+            region = attrs.evolve(
+                region,
+                num_blocks=region.num_blocks // group.split,
+                block_stride=region.block_stride * group.split,
+                state_stride=row,
+                states=region.states * group.split,
+            )
+        context, null = cache.engine.context(group, cache.rank), cache.engine.null_block
+        paging = Paging(group.spec.block_size, memory_size, context, null_block=null)
+        return PartSide(region, paging, region.base + unit * region.unit_stride)
+
+    @property
+    def repeats(self) -> tuple[object, ...]:
+        """How its contents repeat, and where: all but how long each is."""
+        strides = self.region.block_stride, self.region.unit_stride, self.region.state_stride
+        counts = self.region.num_blocks, self.region.states
+        return (*strides, *counts, self.region.memory_type, self.region.device)
+
+
+def row_stride(region: Region) -> int:
+    """Return the bytes from one row of *region* to the next; of one row, to the next block's."""
+    return region.state_stride if region.states > 1 else region.block_stride
+
+
+@attrs.frozen(eq=False)
+class Boxes:
+    """Boxes (units x states x content) that differ in nothing but where they begin."""
+
+    units: int
+    grain: int
+    producer: Region
+    consumer: Region
+    content: int
+    first: Ints
+
+    @staticmethod
+    def of(
+        units: int, grain: int, sides: tuple[PartSide, PartSide], first: Ints, seams: Seams
+    ) -> Iterator[Boxes]:
+        """Yield boxes that repeat like *sides*: a key and its value side by side are one content.
+
+        *first*: (producer address, consumer address, length) of each one's first content.
+        """
+        source, target, content = coalesce([first], seams)
+        for length in np.unique(content).tolist():
+            where = np.column_stack([source, target])[content == length]
+            yield Boxes(units, grain, sides[0].region, sides[1].region, length, where)
+
+    def runs(self, step: Step) -> Ints:
+        """Return (producer address, consumer address, length) of the first block's first runs."""
+        states = step.tokens // self.grain if self.grain else self._states
+        rows = row_stride(self.producer), row_stride(self.consumer)
+        length = self.content
+        axes = [
+            (self.units, self.producer.unit_stride, self.consumer.unit_stride),
+            (states, *rows),
+        ]
+        axes = [axis for axis in axes if axis[0] > 1]
+        while (touching := next((a for a in axes if a[1] == a[2] == length), None)) is not None:
+            length *= touching[0]
+            axes.remove(touching)
+        begins = self.first
+        if step.skip:
+            begins = begins + step.skip // self.grain * np.array(rows)
+        for count, *strides in axes:
+            steps = np.arange(count, dtype=np.int64)[:, None] * np.array(strides)
+            begins = (begins[:, None, :] + steps).reshape(-1, 2)
+        runs = np.empty((len(begins), 3), np.int64)
+        runs[:, :2], runs[:, 2] = begins, length
+        return runs
+
+    @property
+    def _states(self) -> int:
+        """The rows of a state that both sides have."""
+        return min(self.producer.states, self.consumer.states)
+
+
+def pool_of(region: Region, step: Step, grain: int, *, flows: bool) -> Pool:
+    """Return how rows of a kind repeat: each unit, as long as they end inside the block.
+
+    Where rows flow from block to block, several cells may end in a later block.
+    """
+    cells, span = 1, 1
+    if grain and flows and step.tokens > step.unit and not step.skip:
+        cells, span = region.states * grain // step.unit, step.tokens // step.unit
+    elif grain:
+        cells = (region.states * grain - step.skip - step.tokens) // step.unit + 1
+    return Pool(
+        num_blocks=region.num_blocks,
+        block_stride=region.block_stride,
+        cells=cells,
+        cell_stride=step.unit // grain * row_stride(region) if cells > 1 or span > 1 else 0,
+        memory_type=region.memory_type,
+        device=region.device,
+        span=span,
+    )
+
+
+def coalesce(runs: Iterable[Ints], seams: Seams) -> tuple[Ints, Ints, Ints]:
+    """Join runs (producer address, consumer address, length) that touch on both sides.
+
+    Takes arrays of shape (n, 3); returns three columns, ascending in the producer's address. None
+    is joined over a seam of either side: see `RankCache.seams`.
+    """
+    table = np.concatenate(list(runs))
+    source, target, length = table[np.argsort(table[:, 0], kind="stable")].T
+    touches = (source[:-1] + length[:-1] == source[1:]) & (target[:-1] + length[:-1] == target[1:])
+    if not touches.any():
+        return source, target, length
+    for begins, seam in zip((source[1:], target[1:]), seams, strict=True):
+        if seam:
+            touches &= ~np.isin(begins, seam)
+    starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
+    return source[starts], target[starts], np.add.reduceat(length, starts)

@@ -1,0 +1,114 @@
+"""The two block tables of one edge, and what is wrong with them.
+
+Law: what a table does not hold is never read or written; a table is refused as a whole, before
+anything of it moves.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from kvspec.descriptors.paging import Geometry, Paging
+from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
+from kvspec.errors import Mismatch, MismatchError, SpecError
+from kvspec.ownership.election import Role
+from kvspec.ownership.intervals import EMPTY
+from kvspec.plan.edges import Edge
+from kvspec.specs import LayerSpec
+
+Side = tuple[Role, str, BlockTable, Paging]
+
+
+@attrs.frozen(eq=False)
+class Tables:
+    """The block tables of one edge: the tokens *wanted* by the consumer, and how many it has."""
+
+    edge: Edge
+    wanted: range
+    cached: int
+    producer: BlockTable
+    consumer: BlockTable
+
+    @staticmethod
+    def of(request: TransferRequest, edge: Edge, spec: LayerSpec) -> Tables:
+        """Return the tables of *request* for *edge*, between layers of *spec*."""
+        return Tables(
+            edge=edge,
+            wanted=request.wanted(edge.group, spec),
+            cached=request.cached(edge.group, spec),
+            producer=request.table("producer", edge.producer_group),
+            consumer=request.table("consumer", edge.group),
+        )
+
+    def sides(self, geometry: Geometry) -> tuple[Side, Side]:
+        """Return name, group, table and paging of the consumer, and of the producer."""
+        return (
+            ("consumer", self.edge.group, self.consumer, geometry.consumer),
+            ("producer", self.edge.producer_group, self.producer, geometry.producer),
+        )
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise `SpecError` for tables that are impossible.
+
+        And `MismatchError` for wanted tokens that the producer does not hold.
+        """
+        check = self._check_tokens if geometry.cell else self._check_state
+        check(self.sides(geometry))
+
+    def _check_tokens(self, sides: tuple[Side, Side]) -> None:
+        wanted = self.wanted
+        for side, group, table, paging in sides:
+            table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
+        for side, group, table, paging in sides:
+            held = table.tokens(paging.virtual_block)
+            if side == "producer":
+                check_producer_holds(group, held, wanted)
+            elif not _inside(wanted, held):
+                told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
+                raise SpecError(f"{side}_blocks[{group!r}]", held, told)
+        for side, group, table, paging in sides:
+            missing = table.without_block(wanted, paging.virtual_block, paging.null_block)
+            check_no_null(side, group, paging.null_block, missing, wanted)
+        for side, group, table, paging in sides:
+            # Of all that moves, not of this edge alone: another may read a block's other place.
+            _check_once(side, group, table, table.blocks_of(wanted, paging.virtual_block))
+
+    def _check_state(self, sides: tuple[Side, Side]) -> None:
+        for side, group, table, paging in sides:
+            field = f"{side}_blocks[{group!r}]"
+            slot = table.state_block(field, paging.block_size, self.wanted.start)
+            missing = self.wanted if table.block_ids[slot] == paging.null_block else EMPTY
+            check_no_null(side, group, paging.null_block, missing, self.wanted)
+            if side == "consumer":
+                _check_once(side, group, table, table.block_ids[slot : slot + 1])
+
+
+def check_producer_holds(group: str, held: range, wanted: range) -> None:
+    """Raise `MismatchError` naming the first *wanted* tokens that the producer's table lacks."""
+    if _inside(wanted, held):
+        return
+    missing = range(max(wanted.start, held.stop), wanted.stop) or range(
+        wanted.start, min(held.start, wanted.stop)
+    )
+    why = f"the producer's table does not hold tokens {missing.start}..{missing.stop - 1}"
+    sides = "held", "wanted"
+    raise MismatchError([Mismatch(f"producer_blocks[{group!r}]", held, wanted, why, sides)])
+
+
+def _inside(inner: range, outer: range) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
+    """Raise `SpecError` if one of the block *ids* that move stands for two places.
+
+    A block that is written may stand nowhere else in its table; one that is only read may, where
+    nothing of it moves.
+    """
+    if side == "consumer" and len(ids) < len(table.block_ids):
+        ids = table.block_ids[np.isin(table.block_ids, ids)]
+    used = np.sort(ids)
+    twice = used[:-1][used[:-1] == used[1:]]
+    if len(twice):
+        raise SpecError(f"{side}_blocks[{group!r}]", int(twice[0]), "each block once")

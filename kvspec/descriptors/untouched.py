@@ -1,0 +1,119 @@
+"""Which bytes of a request's own blocks stay as they were.
+
+Law: of what one producer rank would write on one consumer rank, a byte is written, or cached, or
+untouched. An engine that must not read what other requests left zeroes the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.descriptors.boxes import coalesce
+from kvspec.descriptors.request import TransferRequest
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.tokens import Ints
+from kvspec.plan.edges import Edge
+from kvspec.plan.plan import TransferPlan
+
+
+@attrs.frozen(eq=False)
+class Pair:
+    """Two ranks of a plan, by their caches."""
+
+    plan: TransferPlan
+    producer: RankCache
+    consumer: RankCache
+
+
+def untouched(
+    pair: Pair, request: TransferRequest, written: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Return (address, length) of what the descriptors *written* leave of the consumer's blocks."""
+    _, start, length = written.astype(np.int64).T
+    order = np.argsort(start)
+    start, stop = start[order], (start + length)[order]
+    found = [np.empty((0, 3), np.int64)]
+    for address, content in _unmoved(pair, request):
+        before = np.searchsorted(start, address, "right") - 1
+        moved = before >= 0
+        moved[moved] = address[moved] < stop[before[moved]]
+        left = address[~moved]
+        found.append(np.column_stack([left, left, np.full(len(left), content)]))
+    seams = pair.consumer.seams
+    return np.stack(coalesce(found, (seams, seams))[1:], axis=1).astype(np.uint64)
+
+
+def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
+    """Yield addresses of contents that need not move, and how long each is."""
+    for edge in pair.plan.between(pair.producer.rank, pair.consumer.rank):
+        specs = pair.plan.pair_of(edge).specs
+        for one in edge.slices:
+            for layer in one.layers:
+                for part in specs[layer].parts:
+                    if part.name in one.parts:
+                        region = pair.consumer.region(layer, part.name)
+                        rows = _token_rows if part.per_token else _state_rows
+                        block, row = rows(pair, request, edge, one, part)
+                        first = region.address(0, one.local_range.start, 0)
+                        units = np.arange(len(one.local_range)) * region.unit_stride
+                        at = first + block * region.block_stride + row * region.state_stride
+                        pieces = np.arange(region.pieces) * region.piece_stride
+                        yield (
+                            (at[:, None, None] + units[:, None] + pieces).ravel(),
+                            region.piece_bytes,
+                        )
+
+
+def _token_rows(
+    pair: Pair, request: TransferRequest, edge: Edge, one: TPTransferSlice, part: Part
+) -> tuple[Ints, Ints]:
+    """Return block in memory and row of what is neither wanted nor cached.
+
+    From the block of the first live token on: what stands before it may be another request's. What
+    stands twice in a table is no block of anybody.
+    """
+    engine, rank, grain = pair.consumer.engine, pair.consumer.rank, part.tokens_per_state
+    group, held = engine.group(edge.group), request.table("consumer", edge.group)
+    spec, virtual = pair.plan.pair_of(edge).specs[one.layers[0]], engine.virtual_block(group)
+    wanted, tokens = request.wanted(group.name, spec), held.tokens(virtual)
+    live = spec.live_tokens(request.total(spec)).start // virtual * virtual
+    first = max(live, tokens.start, -(-request.cached(group.name, spec) // grain) * grain)
+    position = np.arange(first, max(tokens.stop, first), grain, dtype=np.int64)
+    owners = [
+        side.engine.context(side.engine.group(name), side.rank)
+        for side, name in ((pair.producer, edge.producer_group), (pair.consumer, edge.group))
+    ]
+    keep = owners[0].owns(position) & owners[1].owns(position)
+    keep &= one.stripe.holds(position // virtual)
+    keep &= (position + grain <= wanted.start) | (position >= wanted.stop)
+    context = engine.context(group, rank)
+    local = context.local(position[keep]) - held.first_token // context.size
+    place, token = np.divmod(local, group.spec.block_size)
+    split, token = np.divmod(token, group.memory_block_size)
+    ids = held.block_ids[place]
+    count = pair.consumer.region(one.layers[0], part.name).num_blocks // group.split
+    different, times = np.unique(held.block_ids, return_counts=True)
+    own = (ids >= 0) & (ids < count) & np.isin(ids, different[times == 1])
+    if engine.null_block is not None:
+        own &= ids != engine.null_block
+    return ids[own] * group.split + split[own], token[own] // grain
+
+
+def _state_rows(
+    pair: Pair, request: TransferRequest, edge: Edge, one: TPTransferSlice, part: Part
+) -> tuple[Ints, Ints]:
+    """Return block and row of what the producer's state lacks."""
+    group, held = pair.consumer.engine.group(edge.group), request.table("consumer", edge.group)
+    wanted = request.wanted(group.name, group.spec)
+    rows = np.arange(part.states, pair.consumer.region(one.layers[0], part.name).states)
+    virtual = pair.consumer.engine.virtual_block(group)
+    if not wanted or not one.stripe.holds(wanted.start // virtual):
+        rows = rows[:0]
+    slot = held.state_block(edge.group, group.spec.block_size, wanted.start) if len(rows) else 0
+    return np.full(len(rows), held.block_ids[slot]), rows
