@@ -1,8 +1,8 @@
 """The execution layer: one rank's NIXL agent, and what it moves."""
 
 from kvspec.nixl.flights import Event, Leftovers
-from kvspec.nixl.order import Prepared
+from kvspec.nixl.order import Operation, Prepared
 from kvspec.nixl.rank import NixlRank
 from kvspec.nixl.transfer import Transfer
 
-__all__ = ["Event", "Leftovers", "NixlRank", "Prepared", "Transfer"]
+__all__ = ["Event", "Leftovers", "NixlRank", "Operation", "Prepared", "Transfer"]

@@ -13,6 +13,7 @@ STATES = {
     "not_registered": "a row is not inside memory that was registered when metadata was taken",
     "timeout": "nothing is known of the data",
     "busy": "not over; wait(), reap() or close() first",
+    "stopped": "it was given up; what was in flight is in quarantine until it ends",
     "closed": "the rank or the list is closed",
     "forked": "agents do not survive a fork; start processes with spawn",
     "unavailable": "nixl or its backend is missing",

@@ -7,7 +7,7 @@ Until it is over, in quarantine too, what it writes can neither be written nor r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import attrs
@@ -131,15 +131,19 @@ class Flights:
         known = self._live.transfers
         return (transfer for transfer in known if not transfer.forgotten)
 
-    def start(self, order: Order) -> Transfer:
-        """Start *order*; refused if its bytes are busy. Other errors are kept for `poll`."""
+    def start(self, orders: Iterable[Order]) -> tuple[Transfer, ...]:
+        """Start *orders*; refused if bytes of one are busy. Other errors are kept for `poll`."""
         with self._agent.locked():
             live = self._live.swept()
-            live.refuse(order)
-            transfer = Transfer(self._agent, order)
-            self._live = live.plus(transfer)
-            transfer.step()
-        return transfer
+            started: list[Transfer] = []
+            for order in orders:
+                live.refuse(order)
+                started.append(Transfer(self._agent, order))
+                live = live.plus(started[-1])
+            self._live = live
+            for transfer in started:
+                transfer.step()
+        return tuple(started)
 
     def pump(self, budget: float) -> tuple[Event, ...]:
         """See `NixlRank.pump`."""

@@ -8,7 +8,6 @@ write to the channel can crash its readers.
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import struct
@@ -19,12 +18,12 @@ import attrs
 
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
+from kvspec.protocol.seal import Secret
 
 MAX_NAME = 255  # bytes
 MIN_SECRET = 16  # bytes
 
 _MAGIC = b"kvspec-nixl-2\n"
-_MAC = 32  # bytes of SHA-256
 _HEAD = struct.Struct("<IQ")  # length of the name, address of the probe
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
@@ -45,11 +44,7 @@ class Envelope:
         """Return the bytes, of which any change shows to who knows *secret*."""
         title = self.name.encode()
         body = _HEAD.pack(len(title), self.probe) + title + self.metadata
-        return _MAGIC + _mac(secret, body) + body
-
-
-def _mac(secret: bytes, body: bytes) -> bytes:
-    return hmac.digest(secret, _MAGIC + body, "sha256")
+        return Secret(secret).seal(_MAGIC, body)
 
 
 def name_of(name: object, prefix: str) -> str:
@@ -81,17 +76,12 @@ def secret_of(secret: object) -> bytes | None:
     return key
 
 
-def unseal(sealed: object, secret: bytes | None) -> Envelope:
+def opened(sealed: object, secret: bytes | None) -> Envelope:
     """Return what was sealed, or raise `WireError`; warn if there is no *secret*."""
     wanted = "what NixlRank.metadata() returned, whole"
-    if not isinstance(sealed, bytes):
-        raise WireError("metadata", type(sealed).__name__, wanted)
-    start = len(_MAGIC) + _MAC
-    if len(sealed) < start + _HEAD.size or not sealed.startswith(_MAGIC):
-        raise WireError("metadata", f"{len(sealed)} bytes, {sealed[:16]!r}", wanted)
-    mac, body = sealed[len(_MAGIC) : start], sealed[start:]
-    if not hmac.compare_digest(mac, _mac(secret or b"", body)):
-        raise WireError("metadata", f"{len(sealed)} bytes, damaged or of another secret", wanted)
+    body = Secret(secret or b"").unseal("metadata", _MAGIC, sealed, wanted)
+    if len(body) < _HEAD.size:
+        raise WireError("metadata", f"{len(body)} bytes", wanted)
     size, probe = _HEAD.unpack_from(body)
     title, metadata = body[_HEAD.size :][:size], body[_HEAD.size + size :]
     name = _name("metadata.name", title)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import instance, seconds
@@ -15,6 +17,8 @@ from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.errors import STATES
 from kvspec.nixl.merging import Pairing, checked_ids, pair
 from kvspec.nixl.rows import StridedRows
+
+Operation = Literal["READ", "WRITE"]
 
 
 class Prepared:
@@ -66,11 +70,15 @@ class Prepared:
                 self._agent.release_list(self._handle)
 
 
+Sides = tuple[Prepared, NDArray[np.integer], Prepared, NDArray[np.integer]]
+"""A local list and ids of it, a remote list and as many ids of it."""
+
+
 @attrs.frozen(kw_only=True)
 class Order:
     """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds."""
 
-    operation: Literal["READ", "WRITE"]
+    operation: Operation
     local: Prepared
     remote: Prepared
     pairs: Pairing = attrs.field(repr=False)
@@ -110,7 +118,7 @@ class Order:
 
 def order_of(
     agent: Agent,
-    operation: Literal["READ", "WRITE"],
+    operation: Operation,
     local: tuple[Prepared, object],
     remote: tuple[Prepared, object],
     *,

@@ -9,7 +9,7 @@ import contextlib
 
 from kvspec.errors import TransferError
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.introduction import Envelope, unseal
+from kvspec.nixl.introduction import Envelope, opened
 from kvspec.nixl.notifications import HELLO, Inbox
 from kvspec.nixl.order import Prepared
 
@@ -35,7 +35,7 @@ class Peers:
 
     def introduce(self, metadata: bytes) -> Envelope:
         """Return who is introduced by *metadata*, and hear it from now on."""
-        peer = unseal(metadata, self._secret)
+        peer = opened(metadata, self._secret)
         name = self._agent.name
         if peer.name == name:
             message = f"{name!r} is this rank's own name: what was given is not of a peer"
@@ -77,10 +77,11 @@ class Peers:
         if peer not in self.names:
             raise TransferError(f"{peer!r} is not connected", rank=peer, state="stale_peer")
 
-    def keep(self, prepared: Prepared) -> None:
-        """Keep a list until it is released."""
+    def keep(self, prepared: Prepared) -> Prepared:
+        """Keep a list until it is released, and return it."""
         lists = self._lists[prepared.peer]
         lists[:] = [known for known in lists if not known.released] + [prepared]
+        return prepared
 
     def close(self) -> None:
         """Release every list, disconnect everybody."""

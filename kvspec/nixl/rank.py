@@ -27,10 +27,11 @@ from kvspec.nixl.flights import Event, Flights, Leftovers
 from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import Inbox, check_payload
-from kvspec.nixl.order import Prepared, order_of
+from kvspec.nixl.order import Operation, Prepared, Sides, order_of
 from kvspec.nixl.peers import Peers
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.transfer import Transfer
+from kvspec.protocol.seal import Secret
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,7 +66,7 @@ class NixlRank:
         self.polled = polled
         key = secret_of(secret)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=telemetry)
-        self._key = key or b""
+        self.secret = Secret(key or b"")
         self._memories: tuple[Memory, ...] = ()
         self._registered: list[object] = []
         self._inbox = Inbox(self._agent)
@@ -133,7 +134,7 @@ class NixlRank:
     def metadata(self) -> bytes:
         """Return what a peer's `connect` takes: send it to them."""
         metadata, probe = self._agent.metadata(), self._probe.ctypes.data
-        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self._key)
+        return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret.key)
 
     def introduce(self, metadata: bytes) -> str:
         """Take notifications of the peer that *metadata* is of, and return its name.
@@ -188,9 +189,7 @@ class NixlRank:
             else:
                 self._peers.check(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None
-            prepared = Prepared(self._agent, checked, memory_type, peer, handle)
-            self._peers.keep(prepared)
-        return prepared
+            return self._peers.keep(Prepared(self._agent, checked, memory_type, peer, handle))
 
     def read(
         self,
@@ -207,9 +206,8 @@ class NixlRank:
         *timeout* in seconds from now. Ids are any integers; no destination byte may be named twice.
         What touches on both sides is moved as one, in any order of the ids.
         """
-        sides = (local, local_ids), (remote, remote_ids)
-        order = order_of(self._agent, "READ", *sides, request=request, timeout=timeout)
-        return self._flights.start(order)
+        sides = (local, local_ids, remote, remote_ids)
+        return self.move("READ", [sides], request=request, timeout=timeout)[0]
 
     def write(
         self,
@@ -222,9 +220,18 @@ class NixlRank:
         timeout: float,
     ) -> Transfer:
         """Start copying local id *i* to remote id *i*; otherwise as `read`."""
-        sides = (local, local_ids), (remote, remote_ids)
-        order = order_of(self._agent, "WRITE", *sides, request=request, timeout=timeout)
-        return self._flights.start(order)
+        sides = (local, local_ids, remote, remote_ids)
+        return self.move("WRITE", [sides], request=request, timeout=timeout)[0]
+
+    def move(
+        self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
+    ) -> tuple[Transfer, ...]:
+        """Start a read or write of each (local, ids, remote, ids): none unless all are right."""
+        orders = (
+            order_of(self._agent, operation, p[:2], p[2:], request=request, timeout=timeout)
+            for p in pairs
+        )
+        return self._flights.start(tuple(orders))
 
     def reap(self) -> tuple[Transfer, ...]:
         """Release what ended in quarantine; return the transfers whose blocks are free again."""
@@ -233,10 +240,9 @@ class NixlRank:
     def pump(self, budget: float = 0.0) -> tuple[Event, ...]:
         """Move everything on, for *budget* seconds or until there is something to tell; tell it.
 
-        Polls all transfers, also those that nobody holds, holds their deadlines, reaps quarantine
-        and takes notifications, in turns of one piece (13 ms, or 64 MiB). One thread pumps a rank,
-        others start transfers: those that `wait` compete with it. A transfer's end is told once:
-        here, or by its `poll` or `wait`.
+        Polls all transfers, also those that nobody holds, holds their deadlines, reaps quarantine,
+        takes notifications, in turns of one piece (13 ms, or 64 MiB). One thread pumps a rank; a
+        `wait` competes with it. A transfer's end is told once: here, or by its `poll` or `wait`.
         """
         return self._flights.pump(budget)
 

@@ -149,13 +149,11 @@ class Transfer:
         """Whether it is over, and somebody knows."""
         return self.over and self.heard and not self.quarantined
 
-    def stop(self) -> bool:
+    def stop(self, why: str = "the rank was closed first", state: str = "closed") -> bool:
         """Post no more, and return whether nothing is in flight."""
         if self.state == "PROC":
-            message = f"the rank was closed first: {STATES['closed']}"
-            self.error = TransferError(
-                message, rank=self.peer, request=self.request, state="closed"
-            )
+            message = f"{why}: {STATES[state]}"
+            self.error = TransferError(message, rank=self.peer, request=self.request, state=state)
         self._pending.clear()
         return self.reap()
 

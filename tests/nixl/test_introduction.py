@@ -12,7 +12,8 @@ import pytest
 
 from kvspec.errors import SpecError, TransferError, WireError
 from kvspec.nixl import introduction
-from kvspec.nixl.introduction import Envelope, unseal
+from kvspec.nixl.introduction import Envelope, opened
+from kvspec.protocol.seal import Secret
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
@@ -35,13 +36,13 @@ def test_what_is_sealed_is_unsealed() -> None:
     """An envelope comes back whole, with the secret and without one."""
     envelope = Envelope(name="näme", metadata=nixl_bytes("näme".encode()), probe=4096)
     for secret in (SECRET, b""):
-        assert envelope == unseal(envelope.seal(secret), secret)
+        assert envelope == opened(envelope.seal(secret), secret)
 
 
 def test_bytes_of_nixl_begin_as_they_are_read() -> None:
     """The agent's name stands where it is looked for, in the bytes of nixl itself."""
     with NixlRank("here", polled=True, secret=SECRET) as rank:
-        metadata = unseal(rank.metadata(), SECRET).metadata
+        metadata = opened(rank.metadata(), SECRET).metadata
     assert metadata.startswith(nixl_bytes(b"here", b"|"))
 
 
@@ -149,7 +150,7 @@ def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
         NixlRank("far", secret=SECRET) as far,
     ):
         ranks = Pair(near, far)
-        bad = change(unseal(far.metadata(), SECRET)).seal(SECRET)
+        bad = change(opened(far.metadata(), SECRET)).seal(SECRET)
         with pytest.raises(WireError, match=words) as caught:
             near.connect(bad)
         assert len(str(caught.value)) < 600
@@ -161,18 +162,18 @@ def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
 def test_a_name_that_is_no_text_is_refused() -> None:
     """A name is UTF-8."""
     body = introduction._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
-    sealed = introduction._MAGIC + introduction._mac(SECRET, body) + body
+    sealed = Secret(SECRET).seal(introduction._MAGIC, body)
     with pytest.raises(WireError, match=r"metadata.name: got b'\\xff', wanted UTF-8"):
-        unseal(sealed, SECRET)
+        opened(sealed, SECRET)
 
 
 def test_rubbish_after_the_name_is_nixls_to_refuse() -> None:
     """What only nixl can judge comes from who knows the secret; the good metadata still loads."""
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
-        good = unseal(far.metadata(), near._key)
+        good = opened(far.metadata(), near.secret.key)
         bad = attrs.evolve(good, metadata=nixl_bytes(b"far"))
         with pytest.raises(TransferError, match="connect failed: Mismatch") as caught:
-            near.connect(bad.seal(near._key))
+            near.connect(bad.seal(near.secret.key))
         assert "stale_peer" == caught.value.state
         assert () == near.peers
         ranks = Pair(near, far)

@@ -110,6 +110,24 @@ def test_a_source_in_flight_is_not_written(slow: Pair) -> None:
     slow.read(15, 1)
 
 
+def test_of_several_none_starts_unless_all_can(slow: Pair) -> None:
+    """One of which the bytes are busy, or the ids wrong, keeps the others from being posted."""
+    rows = [(0, 512, 1024, 40)]
+    local, remote = slow.lists(rows, rows)
+    first = slow.read(10, 10)
+    free, busy, wrong = np.arange(5), np.arange(19, 21), np.array([40])
+    for bad, error in ((busy, TransferError), (wrong, SpecError), (np.arange(4, 6), TransferError)):
+        pairs = [(local, free, remote, free), (local, bad, remote, bad)]
+        with pytest.raises(error):
+            slow.near.move("READ", pairs, request="both", timeout=9)
+        assert 1 == slow.near.leftovers().transfers
+    pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40))]
+    both = slow.near.move("READ", pairs, request="both", timeout=9)
+    until(lambda: all(each.poll() == "DONE" for each in (first, *both)), slow.far)
+    assert slow.right(0, 5)
+    assert slow.right(30, 10)
+
+
 def test_what_is_done_is_free_before_anybody_asks() -> None:
     """Blocks are free once a transfer is over, whether or not somebody was told."""
     with NixlRank(polled=True) as near, NixlRank() as far:

@@ -39,7 +39,7 @@ FOLDERS = (
         "protocol",
         (
             "fingerprint plain reading regions handshake"
-            " states notices order held pending producer consumer wire ."
+            " states notices order held pending producer consumer wire seal ."
         ),
     ),
     (
