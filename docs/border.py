@@ -132,6 +132,59 @@ def on_sglang(cls: str, dcp: int = 1, **fields: Any) -> Callable[[int, int], Sid
     return make
 
 
+NAMES = ("layers.0", "layers.1")
+C = SIZE
+MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
+    # engine, page, kind, layout, axes, shape by heads of a rank and block, one layer's view
+    ("TensorRT-LLM", "pool, HND", "full", "BLKHNC", "BK(HNC)",
+     lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
+    ("TensorRT-LLM", "pool, NHD", "full", "BLKNHC", "BK(NHC)",
+     lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
+    ("TensorRT-LLM", "pool, order not said", "full", "BLKNHC", None,
+     lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
+    ("TensorRT-LLM", "pool", "MLA", "BLKNHC", "BK(NC)",
+     lambda _, n: (9, 2, 1, n * C), lambda a, i: a[:, i]),
+    ("LMCache", "chunks", "full", "BKLNHC", "BKN(HC)",
+     lambda h, n: (9, 2, 2, n, h * C), lambda a, i: a[:, :, i]),
+    ("LMCache", "chunk, packed by head", "full", "LBNHC", "(BN)(HC)",
+     lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
+    ("LMCache", "chunk, packed by kind", "full", "LBNKHC", "(BN)(KHC)",
+     lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
+    ("LMCache", "chunk, packing not said", "full", "LBNHC", None,
+     lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
+    ("SGLang HiCache", "page_first_direct", "full", "KBLNHC", "KBNHC",
+     lambda h, n: (2, 9, 2, n, h, C), lambda a, i: a[:, :, i]),
+    ("SGLang HiCache", "page_first", "full", "KBNLHC", "K(BN)HC",
+     lambda h, n: (2, 9 * n, 2, h, C), lambda a, i: a[:, :, i]),
+    ("SGLang HiCache", "page_head", "full", "KBHNLC", "KBHNC",
+     lambda h, n: (2, 9, h, n, 2, C), lambda a, i: a[..., i, :]),
+    ("Hugging Face", "row of a batch", "full", "LHBNC", "H(BN)C",
+     lambda h, n: (2, 2, 1, h, 9 * n, C), lambda a, i: dict(zip("kv", a[i, :, 0], strict=True))),
+)  # fmt: skip
+"""Memory that needs no adapter, as docs/adapters.md reads it."""
+
+
+def read(kind: str, layout: str, axes: str | None, shape: Any, view: Any) -> Any:
+    """Return how a side is made of one array of two layers."""
+
+    def make(tp: int, block: int) -> Side:
+        sizes: Any = {"block_size": block, "head_size": SIZE, "dtype": "uint8"}
+        spec: Any = kvspec.MLAAttentionSpec(**sizes)
+        if kind == "full":
+            spec = kvspec.FullAttentionSpec(**sizes, total_num_kv_heads=HEADS)
+        group = kvspec.KVCacheGroup(name="g", layers=NAMES, spec=spec)
+        parallel = kvspec.ParallelConfig(tp_size=tp)
+        engine = kvspec.EngineSpec(groups=[group], parallel=parallel, layout=layout)
+        caches = {}
+        for rank in parallel.ranks:
+            whole = array(shape(HEADS // tp, block))
+            views = {name: view(whole, number) for number, name in enumerate(NAMES)}
+            caches[rank] = kvspec.RankCache.from_tensors(engine, rank, views, axes)
+        return Side(engine, caches)
+
+    return make
+
+
 def heads(**more: Any) -> Callable[[int, int], dict[str, Any]]:
     """Return the fields of a spec that do not depend on TP or blocks."""
     return lambda _local, _block: more
@@ -227,6 +280,8 @@ def rows() -> Iterator[Row]:
               on_sglang("MHATokenToKVPool", kv_cache_layout="vectorized_5d"))  # fmt: skip
     for cls in sorted(sglang.pools.NOT_YET):
         yield Row("SGLang", "of its own", cls, on_sglang(cls))
+    for name, page, kind, *how in MEMORIES:
+        yield Row(name, page, kind, read(kind, *how))
 
 
 def tables(engine: kvspec.EngineSpec, first: int) -> dict[str, list[int]]:

@@ -157,7 +157,24 @@ class RankCache:
         tensors: Mapping[str, Any],
         axes: str | Mapping[str, str] | None = None,
     ) -> RankCache:
-        """Return the cache that *tensors*, by layer, hold; see `kvspec.memory.tensors.read`."""
+        """Return the cache that *tensors* hold.
+
+        *tensors*: for each layer a torch tensor or numpy array, or a mapping from a part's or
+        tensor's name (``"k"``, ``"v"``, ``"conv"``, ``"ssm"``) to one. Extents are those of the
+        engine's parts exactly: of a larger tensor, give the view that is the cache. A tensor that
+        holds both k and v has them along ``K``, or packed in ``C``.
+
+        *axes*: the letters of a tensor's dimensions in order, outermost first: ``B`` blocks, ``K``
+        the K and V planes, ``H`` heads (units), ``N`` tokens (states) of a block, ``P`` pieces of
+        the content, ``C`` content; for all tensors, or by the name of a part, a tensor or, for what
+        they do not name, a group. Where several axes lie in one dimension they stand in brackets:
+        SGLang's ``[slots, heads, size]`` is ``(BN)HC``. A letter that is not there has extent 1;
+        the last dimensions may all be ``C``. Unless *axes* are given, they are the layout's without
+        L (of a state, B first), which has to be the only order that fits the shape.
+
+        Raises `SpecError` naming the layer for whatever contradicts the engine or the other
+        tensors; nothing is copied, and whoever made the tensors keeps them.
+        """
         from kvspec.memory.tensors import read  # noqa: PLC0415 - it imports this module's values
 
         return read(engine, rank, tensors, axes)

@@ -14,17 +14,27 @@ import numpy as np
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.engines.letters import NAMED_LAYOUTS
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.memory.arrays import Array, read_array
+from kvspec.memory.axes import (
+    NOUNS,
+    Dims,
+    beside,
+    check_one_reading,
+    dimensions,
+    folded_readings,
+    sizes,
+    unfolded,
+)
 from kvspec.memory.layout import axes_of
 from kvspec.memory.region import Memory, Region
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
-_NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "P": "piece", "C": "byte"}
+Given = dict[KVCacheGroup, dict[str, dict[str, Array]]]
+"""What was given, read: of each group by layer, and by the name of a part or tensor."""
 
 
 def read(
@@ -33,34 +43,45 @@ def read(
     tensors: Mapping[str, Any],
     axes: str | Mapping[str, str] | None = None,
 ) -> RankCache:
-    """Return the cache that *tensors* hold.
-
-    *tensors*: for each layer a torch tensor or numpy array, or a mapping from a part's or tensor's
-    name (``"k"``, ``"v"``, ``"conv"``, ``"ssm"``) to one. *axes*: the letters of a tensor's
-    dimensions in order, for all tensors or by part or tensor name; unless given, the layout's
-    without L (of a state, B first), which has to be the only order that fits the shape. A letter
-    that is not there has extent 1; the last dimensions may all be ``C``. A
-    tensor that holds both k and v has them along ``K``, or packed in ``C``. Extents are those of
-    the engine's parts exactly: of a larger tensor, give the view that is the cache.
-    """
+    """Return the cache that *tensors* hold; see `RankCache.from_tensors`."""
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     check_layers(engine, rank, tensors)
+    given: Given = {}
+    for group in engine.groups:
+        own = [layer for layer in engine.layers_at(group, rank.pp) if layer in tensors]
+        given[group] = {layer: _named(group, layer, tensors[layer]) for layer in own}
     regions: list[Region] = []
     memory: dict[Memory, None] = {}
-    names: dict[str, None] = {}
-    for group in engine.groups:
-        for layer in engine.layers_at(group, rank.pp):
-            if layer not in tensors:
-                continue
-            named = _named(group, layer, tensors[layer])
-            names |= dict.fromkeys(named)
+    for group, layers in given.items():
+        for layer, named in layers.items():
             for array, region in _layer(engine, group, rank, layer, named, axes):
                 memory[array.memory] = None
                 regions.append(region)
-    for name in axes if isinstance(axes, Mapping) else ():
-        if name not in names:
-            raise SpecError("axes", name, f"names of the tensors given: {', '.join(names)}")
+    if isinstance(axes, Mapping):
+        _check_names(axes, given)
     return RankCache(engine, rank, tuple(regions), _joined(memory))
+
+
+def _check_names(axes: Mapping[str, str], given: Given) -> None:
+    """Raise `SpecError` unless each key of *axes* names tensors, and it is plain which.
+
+    Of a group without layers on this rank, each name that a tensor could have is one.
+    """
+    tensors = [
+        (group.name, name)
+        for group, layers in given.items()
+        for name in dict.fromkeys(name for named in layers.values() for name in named)
+    ]
+    absent = [part for group, layers in given.items() if not layers for part in group.own_parts]
+    known = [*(name for _, name in tensors), *(group.name for group in given)]
+    names = dict.fromkeys([*known, *(x for part in absent for x in (part.name, part.tensor))])
+    for key in axes:
+        if key not in names:
+            told = f"names of the tensors given, or of groups: {', '.join(names)}"
+            raise SpecError("axes", key, told)
+        of_group, of_name = ([each for each in tensors if each[at] == key] for at in (0, 1))
+        if of_group and of_name and of_group != of_name:
+            raise SpecError("axes", key, "a name of a group or of tensors, and it is of both")
 
 
 def _joined(memory: Iterable[Memory]) -> tuple[Memory, ...]:
@@ -136,16 +157,14 @@ def _layer(
         held = {p: units for p, units in parts.items() if units and name in (p.name, p.tensor)}
         if held:
             field = f"tensors[{layer!r}][{name!r}]"
-            said = axes.get(name) if isinstance(axes, Mapping) else axes
-            letters = order if len(held) > 1 else order.replace("K", "")
-            if all(part.pieces == 1 for part in held):
-                letters = letters.replace("P", "")
-            letters = letters if said is None else _letters(said)
-            reader = _Reader(field, group.name, order, letters, array)
+            told = axes.get(name, axes.get(group.name)) if isinstance(axes, Mapping) else axes
+            dims = _unsaid(field, order, array, held) if told is None else dimensions(told)
+            letters, one_each = "".join(dims), unfolded(field, array, dims, held)
+            reader = _Reader(field, group.name, order, letters, one_each)
             regions = list(reader.regions(layer, held))
             _check_dtype(field, held, array)
-            if said is None:
-                _check_one_reading(field, letters, array.shape)
+            if told is None:
+                check_one_reading(field, letters, array.shape)
             yield from ((array, region) for region in regions)
     missing = [
         p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(named)
@@ -165,31 +184,22 @@ def _order(layout: str, parts: Iterable[Part]) -> str:
     return "".join(axis for axis in axes_of(layout, parts) if axis in f"BHPNC{planes}")
 
 
-def _check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that another order of axes, one that engines use, fits as well as *axes*.
+def _unsaid(field: str, order: str, array: Array, parts: Mapping[Part, int]) -> Dims:
+    """Return the letters of dimensions of which nothing is said: the layout's, one each.
 
-    Strides cannot tell: whatever the order, a dense tensor's stand in it.
+    Of fewer dimensions it has to be said which axes lie in one.
     """
-    if "P" in axes and shape[axes.index("P")] == shape[axes.index("N")] > 1:
-        wanted = f"{axes!r} said: rows in pieces or pieces in rows, both fit {field}.shape={shape}"
-        raise SpecError("axes", None, wanted)
-    for layout in NAMED_LAYOUTS:
-        other = layout.replace("L", "")
-        if sorted(other) == sorted(axes) and other != axes:
-            moved = [letter for letter in axes if axes.index(letter) != other.index(letter)]
-            fits = all(shape[axes.index(x)] == shape[other.index(x)] for x in moved if x != "B")
-            if fits and any(shape[axes.index(x)] > 1 for x in moved):
-                wanted = f"{axes!r} or {other!r}: both fit {field}.shape={shape}"
-                raise SpecError("axes", None, wanted)
-
-
-def _letters(axes: object) -> str:
-    """Return *axes* if each of its letters stands once, but for C, which is last."""
-    once = axes.rstrip("C") if isinstance(axes, str) else "?"
-    if not isinstance(axes, str) or not set(once) <= set("BKHNP") or len(set(once)) < len(once):
-        wanted = "the letters B, K, H, N, P, C of the dimensions, each once (C: the last ones)"
-        raise SpecError("axes", axes, wanted)
-    return axes
+    letters = order if len(parts) > 1 else order.replace("K", "")
+    if all(part.pieces == 1 for part in parts):
+        letters = letters.replace("P", "")
+    readings = (
+        list(folded_readings(letters, array, parts)) if len(array.shape) < len(letters) else []
+    )
+    if readings:
+        fits = {1: "it fits", 2: "both fit"}.get(len(readings), "all fit")
+        told = " or ".join(map(repr, readings))
+        raise SpecError("axes", None, f"{told} said: {fits} {field}.shape={array.shape}")
+    return tuple(letters)
 
 
 @attrs.frozen
@@ -203,11 +213,9 @@ class _Reader:
     array: Array
 
     def __attrs_post_init__(self) -> None:
-        if len(self.axes) != len(self.array.shape):
-            self._refuse(f"{len(self.axes)} dimensions, {self.axes}")
         for letter, count, _ in self._dims():
             if not count:
-                self._refuse(f"at least 1 {_NOUNS[letter]} along {letter}")
+                self._refuse(f"at least 1 {NOUNS[letter]} along {letter}")
         step = self.array.itemsize
         for letter, count, stride in reversed(self._dims()):
             if letter != "C":
@@ -240,21 +248,11 @@ class _Reader:
 
         Parts are planes along K, or lie side by side: along H in a state, otherwise in the content.
         """
-        state = not all(part.per_token for part in parts)
-        axis = "H" if state else "K" if "K" in self.axes else "C"
-        sizes = [
-            {
-                "K": 1,
-                "H": units,
-                "N": part.states,
-                "P": part.pieces,
-                "C": part.content_bytes // part.pieces,
-            }
-            for part, units in parts.items()
-        ]
-        self._check(axis, sum(size[axis] for size in sizes))
+        axis = beside(self.axes, parts)
+        own = [sizes(part, units) for part, units in parts.items()]
+        self._check(axis, sum(size[axis] for size in own))
         at = 0
-        for part, size in zip(parts, sizes, strict=True):
+        for part, size in zip(parts, own, strict=True):
             for letter in size.keys() - axis:
                 self._check(letter, size[letter])
             yield Region(
@@ -280,7 +278,7 @@ class _Reader:
         """Check that the tensor has exactly so much along *letter*."""
         found = self.extent(letter)
         if found != wanted:
-            told = f"{wanted} {_NOUNS[letter]}{'s' if wanted > 1 else ''} along {letter}"
+            told = f"{wanted} {NOUNS[letter]}{'s' if wanted > 1 else ''} along {letter}"
             self._refuse(told if letter != "C" else f"content of {wanted} bytes, not {found}")
 
     def _refuse(self, wanted: str) -> NoReturn:

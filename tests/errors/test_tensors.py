@@ -261,9 +261,12 @@ NAMES = [
          "tensors='list': wanted a mapping from layer names to tensors"),
     *(case(lambda a=a: read(GOOD, a),
            f"axes={a!r}: wanted the letters B, K, H, N, P, C of the dimensions, each once (C: the "
-           "last ones)") for a in ("BNHX", "LBHN", "bnhc", "BBHC", 3, "CBNH")),
+           "last ones), those of one dimension in brackets")
+      for a in ("BNHX", "LBHN", "bnhc", "BBHC", 3, "CBNH", "B(N)H(HC)", "BN(HC)C", "BN(CH)",
+                "BN((HC))", "B(N", "BN()HC")),
     *(case(lambda n=n: read(GOOD, {"kv": "BNHC", n: "BNHC"}),
-           f"axes={n!r}: wanted names of the tensors given: kv") for n in ("k", "nonsense")),
+           f"axes={n!r}: wanted names of the tensors given, or of groups: kv, g")
+      for n in ("k", "nonsense", "l", 3, None)),
     case(lambda: read(np.empty((6, 4, 4, 16), object)),
          f"{KV}.dtype='object': wanted plain bytes, such as bfloat16"),
     case(lambda: kvspec.RankCache.from_tensors("e", RankId(), {}),  # type: ignore[arg-type]
@@ -271,7 +274,38 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "wanted"), [*SHAPES, *STRIDES, *OVERLAPS, *GROUPS, *NAMES])
+def folded(shape: tuple[int, ...], axes: str | None) -> kvspec.RankCache:
+    """Read a tensor of *shape*, of 4 heads and blocks of 4 tokens."""
+    return kvspec.RankCache.from_tensors(engine(), RankId(), {"l": z(*shape)}, axes)
+
+
+FOLDED = [
+    case(lambda: folded((6, 4, 60), "BN(HC)"),
+         f"{SHAPE}=(6, 4, 60): wanted 4 units x 32 bytes along (HC)"),
+    case(lambda: folded((6, 4, 128), "BN(HC)"),
+         f"{SHAPE}=(6, 4, 128): wanted 4 units x 32 bytes along (HC)"),
+    case(lambda: folded((6, 4, 128), "BN(KHC)"),
+         f"{SHAPE}=(6, 4, 128): wanted 2 planes x 4 units x 16 bytes along (KHC)"),
+    case(lambda: folded((22, 4, 16), "(BN)HC"),
+         f"{SHAPE}=(22, 4, 16): wanted whole blocks of 4 rows along (BN)"),
+    case(lambda: folded((0, 4, 16), "(BN)HC"),
+         f"{SHAPE}=(0, 4, 16): wanted whole blocks of 4 rows along (BN)"),
+    case(lambda: folded((24, 64), "BN(HC)"), f"{SHAPE}=(24, 64): wanted 3 dimensions, BN(HC)"),
+    case(lambda: folded((6, 4, 64), None),
+         f"axes=None: wanted 'BN(HC)' or 'BH(NC)' or 'BN(KHC)' or 'BH(KNC)' said: all fit {SHAPE}="
+         "(6, 4, 64)"),
+    case(lambda: folded((24, 64), None),
+         f"axes=None: wanted '(BN)(HC)' or '(BH)(NC)' or '(HB)(NC)' or '(BN)(KHC)' or "
+         f"'(BH)(KNC)' said: all fit {SHAPE}=(24, 64)"),
+    case(lambda: folded((24, 4, 2, 8), "(BN)HC"),
+         f"{SHAPE}=(24, 4, 2, 8): wanted 3 dimensions, (BN)HC"),
+]  # fmt: skip
+"""Several axes in one dimension; GOOD has content of 32 bytes, keys and values packed."""
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"), [*SHAPES, *FOLDED, *STRIDES, *OVERLAPS, *GROUPS, *NAMES]
+)
 def test_a_wrong_tensor_is_refused_in_words(call: Callable[[], object], wanted: str) -> None:
     """Layer, field, value and what was wanted are told, in these words."""
     assert wanted == words(call)

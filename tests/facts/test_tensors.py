@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import builders
 import numpy as np
 import pytest
@@ -358,3 +359,60 @@ def test_an_alias_of_a_layout_is_the_layout() -> None:
     group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
     one, other = (kvspec.EngineSpec(groups=(group,), layout=name) for name in ("NHD", "LBNHC"))
     assert one == other
+
+
+TWO = [
+    kvspec.KVCacheGroup(name="full", layers=["l"], spec=GQA),
+    kvspec.KVCacheGroup(name="latent", layers=["m"], spec=LATENT, layout="LBHNC"),
+]
+
+
+def two(axes: Any, latents: tuple[int, ...] = (BLOCKS, 1, ROWS, 576)) -> kvspec.RankCache:
+    """Read the tensors of two groups: [blocks, heads, rows, k and v] and latents."""
+    described = kvspec.EngineSpec(
+        groups=TWO, parallel=kvspec.ParallelConfig(tp_size=2), layout="LBHNC"
+    )
+    tensors = {
+        "l": np.zeros((BLOCKS, HEADS, ROWS, 2 * SIZE), ELEMENT),
+        "m": np.zeros(latents, ELEMENT),
+    }
+    return kvspec.RankCache.from_tensors(described, RANK, tensors, axes)
+
+
+def test_axes_are_said_by_group() -> None:
+    """A group's name stands for all its tensors that have no axes of their own."""
+    wanted = shifts(two("BHNC"))
+    assert wanted == shifts(two({"full": "BHNC", "latent": "BHNC"}))
+    assert wanted == shifts(two({"full": "BHNC", "latent": "(BN)C"}, (BLOCKS * ROWS, 576)))
+    assert wanted == shifts(two({"full": "(BN)C", "latent": "(BN)C", "kv": "BHNC"}))
+
+
+def test_a_key_of_axes_that_is_not_plain_is_refused() -> None:
+    """The name of nothing; a group's that is also that of another group's tensors."""
+    names = "names of the tensors given, or of groups: kv, full, latent"
+    for key in ("l", "layers.0", "k", "Full", "", 0):
+        with pytest.raises(kvspec.SpecError) as caught:
+            two({key: "BHNC"})
+        assert f"axes={key!r}: wanted {names}" == str(caught.value)
+    groups = [attrs.evolve(TWO[0], name="kv"), TWO[1]]
+    described = kvspec.EngineSpec(groups=groups, parallel=kvspec.ParallelConfig(tp_size=2))
+    tensors = {"l": np.zeros((5, 3, 4, 16), ELEMENT), "m": np.zeros((5, 1, 4, 576), ELEMENT)}
+    with pytest.raises(kvspec.SpecError) as caught:
+        kvspec.RankCache.from_tensors(described, RANK, tensors, {"kv": "BHNC"})
+    wanted = "axes='kv': wanted a name of a group or of tensors, and it is of both"
+    assert wanted == str(caught.value)
+
+
+def test_axes_of_another_stage_s_tensors_may_be_said() -> None:
+    """One mapping serves all ranks, also those whose stage has no layer of a group."""
+    described = kvspec.EngineSpec(
+        groups=TWO,
+        parallel=kvspec.ParallelConfig(pp_size=2, tp_size=2, stages=[["l"], ["m"]]),
+        layout="LBHNC",
+    )
+    axes = {"kv": "BHNC", "latent": "BHNC"}
+    tensors = {"l": np.zeros((5, 3, 4, 16), ELEMENT), "m": np.zeros((5, 1, 4, 576), ELEMENT)}
+    for stage, (layer, tensor) in enumerate(tensors.items()):
+        rank = RankId(pp=stage)
+        cache = kvspec.RankCache.from_tensors(described, rank, {layer: tensor}, axes)
+        assert {layer} == {region.layer for region in cache.regions}

@@ -66,12 +66,14 @@ def moved(
     consumer: kvspec.EngineSpec,
     request: kvspec.TransferRequest,
     caches: tuple[Caches, Caches] | None = None,
+    views: tuple[Mapping[kvspec.RankId, ViewsOf], ...] = ({}, {}),
     **options: Any,
 ) -> list[str]:
     """Move one request between all ranks, twice; return every fault: empty if all is right.
 
-    *caches*: of both sides by rank; allocated unless given. *options* go to `plan_transfer`. The
-    bytes of `descriptors` and of `select` are checked alike.
+    *caches*: of both sides by rank; allocated unless given. *views*: what shows the parts of a rank
+    in its memory, where it is not its cache's regions. *options* go to `plan_transfer`. The bytes
+    of `descriptors` and of `select` are checked alike.
     """
     kept: list[Any] = []
     plan = kvspec.plan_transfer(producer, consumer, **options)
@@ -83,10 +85,12 @@ def moved(
     sources, targets = caches
     for rank, cache in sources.items():
         blocks = request.producer_blocks
-        oracle.fill(producer, rank, memory(cache), views_of(cache), blocks, request)
+        shown = views[0].get(rank, views_of(cache))
+        oracle.fill(producer, rank, memory(cache), shown, blocks, request)
     found = []
     for rank, cache in targets.items():
-        held, rest = memory(cache), (views_of(cache), request.consumer_blocks, request)
+        shown = views[1].get(rank, views_of(cache))
+        held, rest = memory(cache), (shown, request.consumer_blocks, request)
         for copies in (described, selected):
             oracle.spoil(consumer, rank, held, *rest)
             before = {name: flat.copy() for name, flat in held.items()}

@@ -30,7 +30,7 @@ FOLDERS = (
     ("specs", "formats layer attention state uniform ."),
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
-    ("memory", ". layout region aliasing regions allocation arrays tensors"),
+    ("memory", ". layout region aliasing regions allocation arrays axes tensors"),
     ("descriptors", ". request shared paging pool boxes runs tables cells untouched table explain"),
     ("traffic", ". loads flows traffic"),
     ("check", "counting owners counterexample coverage places checker exhaustive verify ."),

@@ -33,6 +33,8 @@ REFUSED = {
     ("vLLM", "indexer, order not said"),
     ("SGLang", "vectorized_5d"),
     ("SGLang", "of its own"),
+    ("TensorRT-LLM", "pool, order not said"),
+    ("LMCache", "chunk, packing not said"),
 }
 """Pages that are refused whatever the peer is."""
 
@@ -65,7 +67,7 @@ def test_there_is_no_third_verdict(border: Any) -> None:
             assert ["exact", "refused", last] == [each.partition(":")[0] for each in verdicts]
         else:
             assert ["exact"] * 3 == verdicts
-    assert 30 == sum(verdicts[0] == "exact" for verdicts in found.values())
+    assert 40 == sum(verdicts[0] == "exact" for verdicts in found.values())
 
 
 def test_the_command_prints_the_table() -> None:

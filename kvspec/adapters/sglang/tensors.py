@@ -23,8 +23,8 @@ def rank_cache(
 ) -> RankCache:
     """Return where the buffers of one rank's *pool*, and of its *draft_pool*, lie.
 
-    *engine*: from `engine_spec`. Each buffer ``[slots, heads, size]`` becomes ``[pages, tokens,
-    heads, size]``; page 0 is SGLang's own and never moved.
+    *engine*: from `engine_spec`. The slots of each buffer ``[slots, heads, size]`` are pages and
+    their tokens; page 0 is SGLang's own and never moved.
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     pools = list(read_pools("pool", pool, FULL))
@@ -41,19 +41,10 @@ def rank_cache(
             wanted = f"{group.spec.block_size}, as group {group.name!r} has"
             raise SpecError(f"{found.path}.page_size", found.page_size, wanted)
         for name, buffers in zip(names, found.buffers, strict=True):
-            tensors[name] = {part: _paged(found, buffers[part]) for part in buffers}
-    return RankCache.from_tensors(engine, rank, tensors, "BNHC")
+            tensors[name] = {part: _whole_pages(found, buffers[part]) for part in buffers}
+    return RankCache.from_tensors(engine, rank, tensors, "(BN)HC")
 
 
-def _paged(pool: TokenPool, buffer: Any) -> Any:  # noqa: ANN401
-    """Return the view [pages, tokens, heads, size] of a buffer whose slots follow one another."""
-    slots, heads, size = tuple(buffer.shape)
-    pages = slots // pool.page_size
-    whole = buffer[: pages * pool.page_size]
-    try:
-        if hasattr(whole, "view") and hasattr(whole, "data_ptr"):
-            return whole.view(pages, pool.page_size, heads, size)
-        return whole.reshape((pages, pool.page_size, heads, size), copy=False)
-    except (RuntimeError, ValueError) as error:
-        wanted = "slots that follow one another in memory"
-        raise SpecError(f"{pool.path}.stride", str(error).partition("\n")[0], wanted) from error
+def _whole_pages(pool: TokenPool, buffer: Any) -> Any:  # noqa: ANN401
+    """Return the slots [slots, heads, size] of a buffer that fill pages."""
+    return buffer[: len(buffer) // pool.page_size * pool.page_size]
