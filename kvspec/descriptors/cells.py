@@ -108,10 +108,12 @@ def _state(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begi
 class _Frame:
     """The count of tokens in which cells are cut, and who owns what in it.
 
-    *block*: how much of it one block of the consumer's table stands for.
+    *block*: how much of it one block of the consumer's table stands for. *tokens*: what one step
+    of the request moves on by: the cells that end there; the last step moves what is left.
     """
 
     wanted: range
+    tokens: range | None
     cached: int
     block: int
     producer: Cyclic
@@ -122,13 +124,17 @@ def _own_counts(tables: Tables, geometry: Geometry) -> _Frame:
     """Count the tokens that both sides own: they deal them alike, so their own counts are one."""
     local, wanted = geometry.consumer.context.local, tables.wanted
     own = range(local(wanted.start), local(wanted.stop))
-    return _Frame(own, local(tables.cached), geometry.consumer.block_size, Cyclic(), Cyclic())
+    tokens = tables.tokens and range(local(tables.tokens.start), local(tables.tokens.stop))
+    return _Frame(
+        own, tokens, local(tables.cached), geometry.consumer.block_size, Cyclic(), Cyclic()
+    )
 
 
 def _positions(tables: Tables, geometry: Geometry) -> _Frame:
     """Count positions of the request: each cell has one owner on either side."""
     owners = geometry.producer.context, geometry.consumer.context
-    return _Frame(tables.wanted, tables.cached, geometry.consumer.virtual_block, *owners)
+    block = geometry.consumer.virtual_block
+    return _Frame(tables.wanted, tables.tokens, tables.cached, block, *owners)
 
 
 def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[Step, Ints]:
@@ -141,6 +147,9 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[Step, Ints]:
     stop = -(-wanted.stop // geometry.grain) * geometry.grain - last
     keep = frame.producer.owns(every) & frame.consumer.owns(every)
     keep &= geometry.stripe.holds(every // frame.block)
+    if frame.tokens is not None:
+        keep &= every + cell > frame.tokens.start
+        keep &= tables.last | (every + cell <= frame.tokens.stop)
     parts: list[tuple[Step, Ints]] = []
     if first < frame.cached:
         start = _after_cached(tables, geometry, frame) - first

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.table import DescriptorTable, Entry
+from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.memory.regions import Region
 from kvspec.ownership.election import Role

@@ -63,14 +63,15 @@ def row_sets(
     groups: tuple[KVCacheGroup, KVCacheGroup],
     producer: RankCache,
     consumer: RankCache,
+    layers: frozenset[str] | None = None,
 ) -> tuple[RowSet, ...]:
-    """Return the runs of one edge between the producer's and the consumer's *groups*.
+    """Return the runs of one edge, all *layers* or some, between the two sides' *groups*.
 
     For each family of layers and parts that are cut alike: rows for whole cells, rows for several
     cells in one where that makes longer runs, and rows for a part of a cell.
     """
     families: dict[tuple[object, ...], tuple[Geometry, _Contents]] = {}
-    for one, layer, part in _parts(edge, groups[1].spec):
+    for one, layer, part in _parts(edge, groups[1].spec, layers):
         source = PartSide.of(producer, groups[0], layer, part.name, one.remote_range.start)
         target = PartSide.of(consumer, groups[1], layer, part.name, one.local_range.start)
         cell = _cell_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
@@ -112,9 +113,11 @@ def _boxes(grain: int, contents: _Contents, seams: Seams) -> Iterator[Boxes]:
         yield from Boxes.of(units, grain, sides, np.array(first, np.int64), seams)
 
 
-def _parts(edge: Edge, spec: LayerSpec) -> Iterator[tuple[TPTransferSlice, str, Part]]:
+def _parts(
+    edge: Edge, spec: LayerSpec, layers: frozenset[str] | None
+) -> Iterator[tuple[TPTransferSlice, str, Part]]:
     for one in edge.slices:
-        for layer in one.layers:
+        for layer in one.layers if layers is None else filter(layers.__contains__, one.layers):
             for part in spec.of_layer(layer).parts:
                 if part.name in one.parts:
                     yield one, layer, part

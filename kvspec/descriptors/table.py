@@ -6,7 +6,8 @@ byte lies in exactly one selected descriptor, and a cached byte in none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 
 import attrs
@@ -15,16 +16,17 @@ import numpy.typing as npt
 
 from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.cells import Cells, begins, cells
+from kvspec.descriptors.entries import Entry, RowIds
 from kvspec.descriptors.paging import Geometry, Step
 from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.runs import RowSet, row_sets
+from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.shared import check_shared, sharing
-from kvspec.descriptors.tables import Tables
+from kvspec.descriptors.tables import Positions, Tables, check_tokens
 from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
-from kvspec.errors import Mismatch, MismatchError
-from kvspec.inputs import instance
+from kvspec.errors import Mismatch, MismatchError, SpecError
+from kvspec.inputs import instance, sequence
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
@@ -32,52 +34,8 @@ from kvspec.plan.mismatches import differing
 from kvspec.plan.plan import TransferPlan
 
 Rows = npt.NDArray[np.uint64]
-RowIds = npt.NDArray[np.int32]
 MAX_IDS = 2**31
 """Ids are int32: NIXL truncates wider ones without a word."""
-
-
-@attrs.frozen(eq=False)
-class Entry:
-    """A set of rows of one edge, and the first id of each side's."""
-
-    edge: Edge
-    rows: RowSet
-    producer_first: int
-    consumer_first: int
-
-    @cached_property
-    def starts(self) -> tuple[RowIds, RowIds]:
-        """The first id of each run, on both sides."""
-        producer, consumer = (
-            (first + np.arange(len(self.rows)) * pool.ids_per_run).astype(np.int32)
-            for pool, first in (
-                (self.rows.producer, self.producer_first),
-                (self.rows.consumer, self.consumer_first),
-            )
-        )
-        return producer, consumer
-
-    def write_ids(self, cells: Cells, producer: RowIds, consumer: RowIds) -> None:
-        """Write the ids of *cells* on both sides, row by row."""
-        rows = self.rows
-        for pool, starts, block, cell, ids in (
-            (rows.producer, self.starts[0], cells.producer_block, cells.producer_cell, producer),
-            (rows.consumer, self.starts[1], cells.consumer_block, cells.consumer_cell, consumer),
-        ):
-            steps = pool.steps(block, cell).astype(np.int32)
-            np.add(starts[:, None], steps, out=ids.reshape(len(rows), len(cells)))
-
-    def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
-        """Return (producer address, consumer address, length) of *cells*, row by row."""
-        rows = self.rows
-        found = np.empty((len(rows), len(cells), 3), np.int64)
-        sources = rows.producer.offsets(cells.producer_block, cells.producer_cell)
-        targets = rows.consumer.offsets(cells.consumer_block, cells.consumer_cell)
-        found[:, :, 0] = rows.producer_address[:, None] + sources
-        found[:, :, 1] = rows.consumer_address[:, None] + targets
-        found[:, :, 2] = rows.length[:, None]
-        return found.reshape(-1, 3)
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +44,7 @@ class DescriptorTable:
 
     *producer_rows*, *consumer_rows*: uint64 of shape (rows, 5), one row ``(address, length,
     device, stride, count)``. A descriptor's id counts through the rows' counts in order. All rows
-    of a side lie in one type of memory.
+    of a side lie in one type of memory. *layers*: the only ones whose rows these are.
     """
 
     plan: TransferPlan
@@ -97,28 +55,37 @@ class DescriptorTable:
     consumer_rows: Rows
     producer_memory_type: str
     consumer_memory_type: str
+    layers: frozenset[str] | None = None
 
-    def select(self, request: TransferRequest) -> tuple[RowIds, RowIds]:
+    def select(
+        self, request: TransferRequest, *, tokens: Positions | None = None
+    ) -> tuple[RowIds, RowIds]:
         """Return the ids of the descriptors that *request* moves: producer's, consumer's.
 
         Both are int32 and of equal length; descriptor i of one side pairs with descriptor i of the
         other. Ids adjacent on both sides stand together. Raises `SpecError` or `MismatchError` for
         any fault of the block tables, before anything is posted.
+
+        *tokens*: one step of a request that moves while it is written: ``range(moved, written)``,
+        or one by consumer group. Steps that follow each other up to `num_tokens` are the whole
+        request, nothing twice; each moves what ends before *written*, so a block that is cut may
+        wait for the next step. States, and what counts other tokens than the prompt's, move with
+        the last. Of each step the producer's table need only reach *written*.
         """
-        found = list(self.cells(request))
+        found = list(self.cells(request, tokens))
         ends = np.cumsum([0, *(len(entry.rows) * len(chosen) for entry, chosen in found)]).tolist()
         producer, consumer = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.int32)
         for (entry, chosen), start, stop in zip(found, ends, ends[1:], strict=False):
             entry.write_ids(chosen, producer[start:stop], consumer[start:stop])
         return producer, consumer
 
-    def descriptors(self, request: TransferRequest) -> Rows:
+    def descriptors(self, request: TransferRequest, *, tokens: Positions | None = None) -> Rows:
         """Return (producer address, consumer address, length) of what *request* moves.
 
         A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one, each
-        inside one memory of either cache.
+        inside one memory of either cache. *tokens*: one step of it, as `select` has it.
         """
-        found = [entry.addresses(chosen) for entry, chosen in self.cells(request)]
+        found = [entry.addresses(chosen) for entry, chosen in self.cells(request, tokens)]
         if not found:
             return np.empty((0, 3), np.uint64)
         seams = self.producer.seams, self.consumer.seams
@@ -163,22 +130,27 @@ class DescriptorTable:
         cached does not count, nor do blocks before the first live token, which may be another
         request's by now.
         """
-        pair = Pair(self.plan, self.producer, self.consumer)
+        pair = Pair(self.plan, self.producer, self.consumer, self.layers)
         return untouched(pair, request, self.descriptors(request))
 
     @cached_property
     def _pools(self) -> tuple[frozenset[str], ...]:
         return sharing(self.consumer)
 
-    def cells(self, request: TransferRequest) -> Iterator[tuple[Entry, Cells]]:
-        """Yield what of each set of rows *request* moves; raise as `select` does."""
+    def cells(
+        self, request: TransferRequest, tokens: Positions | None = None
+    ) -> Iterator[tuple[Entry, Cells]]:
+        """Yield what of each set of rows *request* moves, or one step of it; raise as `select`."""
         instance("request", request, TransferRequest)
-        request.check_groups([group.name for group in self.plan.consumer.groups])
+        groups = [group.name for group in self.plan.consumer.groups]
+        request.check_groups(groups)
+        if tokens is not None:
+            check_tokens(tokens, groups)
         check_shared(self.plan, request, self._pools)
         for edge, families in self._families:
             spec = self.plan.pair_of(edge).specs[edge.layers[0]]
-            tables = Tables.of(request, edge, spec)
-            if not tables.wanted:
+            tables = Tables.of(request, edge, spec, tokens, whole=not families[0][0].cell)
+            if not tables.reached:
                 continue
             tables.check(families[0][0])
             for geometry, entries in families:
@@ -223,23 +195,29 @@ def _placed(
 
 
 def build_table(
-    plan: TransferPlan, producer_cache: RankCache, consumer_cache: RankCache
+    plan: TransferPlan,
+    producer_cache: RankCache,
+    consumer_cache: RankCache,
+    *,
+    layers: Iterable[str] | None = None,
 ) -> DescriptorTable:
-    """Make the descriptor rows of one pair of ranks.
+    """Make the descriptor rows of one pair of ranks, of all *layers* unless given.
 
     The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
-    not one of the plan's, or if the ids of one side would not fit an int32.
+    not one of the plan's, or if the ids of one side would not fit an int32; `SpecError` for a layer
+    that is none of the consumer's. Tables of layers apart together move what one table of all does.
     """
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
     instance("consumer_cache", consumer_cache, RankCache)
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
+    only = None if layers is None else _known(plan, layers)
     entries: list[Entry] = []
     at = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
-        for rows in row_sets(edge, groups, producer_cache, consumer_cache):
+        for rows in row_sets(edge, groups, producer_cache, consumer_cache, only):
             entries.append(Entry(edge, rows, *at))
             used = rows.ids_used
             at = at[0] + used[0], at[1] + used[1]
@@ -266,7 +244,17 @@ def build_table(
         consumer_rows=consumer_rows,
         producer_memory_type=producer_type,
         consumer_memory_type=consumer_type,
+        layers=only,
     )
+
+
+def _known(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
+    given = tuple(layers) if isinstance(layers, AbstractSet) else layers
+    names = sequence("layers", given, "names of layers")
+    known = [layer for group in plan.consumer.groups for layer in group.layers]
+    if strange := [name for name in names if name not in known]:
+        raise SpecError("layers", strange[:3], f"layers of the consumer, as {known[:3]}")
+    return frozenset(names)
 
 
 def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:

@@ -6,6 +6,8 @@ anything of it moves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import attrs
 import numpy as np
 
@@ -18,28 +20,60 @@ from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 
 Side = tuple[Role, str, BlockTable, Paging]
+Positions = range | Mapping[str, range]
+"""Positions of one step of a request: of the prompt, or by consumer group."""
 
 
 @attrs.frozen(eq=False)
 class Tables:
-    """The block tables of one edge: the tokens *wanted* by the consumer, and how many it has."""
+    """The block tables of one edge: the tokens *wanted* by the consumer, and how many it has.
+
+    *tokens*: the positions by which one step of the request moves on; None: all at once. *whole*:
+    whether it is a state, which moves with the last step.
+    """
 
     edge: Edge
     wanted: range
     cached: int
+    tokens: range | None
+    whole: bool
     producer: BlockTable
     consumer: BlockTable
 
     @staticmethod
-    def of(request: TransferRequest, edge: Edge, spec: LayerSpec) -> Tables:
+    def of(
+        request: TransferRequest,
+        edge: Edge,
+        spec: LayerSpec,
+        tokens: Positions | None,
+        *,
+        whole: bool,
+    ) -> Tables:
         """Return the tables of *request* for *edge*, between layers of *spec*."""
         return Tables(
             edge=edge,
             wanted=request.wanted(edge.group, spec),
             cached=request.cached(edge.group, spec),
+            tokens=None if tokens is None else _own_tokens(request, edge.group, spec, tokens),
+            whole=whole,
             producer=request.table("producer", edge.producer_group),
             consumer=request.table("consumer", edge.group),
         )
+
+    @property
+    def reached(self) -> range:
+        """The wanted tokens that this step or one before it moves; empty where it moves none."""
+        tokens, wanted = self.tokens, self.wanted
+        if tokens is None or tokens.start < wanted.stop <= tokens.stop:
+            return wanted
+        if self.whole or not tokens or tokens.start >= wanted.stop:
+            return EMPTY
+        return range(wanted.start, min(wanted.stop, tokens.stop)) or EMPTY
+
+    @property
+    def last(self) -> bool:
+        """Whether no later step follows."""
+        return self.tokens is None or self.tokens.stop >= self.wanted.stop
 
     def sides(self, geometry: Geometry) -> tuple[Side, Side]:
         """Return name, group, table and paging of the consumer, and of the producer."""
@@ -57,7 +91,7 @@ class Tables:
         check(self.sides(geometry))
 
     def _check_tokens(self, sides: tuple[Side, Side]) -> None:
-        wanted = self.wanted
+        wanted = self.reached
         for side, group, table, paging in sides:
             table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
         for side, group, table, paging in sides:
@@ -82,6 +116,30 @@ class Tables:
             check_no_null(side, group, paging.null_block, missing, self.wanted)
             if side == "consumer":
                 _check_once(side, group, table, table.block_ids[slot : slot + 1])
+
+
+def check_tokens(tokens: object, groups: Iterable[str]) -> None:
+    """Raise `SpecError` unless *tokens* is a range of positions, or some for *groups*."""
+    ranges = tokens if isinstance(tokens, Mapping) else {None: tokens}
+    if strange := sorted(set(ranges) - {None, *groups}, key=repr):
+        raise SpecError("tokens", strange, f"groups of the consumer: {', '.join(groups)}")
+    for group, own in ranges.items():
+        field = "tokens" if group is None else f"tokens[{group!r}]"
+        if not isinstance(own, range) or own.step != 1 or not 0 <= own.start <= own.stop:
+            raise SpecError(field, own, "a range of positions, range(start, stop)")
+
+
+def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: Positions) -> range:
+    """Return the positions of *group* that *tokens* are.
+
+    What counts other tokens than the prompt's moves with the prompt's last, unless it is named.
+    """
+    if isinstance(tokens, Mapping):
+        return tokens.get(group, EMPTY)
+    if spec.counts_prompt:
+        return tokens
+    last = tokens.start < request.num_tokens <= tokens.stop
+    return range(request.total(spec)) if last else EMPTY
 
 
 def check_producer_holds(group: str, held: range, wanted: range) -> None:

@@ -24,11 +24,12 @@ from kvspec.plan.plan import TransferPlan
 
 @attrs.frozen(eq=False)
 class Pair:
-    """Two ranks of a plan, by their caches."""
+    """Two ranks of a plan, by their caches; all *layers* or some."""
 
     plan: TransferPlan
     producer: RankCache
     consumer: RankCache
+    layers: frozenset[str] | None
 
 
 def untouched(
@@ -55,7 +56,8 @@ def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]
         specs = pair.plan.pair_of(edge).specs
         for one in edge.slices:
             for layer in one.layers:
-                for part in specs[layer].parts:
+                moves = pair.layers is None or layer in pair.layers
+                for part in specs[layer].parts if moves else ():
                     if part.name in one.parts:
                         region = pair.consumer.region(layer, part.name)
                         rows = _token_rows if part.per_token else _state_rows

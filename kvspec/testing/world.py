@@ -79,9 +79,11 @@ def selected(table: DescriptorTable, request: TransferRequest) -> list[Copy]:
     return prepared(table, request).copies()
 
 
-def described(table: DescriptorTable, request: TransferRequest) -> list[Copy]:
+def described(
+    table: DescriptorTable, request: TransferRequest, tokens: range | None = None
+) -> list[Copy]:
     """Return the copies that `descriptors` lists."""
-    rows = table.descriptors(request)
+    rows = table.descriptors(request, tokens=tokens)
     assert np.uint64 == rows.dtype
     return [(int(a), int(b), int(c)) for a, b, c in rows]
 
@@ -125,20 +127,24 @@ class World:
     producers: Held
     consumers: Held
     before: dict[RankId, Storage]
-    _made: dict[Pair, DescriptorTable] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+    _made: dict[tuple[Pair, frozenset[str] | None], DescriptorTable] = attrs.field(
+        factory=dict, init=False, repr=False, eq=False
+    )
 
     @cached_property
     def plan(self) -> TransferPlan:
         """The library's plan of the case."""
         return plan_of(self.case)
 
-    def table(self, producer: RankId, consumer: RankId) -> DescriptorTable:
-        """Return the library's descriptor table of one pair of ranks."""
-        pair = producer, consumer
-        if pair not in self._made:
+    def table(
+        self, producer: RankId, consumer: RankId, layers: frozenset[str] | None = None
+    ) -> DescriptorTable:
+        """Return the library's descriptor table of one pair of ranks, of all *layers* or some."""
+        key = (producer, consumer), layers
+        if key not in self._made:
             caches = self.producers[producer][0], self.consumers[consumer][0]
-            self._made[pair] = build_table(self.plan, *caches)
-        return self._made[pair]
+            self._made[key] = build_table(self.plan, *caches, layers=layers)
+        return self._made[key]
 
     def tables(self) -> Iterator[tuple[RankId, RankId, DescriptorTable]]:
         """Yield the descriptor table of each pair of ranks that exchange anything."""

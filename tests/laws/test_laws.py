@@ -19,7 +19,7 @@ from kvspec.testing.laws import KVSPEC, LAWS, System
 from kvspec.testing.world import Copy, PreparedLists, World
 
 OF_PLANS = [law for law in LAWS if law.number in {1, 3, 5, 6, 7}]
-OF_BYTES = [law for law in LAWS if law.number in {1, 4, 8, 9, 10, 11}]
+OF_BYTES = [law for law in LAWS if law.number in {1, 4, 8, 9, 10, 11, 13}]
 PLANNER = attrs.evolve(KVSPEC, descriptors=None, prepared=None)
 MOVER = attrs.evolve(KVSPEC, moves=None, tells=None)
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -119,6 +119,13 @@ def to_first(here: Case, role: str, moves: list[laws.Move]) -> Moves:
     return [attrs.evolve(m, producer=RankId(tp=m.producer.tp // 2 * 2)) for m in moves]
 
 
+def stepping(change: Callable[[World, frozenset[str], range], tuple[Any, Any]]) -> System:
+    """Return a system whose steps are those of kvspec, of other layers or positions."""
+    right: Any = KVSPEC.steps
+    steps = lambda w, p, c, layers, tokens: right(w, p, c, *change(w, layers, tokens))  # noqa: E731
+    return System(name="planted", steps=steps)
+
+
 def in_bytes(copies: list[Copy]) -> Iterator[Copy]:
     """Cut copies in two."""
     for a, b, length in copies:
@@ -165,6 +172,11 @@ PLANTED: list[tuple[int, System]] = [
     (10, copying(lambda _w, copies: [(a, b + 2**20, n) for a, b, n in copies])),
     (10, preparing(longer_rows)),
     (11, System(name="deaf", descriptors=deaf)),
+    (13, System(name="idle", steps=lambda *_: ())),
+    (13, stepping(lambda w, layers, _: (layers, range(w.case.request.num_tokens)))),
+    (13, stepping(lambda _w, layers, tokens: (layers, range(tokens.stop)))),
+    (13, stepping(lambda _w, layers, tokens: (layers, range(tokens.start, tokens.stop + 1)))),
+    (13, stepping(lambda _w, layers, tokens: (layers, range(tokens.start + 1, tokens.stop)))),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.testing.laws import copies, moves, refusal, runs
+from kvspec.testing.laws import copies, moves, refusal, runs, steps
 from kvspec.testing.laws.system import KVSPEC, Move, System
 from kvspec.testing.world import PreparedLists, World
 
@@ -145,6 +145,19 @@ LAWS = (
         "refusal",
         "What cannot be moved is refused by the name of what is wrong, before a byte of it moves.",
         (refusal.of_models, refusal.of_requests),
+    ),
+    Law(
+        12,
+        "release",
+        "Each producer rank releases a request once, after its last reader; what is called ready"
+        " was read whole, and was held until then.",
+    ),
+    Law(
+        13,
+        "steps",
+        "Over any schedule of frontiers, by layer and by token, the steps are the whole request,"
+        " nothing twice, nothing before it was written.",
+        (steps.steps,),
     ),
 )
 """Every law, in the order of its number."""

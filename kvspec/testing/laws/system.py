@@ -40,6 +40,7 @@ class Move:
 
 
 Ask = Callable[[World, "RankId", "RankId"], Iterable[Copy]]
+AskStep = Callable[[World, "RankId", "RankId", frozenset[str], range], Iterable[Copy]]
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +51,8 @@ class System:
     (producer rank, consumer rank) of which the consumer tells the producer that it is done, asked
     of either.
     *descriptors*: the copies (producer address, consumer address, length) of a world's request
-    between two ranks; *prepared*: lists of rows and ids that mean the same. A world has both
+    between two ranks; *prepared*: lists of rows and ids that mean the same; *steps*: the copies of
+    one step, of some layers, which moves on from a range's start to its stop. A world has both
     engines, the request and every rank's cache: see `kvspec.testing.world.World`. Whoever cannot
     serve a case raises `MismatchError`, which no law catches but the one about refusals.
     """
@@ -60,6 +62,7 @@ class System:
     tells: Callable[[Case, Role], Iterable[Pair]] | None = None
     descriptors: Ask | None = None
     prepared: Callable[[World, RankId, RankId], PreparedLists | None] | None = None
+    steps: AskStep | None = None
 
     def ways(self) -> Iterator[tuple[str, Ask]]:
         """Yield every way in which the system names its copies."""
@@ -76,10 +79,11 @@ class System:
 def copied(here: World, way: Ask) -> dict[Pair, list[Copy]]:
     """Return what *way* copies between each pair of ranks, as plain ints."""
     pairs = product(here.producers, here.consumers)
-    return {pair: [_ints(each) for each in way(here, *pair)] for pair in pairs}
+    return {pair: [ints(each) for each in way(here, *pair)] for pair in pairs}
 
 
-def _ints(copy: Iterable[int]) -> Copy:
+def ints(copy: Iterable[int]) -> Copy:
+    """Return *copy* as plain ints."""
     source, place, length = map(int, copy)
     return source, place, length
 
@@ -127,7 +131,21 @@ def _prepared(here: World, producer: RankId, consumer: RankId) -> PreparedLists 
     return prepared(here.table(producer, consumer), here.case.request)
 
 
+def _steps(
+    here: World, producer: RankId, consumer: RankId, layers: frozenset[str], tokens: range
+) -> Iterable[Copy]:
+    if not here.plan.between(producer, consumer):
+        return []
+    table = here.table(producer, consumer, layers)
+    return described(table, here.case.request, tokens)
+
+
 KVSPEC = System(
-    name="kvspec", moves=_moves, tells=_tells, descriptors=_descriptors, prepared=_prepared
+    name="kvspec",
+    moves=_moves,
+    tells=_tells,
+    descriptors=_descriptors,
+    prepared=_prepared,
+    steps=_steps,
 )
 """The library itself."""
