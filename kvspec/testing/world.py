@@ -91,7 +91,7 @@ def described(
 def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str, int]:
     """Return the group and offset of *length* bytes at *address*, all in one group's storage."""
     for name, flat in storage.items():
-        offset = address - flat.ctypes.data
+        offset = address - flat.__array_interface__["data"][0]
         if offset >= 0 and offset + length <= flat.size:
             return name, offset
     raise AssertionError(f"{length} bytes at {address:#x} are not in any storage of this rank")
@@ -128,13 +128,18 @@ class World:
     consumers: Held
     before: dict[RankId, Storage]
     _made: dict[tuple[Pair, frozenset[str] | None], DescriptorTable] = attrs.field(
-        factory=dict, init=False, repr=False, eq=False
+        factory=dict, repr=False, eq=False
     )
 
     @cached_property
     def plan(self) -> TransferPlan:
         """The library's plan of the case."""
         return plan_of(self.case)
+
+    def asking(self, request: TransferRequest) -> World:
+        """Return the world of another *request* over the very memory, and tables, of this one."""
+        case = attrs.evolve(self.case, request=request)
+        return World(case, self.producers, self.consumers, self.before, self._made)
 
     def table(
         self, producer: RankId, consumer: RankId, layers: frozenset[str] | None = None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec import RankId, SpecError
 from kvspec.testing import Case, strategies
-from kvspec.testing.laws import KVSPEC
+from kvspec.testing.laws import KVSPEC, Trial
 from kvspec.testing.laws.steps import Schedule, scheduled
 from kvspec.testing.world import world
 
@@ -38,7 +38,7 @@ def schedules(draw: st.DrawFn, drawn: Case) -> Schedule:
 @settings(max_examples=settings.default.max_examples // 2)
 def test_any_schedule_is_the_whole_request(data: st.DataObject, drawn: Case) -> None:
     """All is right at the end, nothing was written twice, nothing was read before it was there."""
-    assert [] == list(scheduled(KVSPEC, drawn, data.draw(schedules(drawn))))
+    assert [] == list(scheduled(Trial(KVSPEC, drawn), data.draw(schedules(drawn))))
 
 
 def asked(**more: Any) -> Case:

@@ -7,13 +7,13 @@ hand; nothing here needs hypothesis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import attrs
 
 from kvspec.testing.laws import copies, moves, refusal, runs, steps
-from kvspec.testing.laws.system import KVSPEC, Move, System
+from kvspec.testing.laws.system import KVSPEC, Move, System, Trial
 from kvspec.testing.world import PreparedLists, World
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "Move",
     "PreparedLists",
     "System",
+    "Trial",
     "World",
     "broken",
 ]
@@ -46,20 +47,24 @@ class Law:
     number: int
     name: str
     sentence: str
-    over: tuple[Callable[[System, Case], Iterator[str]], ...] = ()
-    between: tuple[Callable[[System, Case, Case], Iterator[str]], ...] = ()
+    over: tuple[Callable[[Trial], Iterator[str]], ...] = ()
+    between: tuple[Callable[[Trial, Trial], Iterator[str]], ...] = ()
 
     def faults(self, system: System, case: Case, other: Case | None = None) -> Iterator[str]:
         """Yield in words what of *system* breaks this law; nothing: it holds.
 
         Without *other* nothing is asked that takes two cases.
         """
+        return self.look(*_trials(system, case, other))
+
+    def look(self, trial: Trial, other: Trial | None = None) -> Iterator[str]:
+        """Yield the same of a *trial*, whose world and copies several laws can look at."""
         try:
-            for look in self.over:
-                yield from look(system, case)
+            for judge in self.over:
+                yield from judge(trial)
             if other is not None:
                 for compare in self.between:
-                    yield from compare(system, case, other)
+                    yield from compare(trial, other)
         except AssertionError as error:  # an answer that means nothing, such as ids of no row
             yield str(error)
 
@@ -163,7 +168,14 @@ LAWS = (
 """Every law, in the order of its number."""
 
 
-def broken(system: System, case: Case, other: Case | None = None) -> list[tuple[Law, str]]:
-    """Return each law that *system* breaks of *case*, with its first counter-example."""
-    found = ((law, next(law.faults(system, case, other), None)) for law in LAWS)
+def broken(
+    system: System, case: Case, other: Case | None = None, of: Iterable[Law] = LAWS
+) -> list[tuple[Law, str]]:
+    """Return each law *of* those that *system* breaks of *case*, with its first counter-example."""
+    trials = _trials(system, case, other)
+    found = ((law, next(law.look(*trials), None)) for law in of)
     return [(law, fault) for law, fault in found if fault is not None]
+
+
+def _trials(system: System, *cases: Case | None) -> list[Trial]:
+    return [Trial(system, case) for case in cases if case is not None]

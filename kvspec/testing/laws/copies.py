@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvspec.testing.carve import logical_views
-from kvspec.testing.laws.system import copied
+from kvspec.testing.laws.system import Trial, copied, deliver
 from kvspec.testing.positions import excluded_layers, rows_of
 from kvspec.testing.world import Copy, Pair, World, finest, world
 
@@ -21,32 +21,20 @@ if TYPE_CHECKING:
     from kvspec.memory.regions import RankCache
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
-    from kvspec.testing.laws.system import System
+    from kvspec.testing.laws.system import Copies
     from kvspec.testing.world import Held
 
-Copies = dict[Pair, list[Copy]]
 
-
-def cover(system: System, case: Case) -> Iterator[str]:
+def cover(trial: Trial) -> Iterator[str]:
     """Yield each byte that is wrong after the transfer, and each that is written twice."""
     moved: list[dict[Pair, list[tuple[int, int]]]] = []
-    here: World | None = None
-    for name, way in system.ways():
-        here = here or world(case)
-        copies = copied(here, way)
-        here.restore()
-        _deliver(here, copies)
-        for fault in (*_twice(copies), *here.differences()):
+    for name, copies in trial.copies():
+        deliver(trial.world, copies)
+        for fault in (*_twice(copies), *trial.world.differences()):
             yield f"{name}: {fault}"
         moved.append({pair: _bytes(found) for pair, found in copies.items()})
     if moved[1:] and moved[0] != moved[1]:
         yield "descriptors and ids do not move the same bytes"
-
-
-def _deliver(here: World, copies: Copies) -> None:
-    """Do what *copies* say."""
-    for pair, found in copies.items():
-        here.copy(pair, found)
 
 
 def _twice(copies: Copies) -> Iterator[str]:
@@ -66,23 +54,29 @@ def _bytes(copies: list[Copy]) -> list[tuple[int, int]]:
     return sorted((a + i, b + i) for a, b, length in copies for i in range(length))
 
 
-def two_hops(system: System, case: Case, other: Case) -> Iterator[str]:
+def two_hops(trial: Trial, other: Trial) -> Iterator[str]:
     """Yield what is wrong after the way over *other*'s consumer, if anything arrived there."""
+    if not any(trial.system.ways()):
+        return
+    there, here = _hops(trial.case, other.case)
+    for name, way in trial.system.ways():
+        for hop, each in (("first", there), ("second", here)):
+            deliver(each, copied(each, way))
+            yield from (f"{name}, {hop} hop: {fault}" for fault in each.differences())
+
+
+def _hops(case: Case, other: Case) -> tuple[World, World]:
+    """Return the way to *other*'s consumer, and from there: its consumers are its producers."""
     still = excluded_layers(case.producer) | excluded_layers(case.consumer)
-    between = _excluding(other.consumer, still)
+    middle = _excluding(other.consumer, still)
     tables, pool = other.request.consumer_blocks, other.consumer_pool
     if not isinstance(case.replicas, str):  # its nodes are those of other ranks
         case = attrs.evolve(case, replicas="spread")
     first = attrs.evolve(case.request, consumer_blocks=tables)
     second = attrs.evolve(case.request, producer_blocks=tables)
-    for name, way in system.ways():
-        there = world(attrs.evolve(case, consumer=between, consumer_pool=pool, request=first))
-        _deliver(there, copied(there, way))
-        yield from (f"{name}, first hop: {fault}" for fault in there.differences())
-        back = attrs.evolve(case, producer=between, producer_pool=pool, request=second)
-        here = world(back, there.consumers)
-        _deliver(here, copied(here, way))
-        yield from (f"{name}, second hop: {fault}" for fault in here.differences())
+    there = world(attrs.evolve(case, consumer=middle, consumer_pool=pool, request=first))
+    back = attrs.evolve(case, producer=middle, producer_pool=pool, request=second)
+    return there, world(back, there.consumers)
 
 
 def _excluding(engine: EngineSpec, still: set[str]) -> EngineSpec:
@@ -94,14 +88,12 @@ def _excluding(engine: EngineSpec, still: set[str]) -> EngineSpec:
     return attrs.evolve(engine, groups=groups)
 
 
-def invariance(system: System, case: Case, other: Case) -> Iterator[str]:
+def invariance(trial: Trial, other: Trial) -> Iterator[str]:
     """Yield the first content that arrives otherwise between *other*'s engines, of one model."""
-    for name, way in system.ways():
-        arrived = []
-        for each in (case, other):
-            here = world(each)
-            _deliver(here, copied(here, way))
-            arrived.append(_arrived(here))
+    for (name, copies), (_, others) in zip(trial.copies(), other.copies(), strict=True):
+        deliver(trial.world, copies)
+        deliver(other.world, others)
+        arrived = [_arrived(each.world) for each in (trial, other)]
         for key in sorted(arrived[0].keys() | arrived[1].keys()):
             one, two = (found.get(key, set()) for found in arrived)
             if one != two or len(one) > 1:
@@ -127,12 +119,13 @@ def _arrived(here: World) -> dict[tuple[str, str, int, int], set[bytes]]:
     return found
 
 
-def bounds(system: System, case: Case) -> Iterator[str]:
+def bounds(trial: Trial) -> Iterator[str]:
     """Yield each copy, and each row from its first to its last, that is not in one memory."""
+    system = trial.system
     if not any(system.ways()):
         return
-    here = world(case)
-    here = attrs.evolve(here, producers=_finest(here.producers), consumers=_finest(here.consumers))
+    there = trial.world
+    here = World(trial.case, _finest(there.producers), _finest(there.consumers), there.before)
     for name, way in system.ways():
         for (p, c), copies in copied(here, way).items():
             sides = here.producers[p][0], here.consumers[c][0]

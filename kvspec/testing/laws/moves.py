@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
     from kvspec.testing.case import Case
-    from kvspec.testing.laws.system import Move, System
+    from kvspec.testing.laws.system import Move, Trial
 
 Arrivals = dict[tuple["RankId", str, str], "list[Move]"]
 
 
-def _by_target(system: System, case: Case) -> Arrivals:
+def _by_target(trial: Trial) -> Arrivals:
     """Return what moves to each consumer rank, by layer and part."""
     found: Arrivals = defaultdict(list)
-    for each in system.moves(case, "consumer") if system.moves else ():
+    for each in trial.moves("consumer"):
         found[each.consumer, each.layer, each.part].append(each)
     return found
 
 
-def cover(system: System, case: Case) -> Iterator[str]:
+def cover(trial: Trial) -> Iterator[str]:
     """Yield each part that is not read once at each of its positions, and what is read in vain."""
-    if system.moves is None:
+    if trial.system.moves is None:
         return
-    arriving = _by_target(system, case)
+    case, arriving = trial.case, _by_target(trial)
     for target in targets(case.consumer, case.producer):
         moves = arriving.pop((target.rank, target.layer, target.part.name), [])
         size = context_of(case.consumer, target.rank, target.group)[1]
@@ -95,11 +95,12 @@ def _times(
     return found
 
 
-def symmetry(system: System, case: Case) -> Iterator[str]:
+def symmetry(trial: Trial) -> Iterator[str]:
     """Yield what one side would move and the other would not, and what swapping does not swap."""
-    if system.moves is None:
+    ask, case = trial.system.moves, trial.case
+    if ask is None:
         return
-    pulled, pushed = (set(system.moves(case, role)) for role in ("consumer", "producer"))
+    pulled, pushed = set(trial.moves("consumer")), set(trial.moves("producer"))
     yield from (f"pulled and not pushed: {each}" for each in pulled - pushed)
     yield from (f"pushed and not pulled: {each}" for each in pushed - pulled)
     if has_replicas(case.producer) or has_replicas(case.consumer):
@@ -115,16 +116,17 @@ def symmetry(system: System, case: Case) -> Iterator[str]:
             producer_units=each.consumer_units,
             consumer_units=each.producer_units,
         )
-        for each in system.moves(back, "consumer")
+        for each in ask(back, "consumer")
     }
     for each in pulled ^ swapped:
         yield f"without replicas, one way only: {each}"
 
 
-def identity(system: System, case: Case) -> Iterator[str]:
+def identity(trial: Trial) -> Iterator[str]:
     """Yield each move that is empty, or is not of the same units at both ends."""
+    case = trial.case
     known = {(t.rank, t.layer, t.part.name): t.part for t in targets(case.consumer, case.producer)}
-    for (rank, layer, name), moves in _by_target(system, case).items():
+    for (rank, layer, name), moves in _by_target(trial).items():
         part = known.get((rank, layer, name))
         for each in moves:
             units = list(each.units)
@@ -148,16 +150,16 @@ ROUNDS = 7
 """Virtual blocks over which stripes are counted."""
 
 
-def fair(system: System, case: Case) -> Iterator[str]:
+def fair(trial: Trial) -> Iterator[str]:
     """Yield each replica class whose members are not read as the policy says.
 
     Evenly among those that readers elect among, counted in readers; under `stripe`, in virtual
     blocks that each reader reads. Under `first` that is the first alone, under `nearest` those on
     the reader's node, if there are any.
     """
-    if system.moves is None:
+    if trial.system.moves is None:
         return
-    arriving = _by_target(system, case)
+    case, arriving = trial.case, _by_target(trial)
     policy = case.replicas if isinstance(case.replicas, str) else case.replicas.replicas
     for alike in replica_classes(case.producer, case.consumer):
         where = f"{alike.layers[0]}.{alike.part.name}"
@@ -194,16 +196,16 @@ def _candidates(case: Case, members: Sequence[RankId], reader: RankId) -> tuple[
     return tuple(members[:1] if policy == "first" else members)
 
 
-def counts(system: System, case: Case) -> Iterator[str]:
+def counts(trial: Trial) -> Iterator[str]:
     """Yield each producer rank that its readers do not tell, nobody tells, or the wrong ones."""
-    if system.tells is None:
+    ask, case = trial.system.tells, trial.case
+    if ask is None:
         return
-    tell, told = (set(system.tells(case, role)) for role in ("consumer", "producer"))
+    tell, told = (set(ask(case, role)) for role in ("consumer", "producer"))
     yield from (f"{c} tells {p}, which does not wait for it" for p, c in tell - told)
     yield from (f"{p} waits for {c}, which does not tell it" for p, c in told - tell)
     for rank in case.producer.parallel.ranks:
         if rank not in {p for p, _ in told}:
             yield f"producer {rank} is told by nobody, and never releases a block"
-    moves = system.moves(case, "consumer") if system.moves else ()
-    for p, c in {(each.producer, each.consumer) for each in moves} - told:
+    for p, c in {(each.producer, each.consumer) for each in trial.moves("consumer")} - told:
         yield f"{c} reads {p}, which does not wait for it"

@@ -7,8 +7,7 @@ copy; a crash is no refusal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,44 +16,38 @@ from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError
 from kvspec.testing.carve import block_split
 from kvspec.testing.laws.owners import targets
-from kvspec.testing.laws.system import copied
+from kvspec.testing.laws.system import Trial
 from kvspec.testing.positions import rows_of
-from kvspec.testing.world import World, world
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.testing.case import Case
-    from kvspec.testing.laws.system import System
 
 _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
 """Other element types of the same size."""
 
 
-def of_models(system: System, case: Case) -> Iterator[str]:
+def of_models(trial: Trial) -> Iterator[str]:
     """Yield each producer of another model that is not refused, or not by the name of the field."""
-    for name, what, wrong in _other_models(case):
-        yield from _accepted(system, name, what, wrong, partial(world, wrong))
+    for name, what, wrong in _other_models(trial.case):
+        yield from _accepted(name, what, Trial(trial.system, wrong))
 
 
-def of_requests(system: System, case: Case) -> Iterator[str]:
+def of_requests(trial: Trial) -> Iterator[str]:
     """Yield each impossible request that is not refused, or not by the name of the group."""
-    if not any(system.ways()):
+    if not any(trial.system.ways()):
         return
-    right = world(case)  # what is wrong could not be filled
-    for name, what, change in _wrong_requests(case):
-        wrong = attrs.evolve(case, request=attrs.evolve(case.request, **change))
-        yield from _accepted(system, name, what, wrong, partial(attrs.evolve, right, case=wrong))
+    for name, what, change in _wrong_requests(trial.case):
+        wrong = attrs.evolve(trial.case.request, **change)
+        yield from _accepted(name, what, trial.asking(wrong))
 
 
-def _accepted(
-    system: System, name: str, what: str, wrong: Case, make: Callable[[], World]
-) -> Iterator[str]:
-    """Yield a fault unless *system* refuses the case *wrong*, whose world *make* makes."""
+def _accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
+    """Yield a fault unless the system refuses what is *wrong*, by its *name*, before it copies."""
     try:
-        if system.moves is not None:
-            list(system.moves(wrong, "consumer"))
-        for _, way in system.ways():
-            copied(make(), way)
+        wrong.moves("consumer")
+        for _, _ in wrong.copies():
+            pass
     except (KVSpecError, ValueError) as error:
         if name not in str(error):
             yield f"{what}: refused without saying {name!r}: {error}"

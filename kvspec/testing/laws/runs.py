@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvspec.testing.carve import block_split, logical_views
-from kvspec.testing.laws.system import copied
 from kvspec.testing.positions import rows_of
-from kvspec.testing.world import Copy, PreparedLists, World, inside, world
+from kvspec.testing.world import Copy, PreparedLists, World, inside
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvspec.ownership.parallel import RankId
-    from kvspec.testing.case import Case
-    from kvspec.testing.laws.system import System
+    from kvspec.testing.laws.system import Trial
 
 
-def maximal(system: System, case: Case) -> Iterator[str]:
+def maximal(trial: Trial) -> Iterator[str]:
     """Yield each two descriptors of one group that touch on both sides."""
-    if system.descriptors is None:
-        return
-    here = world(case)
-    for (p, c), copies in copied(here, system.descriptors).items():
+    for (p, c), copies in dict(trial.copies()).get("descriptors", {}).items():
+        here = trial.world
         found: dict[str, set[tuple[int, int]]] = {}
         for source, place, length in copies:
             name, _ = inside(here.consumers[c][1], place, length)
@@ -37,34 +34,37 @@ def maximal(system: System, case: Case) -> Iterator[str]:
                 yield f"{p} -> {c}: one copy ends and one begins at byte {end} of group {name}"
 
 
-def minimal(system: System, case: Case) -> Iterator[str]:
+def minimal(trial: Trial) -> Iterator[str]:
     """Yield ids that move a block without a live byte, or what one longer copy of a row could."""
-    if system.prepared is None:
+    ask = trial.system.prepared
+    if ask is None:
         return
-    here = world(case)
-    for (p, c), copies in copied(here, dict(system.ways())["ids"]).items():
-        lists = system.prepared(here, p, c)
-        if lists is None:
-            continue
-        must, may, live = here.live(c)
-        block = _blocks(here, c)
+    here = trial.world
+    wants, alive = cache(here.live), cache(partial(_alive, here))
+    names = cache(partial(_names, here))
+    for (p, c), copies in dict(trial.copies())["ids"].items():
+        sent, kept = here.producers[p][1], here.consumers[c][1]
         for _, place, length in copies:
-            name, offset = inside(here.consumers[c][1], place, length)
-            moved = set(block[name][offset : offset + length].tolist())
-            if not moved <= set(block[name][live[name]].tolist()):
+            name, offset = inside(kept, place, length)
+            if not alive(c)[name][offset : offset + length].all():
                 yield f"{p} -> {c}: {length} bytes to byte {offset} of group {name}: nothing lives"
-        for wide in set(_wider(lists, copies)):
-            covered = [copy for copy in copies if _within(copy, wide)]
-            source, place, length = wide
-            group, start = inside(here.producers[p][1], source, length)
-            name, offset = inside(here.consumers[c][1], place, length)
-            there = slice(offset, offset + length)
-            right = here.producers[p][1][group][start : start + length] == must[name][there]
-            legal = (right & live[name][there]) | (may[name][there] == 1)
-            if len(covered) > 1 and legal.all():
-                sent = _names(here, "producer", p)[group][start : start + length]
-                if (sent == _names(here, "consumer", c)[name][there]).all():
-                    yield f"{p} -> {c}: {len(covered)} copies at byte {offset} of {name}, not 1"
+        lists = ask(here, p, c)
+        for (source, place, length), covered in () if lists is None else _wider(lists, copies):
+            group, start = inside(sent, source, length)
+            name, offset = inside(kept, place, length)
+            origin, there = slice(start, start + length), slice(offset, offset + length)
+            must, may, live = (flats[name][there] for flats in wants(c))
+            legal = ((sent[group][origin] == must) & live) | (may == 1)
+            if legal.all() and np.array_equal(
+                names("producer", p)[group][origin], names("consumer", c)[name][there]
+            ):
+                yield f"{p} -> {c}: {covered} copies at byte {offset} of {name}, not 1"
+
+
+def _alive(here: World, rank: RankId) -> dict[str, npt.NDArray[np.bool_]]:
+    """Return of each byte of a consumer's storage whether any of its block must arrive."""
+    _, _, live = here.live(rank)
+    return {name: np.isin(block, block[live[name]]) for name, block in _blocks(here, rank).items()}
 
 
 def _blocks(here: World, rank: RankId) -> dict[str, npt.NDArray[np.int64]]:
@@ -97,22 +97,29 @@ def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int
     return dict(found)
 
 
-def _within(copy: Copy, wide: Copy) -> bool:
-    """Return whether *copy* is part of the copy *wide*."""
-    (a, b, length), (x, y, total) = copy, wide
-    return a - x == b - y and a - x >= 0 and a - x + length <= total
+def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int]]:
+    """Yield each copy that a pair of rows of *lists* could make of several, and of how many."""
+    source, place, length = np.array(copies, np.int64).reshape(-1, 3).T
+    by_size: dict[int, list[tuple[int, int, int]]] = {}
+    for base, size, _, step, many in lists.producer_rows.tolist():
+        by_size.setdefault(size, []).append((base, step, many))
+    found = set()
+    for base, total, _, stride, count in lists.consumer_rows.tolist():
+        block = (place - base) // stride if stride else np.zeros_like(place)
+        start = base + block * stride
+        around = (length < total) & (start <= place) & (place + length <= start + total)
+        around &= (block >= 0) & (block < count)
+        origin = source - place + start
+        for wide in set(zip(origin[around].tolist(), start[around].tolist(), strict=True)):
+            if any(_begins(wide[0], *row) for row in by_size.get(total, ())):
+                found.add((*wide, total))
+    for x, y, total in found:
+        within = (source - x == place - y) & (source >= x) & (source + length <= x + total)
+        if within.sum() > 1:
+            yield (x, y, total), int(within.sum())
 
 
-def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[Copy]:
-    """Yield the longer copies that a pair of rows of *lists* could make around each of *copies*."""
-    for place_row in lists.consumer_rows.tolist():
-        at, total, _, stride, count = place_row
-        for source, place, length in copies:
-            block = (place - at) // stride if stride else 0
-            start = at + block * stride
-            if length < total and 0 <= block < count and place + length <= start + total:
-                origin = source - (place - start)
-                for base, size, _, step, many in lists.producer_rows.tolist():
-                    index, rest = divmod(origin - base, step) if step else (0, origin - base)
-                    if size == total and rest == 0 and 0 <= index < many:
-                        yield origin, start, total
+def _begins(address: int, base: int, stride: int, count: int) -> bool:
+    """Return whether one of the *count* descriptors of a row begins at *address*."""
+    index, rest = divmod(address - base, stride) if stride else (0, address - base)
+    return rest == 0 and 0 <= index < count

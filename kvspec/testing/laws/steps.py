@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING
 from kvspec.testing.carve import logical_views
 from kvspec.testing.laws.system import ints
 from kvspec.testing.positions import rows_of
-from kvspec.testing.world import snapshot, world
+from kvspec.testing.world import snapshot
 
 if TYPE_CHECKING:
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
-    from kvspec.testing.laws.system import System
+    from kvspec.testing.laws.system import Trial
     from kvspec.testing.world import Storage, World
 
 Schedule = Sequence[tuple[frozenset[str], range]]
 """Layers, and the positions by which they move on, step by step."""
 
 
-def steps(system: System, case: Case) -> Iterator[str]:
+def steps(trial: Trial) -> Iterator[str]:
     """Yield what is wrong after steps of half the layers each, at uneven frontiers."""
-    if system.steps is not None:
-        yield from scheduled(system, case, schedule_of(case))
+    return scheduled(trial, schedule_of(trial.case))
 
 
 def schedule_of(case: Case) -> Schedule:
@@ -38,15 +37,17 @@ def schedule_of(case: Case) -> Schedule:
     return sorted(found, key=lambda step: step[1].stop)
 
 
-def scheduled(system: System, case: Case, schedule: Schedule) -> Iterator[str]:
+def scheduled(trial: Trial, schedule: Schedule) -> Iterator[str]:
     """Yield what is wrong after *schedule*: each step reads what is written by then, no more.
 
     Whatever a producer writes later is wrong until then; all must be right at the end, and no byte
     written twice, so that steps may be in flight together.
     """
-    if system.steps is None:
+    ask = trial.system.steps
+    if ask is None:
         return
-    here = world(case)
+    here = trial.world
+    here.restore()
     true = snapshot(here.producers)
     written: dict[RankId, list[tuple[int, int]]] = {rank: [] for rank in here.consumers}
     frontier = dict.fromkeys({layer for layers, _ in schedule for layer in layers}, 0)
@@ -55,9 +56,11 @@ def scheduled(system: System, case: Case, schedule: Schedule) -> Iterator[str]:
         for rank in here.producers:
             _hide(here, rank, true[rank], frontier)
         for pair in product(here.producers, here.consumers):
-            copies = [ints(copy) for copy in system.steps(here, *pair, layers, tokens)]
+            copies = [ints(copy) for copy in ask(here, *pair, layers, tokens)]
             here.copy(pair, copies)
             written[pair[1]] += [(place, place + length) for _, place, length in copies]
+    for rank, (_, storage) in here.producers.items():
+        _overwrite(storage, true[rank])
     yield from here.differences()
     for rank, spans in written.items():
         if any(start < end for (_, end), (start, _) in pairwise(sorted(spans))):
@@ -67,8 +70,7 @@ def scheduled(system: System, case: Case, schedule: Schedule) -> Iterator[str]:
 def _hide(here: World, rank: RankId, true: Storage, frontier: dict[str, int]) -> None:
     """Give a producer what it has written so far: each layer up to its *frontier*."""
     case, storage = here.case, here.producers[rank][1]
-    for name, flat in storage.items():
-        flat[:] = true[name]
+    _overwrite(storage, true)
     views = logical_views(case.producer, rank, storage, case.producer_pool)
     for rows in rows_of(case.producer, rank, case.request.producer_blocks, case.request):
         upto = frontier.get(rows.key[1], 0)
@@ -78,3 +80,8 @@ def _hide(here: World, rank: RankId, true: Storage, frontier: dict[str, int]) ->
         ends = rows.token + rows.part.tokens_per_state
         later = ends > upto if counted else rows.row >= 0
         views[rows.key][rows.block[later], :, rows.row[later]] ^= 255
+
+
+def _overwrite(storage: Storage, true: Storage) -> None:
+    for name, flat in storage.items():
+        flat[:] = true[name]

@@ -7,14 +7,25 @@ answers is held against the oracle and its cards, never against kvspec, which is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.testing.world import Copy, Pair, PreparedLists, World, described, plan_of, prepared
+from kvspec.testing.world import (
+    Copy,
+    Pair,
+    PreparedLists,
+    World,
+    described,
+    plan_of,
+    prepared,
+    world,
+)
 
 if TYPE_CHECKING:
+    from kvspec.descriptors.request import TransferRequest
     from kvspec.ownership.election import Role
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
@@ -76,7 +87,55 @@ class System:
         return [] if lists is None else lists.copies()
 
 
-def copied(here: World, way: Ask) -> dict[Pair, list[Copy]]:
+Copies = dict[Pair, list[Copy]]
+
+
+@attrs.frozen
+class Trial:
+    """A system and a case that judges it; the world and the copies are made once for all laws.
+
+    Its consumers hold what was copied last: `deliver` gives them first what they had before.
+    """
+
+    system: System
+    case: Case
+    _world: World | None = None
+    _moves: dict[Role, list[Move]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+    _made: dict[str, Copies] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+
+    @cached_property
+    def world(self) -> World:
+        """The case with its memory."""
+        return self._world or world(self.case)
+
+    def asking(self, request: TransferRequest) -> Trial:
+        """Return the trial of another *request* over the memory of this one."""
+        here = self.world.asking(request)
+        return Trial(self.system, here.case, here)
+
+    def moves(self, role: Role) -> list[Move]:
+        """Return who reads what, asked of one side; nothing where the system has no answer."""
+        if role not in self._moves:
+            ask = self.system.moves
+            self._moves[role] = [] if ask is None else list(ask(self.case, role))
+        return self._moves[role]
+
+    def copies(self) -> Iterator[tuple[str, Copies]]:
+        """Yield each way in which the system names its copies, and what it copies so."""
+        for name, way in self.system.ways():
+            if name not in self._made:
+                self._made[name] = copied(self.world, way)
+            yield name, self._made[name]
+
+
+def deliver(here: World, copies: Copies) -> None:
+    """Do what *copies* say, and nothing else, to the consumers of a world."""
+    here.restore()
+    for pair, found in copies.items():
+        here.copy(pair, found)
+
+
+def copied(here: World, way: Ask) -> Copies:
     """Return what *way* copies between each pair of ranks, as plain ints."""
     pairs = product(here.producers, here.consumers)
     return {pair: [ints(each) for each in way(here, *pair)] for pair in pairs}
