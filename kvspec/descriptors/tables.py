@@ -132,13 +132,14 @@ def check_tokens(tokens: object, groups: Iterable[str]) -> None:
 def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: Positions) -> range:
     """Return the positions of *group* that *tokens* are.
 
-    What counts other tokens than the prompt's moves with the prompt's last, unless it is named.
+    What counts other tokens than the prompt's moves with the prompt's last, unless it is named; of
+    a prompt of no tokens, with the step of none.
     """
     if isinstance(tokens, Mapping):
         return tokens.get(group, EMPTY)
     if spec.counts_prompt:
         return tokens
-    last = tokens.start < request.num_tokens <= tokens.stop
+    last = min(tokens.start, request.num_tokens - 1) < request.num_tokens <= tokens.stop
     return range(request.total(spec)) if last else EMPTY
 
 

@@ -15,7 +15,7 @@ import kvspec
 from kvspec import RankId, SpecError
 from kvspec.testing import Case, strategies
 from kvspec.testing.laws import KVSPEC, Trial
-from kvspec.testing.laws.steps import Schedule, scheduled
+from kvspec.testing.laws.steps import Schedule, schedule_of, scheduled
 from kvspec.testing.world import world
 
 
@@ -63,6 +63,13 @@ def test_a_block_that_is_cut_waits() -> None:
     whole = int(table.descriptors(drawn.request)[:, 2].sum())
     assert [16, 24] == sizes
     assert whole == sum(sizes)
+
+
+def test_an_encoder_of_no_prompt_moves() -> None:
+    """The step of no tokens is the last one of a prompt of none; the encoder's come with it."""
+    spec = kvspec.CrossAttentionSpec(block_size=4, total_num_kv_heads=1, head_size=2, dtype="uint8")
+    drawn = case(engine(spec), engine(spec), request(0, [1], [2], encoder_tokens=1))
+    assert [] == list(scheduled(Trial(KVSPEC, drawn), schedule_of(drawn)))
 
 
 def test_by_group() -> None:
