@@ -32,7 +32,7 @@ def schedule_of(case: Case) -> Schedule:
     total = case.request.num_tokens
     found: list[tuple[frozenset[str], range]] = []
     for layers, cuts in ((names[::2], (total // 3, total - 1)), (names[1::2], (total // 2,))):
-        ends = sorted({0, *(max(cut, 0) for cut in cuts), total})
+        ends = sorted({0, *(max(cut, 0) for cut in cuts), total}) if total else [0, 0]
         found += [(frozenset(layers), range(*pair)) for pair in pairwise(ends) if layers]
     return sorted(found, key=lambda step: step[1].stop)
 
