@@ -105,6 +105,7 @@ ON_DEMAND = frozenset(
         "nixl",
         "protocol",
         "reference",
+        "session",
         "simulate",
         "testing",
         "testing.laws",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvspec.ownership.parallel import ParallelConfig
+from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 
 
@@ -30,12 +31,17 @@ def explain(plan: TransferPlan) -> Iterator[str]:
             yield f"excluded by the {side}, not transferred: {', '.join(engine.excluded)}"
     for edge in plan.edges:
         yield f"{edge.consumer} reads {edge.producer}, group {edge.group}:"
-        for each in edge.slices:
-            units = f"{each.global_range.start}..{each.global_range.stop - 1}"
-            layers = "" if each.layers == edge.layers else f" of {', '.join(each.layers)}"
-            blocks = "" if each.stripe.whole else f", {each.stripe}"
-            yield f"  {'+'.join(each.parts)} units {units}{layers}{blocks}"
+        yield from (f"  {line}" for line in carried(edge))
     for rank in plan.producer.parallel.ranks:
         told = ", ".join(map(str, plan.notifiers(rank)))
         unread = "" if plan.targets(rank) else " (nobody reads it)"
         yield f"producer {rank}{unread} is told by consumer {told}"
+
+
+def carried(edge: Edge) -> Iterator[str]:
+    """Yield what one producer rank gives to one consumer rank: parts, units, layers, blocks."""
+    for each in edge.slices:
+        units = f"{each.global_range.start}..{each.global_range.stop - 1}"
+        layers = "" if each.layers == edge.layers else f" of {', '.join(each.layers)}"
+        blocks = "" if each.stripe.whole else f", {each.stripe}"
+        yield f"{'+'.join(each.parts)} units {units}{layers}{blocks}"

@@ -25,8 +25,8 @@ from kvspec.protocol.notices import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import Frontiers, Place, ReadOrder
-from kvspec.protocol.pending import Name, Pending, Source, name_of
+from kvspec.protocol.order import Frontiers, Name, Place, ReadOrder
+from kvspec.protocol.pending import Pending, Source, name_of
 from kvspec.protocol.states import CONSUMER
 
 MARGIN = 1e-3
@@ -67,22 +67,22 @@ class ConsumerLedger:
         """How many steps may still write."""
         return len(self._steps)
 
-    def expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
-        """Wait for what *order* says, at most *timeout* seconds. What moves nothing is ready now.
-
-        Raises `SpecError` where the request is open already, or the producer's start is not known
-        to be the present one.
-        """
-        actions = self.tick(now)
+    def check(self, order: ReadOrder) -> None:
+        """Raise `SpecError` where a request is open already, or of a start that is not present."""
         if order.request_id in self._loads:
             raise SpecError("request_id", order.request_id, "a request that is not open")
         if self._present.past(order.engine_id, order.epoch):
             raise SpecError("epoch", order.epoch, f"the start of {order.engine_id} that was met")
-        load = Pending(order, self._now + seconds("timeout", timeout))
-        if load.name in self._names:
+        if order.name in self._names:
             raise SpecError("key", order.key, "another attempt or sample than an open request's")
+
+    def expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
+        """Wait for what *order* says, at most *timeout* seconds; what moves nothing is ready."""
+        self.check(order)
+        actions = self.tick(now)
+        load = Pending(order, self._now + seconds("timeout", timeout))
         self._loads[order.request_id] = load
-        self._names[load.name] = order.request_id
+        self._names[load.order.name] = order.request_id
         for rank, ends in order.sources.items():
             if ends:
                 load.sources[rank] = Source(Frontiers(ends, partial=order.partial))
@@ -292,6 +292,6 @@ class ConsumerLedger:
         if load.state != "telling" or load.untold:
             return []
         load.state = CONSUMER["telling", "told"].state
-        del self._loads[load.order.request_id], self._names[load.name]
+        del self._loads[load.order.request_id], self._names[load.order.name]
         self._due = self._due if self._loads else math.inf
         return [Closed(load.order.request_id)]

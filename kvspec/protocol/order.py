@@ -20,6 +20,8 @@ from kvspec.protocol.notices import MAX_READERS, Key
 
 Place = tuple[str, str]
 """A group and a layer of it."""
+Name = tuple[Key, int, int, str, int]
+"""What notices name a request by: key, attempt, sample, the producer's name and epoch."""
 
 
 def _sources(value: object) -> Mapping[RankId, Mapping[Place, int]]:
@@ -69,6 +71,11 @@ class ReadOrder:
                 raise SpecError("sources", str(rank), "ranks that are told when they are read")
             for end in ends.values():
                 positive_int(f"sources[{rank}]", end)
+
+    @property
+    def name(self) -> Name:
+        """What its notices name it by."""
+        return self.key, self.attempt, self.sample, self.engine_id, self.epoch
 
     @staticmethod
     def of(

@@ -9,11 +9,8 @@ from __future__ import annotations
 import attrs
 
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.notices import Key, Notice, Party
-from kvspec.protocol.order import Frontiers, ReadOrder
-
-Name = tuple[Key, int, int, str, int]
-"""What notices name a request by: key, attempt, sample, the producer's name and epoch."""
+from kvspec.protocol.notices import Notice, Party
+from kvspec.protocol.order import Frontiers, Name, ReadOrder
 
 
 @attrs.define(eq=False)
@@ -46,12 +43,6 @@ class Pending:
     untold: set[RankId] = attrs.field(factory=set)
     next_tell: float = 0.0
     number: int = 0
-
-    @property
-    def name(self) -> Name:
-        """What its notices name it by."""
-        order = self.order
-        return order.key, order.attempt, order.sample, order.engine_id, order.epoch
 
     @property
     def due(self) -> float:

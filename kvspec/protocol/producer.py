@@ -56,6 +56,10 @@ class ProducerLedger:
         """The ids of the requests whose blocks are not free."""
         return tuple(self._open)
 
+    def holds(self, key: Key) -> bool:
+        """Return whether the blocks of just this request are not free."""
+        return self._open.get(key.request_id) == key
+
     @property
     def remembered(self) -> int:
         """How many requests there is anything about: held, freed lately, or not admitted yet."""
@@ -67,23 +71,31 @@ class ProducerLedger:
         return self._wake[0][0] if self._wake else None
 
     def admit(
-        self, request_id: str, nonce: bytes, now: float, *, expected: int | None = None
+        self,
+        request_id: str,
+        nonce: bytes,
+        now: float,
+        *,
+        expected: int | None = None,
+        lease: float | None = None,
     ) -> list[Action]:
         """Hold a request. *expected*: how many readers will come, if the engine knows.
 
+        *lease*: seconds that it waits for the first of them, the ledger's own unless given.
         Raises `SpecError` where the id is held already, or the nonce was used for it before.
         """
         actions = self.tick(now)
         key = Key(request_id, nonce)
+        first = self.lease if lease is None else seconds("lease", lease)
         if expected is not None:
             positive_int("expected", expected, most=MAX_READERS)
         request = self._requests.get(key)
         if request_id in self._open or (request is not None and request.state != "unknown"):
             raise SpecError("request_id", request_id, "one that is not held, and a new nonce")
         if request is None:
-            request = self._remember(key)
-        request.expires = self._now + self.lease
-        request.latest = self._now + max(self.longest, self.lease)
+            request = self._remember(key, first)
+        request.expires = self._now + first
+        request.latest = self._now + max(self.longest, self.lease, first)
         request.expected = expected
         self._open[request_id] = key
         return actions + self._step(request, "admit")
@@ -98,7 +110,7 @@ class ProducerLedger:
         request = self._requests.get(notice.key)
         if request is None and self._kept == self._most_early:
             return [*actions, Refused(notice, f"of an unknown request: {self._kept} wait already")]
-        request = request or self._remember(notice.key)
+        request = request or self._remember(notice.key, self.lease)
         return actions + self._heard(request, notice)
 
     def wrote(self, request_id: str, group: str, layer: str, upto: int, now: float) -> list[Action]:
@@ -144,9 +156,9 @@ class ProducerLedger:
                 self._push(request)
         return actions
 
-    def _remember(self, key: Key) -> Request:
-        """Return a request that nobody knew of; a lease later it is forgotten again."""
-        request = self._requests[key] = Request(key, self._now + self.lease, self._now)
+    def _remember(self, key: Key, lease: float) -> Request:
+        """Return a request that nobody knew of; a *lease* later it is forgotten again."""
+        request = self._requests[key] = Request(key, self._now + lease, self._now)
         self._push(request)
         return request
 

@@ -1,0 +1,19 @@
+"""What a connector is written on: engines that meet, requests that are loaded, held and freed."""
+
+from kvspec.session.channel import Channel, TcpChannel
+from kvspec.session.introduction import new_remote_id
+from kvspec.session.ledger import Ledger, Settled
+from kvspec.session.load import LoadState, SessionLoad
+from kvspec.session.session import Session, SessionLeftovers
+
+__all__ = [
+    "Channel",
+    "Ledger",
+    "LoadState",
+    "Session",
+    "SessionLeftovers",
+    "SessionLoad",
+    "Settled",
+    "TcpChannel",
+    "new_remote_id",
+]

@@ -1,0 +1,94 @@
+"""What goes over a session's channel: sealed notices, questions who one is, and introductions.
+
+Law: what was not sealed by the secret is noted and changes nothing. A notice may be lost; who said
+it says it again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from kvspec.errors import WireError
+from kvspec.protocol.notices import Notice, Party
+from kvspec.protocol.seal import Secret
+from kvspec.protocol.wire import decode_notice, encode_notice
+from kvspec.session.channel import Channel
+from kvspec.session.introduction import INTRODUCTION, Introduced
+
+NOTICE = b"kvspec-notice-1\n"
+QUESTION = b"kvspec-question-1\n"
+MAX_ROUTES = 1 << 16
+"""Ranks of which is remembered where they were heard."""
+
+
+class Control:
+    """The messages of one rank over *channel*; *note* takes why one changed nothing."""
+
+    def __init__(
+        self, channel: Channel, secret: Secret, own: Introduced, note: Callable[[str], None]
+    ) -> None:
+        self.introduction = own.seal(secret)
+        self._channel = channel
+        self._secret = secret
+        self._note = note
+        self._addresses: dict[tuple[str, int], dict[Party, str]] = {}  # of engines that were met
+        self._heard: OrderedDict[Party, str] = OrderedDict()
+        self._asked: dict[str, bytes | None] = {}
+
+    def meet(self, ranks: Iterable[Introduced]) -> None:
+        """Know where the *ranks* of one start of an engine are."""
+        for each in ranks:
+            shake = each.handshake
+            start = self._addresses.setdefault((shake.engine_id, shake.epoch), {})
+            start[Party(shake.engine_id, shake.epoch, shake.rank)] = each.address
+
+    def part(self, starts: Iterable[tuple[str, int]]) -> None:
+        """Forget where the ranks of some starts of engines are."""
+        for start in starts:
+            self._addresses.pop(start, None)
+
+    def tell(self, notice: Notice) -> None:
+        """Send *notice* to whom it is for; lost where nobody knows where that is."""
+        to = notice.to
+        met = self._addresses.get((to.engine_id, to.epoch), {})
+        route = met.get(to) or self._heard.get(to)
+        if route is not None:
+            self._channel.send(route, self._secret.seal(NOTICE, encode_notice(notice)))
+
+    def receive(self) -> Iterator[Notice]:
+        """Yield the notices that came; answer questions, and keep what answers one."""
+        for route, data in self._channel.receive():
+            try:
+                if data.startswith(NOTICE):
+                    body = self._secret.unseal("notice", NOTICE, data, "a notice, sealed")
+                    notice = decode_notice(body)
+                    self._remember(notice.by, route)
+                    yield notice
+                elif data.startswith(INTRODUCTION) and route in self._asked:
+                    self._asked[route] = data
+                else:
+                    self._secret.unseal("question", QUESTION, data, "a notice or a question")
+                    self._channel.send(route, self.introduction)
+            except WireError as error:
+                self._note(str(error))
+
+    def ask(self, address: str) -> None:
+        """Ask who is at *address*; `answer` returns it, some time."""
+        self._asked.setdefault(address, None)
+        self._channel.send(address, self._secret.seal(QUESTION, b""))
+
+    def answer(self, address: str) -> bytes | None:
+        """Return the introduction that came from *address*, if it has."""
+        return self._asked.get(address)
+
+    def forget(self, addresses: Iterable[str]) -> None:
+        """Forget what was asked."""
+        for address in addresses:
+            self._asked.pop(address, None)
+
+    def _remember(self, party: Party, route: str) -> None:
+        self._heard[party] = route
+        self._heard.move_to_end(party)
+        if len(self._heard) > MAX_ROUTES:
+            self._heard.popitem(last=False)

@@ -1,0 +1,109 @@
+"""The producer's face: which requests this rank holds for readers, and which are free again.
+
+Law: what is expected is told once, as done or as expired, and until then its blocks belong to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from kvspec.protocol.notices import Action, Free, Notice, Refused, Tell
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.introduction import key_of
+
+MAX_FOREIGN = 256
+"""Messages that changed nothing, of which is remembered why."""
+
+
+@attrs.frozen
+class Settled:
+    """What `Ledger.poll` returns, each once: requests by id, whose blocks are free again.
+
+    *done*: every reader has what it came for. *expired*: the lease was over, or the request was
+    dropped; who reads it later is told that it is void. *foreign*: what was heard and changed
+    nothing, and why, the last few.
+    """
+
+    done: tuple[str, ...] = ()
+    expired: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+class Ledger:
+    """The requests that one producer rank holds; `Session.ledger` is one."""
+
+    def __init__(
+        self,
+        book: ProducerLedger,
+        lock: threading.RLock,
+        now: Callable[[], float],
+        tell: Callable[[Notice], None],
+        step: Callable[[], None],
+        foreign: deque[str],
+    ) -> None:
+        self._book = book
+        self._lock = lock
+        self._now = now
+        self._tell = tell
+        self._step = step
+        self._done: list[str] = []
+        self._expired: list[str] = []
+        self._foreign = foreign
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The ids of the requests whose blocks are not free."""
+        return self._book.held
+
+    def expect(
+        self, remote_id: str, *, lease: float | None = None, readers: int | None = None
+    ) -> None:
+        """Hold a request until all who read it are done.
+
+        *remote_id*: of `new_remote_id`, the same on all ranks. *lease*: seconds within which a
+        reader has to come, the session's own unless given; it grows while one reads. *readers*: how
+        many ranks will come to this one, if the engine knows. `SpecError` where it is held already.
+        """
+        key = key_of(remote_id)
+        with self._lock:
+            self.do(
+                self._book.admit(
+                    key.request_id, key.nonce, self._now(), expected=readers, lease=lease
+                )
+            )
+
+    def drop(self, remote_id: str) -> None:
+        """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""
+        key = key_of(remote_id)
+        with self._lock:
+            if self._book.holds(key):
+                self.do(self._book.abort(key.request_id, self._now()))
+
+    def poll(self) -> Settled:
+        """Move everything of the session on, and return what has happened since the last time."""
+        self._step()
+        with self._lock:
+            settled = Settled(tuple(self._done), tuple(self._expired), tuple(self._foreign))
+            for told in (self._done, self._expired, self._foreign):
+                told.clear()
+            return settled
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """Do what the book wants."""
+        for action in actions:
+            if isinstance(action, Tell):
+                self._tell(action.notice)
+            elif isinstance(action, Free):
+                (self._done if action.why == "sent" else self._expired).append(action.request_id)
+            elif isinstance(action, Refused):
+                self._foreign.append(refusal(action))
+
+
+def refusal(refused: Refused) -> str:
+    """Say what was refused, and why."""
+    notice = refused.notice
+    return f"{notice.kind} of {notice.by} about {notice.key.request_id!r:.80}: {refused.why}"

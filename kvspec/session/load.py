@@ -1,0 +1,152 @@
+"""One request that a consumer rank reads, from as many producer ranks as hold it, as one thing.
+
+Law: it is done only when all has arrived and was valid; a load that ended, well or not, is never
+written again. Until then its blocks belong to it, also when it has failed already.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.descriptors.request import TransferRequest
+from kvspec.errors import TransferError
+from kvspec.nixl import Transfer
+from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.explain import carried
+from kvspec.session.remote import Remote
+
+LoadState = Literal["moving", "done", "failed"]
+VOID = (
+    "its `undefined` blocks hold nothing that may be read: compute them, or load the request anew"
+)
+_STATES = {"not there in time": "timeout", "cancelled": "stopped"}
+
+
+@attrs.define(eq=False)
+class Flight:
+    """What moves of a load over one lane, and the ledger's *steps* that it ends.
+
+    *told*: the ledger knows that it failed, although it may still write.
+    """
+
+    transfer: Transfer
+    steps: tuple[int, ...]
+    told: bool = False
+
+
+class SessionLoad:
+    """What `Session.load` returns. Ask `poll` until it is not "moving", or `wait`.
+
+    *request*, *remote_id*: what was asked for. *error*: None unless it failed, or is about to.
+    """
+
+    def __init__(
+        self,
+        request: TransferRequest,
+        remote_id: str,
+        remote: Remote,
+        step: Callable[[], None],
+        cancel: Callable[[str], None],
+    ) -> None:
+        self.request = request
+        self.remote_id = remote_id
+        self.remote = remote
+        self.state: LoadState = "moving"
+        self.error: TransferError | None = None
+        self.flights: dict[RankId, Flight] = {}
+        self.written = False  # whether any byte of it may have been
+        self._step = step
+        self._cancel = cancel
+
+    def __repr__(self) -> str:
+        return f"<SessionLoad {self.request.request_id!r}: {self.state}>"
+
+    def poll(self) -> LoadState:
+        """Move everything of the session on and return how this load stands; never raises.
+
+        "done" and "failed" are for good: no byte of it moves any more. A load whose `error` is set
+        is "moving" for as long as something in flight may still write its blocks.
+        """
+        self._step()
+        return self.state
+
+    def wait(self) -> None:
+        """Poll until it is done; raise `error` if it failed."""
+        rest = FIRST_WAIT
+        while self.poll() == "moving":
+            time.sleep(rest)
+            rest = min(2 * rest, LAST_WAIT)
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """Give it up: it fails as soon as nothing can write its blocks any more."""
+        self._cancel(self.request.request_id)
+
+    @property
+    def undefined(self) -> dict[str, tuple[int, ...]]:
+        """By group, the consumer's blocks whose content is undefined because this load failed.
+
+        Empty where it is done, and where it failed before anything was moved.
+        """
+        moves = any(flight.transfer.handles for flight in self.flights.values())
+        if self.error is None or not (self.written or moves):
+            return {}
+        return {group: ids for group, ids in _written(self.remote, self.request) if ids}
+
+    @property
+    def untouched(self) -> npt.NDArray[np.uint64]:
+        """(address, length) of the bytes of its own blocks that it does not write: to be zeroed.
+
+        A uint64 array of shape (n, 2), for an engine that reads whole blocks.
+        """
+        lanes = self.remote.tables.values()
+        left = [table.untouched(self.request) for table in lanes]
+        return np.concatenate([np.empty((0, 2), np.uint64), *left])
+
+    def fail(self, rank: RankId | None, why: str, state: str | None = None) -> None:
+        """Keep the first reason why it fails: at which *rank*, in which state of a transfer."""
+        if self.error is None:
+            carried = "" if rank is None else f"; from {rank}: {self._carried(rank)}"
+            state = state or _STATES.get(why, "gone")
+            self.error = TransferError(
+                f"{why}{carried}; {VOID}",
+                rank=self.remote.start[0] if rank is None else f"{self.remote.start[0]} {rank}",
+                request=self.request.request_id,
+                state=state,
+            )
+
+    def _carried(self, rank: RankId) -> str:
+        """Say what comes from one rank: groups, layers, units, tokens."""
+        plan, own = self.remote.plan, self.remote.tables[rank].consumer.rank
+        told = []
+        for edge in plan.between(rank, own):
+            wanted = self.request.wanted(edge.group, plan.consumer.group(edge.group).spec)
+            layers = f"layers {edge.layers[0]} to {edge.layers[-1]}"
+            tokens = f"tokens {wanted.start}..{wanted.stop - 1}"
+            told.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
+        return "; ".join(told)
+
+
+def _written(remote: Remote, request: TransferRequest) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield, by the consumer's group, the blocks that hold what *request* wants."""
+    engine = remote.plan.consumer
+    for group in engine.groups:
+        if group.name not in request.consumer_blocks:
+            continue
+        table, ids = request.table("consumer", group.name), set[int]()
+        for spec, _ in group.alike:
+            wanted = request.wanted(group.name, spec)
+            if wanted and any(part.per_token for part in spec.parts):
+                ids |= set(table.blocks_of(wanted, engine.virtual_block(group)).tolist())
+            elif wanted:
+                slot = table.state_block(group.name, spec.block_size, wanted.start)
+                ids.add(int(table.block_ids[slot]))
+        yield group.name, tuple(sorted(ids - {engine.null_block}))

@@ -1,0 +1,192 @@
+"""One start of another engine, as a session met it: plan, tables, and lists that NIXL has checked.
+
+Law: a remote engine is met whole or not at all: introductions, agreement, plan and tables first,
+refused by name, and only then a connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import attrs
+
+from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.table import DescriptorTable, build_table
+from kvspec.errors import MismatchError, SpecError, TransferError
+from kvspec.inputs import sequence
+from kvspec.nixl import NixlRank, Prepared
+from kvspec.nixl.order import Sides
+from kvspec.ownership.election import Role
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.plan import TransferPlan, plan_transfer
+from kvspec.protocol.handshake import Handshake, disagreements, one_engine
+from kvspec.session.introduction import Introduced, introduced
+
+
+@attrs.frozen(eq=False)
+class Lane:
+    """The rows between this rank and one of a remote's, as NIXL's lists of both sides."""
+
+    agent: str
+    table: DescriptorTable
+    producer: Prepared
+    consumer: Prepared
+
+    def sides(self, request: TransferRequest) -> Sides:
+        """Return what *request* moves, local and remote; raise as `DescriptorTable.select` does."""
+        producer, consumer = self.table.select(request)
+        if self.consumer.peer is None:
+            return self.consumer, consumer, self.producer, producer
+        return self.producer, producer, self.consumer, consumer
+
+
+@attrs.define(eq=False)
+class Remote:
+    """One start of an engine, of which *role*, and the *lanes* to those of its ranks that matter.
+
+    *lost*: a transfer failed, so that it has to be connected anew.
+    """
+
+    role: Role
+    plan: TransferPlan
+    ranks: dict[RankId, Introduced]
+    tables: dict[RankId, DescriptorTable]
+    lanes: dict[RankId, Lane] = attrs.field(factory=dict)
+    lost: bool = False
+
+    @property
+    def handshake(self) -> Handshake:
+        """What all of its ranks tell alike."""
+        return next(iter(self.ranks.values())).handshake
+
+    @property
+    def start(self) -> tuple[str, int]:
+        """The engine's name, and which of its starts."""
+        return self.handshake.engine_id, self.handshake.epoch
+
+    def same(self, other: Remote) -> bool:
+        """Whether nothing has changed since *other* was met."""
+        return self.ranks == other.ranks and not other.lost
+
+    def connect(self, nixl: NixlRank, timeout: float) -> None:
+        """Open a lane to each rank of which there is a table; all or none."""
+        try:
+            for rank, table in self.tables.items():
+                agent = nixl.connect(self.ranks[rank].handshake.transport, timeout)
+                producer, consumer = (agent, None) if self.role == "producer" else (None, agent)
+                self.lanes[rank] = Lane(
+                    agent,
+                    table,
+                    nixl.prepare(table.producer_rows, table.producer_memory_type, producer),
+                    nixl.prepare(table.consumer_rows, table.consumer_memory_type, consumer),
+                )
+        except BaseException:
+            with contextlib.suppress(TransferError):
+                self.leave(nixl)
+            raise
+
+    def leave(self, nixl: NixlRank) -> None:
+        """Give up all lanes; `TransferError` "busy" while bytes move over one: try again."""
+        while self.lanes:
+            rank, lane = next(iter(self.lanes.items()))
+            if lane.agent in nixl.peers:
+                nixl.disconnect(lane.agent)
+            for prepared in (lane.producer, lane.consumer):
+                prepared.release()
+            del self.lanes[rank]
+
+
+def judged(own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role) -> Remote:
+    """Return who is introduced, not connected yet; each thing that does not fit is refused.
+
+    `WireError`: what was not sealed by the secret, or is damaged. `SpecError`: ranks missing or
+    twice. `MismatchError`: engines, models, elections or starts that differ.
+    """
+    if role not in ("producer", "consumer"):
+        raise SpecError("role", role, "'producer' or 'consumer'")
+    wanted = "introductions, one of each rank of an engine"
+    members = [
+        introduced(sealed, nixl.secret)
+        for sealed in sequence("introductions", introductions, wanted)
+    ]
+    ranks = one_engine(member.handshake for member in members)
+    remote = next(iter(ranks.values()))
+    sides = (remote, own.handshake) if role == "producer" else (own.handshake, remote)
+    found = disagreements(*sides)
+    if found:
+        raise MismatchError(found)
+    plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.election)
+    partners = plan.sources(own.rank) if role == "producer" else plan.targets(own.rank)
+    tables = {}
+    for rank in partners:
+        caches = ranks[rank].cache, own.handshake.cache
+        tables[rank] = build_table(plan, *(caches if role == "producer" else caches[::-1]))
+    by_rank = {member.rank: member for member in members}
+    return Remote(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
+
+
+class Remotes:
+    """The engines that one rank met, by role and name, and those whose lanes still have to go."""
+
+    def __init__(self, nixl: NixlRank) -> None:
+        self._nixl = nixl
+        self._met: dict[tuple[Role, str], Remote] = {}
+        self._leaving: list[Remote] = []
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    @property
+    def leaving(self) -> int:
+        """How many starts are given up whose lanes are still there, since bytes move over them."""
+        return len(self._leaving)
+
+    def known(self, remote: Remote) -> Remote | None:
+        """Return the one that was met, if *remote* tells nothing new."""
+        old = self._met.get((remote.role, remote.start[0]))
+        return old if old is not None and remote.same(old) else None
+
+    def find(self, role: Role, engine_id: str | None) -> Remote:
+        """Return the engine of a *role* that was met, the only one unless named."""
+        met = sorted(name for other, name in self._met if other == role)
+        if engine_id is None and len(met) == 1:
+            return self._met[role, met[0]]
+        if (role, engine_id) not in self._met:
+            wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
+            raise SpecError("engine_id", engine_id, wanted)
+        return self._met[role, str(engine_id)]
+
+    def replace(self, remote: Remote) -> None:
+        """Keep *remote*."""
+        self._met[remote.role, remote.start[0]] = remote
+
+    def drop(self, engine_id: str, new: Remote | None = None) -> set[tuple[str, int]]:
+        """Forget an engine, but for what a *new* start leaves as it is; return the starts gone.
+
+        `TransferError` "busy" where a start is to be connected anew while its bytes still move.
+        """
+        gone = [
+            key
+            for key, old in self._met.items()
+            if key[1] == engine_id and (new is None or key[0] == new.role or old.start != new.start)
+        ]
+        dropped = [self._met.pop(key) for key in gone]
+        self._leaving += dropped
+        self.leave()
+        if new is not None and any(old.start == new.start for old in self._leaving):
+            message = f"bytes of an earlier load from {engine_id} move still: try again"
+            raise TransferError(message, rank=engine_id, state="busy")
+        return {old.start for old in dropped}
+
+    def close(self) -> None:
+        """Forget every engine."""
+        for _, engine_id in tuple(self._met):
+            self.drop(engine_id)
+
+    def leave(self) -> None:
+        """Give up the lanes of engines that are gone, where nothing moves over them."""
+        for remote in tuple(self._leaving):
+            with contextlib.suppress(TransferError):
+                remote.leave(self._nixl)
+                self._leaving.remove(remote)

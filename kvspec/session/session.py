@@ -1,0 +1,294 @@
+"""One rank's session: whom it met, what it loads, what it holds, and all that is said about it.
+
+Law: everything is checked before anything moves, and refused by name; what is called done was valid
+and is whole; what ended is never written again. A session never waits, but where it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Self
+
+import attrs
+
+from kvspec.descriptors.request import TransferRequest
+from kvspec.errors import TransferError
+from kvspec.inputs import instance, seconds, sequence
+from kvspec.memory.regions import RankCache
+from kvspec.nixl import NixlRank
+from kvspec.ownership.election import Election, Role
+from kvspec.plan.plan import TransferPlan
+from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.handshake import Handshake
+from kvspec.protocol.notices import READERS, Party
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.channel import Channel, TcpChannel
+from kvspec.session.control import Control
+from kvspec.session.introduction import Introduced, epoch_of
+from kvspec.session.ledger import MAX_FOREIGN, Ledger
+from kvspec.session.load import SessionLoad
+from kvspec.session.reading import Reading
+from kvspec.session.remote import Remotes, judged
+
+BUSY, IDLE = 5e-4, 1e-2  # seconds that a background thread rests while bytes move, and else
+ASK_AGAIN = 0.5  # seconds
+
+
+@attrs.frozen
+class SessionLeftovers:
+    """What a session holds: all zero once everything came to its end and it is closed.
+
+    *loads* of which anything is still said, *steps* that may still write, requests *held* for
+    readers, and *remembered*; *engines* that were met, and starts whose lanes are still *leaving*.
+    """
+
+    loads: int = 0
+    steps: int = 0
+    held: int = 0
+    remembered: int = 0
+    engines: int = 0
+    leaving: int = 0
+
+
+class Session:
+    """What one rank exchanges with other engines, both as a consumer and as a producer.
+
+    *nixl* moves the bytes of *cache*, whose memory it registers and whose *owner* it keeps.
+    *engine_id*: the engine's name, the same at every start; *epoch*: a number that the ranks of one
+    start share and that grows with every start, the time in ns by default, if there is one rank.
+    *election*, *model*, *revision*: what both engines must have alike. *channel*: how notices
+    travel, a `TcpChannel` of this machine unless given; it is closed with the session. *lease*,
+    *longest*: of a `ProducerLedger`; *beat*, *patience*: of a `ConsumerLedger`.
+
+    Something has to move it on several times in a *beat*: `poll`, that of a load or of the ledger;
+    or a thread of its own, if *background*. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        nixl: NixlRank,
+        cache: RankCache,
+        *,
+        engine_id: str,
+        epoch: int | None = None,
+        election: Election | None = None,
+        model: str | None = None,
+        revision: str | None = None,
+        channel: Channel | None = None,
+        owner: object = None,
+        lease: float = 30.0,
+        longest: float = 3600.0,
+        beat: float = 5.0,
+        patience: float = 60.0,
+        background: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.nixl = instance("nixl", nixl, NixlRank)
+        shake = Handshake(
+            engine_id=engine_id,
+            epoch=epoch_of(epoch, cache),
+            cache=cache,
+            election=election or Election(),
+            model=model,
+            revision=revision,
+        )
+        self.me = Party(shake.engine_id, shake.epoch, shake.rank)
+        book = ProducerLedger(self.me, lease=lease, longest=longest)
+        reader = ConsumerLedger(self.me, beat=beat, patience=patience)
+        nixl.register(cache.memory, owner=owner)
+        shake = attrs.evolve(shake, transport=nixl.metadata())
+        self.channel: Channel = channel or TcpChannel()
+        self._own = Introduced(handshake=shake, address=self.channel.address)
+        self._lock, self._meeting, self._clock = threading.RLock(), threading.Lock(), clock
+        foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
+        self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
+        tell = self._control.tell
+        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign)
+        self._reading = Reading(reader, nixl, clock, tell, foreign.append)
+        self._book = book
+        self._remotes = Remotes(nixl)
+        self._releases = itertools.count()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True) if background else None
+        if self._thread:
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Session {self.me} at {self.channel.address}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def introduction(self) -> bytes:
+        """What others `meet` this rank by: sealed, not secret."""
+        return self._control.introduction
+
+    def fetch(self, addresses: Iterable[str], timeout: float = 10.0) -> list[bytes]:
+        """Return the introductions of the sessions whose channels are at *addresses*.
+
+        Waits at most *timeout* seconds; then `TransferError` "timeout" names who did not answer.
+        """
+        asked = sequence("addresses", addresses, "addresses of channels")
+        end, again = time.monotonic() + seconds("timeout", timeout), 0.0
+        with self._meeting, contextlib.ExitStack() as stack:
+            stack.callback(self._control.forget, asked)
+            while True:
+                self.poll()
+                came = [self._control.answer(instance("addresses", one, str)) for one in asked]
+                missing = [one for one, answer in zip(asked, came, strict=True) if answer is None]
+                if not missing:
+                    return [answer for answer in came if answer is not None]
+                if time.monotonic() >= end:
+                    message = f"no introduction from {missing[0]} in {timeout} s: is it there, and"
+                    message += " of the same secret?"
+                    raise TransferError(message, rank=missing[0], state="timeout")
+                if time.monotonic() >= again:
+                    again = time.monotonic() + ASK_AGAIN
+                    with self._lock:
+                        for one in missing:
+                            self._control.ask(one)
+                self.channel.wait(min(IDLE, ASK_AGAIN))
+
+    def meet(
+        self, introductions: Iterable[bytes], *, role: Role = "producer", timeout: float = 10.0
+    ) -> TransferPlan:
+        """Meet an engine by the introductions of all of its ranks, and return the plan with it.
+
+        *role*: what it is to this rank. Whatever does not fit is refused by name before anything is
+        connected, as `judged` tells; `SpecError` for a start before the one that was met. A new
+        start replaces the last one, whose loads fail. Connecting waits *timeout* seconds at most.
+        """
+        with self._meeting:
+            remote = judged(self._own, self.nixl, introductions, role)
+            name, epoch = remote.start
+            with self._lock:
+                if (known := self._remotes.known(remote)) is not None:
+                    return known.plan
+                self._reading.do(self._reading.book.meet(name, epoch, self._clock()))
+                self._book.meet(name, epoch)
+                self._control.part(self._remotes.drop(name, remote))
+            remote.connect(self.nixl, timeout)
+            with self._lock:
+                self._remotes.replace(remote)
+                self._control.meet(remote.ranks.values())
+            return remote.plan
+
+    def part(self, engine_id: str) -> None:
+        """Forget an engine that is no more: what is loaded from it fails."""
+        with self._lock:
+            for name, load in list(self._reading.loads.items()):
+                if load.remote.start[0] == engine_id:
+                    why = f"{engine_id} was parted from"
+                    self._reading.do(self._reading.book.cancel(name, self._clock(), why))
+            self._reading.book.part(engine_id)
+            self._book.part(engine_id)
+            self._control.part(self._remotes.drop(engine_id))
+
+    def load(
+        self,
+        request: TransferRequest,
+        *,
+        remote_id: str,
+        timeout: float,
+        engine_id: str | None = None,
+        attempt: int = 0,
+        again: bool = False,
+        sample: int = 0,
+        samples: int = 1,
+    ) -> SessionLoad:
+        """Start reading *request* from all ranks that hold it, as one.
+
+        *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
+        were met. *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
+        Raises, before anything is posted, `SpecError` and `MismatchError` as
+        `DescriptorTable.select` does, and `TransferError` "busy" where other bytes still move into
+        its blocks. Whatever happens later, the load tells.
+        """
+        with self._lock:
+            remote = self._remotes.find("producer", engine_id)
+            load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
+            more = {"attempt": attempt, "again": again, "sample": sample, "samples": samples}
+            self._reading.begin(load, seconds("timeout", timeout), **more)
+            self._reading.move()
+        return load
+
+    def release(
+        self,
+        remote_id: str,
+        *,
+        engine_id: str | None = None,
+        attempt: int = 0,
+        sample: int = 0,
+        samples: int = 1,
+    ) -> None:
+        """Tell the producer that this rank will not read a request: it has all, or gave it up."""
+        with self._lock:
+            remote = self._remotes.find("producer", engine_id)
+            name = f"release {next(self._releases)}"
+            more = {"attempt": attempt, "sample": sample, "samples": samples}
+            order = self._reading.order(remote, remote_id, name, **more)
+            self._reading.do(self._reading.book.expect(order, self._clock(), 0.0))
+
+    def poll(self) -> None:
+        """Move everything on: what came, what is in flight, and what time brings; never waits."""
+        with self._lock:
+            for notice in self._control.receive():
+                if notice.kind in READERS:
+                    self.ledger.do(self._book.receive(notice, self._clock()))
+                else:
+                    self._reading.do(self._reading.book.receive(notice, self._clock()))
+            self._reading.move()
+            self._reading.do(self._reading.book.tick(self._clock()))
+            self.ledger.do(self._book.tick(self._clock()))
+            self._remotes.leave()
+
+    def leftovers(self) -> SessionLeftovers:
+        """Count what is not over."""
+        with self._lock:
+            return SessionLeftovers(
+                loads=len(self._reading.book.open),
+                steps=self._reading.book.steps,
+                held=len(self._book.held),
+                remembered=self._book.remembered,
+                engines=len(self._remotes),
+                leaving=self._remotes.leaving,
+            )
+
+    def close(self, drain: float = 1.0) -> None:
+        """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
+
+        What still moves then ends with the NIXL rank, which is the caller's to close. Requests that
+        this rank holds for readers are forgotten: their readers do without.
+        """
+        end = time.monotonic() + seconds("drain", drain)
+        with self._lock:
+            for name in list(self._reading.loads):
+                self._cancel(name)
+        self.poll()
+        while self._reading.moving and time.monotonic() < end:
+            time.sleep(BUSY)
+            self.poll()
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._remotes.close()
+            self.channel.close()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            self.poll()
+            self.channel.wait(BUSY if self._reading.moving else IDLE)
+
+    def _cancel(self, request_id: str) -> None:
+        with self._lock:
+            self._reading.do(self._reading.book.cancel(request_id, self._clock()))

@@ -1,0 +1,353 @@
+"""Sessions of two engines in one process, over real NIXL: meeting, loading, holding, refusing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec.errors import MismatchError, SpecError, TransferError, WireError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+
+from sessions import Side, engine, new_remote_id, request, until
+
+from kvspec.nixl import NixlRank
+from kvspec.session import Session, SessionLeftovers, SessionLoad
+
+pytestmark = pytest.mark.nixl
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Side, Side]]:
+    """Return a producer of four ranks, two of which are read, and a consumer of two."""
+    with (
+        Side("P", engine(4), polled=False, lease=5.0) as producer,
+        Side("D", engine(2), polled=True, beat=0.2) as consumer,
+    ):
+        consumer.meet(producer)
+        yield producer, consumer
+
+
+def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+    """Wait until all of *loads* ended, and return how."""
+    until(lambda: all(load.state != "moving" for load in loads), *sides)
+    return [load.state for load in loads]
+
+
+def quiet(*sides: Side) -> None:
+    """Wait until nothing is said or held any more."""
+    sessions = [session for side in sides for session in side.sessions.values()]
+    until(lambda: not any(s.leftovers().loads + s.leftovers().held for s in sessions), *sides)
+
+
+def test_a_request_is_loaded_and_freed(pair: tuple[Side, Side]) -> None:
+    """Every rank's load is done, each byte is right, and each producer rank frees it once."""
+    producer, consumer = pair
+    asked = request(tokens=14, cached=3)
+    remote_id = new_remote_id("cmpl-1")
+    producer.fill(asked)
+    consumer.spoil(asked)
+    producer.expect(remote_id)
+    loads = consumer.load(asked, remote_id)
+    assert ["done", "done"] == ended(loads, producer, consumer)
+    assert [] == consumer.wrong(asked)
+    assert [(None, {})] * 2 == [(load.error, load.undefined) for load in loads]
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 4, producer, consumer)
+    assert ["cmpl-1"] * 4 == done
+    quiet(producer, consumer)
+    for session in (*producer.sessions.values(), *consumer.sessions.values()):
+        assert 0 == session.nixl.leftovers().transfers
+        assert (0, 0, 0) == attrs.astuple(session.leftovers())[:3]
+
+
+def test_what_is_not_written_can_be_zeroed(pair: tuple[Side, Side]) -> None:
+    """`untouched` are the bytes of the request's own blocks that hold what others left."""
+    producer, consumer = pair
+    longer = [6, 5, 4, 3, 2]  # a block for tokens 16 to 19, too
+    asked = request(tokens=14, consumer_blocks={"full": longer, "window": longer})
+    remote_id = new_remote_id("cmpl-1")
+    producer.expect(remote_id)
+    for rank, load in zip(consumer.sessions, consumer.load(asked, remote_id), strict=True):
+        ended([load], producer, consumer)
+        left = {name: flat.ctypes.data for name, flat in consumer.storage[rank].items()}
+        spans = load.untouched
+        assert (np.uint64, (len(spans), 2)) == (spans.dtype, spans.shape)
+        # 4 tokens of 2 layers and of 1, K and V, 1 head of 4 bytes
+        assert 4 * (2 + 1) * 2 * 4 == int(spans[:, 1].sum())
+        assert all(
+            any(0 <= int(at) - start < 1 << 20 for start in left.values()) for at in spans[:, 0]
+        )
+
+
+def test_a_full_hit_and_a_release_move_nothing(pair: tuple[Side, Side]) -> None:
+    """What is cached whole is done at once, and told to every producer rank, as a release is."""
+    producer, consumer = pair
+    hit, given_up = new_remote_id("hit"), new_remote_id("given up")
+    producer.expect(hit)
+    producer.expect(given_up)
+    loads = consumer.load(request(tokens=14, cached=14), hit)
+    assert ["done", "done"] == [load.state for load in loads]
+    for session in consumer.sessions.values():
+        session.release(given_up)
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 8, producer, consumer)
+    assert ["given up"] * 4 + ["hit"] * 4 == sorted(done)
+
+
+def test_samples_of_a_prompt_are_counted(pair: tuple[Side, Side]) -> None:
+    """A request that two samples read is held until both did."""
+    producer, consumer = pair
+    remote_id = new_remote_id("n=2")
+    producer.expect(remote_id)
+    first = consumer.load(request("a"), remote_id, sample=0, samples=2)
+    assert ["done", "done"] == ended(first, producer, consumer)
+    assert ([], []) == producer.settled()
+    for session in consumer.sessions.values():
+        session.release(remote_id, sample=1, samples=2)
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 4, producer, consumer)
+
+
+def test_what_the_producer_let_go_is_not_done(pair: tuple[Side, Side]) -> None:
+    """A reader that comes after the lease, or for a request that was dropped, fails closed."""
+    producer, consumer = pair
+    late, dropped = new_remote_id("late"), new_remote_id("dropped")
+    producer.expect(late, lease=0.01)
+    producer.expect(dropped)
+    for session in producer.sessions.values():
+        session.ledger.drop(dropped)
+    expired: list[str] = []
+    until(lambda: expired.extend(producer.settled()[1]) or len(expired) == 4, producer)
+    assert ["late"] * 4 == expired
+    loads = consumer.load(request("a"), late) + consumer.load(request("b"), dropped)
+    assert ["failed"] * 4 == ended(loads, producer, consumer)
+    for load in loads:
+        assert load.error is not None
+        assert "gone" == load.error.state
+        assert "let it go before it was read" in str(load.error)
+        assert {"full": (1, 2, 3, 4), "window": (1, 2, 3)} == load.undefined  # tokens 7..13
+
+
+def test_a_load_that_nobody_answers_fails_in_time(pair: tuple[Side, Side]) -> None:
+    """All bytes are there, but nobody says that they were valid: not done, and said so."""
+    _, consumer = pair
+    loads = consumer.load(request(), new_remote_id("r"), timeout=0.3)
+    assert ["failed"] * 2 == ended(loads, consumer)
+    assert ["timeout"] * 2 == [load.error.state for load in loads if load.error]
+    with pytest.raises(TransferError, match=r"not there in time.*request=r"):
+        loads[0].wait()
+
+
+def test_a_load_can_be_cancelled(pair: tuple[Side, Side]) -> None:
+    """It fails, and the producer's blocks are free as soon as it is told."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    loads = consumer.load(request(), remote_id)
+    for load in loads:
+        load.cancel()
+    assert ["failed"] * 2 == ended(loads, consumer)
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 4, producer, consumer)
+
+
+def test_all_is_checked_before_anything_moves(pair: tuple[Side, Side]) -> None:
+    """Block tables, ids and engines that cannot be are refused by name; nothing is left of it."""
+    _, consumer = pair
+    session = next(iter(consumer.sessions.values()))
+    good, remote_id = request(), new_remote_id("r")
+    bad = attrs.evolve(good, consumer_blocks={"full": [1, 2, 3, 77], "window": [1, 2, 3, 4]})
+    for asked, more, error, words in (
+        (bad, {}, SpecError, "consumer_blocks"),
+        (good, {"remote_id": "r"}, SpecError, "what new_remote_id returned"),
+        (good, {"remote_id": "r#zz"}, SpecError, "what new_remote_id returned"),
+        (good, {"remote_id": b"r"}, SpecError, "remote_id"),
+        (good, {"engine_id": "Q"}, SpecError, "producers that were met: P"),
+        (good, {"timeout": float("nan")}, SpecError, "timeout"),
+        (good, {"attempt": -1}, SpecError, "attempt"),
+    ):
+        given: dict[str, Any] = {"remote_id": remote_id, "timeout": 1.0} | more
+        with pytest.raises(error, match=words):
+            session.load(asked, **given)
+        assert 0 == session.leftovers().loads == session.nixl.leftovers().transfers
+    load = session.load(good, remote_id=remote_id, timeout=9.0)
+    with pytest.raises(SpecError, match="a request that is not open"):
+        session.load(good, remote_id=new_remote_id("r"), timeout=9.0)
+    load.cancel()
+
+
+def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
+    """The same request cannot be expected twice; what is dropped has to be what is held."""
+    ledger = next(iter(pair[0].sessions.values())).ledger
+    remote_id = new_remote_id("r")
+    ledger.expect(remote_id)
+    with pytest.raises(SpecError, match="one that is not held"):
+        ledger.expect(remote_id)
+    with pytest.raises(SpecError, match="one that is not held"):
+        ledger.expect(new_remote_id("r"))
+    ledger.drop(new_remote_id("r"))
+    assert ("r",) == ledger.held
+    for name in ("", "x" * 1025, "\ud800"):
+        with pytest.raises(SpecError, match="request_id"):
+            new_remote_id(name)
+
+
+def own(session: Session, **changes: Any) -> bytes:
+    """Return the introduction of a session that tells something else."""
+    told = session._own
+    changed = attrs.evolve(told, handshake=attrs.evolve(told.handshake, **changes))
+    return changed.seal(session.nixl.secret)
+
+
+def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
+    """Wrong secrets, ranks missing or twice, other models, elections, starts: nobody is met."""
+    producer, consumer = pair
+    session = next(iter(consumer.sessions.values()))
+    first, *rest = producer.sessions.values()
+    others = [each.introduction for each in rest]
+    good = first.introduction
+    older = [own(each, epoch=0) for each in producer.sessions.values()]
+    newer = [own(each, epoch=9) for each in producer.sessions.values()]
+    salted = kvspec.Election("spread", 3)
+    with NixlRank("other", secret=b"another secret, long enough") as other:
+        foreign = first._own.seal(other.secret)
+    for introductions, error, words in (
+        ([foreign, *others], WireError, "damaged or of another secret"),
+        ([good[:-1], *others], WireError, "damaged"),
+        ([b"rubbish", *others], WireError, "what Session.introduction returned"),
+        (others, SpecError, "tp0 too"),
+        ([good, good, *others], SpecError, "each rank once"),
+        ([], SpecError, "one for each rank"),
+        (good, SpecError, "introductions"),
+        ([own(first, epoch=2), *others], MismatchError, "some are from before a restart"),
+        (older, SpecError, "epoch=0"),
+        ([own(s, model="m") for s in producer.sessions.values()], MismatchError, "model"),
+        ([own(s, election=salted) for s in producer.sessions.values()], MismatchError, "election"),
+        ([own(s, engine_id="D") for s in producer.sessions.values()], MismatchError, "itself"),
+        (consumer.introductions, MismatchError, "itself"),
+    ):
+        with pytest.raises(error, match=words):
+            session.meet(introductions)
+        assert 2 == len(session.nixl.peers) or 1 == len(session.nixl.peers)
+    with pytest.raises(SpecError, match="'producer' or 'consumer'"):
+        session.meet([good, *others], role="friend")  # type: ignore[arg-type]
+    peers = session.nixl.peers
+    session.meet([good, *others])
+    assert peers == session.nixl.peers
+    session.meet(newer)
+    with pytest.raises(SpecError, match="epoch=1"):
+        session.meet([good, *others])
+
+
+def test_an_epoch_is_shared_by_the_ranks_of_a_start() -> None:
+    """An engine of several ranks has to say which; one of one rank need not."""
+    cache, storage = kvspec.allocate(engine(2), kvspec.RankId(), num_blocks=2)
+    with NixlRank("r", polled=True) as nixl:
+        with pytest.raises(SpecError, match="that the 2 ranks of this start share"):
+            Session(nixl, cache, engine_id="D")
+        with pytest.raises(SpecError, match="engine_id"):
+            Session(nixl, cache, engine_id="", epoch=1)
+        with pytest.raises(SpecError, match="a RankCache"):
+            Session(nixl, storage, engine_id="D")  # type: ignore[arg-type]
+        cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=2)
+        before = time.time_ns()
+        with Session(nixl, cache, engine_id="D", owner=storage) as session:
+            assert session.me.epoch >= before
+
+
+def test_introductions_are_fetched_over_the_channel(pair: tuple[Side, Side]) -> None:
+    """Who knows where the ranks' channels are needs nothing else; who is not there is named."""
+    producer, consumer = pair
+    session = next(iter(consumer.sessions.values()))
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            producer.poll()
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert producer.introductions == session.fetch(producer.addresses)
+    finally:
+        stop.set()
+        thread.join()
+    with pytest.raises(TransferError, match=r"no introduction from 127.0.0.1:9 in 0.1 s"):
+        session.fetch(["127.0.0.1:9"], timeout=0.1)
+    with pytest.raises(TransferError, match="no introduction from nowhere"):
+        session.fetch(["nowhere"], timeout=0.1)
+    with pytest.raises(SpecError, match="addresses"):
+        session.fetch("127.0.0.1:9")
+
+
+def test_a_thread_moves_a_session_on() -> None:
+    """With a thread of its own nobody has to poll: questions are answered, loads end."""
+    before = threading.active_count()
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(2), polled=True, background=True) as consumer,
+    ):
+        for session in consumer.sessions.values():
+            session.meet(session.fetch(producer.addresses))
+        asked, remote_id = request(), new_remote_id("r")
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.expect(remote_id)
+        loads = consumer.load(asked, remote_id)
+        until(lambda: all(load.state == "done" for load in loads))
+        assert [] == consumer.wrong(asked)
+        until(lambda: not producer.sessions[kvspec.RankId()].ledger.held)
+        assert before + 3 == threading.active_count()
+    assert before == threading.active_count()
+
+
+def test_a_restarted_producer_is_met_anew(pair: tuple[Side, Side]) -> None:
+    """What is loaded from its last start fails; what it says now is believed, and loads go on."""
+    consumer = pair[1]
+    old = consumer.load(request("old"), new_remote_id("old"))
+    with Side("P", engine(1), epoch=2, polled=False) as again:
+        consumer.meet(again)
+        assert ["failed"] * 2 == [load.state for load in old]
+        assert all("was started again" in str(load.error) for load in old)
+        asked, remote_id = request("new"), new_remote_id("new")
+        again.fill(asked)
+        consumer.spoil(asked)
+        again.expect(remote_id)
+        loads = consumer.load(asked, remote_id)
+        assert ["done"] * 2 == ended(loads, again, consumer)
+        assert [] == consumer.wrong(asked)
+        quiet(again, consumer)
+        for session in consumer.sessions.values():
+            assert 1 == len(session.nixl.peers)
+            assert (1, 0) == (session.leftovers().engines, session.leftovers().leaving)
+            session.part("P")
+            assert () == session.nixl.peers
+            with pytest.raises(SpecError, match="none yet"):
+                session.release(remote_id)
+
+
+def test_a_closed_session_leaves_nothing(pair: tuple[Side, Side]) -> None:
+    """Its loads fail, its peers are parted from, and nothing of it is open."""
+    _, consumer = pair
+    session = next(iter(consumer.sessions.values()))
+    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
+    session.close()
+    session.close()
+    assert "failed" == load.poll()
+    assert "cancelled" in str(load.error)
+    assert (0, 0) == (len(session.nixl.peers), session.nixl.leftovers().transfers)
+    assert 0 == len(session.channel)  # type: ignore[arg-type]
+    session.nixl.close()
+    assert "failed" == load.poll()
+    assert SessionLeftovers(loads=session.leftovers().loads) == session.leftovers()

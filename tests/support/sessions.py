@@ -1,0 +1,146 @@
+"""Two engines whose ranks are sessions of one process, over the real NIXL or a fake one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import kvspec
+from kvspec.nixl import NixlRank
+from kvspec.session import Session, SessionLoad, new_remote_id
+from kvspec.testing import oracle
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLOCKS = 8
+
+
+def engine(tp: int, heads: int = 2, block: int = 4, **parallel: Any) -> kvspec.EngineSpec:
+    """Return an engine of two groups: full attention in two layers, a window in one."""
+    sizes: dict[str, Any] = {"total_num_kv_heads": heads, "head_size": 4, "dtype": "uint8"}
+    full = kvspec.FullAttentionSpec(block_size=block, **sizes)
+    window = kvspec.SlidingWindowSpec(block_size=block, sliding_window=8, **sizes)
+    groups = [
+        kvspec.KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=full),
+        kvspec.KVCacheGroup(name="window", layers=["w.0"], spec=window),
+    ]
+    sizes = kvspec.ParallelConfig(tp_size=tp, **parallel)
+    return kvspec.EngineSpec(groups=groups, parallel=sizes)
+
+
+class Side:
+    """One engine of this process: a session and a storage for each rank."""
+
+    def __init__(
+        self, name: str, spec: kvspec.EngineSpec, *, epoch: int = 1, polled: bool, **session: Any
+    ) -> None:
+        self.name, self.spec = name, spec
+        self.sessions: dict[kvspec.RankId, Session] = {}
+        self.storage: dict[kvspec.RankId, dict[str, np.ndarray]] = {}
+        self.before: dict[kvspec.RankId, dict[str, np.ndarray]] = {}
+        for rank in spec.parallel.ranks:
+            cache, storage = kvspec.allocate(spec, rank, num_blocks=BLOCKS)
+            nixl = NixlRank(prefix=f"{name}-{rank}-", polled=polled)
+            self.sessions[rank] = Session(
+                nixl, cache, engine_id=name, epoch=epoch, owner=storage, **session
+            )
+            self.storage[rank] = storage
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def introductions(self) -> list[bytes]:
+        """What others meet it by."""
+        return [session.introduction for session in self.sessions.values()]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where its ranks' channels are."""
+        return [session.channel.address for session in self.sessions.values()]
+
+    def meet(self, other: Side) -> None:
+        """Let every rank meet a producer."""
+        for session in self.sessions.values():
+            session.meet(other.introductions)
+
+    def expect(self, remote_id: str, **more: Any) -> None:
+        """Hold a request on every rank."""
+        for session in self.sessions.values():
+            session.ledger.expect(remote_id, **more)
+
+    def load(self, asked: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[SessionLoad]:
+        """Load a request on every rank."""
+        given = {"timeout": 10.0, "remote_id": remote_id} | more
+        return [session.load(asked, **given) for session in self.sessions.values()]
+
+    def poll(self) -> None:
+        """Move every rank on."""
+        for session in self.sessions.values():
+            session.poll()
+
+    def fill(self, asked: kvspec.TransferRequest, seed: int = 0) -> None:
+        """Give the producer's ranks the true bytes of a request, and random ones beside."""
+        for rank, storage in self.storage.items():
+            tables = asked.producer_blocks
+            oracle.fill(self.spec, rank, storage, BLOCKS, tables, asked, seed=seed)
+
+    def spoil(self, asked: kvspec.TransferRequest, seed: int = 0) -> None:
+        """Give the consumer's ranks bytes that are wrong wherever the request has to write."""
+        for rank, storage in self.storage.items():
+            tables = asked.consumer_blocks
+            oracle.spoil(self.spec, rank, storage, BLOCKS, tables, asked, seed=seed)
+            self.before[rank] = {name: flat.copy() for name, flat in storage.items()}
+
+    def wrong(self, asked: kvspec.TransferRequest, seed: int = 0) -> list[str]:
+        """Return what is wrong with the consumer's bytes."""
+        return [
+            f"{rank}: {line}"
+            for rank, storage in self.storage.items()
+            for line in oracle.check(
+                self.spec, rank, self.before[rank], storage, BLOCKS, asked.consumer_blocks, asked,
+                seed=seed,
+            )
+        ]  # fmt: skip
+
+    def settled(self) -> tuple[list[str], list[str]]:
+        """Return what was freed on any rank: as done, as expired."""
+        found = [session.ledger.poll() for session in self.sessions.values()]
+        done, expired = ([*x] for x in zip(*((f.done, f.expired) for f in found), strict=True))
+        return sorted(sum(done, ())), sorted(sum(expired, ()))
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for session in self.sessions.values():
+            session.close(drain=0.0)
+            session.nixl.close(drain=0.0)
+
+
+def request(name: str = "r", tokens: int = 14, cached: int = 0, **more: Any) -> Any:
+    """Return a request of *tokens* in blocks 1, 2, 3, ... of both sides, of 4 tokens each."""
+    blocks = list(range(1, -(-tokens // 4) + 1))
+    given: dict[str, Any] = {
+        "producer_blocks": {"full": blocks, "window": blocks},
+        "consumer_blocks": {"full": blocks[::-1], "window": blocks[::-1]},
+    }
+    return kvspec.TransferRequest(
+        request_id=name, num_tokens=tokens, cached_tokens=cached, **given | more
+    )
+
+
+def until(true: Callable[[], Any], *sides: Side, seconds: float = 20.0) -> None:
+    """Poll the *sides* until something is true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        for side in sides:
+            side.poll()
+        time.sleep(2e-4)
+
+
+__all__ = ["Side", "engine", "new_remote_id", "request", "until"]
