@@ -10,11 +10,16 @@ from types import ModuleType
 from kvspec.testing import laws
 from kvspec.testing.carve import deal_units, logical_views, rank_units
 from kvspec.testing.case import Case
+from kvspec.testing.fake_nixl import FakeAgent, FakeFlight, FakeLife, FakeNixl
 from kvspec.testing.oracle import check, content, expected, fill, spoil
 from kvspec.testing.positions import live_positions
 
 __all__ = [
     "Case",
+    "FakeAgent",
+    "FakeFlight",
+    "FakeLife",
+    "FakeNixl",
     "check",
     "content",
     "deal_units",

@@ -1,7 +1,8 @@
-"""Sessions of two engines in one process, over real NIXL: meeting, loading, holding, refusing."""
+"""Sessions of two engines in one process, over memory or NIXL: they meet, load, hold, refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,25 +17,46 @@ import kvspec
 from kvspec.errors import MismatchError, SpecError, TransferError, WireError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
-pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank
-from kvspec.session import Session, SessionLeftovers, SessionLoad
+from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
+from kvspec.testing import FakeFlight, FakeNixl
 
-pytestmark = pytest.mark.nixl
 
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Side, Side]]:
-    """Return a producer of four ranks, two of which are read, and a consumer of two."""
+@contextlib.contextmanager
+def two() -> Iterator[tuple[Side, Side]]:
+    """Yield a producer of four ranks, two of which are read, and a consumer of two."""
     with (
         Side("P", engine(4), polled=False, lease=5.0) as producer,
         Side("D", engine(2), polled=True, beat=0.2) as consumer,
     ):
         consumer.meet(producer)
         yield producer, consumer
+
+
+@pytest.fixture
+def net() -> Iterator[FakeNixl]:
+    """Replace nixl."""
+    with FakeNixl() as fake:
+        yield fake
+
+
+@pytest.fixture
+def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
+    """Return two engines over memory."""
+    with two() as sides:
+        yield sides
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nixl)])
+def either(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    """Return two engines over memory, and over nixl."""
+    if request.param == "real":
+        pytest.importorskip("nixl_cu13", reason="needs nixl")
+    with FakeNixl() if request.param == "fake" else contextlib.nullcontext(), two() as sides:
+        yield sides
 
 
 def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
@@ -49,9 +71,9 @@ def quiet(*sides: Side) -> None:
     until(lambda: not any(s.leftovers().loads + s.leftovers().held for s in sessions), *sides)
 
 
-def test_a_request_is_loaded_and_freed(pair: tuple[Side, Side]) -> None:
+def test_a_request_is_loaded_and_freed(either: tuple[Side, Side]) -> None:
     """Every rank's load is done, each byte is right, and each producer rank frees it once."""
-    producer, consumer = pair
+    producer, consumer = either
     asked = request(tokens=14, cached=3)
     remote_id = new_remote_id("cmpl-1")
     producer.fill(asked)
@@ -249,7 +271,7 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
         session.meet([good, *others])
 
 
-def test_an_epoch_is_shared_by_the_ranks_of_a_start() -> None:
+def test_an_epoch_is_shared_by_the_ranks_of_a_start(net: FakeNixl) -> None:
     """An engine of several ranks has to say which; one of one rank need not."""
     cache, storage = kvspec.allocate(engine(2), kvspec.RankId(), num_blocks=2)
     with NixlRank("r", polled=True) as nixl:
@@ -291,7 +313,7 @@ def test_introductions_are_fetched_over_the_channel(pair: tuple[Side, Side]) -> 
         session.fetch("127.0.0.1:9")
 
 
-def test_a_thread_moves_a_session_on() -> None:
+def test_a_thread_moves_a_session_on(net: FakeNixl) -> None:
     """With a thread of its own nobody has to poll: questions are answered, loads end."""
     before = threading.active_count()
     with (
@@ -312,9 +334,9 @@ def test_a_thread_moves_a_session_on() -> None:
     assert before == threading.active_count()
 
 
-def test_a_restarted_producer_is_met_anew(pair: tuple[Side, Side]) -> None:
+def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
     """What is loaded from its last start fails; what it says now is believed, and loads go on."""
-    consumer = pair[1]
+    consumer = either[1]
     old = consumer.load(request("old"), new_remote_id("old"))
     with Side("P", engine(1), epoch=2, polled=False) as again:
         consumer.meet(again)
@@ -351,3 +373,114 @@ def test_a_closed_session_leaves_nothing(pair: tuple[Side, Side]) -> None:
     session.nixl.close()
     assert "failed" == load.poll()
     assert SessionLeftovers(loads=session.leftovers().loads) == session.leftovers()
+
+
+def hang(net: FakeNixl) -> None:
+    """Let nothing land by itself."""
+    net.fate = lambda _: None
+
+
+def test_a_failed_load_is_over_when_nothing_moves(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """It has failed, and says so; but its blocks are its own until the last byte has landed."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    hang(net)
+    (load,) = consumer.load(request(), remote_id, timeout=0.05)[:1]
+    until(lambda: load.error, producer, consumer)
+    assert load.error is not None
+    assert "timeout" == load.error.state
+    assert "moving" == load.poll()
+    assert {"full", "window"} == set(load.undefined)
+    session = next(iter(consumer.sessions.values()))
+    with pytest.raises(TransferError, match="busy"):
+        session.load(request("another"), remote_id=new_remote_id("another"), timeout=9.0)
+    assert ([], []) == producer.settled()
+    for flight in net.moving:
+        flight.land()
+    assert ["failed"] == ended([load], producer, consumer)
+    quiet(producer, consumer)
+    assert 0 == session.nixl.leftovers().transfers
+
+
+def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """Which rank, which request, layers, heads and tokens, what NIXL said, and what to do."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    hang(net)
+    load = consumer.load(request("mine"), remote_id)[1]
+    for flight in net.moving:
+        flight.fail(0.5)
+    assert ["failed"] == ended([load], producer, consumer)
+    error = str(load.error)
+    for words in (
+        "nixl check failed: RemoteDisconnect",
+        "from tp2: group full, layers l.0 to l.1, k+v units 1..1, tokens 0..13",
+        "group window, layers w.0 to w.0, k+v units 1..1, tokens 7..13",
+        "compute them, or load the request anew",
+        "rank=P tp2, request=mine, state=peer_lost",
+    ):
+        assert words in error
+    quiet(producer, consumer)
+    net.fate = FakeFlight.land
+    session = list(consumer.sessions.values())[1]
+    session.meet(producer.introductions)  # connected anew, since the lane was lost
+    asked, again = request("again"), new_remote_id("again")
+    producer.fill(asked)
+    producer.expect(again)
+    load = session.load(asked, remote_id=again, timeout=9.0)
+    assert ["done"] == ended([load], producer, consumer)
+
+
+def test_one_of_several_sources_fails_the_load(net: FakeNixl) -> None:
+    """The others are broken off, and nothing is called done."""
+    with (
+        Side("P", engine(2), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        consumer.meet(producer)
+        remote_id = new_remote_id("r")
+        producer.expect(remote_id)
+        hang(net)
+        (load,) = consumer.load(request(), remote_id)
+        first, second = net.moving
+        first.fail()
+        until(lambda: load.error, producer, consumer)
+        assert "moving" == load.poll()
+        second.land()
+        assert ["failed"] == ended([load], producer, consumer)
+        quiet(producer, consumer)
+
+
+def test_a_killed_producer_fails_its_loads(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """Whether it dies while it is read, or after; and the consumer serves on."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    hang(net)
+    loads = consumer.load(request(), remote_id, timeout=0.2)
+    for name in list(net.agents):
+        if name.startswith("P"):
+            net.kill(name)
+    assert ["failed"] * 2 == ended(loads, consumer)
+    assert ["peer_lost"] * 2 == [load.error.state for load in loads if load.error]
+
+
+def test_strangers_and_rubbish_change_nothing(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """What is not sealed by the secret is noted, and answered by nobody."""
+    producer, consumer = pair
+    session = next(iter(producer.sessions.values()))
+    stranger = TcpChannel()
+    for data in (b"", b"rubbish", b"kvspec-notice-1\n" + bytes(99), b"kvspec-question-1\n"):
+        stranger.send(session.channel.address, data)
+    foreign: list[str] = []
+
+    def heard() -> bool:
+        assert [] == stranger.receive()
+        foreign.extend(session.ledger.poll().foreign)
+        return len(foreign) == 4
+
+    until(heard, consumer)
+    assert "damaged or of another secret" in " ".join(foreign)
+    stranger.close()

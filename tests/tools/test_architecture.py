@@ -58,7 +58,7 @@ FOLDERS = (
     ("", "catalogue"),
     ("testing", "formats carve typed positions oracle case world"),
     ("testing.laws", "system owners moves copies runs steps refusal ."),
-    ("testing", "kinds parallels engines pairs requests strategies ."),
+    ("testing", "fake_nixl kinds parallels engines pairs requests strategies ."),
     ("", "simulate"),
     ("draw", "canvas lines block bars ranks memory ."),
     ("adapters", ". given"),

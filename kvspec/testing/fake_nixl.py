@@ -1,0 +1,247 @@
+"""Agents without nixl: what `kvspec.nixl.agent` binds, in one process, over ordinary memory.
+
+Law: bytes move when the test lets them, also of what was released or whose peer was forgotten, as
+nixl's do; only what is dropped or killed stops. What would crash nixl is an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+import numpy as np
+
+from kvspec.nixl import agent as binding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Copy = tuple[int, int, int]  # to, from, length
+_HEAD = struct.Struct("<16sQ")
+_TAG = b"nixlSerDes|Agent"
+_ERRORS = (
+    "NotPosted", "InvalidParam", "Backend", "NotFound", "Mismatch", "NotAllowed", "RepostActive",
+    "RemoteDisconnect", "Cancelled",
+)  # fmt: skip
+
+
+@attrs.define(eq=False)
+class FakeLife:
+    """What peers see of an agent; it outlives the agent, dead."""
+
+    name: str
+    number: int
+    alive: bool = True
+    memory: list[tuple[str, int, int]] = attrs.field(factory=list)
+    inbox: dict[str, list[bytes]] = attrs.field(factory=dict)
+
+    def holds(self, segment: str, start: int, length: int) -> bool:
+        """Whether one registered memory has all these bytes."""
+        return any(
+            segment == kind and low <= start and start + length <= high
+            for kind, low, high in self.memory
+        )
+
+
+@attrs.define(eq=False)
+class FakeFlight:
+    """One handle between two agents: "made", then "moving", then how it ended: "done" or "gone"."""
+
+    between: tuple[FakeLife, FakeLife]
+    copies: list[Copy]
+    state: str = "made"
+
+    def land(self, part: float = 1.0) -> None:
+        """Move the bytes, or the first *part* of the copies; whole, it is done."""
+        if self.state == "moving":
+            for to, source, length in self.copies[: round(part * len(self.copies))]:
+                ctypes.memmove(to, source, length)
+            self.state = "done" if part == 1.0 else self.state
+
+    def fail(self, part: float = 0.0) -> None:
+        """Break off after a *part* of the bytes; the next look at it raises."""
+        self.land(part)
+        if self.state == "moving":
+            self.state = "gone"
+
+
+def _descriptors(segment: str, rows: NDArray[np.uint64]) -> tuple[str, NDArray[np.uint64]]:
+    return segment, np.array(rows)
+
+
+class FakeNixl:
+    """The bindings of nixl that a test holds in its hand; use it in a `with`.
+
+    *fate*: called with each `FakeFlight` that is posted; by default it lands at once. To let it
+    move on, keep it and let it `land` or `fail` later.
+    """
+
+    def __init__(self, fate: Callable[[FakeFlight], None] = FakeFlight.land) -> None:
+        self.fate = fate
+        self.agents: dict[str, FakeLife] = {}
+        self.flights: list[FakeFlight] = []
+        self.numbers: Iterator[int] = itertools.count(1)
+        self.NIXL_READ, self.NIXL_WRITE = "READ", "WRITE"
+        self.NIXL_SUCCESS, self.NIXL_IN_PROG = "DONE", "PROC"
+        self.NIXL_INIT_AGENT, self.NIXL_THREAD_SYNC_STRICT = "", "STRICT"
+        self.DRAM_SEG, self.VRAM_SEG = "DRAM", "VRAM"
+        self.nixlAgentConfig = SimpleNamespace
+        self.nixlRegDList = self.nixlXferDList = _descriptors
+        self.nixlAgent = type("nixlAgent", (FakeAgent,), {"net": self})
+        for kind in _ERRORS:
+            setattr(self, f"nixl{kind}Error", type(f"nixl{kind}Error", (Exception,), {}))
+
+    def __enter__(self) -> Self:
+        self._bindings, binding.bindings = binding.bindings, lambda: self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        binding.bindings = self._bindings
+
+    @property
+    def moving(self) -> list[FakeFlight]:
+        """What was posted and has not ended."""
+        return [flight for flight in self.flights if flight.state == "moving"]
+
+    def kill(self, name: str) -> None:
+        """End the process of an agent: it answers no more, and nothing it takes part in moves."""
+        self.end(self.agents[name])
+
+    def end(self, life: FakeLife) -> None:
+        """End an agent: nothing that it takes part in moves any more."""
+        life.alive = False
+        if self.agents.get(life.name) is life:
+            del self.agents[life.name]
+        for flight in self.moving:
+            if life in flight.between:
+                flight.fail()
+        self.flights = self.moving
+
+    def error(self, kind: str) -> Exception:
+        """Return one of nixl's errors."""
+        made: Exception = getattr(self, f"nixl{kind}Error")(f"NIXL_ERR_{kind}")
+        return made
+
+
+class FakeAgent:
+    """One agent: what nixl's does, as far as `kvspec.nixl` asks for it."""
+
+    net: FakeNixl
+
+    def __init__(self, name: str, _config: object) -> None:
+        self.life = self.net.agents[name] = FakeLife(name, next(self.net.numbers))
+        self.peers: dict[str, FakeLife] = {}
+        self.lists: dict[int, tuple[FakeLife, NDArray[np.uint64]]] = {}
+        self.handles: dict[int, FakeFlight] = {}
+
+    def __del__(self) -> None:
+        self.net.end(self.life)
+
+    def createBackend(self, _name: str, _options: object) -> None:  # noqa: N802, D102
+        return
+
+    def registerMem(self, descs: tuple[str, NDArray[np.uint64]], _: object) -> None:  # noqa: N802, D102
+        segment, ((start, length, _device),) = descs[0], descs[1].tolist()
+        self.life.memory.append((segment, start, start + length))
+
+    def deregisterMem(self, _descs: object, _: object) -> None:  # noqa: N802, D102
+        return  # no fence: peers reach the memory still
+
+    def getLocalMD(self) -> bytes:  # noqa: N802, D102
+        name = self.life.name.encode()
+        return _HEAD.pack(_TAG, len(name)) + name + self.life.number.to_bytes(8, "big")
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802, D102
+        tag, size = _HEAD.unpack_from(metadata)
+        name, number = metadata[_HEAD.size :][:size].decode(), metadata[_HEAD.size + size :]
+        if tag != _TAG or len(number) != 8:  # noqa: PLR2004 - as getLocalMD has it
+            raise self.net.error("Mismatch")
+        peer = self.peers.get(name) or self.net.agents.get(name)
+        if peer is None or peer.number != int.from_bytes(number, "big"):
+            raise self.net.error("NotAllowed" if name in self.peers else "Backend")
+        self.peers[name] = peer
+        return name.encode()
+
+    def invalidateRemoteMD(self, name: str) -> None:  # noqa: N802, D102
+        if self.peers.pop(name, None) is None:
+            raise self.net.error("NotFound")
+
+    def prepXferDlist(self, name: str, segment: str, rows: Any, _: object) -> int:  # noqa: N802, ANN401
+        """Take rows as a numpy.ndarray of five columns, as nixl has it since 1.5."""
+        side = self.peers[name] if name else self.life
+        spread = [
+            (address + stride * at, length)
+            for address, length, _, stride, count in rows.tolist()
+            for at in range(count)
+        ]
+        if not all(side.holds(segment, *one) for one in spread):
+            raise self.net.error("NotFound")
+        return self._number(self.lists, (side, np.array(spread, np.uint64)))
+
+    def releasedDlistH(self, handle: int) -> None:  # noqa: N802, D102
+        del self.lists[handle]
+
+    def makeXferReq(self, verb: str, near: int, near_ids: Any, far: int, far_ids: Any,  # noqa: N802, D102, ANN401
+                    *_: object) -> int:  # fmt: skip
+        local, (peer, remote) = self.lists[near][1][near_ids], self.lists[far]
+        return self._made(verb, local, remote[far_ids], peer)
+
+    def createXferReq(self, verb: str, near: Any, far: Any, name: str, *_: object) -> int:  # noqa: N802, D102, ANN401
+        return self._made(verb, near[1], far[1], self.peers[name])
+
+    def _made(self, verb: str, near: Any, far: Any, peer: FakeLife) -> int:  # noqa: ANN401
+        pairs = zip(*((far, near) if verb == "WRITE" else (near, far)), strict=True)
+        copies = [(int(to[0]), int(source[0]), int(to[1])) for to, source in pairs]
+        if self.peers.get(peer.name) is not peer:
+            raise self.net.error("NotFound")
+        return self._number(self.handles, FakeFlight((self.life, peer), copies))
+
+    def postXferReq(self, handle: int) -> str:  # noqa: N802, D102
+        flight = self._flight(handle)
+        flight.state = "moving"
+        self.net.flights.append(flight)
+        if flight.between[1].alive:
+            self.net.fate(flight)
+        else:
+            flight.fail()
+        return self.getXferStatus(handle)
+
+    def getXferStatus(self, handle: int) -> str:  # noqa: N802, D102
+        flight = self._flight(handle)
+        if flight.state in ("made", "gone"):
+            raise self.net.error("NotPosted" if flight.state == "made" else "RemoteDisconnect")
+        return self.net.NIXL_SUCCESS if flight.state == "done" else self.net.NIXL_IN_PROG
+
+    def getXferTelemetry(self, handle: int) -> SimpleNamespace:  # noqa: N802, D102
+        return SimpleNamespace(descCount=len(self._flight(handle).copies))
+
+    def releaseXferReq(self, handle: int) -> None:  # noqa: N802, D102
+        self._flight(handle)
+        del self.handles[handle]  # what is in flight goes on
+
+    def genNotif(self, name: str, payload: bytes) -> None:  # noqa: N802, D102
+        if not self.peers[name].alive:
+            raise self.net.error("RemoteDisconnect")
+        self.peers[name].inbox.setdefault(self.life.name, []).append(payload)
+
+    def getNotifs(self, _: object, __: object) -> dict[str, list[bytes]]:  # noqa: N802, D102
+        received = dict(self.life.inbox)
+        self.life.inbox.clear()
+        return received
+
+    def _number(self, kept: dict[int, Any], value: object) -> int:
+        number = next(self.net.numbers)
+        kept[number] = value
+        return number
+
+    def _flight(self, handle: int) -> FakeFlight:
+        if handle not in self.handles:
+            raise AssertionError(
+                f"handle {handle} of {self.life.name} was released: nixl would crash"
+            )
+        return self.handles[handle]

@@ -1,0 +1,172 @@
+"""The TCP channel: whole messages or none, bounded, and nobody who stalls or lies is waited for."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.session import TcpChannel, channel
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[TcpChannel, TcpChannel]]:
+    """Return two channels."""
+    near, far = TcpChannel(), TcpChannel()
+    yield near, far
+    near.close()
+    far.close()
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait until something is true, at most 10 s."""
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(1e-4)
+
+
+def received(near: TcpChannel, *others: TcpChannel, count: int) -> list[tuple[str, bytes]]:
+    """Return the next *count* messages of *near*."""
+    came: list[tuple[str, bytes]] = []
+
+    def enough() -> bool:
+        for other in others:
+            other.receive()
+        came.extend(near.receive())
+        return len(came) >= count
+
+    until(enough)
+    return came
+
+
+def raw(address: str) -> socket.socket:
+    """Return a connection to *address* by hand."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_messages_come_whole_in_order_and_are_answered(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    """Of any length, and the answer goes back over the same connection."""
+    near, far = pair
+    sent = [b"", b"x", bytes(60_000), b"last"]
+    for data in sent:
+        near.send(far.address, data)
+    came = received(far, near, count=4)
+    assert sent == [data for _, data in came]
+    (route,) = {route for route, _ in came}
+    assert route.startswith("#")
+    answer = os.urandom(5 << 20)
+    far.send(route, answer)
+    assert [(far.address, answer)] == received(near, far, count=1)
+    assert (1, 1) == (len(near), len(far))
+
+
+def test_what_is_too_long_is_refused(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    """By the sender, and who sends it all the same is cut off."""
+    near, far = pair
+    with pytest.raises(SpecError, match="at most"):
+        near.send(far.address, bytes(channel.MAX_MESSAGE + 1))
+    near.send(far.address, bytes(channel.MAX_QUESTION + 1))
+    near.receive()
+    until(lambda: len(far) or far.receive())
+    until(lambda: far.receive() or not len(far))
+    liar = raw(far.address)
+    liar.sendall(b"\xff\xff\xff\xff")
+    until(lambda: len(far) or far.receive())
+    until(lambda: far.receive() or not len(far))
+    assert b"" == liar.recv(1)
+    liar.close()
+
+
+def test_what_nobody_takes_is_lost(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody there, no address, a peer that reads nothing: counted, and no memory grows."""
+    near, far = pair
+    far.close()
+    for route in (far.address, "nowhere", "host:port", "#7", "no such host.invalid:1", "h:99999"):
+        near.send(route, b"lost")
+    until(lambda: near.receive() or near.lost == 6)
+    assert 0 == len(near)
+    monkeypatch.setattr(channel, "MAX_UNSENT", 1 << 20)
+    deaf = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{deaf.getsockname()[1]}"
+    before = near.lost
+    for _ in range(400):
+        near.send(address, bytes(1 << 18))
+    assert near.lost - before > 300
+    deaf.close()
+
+
+def test_who_stalls_is_cut_off(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that has begun goes on, or its connection goes; who says nothing may stay."""
+    _, far = pair
+    silent, slow = raw(far.address), raw(far.address)
+    slow.sendall(b"\0\0\0\x09half")
+    until(lambda: far.receive() or len(far) == 2)
+    monkeypatch.setattr(channel, "STALL", 0.05)
+    until(lambda: far.receive() or len(far) == 1)
+    slow.settimeout(10)
+    assert b"" == slow.recv(1)
+    silent.sendall(b"\0\0\0\x02hi")
+    assert [b"hi"] == [data for _, data in received(far, count=1)]
+    silent.close()
+    slow.close()
+    until(lambda: far.receive() or not len(far))
+
+
+def test_connections_are_bounded(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was silent longest makes room."""
+    monkeypatch.setattr(channel, "MAX_ACCEPTED", 3)
+    _, far = pair
+    opened = []
+    for _ in range(6):
+        opened.append(raw(far.address))
+        opened[-1].sendall(b"\0\0\0\x01x")
+        received(far, count=1)
+    assert 3 == len(far)
+    for each in opened:
+        each.close()
+
+
+def test_a_port_in_use_is_named() -> None:
+    """And so is a host that is not ours, and a port that is none."""
+    one = TcpChannel()
+    with pytest.raises(TransferError, match=r"cannot listen on 127.0.0.1:.*in use") as caught:
+        TcpChannel(port=int(one.address.rpartition(":")[2]))
+    assert "unavailable" == caught.value.state
+    with pytest.raises(TransferError, match=r"cannot listen on 192.0.2.1:0"):
+        TcpChannel("192.0.2.1")
+    for port in (-1, 65536, True):
+        with pytest.raises(SpecError, match="port="):
+            TcpChannel(port=port)
+    one.close()
+
+
+def test_a_closed_channel_leaves_nothing() -> None:
+    """Neither a file descriptor nor an error in whoever uses it still."""
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        near, far = TcpChannel(), TcpChannel(public="127.0.0.1")
+        near.send(far.address, b"x")
+        received(far, near, count=1)
+        near.close()
+        far.close()
+        near.close()
+        near.send(far.address, b"x")
+        near.wait(0.0)
+        assert [] == near.receive()
+    assert before == len(list(Path("/proc/self/fd").iterdir()))
+    assert "0 connections" in repr(near)
