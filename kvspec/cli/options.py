@@ -208,8 +208,3 @@ def _plain(value: object) -> object:
     if isinstance(value, Stripe):
         return [value.first, value.step]
     return attrs.asdict(cast("attrs.AttrsInstance", value), recurse=False)
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count in words, such as ``1 rank`` or ``16 ranks``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 import typer
-from rich.filesize import decimal
 from rich.text import Text
 
 from kvspec.cli.options import (
@@ -17,7 +16,6 @@ from kvspec.cli.options import (
     MODEL,
     POLICY_NAMES,
     RANKS_PER_NODE,
-    counted,
     engine,
     in_words,
     of_requests,
@@ -30,6 +28,7 @@ from kvspec.cli.options import (
 from kvspec.errors import SpecError
 from kvspec.ownership.election import Replicas
 from kvspec.simulate import PolicyLoad, Simulation, simulate
+from kvspec.words import counted, nbytes
 
 _STEPS = "▁▂▃▄▅▆▇█"
 BARS = 64
@@ -86,9 +85,7 @@ def _show(model: str, simulation: Simulation) -> None:
     """Print the loads of every policy, and a bar for each producer rank or for neighbours."""
     console, first = output(), simulation.policies[0]
     engines = f"{counted(simulation.consumers, 'engine')} of {counted(len(first.into), 'rank')}"
-    moved = (
-        f"{simulation.num_tokens:,} tokens each: {decimal(int(first.into.sum()))} to each engine"
-    )
+    moved = f"{simulation.num_tokens:,} tokens each: {nbytes(int(first.into.sum()))} to each engine"
     ranks = counted(len(first.out), "producer rank")
     console.print(Text.assemble((model, "bold"), f"  {ranks} -> {engines}, {moved}"))
     numbers = ("predicted", "busiest out", "max / mean")
@@ -109,9 +106,9 @@ def _loads(load: PolicyLoad, *, best: bool) -> tuple[str | Text, ...]:
     return (
         Text(load.replicas, style=style),
         Text(f"{load.seconds * 1e3:,.2f} ms", style=style),
-        f"{decimal(load.busiest.load)} {load.busiest.rank}",
+        f"{nbytes(load.busiest.load)} {load.busiest.rank}",
         f"{load.unevenness:.2f}",
-        f"{load.bottleneck}, {decimal(load.bottleneck.load)}",
+        f"{load.bottleneck}, {nbytes(load.bottleneck.load)}",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
 from typing import Any, cast
@@ -126,8 +125,6 @@ def _draw(
     specs: dict[str, LayerSpec], sides: Sequence[ParallelConfig], election: Election, file: str
 ) -> None:
     """Write the picture of the plan between engines of these sizes, a file for each group."""
-    if find_spec("svg") is None:
-        raise SpecError("svg", file, "svg.py to draw with: pip install 'kvspec[draw]'")
     if not Path(file).name:
         raise SpecError("svg", file, "a file that can be written: this is a folder")
     groups = [

@@ -20,7 +20,6 @@ from kvspec.cli.options import (
     RANKS_PER_NODE,
     REPLICAS,
     WRONG,
-    counted,
     election_of,
     engine,
     in_words,
@@ -36,10 +35,10 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import package_names
-from kvspec.plan.explain import sizes as parallel_words
+from kvspec.plan.explain import sizes
 from kvspec.run import STAGES, Job, Moved, Report, check_job, run_transfer
 from kvspec.run.job import Mode
-from kvspec.run.limits import sizes
+from kvspec.words import counted, nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,13 +138,13 @@ def _show_job(console: Console, model: str, job: Job) -> None:
     count = counted(job.requests, "request")
     console.print(Text.assemble((model, "bold"), f"  {groups}"))
     console.print(Text.assemble((engines, "bold"), f", {who}, {where}"))
-    console.print(f"{count} of {job.tokens:,} tokens{cached}; {sizes(job.request_bytes)} each")
+    console.print(f"{count} of {job.tokens:,} tokens{cached}; {nbytes(job.request_bytes)} each")
 
 
 def _engine(engine: EngineSpec) -> str:
     blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].per_token}
     tokens = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
-    return f"{parallel_words(engine.parallel)}{tokens}, {engine.layout}"
+    return f"{sizes(engine.parallel)}{tokens}, {engine.layout}"
 
 
 def _group(group: KVCacheGroup) -> str:
@@ -185,7 +184,7 @@ def _pairs(moved: tuple[Moved, ...]) -> Table:
             str(pair.consumer),
             f"{pair.nbytes:,}",
             f"{pair.runs:,}",
-            sizes(pair.nbytes / pair.runs) if pair.runs else "-",
+            nbytes(pair.nbytes // pair.runs) if pair.runs else "-",
             f"{pair.seconds * 1e3:,.1f} ms",
             f"{pair.nbytes / pair.seconds / 1e9:.3f}" if pair.seconds else "-",
         )

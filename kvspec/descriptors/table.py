@@ -169,7 +169,7 @@ class DescriptorTable:
         return [(edge, list(families.values())) for edge, families in edges.values()]
 
     def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
-        """Return a picture of one block; needs ``kvspec[draw]``; see `kvspec.draw.table_svg`."""
+        """Return a picture of one block as SVG text; see `kvspec.draw.table_svg`."""
         from kvspec.draw import table_svg  # noqa: PLC0415 - an extra draws
 
         return table_svg(self, request, group)

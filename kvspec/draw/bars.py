@@ -25,10 +25,10 @@ from kvspec.draw.canvas import (
     colour,
     fitting,
     hatch,
-    nbytes,
     shortened,
     width_of,
 )
+from kvspec.words import nbytes
 
 BAR = 34.0
 """Height of a bar, in pixels."""
@@ -64,7 +64,7 @@ class Side:
         side = self.name.lower()
         for left, right, omitted in self.axis.gaps():
             if not omitted:
-                canvas.box((left, y + 6), (right - left, BAR - 12), fill=f"url(#{GAP})")
+                canvas.box((left, y + 6), (right - left, BAR - 12), GAP, fill="none")
             elif right - left > width_of("…", SMALL):
                 canvas.text((left + right) / 2, y + BAR / 2 + 3, "…", anchor="middle")
         for own, left, right in self.axis:
@@ -72,13 +72,16 @@ class Side:
             canvas.box(
                 (left, y),
                 (right - left, BAR),
-                hatch=hatch(parts.index(own.part)),
-                title=f"{own.layer} {own.part}, units {units}: {size}",
+                hatch(parts.index(own.part)),
+                f"{own.layer} {own.part}, units {units}: {size}",
                 fill=units_colour(own.units),
                 fill_opacity=FADED,
                 stroke=INK if right - left > _OUTLINED else "none",
                 stroke_width=0.5,
-                data={"side": side, "layer": own.layer, "part": own.part, "units": units},
+                data_side=side,
+                data_layer=own.layer,
+                data_part=own.part,
+                data_units=units,
             )
         for left, right, words in _labels(list(self.axis)):
             label = fitting(words, right - left - 3)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from kvspec.draw.canvas import DASH, colour, counted
+from kvspec.draw.canvas import DASH
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import RankId
@@ -20,6 +20,7 @@ from kvspec.ownership.stripes import Stripe
 from kvspec.plan.explain import sizes
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
+from kvspec.words import counted
 
 _MOST_CELLS, _MOST_READERS = 8, 3
 
@@ -49,24 +50,15 @@ class Family:
 
 @attrs.frozen
 class Read:
-    """Units that *consumer* reads from *producer*, of (group, layer) *places*."""
+    """Units that *consumer* reads from *producer*, of *layers* of *groups* of the consumer's."""
 
     consumer: RankId
     producer: RankId
     family: Family
     units: range
     stripe: Stripe
-    places: tuple[tuple[str, str], ...]
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The consumer's groups."""
-        return tuple(dict.fromkeys(group for group, _ in self.places))
-
-    @property
-    def layers(self) -> list[str]:
-        """The layers of all of them."""
-        return [layer for _, layer in self.places]
+    groups: tuple[str, ...]
+    layers: tuple[str, ...]
 
 
 @attrs.frozen
@@ -82,19 +74,14 @@ class Line:
     number: int | None
     reads: tuple[Read, ...]
 
-    @property
-    def fill(self) -> str:
-        """The colour of the producer rank, or nothing."""
-        return "" if self.number is None else colour(self.number)
 
-
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Box:
     """One rank: its lines, and a note where it has nothing to do."""
 
     rank: RankId
     lines: list[Line]
-    note: str
+    note: str = ""
 
 
 @attrs.frozen
@@ -103,12 +90,12 @@ class EngineColumn:
 
     name: str
     caption: str
-    bands: list[tuple[str, list[Box]]]
+    bands: dict[str, list[Box]]
 
     @property
     def boxes(self) -> list[Box]:
         """All of them, from top to bottom."""
-        return [box for _, boxes in self.bands for box in boxes]
+        return [box for boxes in self.bands.values() for box in boxes]
 
 
 @attrs.frozen
@@ -128,41 +115,35 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
     if not shares:
         raise SpecError("group", group, "a group that the plan transfers")
     families = list(dict.fromkeys(Family.of(share.parts) for share in shares))
-    reads = _reads(plan, group)
-    reads.sort(key=lambda read: (families.index(read.family), read.units.start))
+    reads = sorted(_reads(plan, group), key=lambda r: (families.index(r.family), r.units.start))
     numbers = {r: number for number, r in enumerate(sorted({read.producer for read in reads}))}
-    consumers: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
-    for read in reads:
-        number = numbers[read.producer]
-        line = Line(read.family, read.units, _source(plan, read), number, (read,))
-        consumers[read.consumer].append(line)
     groups = {name for read in reads for name in read.groups}
     homes = {pair.producer.name for pair in plan.pairs if pair.consumer.name in groups}
-    producers = list(_producers(plan, shares, reads, numbers))
+    consumers: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
+    for read in reads:
+        line = Line(read.family, read.units, _source(plan, read), numbers[read.producer], (read,))
+        consumers[read.consumer].append(line)
     targets = [Box(rank, own, "" if own else "reads nothing") for rank, own in consumers.items()]
-    return Scene(
-        families,
-        reads,
-        (
-            _side("Producer", plan.producer, homes, producers),
-            _side("Consumer", plan.consumer, groups, targets),
-        ),
+    sides = (
+        _side("Producer", plan.producer, homes, _producers(plan, shares, reads, numbers)),
+        _side("Consumer", plan.consumer, groups, targets),
     )
+    return Scene(families, reads, sides)
 
 
-def _reads(plan: TransferPlan, group: str | None) -> list[Read]:
-    """Return what every consumer rank reads; slices that differ only in their layers are one."""
+def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
+    """Yield what every consumer rank reads; slices that differ only in their layers are one."""
     places: dict[tuple[RankId, RankId, Family, range, Stripe], list[tuple[str, str]]] = {}
     for edge in plan.edges:
-        if group not in (None, edge.group):
-            continue
         spec = plan.consumer.group(edge.group).spec
-        for piece in edge.slices:
+        for piece in edge.slices if group in (None, edge.group) else ():
             parts = spec.of_layer(piece.layers[0]).parts
             family = Family.of([part for part in parts if part.name in piece.parts])
             key = (edge.consumer, edge.producer, family, piece.global_range, piece.stripe)
             places.setdefault(key, []).extend((edge.group, layer) for layer in piece.layers)
-    return [Read(*key, tuple(layers)) for key, layers in places.items()]
+    for key, found in places.items():
+        groups, layers = zip(*found, strict=True)
+        yield Read(*key, tuple(dict.fromkeys(groups)), layers)
 
 
 def _producers(
@@ -212,7 +193,7 @@ def _unread(plan: TransferPlan, rank: RankId) -> str:
     return f"not read; {by} tells it to release"
 
 
-def _side(name: str, engine: EngineSpec, groups: set[str], boxes: list[Box]) -> EngineColumn:
+def _side(name: str, engine: EngineSpec, groups: set[str], boxes: Iterable[Box]) -> EngineColumn:
     """Return one side, its *boxes* in bands: pipeline stages, and context ranks within them."""
     bands: dict[str, list[Box]] = {}
     parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
@@ -225,7 +206,12 @@ def _side(name: str, engine: EngineSpec, groups: set[str], boxes: list[Box]) -> 
             tokens = counted(context.interleave, "token")
             words.append(f"context {context.rank} of {context.size}, {tokens} at a time")
         bands.setdefault(" · ".join(words), []).append(box)
-    return EngineColumn(name, _caption(engine, groups), list(bands.items()))
+    own = [group for group in engine.groups if group.name in groups]
+    caption = [sizes(parallel), f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, own)))}"]
+    blocks = {g.spec.block_size for g in own if any(part.per_token for part in g.own_parts)}
+    if blocks:
+        caption.append(f"blocks of {'/'.join(map(str, sorted(blocks)))} tokens")
+    return EngineColumn(name, " · ".join(caption), bands)
 
 
 def excluded(plan: TransferPlan) -> list[str]:
@@ -248,18 +234,3 @@ def _layers(names: Iterable[str]) -> str:
         first, last = numbers[0], numbers[-1]
         return f"layer {first}" if first == last else f"layers {first}{DASH}{last}"
     return f"{layers[0]} and {len(layers) - 1} more" if layers[1:] else layers[0]
-
-
-def _caption(engine: EngineSpec, groups: set[str]) -> str:
-    """Return one engine's sizes, layouts and block sizes in words."""
-    own = [group for group in engine.groups if group.name in groups]
-    words = [sizes(engine.parallel)]
-    words.append(f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, own)))}")
-    tokens = {
-        group.spec.block_size
-        for group in own
-        if any(part.per_token for part in group.spec.of_layer(group.layers[0]).parts)
-    }
-    if tokens:
-        words.append(f"blocks of {'/'.join(map(str, sorted(tokens)))} tokens")
-    return " · ".join(words)

@@ -25,16 +25,15 @@ from kvspec.draw.canvas import (
     Canvas,
     Key,
     colour,
-    counted,
     fitting,
     hatch,
-    nbytes,
     note_svg,
 )
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.ownership.tokens import Cyclic, Ints
 from kvspec.plan.edges import Edge
+from kvspec.words import counted, nbytes
 
 _WIDTH, _BETWEEN = 960.0, 170.0
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8
@@ -229,12 +228,12 @@ def _ribbons(
             upper,
             lower,
             rows,
-            title=f"a run of {nbytes(size)}",
+            f"a run of {nbytes(size)}",
             fill=fill,
             fill_opacity=0.38,
             stroke=fill,
             stroke_width=0.5,
-            data={"length": str(size)},
+            data_length=size,
         )
         room = min(upper[1] - upper[0], lower[1] - lower[0])
         labels.append((sum((*upper, *lower)) / 4, fitting([nbytes(size)], room - 4)))

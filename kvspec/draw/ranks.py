@@ -10,7 +10,6 @@ import attrs
 
 from kvspec.draw.canvas import (
     BAND,
-    DASHES,
     FAINT,
     HOLLOW,
     INK,
@@ -24,7 +23,7 @@ from kvspec.draw.canvas import (
     SHADE,
     SMALL,
     Canvas,
-    counted,
+    colour,
     hatch,
     note_svg,
     shortened,
@@ -32,13 +31,15 @@ from kvspec.draw.canvas import (
 )
 from kvspec.draw.lines import Box, EngineColumn, Line, Read, Scene, excluded, scene
 from kvspec.inputs import instance
-from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import sizes
 from kvspec.plan.plan import TransferPlan
+from kvspec.words import counted
 
 _ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
 """Pixels: a line of a box, around its lines, between boxes, and the caption of a band."""
 _MIDDLE, _NARROWEST = 280.0, 180.0
+_DASHES = ("", "7 3", "2 3", "10 3 2 3")
+"""Lines of more producers than colours: each round of the palette is dashed otherwise."""
 _MEANINGS = (
     "numbers are units of the model: KV heads, state heads or groups of channels",
     "a line's colour and dashes are the producer rank read",
@@ -57,89 +58,106 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
     if group is None and not plan.shares:
         return note_svg("plan", title, ["nothing moves", *excluded(plan)])
-    shown, canvas = scene(plan, group), Canvas()
-    many = len(shown.families) > 1
-    producer, consumer = (_Column.of(side, named=many) for side in shown.sides)
-    producer.x = MARGIN
-    consumer.x = MARGIN + max(producer.width + _MIDDLE, width_of(producer.side.caption) + MARGIN)
-    captions = [width_of(caption, SMALL) for caption, _ in consumer.side.bands]
-    width = consumer.x + max(consumer.width, width_of(consumer.side.caption), *captions) + MARGIN
+    shown = scene(plan, group)
+    columns = _columns(shown)
+    canvas, width = Canvas(), columns[1].right + MARGIN
     canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
     y = canvas.words(MARGIN + 36, _facts(shown, plan), width)
-    end = max(column.stack(y + 40, _GAP) for column in (producer, consumer))
-    for column in (producer, consumer):
+    end = max(column.stack(y + 40) for column in columns)
+    for column in columns:
         canvas.text(column.x, y + 8, column.side.name, size=MEDIUM, bold=True)
         canvas.text(column.x, y + 25, shortened(column.side.caption, LONGEST), fill=FAINT)
         column.spread(y + 40, end)
-        _frames(canvas, column)
-    _curves(canvas, producer, consumer)
-    for column in (producer, consumer):
-        _boxes(canvas, shown, column)
+        column.frames(canvas)
+    _curves(canvas, *columns)
+    for column in columns:
+        for box in column.side.boxes:
+            _box(canvas, shown, column, box)
     y = canvas.words(end + 32, _MEANINGS, width)
-    if many:
+    if len(shown.families) > 1:
         keys = ((HOLLOW, hatch(n), family.name) for n, family in enumerate(shown.families))
         y = canvas.keys(y - 8, keys, width)
     return canvas.svg(width, y + 8, f"kvspec plan: {title}")
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Column:
-    """The boxes of one side and where they stand; *lefts*: of names, parts, cells and words."""
+    """The boxes of one side: how wide what stands in them is, from *x* on, and where each begins.
+
+    *parts*, *cells* and *words*: where these begin in every box.
+    """
 
     side: EngineColumn
-    lefts: tuple[float, float, float, float]
+    x: float
+    parts: float
+    cells: float
+    words: float
     width: float
-    x: float = MARGIN
-    tops: dict[RankId, float] = attrs.field(factory=dict)
-    frames: list[tuple[str, float, float]] = attrs.field(factory=list)
+    tops: dict[Box, float] = attrs.field(factory=dict)
 
-    @classmethod
-    def of(cls, side: EngineColumn, *, named: bool) -> _Column:
-        """Return a column as wide as its words need; *named*: with the names of parts."""
-        lines = [line for box in side.boxes for line in box.lines]
-        words = [*(line.words for line in lines), *(box.note for box in side.boxes)]
-        parts = _PAD + 16 + max(width_of(str(box.rank), bold=True) for box in side.boxes)
-        cells = parts
-        if named:
-            cells += max((width_of(line.family.name, SMALL) for line in lines), default=0) + 10
-        said = cells + max(map(_cells, lines), default=0) + 8
-        width = said + max(width_of(text, SMALL) for text in words) + 4 + _PAD
-        return cls(side, (_PAD + 4, parts, cells, said), max(width, _NARROWEST))
+    @property
+    def right(self) -> float:
+        """Where the widest of it ends."""
+        captions = [width_of(caption, SMALL) for caption in self.side.bands]
+        return self.x + max(self.width, width_of(self.side.caption), *captions)
 
-    def stack(self, y: float, gap: float) -> float:
+    def stack(self, y: float, gap: float = _GAP) -> float:
         """Place the boxes from *y* down, *gap* apart; return where the last ends."""
         end = y
-        self.frames.clear()
-        for caption, boxes in self.side.bands:
-            top = y
+        for caption, boxes in self.side.bands.items():
             y += _CAPTION + _PAD if caption else 0
             for box in boxes:
-                self.tops[box.rank] = y
+                self.tops[box] = y
                 y += _height(box) + gap
-            end = y - gap
-            if caption:
-                end += _PAD
-                self.frames.append((caption, top, end))
-                y += _PAD + _GAP
+            end = y - gap + (_PAD if caption else 0)
+            y += _PAD + _GAP if caption else 0
         return end
 
     def spread(self, y: float, end: float) -> None:
         """Place the boxes evenly from *y* to *end*."""
-        more = (end - self.stack(y, _GAP)) / len(self.side.boxes)
+        more = (end - self.stack(y)) / len(self.side.boxes)
         self.stack(y + more / 2, _GAP + more)
+
+    def frames(self, canvas: Canvas) -> None:
+        """Draw the captioned bands behind the boxes."""
+        for caption, boxes in self.side.bands.items():
+            if caption:
+                top = self.tops[boxes[0]] - _CAPTION - _PAD
+                end = self.tops[boxes[-1]] + _height(boxes[-1]) + _PAD
+                size = self.width + 2 * _GAP, end - top
+                canvas.box((self.x - _GAP, top), size, fill=BAND, rx=6)
+                canvas.text(self.x, top + 16, caption, size=SMALL, fill=FAINT)
 
     def row(self, box: Box, at: int) -> float:
         """Return the height of the middle of a box's line."""
-        return self.tops[box.rank] + _PAD + (at + 0.5) * _ROW
+        return self.tops[box] + _PAD + (at + 0.5) * _ROW
+
+
+def _columns(shown: Scene) -> tuple[_Column, _Column]:
+    """Return both sides, each as wide as its words need."""
+    found: list[_Column] = []
+    for side in shown.sides:
+        lines = [line for box in side.boxes for line in box.lines]
+        said = [*(line.words for line in lines), *(box.note for box in side.boxes)]
+        parts = _PAD + 16 + max(width_of(str(box.rank), bold=True) for box in side.boxes)
+        cells = parts
+        if len(shown.families) > 1:
+            cells += max((width_of(line.family.name, SMALL) for line in lines), default=0) + 10
+        words = cells + max((sum(map(_cell, _labels(line))) for line in lines), default=0) + 8
+        width = words + max(width_of(text, SMALL) for text in said) + 4 + _PAD
+        x = MARGIN
+        if found:
+            x += max(found[0].width + _MIDDLE, width_of(found[0].side.caption) + MARGIN)
+        found.append(_Column(side, x, parts, cells, words, max(width, _NARROWEST)))
+    return found[0], found[1]
 
 
 def _height(box: Box) -> float:
     return _ROW * max(len(box.lines), 1) + 2 * _PAD
 
 
-def _cells(line: Line) -> float:
-    """Return how wide the cells of a line are."""
-    return sum(map(_cell, line.family.labels(line.units)))
+def _labels(line: Line) -> list[str]:
+    return line.family.labels(line.units)
 
 
 def _cell(label: str) -> float:
@@ -160,14 +178,6 @@ def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
     return [*words, counted(layers, "layer"), policy, f"{counted(pairs, 'pair')} of ranks"]
 
 
-def _frames(canvas: Canvas, column: _Column) -> None:
-    """Draw the bands of one side behind its boxes."""
-    for caption, top, end in column.frames:
-        size = column.width + 2 * _GAP, end - top
-        canvas.box((column.x - _GAP, top), size, fill=BAND, rx=6)
-        canvas.text(column.x, top + 16, caption, size=SMALL, fill=FAINT)
-
-
 def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
     """Draw a curve for every read, those of one producer's line beside each other."""
     ends = {
@@ -180,74 +190,69 @@ def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
         for at, line in enumerate(box.lines):
             step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
             y = producer.row(box, at) - (len(line.reads) - 1) / 2 * step
-            number = line.number or 0
             for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
-                canvas.curve(
-                    (producer.x + producer.width, y + nth * step),
-                    (consumer.x, ends[read]),
-                    head=True,
-                    title=_title(read),
-                    stroke=line.fill,
-                    stroke_width=1.8,
-                    stroke_opacity=0.9,
-                    stroke_dasharray=[*DASHES[number // len(PALETTE) % len(DASHES)]] or None,
-                    data=_data(read),
-                )
+                start = producer.x + producer.width, y + nth * step
+                _curve(canvas, read, line.number or 0, start, (consumer.x, ends[read]))
 
 
-def _data(read: Read) -> dict[str, str]:
-    return {
-        "producer": str(read.producer),
-        "consumer": str(read.consumer),
-        "parts": read.family.name,
-        "units": f"{read.units.start}-{read.units.stop}",
-        "groups": " ".join(read.groups),
-    }
-
-
-def _title(read: Read) -> str:
+def _curve(
+    canvas: Canvas, read: Read, number: int, start: tuple[float, float], stop: tuple[float, float]
+) -> None:
     units = f"{read.family.name} units {read.units.start}..{read.units.stop - 1}"
-    return f"{read.consumer} reads {units} of {', '.join(read.groups)} from {read.producer}"
+    canvas.curve(
+        start,
+        stop,
+        f"{read.consumer} reads {units} of {', '.join(read.groups)} from {read.producer}",
+        colour(number),
+        stroke_width=1.8,
+        stroke_opacity=0.9,
+        stroke_dasharray=_DASHES[number // len(PALETTE) % len(_DASHES)],
+        data_producer=str(read.producer),
+        data_consumer=str(read.consumer),
+        data_parts=read.family.name,
+        data_units=f"{read.units.start}-{read.units.stop}",
+        data_groups=" ".join(read.groups),
+    )
 
 
-def _boxes(canvas: Canvas, shown: Scene, column: _Column) -> None:
-    """Draw the boxes of one side with their lines."""
-    for box in column.side.boxes:
-        y, height = column.tops[box.rank], _height(box)
-        canvas.box(
-            (column.x, y),
-            (column.width, height),
-            fill=SHADE if box.note else PAPER,
-            stroke=LINE,
-            rx=5,
-            data={"side": column.side.name.lower(), "rank": str(box.rank)},
-        )
-        base, (name, _, _, said) = y + height / 2 + 4.5, column.lefts
-        ink = FAINT if box.note else INK
-        canvas.text(column.x + name, base, str(box.rank), fill=ink, bold=True)
-        canvas.text(column.x + said, base, box.note, size=SMALL, fill=FAINT)
-        for at, line in enumerate(box.lines):
-            _line(canvas, shown, column, line, column.row(box, at))
+def _box(canvas: Canvas, shown: Scene, column: _Column, box: Box) -> None:
+    """Draw the box of a rank with its lines."""
+    y, height, rank = column.tops[box], _height(box), str(box.rank)
+    canvas.box(
+        (column.x, y),
+        (column.width, height),
+        fill=SHADE if box.note else PAPER,
+        stroke=LINE,
+        rx=5,
+        data_side=column.side.name.lower(),
+        data_rank=rank,
+    )
+    base, ink = y + height / 2 + 4.5, FAINT if box.note else INK
+    canvas.text(column.x + _PAD + 4, base, rank, fill=ink, bold=True)
+    canvas.text(column.x + column.words, base, box.note, size=SMALL, fill=FAINT)
+    for at, line in enumerate(box.lines):
+        _line(canvas, shown, column, line, column.row(box, at))
 
 
 def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -> None:
     """Draw one line of a box: part names, cells of units, and who reads or is read."""
-    _, parts, cells, said = (column.x + left for left in column.lefts)
-    ink, name = INK if line.fill else FAINT, line.family.name
+    read, name, x = line.number is not None, line.family.name, column.x + column.cells
+    ink, fill = (INK, colour(line.number or 0)) if read else (FAINT, HOLLOW)
     if len(shown.families) > 1:
-        canvas.text(parts, y + 4.2, name, size=SMALL, fill=FAINT)
-    for label in line.family.labels(line.units):
+        canvas.text(column.x + column.parts, y + 4.2, name, size=SMALL, fill=FAINT)
+    for label in _labels(line):
         wide = _cell(label)
         canvas.box(
-            (cells + 1, y + 3 - _ROW / 2),
+            (x + 1, y + 3 - _ROW / 2),
             (wide - 2, _ROW - 6),
-            fill=line.fill or HOLLOW,
-            fill_opacity=0.32 if line.fill else 0.6,
-            stroke=line.fill or LINE,
+            hatch(shown.families.index(line.family)),
+            fill=fill,
+            fill_opacity=0.32 if read else 0.6,
+            stroke=fill if read else LINE,
             rx=2,
-            hatch=hatch(shown.families.index(line.family)),
-            data={"cell": label, "parts": name},
+            data_cell=label,
+            data_parts=name,
         )
-        canvas.text(cells + wide / 2, y + 4.2, label, anchor="middle", fill=ink)
-        cells += wide
-    canvas.text(said, y + 4.2, line.words, size=SMALL, fill=ink)
+        canvas.text(x + wide / 2, y + 4.2, label, anchor="middle", fill=ink)
+        x += wide
+    canvas.text(column.x + column.words, y + 4.2, line.words, size=SMALL, fill=ink)

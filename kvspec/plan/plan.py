@@ -160,7 +160,7 @@ class TransferPlan:
         return "\n".join(explain(self))
 
     def to_svg(self, group: str | None = None) -> str:
-        """Return a picture of the plan; needs ``kvspec[draw]``; see `kvspec.draw.plan_svg`."""
+        """Return a picture of the plan as SVG text; see `kvspec.draw.plan_svg`."""
         from kvspec.draw import plan_svg  # noqa: PLC0415 - an extra draws
 
         return plan_svg(self, group)

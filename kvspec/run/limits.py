@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvspec.errors import SpecError
+from kvspec.words import nbytes
 
 COPIES = 4
 """A consumer keeps its cache, what was there, what must be there, and a mask of free bytes."""
@@ -24,10 +25,10 @@ def check_memory(caches: Collection[int], available: int | None = None) -> None:
     free = available_bytes() if available is None else available
     need = COPIES * sum(caches) + PROCESS_BYTES * len(caches)
     if free is not None and need > SHARE * free:
-        why = f"{sizes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
-        wanted = f"at most {SHARE:.0%} of the {sizes(free)} that are free"
+        why = f"{nbytes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
+        wanted = f"at most {SHARE:.0%} of the {nbytes(free)} that are free"
         wanted += ": fewer tokens, requests or ranks"
-        raise SpecError("memory", f"{sizes(need)} ({why})", wanted)
+        raise SpecError("memory", f"{nbytes(need)} ({why})", wanted)
 
 
 def available_bytes() -> int | None:
@@ -59,16 +60,3 @@ def check_device(device: str) -> int:
     if index >= count:
         raise SpecError("device", device, f"cpu, or one of the {count} GPUs that torch sees")
     return count
-
-
-def sizes(count: float) -> str:
-    """Return *count* bytes in words.
-
-    >>> sizes(1_234_567), sizes(5)
-    ('1.2 MB', '5 B')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:  # noqa: PLR2004 - decimal units
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -25,7 +25,7 @@ SOURCES = {
 }
 
 FOLDERS = (
-    ("", "errors dtypes inputs"),
+    ("", "errors dtypes inputs words"),
     ("ownership", ". intervals tokens deals parallel part stripes election slices"),
     ("specs", "formats layer attention state uniform ."),
     ("engines", ". letters group stages engine"),

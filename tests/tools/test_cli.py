@@ -25,9 +25,10 @@ from kvspec import (
 )
 from kvspec.run import Compared, Failure, Job, Moved, RankReport, Report
 from kvspec.run.contents import MAX_LINES, Contents, Storage
-from kvspec.run.limits import check_memory, sizes
+from kvspec.run.limits import check_memory
 from kvspec.run.notices import Notices
 from kvspec.testing import logical_views
+from kvspec.words import nbytes
 
 pytest.importorskip("typer", reason="needs the cli extra")
 
@@ -404,15 +405,15 @@ def test_a_report_is_plain_values() -> None:
 def test_too_much_memory_is_refused_with_what_is_needed() -> None:
     """Caches are counted with their copies, processes with their libraries."""
     check_memory([1 << 20] * 2, available=1 << 30)
-    with pytest.raises(SpecError, match=r"memory='2\.1 GB.*500\.0 MB of cache on 2 ranks.*60%"):
+    with pytest.raises(SpecError, match=r"memory='2\.0 GiB.*476\.8 MiB of cache on 2 ranks.*60%"):
         check_memory([250_000_000] * 2, available=3_000_000_000)
 
 
-def test_sizes_are_decimal() -> None:
-    """Bytes are told with one digit after the point."""
-    assert ["0 B", "999 B", "1.0 kB", "2.5 MB", "3.0 TB"] == [
-        sizes(count) for count in (0, 999, 1000, 2_500_000, 3e12)
-    ]
+def test_sizes_are_told_exactly_or_shortly() -> None:
+    """Few bytes, whole binary units, or one decimal of them."""
+    told = {0: "0 B", 512: "512 B", 1024: "1 KiB", 5888: "5,888 B", 11776: "11.5 KiB"}
+    told |= {2**21: "2 MiB", 2_500_000: "2.4 MiB", 3 * 2**40: "3 TiB"}
+    assert list(told.values()) == list(map(nbytes, told))
 
 
 def test_a_uniform_spec_of_another_kind_is_planned_before_it_is_started() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import runpy
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.testing.strategies import Case, cases, common_cases, sharing_cases, spanning_cases
-
-pytest.importorskip("svg")
-
 from kvspec.draw import memory, plan_svg, table_svg
 from kvspec.draw.canvas import (
     BAND,
@@ -34,10 +28,10 @@ from kvspec.draw.canvas import (
     PAPER,
     SHADE,
     SMALL,
-    nbytes,
     shortened,
     width_of,
 )
+from kvspec.testing.strategies import Case, cases, common_cases, sharing_cases, spanning_cases
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -670,31 +664,6 @@ def test_names_are_escaped() -> None:
     assert {'<"&>'} == {data["data-layer"] for _, data in boxes(root, "layer")}
     (line,) = (e for e in parsed(plan.to_svg()).iter() if "data-groups" in e.attrib)
     assert 'a<b>&"c"' == line.attrib["data-groups"]
-
-
-def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without svg.py the error names the extra; importing kvspec does not need it."""
-    for name in [name for name in sys.modules if name.startswith("kvspec.draw")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "svg", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'kvspec\[draw\]'"):
-        importlib.import_module("kvspec.draw")
-
-
-@pytest.mark.parametrize(
-    ("size", "told"),
-    [
-        (0, "0 B"),
-        (512, "512 B"),
-        (1024, "1 KiB"),
-        (5888, "5,888 B"),
-        (11776, "11.5 KiB"),
-        (2**21, "2 MiB"),
-    ],
-)
-def test_sizes_are_told_exactly_or_shortly(size: int, told: str) -> None:
-    """Whole kibibytes, few bytes, or one decimal."""
-    assert told == nbytes(size)
 
 
 def test_long_names_lose_their_middle() -> None:
