@@ -79,8 +79,8 @@ def _check_names(axes: Mapping[str, str], given: Given) -> None:
         if key not in names:
             told = f"names of the tensors given, or of groups: {', '.join(names)}"
             raise SpecError("axes", key, told)
-        of_group, of_name = ([each for each in tensors if each[at] == key] for at in (0, 1))
-        if of_group and of_name and of_group != of_name:
+        by_group = any(group == key and name not in axes for group, name in tensors)
+        if by_group and any(name == key for _, name in tensors):
             raise SpecError("axes", key, "a name of a group or of tensors, and it is of both")
 
 

@@ -22,7 +22,11 @@ Made = tuple[dict[str, dict[str, Any]], dict[str, str]]
 """The tensors of each layer by name, and the letters of their dimensions by name."""
 
 Choose = Callable[[str], bool]
-"""Answers a question about one tensor: ``whole`` (all parts of a tensor), ``torch``, ``typed``."""
+"""Answers a question about one tensor: ``whole`` (all parts of a tensor), ``torch``, ``typed``,
+``folded`` (several axes in one dimension), ``by group`` (its letters are said for the group)."""
+
+_Array = tuple[str, str, Bytes, str | None]
+"""The name of a tensor, its letters, its bytes and the type of its elements."""
 
 _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
 
@@ -41,6 +45,7 @@ def typed_tensors(
     names = {part.name: part.tensor for group in engine.groups for part in group.own_parts}
     tensors_cut = {names[part] for part in cut}
     axes = {name: "BHPNC" if tensor in tensors_cut else "BHNC" for name, tensor in names.items()}
+    found: dict[str, list[_Array]] = {}
     for group in engine.groups:
         for layer in group.layers:
             parts = {
@@ -48,11 +53,92 @@ def typed_tensors(
                 for part in group.spec.of_layer(layer).parts
                 if np.prod(views.get((group.name, layer, part.name), np.empty(0)).shape)
             }
-            for name, letters, array, dtype in _of_layer(parts, axes, choose):
-                axes[name] = letters
-                tensors.setdefault(layer, {})[name] = _typed(array, dtype, choose)
-    used = {name for named in tensors.values() for name in named}
-    return tensors, {name: letters for name, letters in axes.items() if name in used}
+            found[layer] = _of_layer(parts, axes, choose)
+            axes |= {name: letters for name, letters, _, _ in found[layer]}
+    folds = {name: _folds(name, found, choose) for name in axes}
+    for layer, arrays in found.items():
+        for name, _, array, dtype in arrays:
+            for at in folds[name]:
+                array = _fold(array, at)  # noqa: PLW2901 - what is folded so far
+            tensors.setdefault(layer, {})[name] = _typed(array, dtype, choose)
+    used = {name: letters for arrays in found.values() for name, letters, _, _ in arrays}
+    said = {name: _letters(letters, folds[name]) for name, letters in used.items()}
+    return tensors, _by_group(engine, tensors, said, choose)
+
+
+def raw_pages(
+    engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks
+) -> dict[str, Bytes]:
+    """Return the pages of each layer of states as vLLM hands them over: ``[blocks, 1, 1, bytes]``.
+
+    Of layers that *rank* has any units of; a page's padding is left out.
+    """
+    views = logical_views(engine, rank, storage, num_blocks)
+    found: dict[str, Bytes] = {}
+    for group in engine.groups:
+        for layer in group.layers:
+            held = [
+                view
+                for part in group.spec.of_layer(layer).parts
+                for view in [views.get((group.name, layer, part.name))]
+                if not part.per_token and view is not None and view.size
+            ]
+            if held:
+                first = min(held, key=lambda view: view.ctypes.data)
+                size = sum(view[0].size for view in held)
+                shape, strides = (len(first), 1, 1, size), (first.strides[0], size, size, 1)
+                found[layer] = _strided(first, shape, strides)
+    return found
+
+
+def _folds(name: str, found: Mapping[str, list[_Array]], choose: Choose) -> list[int]:
+    """Return, one after the other, which dimension of the tensors called *name* takes in the next.
+
+    Where each of these tensors allows it.
+    """
+    arrays = [array for some in found.values() for own, _, array, _ in some if own == name]
+    folds, at = [], 0
+    while arrays and at + 1 < arrays[0].ndim:
+        dense = all(a.strides[at] == a.shape[at + 1] * a.strides[at + 1] for a in arrays)
+        if dense and choose("folded"):
+            arrays = [_fold(array, at) for array in arrays]
+            folds.append(at)
+        else:
+            at += 1
+    return folds
+
+
+def _fold(array: Bytes, at: int) -> Bytes:
+    """Return *array* with dimension *at* and the next one in one."""
+    both = array.shape[at] * array.shape[at + 1]
+    shape = (*array.shape[:at], both, *array.shape[at + 2 :])
+    return _strided(array, shape, (*array.strides[:at], *array.strides[at + 1 :]))
+
+
+def _letters(letters: str, folds: Sequence[int]) -> str:
+    """Return what is said of the axes *letters*, folded."""
+    dims = list(letters)
+    for at in folds:
+        dims[at : at + 2] = ["".join(dims[at : at + 2])]
+    return "".join(each if len(each) == 1 else f"({each})" for each in dims)
+
+
+def _by_group(
+    engine: EngineSpec,
+    tensors: Mapping[str, Mapping[str, Any]],
+    said: dict[str, str],
+    choose: Choose,
+) -> dict[str, str]:
+    """Return what is *said* by name, or for a group of whose tensors the same is said."""
+    found: dict[str, str] = {}
+    for group in engine.groups:
+        names = {name for layer in group.layers for name in tensors.get(layer, ())}
+        alike = {said[name] for name in names}
+        if len(alike) == 1 and choose("by group"):
+            found[group.name] = alike.pop()
+        else:
+            found |= {name: said[name] for name in names}
+    return found
 
 
 def _of_layer(

@@ -394,13 +394,19 @@ def test_a_key_of_axes_that_is_not_plain_is_refused() -> None:
         with pytest.raises(kvspec.SpecError) as caught:
             two({key: "BHNC"})
         assert f"axes={key!r}: wanted {names}" == str(caught.value)
-    groups = [attrs.evolve(TWO[0], name="kv"), TWO[1]]
-    described = kvspec.EngineSpec(groups=groups, parallel=kvspec.ParallelConfig(tp_size=2))
-    tensors = {"l": np.zeros((5, 3, 4, 16), ELEMENT), "m": np.zeros((5, 1, 4, 576), ELEMENT)}
-    with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(described, RANK, tensors, {"kv": "BHNC"})
-    wanted = "axes='kv': wanted a name of a group or of tensors, and it is of both"
-    assert wanted == str(caught.value)
+    groups = [TWO[0], attrs.evolve(TWO[1], name="k")]
+    described = kvspec.EngineSpec(
+        groups=groups, parallel=kvspec.ParallelConfig(tp_size=2), layout="LBHNC"
+    )
+    content = {x: np.zeros((5, 3, 4, 8), ELEMENT) for x in "kv"}
+    tensors = {"l": content, "m": np.zeros((5, 1, 4, 576), ELEMENT)}
+    for more in ({}, {"v": "BHNC"}):
+        with pytest.raises(kvspec.SpecError) as caught:
+            kvspec.RankCache.from_tensors(described, RANK, tensors, {"k": "BHNC"} | more)
+        wanted = "axes='k': wanted a name of a group or of tensors, and it is of both"
+        assert wanted == str(caught.value)
+    own = {"k": "BHNC", "v": "BHNC", "kv": "BHNC"}
+    assert 3 == len(kvspec.RankCache.from_tensors(described, RANK, tensors, own).regions)
 
 
 def test_axes_of_another_stage_s_tensors_may_be_said() -> None:

@@ -14,15 +14,17 @@ import builders
 import numpy as np
 import pytest
 from builders import engine, request
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import kvspec
 from kvspec import RankId
+from kvspec.adapters import vllm
 from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views
-from kvspec.testing.typed import typed_tensors
+from kvspec.testing.typed import raw_pages, typed_tensors
 
+QUESTIONS = ("whole", "torch", "typed", "folded", "by group")
 ENGINES = strategies.engine_pairs(largest=4).map(lambda pair: pair[0])
 
 
@@ -76,7 +78,7 @@ def test_what_is_allocated_is_read_back(
 
 
 def test_every_kind_of_tensor_is_drawn() -> None:
-    """Tensors of several parts, of torch, and of the parts' own types are reached."""
+    """Tensors of several parts, of torch, of the parts' own types; axes in one, or by group."""
     seen: Counter[str] = Counter()
 
     @given(read())
@@ -85,7 +87,26 @@ def test_every_kind_of_tensor_is_drawn() -> None:
         seen.update(found[2])
 
     look()
-    assert all(seen[question] > 10 for question in ("whole", "torch", "typed"))
+    assert all(seen[question] > 10 for question in QUESTIONS)
+
+
+KINDS_OF_STATES = (*strategies.STATES, "replicated state")
+STATES = strategies.engine_pairs(KINDS_OF_STATES, largest=4).map(lambda pair: pair[0])
+
+
+@given(STATES, st.data())
+def test_raw_pages_of_states_are_cut_where_they_were_laid_out(
+    side: kvspec.EngineSpec, data: st.DataObject
+) -> None:
+    """What vLLM hands over, bytes of whole pages, becomes the regions that `allocate` made."""
+    rank = data.draw(st.sampled_from(side.parallel.ranks))
+    blocks = data.draw(st.integers(1, 3)) + (side.null_block or 0)
+    cache, storage = kvspec.allocate(side, rank, blocks)
+    raw = raw_pages(side, rank, storage, blocks)
+    held = [layer for layer in side.homes if side.stage_of[layer] == rank.pp]
+    assume(set(held) == set(raw))
+    again = vllm.rank_cache(side, rank, raw)
+    assert places(cache) == places(again)
 
 
 STATE = kvspec.MambaSpec.mamba2(

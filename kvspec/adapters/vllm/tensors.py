@@ -24,18 +24,8 @@ from kvspec.memory.tensors import check_layers
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
-_AXES = {
-    "k": "BHPNC",
-    "v": "BHPNC",
-    "k_scale": "BHNC",
-    "v_scale": "BHNC",
-    "kv": "BHNC",
-    "page": "BHNC",
-    "latent": "BHNC",
-    "conv": "BHNC",
-    "ssm": "BHC",
-}
-"""Letters of the views that this module makes, by part or tensor."""
+_AXES = {3: "BHC", 4: "BHNC", 5: "BHPNC"}
+"""Letters of the views that this module makes, by the number of their dimensions."""
 
 _FIVE = 5
 _TOKENS, _LATENT = 4, 3
@@ -73,8 +63,8 @@ def rank_cache(
             views[layer] = dict(_Layer(engine, group, rank, layer).views(tensors[layer]))
             if num_blocks is not None:
                 _check_blocks(layer, views[layer], num_blocks * group.split)
-    names = {name for views_of in views.values() for name in views_of}
-    cache = RankCache.from_tensors(engine, rank, views, {name: _AXES[name] for name in names})
+    axes = {name: _AXES[view.ndim] for named in views.values() for name, view in named.items()}
+    cache = RankCache.from_tensors(engine, rank, views, axes)
     if held is not None:
         check_places(cache, held)
     return cache
@@ -106,8 +96,7 @@ class _Layer:
         self.field = f"tensors[{layer!r}]"
         self.parts = group.in_memory(layer).parts
         self.letters = engine.layout_of(group).replace("L", "")
-        deal = engine.parallel.deal
-        self.units = [len(deal(p.units, p.deal_in).ranges[rank.tp]) for p in self.parts]
+        self.units = [len(engine.units(group, part, rank)) for part in self.parts]
 
     def views(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         """Yield views of the layer's tensors by the name of the part or tensor that they hold."""
@@ -265,21 +254,24 @@ class _Layer:
         start = 0
         for name, parts in held.items():
             piece = raw[:, 0, 0, start : start + sizes[name]]
-            view = piece.reshape((shape[0], *self._extents(name, parts)))
-            yield name, self._units_first(name, view)
+            extents = self._extents(name, parts)
+            if prod(extents) != sizes[name]:
+                unlike = ", ".join(part.name for part, _ in parts)
+                raise SpecError(f"{self.field}[{name!r}]", unlike, "parts of the same rows")
+            yield name, self._units_first(piece.reshape((shape[0], *extents)))
             start += sizes[name]
 
     def _extents(self, name: str, parts: list[tuple[Part, int]]) -> tuple[int, ...]:
         """Return the extents of a state's tensor within a block, the last one in bytes."""
         part, units = parts[0][0], sum(count for _, count in parts)
-        if name != "conv":
+        if name != "conv" and part.states == 1:
             return units, part.content_bytes
         rows = (part.states, units) if self._row_first else (units, part.states)
         return (*rows, part.content_bytes)
 
-    def _units_first(self, name: str, view: Any) -> Any:  # noqa: ANN401
-        """Return a state's view with its units before its rows."""
-        return ordered(view, (0, 2, 1, 3)) if name == "conv" and self._row_first else view
+    def _units_first(self, view: Any) -> Any:  # noqa: ANN401
+        """Return a state's view with its units before its rows, if it has rows."""
+        return ordered(view, (0, 2, 1, 3)) if view.ndim == _TOKENS and self._row_first else view
 
     @property
     def _row_first(self) -> bool:
@@ -292,7 +284,7 @@ class _Layer:
             if shape[1:] != tuple(wanted) or itemsize(tensor) != content:
                 expected = f"[blocks, {wanted[0]}, {wanted[1]}] of {content} bytes"
                 raise SpecError(field, shape, expected)
-            return self._units_first(name, tensor[..., None])
+            return self._units_first(tensor[..., None])
         if shape[1:2] != tuple(wanted) or prod(shape[2:]) * itemsize(tensor) != content:
             raise SpecError(field, shape, f"[blocks, {wanted[0]}, ...] of {content} bytes")
         return flat(self.field, tensor, (shape[0], *wanted, prod(shape[2:])))
