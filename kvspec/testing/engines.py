@@ -29,6 +29,9 @@ _PAGES = ("LBHKNC", "LBKHNC", "LKBHNC", "BLHKNC")
 """Layouts in which a head's keys are a page, so that formats may order it."""
 _ANY = st.sampled_from(NAMED_LAYOUTS) | st.sampled_from(_ORDERS) | st.sampled_from(_PAGES)
 
+_NULLS = st.sampled_from((None, None, 0, 2))
+"""The null block of an engine, or none."""
+
 
 def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     """Draw a layout that *spec* can have: named or any permutation of the letters, C last.
@@ -90,25 +93,33 @@ def engines(
         may_pad = is_state(group.spec) or set(name[:2]) == {"L", "B"}
         pad = draw(st.sampled_from((None, *range(6)))) if may_pad and draw(st.booleans()) else None
         spec = _padded(bare, group, pad)
-        if not spec.layers:
-            spec = _formatted(spec, draw(st.sampled_from(_formats(spec, name))))
+        spec = _formatted(spec, draw(st.sampled_from(_formats(spec, name))))
         override = None if name == layout else name
         kernel = draw(_kernel_blocks(spec)) if pad is None else None
         own.append(attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel))
-    null = draw(st.sampled_from((None, None, 0, 2)))
+    null = draw(_NULLS)
     return EngineSpec(groups=tuple(own), parallel=parallel, layout=layout, null_block=null)
 
 
 def _formats(spec: LayerSpec, layout: str) -> list[str]:
-    """Return the page formats that *spec* can have in *layout*: those of keys and of values."""
-    names = [part.name for part in spec.parts]
-    if names != ["k", "v"] or "K" not in layout or not layout.endswith("NC"):
+    """Return the page formats that *spec* can have in *layout*: those of keys and of values.
+
+    An opaque one is what the model has, and stays.
+    """
+    layers = [spec.of_layer(layer) for layer in spec.layers or ("",)]
+    names = {part.name for own in layers for part in own.parts}
+    if names == {"page"}:
+        return [getattr(own, "page_format", "plain") for own in layers]
+    if names != {"k", "v"} or "K" not in layout or layout[-2:] != "NC":
         return ["plain"]
-    packed = ["x-packed"] * 2 if spec.parts[0].content_bytes % X_BYTES == 0 else []
-    return ["plain", "keys-transposed", *packed]
+    packed = all(own.parts[0].content_bytes % X_BYTES == 0 for own in layers)
+    return ["plain", "keys-transposed", *["x-packed"] * 2 * packed]
 
 
 def _formatted(spec: LayerSpec, page_format: str) -> LayerSpec:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        own = {layer: _formatted(each, page_format) for layer, each in spec.specs.items()}
+        return UniformTypeKVCacheSpecs(specs=own)
     if isinstance(spec, AttentionSpec):
         return attrs.evolve(spec, page_format=page_format)
     return spec
@@ -122,7 +133,9 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
     """
     shape = draw(shapes())[0]
     model = [draw(_blocks(_owning_as_all(group), shape)) for group in model]
-    bare = EngineSpec(groups=tuple(model), parallel=draw(parallels(model, largest, shape)))
+    parallel = draw(parallels(model, largest, shape))
+    model = [draw(_own_way(group, parallel)) for group in model]
+    bare = EngineSpec(groups=tuple(model), parallel=parallel)
     page = max(_page(bare, group, group.layers[0]) for group in model) + draw(st.integers(0, 5))
     counts = {
         stage: {len(bare.layers_at(group, stage)) for group in model} - {0}
@@ -130,19 +143,21 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
     }
     outer = "BL" if all(len(each) < 2 for each in counts.values()) and draw(st.booleans()) else "LB"  # noqa: PLR2004
     names = st.sampled_from([f"{outer}{inner}C" for inner in ("HN", "NH", "KNH", "KHN", "HKN")])
-    groups = tuple(
-        attrs.evolve(
-            group, spec=attrs.evolve(group.spec, page_size_padded=page), layout=draw(names)
-        )
-        for group in model
-    )
-    return attrs.evolve(bare, groups=groups)
+    groups = []
+    for group in model:
+        layout = draw(names)
+        spec = attrs.evolve(group.spec, page_size_padded=page)
+        spec = _formatted(spec, draw(st.sampled_from(_formats(spec, layout))))
+        groups.append(attrs.evolve(group, spec=spec, layout=layout))
+    return attrs.evolve(bare, groups=tuple(groups), null_block=draw(_NULLS))
 
 
 @st.composite
 def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     """Draw this engine's own block size of a group, often the model's."""
     spec = group.spec
+    if any(part.name == "page" for part in spec.parts):
+        return group
     if is_state(spec):
         size = draw(st.sampled_from((1, 1, 2, 4, 8)))
         return attrs.evolve(group, spec=attrs.evolve(spec, block_size=size))
@@ -197,10 +212,12 @@ def _owning_as_all(group: KVCacheGroup) -> KVCacheGroup:
 @st.composite
 def _own_way(draw: st.DrawFn, group: KVCacheGroup, parallel: ParallelConfig) -> KVCacheGroup:
     """Draw whether a group owns its units, or its tokens, otherwise than its engine's others."""
-    if group.spec.layers or draw(st.sampled_from((True, True, True, True, False))):
+    if draw(st.sampled_from((True, True, True, True, False))):
         return group
     if parallel.context_size > 1:
         return attrs.evolve(group, context_sharded=is_state(group.spec))
+    if group.spec.layers:
+        return group
     by_size = {(part.units, part.deal_in): part for part in group.spec.parts}
     dealt = {size: draw(explicit_deals(*size, parallel.tp_size)) for size in by_size}
     deals = {part.name: dealt[part.units, part.deal_in] for part in group.spec.parts}

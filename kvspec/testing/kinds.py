@@ -47,10 +47,18 @@ def _attention(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy
     """Draw a block (its tokens, and tokens a state) and *fields*; build the spec."""
 
     def build(cell: Mapping[str, int], **drawn: Any) -> LayerSpec:  # noqa: ANN401
-        spec: LayerSpec = make(**cell, **drawn)
+        spec: LayerSpec = make(**_fitting({**cell, **drawn}))
         return spec
 
     return st.builds(build, _CELLS, **fields)
+
+
+def _fitting(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return *fields* with rows of scales that their block is cut into, or none without scales."""
+    row = fields.get("tokens_per_state", 1) * fields.get("tokens_per_scale", 1)
+    if fields.get("scale_dtype") is None or fields["block_size"] % row:
+        fields.pop("tokens_per_scale", None)
+    return fields
 
 
 @st.composite
@@ -71,9 +79,8 @@ def _uniform(
     for i in range(draw(st.integers(2, 3))):
         tokens = (i and row) or cell.get("tokens_per_state", 1)
         fields = {name: draw(field) for name, field in own.items()}
-        layers[f"uniform.{make.__name__}.{i}"] = make(
-            **shared, tokens_per_state=tokens, dtype=draw(_DTYPES), **fields
-        )
+        fields |= {**shared, "tokens_per_state": tokens, "dtype": draw(_DTYPES)}
+        layers[f"uniform.{make.__name__}.{i}"] = make(**_fitting(fields))
     return UniformTypeKVCacheSpecs(specs=layers)
 
 
@@ -88,6 +95,7 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "full, with scales": _attention(
         FullAttentionSpec, **_GQA, head_size_v=st.none() | _SIZES, scale_dtype=_SCALES,
         elements_per_scale=st.sampled_from((None, 1)),
+        tokens_per_scale=st.sampled_from((1, 1, 2, 4)),
     ),
     "sliding window": _attention(
         SlidingWindowSpec, **_GQA, sliding_window=_WINDOWS, extra_retained_tokens=st.integers(0, 2)
@@ -96,7 +104,11 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "cross": _attention(CrossAttentionSpec, **_GQA),
     "MLA": _attention(MLAAttentionSpec, **_ROWS),
     "sliding window MLA": _attention(SlidingWindowMLASpec, **_ROWS, sliding_window=_WINDOWS),
-    "uniform": _uniform(FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_SIZES),
+    "uniform": _uniform(
+        FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=_SIZES,
+        scale_dtype=st.sampled_from((None, None, None, "float32")),
+        tokens_per_scale=st.sampled_from((1, 1, 2)),
+    ),
     "uniform MLA": _uniform(MLAAttentionSpec, head_size=_SIZES),
     "uniform sliding window": _uniform(
         SlidingWindowSpec, {"sliding_window": _WINDOWS}, total_num_kv_heads=_HEADS, head_size=_SIZES

@@ -125,12 +125,13 @@ def engine_pairs(
 
 @st.composite
 def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines with a group whose packed content spans the heads of a rank.
+    """Draw engines with a group whose packed content, or opaque page, spans the heads of a rank.
 
     Both deal its heads alike: every range of one side is a range of the other.
     """
     drawn: Any = draw(KINDS["full, opaque"])
-    spec: LayerSpec = attrs.evolve(drawn, spans_heads=True)
+    spans: Any = ({"spans_heads": True}, {"page_format": "opaque:drawn"})
+    spec: LayerSpec = attrs.evolve(drawn, **draw(st.sampled_from(spans)))
     packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
     ours = draw(engines((packed, *model), largest))

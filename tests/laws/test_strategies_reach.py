@@ -5,10 +5,11 @@ The laws say nothing about what is never drawn. A case that turns out to matter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice, pairwise, product
 from math import gcd
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -26,26 +27,33 @@ from kvspec.testing.strategies import (
     length_of,
     needed,
     parts_of,
+    sharing_cases,
+    spanning_cases,
 )
 from kvspec.testing.world import plan_of
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 TRIES = 1000
 
 
-@lru_cache(maxsize=1)
-def drawn() -> tuple[Case, ...]:
-    """Return the cases that hypothesis draws for a fixed seed."""
+@lru_cache
+def drawn(
+    strategy: Callable[[], SearchStrategy[Case]] = cases, tries: int = TRIES
+) -> tuple[Case, ...]:
+    """Return the cases that hypothesis draws of *strategy* for a fixed seed."""
     found: list[Case] = []
 
     @settings(
-        max_examples=TRIES,
+        max_examples=tries,
         derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
+    @given(strategy())
     def collect(case: Case) -> None:
         found.append(case)
 
@@ -552,6 +560,27 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "the end of a cell in one row": lambda c: "an end" in cuts(c),
     "the last cell's beginning in one row": lambda c: "a beginning in one row" in cuts(c),
     "the last cell's beginning row by row": lambda c: "a beginning row by row" in cuts(c),
+    "rows of scales for several tokens": lambda c: any_pair(
+        c, lambda a, b: max(of_layers(a, "tokens_per_scale") | of_layers(b, "tokens_per_scale")) > 1
+    ),
+    "rows of scales and unequal blocks": lambda c: any_pair(
+        c, lambda a, b: len(set(blocks(a, b))) > 1 < max(of_layers(b, "tokens_per_scale"))
+    ),
+    "scales in a uniform group": lambda c: any_pair(
+        c, lambda _, b: bool(b.spec.layers) and len(of_layers(b, "scale_dtype")) > 1
+    ),
+    "rows of scales in a uniform group": lambda c: any_pair(
+        c, lambda _, b: bool(b.spec.layers) and max(of_layers(b, "tokens_per_scale")) > 1
+    ),
+    "a format in a uniform group": lambda c: any_pair(
+        c, lambda _, b: bool(b.spec.layers) and of_layers(b, "page_format") == {"keys-transposed"}
+    ),
+    "other formats of a uniform group": lambda c: any_pair(
+        c, lambda a, b: bool(b.spec.layers) and len(formats(a, b)) > 1
+    ),
+    "tokens that a uniform group holds whole": lambda c: any_pair(
+        c, lambda _, b: bool(b.spec.layers) and not b.context_sharded
+    ),
     "no table for a group of drafts": lambda c: any(
         group.name not in tables
         for engine, tables in (
@@ -561,6 +590,52 @@ AXES: dict[str, Callable[[Case], bool]] = {
         for group in engine.groups
     ),
 }
+
+
+SHARED: dict[str, Callable[[Case], bool]] = {
+    "a format in one memory": lambda c: any_pair(c, lambda _, b: formats(b, b) != {"plain"}),
+    "other formats in one memory": lambda c: any_pair(c, lambda a, b: len(formats(a, b)) > 1),
+    "formats of two groups in one memory": lambda c: (
+        len({each for g in token_groups(c) for each in formats(g, g)}) > 1
+    ),
+    "scales in one memory": lambda c: any_pair(
+        c, lambda _, b: None not in of_layers(b, "scale_dtype")
+    ),
+    "a null block of P's in one memory": lambda c: nulls(c.producer, c.request.producer_blocks),
+    "a null block of D's in one memory": lambda c: nulls(c.consumer, c.request.consumer_blocks),
+    "units that a group of one memory deals its own way": lambda c: any(
+        a.unit_deals or b.unit_deals for a, b in pairs(c)
+    ),
+    "tokens that a group of one memory holds whole": lambda c: any_pair(
+        c, lambda a, b: not (a.context_sharded and b.context_sharded)
+    ),
+}
+"""What is reached where all groups of an engine lie in one memory."""
+
+SPANNING: dict[str, Callable[[Case], bool]] = {
+    "content that spans heads": lambda c: any_pair(
+        c, lambda _, b: True in of_layers(b, "spans_heads")
+    ),
+    "an opaque page": lambda c: any_pair(c, lambda _, b: formats(b, b) == {"opaque:drawn"}),
+    "several opaque pages, some cached": lambda c: any(
+        formats(g, g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_of(g, c.request)
+        for g in token_groups(c)
+    ),
+    "an opaque page of dealt tokens": lambda c: (
+        max(contexts(c)) > 1 and any_pair(c, lambda _, b: formats(b, b) == {"opaque:drawn"})
+    ),
+}
+"""What is reached where content cannot be cut."""
+
+
+def of_layers(group: Group, field: str) -> set[Any]:
+    """Return the values of one *field* of the specs of a group's layers; 0 of a spec without it."""
+    return {getattr(group.spec.of_layer(layer), field, 0) for layer in group.layers}
+
+
+def formats(*groups: Group) -> set[str]:
+    """Return the page formats of *groups*."""
+    return {each for group in groups for each in of_layers(group, "page_format")}
 
 
 def windows(group: kvspec.KVCacheGroup) -> tuple[int, ...]:
@@ -594,12 +669,21 @@ def drafts(engine: kvspec.EngineSpec, other: kvspec.EngineSpec, *, alone: bool) 
     )
 
 
+def rare(tests: Mapping[str, Callable[[Case], bool]], found: Sequence[Case]) -> dict[str, int]:
+    """Return which sorts of cases were *found* less than twice, and how often."""
+    hits = {name: len([*islice(filter(test, found), 2)]) for name, test in tests.items()}
+    return {name: count for name, count in hits.items() if count < 2}
+
+
 def test_the_hard_cases_are_reached() -> None:
     """At least two of the cases drawn are of each sort, so the laws meet it in every run."""
-    hits = {
-        name: len([*islice(filter(test, drawn()), 2)]) for name, test in (REACHED | AXES).items()
-    }
-    assert {} == {name: count for name, count in hits.items() if count < 2}
+    assert {} == rare(REACHED | AXES, drawn())
+
+
+def test_the_hard_cases_of_one_memory_and_of_whole_pages_are_reached() -> None:
+    """At least two of each sort, of the cases that the other strategies draw."""
+    assert {} == rare(SHARED, drawn(sharing_cases, TRIES // 3))
+    assert {} == rare(SPANNING, drawn(spanning_cases, TRIES // 3))
 
 
 def test_every_kind_layout_and_policy_is_reached() -> None:
