@@ -97,7 +97,8 @@ def _folds(name: str, found: Mapping[str, list[_Array]], choose: Choose) -> list
     Where each of these tensors allows it.
     """
     arrays = [array for some in found.values() for own, _, array, _ in some if own == name]
-    folds, at = [], 0
+    folds: list[int] = []
+    at = 0
     while arrays and at + 1 < arrays[0].ndim:
         dense = all(a.strides[at] == a.shape[at + 1] * a.strides[at + 1] for a in arrays)
         if dense and choose("folded"):
