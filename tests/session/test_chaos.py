@@ -1,0 +1,225 @@
+"""Law 12 over sessions: nothing done is wrong, each request is freed once, and nothing is left.
+
+Real sessions, ledgers and NIXL ranks over memory, a channel that loses, doubles, reorders and
+forges, a clock, restarts. A few broken sessions are caught by the same assertions.
+"""
+
+# ruff: noqa: D102 - the rules of the machine are named by what happens
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from session_world import PAIRS, World
+
+from kvspec.nixl import Transfer
+from kvspec.protocol import ConsumerLedger, Notice, ProducerLedger
+from kvspec.protocol.seal import MAC, Secret
+from kvspec.session import Ledger, SessionLoad
+from kvspec.session.reading import Reading
+from kvspec.testing import FakeNixl
+
+AT = st.integers(0, 50)
+LANDS = ("land", "land", "land", "land", "part", "fail")
+DELIVERS = ("once", "once", "once", "once", "twice", "lose")
+FORGED = ("byte", "cut", "valid")
+
+
+class Machine(RuleBasedStateMachine):
+    """Anything that may happen to sessions of two engines, in any order."""
+
+    @initialize(pair=st.sampled_from(PAIRS))
+    def begin(self, pair: Any) -> None:
+        self.stack = contextlib.ExitStack()
+        self.world = World(self.stack.enter_context(FakeNixl()), pair)
+
+    @rule(tokens=st.integers(1, 18), cached=st.sampled_from((0, 0, 3, 20)), early=st.booleans())
+    def admit(self, tokens: int, cached: int, early: bool) -> None:
+        self.world.admit(tokens, cached, early=early)
+
+    @rule(at=AT)
+    def hold(self, at: int) -> None:
+        self.world.hold(at)
+
+    @rule(at=AT, how=st.sampled_from(("load", "load", "load", "release")))
+    def read(self, at: int, how: str) -> None:
+        self.world.read(at, how)
+
+    @rule(at=AT, how=st.sampled_from(LANDS))
+    def land(self, at: int, how: str) -> None:
+        self.world.land(at, how)
+
+    @rule(at=AT, how=st.sampled_from(DELIVERS))
+    def deliver(self, at: int, how: str) -> None:
+        self.world.deliver(at, how)
+
+    @rule(at=AT, how=st.sampled_from(FORGED))
+    def forge(self, at: int, how: str) -> None:
+        self.world.forge(at, how)
+
+    @rule(at=AT)
+    def drop(self, at: int) -> None:
+        self.world.drop(at)
+
+    @rule(at=AT)
+    def cancel(self, at: int) -> None:
+        self.world.cancel(at)
+
+    @rule(seconds=st.sampled_from((0.5, 2.0, 5.0, 11.0)))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @rule(name=st.sampled_from("PD"), really=st.sampled_from((False, False, False, True)))
+    def restart(self, name: str, really: bool) -> None:
+        if really:
+            self.world.restart(name)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            with self.stack:
+                try:
+                    self.world.end()
+                finally:
+                    self.world.close()
+
+
+TestSessions = Machine.TestCase
+TestSessions.settings = settings(max_examples=25, stateful_step_count=40)
+
+
+def chaos(seed: int, steps: int = 120) -> World:
+    """Let anything happen to two engines, as *seed* has it."""
+    drawn = random.Random(seed)
+    small = lambda: drawn.randrange(51)  # noqa: E731
+    with FakeNixl() as net:
+        world = World(net, drawn.choice(PAIRS))
+        rules = {
+            "admit": (8, lambda: world.admit(
+                drawn.randint(1, 18), drawn.choice((0, 0, 3, 20)), early=drawn.random() < 0.3)),
+            "hold": (6, lambda: world.hold(small())),
+            "read": (12, lambda: world.read(
+                small(), "release" if drawn.random() < 0.1 else "load")),
+            "land": (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
+            "deliver": (40, lambda: world.deliver(small(), drawn.choice(DELIVERS + ("once",) * 9))),
+            "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
+            "drop": (1.5, lambda: world.drop(small())),
+            "cancel": (0.7, lambda: world.cancel(small())),
+            "advance": (5, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
+            "restart": (0.4, lambda: world.restart(drawn.choice("PD"))),
+        }  # fmt: skip
+        weights = [weight for weight, _ in rules.values()]
+        try:
+            for _, act in drawn.choices(list(rules.values()), weights, k=steps):
+                act()
+            world.end()
+        finally:
+            world.close()
+    return world
+
+
+def test_anything_may_happen_to_sessions() -> None:
+    """Whatever happens, no assertion of the world fails; and everything that may happen does."""
+    worlds = [chaos(seed) for seed in range(20)]
+    assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
+    why = {why for world in worlds for asked in world.asked for why in asked.freed.values()}
+    assert {"done", "expired"} == why
+
+
+def unasked(patch: pytest.MonkeyPatch) -> None:
+    """Be done as soon as all is there, whether or not it was still held."""
+    finish = ConsumerLedger.finish
+
+    def believe(self: Any, step: int, now: float) -> Any:
+        for source in self._loads[self._steps[step][0]].sources.values():
+            source.held = float("inf")
+        return finish(self, step, now)
+
+    patch.setattr(ConsumerLedger, "finish", believe)
+
+
+def hasty(patch: pytest.MonkeyPatch) -> None:
+    """Be over as soon as it has failed."""
+    fail = SessionLoad.fail
+
+    def at_once(self: Any, *why: Any) -> None:
+        fail(self, *why)
+        self.state = "failed"
+
+    patch.setattr(SessionLoad, "fail", at_once)
+
+
+def one_source(patch: pytest.MonkeyPatch) -> None:
+    """Read the first rank that has anything, and no other."""
+    begin = Reading.begin
+
+    def partly(self: Any, load: Any, *rest: Any, **more: Any) -> None:
+        lanes, load.remote.lanes = load.remote.lanes, dict([*load.remote.lanes.items()][:1])
+        try:
+            begin(self, load, *rest, **more)
+        finally:
+            load.remote.lanes = lanes
+
+    patch.setattr(Reading, "begin", partly)
+
+
+def unsealed(patch: pytest.MonkeyPatch) -> None:
+    """Open whatever looks like a message."""
+    patch.setattr(Secret, "unseal", lambda _, __, purpose, data, ___: data[len(purpose) + MAC :])
+
+
+def free_on_abort(patch: pytest.MonkeyPatch) -> None:
+    """Free what is dropped at once."""
+    abort = ProducerLedger.abort
+
+    def at_once(self: Any, request_id: str, now: float) -> Any:
+        actions, key = abort(self, request_id, now), self._open.get(request_id)
+        return actions + (self._step(self._requests[key], "complete") if key else [])
+
+    patch.setattr(ProducerLedger, "abort", at_once)
+    patch.setattr(ProducerLedger, "_gone", lambda *_: [])
+
+
+def unmarked(patch: pytest.MonkeyPatch) -> None:
+    """Answer whoever is late that all was valid."""
+    patch.setattr("kvspec.protocol.notices.Notice.answer", deceive(Notice.answer))
+
+
+def deceive(answer: Any) -> Any:
+    """Return *answer*, which says valid for gone."""
+    return lambda self, kind, **more: answer(self, "valid" if kind == "gone" else kind, **more)
+
+
+def never_freed(patch: pytest.MonkeyPatch) -> None:
+    """Forget that quarantine ended."""
+    patch.setattr(Transfer, "free", lambda _: False)
+
+
+def told_twice(patch: pytest.MonkeyPatch) -> None:
+    """Tell again what is free."""
+    do = Ledger.do
+    patch.setattr(Ledger, "do", lambda self, actions: [do(self, actions := [*actions]),
+                                                       do(self, actions)])  # fmt: skip
+
+
+BROKEN = (
+    unasked, hasty, one_source, unsealed, free_on_abort, unmarked, never_freed, told_twice,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda plant: plant.__name__)
+def test_a_broken_session_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fails an assertion of the world within some seeds."""
+    broken(monkeypatch)
+
+    def try_many() -> None:
+        for seed in range(150):
+            chaos(seed)
+
+    with pytest.raises(AssertionError):
+        try_many()

@@ -1,0 +1,409 @@
+"""Two engines of sessions, blocks that are used again at once, and a network that loses messages.
+
+Truth is kept here, apart from the sessions: a block has the bytes of one request until its engine
+frees it, and rubbish from then on. So whatever is called done too early has wrong bytes, and what
+still moves when a load is over changes bytes that are watched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+from sessions import engine
+
+import kvspec
+from kvspec.nixl import Leftovers, NixlRank
+from kvspec.session import Session, SessionLoad, new_remote_id
+from kvspec.testing import FakeFlight, FakeNixl, logical_views, oracle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCKS = 12
+LEASE, LONGEST, BEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
+RUBBISH = 0xEE
+Rank = kvspec.RankId
+PAIRS = tuple(
+    (engine(p, heads), engine(d, heads, block=block))
+    for p, d, heads, block in ((1, 1, 2, 4), (2, 1, 2, 4), (1, 2, 2, 2), (4, 2, 2, 4), (2, 3, 6, 8))
+)
+
+
+def at_once(flight: FakeFlight) -> bool:
+    """Land what proves a connection, one byte."""
+    if flight.copies[0][2] == 1:
+        flight.land()
+        return True
+    return False
+
+
+def spans(views: Any, tables: Any) -> list[range]:
+    """Return where the blocks of a request lie on one rank, row by row."""
+    found = []
+    for key, view in views.items():
+        for block in tables[key[0]].block_ids:
+            found += (range(*np.lib.array_utils.byte_bounds(unit)) for unit in view[block])
+    return found
+
+
+class Hook:
+    """A channel of the world's own: what is sent waits until it is delivered."""
+
+    def __init__(self, world: World, address: str) -> None:
+        self.world, self.address, self.came = world, address, list[tuple[str, bytes]]()
+
+    def send(self, route: str, data: bytes) -> None:
+        """Put a message on its way."""
+        self.world.net.append((route, self.address, data))
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return what was delivered."""
+        came, self.came = self.came, []
+        return came
+
+    def wait(self, timeout: float) -> None:
+        """Never wait."""
+
+    def close(self) -> None:
+        """Forget what came."""
+        self.came.clear()
+
+
+@attrs.define(eq=False)
+class Asked:
+    """A request: where it lies, which ranks hold it, and what became of it on each."""
+
+    remote_id: str
+    request: kvspec.TransferRequest
+    seed: int
+    start: int
+    freed: dict[Rank, str] = attrs.field(factory=dict)
+    held: set[Rank] = attrs.field(factory=set)
+    lost: bool = False
+
+
+@attrs.define(eq=False)
+class Reader:
+    """One rank's load of a request, and its blocks' bytes when it was over."""
+
+    asked: Asked
+    rank: Rank
+    start: int
+    load: SessionLoad | None
+    after: dict[Any, Any] | None = None
+
+
+class Engine:
+    """All ranks of one start of an engine."""
+
+    def __init__(self, world: World, name: str, spec: kvspec.EngineSpec, start: int) -> None:
+        self.spec, self.start = spec, start
+        self.sessions: dict[Rank, Session] = {}
+        self.views: dict[Rank, Any] = {}
+        self.hooks: dict[Rank, Hook] = {}
+        for rank in spec.parallel.ranks:
+            cache, storage = kvspec.allocate(spec, rank, num_blocks=BLOCKS)
+            nixl = NixlRank(prefix=f"{name}{start}-{rank}-", polled=name == "D")
+            self.hooks[rank] = Hook(world, f"{name}{start}-{rank}")
+            self.sessions[rank] = Session(
+                nixl, cache, engine_id=name, epoch=start, owner=storage, channel=self.hooks[rank],
+                lease=LEASE, longest=LONGEST, beat=BEAT, patience=PATIENCE, clock=world.clock,
+            )  # fmt: skip
+            self.views[rank] = logical_views(spec, rank, storage, BLOCKS)
+
+    def introductions(self) -> list[bytes]:
+        """Return what others meet it by."""
+        return [session.introduction for session in self.sessions.values()]
+
+    def truth(self, rank: Rank, asked: Asked, tables: Any, *, producer: bool) -> Iterator[Any]:
+        """Yield each part's key, the request's blocks, their true bytes, and which count."""
+        _, storage = kvspec.allocate(self.spec, rank, num_blocks=BLOCKS)
+        given = (self.spec, rank, storage, BLOCKS, tables, asked.request)
+        if producer:
+            oracle.fill(*given, seed=asked.seed)
+            must, free = storage, {name: np.zeros_like(flat) for name, flat in storage.items()}
+        else:
+            must, free = oracle.expected(*given, seed=asked.seed)
+        own, loose = (logical_views(self.spec, rank, flat, BLOCKS) for flat in (must, free))
+        for key, view in own.items():
+            ids = tables[key[0]].block_ids
+            yield key, ids, view[ids], loose[key][ids] == 0
+
+    def kill(self, net: FakeNixl) -> None:
+        """End its processes."""
+        for session in self.sessions.values():
+            if session.nixl.name in net.agents:
+                net.kill(session.nixl.name)
+            session.nixl.close(drain=0.0)
+
+
+class World:
+    """A producer "P", a consumer "D", and what lies between them."""
+
+    def __init__(self, net: FakeNixl, pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec]) -> None:
+        self.nixl, self.pair, self.now = net, pair, 0.0
+        net.fate = at_once  # type: ignore[assignment]
+        self.net: list[tuple[str, str, bytes]] = []
+        self.asked: list[Asked] = []
+        self.readers: list[Reader] = []
+        self.to_hold: list[tuple[Asked, Rank]] = []
+        self.to_read: list[tuple[Asked, Rank]] = []
+        self.outcomes: set[str] = set()
+        self.starts = {"P": 0, "D": 0}
+        self.free = {side: set(range(1, BLOCKS)) for side in "PD"}
+        self.engines: dict[str, Engine] = {}
+        self.restart("P")
+        self.restart("D")
+
+    def clock(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def restart(self, name: str) -> None:
+        """End an engine, if there is one, and start it; the consumer meets the producer."""
+        if name in self.engines:
+            self.engines[name].kill(self.nixl)
+        self.starts[name] += 1
+        self.engines[name] = Engine(self, name, self.pair[name == "D"], self.starts[name])
+        self.free[name] = set(range(1, BLOCKS))
+        if name == "P":
+            for asked in self.asked:
+                asked.lost = True
+            self.to_hold.clear()
+        else:
+            self.readers = [r for r in self.readers if r.start == self.starts["D"]]
+        self.to_read.clear()
+        if "D" in self.engines:
+            for session in self.engines["D"].sessions.values():
+                session.meet(self.engines["P"].introductions())
+        self.look()
+
+    def admit(self, tokens: int, cached: int, *, early: bool) -> None:
+        """Compute a request; where readers may be *early*, its ranks hold it one by one."""
+        tables: list[dict[str, kvspec.BlockTable]] = []
+        for name, spec in zip("PD", self.pair, strict=True):
+            size = spec.groups[0].spec.block_size
+            count = -(-tokens // size)
+            if len(self.free[name]) < count:
+                return
+            ids = sorted(self.free[name])[:count][:: -1 if name == "D" else 1]
+            tables.append({group.name: kvspec.BlockTable(ids) for group in spec.groups})
+        seed = len(self.asked) + 10
+        request = kvspec.TransferRequest(
+            request_id=f"{seed}", num_tokens=tokens, cached_tokens=min(cached, tokens),
+            producer_blocks=tables[0], consumer_blocks=tables[1],
+        )  # fmt: skip
+        asked = Asked(new_remote_id(f"r{seed % 3}.{seed}"), request, seed, self.starts["P"])
+        for name, own in zip("PD", tables, strict=True):
+            self.free[name] -= {int(one) for one in own["full"].block_ids}
+        for rank, views in self.engines["P"].views.items():
+            for key, ids, truth, _ in self.engines["P"].truth(
+                rank, asked, tables[0], producer=True
+            ):
+                views[key][ids] = truth
+        self.asked.append(asked)
+        self.to_hold += [(asked, rank) for rank in self.engines["P"].sessions]
+        self.to_read += [(asked, rank) for rank in self.engines["D"].sessions]
+        if not early:
+            while self.to_hold:
+                self.hold(0)
+
+    def hold(self, at: int) -> None:
+        """Tell one producer rank of a request."""
+        if self.to_hold:
+            asked, rank = self.to_hold.pop(at % len(self.to_hold))
+            self.engines["P"].sessions[rank].ledger.expect(asked.remote_id)
+            asked.held.add(rank)
+
+    def read(self, at: int, how: str) -> None:
+        """Let one consumer rank load a request, or say that it will not."""
+        if not self.to_read:
+            return
+        asked, rank = self.to_read.pop(at % len(self.to_read))
+        session, load = self.engines["D"].sessions[rank], None
+        if how == "release":
+            session.release(asked.remote_id)
+        else:
+            for key, view in self.engines["D"].views[rank].items():
+                view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
+            for key, ids, truth, counts in self.cached(rank, asked):
+                view = self.engines["D"].views[rank][key]
+                view[ids] = np.where(counts, truth, view[ids])
+            load = session.load(asked.request, remote_id=asked.remote_id, timeout=TIMEOUT)
+        self.readers.append(Reader(asked, rank, self.starts["D"], load))
+        self.look()
+
+    def cached(self, rank: Rank, asked: Asked) -> Iterator[Any]:
+        """Yield the bytes that the consumer has already."""
+        whole = attrs.evolve(asked.request, cached_tokens=0)
+        having = Asked(asked.remote_id, whole, asked.seed, asked.start)
+        tables, request = asked.request.consumer_blocks, asked.request
+        for key, ids, truth, counts in self.engines["D"].truth(
+            rank, having, tables, producer=False
+        ):
+            spec = self.pair[1].group(key[0]).spec
+            rows = np.arange(len(ids) * truth.shape[2]).reshape(len(ids), 1, truth.shape[2], 1)
+            yield key, ids, truth, counts & (rows < request.cached(key[0], spec))
+
+    def land(self, at: int, how: str) -> None:
+        """Let something in flight arrive, or break off."""
+        moving = self.nixl.moving
+        if moving:
+            flight = moving[at % len(moving)]
+            if how == "fail":
+                flight.fail(0.5)
+            else:
+                flight.land(0.5 if how == "part" else 1.0)
+            self.look()
+
+    def deliver(self, at: int, how: str = "once") -> None:
+        """Deliver a message, or a copy of it, or lose it."""
+        if self.net:
+            at %= len(self.net)
+            route, sender, data = self.net[at] if how == "twice" else self.net.pop(at)
+            hooks = [hook for side in self.engines.values() for hook in side.hooks.values()]
+            for hook in hooks:
+                if hook.address == route and how != "lose":
+                    hook.came.append((sender, data))
+            self.look()
+
+    def forge(self, at: int, how: str) -> None:
+        """Deliver a message that nobody sealed: one that was on its way, with a byte changed."""
+        if self.net:
+            route, sender, data = self.net[at % len(self.net)]
+            bad = {
+                "byte": lambda: data[:-1] + bytes([data[-1] ^ 1]),
+                "cut": lambda: data[:-1],
+                "valid": lambda: data.replace(b"\xa4gone", b"\xa5valid").replace(b"beat", b"done"),
+            }[how]()
+            if bad != data:
+                self.net.append((route, sender, bad))
+                self.deliver(-1)
+
+    def drop(self, at: int) -> None:
+        """Abort a request on every rank of the producer."""
+        if self.asked and not (asked := self.asked[at % len(self.asked)]).lost:
+            for session in self.engines["P"].sessions.values():
+                session.ledger.drop(asked.remote_id)
+
+    def cancel(self, at: int) -> None:
+        """Cancel a load."""
+        loads = [reader.load for reader in self.readers if reader.load is not None]
+        if loads:
+            loads[at % len(loads)].cancel()
+            self.look()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+        self.look()
+
+    def look(self) -> None:
+        """Poll every session, and hold what it says against the truth."""
+        for side in self.engines.values():
+            for session in side.sessions.values():
+                session.poll()
+        if len(self.engines) == 2:
+            self.settle()
+            self.judge()
+
+    def settle(self) -> None:
+        """Use the blocks again of what a producer rank freed; each once, and nobody reads it."""
+        side = self.engines["P"]
+        for rank, session in side.sessions.items():
+            settled = session.ledger.poll()
+            for name in (*settled.done, *settled.expired):
+                (asked,) = [a for a in self.asked if a.remote_id.startswith(f"{name}#")]
+                assert rank in asked.held, f"{name} was not held on {rank}"
+                assert rank not in asked.freed, f"{name} is freed twice on {rank}"
+                asked.freed[rank] = "done" if name in settled.done else "expired"
+                ids = asked.request.producer_blocks["full"].block_ids
+                if name in settled.done:
+                    self.unread(rank, asked)
+                for view in side.views[rank].values():
+                    view[ids] = RUBBISH
+                if set(asked.freed) == set(side.sessions):
+                    self.free["P"] |= set(ids.tolist())
+
+    def unread(self, rank: Rank, asked: Asked) -> None:
+        """Refuse that a producer rank's blocks are free from which one of its readers reads still.
+
+        Who reads after the lease reads what may be another request's by then.
+        """
+        for reader in self.readers:
+            if reader.asked is asked and reader.load is not None and reader.after is None:
+                tables = asked.request.producer_blocks, asked.request.consumer_blocks
+                views = self.engines["P"].views[rank], self.engines["D"].views[reader.rank]
+                source, target = (spans(*one) for one in zip(views, tables, strict=True))
+                for flight in self.nixl.moving:
+                    to, of, _ = flight.copies[0]
+                    reads = any(of in span for span in source) and any(to in s for s in target)
+                    assert not reads, f"{asked.remote_id} is free on {rank}, and is read"
+
+    def judge(self) -> None:
+        """Compare what is done with the truth, and what is over with what it was then."""
+        for reader in self.readers:
+            if reader.load is None or reader.load.state == "moving":
+                continue
+            views = self.engines["D"].views[reader.rank]
+            tables = reader.asked.request.consumer_blocks
+            if reader.after is None:
+                self.outcomes.add(reader.load.state)
+                assert (reader.load.state == "failed") == (reader.load.error is not None)
+                if reader.load.state == "done":
+                    self.right(reader)
+                reader.after = {k: v[tables[k[0]].block_ids].copy() for k, v in views.items()}
+            for key, view in views.items():
+                ids = tables[key[0]].block_ids
+                assert np.array_equal(reader.after[key], view[ids]), "written after it was over"
+        for asked in {id(r.asked): r.asked for r in self.readers}.values():
+            readers = [r for r in self.readers if r.asked is asked]
+            over = all(r.load is None or r.after is not None for r in readers)
+            if over and len(readers) == len(self.engines["D"].sessions):
+                self.readers = [r for r in self.readers if r.asked is not asked]
+                self.free["D"] |= set(asked.request.consumer_blocks["full"].block_ids.tolist())
+
+    def right(self, reader: Reader) -> None:
+        """Refuse a load that is done with bytes that are not the request's."""
+        side, tables = self.engines["D"], reader.asked.request.consumer_blocks
+        whole = attrs.evolve(reader.asked.request, cached_tokens=0)
+        having = attrs.evolve(reader.asked, request=whole)
+        for key, ids, truth, counts in side.truth(reader.rank, having, tables, producer=False):
+            wrong = (side.views[reader.rank][key][ids] != truth) & counts
+            assert not wrong.any(), f"done, with wrong bytes in {key}"
+
+    def end(self) -> None:
+        """Let all that is under way end; then nothing may be left over, on either side."""
+        while self.to_hold:
+            self.hold(0)
+        while self.to_read:
+            self.read(0, "release")
+        for _ in range(40):
+            while self.nixl.moving:
+                self.land(0, "land")
+            while self.net:
+                self.deliver(0)
+            self.advance(BEAT)
+        for reader in self.readers:
+            assert reader.load is None or reader.load.state != "moving", "never over"
+        for name, side in self.engines.items():
+            for rank, session in side.sessions.items():
+                left = session.leftovers()
+                assert (0, 0, 0, 0, 0) == (
+                    left.loads, left.steps, left.held, left.remembered, left.leaving,
+                ), f"{name} {rank}: {left}"  # fmt: skip
+                assert left.engines == (name == "D")
+                mine = session.nixl.leftovers()
+                assert (0, 0) == (mine.transfers, mine.handles)
+        for asked in self.asked:
+            assert asked.lost or set(self.engines["P"].sessions) == set(asked.freed), "never freed"
+
+    def close(self) -> None:
+        """End every engine."""
+        for side in self.engines.values():
+            for session in side.sessions.values():
+                session.close(drain=0.0)
+                session.nixl.close(drain=0.0)
+                assert Leftovers() == session.nixl.leftovers()
