@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,40 @@ def test_without_mooncake_the_row_says_how() -> None:
     """An interpreter without Mooncake is no error: the row says that it is not installed."""
     rows = bench("--quick", "--only", "B3", "--mooncake-python", "/nonexistent/python")
     assert any("not installed" in row for row in rows)
+
+
+def compare(*arguments: str) -> list[str]:
+    """Return the lines that the comparison of two checkouts prints."""
+    command = [sys.executable, str(BENCH / "compare.py"), *arguments]
+    done = subprocess.run(  # noqa: S603 - our own program
+        command, check=True, capture_output=True, text=True, timeout=300
+    )
+    return done.stdout.splitlines()
+
+
+def test_two_checkouts_are_compared(tmp_path: Path) -> None:
+    """The other's kvspec is what is compared with: one that is made slow shows, row by row."""
+    shutil.copytree(BENCH.parent / "kvspec", tmp_path / "kvspec")
+    slow = "import time\nimport kvspec.plan.plan\n_fast = plan_transfer\n"
+    slow += "def plan_transfer(*given):\n    list(range(2 * 10**6))\n    return _fast(*given)\n"
+    with (tmp_path / "kvspec" / "__init__.py").open("a") as module:
+        module.write(slow)
+    head, *rows = compare(str(tmp_path), "--rounds", "3", "--only", "plan_transfer, W1")
+    assert ["this", "other", "ratio"] == head.split()[-3:]
+    assert ["faster"] * 3 == [row.split()[-1] for row in rows]
+
+
+def test_a_row_that_a_checkout_lacks_says_so(tmp_path: Path) -> None:
+    """An older kvspec may not know what a row calls."""
+    shutil.copytree(BENCH.parent / "kvspec", tmp_path / "kvspec")
+    with (tmp_path / "kvspec" / "__init__.py").open("a") as module:
+        module.write("def plan_transfer(*given):\n    raise TypeError('of other things')\n")
+    _, row = compare(str(tmp_path), "--rounds", "1", "--only", "plan_transfer, W1,")
+    assert row.endswith("the other cannot: TypeError: of other things")
+
+
+def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    """A folder without kvspec is named as what was wanted."""
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        compare(str(tmp_path))
+    assert "wanted the folder of another checkout" in caught.value.stderr
