@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import mooncake_client
+from digesting import digested
 from growth import b9, b10
 from merging import b6
 from moving import b7
@@ -32,6 +33,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B7": b7,
     "B9": b9,
     "B10": b10,
+    "DIGEST": digested,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "wanted", "met")
 WIDTHS = (6, 98, 24, 22, 9, 16, 4)

@@ -100,6 +100,7 @@ ON_DEMAND = frozenset(
         "adapters.vllm",
         "catalogue",
         "check",
+        "digest",
         "draw",
         "models",
         "nixl",

@@ -52,6 +52,7 @@ FOLDERS = (
             " merging order notifications peers transfer flights rank ."
         ),
     ),
+    ("", "digest"),
     ("session", "channel introduction control ledger remote load reading session ."),
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),

@@ -1,0 +1,233 @@
+"""A digest of what a request's blocks hold, which does not know how they lie.
+
+Law: of equal contents the digests are equal, whatever the parallelism, layouts, page formats and
+block sizes of the two engines. A sum over logical coordinates, so that ranks that hold different
+tokens add, and a difference can be looked for by layer, part, unit and token.
+
+    digest = sum over rows of mix(word of the content ^ mix(row ^ hash of layer, part and unit))
+
+modulo 2**64; *row* is the first token that it stands for, or the number of a state's row. It finds
+accidents, not forgers: whoever can choose bytes can choose them so that the sums agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.engines.group import KVCacheGroup
+from kvspec.errors import SpecError
+from kvspec.inputs import instance, mapping
+from kvspec.memory.region import Region
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.part import Part
+from kvspec.ownership.tokens import Ints
+from kvspec.plan.plan import TransferPlan
+
+__all__ = ["Wanted", "differing", "digest", "first_difference", "wanted"]
+
+Words = npt.NDArray[np.uint64]
+Sums = Mapping[tuple[str, str, int, int], int]
+"""By layer, part, unit of the model, and which context's tokens they are."""
+MANY_BYTES = 1 << 17
+"""Bytes read at once: what is made of them stays in the cache of a core, thrice as fast so."""
+_MULTIPLIERS = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_SHIFT = np.uint64(33)
+
+
+@attrs.frozen
+class Wanted:
+    """What of one part of one layer is digested: token positions, or the first rows of a state."""
+
+    tokens: range
+    rows: int = 0
+
+
+def wanted(plan: TransferPlan, request: TransferRequest) -> dict[tuple[str, str], Wanted]:
+    """Return what *request* moves by *plan*, by layer and part: both sides digest that."""
+    instance("plan", plan, TransferPlan)
+    instance("request", request, TransferRequest)
+    found = {}
+    for edge in plan.edges:
+        specs = plan.pair_of(edge).specs
+        held = plan.producer.group(edge.producer_group).spec
+        for one in edge.slices:
+            for layer in one.layers:
+                tokens = request.wanted(edge.group, specs[layer])
+                states = {part.name: part.states for part in held.of_layer(layer).parts}
+                for part in specs[layer].parts:
+                    if part.name in one.parts and tokens:
+                        rows = 0 if part.per_token else min(part.states, states[part.name])
+                        found[layer, part.name] = Wanted(tokens, rows)
+    return found
+
+
+def digest(
+    cache: RankCache,
+    tables: Mapping[str, BlockTable],
+    asked: Mapping[tuple[str, str], Wanted],
+) -> dict[tuple[str, str, int, int], int]:
+    """Return the digest of what this rank holds of what is *asked* for.
+
+    A sum by layer, part, unit of the model and the context whose tokens they are. *tables*: the
+    request's block table of each of this engine's groups. Reads host memory by the addresses of
+    the *cache*, whose owner must be alive; other memory is a `SpecError`.
+    """
+    engine, rank = instance("cache", cache, RankCache).engine, cache.rank
+    sums: dict[tuple[str, str, int, int], int] = {}
+    for region in cache.regions:
+        want = mapping("asked", asked, "(layer, part) to Wanted").get((region.layer, region.part))
+        if want is None:
+            continue
+        if region.memory_type != "DRAM":
+            raise SpecError("memory_type", region.memory_type, "DRAM: copy the blocks to it first")
+        group = engine.group(region.group)
+        parts = group.spec.of_layer(region.layer).parts
+        part = next(each for each in parts if each.name == region.part)
+        table = _table(tables, group.name)
+        if part.per_token:
+            placed = _token_rows(cache, group, part, table, want)
+        else:
+            placed = _state_rows(group, part, table, want)
+        if len(placed[0]) and not 0 <= placed[0].min() <= placed[0].max() < region.num_blocks:
+            told = f"ids of a pool of {region.num_blocks // group.split} blocks"
+            raise SpecError(f"tables[{group.name!r}]", tables[group.name].block_ids.tolist(), told)
+        units = engine.units(group, part, rank)
+        for unit, total in zip(units, _sums(region, units, *placed), strict=True):
+            context = engine.context(group, rank).rank if part.per_token else 0
+            sums[region.layer, region.part, unit, context] = total
+    return sums
+
+
+def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tuple[str, str, int]]:
+    """Return the layers, parts and units of which *consumers* hold other content than *producers*.
+
+    The digests of every rank of an engine, or, where both share their tokens alike, of the ranks of
+    one context. Replicas that differ among each other differ from everybody.
+    """
+    one, other = _together(producers), _together(consumers)
+    wrong = (key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+    return sorted(set(wrong) | {key for key, sums in (one | other).items() if len(sums) > 1})
+
+
+def first_difference(equal: Callable[[range], bool], tokens: range) -> int | None:
+    """Return the first of *tokens* whose content differs, or None if none does.
+
+    *equal* asks both sides for the digest of some tokens: about twice log2(tokens) questions.
+    """
+    if not tokens or equal(tokens):
+        return None
+    while len(tokens) > 1:
+        half = tokens.start + len(tokens) // 2
+        first = range(tokens.start, half)
+        tokens = range(half, tokens.stop) if equal(first) else first
+    return tokens.start
+
+
+def _together(digests: Iterable[Sums]) -> dict[tuple[str, str, int], set[int]]:
+    """Return the sums over all contexts: several where replicas differ."""
+    contexts: dict[tuple[str, str, int], dict[int, set[int]]] = {}
+    for sums in digests:
+        for (layer, part, unit, context), total in sums.items():
+            contexts.setdefault((layer, part, unit), {}).setdefault(context, set()).add(total)
+    return {
+        key: {sum(each) % 2**64 for each in product(*sums.values())}
+        for key, sums in contexts.items()
+    }
+
+
+def _table(tables: Mapping[str, BlockTable], group: str) -> BlockTable:
+    table = mapping("tables", tables, "group names to block tables").get(group)
+    if not isinstance(table, BlockTable):
+        raise SpecError("tables", sorted(tables, key=repr), f"a block table for group {group!r}")
+    return table
+
+
+def _token_rows(
+    cache: RankCache, group: KVCacheGroup, part: Part, table: BlockTable, want: Wanted
+) -> tuple[Ints, Ints, Ints]:
+    """Return block in memory, row and first token of the rank's own rows that are wanted."""
+    grain, context = part.tokens_per_state, cache.engine.context(group, cache.rank)
+    first = want.tokens.start // grain * grain
+    position = np.arange(first, want.tokens.stop, grain, dtype=np.int64)
+    position = position[context.owns(position)]
+    held = table.tokens(cache.engine.virtual_block(group))
+    if len(position) and not (held.start <= position[0] and position[-1] < held.stop):
+        tokens = f"{want.tokens.start}..{want.tokens.stop - 1}"
+        raise SpecError(f"tables[{group.name!r}]", held, f"blocks for tokens {tokens}")
+    local = context.local(position) - table.first_token // context.size
+    place, token = np.divmod(local, group.spec.block_size)
+    split, token = np.divmod(token, group.memory_block_size)
+    return table.block_ids[place] * group.split + split, token // grain, position
+
+
+def _state_rows(
+    group: KVCacheGroup, part: Part, table: BlockTable, want: Wanted
+) -> tuple[Ints, Ints, Ints]:
+    """Return block, row and row again of the first rows of a state."""
+    field = f"tables[{group.name!r}]"
+    slot = table.state_block(field, group.spec.block_size, want.tokens.start)
+    row = np.arange(min(part.states, want.rows))
+    return np.full(len(row), table.block_ids[slot]), row, row
+
+
+def _sums(region: Region, units: range, block: Ints, row: Ints, number: Ints) -> Iterator[int]:
+    """Yield the sum of each unit of *region* over some rows, of which *number* is the name."""
+    many = max(1, MANY_BYTES // region.content_bytes)
+    pieces = [_piece(region, piece) for piece in range(region.pieces)]
+    for own, unit in enumerate(units):
+        total, key = 0, _key(region.layer, region.part, unit)
+        for at in range(0, len(block), many):
+            here = slice(at, at + many)
+            content = _word([piece[block[here], own, row[here]] for piece in pieces])
+            name = _mix(number[here].astype(np.uint64) ^ key)
+            total += int(_mix(content ^ name).sum(dtype=np.uint64))
+        yield total % 2**64
+
+
+def _word(pieces: list[npt.NDArray[np.uint8]]) -> Words:
+    """Return one word for each content, of all its bytes in order; they lie in *pieces*.
+
+    Every word of it times an odd number of its own: of two that change, none hides the other, for
+    the upper half of each is in its lower half as well.
+    """
+    content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+    if short := -content.shape[1] % 8:
+        content = np.pad(content, ((0, 0), (0, short)))
+    words = content.view("<u8")
+    weights = _mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    scattered = words >> np.uint64(32)
+    scattered ^= words
+    scattered *= weights
+    return np.asarray(scattered.sum(axis=1, dtype=np.uint64))
+
+
+def _piece(region: Region, piece: int) -> npt.NDArray[np.uint8]:
+    """Return a view of one piece of all contents: [blocks, units, states, bytes]."""
+    extent, size = region.extent, region.piece_bytes
+    memory = (ctypes.c_uint8 * len(extent)).from_address(extent.start)
+    return np.lib.stride_tricks.as_strided(
+        np.ctypeslib.as_array(memory)[piece * region.piece_stride :],
+        (region.num_blocks, region.units, region.states, size),
+        (region.block_stride, region.unit_stride, region.state_stride, 1),
+        writeable=False,
+    )
+
+
+def _key(layer: str, part: str, unit: int) -> np.uint64:
+    name = f"{layer}\0{part}\0{unit}".encode()
+    return np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
+
+
+def _mix(word: Words) -> Words:
+    """Return every word scattered: one changed bit changes about half of the others."""
+    for multiplier in _MULTIPLIERS:
+        word = (word ^ (word >> _SHIFT)) * multiplier
+    return word ^ (word >> _SHIFT)
