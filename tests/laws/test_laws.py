@@ -80,6 +80,15 @@ def test_kvspec_keeps_all_laws_at_once() -> None:
         assert [] == laws.broken(KVSPEC, *pair)
 
 
+def test_readers_that_meet_their_replicas_late_are_counted() -> None:
+    """Deals of 56 and of 96 positions: each context meets each within their common 672."""
+    contexts = (*range(1, 7), *range(6))
+    producer = engine(gqa(1), tp=12, interleave_size=8, context_ranks=(contexts,))
+    consumer = engine(gqa(1), tp=6, dcp_size=6, interleave_size=16)
+    late = attrs.evolve(case(producer, consumer, request(1, [0], [0])), replicas="stripe", salt=1)
+    LAWS[5].check(KVSPEC, late)
+
+
 Moves = Iterable[laws.Move]
 
 

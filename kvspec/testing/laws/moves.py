@@ -16,6 +16,7 @@ from kvspec.testing.laws.owners import (
     Target,
     has_replicas,
     home,
+    horizon,
     owns,
     replica_classes,
     targets,
@@ -68,11 +69,7 @@ def cover(trial: Trial) -> Iterator[str]:
 def _horizon(case: Case, moves: list[Move], virtual: int) -> int:
     """Return how many positions show all that two engines and the stripes of *moves* do."""
     steps = max((each.stripe[1] for each in moves), default=1)
-    rounds = [
-        context_of(each, each.parallel.ranks[0])[1] * each.parallel.interleave_size
-        for each in (case.producer, case.consumer)
-    ]
-    return min(2 * lcm(*rounds, virtual * steps), FAR)
+    return min(2 * lcm(horizon(case.producer, case.consumer), virtual * steps), FAR)
 
 
 def _times(

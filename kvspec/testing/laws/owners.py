@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -64,14 +65,18 @@ def owns(engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup, far:
 
 @lru_cache(maxsize=4096)
 def _dealt(own: int, size: int, interleave: int, far: int) -> Mask:
-    found: list[bool] = []
-    turn, left = 0, interleave
-    for _ in range(far):
-        found.append(size == 1 or turn == own)
-        left -= 1
-        if not left:
-            turn, left = (turn + 1) % size, interleave
-    return np.array(found)
+    one_round = [size == 1 or turn == own for turn in range(size) for _ in range(interleave)]
+    return np.resize(np.array(one_round), far)
+
+
+def horizon(producer: EngineSpec, consumer: EngineSpec) -> int:
+    """Return how many positions show all pairs of ranks that share one: a round of both deals."""
+    return lcm(
+        *(
+            context_of(each, each.parallel.ranks[0])[1] * each.parallel.interleave_size
+            for each in (producer, consumer)
+        )
+    )
 
 
 @attrs.frozen
@@ -89,7 +94,8 @@ def replica_classes(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Repl
     """Yield every replica class of *producer*, from sets of layers, units and positions."""
     for (stage, _, _, parts), layers in _together(producer, consumer).items():
         for part in parts:
-            holds, needs = (_holders(each, part, layers) for each in (producer, consumer))
+            far = horizon(producer, consumer)
+            holds, needs = (_holders(each, part, layers, far) for each in (producer, consumer))
             alike: dict[Any, list[RankId]] = {}
             for rank, (units, positions) in holds.items():
                 if rank.pp == stage and units:
@@ -115,12 +121,15 @@ def _together(producer: EngineSpec, consumer: EngineSpec) -> dict[Any, list[str]
 
 
 def _holders(
-    engine: EngineSpec, part: Part, layers: list[str]
+    engine: EngineSpec, part: Part, layers: list[str], far: int
 ) -> dict[RankId, tuple[frozenset[int], Mask]]:
     """Return the units and positions of *part* that each rank with any of *layers* holds."""
     group = home(engine, layers[0])
     return {
-        rank: (frozenset(rank_units(engine, rank, part, group)), owns(engine, rank, part, group))
+        rank: (
+            frozenset(rank_units(engine, rank, part, group)),
+            owns(engine, rank, part, group, far),
+        )
         for rank in engine.parallel.ranks
         if set(layers) & set(rank_layers(engine, rank, group))
     }
