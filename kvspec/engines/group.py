@@ -90,7 +90,10 @@ class KVCacheGroup:
             if spec.page_size_padded is not None:
                 raise SpecError(field, size, "no padded pages where blocks are cut finer")
             if any(not p.per_token or size % p.tokens_per_state for p in spec.parts):
-                raise SpecError(field, size, "rows of whole tokens, and a multiple of them")
+                wanted = "rows of whole tokens, and a multiple of them"
+                if any(part.name == "page" for part in spec.parts):
+                    wanted = "whole opaque pages: page_block_size in the spec, a divisor of it"
+                raise SpecError(field, size, wanted)
 
     @property
     def memory_block_size(self) -> int:

@@ -29,7 +29,8 @@ class AttentionSpec(LayerSpec):
     packed formats) in a single part ``kv``; *dtype* and head size then describe nothing in memory.
     *spans_heads*: that packing spans the heads of a rank, so that it cannot be cut between them.
     *page_format*: in which order elements lie inside a block (`kvspec.specs.formats`); engines may
-    differ in formats that are known, a page of an opaque one moves whole.
+    differ in formats that are known, a page of an opaque one moves whole. *page_block_size*: tokens
+    of an opaque page, where a block is several: the kernel's blocks, where the table's are larger.
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -38,11 +39,19 @@ class AttentionSpec(LayerSpec):
     state_content_bytes: int | None = attrs.field(default=None, validator=is_size_or_none)
     spans_heads: bool = attrs.field(default=False, validator=is_flag)
     page_format: str = attrs.field(default=PLAIN, converter=page_format)
+    page_block_size: int | None = attrs.field(default=None, validator=is_size_or_none)
 
     def __attrs_post_init__(self) -> None:
         if self.block_size % self.tokens_per_state:
             wanted = f"a multiple of tokens_per_state={self.tokens_per_state}"
             raise SpecError("block_size", self.block_size, wanted)
+        if self.page_block_size is not None:
+            if not is_opaque(self.page_format):
+                wanted = f"None where the format is {self.page_format}: its rows can be cut"
+                raise SpecError("page_block_size", self.page_block_size, wanted)
+            if self.block_size % self.page_block_size:
+                wanted = f"a divisor of block_size={self.block_size}"
+                raise SpecError("page_block_size", self.page_block_size, wanted)
         if self.page_format != PLAIN and not is_opaque(self.page_format):
             names = ", ".join(part.name for part in self.parts)
             if names != "k, v":
@@ -63,12 +72,16 @@ class AttentionSpec(LayerSpec):
         found = tuple(parts)
         if not is_opaque(self.page_format):
             return found
+        tokens = self.page_block_size or self.block_size
+        row = max(part.tokens_per_state for part in found)
+        if tokens % row:
+            raise SpecError("page_block_size", tokens, f"a multiple of {row}, the tokens of a row")
         page = Part(
             name="page",
             units=found[0].units,
-            states=1,
-            content_bytes=sum(part.states * part.content_bytes for part in found),
-            tokens_per_state=self.block_size,
+            states=self.block_size // tokens,
+            content_bytes=sum(tokens // p.tokens_per_state * p.content_bytes for p in found),
+            tokens_per_state=tokens,
             whole=True,
         )
         return (page,)

@@ -21,7 +21,9 @@ from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.specs.formats import PLAIN, is_opaque
 
-MEMORY_FIELDS = frozenset({"block_size", "page_size_padded", "extra_retained_tokens"})
+MEMORY_FIELDS = frozenset(
+    {"block_size", "page_size_padded", "page_block_size", "extra_retained_tokens"}
+)
 """Fields that say where bytes lie and how long, not what they mean: two engines may differ."""
 
 LIVENESS_FIELDS = frozenset({"sliding_window", "extra_retained_tokens", "attention_chunk_size"})

@@ -156,7 +156,7 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
 def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     """Draw this engine's own block size of a group, often the model's."""
     spec = group.spec
-    if any(part.name == "page" for part in spec.parts):
+    if any(part.name == "page" and part.states == 1 for part in spec.parts):
         return group
     if is_state(spec):
         size = draw(st.sampled_from((1, 1, 2, 4, 8)))

@@ -130,7 +130,10 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
     Both deal its heads alike: every range of one side is a range of the other.
     """
     drawn: Any = draw(KINDS["full, opaque"])
-    spans: Any = ({"spans_heads": True}, {"page_format": "opaque:drawn"})
+    row, block = drawn.tokens_per_state, drawn.block_size
+    pages = [size for size in range(row, block, row) if block % size == 0]
+    opaque = {"page_format": "opaque:drawn"}
+    spans: Any = ({"spans_heads": True}, opaque, *({**opaque, "page_block_size": p} for p in pages))
     spec: LayerSpec = attrs.evolve(drawn, **draw(st.sampled_from(spans)))
     packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))

@@ -54,7 +54,13 @@ MAKERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (kvspec.MambaSpec.replicated_state, {"state_bytes": 4}),
     (kvspec.ParallelConfig, {}),
 ]
-OPTIONAL = {"head_size_v", "state_content_bytes", "page_size_padded", "elements_per_scale"}
+OPTIONAL = {
+    "head_size_v",
+    "state_content_bytes",
+    "page_size_padded",
+    "page_block_size",
+    "elements_per_scale",
+}
 SIZES = [
     (make, base, name)
     for make, base in MAKERS
@@ -65,7 +71,7 @@ SIZES = [
 
 def test_the_sizes_are_all_there() -> None:
     """Every size field of every kind of layer is tried, and five of a parallel config."""
-    assert 86 == len(SIZES)
+    assert 92 == len(SIZES)
     named = {name for _, _, name in SIZES}
     assert set(LEAST) - {"tokens_per_state of a part"} <= named
     assert OPTIONAL <= named

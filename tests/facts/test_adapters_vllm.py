@@ -210,6 +210,18 @@ def test_a_page_s_format_follows_from_its_backend(
             kvspec.plan_transfer(engine, other)
 
 
+def test_an_opaque_page_is_the_kernel_s_block() -> None:
+    """AMX keeps 32 tokens in an order of its own: blocks of 64 have two such pages, and move."""
+    given = {"backends": CPU, "variants": "amx"}
+    longer = like.changed(PLAIN, "block_size", 64)
+    engine = engine_spec(config((["layer.0"], longer)), kernel_block_size=32, **given)
+    (group,) = engine.groups
+    assert (32, 32) == (group.kernel_block_size, group.spec.parts[0].tokens_per_state)
+    other = engine_spec(config((["layer.0"], like.changed(PLAIN, "block_size", 32))), **given)
+    assert [] == moves(engine, other, 130)
+    assert [] == moves(other, engine, 130)
+
+
 def test_what_a_backend_s_name_leaves_open_is_asked_for() -> None:
     """The instructions of CPU attention, an indexer's shuffling: by layer or for all."""
     for variants in (None, "avx", {"layer.1": "vec"}, 5):

@@ -593,10 +593,10 @@ AXES: dict[str, Callable[[Case], bool]] = {
 
 
 SHARED: dict[str, Callable[[Case], bool]] = {
-    "a format in one memory": lambda c: any_pair(c, lambda _, b: formats(b, b) != {"plain"}),
+    "a format in one memory": lambda c: any_pair(c, lambda _, b: formats(b) != {"plain"}),
     "other formats in one memory": lambda c: any_pair(c, lambda a, b: len(formats(a, b)) > 1),
     "formats of two groups in one memory": lambda c: (
-        len({each for g in token_groups(c) for each in formats(g, g)}) > 1
+        len({each for g in token_groups(c) for each in formats(g)}) > 1
     ),
     "scales in one memory": lambda c: any_pair(
         c, lambda _, b: None not in of_layers(b, "scale_dtype")
@@ -616,13 +616,24 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
     "content that spans heads": lambda c: any_pair(
         c, lambda _, b: True in of_layers(b, "spans_heads")
     ),
-    "an opaque page": lambda c: any_pair(c, lambda _, b: formats(b, b) == {"opaque:drawn"}),
+    "an opaque page": lambda c: any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"}),
     "several opaque pages, some cached": lambda c: any(
-        formats(g, g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_of(g, c.request)
+        formats(g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_of(g, c.request)
         for g in token_groups(c)
     ),
+    "opaque pages, several in a block": lambda c: any_pair(
+        c,
+        lambda a, b: (
+            len(set(blocks(a, b))) > 1
+            and None not in of_layers(b, "page_block_size")
+            and formats(b) == {"opaque:drawn"}
+        ),
+    ),
+    "kernel blocks of opaque pages": lambda c: any_pair(
+        c, lambda a, b: a.split != b.split and formats(b) == {"opaque:drawn"}
+    ),
     "an opaque page of dealt tokens": lambda c: (
-        max(contexts(c)) > 1 and any_pair(c, lambda _, b: formats(b, b) == {"opaque:drawn"})
+        max(contexts(c)) > 1 and any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"})
     ),
 }
 """What is reached where content cannot be cut."""

@@ -141,11 +141,15 @@ class RankSpecs:
         return self._layer(layer, spec, given_spec, layout_of(self.layout, page_format))
 
     def _layer(self, layer: str, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
-        rows = isinstance(spec, AttentionSpec)
+        kernel = None
+        if isinstance(spec, AttentionSpec):
+            kernel = self._kernel_block(layer, spec.block_size)
+            if kernel is not None and is_opaque(spec.page_format) and not spec.block_size % kernel:
+                spec = attrs.evolve(spec, page_block_size=kernel)
         return RankLayer(
             spec=self._paged(spec, given_spec),
             layout=layout,
-            kernel_block_size=self._kernel_block(layer, spec.block_size) if rows else None,
+            kernel_block_size=kernel,
             context_sharded=_context_sharded(spec, given_spec),
         )
 
