@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
-from sessions import engine
+from sessions import engine, truth
 
 import kvspec
 from kvspec.nixl import Leftovers, NixlRank
 from kvspec.session import Session, SessionLoad, new_remote_id
-from kvspec.testing import FakeFlight, FakeNixl, logical_views, oracle
+from kvspec.testing import FakeFlight, FakeNixl, logical_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,17 +119,8 @@ class Engine:
 
     def truth(self, rank: Rank, asked: Asked, tables: Any, *, producer: bool) -> Iterator[Any]:
         """Yield each part's key, the request's blocks, their true bytes, and which count."""
-        _, storage = kvspec.allocate(self.spec, rank, num_blocks=BLOCKS)
-        given = (self.spec, rank, storage, BLOCKS, tables, asked.request)
-        if producer:
-            oracle.fill(*given, seed=asked.seed)
-            must, free = storage, {name: np.zeros_like(flat) for name, flat in storage.items()}
-        else:
-            must, free = oracle.expected(*given, seed=asked.seed)
-        own, loose = (logical_views(self.spec, rank, flat, BLOCKS) for flat in (must, free))
-        for key, view in own.items():
-            ids = tables[key[0]].block_ids
-            yield key, ids, view[ids], loose[key][ids] == 0
+        given = (self.spec, rank, BLOCKS, tables, asked.request, asked.seed)
+        return truth(*given, producer=producer)
 
     def kill(self, net: FakeNixl) -> None:
         """End its processes."""
@@ -199,10 +190,10 @@ class World:
         for name, own in zip("PD", tables, strict=True):
             self.free[name] -= {int(one) for one in own["full"].block_ids}
         for rank, views in self.engines["P"].views.items():
-            for key, ids, truth, _ in self.engines["P"].truth(
+            for key, ids, right, _ in self.engines["P"].truth(
                 rank, asked, tables[0], producer=True
             ):
-                views[key][ids] = truth
+                views[key][ids] = right
         self.asked.append(asked)
         self.to_hold += [(asked, rank) for rank in self.engines["P"].sessions]
         self.to_read += [(asked, rank) for rank in self.engines["D"].sessions]
@@ -228,9 +219,9 @@ class World:
         else:
             for key, view in self.engines["D"].views[rank].items():
                 view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
-            for key, ids, truth, counts in self.cached(rank, asked):
+            for key, ids, right, counts in self.cached(rank, asked):
                 view = self.engines["D"].views[rank][key]
-                view[ids] = np.where(counts, truth, view[ids])
+                view[ids] = np.where(counts, right, view[ids])
             load = session.load(asked.request, remote_id=asked.remote_id, timeout=TIMEOUT)
         self.readers.append(Reader(asked, rank, self.starts["D"], load))
         self.look()
@@ -240,12 +231,12 @@ class World:
         whole = attrs.evolve(asked.request, cached_tokens=0)
         having = Asked(asked.remote_id, whole, asked.seed, asked.start)
         tables, request = asked.request.consumer_blocks, asked.request
-        for key, ids, truth, counts in self.engines["D"].truth(
+        for key, ids, right, counts in self.engines["D"].truth(
             rank, having, tables, producer=False
         ):
             spec = self.pair[1].group(key[0]).spec
-            rows = np.arange(len(ids) * truth.shape[2]).reshape(len(ids), 1, truth.shape[2], 1)
-            yield key, ids, truth, counts & (rows < request.cached(key[0], spec))
+            rows = np.arange(len(ids) * right.shape[2]).reshape(len(ids), 1, right.shape[2], 1)
+            yield key, ids, right, counts & (rows < request.cached(key[0], spec))
 
     def land(self, at: int, how: str) -> None:
         """Let something in flight arrive, or break off."""
@@ -370,8 +361,8 @@ class World:
         side, tables = self.engines["D"], reader.asked.request.consumer_blocks
         whole = attrs.evolve(reader.asked.request, cached_tokens=0)
         having = attrs.evolve(reader.asked, request=whole)
-        for key, ids, truth, counts in side.truth(reader.rank, having, tables, producer=False):
-            wrong = (side.views[reader.rank][key][ids] != truth) & counts
+        for key, ids, right, counts in side.truth(reader.rank, having, tables, producer=False):
+            wrong = (side.views[reader.rank][key][ids] != right) & counts
             assert not wrong.any(), f"done, with wrong bytes in {key}"
 
     def end(self) -> None:

@@ -1,0 +1,173 @@
+"""Sessions in processes of their own, over NIXL: killed, stopped, started again, late, fenced."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nixl_cu13", reason="needs nixl")
+
+from session_processes import Engine, until
+from session_soak import soak
+from sessions import engine, new_remote_id
+
+import kvspec
+
+pytestmark = pytest.mark.nixl
+TIMES = {"lease": 2.0, "beat": 0.3, "patience": 2.0}
+
+
+def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
+    """Return a request of *tokens*, in blocks from *first* on."""
+    ids = list(range(first, first + -(-tokens // block)))
+    tables = {"full": ids, "window": ids}
+    return kvspec.TransferRequest(
+        request_id=name, num_tokens=tokens, producer_blocks=tables, consumer_blocks=tables
+    )
+
+
+def load(
+    producer: Engine, consumer: Engine, name: str, timeout: float = 10.0, **more: Any
+) -> list[Any]:
+    """Hold and load a request; return how it ended on each rank of the consumer."""
+    remote_id = new_remote_id(name)
+    producer.ask("hold", remote_id, asked(name), 7)
+    consumer.ask("load", asked(name), remote_id, 7, timeout, **more)
+    return consumer.ended(name)
+
+
+DONE = ("done", "", {}, 0)
+
+
+def test_a_killed_consumer_leaves_nothing_behind() -> None:
+    """What it read is free after the lease; its next start is served.
+
+    Over shared memory: over tcp UCX itself may end the process that is read from.
+    """
+    spec = engine(1, heads=1, block=16, size=8192)
+    tokens, sizes = 16 * 60, {"blocks": 64, "times": TIMES}
+    with Engine("P", spec, 1, **sizes) as producer:
+        names = [f"r{epoch}" for epoch in (1, 2)]
+        for epoch, name in enumerate(names, 1):
+            with Engine("D", spec, epoch, **sizes) as consumer:
+                consumer.meet(producer)
+                remote_id, request = new_remote_id(name), asked(name, tokens, 16)
+                producer.ask("hold", remote_id, request, 7)
+                consumer.ranks[0].tell("load", request, remote_id, 7, 20.0)
+                time.sleep(2e-3 * epoch)
+        assert {"expired"} >= set().union(*producer.settled(*names)) - {"done"}
+        with Engine("D", spec, 3, **sizes) as consumer:
+            consumer.meet(producer)
+            remote_id, request = new_remote_id("again"), asked("again", tokens, 16)
+            producer.ask("hold", remote_id, request, 7, lease=20.0)
+            consumer.ask("load", request, remote_id, 7, 20.0)
+            assert [DONE] == consumer.ended("again")
+            assert [{"done"}] == producer.settled("again")
+            consumer.quiet()
+            producer.quiet()
+
+
+def test_a_producer_may_die_before_during_and_after() -> None:
+    """Each load fails by name or is done whole; the next start, of the same names, is served."""
+    spec = engine(1, heads=1, block=16, size=8192)
+    tokens, sizes = 16 * 60, {"blocks": 64, "times": TIMES, "tls": "tcp"}
+    with Engine("D", spec, 1, **sizes) as consumer:
+        for epoch, moment in enumerate(("before", "during", "after"), 1):
+            with Engine("P", spec, epoch, nixl="the same agent", **sizes) as producer:
+                consumer.meet(producer)
+                remote_id, request = new_remote_id(moment), asked(moment, tokens, 16)
+                producer.ask("hold", remote_id, request, 7, lease=20.0)
+                if moment == "before":
+                    producer.kill()
+                if moment == "during":
+                    producer.ranks[0].stop()
+                consumer.ask("load", request, remote_id, 7, 5.0)
+                if moment == "during":
+                    assert "moving" == consumer.ranks[0].ask("state", moment)[0]
+                    producer.kill()
+                ((state, error, undefined, wrong),) = consumer.ended(moment)
+                if moment == "after":
+                    assert DONE == (state, error, undefined, wrong)
+                    continue
+                assert ("failed", 0) == (state, wrong)
+                assert "rank=P tp0" in error
+                assert "state=peer_lost" in error
+                assert (moment == "during") <= bool(undefined)
+        with Engine("P", spec, 9, nixl="the same agent", **sizes) as producer:
+            consumer.meet(producer)
+            assert [DONE] == load(producer, consumer, "last")
+            consumer.quiet()
+            producer.quiet()
+            (_, nixl, threads, _) = consumer.ask("left")[0]
+            assert (1, 2) == (nixl.peers, threads)
+
+
+def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
+    """A consumer that stood still fails closed; a producer that did answers late, and serves on."""
+    with (
+        Engine("P", engine(2), 1, times=TIMES) as producer,
+        Engine("D", engine(1), 1, times=TIMES) as consumer,
+    ):
+        consumer.meet(producer)
+        assert [DONE] == load(producer, consumer, "warm")
+        remote_id = new_remote_id("slow")
+        producer.ask("hold", remote_id, asked("slow", first=5), 7, lease=0.5)
+        consumer.ranks[0].stop()
+        assert [{"done"}, {"expired"}] == producer.settled("warm", "slow")  # and written over
+        consumer.ranks[0].go_on()
+        consumer.ask("load", asked("slow", first=5), remote_id, 7, 5.0)
+        ((state, error, undefined, _),) = consumer.ended("slow")
+        assert "failed" == state
+        assert "let it go before it was read" in error
+        assert {"full": (5, 6, 7, 8), "window": (6, 7, 8)} == undefined
+        producer.ranks[1].stop()
+        remote_id = new_remote_id("stopped")
+        producer.ranks[0].ask("hold", remote_id, asked("stopped"), 7)
+        consumer.ask("load", asked("stopped"), remote_id, 7, 1.0)
+        time.sleep(1.2)
+        producer.ranks[1].go_on()
+        ((state, error, _, _),) = consumer.ended("stopped")
+        assert "failed" == state
+        assert "state=timeout" in error
+        producer.ranks[1].ask("hold", remote_id, asked("stopped"), 7)
+        producer.settled("stopped")
+        consumer.quiet()
+        producer.quiet()
+        assert [DONE] == load(producer, consumer, "last")
+
+
+def test_a_late_reader_of_blocks_that_are_used_again_is_fenced() -> None:
+    """The bytes that it reads are another request's: it is told so, each time."""
+    with (
+        Engine("P", engine(1), 1, times=TIMES) as producer,
+        Engine("D", engine(2, block=2), 1, times=TIMES) as consumer,
+    ):
+        consumer.meet(producer)
+        for turn in range(5):
+            first, second = f"first {turn}", f"second {turn}"
+            remote_id = new_remote_id(first)
+            ids = {"full": [1, 2], "window": [1, 2]}
+            request = kvspec.TransferRequest(
+                request_id=first, num_tokens=8, producer_blocks=ids,
+                consumer_blocks={"full": [1, 2, 3, 4], "window": [1, 2, 3, 4]},
+            )  # fmt: skip
+            producer.ask("hold", remote_id, request, 7, lease=0.01)
+            assert [{"expired"}] == producer.settled(first)
+            producer.ask("hold", new_remote_id(second), request, 8, lease=0.1)
+            consumer.ask("load", request, remote_id, 7, 5.0)
+            assert ["failed"] * 2 == [state for state, *_ in consumer.ended(first)]
+            assert [{"expired"}] == producer.settled(second)
+        consumer.quiet()
+        producer.quiet()
+        until(lambda: producer.ask("left")[0][0].remembered == 0)
+
+
+def test_a_soak_loses_nothing() -> None:
+    """Requests through 4 + 2 processes, each fault once, a message in ten lost or doubled."""
+    figures = soak(requests=50, faults=7)
+    print(figures)  # noqa: T201
+    assert (50, 7) == (figures.requests, figures.faults)
+    assert (0, 0, 0) == (figures.lost, figures.wrong, figures.leaked)
+    assert figures.done > figures.failed > 0
