@@ -1,14 +1,27 @@
-"""What real engines hand over, moved between real processes over NIXL, every byte compared."""
+"""What real engines hand over, moved over NIXL, every byte compared by the oracle.
+
+Between real processes, or between agents of this one where the memory is not what `allocate` makes.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import builders
 import pytest
 
 import kvspec
+from kvspec.adapters import vllm
+from kvspec.nixl import NixlRank
 from kvspec.run import Job, run_transfer
+from kvspec.testing.carve import logical_views
+from kvspec.testing.typed import raw_pages
+from kvspec.testing.world import World, world
 
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13")
 
 MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=64, dtype="bfloat16")
@@ -57,3 +70,131 @@ def test_every_byte_is_right(pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec], 
     )
     assert () == tuple(report.faults)
     assert report.ok
+
+
+Caches = Mapping[kvspec.RankId, kvspec.RankCache]
+
+
+def carry(here: World, mode: str, caches: tuple[Caches, Caches] | None = None) -> None:
+    """Move the request of *here* between real agents, one a rank, over the memory of its caches."""
+    sources, targets = caches or (
+        {rank: cache for rank, (cache, _) in side.items()}
+        for side in (here.producers, here.consumers)
+    )
+    with ExitStack() as stack:
+        agents = [
+            {rank: stack.enter_context(NixlRank()) for rank in side} for side in (sources, targets)
+        ]
+        for own, side in zip(agents, (sources, targets), strict=True):
+            for rank, cache in side.items():
+                own[rank].register(cache.memory, owner=here)
+        moves = 0
+        for target, cache in targets.items():
+            for source in here.plan.sources(target):
+                table = kvspec.build_table(here.plan, sources[source], cache)
+                ids = table.select(here.case.request)
+                rows = table.producer_rows, table.consumer_rows
+                ends = agents[0][source], agents[1][target]
+                if mode == "pull":
+                    ids, rows, ends = ids[::-1], rows[::-1], ends[::-1]
+                near, far = ends
+                peer = near.connect(far.metadata())
+                far.introduce(near.metadata())
+                local, remote = near.prepare(rows[0]), near.prepare(rows[1], peer=peer)
+                move = near.read if mode == "pull" else near.write
+                move(local, ids[0], remote, ids[1], request="border", timeout=20).wait()
+                moves += len(ids[0])
+        assert moves > 0
+
+
+def case(
+    producer: kvspec.EngineSpec,
+    consumer: kvspec.EngineSpec,
+    blocks: tuple[Any, Any],
+    tokens: int,
+    cached: Any = 0,
+) -> Any:
+    """Return the case of a request between two engines, with these tables."""
+    asked = builders.request(tokens, *blocks, cached_tokens=cached)
+    return builders.case(producer, consumer, asked)
+
+
+def pages(block_size: int, page_format: str, **more: Any) -> kvspec.EngineSpec:
+    """Return an engine of four heads, whose pages have keys and values of a head together."""
+    spec = builders.gqa(4, block_size=block_size, head_size=16, page_format=page_format)
+    return builders.engine(spec, layers=("l", "m"), layout="LBHKNC", **more)
+
+
+MODES = pytest.mark.parametrize("mode", ["pull", "push"])
+
+
+@pytest.mark.nixl
+@MODES
+def test_keys_transposed_to_other_blocks_and_on_to_plain_rows(mode: str) -> None:
+    """CPU attention's pages of 32 tokens, to pages of 64 of it, and these on to rows of 16."""
+    small, large, plain = (
+        pages(32, "keys-transposed", tp=2),
+        pages(64, "keys-transposed"),
+        pages(16, "plain", tp=4),
+    )
+    there = [5, 0, 3]
+    first = world(case(small, large, ([4, 1, 6, 2, 0], there), 150))
+    carry(first, mode)
+    assert [] == first.differences()
+    then = case(large, plain, (there, [9, 2, 3, 7, 1, 11, 0, 4, 6, 5]), 150, cached=33)
+    second = world(then, producers=first.consumers)
+    carry(second, mode)
+    assert [] == second.differences()
+
+
+@pytest.mark.nixl
+@MODES
+def test_nvfp4_of_four_ranks_to_one(mode: str) -> None:
+    """Data and scales of keys and of values are four parts; scales of four tokens in a row."""
+    spec = builders.gqa(
+        8, head_size=32, dtype="uint8", scale_dtype="float8_e4m3fn", elements_per_scale=8,
+        tokens_per_scale=4,
+    )  # fmt: skip
+    wide = builders.engine(spec, layers=("l", "m"), tp=4)
+    assert ["k", "k_scale", "v", "v_scale"] == [part.name for part in spec.parts]
+    blocks = [3, 0, 4, 1], [1, 5, 6, 2]
+    here = world(case(wide, builders.engine(spec, layers=("l", "m")), blocks, 60, cached=20))
+    carry(here, mode)
+    assert [] == here.differences()
+
+
+HYBRID = [
+    builders.group(builders.gqa(4), "a.0", name="rows"),
+    builders.group(builders.mamba2(page_size_padded=200), "s.0", "s.1", name="states"),
+]
+
+
+def handed_over(engine: kvspec.EngineSpec, held: Any, pools: Mapping[str, int]) -> Caches:
+    """Return the caches that vLLM's adapter reads: states of raw pages, rows as vLLM has them."""
+    found = {}
+    for rank, (_, storage) in held.items():
+        raw = raw_pages(engine, rank, storage, pools)
+        assert {"s.0", "s.1"} == set(raw)
+        keys, values = (logical_views(engine, rank, storage, pools)["rows", "a.0", p] for p in "kv")
+        shape = (*keys.shape[:3], keys.shape[3] + values.shape[3])
+        rows = storage["rows"].reshape(shape)
+        assert (keys.ctypes.data, values.ctypes.data) == (
+            rows.ctypes.data, rows.ctypes.data + keys.shape[3]
+        )  # fmt: skip
+        found[rank] = vllm.rank_cache(engine, rank, {**raw, "a.0": rows})
+    return found
+
+
+@pytest.mark.nixl
+@MODES
+def test_a_hybrid_whose_states_are_raw_pages(mode: str) -> None:
+    """`[B, 1, 1, bytes]`, cut by vLLM's adapter: conv and SSM states and rows, TP 2 to 4."""
+    two, four = (builders.engine(*HYBRID, tp=tp) for tp in (2, 4))
+    tables = {"rows": [4, 0, 2], "states": [3]}, {"rows": [1, 3, 0], "states": [1]}
+    here = world(case(two, four, tables, 45, cached={"rows": 7}))
+    caches = (
+        handed_over(two, here.producers, here.case.producer_pool),
+        handed_over(four, here.consumers, here.case.consumer_pool),
+    )
+    carry(here, mode, caches)
+    assert [] == here.differences()
