@@ -5,6 +5,7 @@ from types import ModuleType
 
 from kvspec.check import CounterExample, verify
 from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
@@ -72,6 +73,7 @@ __all__ = [
     "Region",
     "Replicas",
     "Role",
+    "Selection",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecError",

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.cells import Cells, begins, cells
-from kvspec.descriptors.entries import Entry, RowIds
+from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.paging import Geometry, Step
 from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
+from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.shared import check_shared, sharing
 from kvspec.descriptors.tables import Positions, Tables, check_tokens
 from kvspec.descriptors.untouched import Pair, untouched
@@ -57,13 +58,12 @@ class DescriptorTable:
     consumer_memory_type: str
     layers: frozenset[str] | None = None
 
-    def select(
-        self, request: TransferRequest, *, tokens: Positions | None = None
-    ) -> tuple[RowIds, RowIds]:
+    def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
         """Return the ids of the descriptors that *request* moves: producer's, consumer's.
 
         Both are int32 and of equal length; descriptor i of one side pairs with descriptor i of the
-        other. Ids adjacent on both sides stand together. Raises `SpecError` or `MismatchError` for
+        other. Ids adjacent on both sides stand together. `NixlRank.read` takes them, or, faster,
+        the `Selection` that the two are unpacked from. Raises `SpecError` or `MismatchError` for
         any fault of the block tables, before anything is posted.
 
         *tokens*: one step of a request that moves while it is written: ``range(moved, written)``,
@@ -72,12 +72,8 @@ class DescriptorTable:
         wait for the next step. States, and what counts other tokens than the prompt's, move with
         the last. Of each step the producer's table need only reach *written*.
         """
-        found = list(self.cells(request, tokens))
-        ends = np.cumsum([0, *(len(entry.rows) * len(chosen) for entry, chosen in found)]).tolist()
-        producer, consumer = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.int32)
-        for (entry, chosen), start, stop in zip(found, ends, ends[1:], strict=False):
-            entry.write_ids(chosen, producer[start:stop], consumer[start:stop])
-        return producer, consumer
+        picked = tuple(self.cells(request, tokens))
+        return Selection.of(picked, self.producer_rows, self.consumer_rows)
 
     def descriptors(self, request: TransferRequest, *, tokens: Positions | None = None) -> Rows:
         """Return (producer address, consumer address, length) of what *request* moves.
@@ -266,7 +262,9 @@ def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:
             [Mismatch(f"{side} memory_type", types[0], types[1], why, ("one", "other"))]
         )
     rows = [pool.rows(address, length) for pool, address, length in runs]
-    return np.concatenate([np.empty((0, 5), np.uint64), *rows]), types[0]
+    table = np.concatenate([np.empty((0, 5), np.uint64), *rows])
+    table.flags.writeable = False
+    return table, types[0]
 
 
 def check_engine(field: str, planned: EngineSpec, given: EngineSpec) -> None:

@@ -105,7 +105,7 @@ def _moves(order: Order, place: tuple[str, str], spans: Spans) -> bool:
     """Whether *order* writes or reads some of *spans* at *place*."""
     written, source = order.pairs.written, order.pairs.source
     return (order.target_place == place and spans.meets(written.start, written.end)) or (
-        order.source_place == place and spans.meets(source.address, source.address + source.nbytes)
+        order.source_place == place and spans.meets(*source)
     )
 
 

@@ -70,12 +70,13 @@ class Pairing:
     """Checked pairs of ids, cut into pieces that fit one handle each.
 
     *runs* is what nixl should post. Where runs of different rows were merged, *joined* has them,
-    and *pieces* are slices of it; else of the ids. Bytes of *source* become bytes of *written*.
+    and *pieces* are slices of it; else of the ids. Bytes of *source* (where runs begin and end)
+    become bytes of *written*.
     """
 
     local_ids: Ids
     remote_ids: Ids
-    source: Runs
+    source: tuple[Ints, Ints] = attrs.field(factory=lambda: (np.empty(0, np.int64),) * 2)
     written: Spans = attrs.field(factory=Spans)
     nbytes: int = 0
     runs: int = 0
@@ -161,7 +162,7 @@ def pair(
         raise SpecError("local_ids", len(local_ids), f"as many as remote_ids, {len(remote_ids)}")
     ids = runs_of(local, local_ids), runs_of(remote, remote_ids)
     if not len(local_ids):
-        return Pairing(local_ids=local_ids, remote_ids=remote_ids, source=ids[0])
+        return Pairing(local_ids=local_ids, remote_ids=remote_ids)
     _refuse_unequal(*ids)
     first = _starts(continues_in_row(ids[0]) & continues_in_row(ids[1]))
     nbytes = np.add.reduceat(ids[0].nbytes, first)
@@ -180,11 +181,11 @@ def pair(
     return Pairing(
         local_ids=local_ids,
         remote_ids=remote_ids,
-        source=source,
+        source=(source.address, source.address + source.nbytes),
         written=written,
         nbytes=int(nbytes.sum()),
         runs=len(first),
-        pieces=tuple(_cut(first, np.cumsum(nbytes), length)),
+        pieces=tuple(cut(first, np.cumsum(nbytes), length)),
         joined=joined,
     )
 
@@ -226,7 +227,7 @@ def _joined(runs: list[Runs], order: Ints, starts: Ints) -> PlainDescriptors:
     return PlainDescriptors(local=local, remote=remote)
 
 
-def _cut(first: Ints, reached: Ints, length: Ints) -> Iterable[slice]:
+def cut(first: Ints, reached: Ints, length: Ints) -> Iterable[slice]:
     """Yield slices of the pairs: runs start at *first* and have *reached* so many bytes in all."""
     ends = np.append(first[1:], len(length))
     run, done = 0, 0

@@ -5,18 +5,23 @@ Everything is checked before anything is posted.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
-import numpy as np
-from numpy.typing import NDArray
 
+from kvspec.descriptors.selection import Selection
 from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.errors import STATES
 from kvspec.nixl.merging import Pairing, checked_ids, pair
 from kvspec.nixl.rows import StridedRows
+from kvspec.nixl.selected import pair_selection
+from kvspec.ownership.election import Role
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Operation = Literal["READ", "WRITE"]
 
@@ -34,8 +39,10 @@ class Prepared:
         memory_type: str,
         peer: str | None,
         handle: int | None,
+        source: object = None,
     ) -> None:
         self.rows = rows
+        self.source = source  # the very array that was prepared
         self.memory_type = memory_type
         self.peer = peer
         self._agent = agent
@@ -70,8 +77,8 @@ class Prepared:
                 self._agent.release_list(self._handle)
 
 
-Sides = tuple[Prepared, NDArray[np.integer], Prepared, NDArray[np.integer]]
-"""A local list and ids of it, a remote list and as many ids of it."""
+Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np.integer] | None"]
+"""A local list and ids of it, a remote list and as many ids of it; or a selection and None."""
 
 
 @attrs.frozen(kw_only=True)
@@ -128,13 +135,17 @@ def order_of(
     """Return the checked order to move (list, ids) pairs; nothing is posted yet."""
     _check_side("local", local[0], agent)
     _check_side("remote", remote[0], agent)
-    pairs = pair(
-        local[0].rows,
-        checked_ids("local_ids", local[1], local[0].total),
-        remote[0].rows,
-        checked_ids("remote_ids", remote[1], remote[0].total),
-        "local" if operation == "READ" else "remote",
-    )
+    target = "local" if operation == "READ" else "remote"
+    if isinstance(local[1], Selection):
+        pairs = _pairs(local[1], local[0], remote, target)
+    else:
+        pairs = pair(
+            local[0].rows,
+            checked_ids("local_ids", local[1], local[0].total),
+            remote[0].rows,
+            checked_ids("remote_ids", remote[1], remote[0].total),
+            target,
+        )
     return Order(
         operation=operation,
         local=local[0],
@@ -143,6 +154,30 @@ def order_of(
         request=instance("request", request, str),
         timeout=seconds("timeout", timeout),
     )
+
+
+def _pairs(
+    selection: Selection, local: Prepared, remote: tuple[Prepared, object], target: str
+) -> Pairing:
+    """Return the pairs of *selection*, which both lists must have been prepared for."""
+    prepared, ids = remote
+    if ids is not None and ids is not selection:
+        raise SpecError("remote_ids", ids, "nothing, or the selection that local_ids is")
+    own: tuple[Role, Role] = ("consumer", "producer")
+    if local.source is selection.producer_rows:
+        own = ("producer", "consumer")
+    sources = selection.consumer_rows, selection.producer_rows
+    if own[0] == "producer":
+        sources = sources[::-1]
+    if local.source is not sources[0] or prepared.source is not sources[1]:
+        raise SpecError("local_ids", "a selection", "one of the table that both lists are rows of")
+    rows: dict[Role, StridedRows] = {own[0]: local.rows, own[1]: prepared.rows}
+    found = pair_selection(selection, rows, own[target == "remote"], own[0])
+    if found is not None:
+        return found
+    producer, consumer = selection
+    ids_of = {"producer": producer, "consumer": consumer}
+    return pair(local.rows, ids_of[own[0]], prepared.rows, ids_of[own[1]], target)
 
 
 def _check_side(side: str, prepared: object, agent: Agent) -> None:

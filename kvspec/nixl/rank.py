@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from kvspec.descriptors.selection import Selection
 from kvspec.errors import TransferError
 from kvspec.inputs import seconds
 from kvspec.memory.regions import Memory
@@ -189,14 +190,14 @@ class NixlRank:
             else:
                 self._peers.check(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None
-            return self._peers.keep(Prepared(self._agent, checked, memory_type, peer, handle))
+            return self._peers.keep(Prepared(self._agent, checked, memory_type, peer, handle, rows))
 
     def read(
         self,
         local: Prepared,
-        local_ids: NDArray[np.integer],
+        local_ids: NDArray[np.integer] | Selection,
         remote: Prepared,
-        remote_ids: NDArray[np.integer],
+        remote_ids: NDArray[np.integer] | None = None,
         *,
         request: str,
         timeout: float,
@@ -204,23 +205,24 @@ class NixlRank:
         """Start copying remote id *i* to local id *i*, pair by pair, and return the `Transfer`.
 
         *timeout* in seconds from now. Ids are any integers; no destination byte may be named twice.
-        What touches on both sides is moved as one, in any order of the ids.
+        What touches on both sides is moved as one. A `Selection` stands for the ids of both sides,
+        where both lists were prepared from its table's rows.
         """
-        sides = (local, local_ids, remote, remote_ids)
-        return self.move("READ", [sides], request=request, timeout=timeout)[0]
+        pairs = [(local, local_ids, remote, remote_ids)]
+        return self.move("READ", pairs, request=request, timeout=timeout)[0]
 
     def write(
         self,
         local: Prepared,
-        local_ids: NDArray[np.integer],
+        local_ids: NDArray[np.integer] | Selection,
         remote: Prepared,
-        remote_ids: NDArray[np.integer],
+        remote_ids: NDArray[np.integer] | None = None,
         *,
         request: str,
         timeout: float,
     ) -> Transfer:
         """Start copying local id *i* to remote id *i*; otherwise as `read`."""
-        sides = (local, local_ids, remote, remote_ids)
+        sides = local, local_ids, remote, remote_ids
         return self.move("WRITE", [sides], request=request, timeout=timeout)[0]
 
     def move(
@@ -267,9 +269,8 @@ class NixlRank:
     def close(self, drain: float = 1.0) -> None:
         """Let go of everything, in nixl's order. Nothing in a fork.
 
-        What is in flight has *drain* seconds to end, then it is aborted. Over shared memory nothing
-        is in flight between calls. Over tcp an abort may kill the process of the peer, inside UCX;
-        so may the death of this process. Of RDMA nothing is known yet.
+        What is in flight has *drain* seconds to end, then it is aborted. Over tcp an abort may kill
+        the peer's process, inside UCX; so may the death of this one. Of RDMA nothing is known yet.
         """
         limit = seconds("drain", drain)
         if self._agent.forked:

@@ -64,7 +64,7 @@ class Reading:
         remote, request = load.remote, load.request
         order = self.order(remote, load.remote_id, request.request_id, **more)
         sides = {rank: lane.sides(request) for rank, lane in remote.lanes.items()}
-        sides = {rank: one for rank, one in sides.items() if len(one[1])}
+        sides = {rank: one for rank, one in sides.items() if len(one[1][0])}
         places = {
             rank: {
                 (edge.group, layer): 1

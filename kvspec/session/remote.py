@@ -35,10 +35,10 @@ class Lane:
 
     def sides(self, request: TransferRequest) -> Sides:
         """Return what *request* moves, local and remote; raise as `DescriptorTable.select` does."""
-        producer, consumer = self.table.select(request)
+        selection = self.table.select(request)
         if self.consumer.peer is None:
-            return self.consumer, consumer, self.producer, producer
-        return self.producer, producer, self.consumer, consumer
+            return self.consumer, selection, self.producer, None
+        return self.producer, selection, self.consumer, None
 
 
 @attrs.define(eq=False)

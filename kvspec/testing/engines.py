@@ -42,9 +42,9 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     """
     if is_state(spec):
         return _ANY
-    parts = spec.of_layer(next(iter(spec.layers), "")).parts
-    ragged = "H" * (len({part.units for part in parts}) > 1)
-    ragged += "N" * (len({part.states for part in parts}) > 1)
+    pages = [spec.of_layer(layer).parts for layer in spec.layers] or [spec.parts]
+    ragged = "H" * any(len({part.units for part in parts}) > 1 for parts in pages)
+    ragged += "N" * any(len({part.states for part in parts}) > 1 for parts in pages)
     rows = {part.states for part in spec.parts}
 
     def fits(name: str) -> bool:

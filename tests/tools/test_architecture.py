@@ -33,7 +33,10 @@ FOLDERS = (
     ("memory", ". layout region aliasing regions allocation arrays axes tensors"),
     (
         "descriptors",
-        ". request shared paging pool boxes runs tables cells entries untouched table explain",
+        (
+            ". request shared paging pool boxes runs tables cells entries selection"
+            " untouched table explain"
+        ),
     ),
     ("traffic", ". loads flows traffic"),
     ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
@@ -49,7 +52,7 @@ FOLDERS = (
         "nixl",
         (
             "errors rows spans memory introduction living agent"
-            " merging order notifications peers transfer flights rank ."
+            " merging selected order notifications peers transfer flights rank ."
         ),
     ),
     ("", "digest"),

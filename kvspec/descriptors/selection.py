@@ -1,0 +1,48 @@
+"""What one request picks of a table: ids, and how they repeat.
+
+Law: ids and parts say the same. Whoever only wants ids unpacks them; who checks or joins them does
+that by run and by cell, not by run times cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.descriptors.cells import Cells
+from kvspec.descriptors.entries import Entry, RowIds
+
+Picked = tuple[Entry, Cells]
+"""A set of rows and the cells of it that move: each run's id is its first id and a cell's step."""
+
+
+class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tuple
+    """The ids of the producer's rows and of the consumer's, as `DescriptorTable.select` picks them.
+
+    Two int32 arrays of equal length. *producer_rows*, *consumer_rows*: the table's own, which the
+    ids count through: lists that were prepared from these two take a selection as it is. *parts*:
+    how the ids repeat, in their order.
+    """
+
+    producer_rows: npt.NDArray[np.uint64]
+    consumer_rows: npt.NDArray[np.uint64]
+    parts: Sequence[Picked]
+
+    @staticmethod
+    def of(
+        parts: Sequence[Picked],
+        producer_rows: npt.NDArray[np.uint64],
+        consumer_rows: npt.NDArray[np.uint64],
+    ) -> Selection:
+        """Return *parts* with their ids."""
+        ends = np.cumsum([0, *(len(entry.rows) * len(cells) for entry, cells in parts)]).tolist()
+        ids: Any = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.int32)
+        for (entry, cells), start, stop in zip(parts, ends, ends[1:], strict=False):
+            entry.write_ids(cells, ids[0][start:stop], ids[1][start:stop])
+        found = Selection(ids)
+        found.producer_rows, found.consumer_rows = producer_rows, consumer_rows
+        found.parts = parts
+        return found

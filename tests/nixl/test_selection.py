@@ -1,0 +1,152 @@
+"""A selection means what its ids mean, and is checked and joined as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import builders
+import numpy as np
+import pytest
+from hypothesis import given
+
+import kvspec
+from kvspec import DescriptorTable, RankId, SpecError
+from kvspec.nixl import NixlRank
+from kvspec.nixl.merging import Pairing, checked_ids, pair
+from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.selected import pair_selection
+from kvspec.ownership.election import Role
+from kvspec.testing import Case, strategies
+from kvspec.testing.world import world
+
+
+def both(
+    table: DescriptorTable, request: kvspec.TransferRequest, target: Role
+) -> tuple[Pairing | None, Pairing]:
+    """Return what is worked out by cell, and what of the ids one by one, written to *target*."""
+    selection = table.select(request)
+    rows: dict[Role, Any] = {
+        "producer": checked_rows(table.producer_rows),
+        "consumer": checked_rows(table.consumer_rows),
+    }
+    ids = [
+        checked_ids("ids", each, rows[side].total)
+        for side, each in zip(("producer", "consumer"), selection, strict=True)
+    ]
+    local: Role = "consumer"
+    name = "local" if target == local else "remote"
+    one_by_one = pair(rows["consumer"], ids[1], rows["producer"], ids[0], name)
+    return pair_selection(selection, rows, target, local), one_by_one
+
+
+def spans(pairing: Pairing) -> list[tuple[int, ...]]:
+    """Return (begin, end) of what is read, ascending."""
+    return sorted(zip(*(each.tolist() for each in pairing.source), strict=True))
+
+
+@given(strategies.cases() | strategies.sharing_cases())
+def test_by_cell_is_one_by_one(case: Case) -> None:
+    """Bytes, runs, pieces, what is read and what is written, pulled and pushed."""
+    here = world(case)
+    for _, _, table in here.tables():
+        for target in ("consumer", "producer"):
+            found, expected = both(table, case.request, target)  # type: ignore[arg-type]
+            if found is None:
+                continue
+            assert (expected.nbytes, expected.runs) == (found.nbytes, found.runs)
+            assert expected.pieces == found.pieces
+            assert None is expected.joined
+            assert np.array_equal(expected.written.start, found.written.start)
+            assert np.array_equal(expected.written.end, found.written.end)
+            total = [sum(b - a for a, b in spans(each)) for each in (expected, found)]
+            assert total[0] == total[1]
+
+
+def asked(layouts: tuple[str, str], **more: Any) -> Case:
+    """Return a request of shuffled blocks between TP 4 and TP 2, in *layouts*."""
+    sides = [
+        builders.engine(
+            builders.gqa(4, block_size=4), layers=("l.0", "l.1", "l.2"), tp=tp, layout=layout
+        )
+        for tp, layout in zip((4, 2), layouts, strict=True)
+    ]
+    return builders.case(*sides, builders.request(30, [5, 1, 2, 3, 9, 0, 7, 8], range(8), **more))
+
+
+PLAIN = [("LBHNC", "LBHNC"), ("LBNHC", "LBHNC"), ("LKBHNC", "LBHNC"), ("LKBNHC", "LKBNHC")]
+
+
+@pytest.mark.parametrize("layouts", PLAIN)
+@pytest.mark.parametrize("cached", [0, 6])
+def test_the_common_layouts_are_worked_out_by_cell(layouts: tuple[str, str], cached: int) -> None:
+    """What most engines have takes the fast way, so that it is measured at all."""
+    case = asked(layouts, cached_tokens=cached)
+    here = world(case)
+    for _, _, table in here.tables():
+        found, expected = both(table, case.request, "consumer")
+        assert found is not None
+        assert (expected.nbytes, expected.runs) == (found.nbytes, found.runs)
+        lists = [np.concatenate([each.local_ids[piece] for piece in each.pieces]) for each in (
+            found, expected)]  # fmt: skip
+        assert np.array_equal(*lists)
+
+
+def test_a_selection_is_its_ids() -> None:
+    """It unpacks into the ids of both sides."""
+    case = asked(PLAIN[0])
+    here = world(case)
+    table = here.table(RankId(), RankId())
+    producer, consumer = selection = table.select(case.request)
+    assert producer is selection[0]
+    assert consumer is selection[1]
+    assert len(producer) == sum(len(e.rows) * len(c) for e, c in selection.parts)
+    with pytest.raises(ValueError, match="read-only"):
+        table.consumer_rows[0] = 0
+
+
+@pytest.mark.parametrize("operation", ["READ", "WRITE"])
+def test_a_selection_moves_what_its_ids_do(operation: str) -> None:
+    """Over real NIXL, pulled and pushed; every byte is right."""
+    case = asked(PLAIN[0], cached_tokens=6)
+    here = world(case)
+    with NixlRank(secret=b"") as producer, NixlRank(secret=b"") as consumer:
+        for side, ranks in ((producer, here.producers), (consumer, here.consumers)):
+            for cache, storage in ranks.values():
+                side.register(cache.memory, owner=storage)
+        pulled = operation == "READ"
+        local, remote = (consumer, producer) if pulled else (producer, consumer)
+        peer = local.connect(remote.metadata())
+        remote.introduce(local.metadata())
+        for _, _, table in here.tables():
+            lists = [
+                local.prepare(rows, peer=None if own is pulled else peer)
+                for own, rows in ((True, table.consumer_rows), (False, table.producer_rows))
+            ]
+            first, second = lists if pulled else lists[::-1]
+            move = local.read if pulled else local.write
+            move(first, table.select(case.request), second, request="r", timeout=10).wait()
+    assert [] == here.differences()
+
+
+def test_a_selection_of_another_table_is_refused() -> None:
+    """Ids of equal rows that are not the list's own, and ids beside a selection."""
+    case = asked(PLAIN[0])
+    tables = [world(case).table(RankId(), RankId()) for _ in range(2)]
+    here = world(case)
+    with NixlRank(secret=b"") as rank, NixlRank(secret=b"") as peer:
+        own = here.table(RankId(), RankId())
+        for side, ranks in ((rank, here.consumers), (peer, here.producers)):
+            for cache, storage in ranks.values():
+                side.register(cache.memory, owner=storage)
+        name = rank.connect(peer.metadata())
+        lists = rank.prepare(own.consumer_rows), rank.prepare(own.producer_rows, peer=name)
+        local, remote = lists
+        for selection in (tables[0].select(case.request), tables[1].select(case.request)):
+            with pytest.raises(SpecError, match="one of the table that both lists are rows of"):
+                rank.read(local, selection, remote, request="r", timeout=1)
+        mine = own.select(case.request)
+        with pytest.raises(SpecError, match="nothing, or the selection that local_ids is"):
+            rank.read(local, mine, remote, mine[0], request="r", timeout=1)
+        with pytest.raises(SpecError, match="remote_ids"):
+            rank.read(local, mine[1], remote, request="r", timeout=1)
+        rank.read(local, mine, remote, mine, request="r", timeout=10).wait()
