@@ -102,7 +102,7 @@ class Session:
         reader = ConsumerLedger(self.me, beat=beat, patience=patience)
         nixl.register(cache.memory, owner=owner)
         shake = attrs.evolve(shake, transport=nixl.metadata())
-        self.channel: Channel = channel or TcpChannel()
+        self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(handshake=shake, address=self.channel.address)
         self._lock, self._meeting, self._clock = threading.RLock(), threading.Lock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)

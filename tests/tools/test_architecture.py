@@ -68,7 +68,10 @@ FOLDERS = (
     ("adapters", ". given"),
     (
         "adapters.vllm",
-        "config backends packing states specs memory arrays tensors engine settings tables .",
+        (
+            "config backends packing states specs memory arrays tensors engine settings tables"
+            " scheduling worker connector ."
+        ),
     ),
     ("adapters.sglang", "ranks pools engine tensors tables ."),
     ("run", "limits job report contents notices worker conduct ."),

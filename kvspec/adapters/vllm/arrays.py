@@ -5,10 +5,15 @@ Law: extents, bytes and views; nothing is copied and nothing is known of caches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvspec.errors import SpecError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _AXES = 4
 
@@ -59,3 +64,19 @@ def flat(field: str, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN40
             raise SpecError(f"{field}.stride", stride, f"one piece, {step} bytes apart")
         step *= count
     return tensor.reshape(shape)
+
+
+def zero(tensors: Iterable[Any], places: npt.NDArray[np.uint64]) -> None:
+    """Set the bytes of *places*, rows (address, length), to zero; each lies in a torch tensor's."""
+    import torch  # noqa: PLC0415 - whoever has such tensors has loaded it
+
+    def bytes_of(tensor: Any) -> Any:  # noqa: ANN401
+        made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return made.set_(tensor.untyped_storage())
+
+    whole = map(bytes_of, tensors)
+    storages = {storage.data_ptr(): storage for storage in whole}
+    starts = sorted(storages)
+    for address, length in places.tolist():
+        start = starts[bisect_right(starts, address) - 1]
+        storages[start][address - start : address - start + length] = 0

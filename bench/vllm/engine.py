@@ -1,0 +1,127 @@
+"""One vLLM engine in a process of its own, which answers over a pipe what it is asked to generate.
+
+The engine core runs in this process, and steps on while nobody asks: a producer hears meanwhile who
+has read. Workers are forked: vLLM is imported once, by who forks this process. All that is printed
+goes to a log.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # engines that compile at once get in each other's way
+}
+"""To be set before vLLM is imported."""
+
+FORK = multiprocessing.get_context("fork")
+LOGPROBS = 5
+REST = 0.05
+"""Seconds between two steps while nobody asks."""
+
+
+class Engine:
+    """A vLLM engine with the *settings* that `vllm.LLM` takes, and a connector if there is one."""
+
+    def __init__(self, settings: dict[str, Any], connector: dict[str, Any] | None) -> None:
+        from vllm import LLM  # noqa: PLC0415 - after the environment is set
+        from vllm.config import KVTransferConfig  # noqa: PLC0415
+        from vllm.v1.executor import multiproc_executor  # noqa: PLC0415
+
+        multiproc_executor.get_mp_context = lambda: FORK
+        if connector is not None:
+            settings = {**settings, "kv_transfer_config": KVTransferConfig(**connector)}
+        self.llm = LLM(
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            disable_hybrid_kv_cache_manager=False,
+            max_model_len=512,
+            max_num_seqs=4,
+            num_gpu_blocks_override=64,
+            disable_log_stats=True,
+            **settings,
+        )
+        self.computed = 0
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = self.scheduler.schedule
+
+        def counted(*given: Any) -> Any:  # noqa: ANN401
+            step = schedule(*given)
+            self.computed += step.total_num_scheduled_tokens
+            return step
+
+        self.scheduler.schedule = counted
+
+    def generate(
+        self, prompt: list[int], count: int, transfer: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return what one greedy request says, why it ended, and what it took.
+
+        *computed*: tokens that went through the model.
+        """
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        sampling = SamplingParams(
+            max_tokens=count,
+            temperature=0,
+            logprobs=LOGPROBS,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
+        self.computed = 0
+        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        (text,) = answer.outputs
+        return {
+            "tokens": list(text.token_ids),
+            "logprobs": [
+                {token: entry.logprob for token, entry in step.items()}
+                for step in text.logprobs or ()
+            ],
+            "finish": text.finish_reason,
+            "computed": self.computed,
+            "transfer": answer.kv_transfer_params,
+        }
+
+    def held(self) -> int:
+        """Take one step, if there is anything to do; return how many requests hold blocks."""
+        if self.scheduler.has_requests():
+            self.llm.llm_engine.engine_core.get_output()
+        return len(self.scheduler.requests)
+
+    def serve(self, pipe: Connection) -> None:
+        """Answer what is asked, until the other end is closed."""
+        pipe.send("ready")
+        while True:
+            while not pipe.poll(REST):
+                self.held()
+            try:
+                name, *given = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(getattr(self, name)(*given))
+
+
+def run(pipe: Connection, log: Path, environment: dict[str, str], *engine: Any) -> None:  # noqa: ANN401
+    """Be an `Engine` until *pipe* ends."""
+    os.setsid()
+    errors = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(errors, stream)
+    logging.basicConfig(format="%(asctime)s %(process)d %(message)s")
+    os.environ.update(environment)
+    Engine(*engine).serve(pipe)
+    os._exit(0)  # workers end with the process; what is left of vLLM would only wait for them

@@ -1,0 +1,286 @@
+"""vLLM's connector: what moves between two engines by vLLM's own calls, and what fails alone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import vllm_like as like
+from vllm_serving import BLOCKS, Engine, Request, installed, until
+
+import kvspec
+from kvspec.adapters.vllm.scheduling import Remote, Requests, loses_a_token
+
+pytestmark = pytest.mark.nixl
+
+
+@pytest.fixture(autouse=True)
+def vllm() -> Iterator[None]:
+    """Let the connector find vLLM's base class."""
+    with installed():
+        yield
+
+
+TABLES = [1, 2, 3, 4], [0, 5, 6, 7]
+"""Of 14 tokens in blocks of 4: the first query reads the window of 8 from token 6 on."""
+OTHERS = [9, 8, 7, 6], [0, 4, 3, 2]
+
+
+def asked(num_tokens: int = 13, cached: int = 0, tables: Any = OTHERS) -> kvspec.TransferRequest:
+    """Return what the library is asked for when a prompt of 14 tokens is decoded."""
+    return kvspec.TransferRequest(
+        request_id="d",
+        num_tokens=num_tokens,
+        cached_tokens=cached,
+        producer_blocks=dict(zip(("group0", "group1"), TABLES, strict=True)),
+        consumer_blocks=dict(zip(("group0", "group1"), tables, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_a_prompt_arrives_but_for_its_last_token(tp: tuple[int, int], cached: int) -> None:
+    """From so many ranks to so many, byte for byte; every rank says so once, and none holds it."""
+    with Engine("p", tp[0]) as producer, Engine("d", tp[1]) as consumer:
+        wanted = asked(cached=cached)
+        producer.fill(wanted)
+        consumer.spoil(wanted)
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        request = Request("d-1", 14, params)
+        assert (13 - cached, True) == consumer.decode(request, *OTHERS, cached=cached)
+        ended = {"p-1": tp[0]}, {"d-1": tp[1]}
+        until(lambda: ended == (producer.sent, consumer.received), producer, consumer)
+        assert {} == consumer.failed
+        assert [] == consumer.wrong(wanted)
+
+
+def test_blocks_may_differ() -> None:
+    """Blocks of 4 tokens are read into blocks of 8."""
+    with Engine("p", 2, 4) as producer, Engine("d", 1, 8) as consumer:
+        wanted = asked(tables=([3, 5], [0, 4]))
+        wanted = kvspec.TransferRequest(
+            request_id="d",
+            num_tokens=13,
+            producer_blocks=wanted.producer_blocks,
+            consumer_blocks={"group0": [3, 5], "group1": [2, 4]},
+        )
+        producer.fill(wanted)
+        consumer.spoil(wanted)
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), [3, 5], [2, 4])
+        until(lambda: consumer.received, producer, consumer)
+        assert {} == consumer.failed
+        assert [] == consumer.wrong(wanted)
+
+
+def test_what_is_here_already_is_released() -> None:
+    """Nothing moves and nothing is waited for; the producer's ranks are free at once."""
+    with Engine("p", 2) as producer, Engine("d", 3) as consumer:
+        params = producer.prefill(Request("p-1", 13), [1, 2, 3, 4], [0, 5, 6, 7])
+        assert (0, False) == consumer.decode(Request("d-1", 13, params), *OTHERS, cached=12)
+        until(lambda: {"p-1": 2} == producer.sent, producer, consumer)
+        assert {} == consumer.received
+
+
+def test_what_ends_before_it_is_scheduled_is_released() -> None:
+    """A request that is aborted while it waits tells its producer."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        request = Request("d-1", 14, params)
+        consumer.scheduler.on_new_request(request)
+        request.status.name = "FINISHED_ABORTED"
+        aborted = consumer.scheduler.request_finished_all_groups(request, ([], []))
+        assert (False, None) == aborted
+        until(lambda: producer.sent, producer, consumer)
+        assert {"p-1": 1} == producer.sent
+
+
+def test_nobody_there_fails_the_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A producer that does not answer fails the requests of it; the next producer serves on."""
+    with Engine("p") as producer, Engine("d", timeout=0.3) as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        assert params is not None
+        lost = {**params, "remote_addresses": ["127.0.0.1:9"]}
+        consumer.decode(Request("d-1", 14, lost), *OTHERS)
+        until(lambda: consumer.failed, consumer)
+        assert "d-1: TransferError: no introduction from 127.0.0.1:9" in caplog.text
+        consumer.decode(Request("d-2", 14, params), *OTHERS)
+        until(lambda: len(consumer.received) > 1, producer, consumer)
+        assert ({"d-1": 1, "d-2": 1}, {"d-1": 1}) == (consumer.received, consumer.failed)
+
+
+def test_what_is_no_longer_held_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """A request whose lease is over is free on the producer, and not to be read."""
+    with Engine("p", lease=0.2) as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        until(lambda: producer.sent, producer)
+        assert "p-1 was not read within its lease" in caplog.text
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        until(lambda: consumer.received, producer, consumer)
+        assert {"d-1": 1} == consumer.failed == consumer.received
+        assert "let it go before it was read" in caplog.text
+
+
+def test_what_does_not_fit_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """Tables too short, blocks that are none, other models: the request fails with the reason."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), [9, 8], [0, 4, 3, 2])
+        params = producer.prefill(Request("p-2", 14), *TABLES)
+        consumer.decode(Request("d-2", 14, params), [BLOCKS, 8, 7, 6], [0, 4, 3, 2])
+        until(lambda: len(consumer.failed) > 1, producer, consumer)
+        assert {"d-1": 1, "d-2": 1} == consumer.failed == consumer.received
+        assert "d-1: SpecError: consumer_blocks['group0']" in caplog.text
+        assert "d-2: SpecError: consumer_blocks['group0']" in caplog.text
+        until(lambda: len(producer.sent) > 1, producer, consumer)
+
+
+def test_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Engines of other weights do not exchange, however alike their caches are."""
+    with Engine("p", model="one") as producer, Engine("d", model="other") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        until(lambda: consumer.failed, producer, consumer)
+        assert "d-1: MismatchError" in caplog.text
+        assert "model" in caplog.text
+
+
+def held() -> dict[str, Any]:
+    """Return what a producer says of a request."""
+    tables = {"group0": kvspec.BlockTable([1, 2]), "group1": kvspec.BlockTable([3], first_token=4)}
+    remote_id = kvspec_remote_id()
+    return Remote(
+        engine_id="p",
+        addresses=("127.0.0.1:9",),
+        remote_id=remote_id,
+        num_tokens=7,
+        tables=tables,
+    ).params()
+
+
+def kvspec_remote_id() -> str:
+    """Return a request's name."""
+    from kvspec.session import new_remote_id  # noqa: PLC0415
+
+    return new_remote_id("p-1")
+
+
+WRONG = [None, 5, "", [], [1], {}, {"group0": [0]}, {"group0": 5}, {"group0": [0, ["x"]]}, -1]
+
+
+@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("name", [name for name in held() if name.startswith("remote_")])
+def test_what_no_producer_said_is_computed_here(name: str, value: object) -> None:
+    """A router's nonsense neither ends the engine nor makes a request wait."""
+    params = {**held(), name: value}
+    legal = {("remote_block_ids", "{}"): 7, ("remote_num_tokens", "5"): 5}
+    requests = Requests(like.config((["l"], like.FullAttentionSpec(**like.HEADS))))
+    requests.arrive(Request("d-1", 14, params))
+    reach = legal.get((name, repr(value)), 0)
+    assert reach == requests.matched(Request("d-1", 14, params), 0)
+
+
+def test_what_a_router_passes_on_is_what_was_said() -> None:
+    """Parameters are read back as they were written."""
+    params = held()
+    assert params == Remote.of(params).params()
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
+def test_only_a_whole_prompt_is_held(status: str) -> None:
+    """Of a request that was aborted nobody is told."""
+    requests = Requests(like.config((["l"], like.FullAttentionSpec(**like.HEADS))))
+    request = Request("p-1", 14, {"do_remote_decode": True})
+    request.status.name = status
+    assert (False, None) == requests.finished(request, ([1],))
+
+
+def test_before_the_caches_are_there_nothing_is_held(caplog: pytest.LogCaptureFixture) -> None:
+    """A request that ends before any worker has registered is not held."""
+    requests = Requests(like.config((["l"], like.FullAttentionSpec(**like.HEADS))))
+    assert (False, None) == requests.finished(Request("p", 4, {"do_remote_decode": True}), ([1],))
+    assert "p is not held: kv_caches" in caplog.text
+
+
+HEADS = {**like.HEADS, "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("spec", "losing"),
+    [
+        (like.FullAttentionSpec(**HEADS), []),
+        # vLLM 0.32 with a window of 64: a prompt of 95 leaves [0, 8, 7], of 94 [1, 2, 3].
+        (like.SlidingWindowSpec(**HEADS, sliding_window=64), [95, 127]),
+        (like.SlidingWindowSpec(**HEADS, sliding_window=64, extra_retained_tokens=1), []),
+        (like.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=32), [32, 64, 96, 128]),
+        (like.state("mamba1", ((3, 4), (4, 2))), list(range(30, 129))),
+    ],
+    ids=["full", "window", "window and more", "chunks", "states"],
+)
+def test_prompts_that_stop_one_token_early(spec: Any, losing: list[int]) -> None:
+    """Those after which the last token's query would find its oldest key freed."""
+    config = like.config((["l"], spec))
+    assert losing == [count for count in range(30, 129) if loses_a_token(config, count)]
+
+
+def test_a_prompt_stops_one_token_early() -> None:
+    """A producer of such a prompt computes all but its last token, and samples once."""
+    requests = Requests(like.config((["l"], like.SlidingWindowSpec(**HEADS, sliding_window=64))))
+    request = Request("p-1", 95, {"do_remote_decode": True})
+    requests.arrive(request)
+    assert (94, 94, 94, 1) == (
+        len(request.prompt_token_ids),
+        request.num_tokens,
+        request.num_prompt_tokens,
+        request.max_tokens,
+    )
+    here = Request("l-1", 95)
+    requests.arrive(here)
+    assert (95, 16) == (here.num_tokens, here.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"host": 5}, "host"),
+        ({"lease": -1}, "lease"),
+        ({"port": 1}, "port"),
+        ({"model": ""}, "model"),
+    ],
+)
+def test_settings_are_refused_by_name(extra: dict[str, Any], name: str) -> None:
+    """What `kv_connector_extra_config` may not have is named."""
+    with pytest.raises(kvspec.SpecError, match=name):
+        Engine("p", **extra)
+
+
+def test_the_rest_of_a_block_is_zeroed_where_vllm_wants_it() -> None:
+    """VLLM reads whole blocks of some models: what a load leaves of them is zero."""
+    torch = pytest.importorskip("torch")
+    from kvspec.adapters.vllm.arrays import zero  # noqa: PLC0415
+
+    memory = torch.ones(64, dtype=torch.uint8)
+    other = torch.ones(4, dtype=torch.int32)
+    places = [[memory.data_ptr() + 3, 2], [memory.data_ptr() + 60, 4], [other.data_ptr(), 4]]
+    import numpy as np  # noqa: PLC0415
+
+    zero([memory[8:].view(7, 8), other], np.array(places, np.uint64))
+    zeros = [at for at, byte in enumerate(memory.tolist()) if not byte]
+    assert [3, 4, 60, 61, 62, 63] == zeros
+    assert [0, 1, 1, 1] == other.tolist()
+
+
+def test_without_vllm_it_says_so() -> None:
+    """The module is there without vLLM; only the class is not."""
+    module = importlib.import_module("kvspec.adapters.vllm.connector")
+    assert "KvspecConnector" == module.KvspecConnector.__name__
+    with pytest.raises(AttributeError, match="Other"):
+        module.Other  # noqa: B018
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+    module._extended.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="vllm"):
+        module.KvspecConnector  # noqa: B018
