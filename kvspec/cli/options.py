@@ -167,15 +167,22 @@ def election_of(
     replicas: str, ranks_per_node: int | None, producer: ParallelConfig, consumer: ParallelConfig
 ) -> Election:
     """Return the election that the options ask for."""
-    topology = topology_of(ranks_per_node, producer, consumer)
+    topology = topology_of((replicas,), ranks_per_node, producer, consumer)
     return Election(cast("Replicas", replicas), topology=topology)
 
 
 def topology_of(
-    ranks_per_node: int | None, producer: ParallelConfig, consumer: ParallelConfig
+    replicas: Iterable[str],
+    ranks_per_node: int | None,
+    producer: ParallelConfig,
+    consumer: ParallelConfig,
 ) -> Topology | None:
-    """Return the nodes that ``--ranks-per-node`` means, if it is given."""
+    """Return the nodes that ``--ranks-per-node`` means, which some policies of *replicas* need."""
     if ranks_per_node is None:
+        for name in replicas:
+            if name in POLICIES and POLICIES[name].topology:
+                wanted = f"--ranks-per-node, since --replicas {name} asks who is on which node"
+                raise SpecError("ranks_per_node", None, wanted)
         return None
     return Topology.packed(producer, consumer, ranks_per_node)
 

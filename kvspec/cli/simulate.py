@@ -64,7 +64,7 @@ def simulate_command(
             out_speed=_speed("out_speed", out_speed),
             in_speed=_speed("in_speed", in_speed),
             replicas=cast("Sequence[Replicas]", tuple(dict.fromkeys(replicas))) or None,
-            topology=topology_of(ranks_per_node, *(each.parallel for each in engines)),
+            topology=topology_of(replicas, ranks_per_node, *(each.parallel for each in engines)),
         )
     if as_json:
         policies = {load.replicas: _policy(load) for load in simulation.policies}

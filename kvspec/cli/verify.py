@@ -39,7 +39,7 @@ def verify(
     """Prove, triple by triple, that every consumer head is read exactly once, from its owner."""
     began = time.perf_counter()
     with refusals():
-        nodes = topology_of(ranks_per_node, ParallelConfig(), ParallelConfig())
+        nodes = topology_of((replicas,), ranks_per_node, ParallelConfig(), ParallelConfig())
         policies = known_policies(nodes) if replicas == "all" else (replicas,)
         if jobs is not None and jobs < 1:
             raise SpecError("jobs", jobs, "an int >= 1")
@@ -55,7 +55,8 @@ def verify(
             )
     console = output()
     tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "
-    tried += f"{proof.rank_cases:,} consumer ranks, {time.perf_counter() - began:.1f} s"
+    tried += f"{proof.rank_cases:,} consumer ranks, by {', '.join(policies)}, "
+    tried += f"{time.perf_counter() - began:.1f} s"
     if proof.exact:
         console.print(f"all exact: {tried}", style="bold green")
         return

@@ -218,4 +218,5 @@ def check_no_null(
     if side == "consumer":
         raise SpecError(field, null_block, f"a block for {tokens}, not the null block")
     why = f"the producer's table has the null block for {tokens}"
-    raise MismatchError([Mismatch(field, null_block, wanted, why, ("held", "wanted"))])
+    held = f"null block {null_block}"
+    raise MismatchError([Mismatch(field, held, wanted, why, ("held", "wanted"))])

@@ -52,11 +52,22 @@ class AttentionSpec(LayerSpec):
             if self.block_size % self.page_block_size:
                 wanted = f"a divisor of block_size={self.block_size}"
                 raise SpecError("page_block_size", self.page_block_size, wanted)
-        if self.page_format != PLAIN and not is_opaque(self.page_format):
-            names = ", ".join(part.name for part in self.parts)
-            if names != "k, v":
-                wanted = f"{PLAIN} or opaque for a page of {names}: it orders keys and values"
+        if self.page_format != PLAIN or self.state_content_bytes is not None:
+            self._check_parts(tuple(part.name for part in self.parts))
+
+    def _check_parts(self, names: tuple[str, ...]) -> None:
+        """Raise `SpecError` for a packing or a format that parts of these *names* do not have."""
+        told = ", ".join(names)
+        if is_opaque(self.page_format):
+            if names != ("page",):
+                wanted = f"{PLAIN}: a page of {told} is told by its parts"
                 raise SpecError("page_format", self.page_format, wanted)
+        elif self.page_format != PLAIN and names != ("k", "v"):
+            wanted = f"{PLAIN} or opaque for a page of {told}: it orders keys and values"
+            raise SpecError("page_format", self.page_format, wanted)
+        elif self.state_content_bytes is not None and "kv" not in names:
+            wanted = f"None: {told} of {type(self).__name__} have sizes of their own"
+            raise SpecError("state_content_bytes", self.state_content_bytes, wanted)
 
     def _rows(self, units: int, **sizes: int) -> tuple[Part, ...]:
         """Return a part for each name, of so many elements, or the one that is packed."""
@@ -129,7 +140,10 @@ class FullAttentionSpec(AttentionSpec):
     tokens_per_scale: int = attrs.field(default=1, validator=is_size)
 
     def __attrs_post_init__(self) -> None:
+        self._check_scales()
         super().__attrs_post_init__()
+
+    def _check_scales(self) -> None:
         if self.scale_dtype is None:
             if self.elements_per_scale is not None:
                 wanted = "None where there is no scale_dtype"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ import pytest
 from refused import words
 
 import kvspec
+from kvspec.specs import AttentionSpec
 
 GQA: dict[str, Any] = {
     "block_size": 4, "total_num_kv_heads": 4, "head_size": 8, "dtype": "bfloat16",
@@ -303,3 +305,29 @@ def test_spec_errors_are_value_errors() -> None:
     for other in (kvspec.MismatchError, kvspec.WireError, kvspec.TransferError):
         assert issubclass(other, kvspec.KVSpecError)
         assert not issubclass(other, ValueError)
+
+
+class IndexerSpec(AttentionSpec):
+    """Keys of an index, each of a size of its own: a kind that packs nothing."""
+
+    @cached_property
+    def parts(self) -> tuple[kvspec.Part, ...]:
+        """The index keys, and their scales."""
+        return (
+            self._part("index", 1, self.head_size, self.dtype),
+            self._part("index_scale", 1, 4, "float32", "index_scale"),
+        )
+
+
+def test_what_a_kind_would_ignore_is_refused() -> None:
+    """Packed content and an order of the page, of a kind whose parts know neither."""
+    given: dict[str, Any] = {"block_size": 4, "head_size": 8, "dtype": "uint8"}
+    assert [8, 4] == [part.content_bytes for part in IndexerSpec(**given).parts]
+    own = "index, index_scale of IndexerSpec have sizes of their own"
+    assert f"state_content_bytes=12: wanted None: {own}" == words(
+        lambda: IndexerSpec(**given, state_content_bytes=12)
+    )
+    told = "plain: a page of index, index_scale is told by its parts"
+    assert f"page_format='opaque:x': wanted {told}" == words(
+        lambda: IndexerSpec(**given, page_format="opaque:x")
+    )

@@ -122,6 +122,11 @@ def test_windows_have_a_pool_and_slots_of_their_own() -> None:
     assert words(lambda: sglang.engine_spec(make(RankId()))) == (
         "sliding_window=None: wanted an int >= 1"
     )
+    cut = {"full": range(24, 42), "swa": range(8, 20)}
+    wanted = "18, a slot for each token as other groups have, 0 where it is gone"
+    assert f"slots['swa']='12 slots': wanted {wanted}" == words(
+        lambda: sglang.block_tables(engine, cut)
+    )
 
 
 def test_a_draft_is_whole_on_every_context_rank() -> None:

@@ -320,6 +320,10 @@ MAMBA = state("mamba1", ((8, 3), (8, 4)), mamba_cache_mode="align")
 BOTH = config((["layers.0"], FULL), (["draft.0"], DRAFT), (["layers.1"], MAMBA))
 
 
+WHOLE, DRAFTS = [0, 0, 5, 6, 1, 2, 3], [7, 8, 9, 10, 11, 12, 13]
+"""Blocks of 16 for 100 tokens."""
+
+
 def tables(*ids: Any, count: Any = 100, spec: Any = MAMBA, **given: Any) -> Any:
     """Read the block tables of a request over full attention, a draft and a state of 64 tokens."""
     both = config((["layers.0"], FULL), (["draft.0"], DRAFT), (["layers.1"], spec))
@@ -328,14 +332,14 @@ def tables(*ids: Any, count: Any = 100, spec: Any = MAMBA, **given: Any) -> Any:
 
 def test_a_list_s_place_says_its_group() -> None:
     """Null blocks stay in place; of a state the one block that holds it; an excluded group goes."""
-    found = tables([0, 0, 5, 6], [7], [0, 9, 3])
+    found = tables(WHOLE, DRAFTS, [0, 9, 3])
     assert {
-        "group0": kvspec.BlockTable([0, 0, 5, 6]),
-        "group1": kvspec.BlockTable([7]),
+        "group0": kvspec.BlockTable(WHOLE),
+        "group1": kvspec.BlockTable(DRAFTS),
         "group2": kvspec.BlockTable([9]),
     } == found
     none = state("mamba1", ((8, 3), (8, 4)))
-    assert kvspec.BlockTable([4]) == tables([1], [2], [4, 5, 6], spec=none)["group2"]
+    assert kvspec.BlockTable([4]) == tables(WHOLE, DRAFTS, [4, 5, 6], spec=none)["group2"]
     assert kvspec.BlockTable([]) == tables([1], [2], [], count=0)["group2"]
     sparse = config((["layers.0"], FULL), (["draft.0"], like.RSWASpec(**HEADS)))
     engine = like.engine_spec(sparse, excluded=["draft.0"])
@@ -348,20 +352,24 @@ MODE = "kv_cache_config.kv_cache_groups[2].kv_cache_spec.mamba_cache_mode"
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: tables([1], [2]), "block_ids='2 lists': wanted one for each of 3 groups"),
-        (lambda: tables([1], [2], [0, 0]),
+        (lambda: tables(WHOLE, DRAFTS), "block_ids='2 lists': wanted one for each of 3 groups"),
+        (lambda: tables(WHOLE, DRAFTS, [0, 0]),
          "block_ids['group2']=[0, 0]: wanted a block at place 1, with the state after 100 tokens"),
-        (lambda: tables([1], [2], [3]),
+        (lambda: tables(WHOLE, DRAFTS, [3]),
          "block_ids['group2']=[3]: wanted a block at place 1, with the state after 100 tokens"),
-        (lambda: tables([1], [2], [3], spec=like.changed(MAMBA, "mamba_cache_mode", "all")),
+        (lambda: tables(WHOLE, DRAFTS, [3], spec=like.changed(MAMBA, "mamba_cache_mode", "all")),
          f"{MODE}='all': wanted 'none' or 'align'"),
-        (lambda: tables([1], [2], [3], count=-1), "num_tokens=-1: wanted an int >= 0"),
-        (lambda: tables([1], "ab", [3]), "block_ids='ab': wanted a sequence of ints"),
+        (lambda: tables(WHOLE, DRAFTS, [3], count=-1), "num_tokens=-1: wanted an int >= 0"),
+        (lambda: tables(WHOLE[2:], DRAFTS, [0, 9]),
+         "block_ids['group0']=[5, 6, 1, 2, 3]: wanted 7 ids for 100 tokens, null blocks in place"),
+        (lambda: tables(WHOLE, DRAFTS[:2], [0, 9]),
+         "block_ids['group1']=[7, 8]: wanted 7 ids for 100 tokens, null blocks in place"),
+        (lambda: tables(WHOLE, "ab", [3]), "block_ids='ab': wanted a sequence of ints"),
         (lambda: vllm.block_tables(None, BOTH, [], 1), "engine=None: wanted an EngineSpec"),
         (lambda: vllm.block_tables(like.engine_spec(BOTH), BOTH, 5, 1),
          "block_ids=5: wanted a sequence of lists of ids"),
     ],
 )  # fmt: skip
 def test_other_tables_are_refused_in_words(call: Any, told: str) -> None:
-    """A list for each group, and a state's block where the mode has it."""
+    """A list for each group, from which no null block is missing, and a state's block."""
     assert told == words(call)

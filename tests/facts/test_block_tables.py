@@ -101,7 +101,7 @@ def test_null_blocks_of_both_sides_may_differ(null: int) -> None:
 
 LIVE = "consumer_blocks['g']=0: wanted a block for tokens 31..31, not the null block"
 DROPPED = (
-    "producer_blocks['g']: held 0, wanted range(31, 94) "
+    "producer_blocks['g']: held 'null block 0', wanted range(31, 94) "
     "(the producer's table has the null block for tokens 31..31)"
 )
 
@@ -132,7 +132,7 @@ def test_a_state_in_a_null_block_is_refused() -> None:
     pair = Pair.of(engine(g=STATE), engine(g=STATE))
     live = "consumer_blocks['g']=0: wanted a block for tokens 93..93, not the null block"
     dropped = (
-        "producer_blocks['g']: held 0, wanted range(93, 94) "
+        "producer_blocks['g']: held 'null block 0', wanted range(93, 94) "
         "(the producer's table has the null block for tokens 93..93)"
     )
     for slots, wanted in (

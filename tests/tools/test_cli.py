@@ -147,6 +147,8 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
         (("verify", "--max-heads", "-3"), "max_heads=-3: wanted an int >= 1"),
         (("verify", "--jobs", "0"), "jobs=0: wanted an int >= 1"),
         (("verify", "--replicas", "x"), "replicas='x': wanted one of spread"),
+        *(((*command, "--replicas", "nearest"), "since --replicas nearest asks who is on which")
+          for command in (("verify",), ("simulate",), ("transfer",), ("slices", "--heads", "4"))),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_status_two(arguments: tuple[str, ...], words: str) -> None:
@@ -189,9 +191,18 @@ def test_verify_counts_what_it_tried() -> None:
     """4 x 4 TP pairs and 3 head counts are 48 triples, each on 1 to 4 consumer ranks."""
     result = run("verify", "--max-tp", "4", "--max-heads", "3", "--jobs", "1")
     assert 0 == result.exit_code
-    assert "all exact: 48 triples (producer TP, consumer TP, heads), 120 consumer ranks" in (
-        result.stdout
-    )
+    tried = "48 triples (producer TP, consumer TP, heads), 120 consumer ranks, by spread, "
+    assert f"all exact: {tried}" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(("more", "last"), [((), "stripe"), (("--ranks-per-node", "2"), "nearest")])
+def test_verify_says_which_policies_it_tried(more: tuple[str, ...], last: str) -> None:
+    """All that can be had: nearest, only where the nodes are said."""
+    result = run("verify", "--max-tp", "2", "--max-heads", "2", "--replicas", "all", *more)
+    assert 0 == result.exit_code
+    known = ("spread", "first", "stripe", "nearest")
+    told = f", by {', '.join(known[: known.index(last) + 1])}, "
+    assert told in " ".join(result.stdout.split())
 
 
 def test_verify_fails_if_one_triple_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,18 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     if not isinstance(slots, Mapping) and WINDOW in names:
         raise SpecError("slots", type(slots).__name__, "slots by group: a window has its own")
     found: dict[str, BlockTable] = {}
+    counts: dict[str, int] = {}
     for group in engine.groups:
         given = slots.get(group.name) if isinstance(slots, Mapping) else slots
         field = f"slots[{group.name!r}]"
-        found[group.name] = _table(field, _array(field, given), engine.virtual_block(group))
+        own = _array(field, given)
+        counts[group.name] = len(own)
+        found[group.name] = _table(field, own, engine.virtual_block(group))
+    most = max(counts.values())
+    for name, count in counts.items():
+        if count < most:
+            wanted = f"{most}, a slot for each token as other groups have, 0 where it is gone"
+            raise SpecError(f"slots[{name!r}]", f"{count} slots", wanted)
     return found
 
 

@@ -48,9 +48,22 @@ def block_tables(
         name = f"group{number}"
         if name in known:
             table = BlockTable(ids)
-            state = _is_state(group)
-            found[name] = _state(group, name, table, num_tokens) if state else table
+            if _is_state(group):
+                table = _state(group, name, table, num_tokens)
+            else:
+                _check_whole(engine, name, table, num_tokens)
+            found[name] = table
     return found
+
+
+def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: int) -> None:
+    """Raise `SpecError` for a list that is short: one from which null blocks were dropped is."""
+    group = engine.group(name)
+    if group.spec.counts_prompt and set(group.layers) - set(group.excluded):
+        wanted = -(-num_tokens // engine.virtual_block(group))
+        if len(table.block_ids) < wanted:
+            told = f"{wanted} ids for {num_tokens} tokens, null blocks in place"
+            raise SpecError(f"block_ids[{name!r}]", table.block_ids.tolist(), told)
 
 
 def _is_state(group: Group) -> bool:
