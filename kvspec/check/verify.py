@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.check.apart import check_ranks_apart
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
 from kvspec.check.coverage import Small
@@ -43,6 +44,7 @@ def verify(
     descriptors: Mapping[tuple[RankId, RankId], npt.ArrayLike] | None = None,
     *,
     thorough: bool = False,
+    own_addresses: bool = False,
 ) -> CounterExample | None:
     """Return the first byte of *request* that would not be right, or None if every byte is.
 
@@ -53,6 +55,9 @@ def verify(
     units, layers and positions a rank owns, and which tokens are live, is what the library says,
     the planner too: a fault in that is not found. If *thorough*, they are counted out one by one
     instead, at most 2**24 tokens, for the kinds of layers that this library has.
+
+    Two consumer ranks that keep anything in the same bytes are refused, unless ranks have their
+    *own_addresses*, as processes have, so that equal ones are different bytes.
     """
     instance("plan", plan, TransferPlan)
     kind = Counted if flag("thorough", thorough) else Owners
@@ -61,6 +66,8 @@ def verify(
         "consumer": kind(plan.consumer),
     }
     _check_given(plan, producers, consumers, request, owners)
+    if not flag("own_addresses", own_addresses):
+        check_ranks_apart("consumers", consumers)
     given = None if descriptors is None else _given(plan, descriptors)
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
     senders = {

@@ -478,10 +478,11 @@ STATE = kvspec.MambaSpec.mamba2(
 def test_a_missing_byte_of_a_state_is_named(part: str, unit: int, row_: int, told: str) -> None:
     """States are told by the model's channel or head, and the row of the state."""
     plan = kvspec.plan_transfer(engine(1, "LBHNC", STATE), engine(2, "LBNHC", STATE))
-    ours, theirs = (
-        {r: kvspec.allocate(side, r, 3)[0] for r in side.parallel.ranks}
+    held = [
+        {r: kvspec.allocate(side, r, 3) for r in side.parallel.ranks}
         for side in (plan.producer, plan.consumer)
-    )
+    ]
+    ours, theirs = ({rank: cache for rank, (cache, _) in side.items()} for side in held)
     request = builders.request(9, (2,), (1,))
     rank = RankId(tp=1 if part != "conv_b" else 0)
     first = theirs[rank].region("b", part)
@@ -749,3 +750,50 @@ def test_a_cache_under_another_rank_is_refused() -> None:
     with pytest.raises(kvspec.SpecError) as caught:
         verify(PLAN, PRODUCERS, swapped, REQUEST)
     assert "consumers[tp0]='tp1': wanted the cache of that rank" == str(caught.value)
+
+
+TWO = builders.engine(builders.gqa(4, block_size=4), tp=2)
+BUFFER = np.zeros(1 << 16, np.uint8)
+
+
+def beside(first: int, second: int, step: int) -> dict[RankId, kvspec.RankCache]:
+    """Return two ranks' caches in one buffer, from these bytes on, a page every *step* bytes."""
+    found = {}
+    for rank, start in ((RankId(tp=0), first), (RankId(tp=1), second)):
+        shape, strides = (6, 2, 4, 16), (step, 64, 16, 1)
+        pages = np.lib.stride_tricks.as_strided(BUFFER[start:], shape, strides)
+        found[rank] = kvspec.RankCache.from_tensors(TWO, rank, {"l": pages}, "BHNC")
+    return found
+
+
+def judged(consumers: dict[RankId, kvspec.RankCache], **given: Any) -> object:
+    """Return what `verify` says of the library's own descriptors to these ranks."""
+    plan = kvspec.plan_transfer(builders.engine(builders.gqa(4, block_size=4)), TWO)
+    cache, storage = kvspec.allocate(plan.producer, RankId(), 6)
+    request = builders.request(9, [3, 0, 2], [1, 5, 4])
+    found = verify(plan, {RankId(): cache}, consumers, request, **given)
+    assert storage
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0), (0, 128), (127, 0), (0, 5 * 256), (0, 5 * 256 + 127)]
+)
+def test_consumer_ranks_that_share_bytes_are_refused_by_name(first: int, second: int) -> None:
+    """One writes over the other: the same tensors given twice, or storage that was let go."""
+    step = 256 if abs(second - first) > 128 else 128
+    with pytest.raises(kvspec.SpecError) as caught:
+        judged(beside(first, second, step))
+    assert "consumers[tp1]='l." in str(caught.value)
+    assert " where tp0 has l." in str(caught.value)
+    assert None is judged(beside(first, second, step), own_addresses=True)
+
+
+def test_consumer_ranks_side_by_side_in_one_memory_are_right() -> None:
+    """Pages of two ranks by turns, or one rank after the other; and caches on paper."""
+    assert None is judged(beside(0, 128, 256))
+    assert None is judged(beside(0, 6 * 128, 128))
+    paper = {rank: kvspec.lay_out(TWO, rank, 6) for rank in TWO.parallel.ranks}
+    assert None is judged(paper)
+    with pytest.raises(kvspec.SpecError, match="own_addresses=1: wanted True or False"):
+        judged(paper, own_addresses=1)

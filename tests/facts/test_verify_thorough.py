@@ -33,10 +33,11 @@ def check(
 ) -> kvspec.CounterExample | None:
     """Return what `verify` finds in the library's own descriptors."""
     plan = kvspec.plan_transfer(producer, consumer)
-    caches = [
-        {rank: kvspec.allocate(side, rank, 2 * NUM_TOKENS)[0] for rank in side.parallel.ranks}
+    held = [
+        {rank: kvspec.allocate(side, rank, 2 * NUM_TOKENS) for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
+    caches = [{rank: cache for rank, (cache, _) in side.items()} for side in held]
     request = builders.request(
         NUM_TOKENS,
         {group.name: range(NUM_TOKENS) for group in producer.groups},

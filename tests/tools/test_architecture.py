@@ -39,7 +39,7 @@ FOLDERS = (
         ),
     ),
     ("traffic", ". loads flows traffic"),
-    ("check", "counting owners counterexample coverage places checker exhaustive verify ."),
+    ("check", "counting owners counterexample coverage places checker apart exhaustive verify ."),
     ("", "reference"),
     (
         "protocol",
