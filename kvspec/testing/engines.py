@@ -7,6 +7,7 @@ sizes, kernels' blocks, padding, layouts and draft layers are each engine's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import permutations
 
 import attrs
@@ -19,7 +20,7 @@ from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import rank_units
 from kvspec.testing.formats import X_BYTES
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import Shape, explicit_deals, is_state, parallels, shapes
+from kvspec.testing.parallels import Shape, explicit_deals, is_state, parallels, sample, shapes
 
 NAMED_LAYOUTS = tuple(
     "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
@@ -46,14 +47,17 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     ragged = "H" * any(len({part.units for part in parts}) > 1 for parts in pages)
     ragged += "N" * any(len({part.states for part in parts}) > 1 for parts in pages)
     rows = {part.states for part in spec.parts}
+    return _fitting(ragged, ("H" + "N" * (len(rows) > 1)) * bool(spec.layers))
+
+
+@lru_cache
+def _fitting(ragged: str, inner: str) -> st.SearchStrategy[str]:
+    """Draw a layout: *ragged* letters stand inside of its parts, *inner* ones of its layers."""
 
     def fits(name: str) -> bool:
         apart = min(max(map(name.index, "LB")), name.find("K") % len(name))
-        if spec.layers and name.index("L") > name.index("H"):
-            return False
-        if spec.layers and len(rows) > 1 and name.index("L") > name.index("N"):
-            return False
-        return all(apart < name.index(letter) for letter in ragged)
+        inside = all(apart < name.index(letter) for letter in ragged)
+        return inside and all(name.index("L") < name.index(letter) for letter in inner)
 
     return _ANY.filter(fits)
 
@@ -91,9 +95,9 @@ def engines(
     for group in model:
         name = draw(layouts(group.spec)) if group is not model[0] else layout
         may_pad = is_state(group.spec) or set(name[:2]) == {"L", "B"}
-        pad = draw(st.sampled_from((None, *range(6)))) if may_pad and draw(st.booleans()) else None
+        pad = draw(sample(None, *range(6))) if may_pad and draw(st.booleans()) else None
         spec = _padded(bare, group, pad)
-        spec = _formatted(spec, draw(st.sampled_from(_formats(spec, name))))
+        spec = _formatted(spec, draw(sample(*_formats(spec, name))))
         override = None if name == layout else name
         kernel = draw(_kernel_blocks(spec)) if pad is None else None
         own.append(attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel))
@@ -147,7 +151,7 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
     for group in model:
         layout = draw(names)
         spec = attrs.evolve(group.spec, page_size_padded=page)
-        spec = _formatted(spec, draw(st.sampled_from(_formats(spec, layout))))
+        spec = _formatted(spec, draw(sample(*_formats(spec, layout))))
         groups.append(attrs.evolve(group, spec=spec, layout=layout))
     return attrs.evolve(bare, groups=tuple(groups), null_block=draw(_NULLS))
 
@@ -159,12 +163,12 @@ def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     if any(part.name == "page" and part.states == 1 for part in spec.parts):
         return group
     if is_state(spec):
-        size = draw(st.sampled_from((1, 1, 2, 4, 8)))
+        size = draw(sample(1, 1, 2, 4, 8))
         return attrs.evolve(group, spec=attrs.evolve(spec, block_size=size))
     if shape.rows is None and draw(st.booleans()):
         return group
     row = max(part.tokens_per_state for part in spec.parts)
-    size = row * draw(st.sampled_from(shape.rows or (1, 2, 3, 4, 6, 8)))
+    size = row * draw(sample(*(shape.rows or (1, 2, 3, 4, 6, 8))))
     if isinstance(spec, UniformTypeKVCacheSpecs):
         each = {name: attrs.evolve(own, block_size=size) for name, own in spec.specs.items()}
         return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=each))
@@ -177,7 +181,8 @@ def _kernel_blocks(draw: st.DrawFn, spec: LayerSpec) -> int | None:
     if is_state(spec) or draw(st.integers(0, 2)):
         return None
     row, size = max(part.tokens_per_state for part in spec.parts), spec.block_size
-    return draw(st.sampled_from([d for d in range(row, size + 1, row) if size % d == 0]))
+    fits = [d for d in range(row, size + 1, row) if size % d == 0]
+    return draw(sample(*fits))
 
 
 def _padded(engine: EngineSpec, group: KVCacheGroup, pad: int | None) -> LayerSpec:

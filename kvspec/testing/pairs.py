@@ -23,7 +23,7 @@ from kvspec.specs import (
 from kvspec.testing.carve import rank_units
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import shapes
+from kvspec.testing.parallels import sample, shapes
 
 
 @st.composite
@@ -32,12 +32,12 @@ def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGro
 
     Of a group's shared layers only the last is excluded, so that something is left.
     """
-    sort = draw(st.sampled_from((None, None, None, None, "layer", "group", "last")))
+    sort = draw(sample(None, None, None, None, "layer", "group", "last"))
     if sort is None:
         return tuple(model)
     draft = f"draft.{draw(st.integers(0, 3))}"
     if sort == "group":
-        spec = draw(KINDS[draw(st.sampled_from(("full", "MLA", "short conv")))])
+        spec = draw(KINDS[draw(sample("full", "MLA", "short conv"))])
         group = KVCacheGroup(name="draft", layers=(draft,), spec=spec, excluded=(draft,))
         return tuple(draw(st.permutations((*model, group))))
     at = draw(st.integers(0, len(model) - 1))
@@ -56,7 +56,7 @@ def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup,
     found = []
     for group in model:
         spec: Any = group.spec
-        sort = draw(st.sampled_from((None, None, None, "all", "more")))
+        sort = draw(sample(None, None, None, "all", "more"))
         if sort == "more" and hasattr(spec, "extra_retained_tokens"):
             spec = attrs.evolve(spec, extra_retained_tokens=draw(st.integers(0, 5)))
         elif sort == "all" and type(spec) in _KEPT:
@@ -82,7 +82,7 @@ def _regrouped(
     """Give one engine groups of its own: in another order, under other names, or split in two."""
     found: list[KVCacheGroup] = []
     for group in model:
-        sort = draw(st.sampled_from((None, None, None, "name", "split", "split")))
+        sort = draw(sample(None, None, None, "name", "split", "split"))
         if sort is None:
             found.append(group)
         elif sort == "split" and len(group.layers) > 1 and not group.spec.layers:
@@ -104,7 +104,7 @@ def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
     spec: Any = group.spec
     if isinstance(spec, UniformTypeKVCacheSpecs) or not hasattr(spec, "total_num_kv_heads"):
         return group
-    few = draw(st.sampled_from((1, 1, 2, 3)))
+    few = draw(sample(1, 1, 2, 3))
     return attrs.evolve(group, spec=attrs.evolve(spec, total_num_kv_heads=few))
 
 
@@ -114,7 +114,7 @@ def engine_pairs(
 ) -> tuple[EngineSpec, EngineSpec]:
     """Draw a producer and a consumer of one model; everything else may differ."""
     model = draw(groups(kinds))
-    largest *= draw(st.sampled_from((1, 1, 1, 1, 2)))
+    largest *= draw(sample(1, 1, 1, 1, 2))
     ours, theirs = draw(shapes())
     if ours.dealt:
         model = tuple(draw(_few_heads(group)) for group in model)

@@ -6,9 +6,10 @@ Everything drawn is legal: every layer has a stage, every unit an owner, and eve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import LayerSpec
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -74,6 +77,16 @@ def shapes() -> st.SearchStrategy[tuple[Shape, Shape]]:
     return _SHAPES
 
 
+def sample(*values: T) -> st.SearchStrategy[T]:
+    """Draw one of *values*: a strategy made once, since making one costs more than drawing."""
+    return _sample(*values)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _sample(*values: object) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
 def tp_sizes(largest: int = 16) -> st.SearchStrategy[int]:
     """Draw a TP size; powers of two and their neighbours alike."""
     return st.integers(1, largest)
@@ -123,7 +136,7 @@ def parallels(
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
     heads = {part.units for part in parts_of(groups) if part.per_token}
     shared = [size for size in range(2, most + 1) if all(size % each == 0 for each in heads)]
-    tp_size = draw(st.sampled_from(shared or [1]) if dealt else tp_sizes(most))
+    tp_size = draw(sample(*(shared or [1])) if dealt else tp_sizes(most))
     deals: dict[int, tuple[range, ...]] = {}
     if draw(st.integers(0, 3)) == 0:
         deal_in: dict[int, int] = {}
@@ -185,7 +198,7 @@ def _with_contexts(
                     bare,
                     pcp_size=pcp_size,
                     dcp_size=1 if shift else dcp_size,
-                    interleave_size=draw(st.sampled_from(fits[-3:])),
+                    interleave_size=draw(sample(*fits[-3:])),
                     context_ranks=rows if shift else None,
                 )
                 EngineSpec(groups=tuple(groups), parallel=each)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import attrs
 import numpy as np
@@ -17,7 +18,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
 from kvspec.specs import CrossAttentionSpec, LayerSpec
-from kvspec.testing.parallels import is_state, parts_of
+from kvspec.testing.parallels import is_state, parts_of, sample
 from kvspec.testing.positions import cached_in, context_of, excluded_layers, live_positions
 
 
@@ -52,6 +53,12 @@ def _read(group: KVCacheGroup, layer: str, reader: EngineSpec | None) -> LayerSp
     return group.spec.of_layer(layer)
 
 
+@lru_cache(maxsize=4096)
+def _around(*values: int, most: int, least: int = 0) -> st.SearchStrategy[int]:
+    """Draw one of *values*, or any number from *least* to *most*."""
+    return sample(*values) | st.integers(least, most)
+
+
 @st.composite
 def _table(
     draw: st.DrawFn,
@@ -69,16 +76,16 @@ def _table(
     length, wanted = length_of(group, request), needed(group, request, reader)
     if is_state(group.spec):  # its slot, or blocks of which one has the last token
         size, last = group.spec.block_size, max(length - 1, 0) // group.spec.block_size
-        first = draw(st.sampled_from((0, 0, last // 2, last)))
+        first = draw(sample(0, 0, last // 2, last))
         several = (last - first + 1, last - first + 2)
-        count = draw(st.sampled_from((1, 1, *several) if first in (0, last) else several))
+        count = draw(sample(*((1, 1, *several) if first in (0, last) else several)))
     else:
         latest = (wanted.start if wanted else length) // size
-        first = draw(st.sampled_from((0, latest)) | st.integers(0, latest))
+        first = draw(_around(0, latest, most=latest))
         end = -(-length // size) if wanted or draw(st.booleans()) else first
-        count = max(end - first, 0) + draw(st.sampled_from((0, 0, 1, 2)))
+        count = max(end - first, 0) + draw(sample(0, 0, 1, 2))
     pool = max(1, count + draw(st.integers(0, 4)))
-    order = draw(st.sampled_from(("ascending", "shuffled", "descending")))
+    order = draw(sample("ascending", "shuffled", "descending"))
     start = draw(st.integers(0, pool - count))
     ids = list(range(start, start + count))
     if order == "shuffled":
@@ -87,7 +94,7 @@ def _table(
         ids.reverse()
     null = engine.null_block
     if null is None:
-        null = draw(st.sampled_from((None, None, -1, 0)))
+        null = draw(sample(None, None, -1, 0))
         ids, pool = [each + (null == 0) for each in ids], pool + (null == 0)
     else:
         ids, pool = [each + (each >= null) for each in ids], max(pool, null) + 1
@@ -143,10 +150,10 @@ def of_one_pool(
 @st.composite
 def _lengths(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> int:
     """Draw a prompt length: none, one token, whole blocks, one more or less, or anything."""
-    size = draw(st.sampled_from([group.spec.block_size for group in model]))
+    size = draw(sample(*(group.spec.block_size for group in model)))
     blocks, offset = (
-        draw(st.sampled_from((2, 1, 3, 4, 0))),
-        draw(st.sampled_from((0, 1, -1)) | st.integers(1, 16)),
+        draw(sample(2, 1, 3, 4, 0)),
+        draw(_around(0, 1, -1, least=1, most=16)),
     )
     return min(max(0, blocks * size + offset), 56)
 
@@ -161,13 +168,13 @@ def _cached(
     """
     tokens = bare.num_tokens
     if draw(st.booleans()) and all(p.tokens_per_state <= 1 for p in parts_of(model)):
-        amount = draw(st.sampled_from((0, 0, 1, tokens, tokens + 3)) | st.integers(0, tokens))
+        amount = draw(_around(0, 0, 1, tokens, tokens + 3, most=tokens))
         return attrs.evolve(bare, cached_tokens=amount)
     found = {}
     for group in model:
         length = length_of(group, bare)
         row = max(1, *(part.tokens_per_state for part in parts_of([group])))
-        some = draw(st.sampled_from((0, 0, 1, length, length + 3)) | st.integers(0, length))
+        some = draw(_around(0, 0, 1, length, length + 3, most=length))
         found[group.name] = some if some >= length else some // row * row
     return attrs.evolve(bare, cached_tokens=found)
 
@@ -185,8 +192,8 @@ def requests(
     bare = TransferRequest(
         request_id="request",
         num_tokens=tokens,
-        encoder_tokens=draw(st.sampled_from((0, 1, 5, 17, tokens))) if cross else None,
-        state_tokens=draw(st.sampled_from((None, tokens))),
+        encoder_tokens=draw(sample(0, 1, 5, 17, tokens)) if cross else None,
+        state_tokens=draw(sample(None, tokens)),
         producer_blocks={},
         consumer_blocks={},
     )
