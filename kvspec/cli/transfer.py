@@ -36,7 +36,18 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.nixl.agent import package_names
 from kvspec.plan.explain import sizes
-from kvspec.run import STAGES, Job, Moved, Report, check_job, run_transfer
+from kvspec.run import (
+    LAUNCHERS,
+    STAGES,
+    GoneError,
+    Job,
+    Moved,
+    Place,
+    Report,
+    check_job,
+    run_launched,
+    run_transfer,
+)
 from kvspec.run.job import Mode
 from kvspec.words import counted, nbytes
 
@@ -75,6 +86,11 @@ def transfer(
         "--tamper",
         help="Change one byte before the comparison, to see it found (exit status 1).",
     ),
+    launcher: str = of_run(
+        "",
+        metavar="|".join(LAUNCHERS),
+        help="Be one rank of a run that this launcher started, on one machine or several.",
+    ),
     as_json: bool = AS_JSON,
 ) -> None:
     """Move a model's KV cache between two engines over NIXL, and compare every byte.
@@ -106,11 +122,15 @@ def transfer(
         if not any(map(find_spec, names)):
             wanted = "an installed nixl: pip install 'kvspec[nixl]'"
             raise SpecError("nixl", " or ".join(names), wanted)
-        check_job(job)
+        place = Place.of(launcher, job) if launcher else None
+        if place is None:
+            check_job(job)
         console = output()
-        if not as_json:
+        if not as_json and (place is None or place.number == 0):
             _show_job(console, model, job)
-        report = _run(job)
+        report = _run(job, place)
+    if report is None:
+        return
     if as_json:
         print_json({"model": model, **report.as_dict()})
     else:
@@ -118,7 +138,13 @@ def transfer(
     raise typer.Exit(0 if report.ok else WRONG)
 
 
-def _run(job: Job) -> Report:
+def _run(job: Job, place: Place | None) -> Report | None:
+    if place is not None:
+        try:
+            return run_launched(job, place)
+        except GoneError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(WRONG) from None
     with progress_bar() as bar:
         task = bar.add_task(STAGES[0], total=len(list(job.ranks())))
 

@@ -6,17 +6,22 @@ consumer compared with the byte oracle. `kvspec transfer` prints what it reports
 
 from kvspec.run.conduct import check_job, run_transfer
 from kvspec.run.job import Job
+from kvspec.run.launched import LAUNCHERS, GoneError, Place, run_launched
 from kvspec.run.report import Compared, Failure, Moved, RankReport, Report
 from kvspec.run.worker import STAGES
 
 __all__ = [
+    "LAUNCHERS",
     "STAGES",
     "Compared",
     "Failure",
+    "GoneError",
     "Job",
     "Moved",
+    "Place",
     "RankReport",
     "Report",
     "check_job",
+    "run_launched",
     "run_transfer",
 ]

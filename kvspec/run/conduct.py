@@ -24,9 +24,9 @@ from typing import Any
 import attrs
 
 from kvspec.ownership.parallel import RankId
-from kvspec.run.job import SIDES, Job, Side
+from kvspec.run.job import Job, Side
 from kvspec.run.limits import check_device, check_memory
-from kvspec.run.report import Failure, RankReport, Report
+from kvspec.run.report import DIED, Failure, Report
 from kvspec.run.worker import ENDING, FAILED, STAGES, Introduction, run_rank
 
 Progress = Callable[[str, int, int], None]
@@ -34,7 +34,6 @@ Progress = Callable[[str, int, int], None]
 
 GRACE = 0.3  # seconds in which others that fail at the same time are still heard
 LEAVE = 5.0  # seconds that a rank may take to close its agent
-DIED = "its process died"
 LOG_TAIL = 3  # lines of a dead rank's output that are told
 
 
@@ -94,16 +93,7 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
     ):
         lead = _Lead(job, members, deadline, progress or (lambda *_: None))
         answers = lead.through(seconds)
-    ranks = tuple(each for each in answers if isinstance(each, RankReport))
-    failures = (each for each in answers if isinstance(each, Failure))
-    done = {side: sum(e.finished for e in ranks if e.side == side) for side in SIDES}
-    return Report(
-        ranks=ranks,
-        failures=tuple(sorted(failures, key=lambda each: DIED not in each.why)),
-        stages=seconds,
-        sending=(done["producer"], job.plan.finished_sending_count * job.requests),
-        receiving=(done["consumer"], job.plan.finished_recving_count * job.requests),
-    )
+    return Report.of(job, answers, seconds)
 
 
 @attrs.frozen

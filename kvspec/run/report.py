@@ -6,13 +6,15 @@ is exactly what the plan says. Whatever is not known is not right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
 
 from kvspec.ownership.parallel import RankId
-from kvspec.run.job import Side
+from kvspec.run.job import SIDES, Job, Side
+
+DIED = "its process died"
 
 
 @attrs.frozen(kw_only=True)
@@ -86,6 +88,21 @@ class Report:
     stages: dict[str, float]
     sending: tuple[int, int]
     receiving: tuple[int, int]
+
+    @staticmethod
+    def of(job: Job, answers: Iterable[object], seconds: dict[str, float]) -> Report:
+        """Return what the *answers*, a `RankReport` or a `Failure` each, say of *job*."""
+        told = tuple(answers)
+        ranks = tuple(each for each in told if isinstance(each, RankReport))
+        failures = (each for each in told if isinstance(each, Failure))
+        done = {side: sum(e.finished for e in ranks if e.side == side) for side in SIDES}
+        return Report(
+            ranks=ranks,
+            failures=tuple(sorted(failures, key=lambda each: DIED not in each.why)),
+            stages=seconds,
+            sending=(done["producer"], job.plan.finished_sending_count * job.requests),
+            receiving=(done["consumer"], job.plan.finished_recving_count * job.requests),
+        )
 
     @property
     def moved(self) -> tuple[Moved, ...]:

@@ -81,7 +81,7 @@ def run_rank(
     stage = STAGES[0]
     try:
         # The deadline: in time to tell the parent what is missing, before it gives up.
-        own = _Rank(job, side, rank, device, deadline - min(1.0, job.timeout / 10))
+        own = RankRun(job, side, rank, device, deadline - min(1.0, job.timeout / 10))
         with closing(own.stages()) as stages:
             answer: Any = None
             for stage in STAGES:
@@ -91,16 +91,14 @@ def run_rank(
         return  # the parent is gone
     except Exception as error:  # noqa: BLE001 - the parent reports it, whatever it is
         with suppress(OSError):
-            parent.send((FAILED, (stage, _words(error))))
+            parent.send((FAILED, (stage, words_of(error))))
 
 
 def _prepare(device: str, log: Path | None) -> None:
     """End with the parent; libraries quiet, and UCX on this machine, unless the user said else."""
     ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    if device == "cpu":
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    let_through(device, lo=True)
     if log is None:
         os.dup2(2, 1)
         return
@@ -109,7 +107,15 @@ def _prepare(device: str, log: Path | None) -> None:
     os.dup2(target, 2)
 
 
-def _words(error: Exception) -> str:
+def let_through(device: str, *, lo: bool) -> None:
+    """Keep UCX quiet, and, of ranks on one machine (*lo*), off the network."""
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    if device == "cpu" and lo:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def words_of(error: Exception) -> str:
+    """Return an error as a report tells it."""
     if isinstance(error, KVSpecError):
         return str(error)
     *_, frame = traceback.extract_tb(error.__traceback__)
@@ -117,7 +123,7 @@ def _words(error: Exception) -> str:
 
 
 @attrs.define(eq=False, slots=False)
-class _Rank:
+class RankRun:
     """One rank, from its memory to its report."""
 
     job: Job
@@ -125,6 +131,7 @@ class _Rank:
     rank: RankId
     device: str
     deadline: float
+    secret: bytes = b""
 
     def __attrs_post_init__(self) -> None:
         other = "producer" if self.side == "consumer" else "consumer"
@@ -139,8 +146,8 @@ class _Rank:
         """Go through every stage; yield what comes of it, and take what the parent answers."""
         engine, blocks = self.job.engine(self.side), self.job.num_blocks(self.side)
         cache, storage = allocate(engine, self.rank, blocks, self.device)
-        name = f"{self.side}-{self.rank}-"  # no secret: the parent's pipes introduce the ranks
-        with NixlRank(prefix=name, secret=b"", polled=self.active) as agent:
+        name = f"{self.side}-{self.rank}-"  # no secret where the parent's pipes introduce ranks
+        with NixlRank(prefix=name, secret=self.secret, polled=self.active) as agent:
             agent.register(cache.memory, owner=storage)
             introductions = yield Introduction(self.side, self.rank, agent.metadata(), cache)
             before = self.contents.before({name: len(flat) for name, flat in storage.items()})

@@ -74,7 +74,7 @@ FOLDERS = (
         ),
     ),
     ("adapters.sglang", "ranks pools engine tensors tables ."),
-    ("run", "limits job report contents notices worker conduct ."),
+    ("run", "limits job report contents notices worker launched conduct ."),
     ("cli", ". options simulate slices transfer verify app __main__"),
 )
 """Folders and the files in each, from bottom to top; ``.`` is the folder's own ``__init__``."""
