@@ -12,7 +12,7 @@ import vllm_like as like
 from vllm_serving import BLOCKS, Engine, Request, installed, until
 
 import kvspec
-from kvspec.adapters.vllm.scheduling import Remote, Requests, loses_a_token
+from kvspec.adapters.vllm.scheduling import RemotePrompt, Requests, loses_a_token
 
 pytestmark = pytest.mark.nixl
 
@@ -152,7 +152,7 @@ def held() -> dict[str, Any]:
     """Return what a producer says of a request."""
     tables = {"group0": kvspec.BlockTable([1, 2]), "group1": kvspec.BlockTable([3], first_token=4)}
     remote_id = kvspec_remote_id()
-    return Remote(
+    return RemotePrompt(
         engine_id="p",
         addresses=("127.0.0.1:9",),
         remote_id=remote_id,
@@ -186,7 +186,7 @@ def test_what_no_producer_said_is_computed_here(name: str, value: object) -> Non
 def test_what_a_router_passes_on_is_what_was_said() -> None:
     """Parameters are read back as they were written."""
     params = held()
-    assert params == Remote.of(params).params()
+    assert params == RemotePrompt.of(params).params()
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])

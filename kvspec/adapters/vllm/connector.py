@@ -16,7 +16,7 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kvspec.adapters.vllm.scheduling import Requests, Served, Step
+from kvspec.adapters.vllm.scheduling import EngineStep, Requests, Served
 from kvspec.adapters.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Connector:
         """Return what the scheduler has to know."""
         return self._worker.served
 
-    def bind_connector_metadata(self, connector_metadata: Step) -> None:
+    def bind_connector_metadata(self, connector_metadata: EngineStep) -> None:
         """Hold what the scheduler says, before this step computes anything."""
         self._connector_metadata = connector_metadata
         self._worker.hold(connector_metadata)
@@ -106,7 +106,7 @@ class Connector:
         """Fetch the request, or release it."""
         self._requests.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Step:  # noqa: ANN401, ARG002
+    def build_connector_meta(self, scheduler_output: Any) -> EngineStep:  # noqa: ANN401, ARG002
         """Return what the workers shall do."""
         return self._requests.step()
 

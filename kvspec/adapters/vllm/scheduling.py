@@ -40,7 +40,7 @@ class Served:
 
 
 @attrs.frozen(kw_only=True)
-class Remote:
+class RemotePrompt:
     """A request that a producer holds, as its `kv_transfer_params` say.
 
     *engine_id*: the producer's name; *addresses*: of its ranks' channels; *remote_id*: what all
@@ -68,7 +68,7 @@ class Remote:
         }
 
     @staticmethod
-    def of(params: Mapping[str, Any]) -> Remote:
+    def of(params: Mapping[str, Any]) -> RemotePrompt:
         """Return what *params* say; raise `SpecError` for what no producer said."""
         addresses = sequence("remote_addresses", params.get("remote_addresses"), _ADDRESSES)
         if not addresses or not all(isinstance(address, str) for address in addresses):
@@ -81,7 +81,7 @@ class Remote:
             if len(pair) != 2:  # noqa: PLR2004 - as `params` writes it
                 raise SpecError(f"{field}[{group!r}]", pair, "the first token, and ids")
             tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
-        return Remote(
+        return RemotePrompt(
             engine_id=is_name("remote_engine_id", params.get("remote_engine_id")),
             addresses=addresses,
             remote_id=str(remote_id),
@@ -98,14 +98,14 @@ class Fetch:
     """
 
     request_id: str
-    remote: Remote
+    remote: RemotePrompt
     block_ids: tuple[tuple[int, ...], ...]
     num_tokens: int
     cached_tokens: int
 
 
 @attrs.frozen(kw_only=True)
-class Step:
+class EngineStep:
     """What the scheduler tells the workers: vLLM's connector metadata.
 
     *held*: remote ids of requests that peers may read; *released*: what is not read after all.
@@ -113,7 +113,7 @@ class Step:
 
     held: tuple[str, ...] = ()
     fetched: tuple[Fetch, ...] = ()
-    released: tuple[Remote, ...] = ()
+    released: tuple[RemotePrompt, ...] = ()
 
 
 class Requests:
@@ -125,15 +125,15 @@ class Requests:
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - vLLM's class, not imported
         self.config = config
         self.ranks: tuple[Served, ...] = ()
-        self._remotes: dict[str, Remote] = {}
-        self._next = Step()
+        self._remotes: dict[str, RemotePrompt] = {}
+        self._next = EngineStep()
 
     def arrive(self, request: Any) -> None:  # noqa: ANN401
         """Take a new request: note who holds it, or stop it one token early."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             try:
-                self._remotes[request.request_id] = Remote.of(params)
+                self._remotes[request.request_id] = RemotePrompt.of(params)
             except SpecError as error:
                 log.warning("%s is computed here: %s", request.request_id, error)
         elif params.get("do_remote_decode") and loses_a_token(self.config, request.num_tokens):
@@ -182,14 +182,14 @@ class Requests:
         self._next = attrs.evolve(self._next, held=(*self._next.held, held.remote_id))
         return True, held.params()
 
-    def _release(self, remote: Remote) -> None:
+    def _release(self, remote: RemotePrompt) -> None:
         self._next = attrs.evolve(self._next, released=(*self._next.released, remote))
 
-    def _hold(self, request: Any, block_ids: Any) -> Remote:  # noqa: ANN401
+    def _hold(self, request: Any, block_ids: Any) -> RemotePrompt:  # noqa: ANN401
         if not self.ranks:
             raise SpecError("kv_caches", None, "caches that all workers have registered")
         engine, computed = self.ranks[0].engine, request.num_computed_tokens
-        return Remote(
+        return RemotePrompt(
             engine_id=self.ranks[0].engine_id,
             addresses=tuple(rank.address for rank in self.ranks),
             remote_id=new_remote_id(request.request_id),
@@ -197,9 +197,9 @@ class Requests:
             tables=block_tables(engine, self.config, block_ids, computed),
         )
 
-    def step(self) -> Step:
+    def step(self) -> EngineStep:
         """Return what came up since the last step."""
-        step, self._next = self._next, Step()
+        step, self._next = self._next, EngineStep()
         return step
 
 
@@ -228,7 +228,7 @@ def loses_a_token(config: Any, num_tokens: int) -> bool:  # noqa: ANN401
     return False
 
 
-def _reach(request: Any, remote: Remote) -> int:  # noqa: ANN401
+def _reach(request: Any, remote: RemotePrompt) -> int:  # noqa: ANN401
     """Return before which token to stop fetching: vLLM computes the last one of a prompt itself."""
     return int(min(request.num_tokens - 1, remote.num_tokens))
 

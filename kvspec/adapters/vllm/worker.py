@@ -14,7 +14,7 @@ import attrs
 
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.arrays import zero
-from kvspec.adapters.vllm.scheduling import Fetch, Remote, Served, Step
+from kvspec.adapters.vllm.scheduling import EngineStep, Fetch, RemotePrompt, Served
 from kvspec.adapters.vllm.settings import from_vllm
 from kvspec.adapters.vllm.tables import block_tables
 from kvspec.adapters.vllm.tensors import rank_cache
@@ -79,7 +79,7 @@ class Worker:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-meet")
         self._met: dict[tuple[str, ...], Future[None]] = {}  # by addresses
         self._waiting: list[tuple[Fetch, Future[None]]] = []
-        self._releases: list[tuple[Remote, Future[None]]] = []
+        self._releases: list[tuple[RemotePrompt, Future[None]]] = []
         self._loads: dict[str, tuple[Fetch, SessionLoad]] = {}
 
     @property
@@ -115,12 +115,12 @@ class Worker:
         session, engine_id = self.session, self.session.me.engine_id
         return Served(engine=self._engine, engine_id=engine_id, address=session.channel.address)
 
-    def hold(self, step: Step) -> None:
+    def hold(self, step: EngineStep) -> None:
         """Hold what the scheduler promised to peers, before anything else: they may be reading."""
         for remote_id in step.held:
             self.session.ledger.expect(remote_id)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: EngineStep) -> None:
         """Fetch and release what the scheduler says."""
         self._waiting += ((fetch, self._meeting(fetch.remote)) for fetch in step.fetched)
         self._releases += ((remote, self._meeting(remote)) for remote in step.released)
@@ -149,7 +149,7 @@ class Worker:
             self._session.close()
             self._session.nixl.close()
 
-    def _meeting(self, remote: Remote) -> Future[None]:
+    def _meeting(self, remote: RemotePrompt) -> Future[None]:
         """Return when a producer is met, or was; one that could not be met is tried again."""
         known = self._met.get(remote.addresses)
         if known is None or (known.done() and known.exception() is not None):
@@ -189,7 +189,7 @@ class Worker:
             timeout=self._settings.timeout,
         )
 
-    def _release(self, remote: Remote, meeting: Future[None]) -> None:
+    def _release(self, remote: RemotePrompt, meeting: Future[None]) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
         if meeting.exception() is None:
             try:
