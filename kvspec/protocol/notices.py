@@ -21,9 +21,12 @@ NOTICES = {
     "grant": "answers a beat: nothing is freed for so many seconds",
     "valid": "answers a reader that is done: all that it read was still held",
     "gone": "answers either: the blocks are freed, or about to be; what was read is void",
+    "stop": "a reader wants no more of what is pushed to it; answered once nothing of it can move",
+    "pushed": "a producer has written all that it has for a reader, into its blocks",
+    "stopped": "a producer writes no more into a reader's blocks, and has not written all",
     "wrote": "a producer has written a layer of a group up to a token: so far it can be read",
 }
-"""Every kind of notice: the first two are a reader's, the others a producer's."""
+"""Every kind of notice: "beat", "done" and "stop" are a reader's, the others a producer's."""
 
 READERS = ("beat", "done")
 MAX_REQUEST = 1024

@@ -3,16 +3,19 @@
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.introduction import new_remote_id
 from kvspec.session.ledger import Ledger, Settled
-from kvspec.session.load import LoadState, SessionLoad
-from kvspec.session.session import Session, SessionLeftovers
+from kvspec.session.leftovers import SessionLeftovers
+from kvspec.session.load import LoadState, Progress, SessionLoad, SessionPush
+from kvspec.session.session import Session
 
 __all__ = [
     "Channel",
     "Ledger",
     "LoadState",
+    "Progress",
     "Session",
     "SessionLeftovers",
     "SessionLoad",
+    "SessionPush",
     "Settled",
     "TcpChannel",
     "new_remote_id",

@@ -6,10 +6,12 @@ it says it again.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from kvspec.errors import WireError
+from kvspec.errors import TransferError, WireError
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.seal import Secret
 from kvspec.protocol.wire import decode_notice, encode_notice
@@ -18,6 +20,7 @@ from kvspec.session.introduction import INTRODUCTION, Introduced
 
 NOTICE = b"kvspec-notice-1\n"
 QUESTION = b"kvspec-question-1\n"
+ASK_AGAIN, REST = 0.5, 1e-2  # seconds between questions, and between looks for an answer
 MAX_ROUTES = 1 << 16
 """Ranks of which is remembered where they were heard."""
 
@@ -73,19 +76,28 @@ class Control:
             except WireError as error:
                 self._note(str(error))
 
-    def ask(self, address: str) -> None:
-        """Ask who is at *address*; `answer` returns it, some time."""
-        self._asked.setdefault(address, None)
-        self._channel.send(address, self._secret.seal(QUESTION, b""))
-
-    def answer(self, address: str) -> bytes | None:
-        """Return the introduction that came from *address*, if it has."""
-        return self._asked.get(address)
-
-    def forget(self, addresses: Iterable[str]) -> None:
-        """Forget what was asked."""
-        for address in addresses:
-            self._asked.pop(address, None)
+    def fetch(
+        self, addresses: list[str], timeout: float, step: Callable[[], None], lock: threading.RLock
+    ) -> list[bytes]:
+        """Ask who is at each of *addresses*, and wait for the introductions."""
+        end, again = time.monotonic() + timeout, 0.0
+        self._asked = dict.fromkeys(addresses)
+        try:
+            while missing := [one for one, answer in self._asked.items() if answer is None]:
+                if time.monotonic() >= end:
+                    message = f"no introduction from {missing[0]} in {timeout} s: is it there, and"
+                    message += " of the same secret?"
+                    raise TransferError(message, rank=missing[0], state="timeout")
+                with lock:
+                    if time.monotonic() >= again:
+                        again = time.monotonic() + ASK_AGAIN
+                        for one in missing:
+                            self._channel.send(one, self._secret.seal(QUESTION, b""))
+                self._channel.wait(REST)
+                step()
+            return [answer for one in addresses if (answer := self._asked[one]) is not None]
+        finally:
+            self._asked = {}
 
     def _remember(self, party: Party, route: str) -> None:
         self._heard[party] = route

@@ -20,6 +20,7 @@ from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import carried
+from kvspec.protocol.order import Name
 from kvspec.session.remote import Remote
 
 LoadState = Literal["moving", "done", "failed"]
@@ -33,16 +34,17 @@ _STATES = {"not there in time": "timeout", "cancelled": "stopped"}
 class Flight:
     """What moves of a load over one lane, and the ledger's *steps* that it ends.
 
-    *told*: the ledger knows that it failed, although it may still write.
+    *transfer*: None where the producer writes. *told*: the ledger knows that it failed, although it
+    may still write.
     """
 
-    transfer: Transfer
+    transfer: Transfer | None
     steps: tuple[int, ...]
     told: bool = False
 
 
-class SessionLoad:
-    """What `Session.load` returns. Ask `poll` until it is not "moving", or `wait`.
+class Progress:
+    """What was asked of a session. Ask `poll` until it is not "moving", or `wait`.
 
     *request*, *remote_id*: what was asked for. *error*: None unless it failed, or is about to.
     """
@@ -53,26 +55,22 @@ class SessionLoad:
         remote_id: str,
         remote: Remote,
         step: Callable[[], None],
-        cancel: Callable[[str], None],
     ) -> None:
         self.request = request
         self.remote_id = remote_id
         self.remote = remote
         self.state: LoadState = "moving"
         self.error: TransferError | None = None
-        self.flights: dict[RankId, Flight] = {}
-        self.written = False  # whether any byte of it may have been
         self._step = step
-        self._cancel = cancel
 
     def __repr__(self) -> str:
-        return f"<SessionLoad {self.request.request_id!r}: {self.state}>"
+        return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
 
     def poll(self) -> LoadState:
-        """Move everything of the session on and return how this load stands; never raises.
+        """Move everything of the session on and return how this stands; never raises.
 
-        "done" and "failed" are for good: no byte of it moves any more. A load whose `error` is set
-        is "moving" for as long as something in flight may still write its blocks.
+        "done" and "failed" are for good: no byte of it moves any more. What has an `error` is
+        "moving" for as long as something in flight may still write.
         """
         self._step()
         return self.state
@@ -86,6 +84,56 @@ class SessionLoad:
         if self.error is not None:
             raise self.error
 
+    def fail(self, rank: RankId | None, why: str, state: str | None = None) -> None:
+        """Keep the first reason why it fails: at which *rank*, in which state of a transfer."""
+        if self.error is None:
+            carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
+            engine_id = self.remote.start[0]
+            self.error = TransferError(
+                f"{why}{carried}{self.advice}",
+                rank=engine_id if rank is None else f"{engine_id} {rank}",
+                request=self.request.request_id,
+                state=state or _STATES.get(why, "gone"),
+            )
+
+    way, advice = "to", ""
+
+    def _carried(self, rank: RankId) -> str:
+        """Say what moves between this rank and one other: groups, layers, units, tokens."""
+        table = self.remote.tables[rank]
+        told: list[str] = []
+        for edge in table.plan.between(table.producer.rank, table.consumer.rank):
+            wanted = self.request.wanted(edge.group, table.plan.consumer.group(edge.group).spec)
+            layers = f"layers {edge.layers[0]} to {edge.layers[-1]}"
+            tokens = f"tokens {wanted.start}..{wanted.stop - 1}"
+            told.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
+        return "; ".join(told)
+
+
+class SessionPush(Progress):
+    """What `Session.push` returns: one rank's part of a request, written to all that need it."""
+
+
+class SessionLoad(Progress):
+    """What `Session.load` returns: a request, from all ranks that hold it, as one thing."""
+
+    way, advice = "from", f"; {VOID}"
+    name: Name  # what its notices name it by
+
+    def __init__(
+        self,
+        request: TransferRequest,
+        remote_id: str,
+        remote: Remote,
+        step: Callable[[], None],
+        cancel: Callable[[str], None],
+    ) -> None:
+        super().__init__(request, remote_id, remote, step)
+        self.flights: dict[RankId, Flight] = {}
+        self.written = False  # whether any byte of it may have been
+        self.asked = 0.0  # when producers are asked again to stop
+        self._cancel = cancel
+
     def cancel(self) -> None:
         """Give it up: it fails as soon as nothing can write its blocks any more."""
         self._cancel(self.request.request_id)
@@ -96,7 +144,7 @@ class SessionLoad:
 
         Empty where it is done, and where it failed before anything was moved.
         """
-        moves = any(flight.transfer.handles for flight in self.flights.values())
+        moves = any(f.transfer is None or f.transfer.handles for f in self.flights.values())
         if self.error is None or not (self.written or moves):
             return {}
         return {group: ids for group, ids in _written(self.remote, self.request) if ids}
@@ -110,29 +158,6 @@ class SessionLoad:
         lanes = self.remote.tables.values()
         left = [table.untouched(self.request) for table in lanes]
         return np.concatenate([np.empty((0, 2), np.uint64), *left])
-
-    def fail(self, rank: RankId | None, why: str, state: str | None = None) -> None:
-        """Keep the first reason why it fails: at which *rank*, in which state of a transfer."""
-        if self.error is None:
-            carried = "" if rank is None else f"; from {rank}: {self._carried(rank)}"
-            state = state or _STATES.get(why, "gone")
-            self.error = TransferError(
-                f"{why}{carried}; {VOID}",
-                rank=self.remote.start[0] if rank is None else f"{self.remote.start[0]} {rank}",
-                request=self.request.request_id,
-                state=state,
-            )
-
-    def _carried(self, rank: RankId) -> str:
-        """Say what comes from one rank: groups, layers, units, tokens."""
-        plan, own = self.remote.plan, self.remote.tables[rank].consumer.rank
-        told = []
-        for edge in plan.between(rank, own):
-            wanted = self.request.wanted(edge.group, plan.consumer.group(edge.group).spec)
-            layers = f"layers {edge.layers[0]} to {edge.layers[-1]}"
-            tokens = f"tokens {wanted.start}..{wanted.stop - 1}"
-            told.append(f"group {edge.group}, {layers}, {', '.join(carried(edge))}, {tokens}")
-        return "; ".join(told)
 
 
 def _written(remote: Remote, request: TransferRequest) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -9,16 +9,30 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import attrs
 
+from kvspec.descriptors.request import TransferRequest
+from kvspec.engines.engine import EngineSpec
 from kvspec.errors import TransferError
-from kvspec.nixl import NixlRank
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl.order import Sides
+from kvspec.ownership.parallel import RankId
 from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.notices import Action, Closed, Failed, Notice, Ready, Refused, Release, Tell
+from kvspec.protocol.notices import (
+    Action,
+    Closed,
+    Failed,
+    Notice,
+    Party,
+    Ready,
+    Refused,
+    Release,
+    Tell,
+)
 from kvspec.protocol.order import ReadOrder
+from kvspec.protocol.pending import name_of
 from kvspec.session.introduction import key_of
 from kvspec.session.ledger import refusal
 from kvspec.session.load import Flight, SessionLoad
@@ -59,12 +73,27 @@ class Reading:
             **more,
         )
 
-    def begin(self, load: SessionLoad, timeout: float, **more: Any) -> None:  # noqa: ANN401
-        """Start *load*: everything is checked before anything is posted."""
+    def begin(
+        self,
+        load: SessionLoad,
+        timeout: float,
+        *,
+        pushed: bool,
+        **more: Any,  # noqa: ANN401
+    ) -> None:
+        """Start *load*: everything is checked before anything is posted.
+
+        *pushed*: the producers write, and each of them checks, and says when it has written.
+        """
         remote, request = load.remote, load.request
         order = self.order(remote, load.remote_id, request.request_id, **more)
-        sides = {rank: lane.sides(request) for rank, lane in remote.lanes.items()}
-        sides = {rank: one for rank, one in sides.items() if len(one[1][0])}
+        sides: dict[RankId, Sides | None] = {}
+        for rank, lane in remote.lanes.items():
+            if pushed:
+                if _wants(remote.plan.consumer, request):
+                    sides[rank] = None
+            elif len((one := lane.sides(request))[1][0]):
+                sides[rank] = one
         places = {
             rank: {
                 (edge.group, layer): 1
@@ -75,12 +104,13 @@ class Reading:
         }
         order = attrs.evolve(order, sources=places)
         self.book.check(order)
-        transfers = self.nixl.move(
-            "READ", sides.values(), request=request.request_id, timeout=timeout
+        reads = [one for one in sides.values() if one is not None]
+        transfers: Iterable[Transfer | None] = self.nixl.move(
+            "READ", reads, request=request.request_id, timeout=timeout
         )
-        self.loads[request.request_id] = load
+        load.name, self.loads[request.request_id] = order.name, load
         self.do(self.book.expect(order, self.now(), timeout))
-        for rank, transfer in zip(sides, transfers, strict=True):
+        for rank, transfer in zip(sides, [None] * len(sides) if pushed else transfers, strict=True):
             groups = dict.fromkeys(group for group, _ in places[rank])
             steps = tuple(self.book.start(request.request_id, rank, group) for group in groups)
             load.flights[rank] = Flight(transfer, steps)
@@ -91,32 +121,74 @@ class Reading:
         end = time.monotonic() + TURN
         for place in range(len(flying)):
             load, rank = flying[(self._turn + place) % len(flying)]
-            self._settle(load, rank, load.flights[rank])
+            flight = load.flights[rank]
+            if flight.transfer is not None:
+                self._settle(load, rank, flight, flight.transfer)
+            elif load.error is not None and self.now() >= load.asked:
+                self._stop(load)
             if time.monotonic() >= end:
                 self._turn += place + 1
                 break
 
-    def _settle(self, load: SessionLoad, rank: Any, flight: Flight) -> None:  # noqa: ANN401
+    def heard(self, notice: Notice) -> None:
+        """Take from a producer that it writes no more: it has written all, or has given up."""
+        rank = notice.by.rank
+        for load in self.loads.values():
+            if load.name == name_of(notice) and rank in load.flights and notice.to == self.book.me:
+                if notice.kind == "stopped":
+                    load.fail(rank, f"{notice.by} gave up writing", "stopped")
+                if load.flights[rank].transfer is None:
+                    self._end(load, rank, "" if notice.kind == "pushed" else "not all was written")
+                return
+        self.note(f"{notice.kind} of {notice.by}: nothing that it pushes is waited for")
+
+    def gone(self, engine_id: str, epoch: int | None = None) -> None:
+        """Take that all starts of an engine but *epoch* are no more: they write nothing."""
+        for load in list(self.loads.values()):
+            name, start = load.remote.start
+            if name == engine_id and start != epoch:
+                for rank in [r for r, flight in load.flights.items() if flight.transfer is None]:
+                    self._end(load, rank, f"{engine_id} is gone")
+
+    def _stop(self, load: SessionLoad) -> None:
+        """Ask the producers that push to stop, again and again until they answer."""
+        load.asked = self.now() + self.book.beat
+        key, attempt, sample, engine_id, epoch = load.name
+        for rank in load.flights:
+            to = Party(engine_id, epoch, rank)
+            self.tell(
+                Notice(kind="stop", key=key, by=self.book.me, to=to, attempt=attempt, sample=sample)
+            )
+
+    def _settle(self, load: SessionLoad, rank: RankId, flight: Flight, transfer: Transfer) -> None:
         """Tell the ledger what became of one transfer, once nothing of it can move."""
-        transfer, end = flight.transfer, self.book.finish
+        why = ""
         try:
             if transfer.poll() == "PROC":
                 return
         except TransferError as error:
-            load.fail(rank, error.message, error.state)
+            why = error.message
+            load.fail(rank, why, error.state)
             load.remote.lost |= error.state in LOST
             if not transfer.over:
                 if not flight.told:
                     flight.told = True
-                    self.do(self.book.fail(flight.steps[0], error.message, self.now(), quiet=False))
+                    self.do(self.book.fail(flight.steps[0], why, self.now(), quiet=False))
                 return
             with contextlib.suppress(TransferError):  # of a rank that is closed
                 transfer.free()
-            end = partial(self.book.fail, why=error.message)
         load.written |= transfer.handles > 0
-        del load.flights[rank]
+        self._end(load, rank, why)
+
+    def _end(self, load: SessionLoad, rank: RankId, why: str) -> None:
+        """Tell the ledger that nothing comes from one rank any more: all is there, or *why* not."""
+        flight = load.flights.pop(rank)
+        load.written |= flight.transfer is None
         for step in flight.steps:
-            self.do(end(step, now=self.now()))
+            if why:
+                self.do(self.book.fail(step, why, self.now()))
+            else:
+                self.do(self.book.finish(step, self.now()))
 
     def do(self, actions: Iterable[Action]) -> None:
         """Do what the ledger wants."""
@@ -135,8 +207,15 @@ class Reading:
             load.fail(None, action.why)
             for flight in load.flights.values():
                 with contextlib.suppress(TransferError):
-                    flight.transfer.stop("its load has failed", "stopped")
+                    if flight.transfer is not None:
+                        flight.transfer.stop("its load has failed", "stopped")
         elif isinstance(action, Release):
             load.state = "failed"
         elif isinstance(action, Closed):
             del self.loads[load.request.request_id]
+
+
+def _wants(engine: EngineSpec, request: TransferRequest) -> bool:
+    """Return whether anything of *request* has to move."""
+    groups = engine.groups
+    return any(request.wanted(group.name, spec) for group in groups for spec, _ in group.alike)

@@ -6,7 +6,6 @@ and is whole; what ended is never written again. A session never waits, but wher
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import Self
 import attrs
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import TransferError
 from kvspec.inputs import instance, seconds, sequence
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
@@ -25,34 +23,19 @@ from kvspec.ownership.election import Election, Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.notices import READERS, Party
+from kvspec.protocol.notices import READERS, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
-from kvspec.session.load import SessionLoad
+from kvspec.session.leftovers import SessionLeftovers
+from kvspec.session.load import SessionLoad, SessionPush
+from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
 from kvspec.session.remote import Remotes, judged
 
 BUSY, IDLE = 5e-4, 1e-2  # seconds that a background thread rests while bytes move, and else
-ASK_AGAIN = 0.5  # seconds
-
-
-@attrs.frozen
-class SessionLeftovers:
-    """What a session holds: all zero once everything came to its end and it is closed.
-
-    *loads* of which anything is still said, *steps* that may still write, requests *held* for
-    readers, and *remembered*; *engines* that were met, and starts whose lanes are still *leaving*.
-    """
-
-    loads: int = 0
-    steps: int = 0
-    held: int = 0
-    remembered: int = 0
-    engines: int = 0
-    leaving: int = 0
 
 
 class Session:
@@ -110,7 +93,7 @@ class Session:
         tell = self._control.tell
         self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign)
         self._reading = Reading(reader, nixl, clock, tell, foreign.append)
-        self._book = book
+        self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes = Remotes(nixl)
         self._releases = itertools.count()
         self._ended = threading.Event()
@@ -137,26 +120,11 @@ class Session:
 
         Waits at most *timeout* seconds; then `TransferError` "timeout" names who did not answer.
         """
-        asked = sequence("addresses", addresses, "addresses of channels")
-        end, again = time.monotonic() + seconds("timeout", timeout), 0.0
-        with self._meeting, contextlib.ExitStack() as stack:
-            stack.callback(self._control.forget, asked)
-            while True:
-                self.poll()
-                came = [self._control.answer(instance("addresses", one, str)) for one in asked]
-                missing = [one for one, answer in zip(asked, came, strict=True) if answer is None]
-                if not missing:
-                    return [answer for answer in came if answer is not None]
-                if time.monotonic() >= end:
-                    message = f"no introduction from {missing[0]} in {timeout} s: is it there, and"
-                    message += " of the same secret?"
-                    raise TransferError(message, rank=missing[0], state="timeout")
-                if time.monotonic() >= again:
-                    again = time.monotonic() + ASK_AGAIN
-                    with self._lock:
-                        for one in missing:
-                            self._control.ask(one)
-                self.channel.wait(min(IDLE, ASK_AGAIN))
+        asked = [
+            instance("addresses", one, str) for one in sequence("addresses", addresses, "texts")
+        ]
+        with self._meeting:
+            return self._control.fetch(asked, seconds("timeout", timeout), self.poll, self._lock)
 
     def meet(
         self, introductions: Iterable[bytes], *, role: Role = "producer", timeout: float = 10.0
@@ -174,6 +142,7 @@ class Session:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
                 self._reading.do(self._reading.book.meet(name, epoch, self._clock()))
+                self._reading.gone(name, epoch)
                 self._book.meet(name, epoch)
                 self._control.part(self._remotes.drop(name, remote))
             remote.connect(self.nixl, timeout)
@@ -189,6 +158,7 @@ class Session:
                 if load.remote.start[0] == engine_id:
                     why = f"{engine_id} was parted from"
                     self._reading.do(self._reading.book.cancel(name, self._clock(), why))
+            self._reading.gone(engine_id)
             self._reading.book.part(engine_id)
             self._book.part(engine_id)
             self._control.part(self._remotes.drop(engine_id))
@@ -200,12 +170,13 @@ class Session:
         remote_id: str,
         timeout: float,
         engine_id: str | None = None,
+        pushed: bool = False,
         attempt: int = 0,
         again: bool = False,
         sample: int = 0,
         samples: int = 1,
     ) -> SessionLoad:
-        """Start reading *request* from all ranks that hold it, as one.
+        """Start reading *request* from all ranks that hold it; or wait for what they have *pushed*.
 
         *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
         were met. *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
@@ -217,9 +188,30 @@ class Session:
             remote = self._remotes.find("producer", engine_id)
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
             more = {"attempt": attempt, "again": again, "sample": sample, "samples": samples}
-            self._reading.begin(load, seconds("timeout", timeout), **more)
+            self._reading.begin(load, seconds("timeout", timeout), pushed=pushed, **more)
             self._reading.move()
         return load
+
+    def push(
+        self,
+        request: TransferRequest,
+        *,
+        remote_id: str,
+        timeout: float,
+        engine_id: str | None = None,
+        attempt: int = 0,
+        sample: int = 0,
+    ) -> SessionPush:
+        """Start writing this rank's part of *request* into the blocks of all that need it.
+
+        The ledger has to expect it; *engine_id*: which consumer. Every rank of the producer pushes,
+        and every rank of the consumer loads with `pushed`, in any order. Raises as `load` does.
+        """
+        with self._lock:
+            remote = self._remotes.find("consumer", engine_id)
+            push = SessionPush(request, remote_id, remote, self.poll)
+            self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
+        return push
 
     def release(
         self,
@@ -242,11 +234,9 @@ class Session:
         """Move everything on: what came, what is in flight, and what time brings; never waits."""
         with self._lock:
             for notice in self._control.receive():
-                if notice.kind in READERS:
-                    self.ledger.do(self._book.receive(notice, self._clock()))
-                else:
-                    self._reading.do(self._reading.book.receive(notice, self._clock()))
+                self._heard(notice)
             self._reading.move()
+            self._pushing.move()
             self._reading.do(self._reading.book.tick(self._clock()))
             self.ledger.do(self._book.tick(self._clock()))
             self._remotes.leave()
@@ -257,6 +247,7 @@ class Session:
             return SessionLeftovers(
                 loads=len(self._reading.book.open),
                 steps=self._reading.book.steps,
+                pushes=len(self._pushing.writing),
                 held=len(self._book.held),
                 remembered=self._book.remembered,
                 engines=len(self._remotes),
@@ -284,10 +275,24 @@ class Session:
             self._remotes.close()
             self.channel.close()
 
+    def _heard(self, notice: Notice) -> None:
+        """Give a notice to whom it concerns."""
+        if notice.to != self.me:
+            self._reading.note(f"{notice.kind} of {notice.by}: it is for {notice.to}")
+        elif notice.kind in ("pushed", "stopped"):
+            self._reading.heard(notice)
+        elif notice.kind in (*READERS, "stop"):
+            self._pushing.heard(notice)
+            if notice.kind != "stop":
+                self.ledger.do(self._book.receive(notice, self._clock()))
+        else:
+            self._reading.do(self._reading.book.receive(notice, self._clock()))
+
     def _serve(self) -> None:
         while not self._ended.is_set():
             self.poll()
-            self.channel.wait(BUSY if self._reading.moving else IDLE)
+            moving = self._reading.moving or self._pushing.moving
+            self.channel.wait(BUSY if moving else IDLE)
 
     def _cancel(self, request_id: str) -> None:
         with self._lock:

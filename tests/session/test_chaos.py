@@ -22,6 +22,7 @@ from kvspec.nixl import Transfer
 from kvspec.protocol import ConsumerLedger, Notice, ProducerLedger
 from kvspec.protocol.seal import MAC, Secret
 from kvspec.session import Ledger, SessionLoad
+from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
 from kvspec.testing import FakeNixl
 
@@ -34,10 +35,10 @@ FORGED = ("byte", "cut", "valid")
 class Machine(RuleBasedStateMachine):
     """Anything that may happen to sessions of two engines, in any order."""
 
-    @initialize(pair=st.sampled_from(PAIRS))
-    def begin(self, pair: Any) -> None:
+    @initialize(pair=st.sampled_from(PAIRS), pushed=st.booleans())
+    def begin(self, pair: Any, pushed: bool) -> None:
         self.stack = contextlib.ExitStack()
-        self.world = World(self.stack.enter_context(FakeNixl()), pair)
+        self.world = World(self.stack.enter_context(FakeNixl()), pair, pushed=pushed)
 
     @rule(tokens=st.integers(1, 18), cached=st.sampled_from((0, 0, 3, 20)), early=st.booleans())
     def admit(self, tokens: int, cached: int, early: bool) -> None:
@@ -50,6 +51,10 @@ class Machine(RuleBasedStateMachine):
     @rule(at=AT, how=st.sampled_from(("load", "load", "load", "release")))
     def read(self, at: int, how: str) -> None:
         self.world.read(at, how)
+
+    @rule(at=AT)
+    def push(self, at: int) -> None:
+        self.world.push(at)
 
     @rule(at=AT, how=st.sampled_from(LANDS))
     def land(self, at: int, how: str) -> None:
@@ -93,22 +98,23 @@ TestSessions = Machine.TestCase
 TestSessions.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-def chaos(seed: int, steps: int = 120) -> World:
+def chaos(seed: int, steps: int = 120, *, pushed: bool = False) -> World:
     """Let anything happen to two engines, as *seed* has it."""
     drawn = random.Random(seed)
     small = lambda: drawn.randrange(51)  # noqa: E731
     with FakeNixl() as net:
-        world = World(net, drawn.choice(PAIRS))
+        world = World(net, drawn.choice(PAIRS), pushed=pushed)
         rules = {
             "admit": (8, lambda: world.admit(
                 drawn.randint(1, 18), drawn.choice((0, 0, 3, 20)), early=drawn.random() < 0.3)),
             "hold": (6, lambda: world.hold(small())),
             "read": (12, lambda: world.read(
                 small(), "release" if drawn.random() < 0.1 else "load")),
+            "push": (15 * pushed, lambda: world.push(small())),
             "land": (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
             "deliver": (40, lambda: world.deliver(small(), drawn.choice(DELIVERS + ("once",) * 9))),
             "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
-            "drop": (1.5, lambda: world.drop(small())),
+            "drop": (4, lambda: world.drop(small())),
             "cancel": (0.7, lambda: world.cancel(small())),
             "advance": (5, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
             "restart": (0.4, lambda: world.restart(drawn.choice("PD"))),
@@ -125,7 +131,7 @@ def chaos(seed: int, steps: int = 120) -> World:
 
 def test_anything_may_happen_to_sessions() -> None:
     """Whatever happens, no assertion of the world fails; and everything that may happen does."""
-    worlds = [chaos(seed) for seed in range(20)]
+    worlds = [chaos(seed, pushed=bool(seed % 2)) for seed in range(24)]
     assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
     why = {why for world in worlds for asked in world.asked for why in asked.freed.values()}
     assert {"done", "expired"} == why
@@ -207,7 +213,26 @@ def told_twice(patch: pytest.MonkeyPatch) -> None:
                                                        do(self, actions)])  # fmt: skip
 
 
+def early(patch: pytest.MonkeyPatch) -> None:
+    """Say that all is written as soon as it is posted."""
+    settle = Pushing._settle
+
+    def hasty(self: Any, reader: Any, each: Any) -> None:
+        settle(self, reader, each)
+        if not each.told:
+            self._tell(reader, "pushed")
+
+    patch.setattr(Pushing, "_settle", hasty)
+
+
+def unfenced(patch: pytest.MonkeyPatch) -> None:
+    """Forget who gave up what was not pushed yet."""
+    heard = Pushing.heard
+    patch.setattr(Pushing, "heard", lambda self, notice: [heard(self, notice), self.fences.clear()])
+
+
 BROKEN = (
+    early, unfenced,
     unasked, hasty, one_source, unsealed, free_on_abort, unmarked, never_freed, told_twice,
 )  # fmt: skip
 
@@ -219,7 +244,7 @@ def test_a_broken_session_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch
 
     def try_many() -> None:
         for seed in range(150):
-            chaos(seed)
+            chaos(seed, pushed=bool(seed % 2))
 
     with pytest.raises(AssertionError):
         try_many()

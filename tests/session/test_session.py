@@ -484,3 +484,106 @@ def test_strangers_and_rubbish_change_nothing(net: FakeNixl, pair: tuple[Side, S
     until(heard, consumer)
     assert "damaged or of another secret" in " ".join(foreign)
     stranger.close()
+
+
+@pytest.mark.parametrize("kind", ["fake", pytest.param("real", marks=pytest.mark.nixl)])
+def test_a_producer_may_push(kind: str) -> None:
+    """Each rank writes its part into all that need it; the loads wait, and are as sure as reads."""
+    if kind == "real":
+        pytest.importorskip("nixl_cu13", reason="needs nixl")
+    with (
+        FakeNixl() if kind == "fake" else contextlib.nullcontext(),
+        Side("P", engine(4), polled=False) as producer,
+        Side("D", engine(2, block=2), polled=False) as consumer,
+    ):
+        consumer.meet(producer)
+        for session in producer.sessions.values():
+            session.meet(consumer.introductions, role="consumer")
+        asked = request(tokens=7, consumer_blocks={"full": [1, 3, 5, 7], "window": [1, 3, 5, 7]})
+        remote_id = new_remote_id("r")
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.expect(remote_id)
+        loads = consumer.load(asked, remote_id, pushed=True)
+        pushes = [
+            session.push(asked, remote_id=remote_id, timeout=9.0)
+            for session in producer.sessions.values()
+        ]
+        assert ["done"] * 2 == ended(loads, producer, consumer)
+        assert ["done"] * 4 == [push.poll() for push in pushes]
+        assert [] == consumer.wrong(asked)
+        done: list[str] = []
+        until(lambda: done.extend(producer.settled()[0]) or len(done) == 4, producer, consumer)
+        quiet(producer, consumer)
+
+
+@pytest.fixture
+def pushing(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
+    """Return a producer of two ranks that met the consumer of one."""
+    with (
+        Side("P", engine(2), polled=True) as producer,
+        Side("D", engine(1), polled=False, beat=0.05) as consumer,
+    ):
+        consumer.meet(producer)
+        for session in producer.sessions.values():
+            session.meet(consumer.introductions, role="consumer")
+        yield producer, consumer
+
+
+def test_what_was_given_up_is_not_pushed(net: FakeNixl, pushing: tuple[Side, Side]) -> None:
+    """Neither what is in flight when a load is cancelled ends it early, nor does more begin."""
+    producer, consumer = pushing
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    hang(net)
+    first, second = producer.sessions.values()
+    push = first.push(request(), remote_id=remote_id, timeout=9.0)
+    (load,) = consumer.load(request(), remote_id, pushed=True)
+    load.cancel()
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        for side in pushing:
+            side.poll()
+    assert ("moving", "moving") == (load.state, push.state)
+    for flight in net.moving:
+        flight.land()
+    assert ["failed"] == ended([load], producer, consumer)
+    assert {"full", "window"} == set(load.undefined)
+    assert "failed" == push.poll()
+    assert "gave it up" in str(push.error)
+    quiet(producer, consumer)
+    with pytest.raises(SpecError, match="holds"):
+        second.push(request(), remote_id=remote_id, timeout=9.0)
+
+
+def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Side]) -> None:
+    """Whoever writes says that it will not be whole; both ends name the ranks."""
+    producer, consumer = pushing
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    hang(net)
+    (load,) = consumer.load(request(), remote_id, pushed=True)
+    pushes = [
+        s.push(request(), remote_id=remote_id, timeout=9.0) for s in producer.sessions.values()
+    ]
+    with pytest.raises(SpecError, match="not pushed already"):
+        list(producer.sessions.values())[1].push(request(), remote_id=remote_id, timeout=9.0)
+    bad, good = net.moving
+    bad.fail(0.5)
+    good.land()
+    assert ["failed"] == ended([load], producer, consumer)
+    assert ["failed", "done"] == [push.poll() for push in pushes]
+    assert "to tp0: group full" in str(pushes[0].error)
+    assert "P tp0 gave up writing; from tp0: group full" in str(load.error)
+    quiet(producer, consumer)
+
+
+def test_a_producer_that_is_gone_pushes_nothing(pushing: tuple[Side, Side]) -> None:
+    """Who was to write is no more, says who parts from it: the load is over at once."""
+    _, consumer = pushing
+    (load,) = consumer.load(request(), new_remote_id("r"), pushed=True)
+    load.cancel()
+    assert "moving" == load.poll()
+    for session in consumer.sessions.values():
+        session.part("P")
+    assert "failed" == load.poll()

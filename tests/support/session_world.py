@@ -15,7 +15,7 @@ from sessions import engine, truth
 
 import kvspec
 from kvspec.nixl import Leftovers, NixlRank
-from kvspec.session import Session, SessionLoad, new_remote_id
+from kvspec.session import Session, SessionLeftovers, SessionLoad, new_remote_id
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Engine:
         self.hooks: dict[Rank, Hook] = {}
         for rank in spec.parallel.ranks:
             cache, storage = kvspec.allocate(spec, rank, num_blocks=BLOCKS)
-            nixl = NixlRank(prefix=f"{name}{start}-{rank}-", polled=name == "D")
+            nixl = NixlRank(prefix=f"{name}{start}-{rank}-", polled=(name == "D") != world.pushed)
             self.hooks[rank] = Hook(world, f"{name}{start}-{rank}")
             self.sessions[rank] = Session(
                 nixl, cache, engine_id=name, epoch=start, owner=storage, channel=self.hooks[rank],
@@ -133,14 +133,21 @@ class Engine:
 class World:
     """A producer "P", a consumer "D", and what lies between them."""
 
-    def __init__(self, net: FakeNixl, pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec]) -> None:
-        self.nixl, self.pair, self.now = net, pair, 0.0
+    def __init__(
+        self,
+        net: FakeNixl,
+        pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
+        *,
+        pushed: bool = False,
+    ) -> None:
+        self.nixl, self.pair, self.pushed, self.now = net, pair, pushed, 0.0
         net.fate = at_once  # type: ignore[assignment]
         self.net: list[tuple[str, str, bytes]] = []
         self.asked: list[Asked] = []
         self.readers: list[Reader] = []
         self.to_hold: list[tuple[Asked, Rank]] = []
         self.to_read: list[tuple[Asked, Rank]] = []
+        self.to_push: list[tuple[Asked, Rank]] = []
         self.outcomes: set[str] = set()
         self.starts = {"P": 0, "D": 0}
         self.free = {side: set(range(1, BLOCKS)) for side in "PD"}
@@ -166,9 +173,13 @@ class World:
         else:
             self.readers = [r for r in self.readers if r.start == self.starts["D"]]
         self.to_read.clear()
+        self.to_push.clear()
         if "D" in self.engines:
             for session in self.engines["D"].sessions.values():
                 session.meet(self.engines["P"].introductions())
+        if "D" in self.engines and self.pushed:
+            for session in self.engines["P"].sessions.values():
+                session.meet(self.engines["D"].introductions(), role="consumer")
         self.look()
 
     def admit(self, tokens: int, cached: int, *, early: bool) -> None:
@@ -197,6 +208,9 @@ class World:
         self.asked.append(asked)
         self.to_hold += [(asked, rank) for rank in self.engines["P"].sessions]
         self.to_read += [(asked, rank) for rank in self.engines["D"].sessions]
+        if self.pushed:  # as soon as the producer knows the blocks, it may write
+            for rank in self.engines["D"].sessions:
+                self.spoil(asked, rank)
         if not early:
             while self.to_hold:
                 self.hold(0)
@@ -207,6 +221,17 @@ class World:
             asked, rank = self.to_hold.pop(at % len(self.to_hold))
             self.engines["P"].sessions[rank].ledger.expect(asked.remote_id)
             asked.held.add(rank)
+            if self.pushed:
+                self.to_push.append((asked, rank))
+
+    def push(self, at: int) -> None:
+        """Let one producer rank write a request to whoever needs it, if it is held still."""
+        if self.to_push:
+            asked, rank = self.to_push.pop(at % len(self.to_push))
+            session = self.engines["P"].sessions[rank]
+            if asked.remote_id.rpartition("#")[0] in session.ledger.held:
+                session.push(asked.request, remote_id=asked.remote_id, timeout=TIMEOUT)
+            self.look()
 
     def read(self, at: int, how: str) -> None:
         """Let one consumer rank load a request, or say that it will not."""
@@ -214,17 +239,25 @@ class World:
             return
         asked, rank = self.to_read.pop(at % len(self.to_read))
         session, load = self.engines["D"].sessions[rank], None
-        if how == "release":
+        if how == "release" and not self.pushed:
             session.release(asked.remote_id)
         else:
-            for key, view in self.engines["D"].views[rank].items():
-                view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
-            for key, ids, right, counts in self.cached(rank, asked):
-                view = self.engines["D"].views[rank][key]
-                view[ids] = np.where(counts, right, view[ids])
-            load = session.load(asked.request, remote_id=asked.remote_id, timeout=TIMEOUT)
+            if not self.pushed:
+                self.spoil(asked, rank)
+            more = {"remote_id": asked.remote_id, "timeout": TIMEOUT, "pushed": self.pushed}
+            load = session.load(asked.request, **more)
+            if how == "release":
+                load.cancel()
         self.readers.append(Reader(asked, rank, self.starts["D"], load))
         self.look()
+
+    def spoil(self, asked: Asked, rank: Rank) -> None:
+        """Put rubbish into a request's blocks, but for what the consumer has already."""
+        views = self.engines["D"].views[rank]
+        for key, view in views.items():
+            view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
+        for key, ids, right, counts in self.cached(rank, asked):
+            views[key][ids] = np.where(counts, right, views[key][ids])
 
     def cached(self, rank: Rank, asked: Asked) -> Iterator[Any]:
         """Yield the bytes that the consumer has already."""
@@ -367,10 +400,10 @@ class World:
 
     def end(self) -> None:
         """Let all that is under way end; then nothing may be left over, on either side."""
-        while self.to_hold:
+        while self.to_hold or self.to_read or self.to_push:
             self.hold(0)
-        while self.to_read:
             self.read(0, "release")
+            self.push(0)
         for _ in range(40):
             while self.nixl.moving:
                 self.land(0, "land")
@@ -382,10 +415,8 @@ class World:
         for name, side in self.engines.items():
             for rank, session in side.sessions.items():
                 left = session.leftovers()
-                assert (0, 0, 0, 0, 0) == (
-                    left.loads, left.steps, left.held, left.remembered, left.leaving,
-                ), f"{name} {rank}: {left}"  # fmt: skip
-                assert left.engines == (name == "D")
+                met = int(name == "D" or self.pushed)
+                assert SessionLeftovers(engines=met) == left, f"{name} {rank}: {left}"
                 mine = session.nixl.leftovers()
                 assert (0, 0) == (mine.transfers, mine.handles)
         for asked in self.asked:

@@ -56,7 +56,10 @@ FOLDERS = (
         ),
     ),
     ("", "digest"),
-    ("session", "channel introduction control ledger remote load reading session ."),
+    (
+        "session",
+        "channel introduction control ledger remote load reading pushing leftovers session .",
+    ),
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),
     ("", "catalogue"),

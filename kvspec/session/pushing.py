@@ -1,0 +1,131 @@
+"""The producer's side of pushing: what it writes into the blocks of which readers.
+
+Law: a reader is told that all was written, or that nothing more will be, only when no byte can
+move; who was told the latter is never written to, nor is anybody that gave a request up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import attrs
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.protocol.notices import Key, Notice, Party
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.introduction import key_of
+from kvspec.session.load import SessionPush
+from kvspec.session.reading import LOST
+
+Reader = tuple[Key, int, int, Party]
+"""A request, attempt and sample, and the rank that reads it."""
+MAX_FENCES = 1 << 16
+"""Readers that gave up what was not pushed yet; more are not answered, so that they wait."""
+
+
+@attrs.define(eq=False)
+class Writing:
+    """What is written for one reader; *told*: how it ended, as the reader was told."""
+
+    push: SessionPush
+    transfer: Transfer | None
+    told: str = ""
+
+
+@attrs.define(eq=False)
+class Pushing:
+    """What one producer rank writes: by reader, until the ledger holds the request no more."""
+
+    book: ProducerLedger
+    nixl: NixlRank
+    now: Callable[[], float]
+    tell: Callable[[Notice], None]
+    writing: dict[Reader, Writing] = attrs.field(factory=dict)
+    fences: dict[Reader, float] = attrs.field(factory=dict)
+
+    @property
+    def moving(self) -> bool:
+        """Whether anything is in flight."""
+        return any(not each.told for each in self.writing.values())
+
+    def begin(self, push: SessionPush, timeout: float, attempt: int, sample: int) -> None:
+        """Start *push*: everything is checked before anything is posted."""
+        key, remote, request = key_of(push.remote_id), push.remote, push.request
+        if not self.book.holds(key):
+            raise SpecError("remote_id", push.remote_id, "a request that `ledger.expect` holds")
+        readers = {
+            rank: (key, attempt, sample, Party(*remote.start, rank)) for rank in remote.lanes
+        }
+        if any(reader in self.writing for reader in readers.values()):
+            raise SpecError("remote_id", push.remote_id, "an attempt that is not pushed already")
+        open_ = {rank: one for rank, one in readers.items() if one not in self.fences}
+        sides = {rank: remote.lanes[rank].sides(request) for rank in open_}
+        moved = [rank for rank, one in sides.items() if len(one[1][0])]
+        transfers = self.nixl.move(
+            "WRITE", [sides[rank] for rank in moved], request=request.request_id, timeout=timeout
+        )
+        started = dict(zip(moved, transfers, strict=True))
+        for rank, reader in open_.items():
+            self.writing[reader] = Writing(push, started.get(rank))
+        if len(open_) < len(readers):
+            push.fail(None, "a reader gave it up", "stopped")
+        self.move()
+        self._conclude(push)
+
+    def move(self) -> None:
+        """Move what is in flight on, and tell who has it all; forget what is not held any more."""
+        now = self.now()
+        for reader, each in list(self.writing.items()):
+            if not each.told:
+                self._settle(reader, each)
+            elif not self.book.holds(reader[0]):
+                del self.writing[reader]
+        for reader in [one for one, until in self.fences.items() if until <= now]:
+            del self.fences[reader]
+
+    def heard(self, notice: Notice) -> None:
+        """Take a reader's beat or stop: it has not heard how it ended, or wants no more."""
+        reader = notice.key, notice.attempt, notice.sample, notice.by
+        each = self.writing.get(reader)
+        if each is None and notice.kind == "stop":
+            if reader not in self.fences and len(self.fences) >= MAX_FENCES:
+                return
+            self.fences[reader] = self.now() + self.book.longest
+            self._tell(reader, "stopped")
+        elif each is not None and each.told:
+            self._tell(reader, each.told)
+        elif each is not None and notice.kind == "stop" and each.transfer is not None:
+            with contextlib.suppress(TransferError):
+                each.transfer.stop(f"{notice.by} gave it up", "stopped")
+
+    def _settle(self, reader: Reader, each: Writing) -> None:
+        """Tell a reader, once nothing moves to it, whether it has all."""
+        transfer, push = each.transfer, each.push
+        try:
+            if transfer is not None and transfer.poll() == "PROC":
+                return
+            each.told = "pushed"
+        except TransferError as error:
+            push.fail(reader[3].rank, error.message, error.state)
+            push.remote.lost |= error.state in LOST
+            if transfer is not None and not transfer.over:
+                return
+            with contextlib.suppress(TransferError):
+                if transfer is not None:
+                    transfer.free()
+            each.told = "stopped"
+        self._tell(reader, each.told)
+        self._conclude(push)
+
+    def _conclude(self, push: SessionPush) -> None:
+        """End a push of which nothing moves."""
+        if all(each.told for each in self.writing.values() if each.push is push):
+            push.state = "done" if push.error is None else "failed"
+
+    def _tell(self, reader: Reader, kind: str) -> None:
+        key, attempt, sample, to = reader
+        self.tell(
+            Notice(kind=kind, key=key, by=self.book.me, to=to, attempt=attempt, sample=sample)
+        )
