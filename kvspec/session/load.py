@@ -21,7 +21,7 @@ from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import carried
 from kvspec.protocol.order import Name
-from kvspec.session.remote import Remote
+from kvspec.session.remote import RemoteEngine
 
 LoadState = Literal["moving", "done", "failed"]
 VOID = (
@@ -53,7 +53,7 @@ class Progress:
         self,
         request: TransferRequest,
         remote_id: str,
-        remote: Remote,
+        remote: RemoteEngine,
         step: Callable[[], None],
     ) -> None:
         self.request = request
@@ -124,7 +124,7 @@ class SessionLoad(Progress):
         self,
         request: TransferRequest,
         remote_id: str,
-        remote: Remote,
+        remote: RemoteEngine,
         step: Callable[[], None],
         cancel: Callable[[str], None],
     ) -> None:
@@ -160,7 +160,9 @@ class SessionLoad(Progress):
         return np.concatenate([np.empty((0, 2), np.uint64), *left])
 
 
-def _written(remote: Remote, request: TransferRequest) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _written(
+    remote: RemoteEngine, request: TransferRequest
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield, by the consumer's group, the blocks that hold what *request* wants."""
     engine = remote.plan.consumer
     for group in engine.groups:

@@ -36,7 +36,7 @@ from kvspec.protocol.pending import name_of
 from kvspec.session.introduction import key_of
 from kvspec.session.ledger import refusal
 from kvspec.session.load import Flight, SessionLoad
-from kvspec.session.remote import Remote
+from kvspec.session.remote import RemoteEngine
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 LOST = ("peer_lost", "stale_peer")  # states after which a peer has to be connected anew
@@ -59,7 +59,13 @@ class Reading:
         """Whether anything is in flight."""
         return any(load.flights for load in self.loads.values())
 
-    def order(self, remote: Remote, remote_id: str, request_id: str, **more: Any) -> ReadOrder:  # noqa: ANN401
+    def order(
+        self,
+        remote: RemoteEngine,
+        remote_id: str,
+        request_id: str,
+        **more: Any,  # noqa: ANN401
+    ) -> ReadOrder:
         """Return what is told to the ranks of *remote*; nothing moves yet."""
         engine_id, epoch = remote.start
         return ReadOrder.of(

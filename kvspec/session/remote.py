@@ -42,7 +42,7 @@ class Lane:
 
 
 @attrs.define(eq=False)
-class Remote:
+class RemoteEngine:
     """One start of an engine, of which *role*, and the *lanes* to those of its ranks that matter.
 
     *lost*: a transfer failed, so that it has to be connected anew.
@@ -65,7 +65,7 @@ class Remote:
         """The engine's name, and which of its starts."""
         return self.handshake.engine_id, self.handshake.epoch
 
-    def same(self, other: Remote) -> bool:
+    def same(self, other: RemoteEngine) -> bool:
         """Whether nothing has changed since *other* was met."""
         return self.ranks == other.ranks and not other.lost
 
@@ -97,7 +97,9 @@ class Remote:
             del self.lanes[rank]
 
 
-def judged(own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role) -> Remote:
+def judged(
+    own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role
+) -> RemoteEngine:
     """Return who is introduced, not connected yet; each thing that does not fit is refused.
 
     `WireError`: what was not sealed by the secret, or is damaged. `SpecError`: ranks missing or
@@ -123,7 +125,7 @@ def judged(own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role
         caches = ranks[rank].cache, own.handshake.cache
         tables[rank] = build_table(plan, *(caches if role == "producer" else caches[::-1]))
     by_rank = {member.rank: member for member in members}
-    return Remote(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
+    return RemoteEngine(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
 
 
 class Remotes:
@@ -131,8 +133,8 @@ class Remotes:
 
     def __init__(self, nixl: NixlRank) -> None:
         self._nixl = nixl
-        self._met: dict[tuple[Role, str], Remote] = {}
-        self._leaving: list[Remote] = []
+        self._met: dict[tuple[Role, str], RemoteEngine] = {}
+        self._leaving: list[RemoteEngine] = []
 
     def __len__(self) -> int:
         return len(self._met)
@@ -142,12 +144,12 @@ class Remotes:
         """How many starts are given up whose lanes are still there, since bytes move over them."""
         return len(self._leaving)
 
-    def known(self, remote: Remote) -> Remote | None:
+    def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the one that was met, if *remote* tells nothing new."""
         old = self._met.get((remote.role, remote.start[0]))
         return old if old is not None and remote.same(old) else None
 
-    def find(self, role: Role, engine_id: str | None) -> Remote:
+    def find(self, role: Role, engine_id: str | None) -> RemoteEngine:
         """Return the engine of a *role* that was met, the only one unless named."""
         met = sorted(name for other, name in self._met if other == role)
         if engine_id is None and len(met) == 1:
@@ -157,11 +159,11 @@ class Remotes:
             raise SpecError("engine_id", engine_id, wanted)
         return self._met[role, str(engine_id)]
 
-    def replace(self, remote: Remote) -> None:
+    def replace(self, remote: RemoteEngine) -> None:
         """Keep *remote*."""
         self._met[remote.role, remote.start[0]] = remote
 
-    def drop(self, engine_id: str, new: Remote | None = None) -> set[tuple[str, int]]:
+    def drop(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
         """Forget an engine, but for what a *new* start leaves as it is; return the starts gone.
 
         `TransferError` "busy" where a start is to be connected anew while its bytes still move.
