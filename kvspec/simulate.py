@@ -21,7 +21,7 @@ from kvspec.ownership.election import Election, Replicas, Role, Topology, known_
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
-from kvspec.traffic.flows import Flows, flows
+from kvspec.traffic.flows import flows
 
 __all__ = ["LinkTime", "PolicyLoad", "Simulation", "simulate"]
 
@@ -69,10 +69,10 @@ class PolicyLoad:
     @cached_property
     def bottleneck(self) -> LinkTime:
         """The link that takes longest alone; of equal ones the producer's, and the lowest rank."""
-        ours, theirs = int(self.out_seconds.argmax()), int(self.into_seconds.argmax())
-        if self.out_seconds[ours] >= self.into_seconds[theirs]:
-            return self._link("producer", ours)
-        return self._link("consumer", theirs)
+        source, target = int(self.out_seconds.argmax()), int(self.into_seconds.argmax())
+        if self.out_seconds[source] >= self.into_seconds[target]:
+            return self._link("producer", source)
+        return self._link("consumer", target)
 
     @cached_property
     def busiest(self) -> LinkTime:
@@ -143,9 +143,9 @@ def simulate(
     >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
     >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
     >>> group = KVCacheGroup(name="latent", layers=("layers.0",), spec=spec)
-    >>> ours = EngineSpec(groups=(group,), parallel=ParallelConfig(tp_size=4))
-    >>> theirs = EngineSpec(groups=(group,))
-    >>> found = simulate((ours, theirs), num_tokens=1024, consumers=8)
+    >>> producer = EngineSpec(groups=(group,), parallel=ParallelConfig(tp_size=4))
+    >>> consumer = EngineSpec(groups=(group,))
+    >>> found = simulate((producer, consumer), num_tokens=1024, consumers=8)
     >>> {each.replicas: each.out.tolist() for each in found.policies if each.replicas != "stripe"}
     {'spread': [2359296, 2359296, 2359296, 2359296], 'first': [9437184, 0, 0, 0]}
     """
@@ -158,42 +158,24 @@ def simulate(
     ]
     if not elections:
         raise SpecError("replicas", replicas, "at least one policy")
-    links = _Links(
-        consumers=consumers,
-        producer_ranks=producer.parallel.ranks,
-        consumer_ranks=consumer.parallel.ranks,
-        out_speed=_speeds("out_speed", out_speed, len(producer.parallel.ranks)),
-        in_speed=_speeds("in_speed", in_speed, len(consumer.parallel.ranks)),
-    )
-    loads = (
-        links.load(flows(plan_transfer(producer, consumer, election), num_tokens), election)
-        for election in elections
-    )
-    return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(loads))
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class _Links:
-    """The links of both sides, and how many consumer engines fetch over them."""
-
-    consumers: int
-    producer_ranks: tuple[RankId, ...]
-    consumer_ranks: tuple[RankId, ...]
-    out_speed: Floats
-    in_speed: Floats
-
-    def load(self, moved: Flows, election: Election) -> PolicyLoad:
-        """Return what the flows of one consumer engine put on the links, times all engines."""
-        out, into = moved.out(self.consumers), moved.into
-        return PolicyLoad(
+    out_ranks, in_ranks = producer.parallel.ranks, consumer.parallel.ranks
+    out_speeds = _speeds("out_speed", out_speed, len(out_ranks))
+    in_speeds = _speeds("in_speed", in_speed, len(in_ranks))
+    loads: list[PolicyLoad] = []
+    for election in elections:
+        moved = flows(plan_transfer(producer, consumer, election), num_tokens)
+        out = moved.out(consumers)
+        load = PolicyLoad(
             replicas=election.replicas,
-            producer_ranks=self.producer_ranks,
-            consumer_ranks=self.consumer_ranks,
+            producer_ranks=out_ranks,
+            consumer_ranks=in_ranks,
             out=out,
-            into=into,
-            out_seconds=_seconds("out_speed", out, self.out_speed),
-            into_seconds=_seconds("in_speed", into, self.in_speed),
+            into=moved.into,
+            out_seconds=_seconds("out_speed", out, out_speeds),
+            into_seconds=_seconds("in_speed", moved.into, in_speeds),
         )
+        loads.append(load)
+    return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(loads))
 
 
 def _engines(given: object) -> tuple[EngineSpec, EngineSpec]:
