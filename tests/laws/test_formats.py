@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import Phase, assume, given, settings
 from moved import moves
+from ways import check_every_way
 
 import kvspec
 from kvspec import RankId
 from kvspec.testing import strategies
-from kvspec.testing.world import described, selected, world
 
 KINDS = ("full", "full, keys of 16 bytes", "sliding window", "full, V of another size")
 CASES = strategies.cases(KINDS, 4)
@@ -44,20 +44,8 @@ def formats(case: strategies.Case) -> tuple[set[str], set[str]]:
 @FEW
 def test_any_format_becomes_any_other(case: strategies.Case) -> None:
     """Law 1 over formats: by ids, by descriptors and by the reference; and `verify` says right."""
-    pytest.importorskip("torch")
-    from kvspec import reference  # noqa: PLC0415 - torch
-
     assume(set.union(*formats(case)) != {"plain"})
-    for way in (selected, described):
-        here = world(case)
-        here.execute(way)
-        assert [] == here.differences()
-    here = world(case)
-    caches = [{rank: held[0] for rank, held in side.items()}
-              for side in (here.producers, here.consumers)]  # fmt: skip
-    assert None is kvspec.verify(here.plan, *caches, case.request)
-    reference.copy(here.plan, here.producers, here.consumers, case.request)
-    assert [] == here.differences()
+    check_every_way(case)
 
 
 def test_every_pair_of_formats_is_drawn() -> None:

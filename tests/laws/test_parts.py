@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ways import check_every_way
 
 import kvspec
 from kvspec import RankId
 from kvspec.testing import strategies
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.world import described, selected, world
 
 HALF = settings(max_examples=settings.default.max_examples // 2)
 TOKENS = 4
@@ -62,26 +62,8 @@ def _a_kind() -> Iterator[None]:
 @given(CASES)
 @HALF
 def test_unequal_rows_arrive_exactly_once(case: strategies.Case) -> None:
-    """Law 1, for parts of one page that have other rows and units: by ids and by descriptors."""
-    for way in (selected, described):
-        here = world(case)
-        here.execute(way)
-        assert [] == here.differences()
-
-
-@given(CASES)
-@HALF
-def test_unequal_rows_are_copied_and_verified(case: strategies.Case) -> None:
-    """The reference copies them, and `verify` says right."""
-    pytest.importorskip("torch")
-    from kvspec import reference  # noqa: PLC0415 - torch
-
-    here = world(case)
-    caches = [{rank: held[0] for rank, held in side.items()}
-              for side in (here.producers, here.consumers)]  # fmt: skip
-    assert None is kvspec.verify(here.plan, *caches, case.request)
-    reference.copy(here.plan, here.producers, here.consumers, case.request)
-    assert [] == here.differences()
+    """Law 1, for parts of one page that have other rows and units, in every way."""
+    check_every_way(case)
 
 
 def test_tensors_of_a_page_follow_each_other() -> None:

@@ -1,0 +1,30 @@
+"""A case's request, moved in every way that there is: each judged by the byte oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvspec
+from kvspec.testing import Case
+from kvspec.testing.world import described, selected, world
+
+
+def check_every_way(case: Case) -> None:
+    """Check law 1 of ids, of descriptors and of the reference, and that `verify` says right."""
+    pytest.importorskip("torch")
+    from kvspec import reference  # noqa: PLC0415 - torch
+
+    here = world(case)
+    producers, consumers = (
+        {rank: cache for rank, (cache, _) in side.items()}
+        for side in (here.producers, here.consumers)
+    )
+    assert None is kvspec.verify(here.plan, producers, consumers, case.request)
+    for move in (
+        lambda: here.execute(selected),
+        lambda: here.execute(described),
+        lambda: reference.copy(here.plan, here.producers, here.consumers, case.request),
+    ):
+        here.restore()
+        move()
+        assert [] == here.differences()
