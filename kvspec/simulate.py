@@ -152,12 +152,7 @@ def simulate(
     producer, consumer = _engines(plan_or_engines)
     positive_int("num_tokens", num_tokens, least=0)
     positive_int("consumers", consumers)
-    given = known_policies(topology) if replicas is None else replicas
-    elections = [
-        Election(policy, topology=topology) for policy in sequence("replicas", given, "policies")
-    ]
-    if not elections:
-        raise SpecError("replicas", replicas, "at least one policy")
+    elections = _elections(replicas, topology)
     out_ranks, in_ranks = producer.parallel.ranks, consumer.parallel.ranks
     out_speeds = _speeds("out_speed", out_speed, len(out_ranks))
     in_speeds = _speeds("in_speed", in_speed, len(in_ranks))
@@ -176,6 +171,14 @@ def simulate(
         )
         loads.append(load)
     return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(loads))
+
+
+def _elections(replicas: Sequence[Replicas] | None, topology: Topology | None) -> list[Election]:
+    given = known_policies(topology) if replicas is None else replicas
+    policies = sequence("replicas", given, "policies")
+    if not policies:
+        raise SpecError("replicas", replicas, "at least one policy")
+    return [Election(policy, topology=topology) for policy in policies]
 
 
 def _engines(given: object) -> tuple[EngineSpec, EngineSpec]:
