@@ -61,8 +61,9 @@ def times_held(stripes: Iterable[Stripe]) -> int:
 
     Their steps are equal, but for 1.
 
-    >>> times_held([Stripe(0, 2), Stripe(1, 2)]), times_held([Stripe(0, 2)])
-    (1, 0)
+    >>> halves = Stripe(0, 2), Stripe(1, 2)
+    >>> times_held(halves), times_held(halves[:1]), times_held([WHOLE, *halves[1:]])
+    (1, 0, 2)
     """
     ways = tuple(stripes)
     period = max((way.step for way in ways), default=1)

@@ -236,6 +236,22 @@ def test_an_id_that_would_wrap_is_no_block() -> None:
     assert not pair.storage[1]["g"].any()
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_first_id_beyond_a_pool_of_kernel_blocks_is_no_block(heads: int) -> None:
+    """16 blocks are 32 in memory, which lie like rows of one block, or apart by heads."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=8, total_num_kv_heads=heads, head_size=2, dtype="uint8"
+    )
+    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec, kernel_block_size=4)
+    one = kvspec.EngineSpec(groups=(group,), layout="LBHNC")
+    pair = Pair.of(one, one)
+    for side, tables in (("producer", ([16], [1])), ("consumer", ([1], [16]))):
+        said = refusals(pair, ask(8, *tables))
+        wanted = f"{side}_blocks['g']=16: wanted block ids from 0 to 15"
+        assert dict.fromkeys(said, wanted) == said
+    assert None is pair.ways(ask(8, [15], [15]))["verify"]()
+
+
 def test_positions_end_where_their_sums_still_fit() -> None:
     """A window that ends at the greatest position moves, and a greater one is refused."""
     pair, most = Pair.of(engine(None, g=LAST), engine(None, g=LAST)), 2**62

@@ -103,6 +103,15 @@ def test_one_descriptor_in_words() -> None:
     assert "\n".join(wanted) == table.explain(first, request)
 
 
+def test_who_alone_holds_is_said() -> None:
+    """A producer without replicas is not elected."""
+    producer, consumer = PAIRS[1]
+    plan = kvspec.plan_transfer(producer, consumer)
+    sides = (kvspec.lay_out(each, RankId(tp=1), 4) for each in (producer, consumer))
+    table = kvspec.build_table(plan, *sides)
+    assert "only tp1 holds units 2..3 of k+v" in table.explain(0)
+
+
 @pytest.mark.parametrize("layouts", [("BLNHC", "LBNHC"), ("LBNHC", "LNBHC"), ("NBLHC", "BLNHC")])
 def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
     """Every live byte is told by the descriptors that select picks, block by block."""

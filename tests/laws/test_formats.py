@@ -20,6 +20,8 @@ from ways import check_every_way
 
 import kvspec
 from kvspec import RankId
+from kvspec.dtypes import itemsize
+from kvspec.specs.formats import pieces_of
 from kvspec.testing import strategies
 
 KINDS = ("full", "full, keys of 16 bytes", "sliding window", "full, V of another size")
@@ -375,3 +377,11 @@ def test_a_page_in_any_format_can_be_drawn() -> None:
     table = kvspec.build_table(kvspec.plan_transfer(cache.engine, other.engine), cache, other)
     assert table.to_svg().startswith("<svg")
     assert "l.0 k: unit 0, consumer's block 0, row 0" in table.explain(0)
+
+
+@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 8), ("float32", 8), (None, 16)])
+def test_transposed_keys_lie_by_element(dtype: str | None, pieces: int) -> None:
+    """A piece is an element, two bytes or four; of opaque bytes, one."""
+    size = 16 if dtype is None else 8 * itemsize(dtype)
+    assert pieces == pieces_of("keys-transposed", "k", size, dtype)
+    assert 1 == pieces_of("keys-transposed", "v", size, dtype)
