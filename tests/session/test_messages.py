@@ -1,0 +1,97 @@
+"""Whatever comes over a session's channel: nothing raises, and nothing is done because of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sessions import Direct, Side, engine, new_remote_id, request
+
+import kvspec
+from kvspec.protocol import Key, Notice, Party, encode_notice
+from kvspec.protocol.notices import NOTICES
+from kvspec.protocol.seal import Secret
+from kvspec.session.control import NOTICE, QUESTION
+from kvspec.session.introduction import INTRODUCTION, key_of
+from kvspec.testing import FakeNixl
+
+REMOTE_ID = new_remote_id("r")
+RANK = kvspec.RankId()
+RANKS = (RANK, kvspec.RankId(tp=7))
+PARTIES = st.builds(
+    Party, st.sampled_from("PDX"), st.sampled_from((0, 1)), st.sampled_from(RANKS)
+)  # fmt: skip
+KEYS = st.sampled_from((key_of(REMOTE_ID), Key("r", b"another nonce"), Key("\0", bytes(8))))
+SMALL = st.sampled_from((0, 1, 2, 3, 2**63 - 1))
+
+
+@st.composite
+def notices(draw: st.DrawFn) -> bytes:
+    """Draw a notice that anybody who knows the secret could send, much like a true one."""
+    kind = draw(st.sampled_from(sorted(set(NOTICES) - {"pushed"})))
+    more: dict[str, Any] = {}
+    if kind in ("beat", "done"):
+        more["expected"] = draw(st.integers(1, 3))
+    if kind == "grant":
+        more["lease"] = draw(st.sampled_from((0.0, 1.0, 1e6)))
+    if kind == "wrote":
+        more |= {"group": "full", "layer": "l.0", "upto": draw(SMALL)}
+    notice = Notice(
+        kind=kind,
+        key=draw(KEYS),
+        by=draw(PARTIES),
+        to=draw(PARTIES),
+        attempt=draw(SMALL),
+        number=draw(SMALL),
+        sample=draw(st.sampled_from((0, 1))),
+        **more,
+    )  # fmt: skip
+    return encode_notice(notice)
+
+
+PURPOSES = st.sampled_from((NOTICE, QUESTION, INTRODUCTION, b"kvspec-nixl-2\n"))
+MESSAGES = st.one_of(
+    st.binary(max_size=200),
+    st.tuples(PURPOSES, st.binary(max_size=200)).map(b"".join),
+    st.tuples(PURPOSES, st.binary(max_size=200) | notices()),
+    st.tuples(st.just(NOTICE), notices()),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("PD"), MESSAGES), max_size=40))
+@settings(max_examples=50)
+def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
+    """Rubbish, sealed or not, and notices about anything, from and to anybody."""
+    with (
+        FakeNixl(lambda flight: flight.land() if flight.copies[0][2] == 1 else None),
+        Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
+        Side("D", engine(1), polled=True, channel=Direct("D")) as consumer,
+    ):
+        consumer.meet(producer)
+        producer.expect(REMOTE_ID)
+        (load,) = consumer.load(request(), REMOTE_ID, timeout=1e9)
+        stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret
+        for to, message in messages:
+            data = message if isinstance(message, bytes) else secret.seal(*message)
+            stranger.send(to, data)
+            producer.poll()
+            assert load.poll() != "done"
+            foreign = producer.sessions[RANK].ledger.poll().foreign
+            assert len(foreign) < 300
+        answers = {data[:20] for _, data in stranger.receive()}
+        assert all(each.startswith((NOTICE, INTRODUCTION[:20])) for each in answers)
+
+
+def test_who_does_not_know_the_secret_learns_nothing() -> None:
+    """A question of another secret is not answered, however well it is put."""
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        stranger = Direct("stranger")
+        stranger.send("P", Secret(b"another secret, as long").seal(QUESTION, b""))
+        stranger.send("P", Secret(b"").seal(QUESTION, b""))
+        foreign = producer.sessions[RANK].ledger.poll().foreign
+        assert 2 == len([each for each in foreign if "damaged or of another secret" in each])
+        assert [] == stranger.receive()
+        stranger.send("P", producer.sessions[RANK].nixl.secret.seal(QUESTION, b""))
+        producer.poll()
+        assert producer.introductions == [data for _, data in stranger.receive()]
