@@ -20,6 +20,7 @@ from growth import b9, b10
 from merging import b6
 from moving import b7
 from planning import b3, b4, b5
+from requesting import b11, b12, b13, b14, b16
 from starting import b1, b2
 from timing import Options, Row
 
@@ -33,6 +34,11 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B7": b7,
     "B9": b9,
     "B10": b10,
+    "B11": b11,
+    "B12": b12,
+    "B13": b13,
+    "B14": b14,
+    "B16": b16,
     "DIGEST": digested,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "wanted", "met")

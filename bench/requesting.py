@@ -1,0 +1,195 @@
+"""What one request costs the host until it is posted, beside the arithmetic it replaces.
+
+CPU time: an engine's own thread pays it. `by_hand` imitates the fast path of vLLM's NIXL connector:
+equal block sizes and layouts, so that a descriptor's id is its region times the blocks of a pool,
+plus the block; whole blocks only, nothing checked. It is written afresh, for these works alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import attrs
+import numpy as np
+import works
+from planning import first_ranks
+from timing import Options, Row, cpu, interleaved, told
+
+import kvspec
+from kvspec import DescriptorTable
+from kvspec.nixl.agent import Agent
+from kvspec.nixl.order import Prepared, order_of
+from kvspec.nixl.rows import checked_rows
+
+PLAIN = works.Work(
+    name="80 layers, TP 4 -> 4, blocks of 16",
+    layers=80,
+    spec=works.heads(8, 16),
+    tp_sizes=(4, 4),
+    tokens=1_000,
+)
+LATENT = attrs.evolve(PLAIN, name="latents, TP 8 -> 1", spec=works.LATENT, tp_sizes=(8, 1))
+FOUR = attrs.evolve(PLAIN, name="80 layers, TP 8 -> 2, four sources", tp_sizes=(8, 2))
+LONG = attrs.evolve(works.W1, name="W1's model, a million tokens", tokens=1_000_000)
+
+
+class NoAgent:
+    """An agent that posts nothing and knows nothing."""
+
+    name, telemetry = "none", False
+
+    def make(self, *_: object) -> int:
+        """Return a handle of nothing."""
+        return 1
+
+    make_plain = make
+
+
+class Lanes:
+    """All tables of one consumer rank, and their lists, prepared."""
+
+    def __init__(self, work: works.Work) -> None:
+        self.work = work
+        producer, consumer = work.engines()
+        plan = kvspec.plan_transfer(producer, consumer)
+        target = consumer.parallel.ranks[0]
+        sources, targets = (
+            dict(works.caches(engine, pool, side))
+            for side, (engine, pool) in enumerate(
+                zip((producer, consumer), work.pools, strict=True)
+            )
+        )
+        self.agent = cast("Agent", NoAgent())
+        self.tables = [
+            kvspec.build_table(plan, sources[source], targets[target])
+            for source in plan.sources(target)
+        ]
+        self.lists = [self._lists(table) for table in self.tables]
+        self.blocks = work.tables()
+
+    def _lists(self, table: DescriptorTable) -> tuple[Prepared, Prepared]:
+        local, remote = (
+            Prepared(self.agent, checked_rows(rows), "DRAM", peer, 1, rows)
+            for rows, peer in ((table.consumer_rows, None), (table.producer_rows, "peer"))
+        )
+        return local, remote
+
+    def request(self) -> kvspec.TransferRequest:
+        """Return the request, as a connector makes it."""
+        return kvspec.TransferRequest(
+            request_id="r",
+            num_tokens=self.work.tokens,
+            producer_blocks={works.GROUP: self.blocks[0]},
+            consumer_blocks={works.GROUP: self.blocks[1]},
+        )
+
+    def whole(self) -> int:
+        """Ask, pick, check, join and make every handle; return how many there are."""
+        request, made = self.request(), 0
+        for table, (local, remote) in zip(self.tables, self.lists, strict=True):
+            selection = table.select(request)
+            order = order_of(
+                self.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
+            )
+            made += sum(order.make(self.agent, piece) for piece in order.pairs.pieces)
+        return made
+
+    def by_hand(self) -> int:
+        """Do what a connector does that assumes all is alike: ids by arithmetic, and one handle."""
+        regions, made = np.arange(self.work.layers)[:, None], 0
+        for _ in self.tables:
+            remote, local = (
+                (regions * pool + np.asarray(blocks)).ravel()
+                for pool, blocks in zip(self.work.pools, self.blocks, strict=True)
+            )
+            made += self.agent.make("READ", (1, local), (1, remote), ("", "r"))
+        return made
+
+
+def b11(options: Options) -> Iterator[Row]:
+    """Time one request until it is made, beside the same by hand."""
+    for work, limit in ((PLAIN, 1.5), (LATENT, 1.5), (FOUR, 2.0)):
+        for order, fragments in (("in order", 0), ("shuffled", 1)):
+            lanes = Lanes(attrs.evolve(work, fragments=fragments))
+            ours, other = interleaved(options.times(80), cpu(lanes.whole), cpu(lanes.by_hand))
+            yield Row(
+                budget="B11",
+                what=f"one request, {work.name}, {order}; other: by hand, unchecked",
+                ours=told(ours),
+                other=told(other),
+                ratio=f"{ours / other:.2f}",
+                wanted=f"<= {limit}",
+                met=ours <= limit * other,
+            )
+
+
+def b12(options: Options) -> Iterator[Row]:
+    """Time checking and joining a large selection."""
+    lanes = Lanes(works.W1)
+    (table, *_), ((local, remote), *_) = lanes.tables, lanes.lists
+    selection = table.select(lanes.request())
+
+    def joined() -> object:
+        return order_of(
+            lanes.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
+        )
+
+    (ours,) = interleaved(options.times(16), cpu(joined))
+    what = f"check and join W1, shuffled: {len(selection[0]):,} ids of one source"
+    yield _budget("B12", what, ours, 4e-3)
+
+
+def b13(options: Options) -> Iterator[Row]:
+    """Time picking, by descriptor."""
+    lanes = Lanes(works.W1)
+    request, table = lanes.request(), lanes.tables[0]
+    many = len(table.select(request)[0])
+    (ours,) = interleaved(options.times(16), cpu(lambda: table.select(request)))
+    yield _budget("B13", "select W1, a descriptor", ours / many, 2.5e-9)
+
+
+def b14(options: Options) -> Iterator[Row]:
+    """Time tables of large blocks, and count their rows."""
+    spec = works.heads(8, 16)
+    base = attrs.evolve(works.W1, tokens=4_096)
+    rows = len(_table(base)().producer_rows)
+    for size in (16, 128, 256):
+        make = _table(attrs.evolve(base, spec=attrs.evolve(spec, block_size=size)))
+        (ours,) = interleaved(options.times(16), cpu(make))
+        yield _budget("B14", f"build_table, 80 layers, TP 8 -> 4, blocks of {size}", ours, 8e-3)
+        found = len(make().producer_rows)
+        yield Row(
+            budget="B14",
+            what="  its rows; other: of blocks of 16",
+            ours=f"{found:,}",
+            other=f"{rows:,}",
+            ratio=f"{found / rows:.2f}",
+            wanted="<= 3",
+            met=found <= 3 * rows,
+        )
+
+
+def b16(options: Options) -> Iterator[Row]:
+    """Time a very long request."""
+    lanes = Lanes(LONG)
+    (ours,) = interleaved(options.times(8), cpu(lanes.whole))
+    yield _budget("B16", f"{LONG.name}, TP 8 -> 4, shuffled, until posted", ours, 0.1)
+
+
+def _table(work: works.Work) -> Callable[[], DescriptorTable]:
+    plan = kvspec.plan_transfer(*work.engines())
+    ranks = first_ranks(plan)
+    producer = kvspec.lay_out(plan.producer, ranks[0], work.pools[0], 1 << 40)
+    consumer = kvspec.lay_out(plan.consumer, ranks[1], work.pools[1], 2 << 40)
+    return lambda: kvspec.build_table(plan, producer, consumer)
+
+
+def _budget(name: str, what: str, seconds: float, limit: float) -> Row:
+    return Row(
+        budget=name,
+        what=what,
+        ours=told(seconds),
+        wanted=f"<= {told(limit)}",
+        met=seconds <= limit,
+    )
