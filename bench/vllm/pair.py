@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,30 +71,37 @@ SCENARIOS = (
 )
 
 
-def prompts() -> list[list[int]]:
-    """Return prompts of token ids.
+def beginnings() -> list[list[int]]:
+    """Return prompts of token ids, without their last tokens.
 
-    The second begins as the first, the third is the first again, all of which but the last token
-    fills whole blocks of 32; of the fourth and fifth the window begins one token before and at a
-    block's begin; the last is shorter than a block.
+    The second begins as the first; the third is the first again, all of which fills whole blocks of
+    32. With its last token, the fourth is as long as makes a window begin where a block does, and
+    the fifth is one longer. The last is shorter than a block.
     """
     draw = random.Random(7)  # noqa: S311 - the same each time
 
     def fresh(count: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
-    first = fresh(97)
-    return [first, first[:64] + fresh(50), first, fresh(WINDOW + 31), fresh(WINDOW + 32), fresh(20)]
+    first = fresh(96)
+    return [first, first[:64] + fresh(50), first, fresh(WINDOW + 30), fresh(WINDOW + 31), fresh(19)]
 
 
-_SAID = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+_SAID = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b(: .*)?)$")
+_WHO = re.compile(r"^\(.*?\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
+"""What vLLM puts before a line."""
 
 
 def reason(log: Path) -> str | None:
-    """Return the first error that *log* tells of."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
-    found = [line for line in _SAID.findall(text) if "Tokenizer not available" not in line]
-    return found[0] if found else None
+    """Return the first error that *log* tells of; of one without words, the line that raised it."""
+    before = ""
+    for line in log.read_text(errors="replace").splitlines():
+        text = _WHO.sub("", line).strip()
+        found = _SAID.search(text)
+        if found and "Tokenizer not available" not in text:
+            return found[1] if found[2] else f"{found[1]}: {before}"
+        before = (text.strip("^~ ") and text) or before
+    return None
 
 
 class Process:
@@ -194,26 +201,35 @@ PREFILL = {
 """What a router tells a producer; it passes what the producer answers on to the consumer."""
 
 
-def reference(model: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what a single engine says to the prompts."""
-    block = 16 if model == "deepseek" else 32
-    given = settings(make(model, folder), 1, block)
+def reference(scenario: Scenario, folder: Path) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return prompts, and what a single engine says to each.
+
+    The last token of a prompt is what the engine says to all before it, so that the engine decodes
+    it, as a consumer does: vLLM's MLA on CPUs decodes by other numbers than it prefills, and others
+    at each TP. So of MLA the engine has the consumer's TP, else 1.
+    """
+    model, mla = scenario.model, scenario.model == "deepseek"
+    tp, block = (scenario.tp[1], 16) if mla else (1, 32)
+    found = []
+    given = settings(make(model, folder), tp, block)
     with started(folder / f"{model}.log", {}, given, None) as one:
-        said = [one.generate(prompt, TOKENS, None) for prompt in prompts()]
-        longer = one.generate([*prompts()[0], *said[0]["tokens"][:1]], TOKENS - 1, None)
-    if longer["tokens"] != said[0]["tokens"][1:]:
-        raise Failed(f"{model}: vLLM prefills by other numbers than it decodes")
-    return said
+        for beginning in beginnings():
+            said = one.generate(beginning, TOKENS + 1, None)
+            prompt = [*beginning, said["tokens"][0]]
+            found.append((prompt, {name: said[name][1:] for name in ("tokens", "logprobs")}))
+    return found
 
 
-def answers(scenario: Scenario, connector: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what the consumer of a pair says; at the end nobody may hold anything."""
+def answers(
+    scenario: Scenario, connector: str, folder: Path, prompts: Iterable[list[int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield what the consumer of a pair says to *prompts*; at the end nobody may hold anything."""
     folder.mkdir(parents=True, exist_ok=True)
     with (
         started(*side(scenario, connector, 0, folder)) as producer,
         started(*side(scenario, connector, 1, folder)) as consumer,
     ):
-        for prompt in prompts():
+        for prompt in prompts:
             prefilled = producer.generate(prompt, 1, PREFILL)
             yield consumer.generate(prompt, TOKENS, prefilled["transfer"])
         for process, name in ((producer, "producer"), (consumer, "consumer")):
@@ -221,29 +237,36 @@ def answers(scenario: Scenario, connector: str, folder: Path) -> Iterator[dict[s
                 raise Failed(f"the {name} holds {held} requests for ever")
 
 
-def farthest(expected: dict[str, Any], actual: dict[str, Any]) -> float:
-    """Return by how much two answers' log probabilities differ; infinity for other tokens."""
-    if expected["tokens"] != actual["tokens"]:
-        return float("inf")
-    steps = zip(expected["logprobs"], actual["logprobs"], strict=True)
-    return max(abs(a[token] - b[token]) for a, b in steps for token in a.keys() & b.keys())
+def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
+    """Return, token by token, by how much two answers' log probabilities differ.
+
+    It is infinite where the tokens are others, and ends there.
+    """
+    found = []
+    for place, (want, got) in enumerate(zip(expected["logprobs"], actual["logprobs"], strict=True)):
+        found.append(max(abs(want[token] - got[token]) for token in want.keys() & got.keys()))
+        if expected["tokens"][place] != actual["tokens"][place]:
+            return [*found, float("inf")]
+    return found
 
 
 def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Path) -> str:
     """Return what became of a scenario: one of the words of this program's docstring."""
-    apart, computed = 0.0, []
+    apart: list[float] = []
     try:
-        for number, actual in enumerate(answers(scenario, connector, folder)):
+        prompts = [prompt for prompt, _ in expected]
+        for number, actual in enumerate(answers(scenario, connector, folder, prompts)):
             if actual["finish"] != "length":
                 return refused(folder, f"prompt {number} ended by {actual['finish']}")
-            difference = farthest(expected[number], actual)
-            if not difference < CLOSE:
-                return f"different: prompt {number} of {len(expected)}"
-            apart = max(apart, difference)
-            computed.append(actual["computed"] - TOKENS + 1)
+            apart += distances(expected[number][1], actual)
+            if max(apart) > CLOSE:
+                first = apart[TOKENS * number :]
+                return f"different: prompt {number}: log probabilities by {first[0]:.0e} at first"
+            if (computed := actual["computed"] - TOKENS + 1) > 1:
+                return f"computed again: {computed} tokens of prompt {number}"
     except Failed as failed:
         return refused(folder, str(failed))
-    return f"same: log probabilities within {apart:.0e}; computed {computed} tokens of the prompts"
+    return f"same: log probabilities within {max(apart):.0e}"
 
 
 def refused(folder: Path, why: str) -> str:
@@ -265,17 +288,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     failed = False
+    print("| scenario | connector | outcome |\n|---|---|---|", flush=True)
     with contextlib.ExitStack() as stack:
         folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        expected: dict[str, list[Any]] = {}
+        expected: dict[tuple[str, int], list[Any]] = {}
         for scenario in SCENARIOS:
             if chosen.only not in scenario.name:
                 continue
-            if scenario.model not in expected:
-                expected[scenario.model] = reference(scenario.model, folder)
+            key = scenario.model, scenario.tp[1] if scenario.model == "deepseek" else 1
+            if key not in expected:
+                expected[key] = reference(scenario, folder)
             for number, connector in enumerate(chosen.connector or CONNECTORS):
                 place = folder / f"{SCENARIOS.index(scenario)}-{number}"
-                became = outcome(scenario, connector, expected[scenario.model], place)
+                became = outcome(scenario, connector, expected[key], place)
                 failed |= connector == "KvspecConnector" and not became.startswith("same")
                 print(f"| {scenario.name} | {connector} | {became} |", flush=True)
     sys.exit(failed)

@@ -284,3 +284,17 @@ def test_without_vllm_it_says_so() -> None:
     module._extended.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="vllm"):
         module.KvspecConnector  # noqa: B018
+
+
+def test_one_id_at_a_time_is_held(caplog: pytest.LogCaptureFixture) -> None:
+    """A second request of an id that is held is let go at once, and said so; the first stays."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        first = producer.prefill(Request("p-1", 14), *TABLES)
+        producer.step()
+        producer.prefill(Request("p-1", 14), *TABLES)
+        producer.step()
+        assert {"p-1": 1} == producer.sent
+        assert "p-1 is not held: request_id" in caplog.text
+        consumer.decode(Request("d-1", 14, first), *OTHERS)
+        until(lambda: consumer.received, producer, consumer)
+        assert {} == consumer.failed

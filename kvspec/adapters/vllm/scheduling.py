@@ -108,10 +108,10 @@ class Fetch:
 class EngineStep:
     """What the scheduler tells the workers: vLLM's connector metadata.
 
-    *held*: remote ids of requests that peers may read; *released*: what is not read after all.
+    *held*: requests that peers may read, with their remote ids; *released*: what is not read.
     """
 
-    held: tuple[str, ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
     fetched: tuple[Fetch, ...] = ()
     released: tuple[RemotePrompt, ...] = ()
 
@@ -179,7 +179,8 @@ class Requests:
         except SpecError as error:
             log.warning("%s is not held: %s", request.request_id, error)
             return False, None
-        self._next = attrs.evolve(self._next, held=(*self._next.held, held.remote_id))
+        pair = request.request_id, held.remote_id
+        self._next = attrs.evolve(self._next, held=(*self._next.held, pair))
         return True, held.params()
 
     def _release(self, remote: RemotePrompt) -> None:

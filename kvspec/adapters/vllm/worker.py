@@ -28,6 +28,9 @@ from kvspec.session import Session, SessionLoad, TcpChannel
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+MEETING = 10.0
+"""Seconds for which a producer is waited for; meanwhile no other is met."""
+
 
 def _text(_: object, at: attrs.Attribute[str], value: object) -> None:
     if not isinstance(value, str) or not value:
@@ -45,7 +48,7 @@ class Settings:
     *host*: where this machine's ranks listen, and *public*: by which name peers reach it, *host*
     unless given. *model*, *revision*: what both engines must have alike, vLLM's names for them
     unless given. *lease*: seconds for which a request is held after its last reader was heard.
-    *timeout*: seconds within which a request is fetched, and a peer met.
+    *timeout*: seconds within which a request is read.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_text)
@@ -81,6 +84,7 @@ class Worker:
         self._waiting: list[tuple[Fetch, Future[None]]] = []
         self._releases: list[tuple[RemotePrompt, Future[None]]] = []
         self._loads: dict[str, tuple[Fetch, SessionLoad]] = {}
+        self._unheld: set[str] = set()
 
     @property
     def session(self) -> Session:
@@ -117,8 +121,12 @@ class Worker:
 
     def hold(self, step: EngineStep) -> None:
         """Hold what the scheduler promised to peers, before anything else: they may be reading."""
-        for remote_id in step.held:
-            self.session.ledger.expect(remote_id)
+        for request_id, remote_id in step.held:
+            try:
+                self.session.ledger.expect(remote_id)
+            except SpecError as error:  # who reads it is told that it is void
+                log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
+                self._unheld.add(request_id)
 
     def begin(self, step: EngineStep) -> None:
         """Fetch and release what the scheduler says."""
@@ -140,7 +148,9 @@ class Worker:
         settled = self.session.ledger.poll()
         for request_id in settled.expired:
             log.warning("%s was not read within its lease", request_id)
-        return {*settled.done, *settled.expired}, ended | failed, failed
+        sent = {*settled.done, *settled.expired, *self._unheld}
+        self._unheld.clear()
+        return sent, ended | failed, failed
 
     def close(self) -> None:
         """Let go of everything."""
@@ -158,7 +168,7 @@ class Worker:
         return known
 
     def _meet(self, addresses: tuple[str, ...]) -> None:
-        timeout = self._settings.timeout
+        timeout = min(MEETING, self._settings.timeout)
         self.session.meet(self.session.fetch(addresses, timeout), timeout=timeout)
 
     def _load(self, fetch: Fetch, meeting: Future[None]) -> bool:
