@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Literal
 
 import attrs
@@ -145,8 +146,11 @@ class SessionLoad(Progress):
         Empty where it is done, and where it failed before anything was moved.
         """
         moves = any(f.transfer is None or f.transfer.handles for f in self.flights.values())
-        if self.error is None or not (self.written or moves):
-            return {}
+        return self.wanted if self.error is not None and (self.written or moves) else {}
+
+    @cached_property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """By group, the consumer's blocks that it is to write."""
         return {group: ids for group, ids in _written(self.remote, self.request) if ids}
 
     @property

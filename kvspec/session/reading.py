@@ -13,8 +13,6 @@ from typing import Any
 
 import attrs
 
-from kvspec.descriptors.request import TransferRequest
-from kvspec.engines.engine import EngineSpec
 from kvspec.errors import TransferError
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.order import Sides
@@ -96,19 +94,11 @@ class Reading:
         sides: dict[RankId, Sides | None] = {}
         for rank, lane in remote.lanes.items():
             if pushed:
-                if _wants(remote.plan.consumer, request):
+                if load.wanted:
                     sides[rank] = None
             elif len((one := lane.sides(request))[1][0]):
                 sides[rank] = one
-        places = {
-            rank: {
-                (edge.group, layer): 1
-                for edge in remote.plan.between(rank, self.book.me.rank)
-                for layer in edge.layers
-            }
-            for rank in sides
-        }
-        order = attrs.evolve(order, sources=places)
+        order = attrs.evolve(order, sources={rank: remote.lanes[rank].places for rank in sides})
         self.book.check(order)
         reads = [one for one in sides.values() if one is not None]
         transfers: Iterable[Transfer | None] = self.nixl.move(
@@ -117,7 +107,7 @@ class Reading:
         load.name, self.loads[request.request_id] = order.name, load
         self.do(self.book.expect(order, self.now(), timeout))
         for rank, transfer in zip(sides, [None] * len(sides) if pushed else transfers, strict=True):
-            groups = dict.fromkeys(group for group, _ in places[rank])
+            groups = dict.fromkeys(group for group, _ in remote.lanes[rank].places)
             steps = tuple(self.book.start(request.request_id, rank, group) for group in groups)
             load.flights[rank] = Flight(transfer, steps)
 
@@ -140,15 +130,28 @@ class Reading:
         """Take from a producer that it writes no more: it has written all, or has given up."""
         rank = notice.by.rank
         for load in self.loads.values():
-            if load.name == name_of(notice) and rank in load.flights and notice.to == self.book.me:
+            flight = load.flights.get(rank) if load.name == name_of(notice) else None
+            if flight is not None and flight.transfer is None:
                 if notice.kind == "stopped":
                     load.fail(rank, f"{notice.by} gave up writing", "stopped")
-                if load.flights[rank].transfer is None:
-                    self._end(load, rank, "" if notice.kind == "pushed" else "not all was written")
+                self._end(load, rank, "" if notice.kind == "pushed" else "not all was written")
                 return
         self.note(f"{notice.kind} of {notice.by}: nothing that it pushes is waited for")
 
-    def gone(self, engine_id: str, epoch: int | None = None) -> None:
+    def meet(self, engine_id: str, epoch: int) -> None:
+        """Know the present start of an engine: loads from another fail."""
+        self.do(self.book.meet(engine_id, epoch, self.now()))
+        self._gone(engine_id, epoch)
+
+    def part(self, engine_id: str) -> None:
+        """Forget an engine that is no more: loads from it fail."""
+        for name, load in list(self.loads.items()):
+            if load.remote.start[0] == engine_id:
+                self.do(self.book.cancel(name, self.now(), f"{engine_id} was parted from"))
+        self._gone(engine_id)
+        self.book.part(engine_id)
+
+    def _gone(self, engine_id: str, epoch: int | None = None) -> None:
         """Take that all starts of an engine but *epoch* are no more: they write nothing."""
         for load in list(self.loads.values()):
             name, start = load.remote.start
@@ -219,9 +222,3 @@ class Reading:
             load.state = "failed"
         elif isinstance(action, Closed):
             del self.loads[load.request.request_id]
-
-
-def _wants(engine: EngineSpec, request: TransferRequest) -> bool:
-    """Return whether anything of *request* has to move."""
-    groups = engine.groups
-    return any(request.wanted(group.name, spec) for group in groups for spec, _ in group.alike)

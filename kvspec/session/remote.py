@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from functools import cached_property
 
 import attrs
 
@@ -21,10 +22,11 @@ from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
+from kvspec.protocol.order import Place
 from kvspec.session.introduction import Introduced, introduced
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Lane:
     """The rows between this rank and one of a remote's, as NIXL's lists of both sides."""
 
@@ -32,6 +34,13 @@ class Lane:
     table: DescriptorTable
     producer: Prepared
     consumer: Prepared
+
+    @cached_property
+    def places(self) -> dict[Place, int]:
+        """The groups and layers that it carries, each one thing to a ledger: there, or not."""
+        ranks = self.table.producer.rank, self.table.consumer.rank
+        edges = self.table.plan.between(*ranks)
+        return {(edge.group, layer): 1 for edge in edges for layer in edge.layers}
 
     def sides(self, request: TransferRequest) -> Sides:
         """Return what *request* moves, local and remote; raise as `DescriptorTable.select` does."""
@@ -149,15 +158,17 @@ class Remotes:
         old = self._met.get((remote.role, remote.start[0]))
         return old if old is not None and remote.same(old) else None
 
-    def find(self, role: Role, engine_id: str | None) -> RemoteEngine:
+    def find(self, role: Role, engine_id: str | None, epoch: int | None = None) -> RemoteEngine:
         """Return the engine of a *role* that was met, the only one unless named."""
         met = sorted(name for other, name in self._met if other == role)
-        if engine_id is None and len(met) == 1:
-            return self._met[role, met[0]]
-        if (role, engine_id) not in self._met:
+        name = met[0] if engine_id is None and len(met) == 1 else engine_id
+        if name is None or (role, name) not in self._met:
             wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
-        return self._met[role, str(engine_id)]
+        remote = self._met[role, name]
+        if epoch not in (None, remote.start[1]):
+            raise SpecError("epoch", epoch, f"{remote.start[1]}, the start that was met")
+        return remote
 
     def replace(self, remote: RemoteEngine) -> None:
         """Keep *remote*."""

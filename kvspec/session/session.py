@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
-import attrs
-
 from kvspec.descriptors.request import TransferRequest
 from kvspec.inputs import instance, seconds, sequence
 from kvspec.memory.regions import RankCache
@@ -72,19 +70,20 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.nixl = instance("nixl", nixl, NixlRank)
+        start = epoch_of(epoch, cache)
+        nixl.register(cache.memory, owner=owner)
         shake = Handshake(
             engine_id=engine_id,
-            epoch=epoch_of(epoch, cache),
+            epoch=start,
             cache=cache,
             election=election or Election(),
             model=model,
             revision=revision,
+            transport=nixl.metadata(),
         )
         self.me = Party(shake.engine_id, shake.epoch, shake.rank)
         book = ProducerLedger(self.me, lease=lease, longest=longest)
         reader = ConsumerLedger(self.me, beat=beat, patience=patience)
-        nixl.register(cache.memory, owner=owner)
-        shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(handshake=shake, address=self.channel.address)
         self._lock, self._meeting, self._clock = threading.RLock(), threading.Lock(), clock
@@ -141,8 +140,7 @@ class Session:
             with self._lock:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
-                self._reading.do(self._reading.book.meet(name, epoch, self._clock()))
-                self._reading.gone(name, epoch)
+                self._reading.meet(name, epoch)
                 self._book.meet(name, epoch)
                 self._control.part(self._remotes.drop(name, remote))
             remote.connect(self.nixl, timeout)
@@ -154,12 +152,7 @@ class Session:
     def part(self, engine_id: str) -> None:
         """Forget an engine that is no more: what is loaded from it fails."""
         with self._lock:
-            for name, load in list(self._reading.loads.items()):
-                if load.remote.start[0] == engine_id:
-                    why = f"{engine_id} was parted from"
-                    self._reading.do(self._reading.book.cancel(name, self._clock(), why))
-            self._reading.gone(engine_id)
-            self._reading.book.part(engine_id)
+            self._reading.part(engine_id)
             self._book.part(engine_id)
             self._control.part(self._remotes.drop(engine_id))
 
@@ -198,17 +191,18 @@ class Session:
         *,
         remote_id: str,
         timeout: float,
+        epoch: int,
         engine_id: str | None = None,
         attempt: int = 0,
         sample: int = 0,
     ) -> SessionPush:
         """Start writing this rank's part of *request* into the blocks of all that need it.
 
-        The ledger has to expect it; *engine_id*: which consumer. Every rank of the producer pushes,
-        and every rank of the consumer loads with `pushed`, in any order. Raises as `load` does.
+        The ledger has to expect it. *engine_id*, *epoch*: whose blocks they are, of which start.
+        All its ranks load with `pushed`. Raises as `load` does.
         """
         with self._lock:
-            remote = self._remotes.find("consumer", engine_id)
+            remote = self._remotes.find("consumer", engine_id, epoch)
             push = SessionPush(request, remote_id, remote, self.poll)
             self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
         return push
@@ -258,14 +252,14 @@ class Session:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
 
         What still moves then ends with the NIXL rank, which is the caller's to close. Requests that
-        this rank holds for readers are forgotten: their readers do without.
+        are held are forgotten: their readers do without.
         """
         end = time.monotonic() + seconds("drain", drain)
         with self._lock:
             for name in list(self._reading.loads):
                 self._cancel(name)
         self.poll()
-        while self._reading.moving and time.monotonic() < end:
+        while self._moving and time.monotonic() < end:
             time.sleep(BUSY)
             self.poll()
         self._ended.set()
@@ -288,11 +282,14 @@ class Session:
         else:
             self._reading.do(self._reading.book.receive(notice, self._clock()))
 
+    @property
+    def _moving(self) -> bool:
+        return self._reading.moving or self._pushing.moving
+
     def _serve(self) -> None:
         while not self._ended.is_set():
             self.poll()
-            moving = self._reading.moving or self._pushing.moving
-            self.channel.wait(BUSY if moving else IDLE)
+            self.channel.wait(BUSY if self._moving else IDLE)
 
     def _cancel(self, request_id: str) -> None:
         with self._lock:

@@ -506,7 +506,7 @@ def test_a_producer_may_push(kind: str) -> None:
         producer.expect(remote_id)
         loads = consumer.load(asked, remote_id, pushed=True)
         pushes = [
-            session.push(asked, remote_id=remote_id, timeout=9.0)
+            session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
             for session in producer.sessions.values()
         ]
         assert ["done"] * 2 == ended(loads, producer, consumer)
@@ -537,7 +537,7 @@ def test_what_was_given_up_is_not_pushed(net: FakeNixl, pushing: tuple[Side, Sid
     producer.expect(remote_id)
     hang(net)
     first, second = producer.sessions.values()
-    push = first.push(request(), remote_id=remote_id, timeout=9.0)
+    push = first.push(request(), remote_id=remote_id, timeout=9.0, epoch=1)
     (load,) = consumer.load(request(), remote_id, pushed=True)
     load.cancel()
     end = time.monotonic() + 0.3
@@ -553,7 +553,7 @@ def test_what_was_given_up_is_not_pushed(net: FakeNixl, pushing: tuple[Side, Sid
     assert "gave it up" in str(push.error)
     quiet(producer, consumer)
     with pytest.raises(SpecError, match="holds"):
-        second.push(request(), remote_id=remote_id, timeout=9.0)
+        second.push(request(), remote_id=remote_id, timeout=9.0, epoch=1)
 
 
 def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Side]) -> None:
@@ -563,11 +563,12 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
     producer.expect(remote_id)
     hang(net)
     (load,) = consumer.load(request(), remote_id, pushed=True)
-    pushes = [
-        s.push(request(), remote_id=remote_id, timeout=9.0) for s in producer.sessions.values()
-    ]
+    asked: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0}
+    pushes = [s.push(request(), epoch=1, **asked) for s in producer.sessions.values()]
+    with pytest.raises(SpecError, match="epoch=0: wanted 1, the start that was met"):
+        next(iter(producer.sessions.values())).push(request(), epoch=0, **asked)
     with pytest.raises(SpecError, match="not pushed already"):
-        list(producer.sessions.values())[1].push(request(), remote_id=remote_id, timeout=9.0)
+        list(producer.sessions.values())[1].push(request(), epoch=1, **asked)
     bad, good = net.moving
     bad.fail(0.5)
     good.land()

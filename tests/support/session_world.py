@@ -14,6 +14,7 @@ import numpy as np
 from sessions import engine, truth
 
 import kvspec
+from kvspec.errors import SpecError
 from kvspec.nixl import Leftovers, NixlRank
 from kvspec.session import Session, SessionLeftovers, SessionLoad, new_remote_id
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
@@ -79,6 +80,7 @@ class Asked:
     request: kvspec.TransferRequest
     seed: int
     start: int
+    to: int
     freed: dict[Rank, str] = attrs.field(factory=dict)
     held: set[Rank] = attrs.field(factory=set)
     lost: bool = False
@@ -197,7 +199,9 @@ class World:
             request_id=f"{seed}", num_tokens=tokens, cached_tokens=min(cached, tokens),
             producer_blocks=tables[0], consumer_blocks=tables[1],
         )  # fmt: skip
-        asked = Asked(new_remote_id(f"r{seed % 3}.{seed}"), request, seed, self.starts["P"])
+        asked = Asked(
+            new_remote_id(f"r{seed % 3}.{seed}"), request, seed, self.starts["P"], self.starts["D"]
+        )
         for name, own in zip("PD", tables, strict=True):
             self.free[name] -= {int(one) for one in own["full"].block_ids}
         for rank, views in self.engines["P"].views.items():
@@ -230,7 +234,12 @@ class World:
             asked, rank = self.to_push.pop(at % len(self.to_push))
             session = self.engines["P"].sessions[rank]
             if asked.remote_id.rpartition("#")[0] in session.ledger.held:
-                session.push(asked.request, remote_id=asked.remote_id, timeout=TIMEOUT)
+                try:
+                    session.push(
+                        asked.request, remote_id=asked.remote_id, timeout=TIMEOUT, epoch=asked.to
+                    )
+                except SpecError:
+                    assert asked.to != self.starts["D"], "refused, though nothing has changed"
             self.look()
 
     def read(self, at: int, how: str) -> None:
@@ -262,7 +271,7 @@ class World:
     def cached(self, rank: Rank, asked: Asked) -> Iterator[Any]:
         """Yield the bytes that the consumer has already."""
         whole = attrs.evolve(asked.request, cached_tokens=0)
-        having = Asked(asked.remote_id, whole, asked.seed, asked.start)
+        having = attrs.evolve(asked, request=whole)
         tables, request = asked.request.consumer_blocks, asked.request
         for key, ids, right, counts in self.engines["D"].truth(
             rank, having, tables, producer=False
