@@ -29,11 +29,15 @@ Contents = tuple[Ints, Ints]
 
 @attrs.frozen(eq=False, slots=False)
 class Places:
-    """Where the rank of *cache* keeps what the blocks of *tables*, by group, hold."""
+    """Where the rank of *cache* keeps what the blocks of *tables*, by group, hold.
+
+    *only*: the layers that are looked at; all unless given.
+    """
 
     owners: Owners
     cache: RankCache
     tables: Mapping[str, BlockTable]
+    only: frozenset[str] | None = None
 
     @property
     def rank(self) -> RankId:
@@ -42,9 +46,14 @@ class Places:
 
     @cached_property
     def layers(self) -> dict[str, KVCacheGroup]:
-        """The layers that the rank holds, and the group of each."""
-        groups = self.owners.engine.groups
-        return {layer: group for group in groups for layer in self.owners.layers(group, self.rank)}
+        """The layers that the rank holds and that are looked at, and the group of each."""
+        groups, only = self.owners.engine.groups, self.only
+        return {
+            layer: group
+            for group in groups
+            for layer in self.owners.layers(group, self.rank)
+            if only is None or layer in only
+        }
 
     @cached_property
     def regions(self) -> dict[tuple[str, str], Region]:

@@ -8,8 +8,9 @@ anything but the request's own blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +21,7 @@ from kvspec.check.coverage import Small
 from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
 from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
+from kvspec.descriptors.shared import sharing
 from kvspec.descriptors.table import build_table, check_engine
 from kvspec.descriptors.tables import check_producer_holds
 from kvspec.engines.engine import EngineSpec
@@ -34,6 +36,8 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
 
 Rows = npt.NDArray[np.uint64]
+TOGETHER = 2**22
+"""Contents of one rank whose descriptors are made together: about 100 MB, if each has its own."""
 
 
 def verify(
@@ -75,16 +79,46 @@ def verify(
         for rank in plan.producer.parallel.ranks
     }
     for rank, cache in consumers.items():
-        if given is None:
-            writes = _writes(_own(plan, producers, cache, request))
-        else:
-            writes = _writes({source: rows for (source, to), rows in given.items() if to == rank})
-        consumer = Places(owners["consumer"], cache, request.consumer_blocks)
-        checker = Checker(request, plan.producer, senders, consumer, excluded, *writes)
-        found = checker.first()
-        if found is not None:
-            return found
+        own = Places(owners["consumer"], cache, request.consumer_blocks)
+        for only in (None,) if given is not None else _some_layers(own, request):
+            if given is None:
+                writes = _writes(_own(plan, producers, cache, request, only))
+            else:
+                moved = {source: rows for (source, to), rows in given.items() if to == rank}
+                writes = _writes(moved)
+            consumer = attrs.evolve(own, only=only)
+            checker = Checker(request, plan.producer, senders, consumer, excluded, *writes)
+            found = checker.first()
+            if found is not None:
+                return found
     return None
+
+
+def _some_layers(places: Places, request: TransferRequest) -> Iterator[frozenset[str] | None]:
+    """Yield layers whose own descriptors are looked at together: what bounds the memory it takes.
+
+    Where groups share memory, layers may write the same bytes: then all are, None.
+    """
+    contents = {
+        layer: sum(
+            len(places.units(group, part))
+            * (len(places.owners.wanted(request, group, spec)) if part.per_token else part.states)
+            for part in spec.parts
+        )
+        for layer, group in places.layers.items()
+        for spec in (group.spec.of_layer(layer),)
+    }
+    if sum(contents.values()) <= TOGETHER or sharing(places.cache):
+        yield None
+        return
+    some, many = set[str](), 0
+    for layer, count in contents.items():
+        if some and many + count > TOGETHER:
+            yield frozenset(some)
+            some, many = set(), 0
+        some.add(layer)
+        many += count
+    yield frozenset(some)
 
 
 def _own(
@@ -92,10 +126,12 @@ def _own(
     producers: Mapping[RankId, RankCache],
     consumer: RankCache,
     request: TransferRequest,
+    layers: frozenset[str] | None,
 ) -> dict[RankId, Ints]:
     """Return the library's own descriptors of one consumer rank, by producer rank."""
     tables = {
-        rank: build_table(plan, producers[rank], consumer) for rank in plan.sources(consumer.rank)
+        rank: build_table(plan, producers[rank], consumer, layers=layers)
+        for rank in plan.sources(consumer.rank)
     }
     return {rank: table.descriptors(request).view(np.int64) for rank, table in tables.items()}
 

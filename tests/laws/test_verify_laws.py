@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import attrs
@@ -49,6 +50,40 @@ def test_verify_accepts_shared_memory_and_spanning_content(case: strategies.Case
     here = world(case)
     for thorough in (False, True):
         assert None is kvspec.verify(here.plan, *caches(here), case.request, thorough=thorough)
+
+
+@HALF
+@given(CASES | strategies.sharing_cases())
+def test_layer_by_layer_verify_accepts_the_same(case: strategies.Case) -> None:
+    """Whatever the library moves, of shared memory too."""
+    here = world(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["kvspec.check.verify"], "TOGETHER", 1)
+        assert None is kvspec.verify(here.plan, *caches(here), case.request)
+
+
+@pytest.mark.parametrize("step", [0, 1, -1])
+def test_layer_by_layer_verify_finds_what_one_layer_does_to_another(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer's bytes go nowhere, or into the same place of the layer beside it."""
+    one = engine(builders.gqa(2), layers=("l.0", "l.1", "l.2"))
+    here = world(builders.case(one, one, request(20, [0, 1], [1, 0])))
+    right = kvspec.DescriptorTable.descriptors
+
+    def wrong(table: kvspec.DescriptorTable, *asked: Any, **more: Any) -> Any:
+        rows = right(table, *asked, **more)
+        begins = [table.consumer.region(layer, "k").base for layer in ("l.0", "l.1")]
+        here_too = table.layers == frozenset(["l.2" if step < 0 else "l.1"])
+        if here_too:
+            rows[:, 1] = rows[:, 1].view(np.int64) + step * (begins[1] - begins[0])
+        return rows[: len(rows) * (step != 0)] if here_too else rows
+
+    monkeypatch.setattr(sys.modules["kvspec.check.verify"], "TOGETHER", 1)
+    monkeypatch.setattr(kvspec.DescriptorTable, "descriptors", wrong)
+    found = kvspec.verify(here.plan, *caches(here), here.case.request)
+    assert found is not None
+    assert ("missing", "l.2" if step < 0 else "l.1") == (found.kind, found.layer)
 
 
 def changed(rows: npt.NDArray[np.uint64], at: int, how: str) -> npt.NDArray[np.uint64]:
