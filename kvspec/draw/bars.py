@@ -116,13 +116,13 @@ class Side:
         step = 64
         while step * self.axis.scale < _APART:
             step *= 2
-        for chunk in self.axis.chunks:
+        for chunk, left in self.axis.chunks:
             first = origin.setdefault(chunk.memory, chunk.start)
             start, stop = chunk.start - first, chunk.stop - first
             name = f"memory {len(origin)}" if len(origin) > 1 else "0 B"
-            yield chunk.left, f"+{nbytes(start)}" if start else name
+            yield left, f"+{nbytes(start)}" if start else name
             for place in range(start // step * step + step, stop, step):
-                yield chunk.left + (place - start) * self.axis.scale, f"+{nbytes(place)}"
+                yield left + (place - start) * self.axis.scale, f"+{nbytes(place)}"
 
 
 def units_text(units: range) -> str:

@@ -13,7 +13,7 @@ from itertools import islice
 import attrs
 import numpy as np
 
-from kvspec.memory.regions import RankCache, Region
+from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
 
@@ -43,14 +43,13 @@ class Window:
 
     def stretches(self, layers: Collection[str], *, by_unit: bool) -> list[Stretch]:
         """Return the stretches of *layers* as they lie; those of one unit apart if *by_unit*."""
-        regions = [region for region in self.cache.regions if region.layer in layers]
-        memories = list(dict.fromkeys(map(self._memory, regions)))
-        stretches = [
-            stretch
-            for region in regions
-            for stretch in self._of(region, memories.index(self._memory(region)), by_unit=by_unit)
-        ]
-        return sorted(stretches, key=lambda each: (each.memory, each.start))
+        memories: dict[Memory, int] = {}
+        found: list[Stretch] = []
+        for region in (each for each in self.cache.regions if each.layer in layers):
+            home = next(m for m in self.cache.memory if 0 <= region.base - m.address < m.length)
+            number = memories.setdefault(home, len(memories))
+            found += self._of(region, number, by_unit=by_unit)
+        return sorted(found, key=lambda each: (each.memory, each.start))
 
     def _of(self, region: Region, memory: int, *, by_unit: bool) -> list[Stretch]:
         part, first = self.part(region)
@@ -86,23 +85,6 @@ class Window:
         parts = group.spec.of_layer(region.layer).parts
         part = next(part for part in parts if part.name == region.part)
         return part, engine.units(group, part, self.cache.rank).start
-
-    def _memory(self, region: Region) -> int:
-        """Return which memory *region* begins in."""
-        offsets = (region.base - memory.address for memory in self.cache.memory)
-        lengths = (memory.length for memory in self.cache.memory)
-        inside = [0 <= o < length for o, length in zip(offsets, lengths, strict=True)]
-        return inside.index(True)
-
-
-@attrs.frozen
-class Chunk:
-    """Stretches of one memory that touch: from byte *start* to *stop*, drawn from *left*."""
-
-    memory: int
-    start: int
-    stop: int
-    left: float
 
 
 @attrs.frozen(slots=False)
@@ -145,14 +127,15 @@ class Axis:
                 yield end, begin, omitted
 
     @cached_property
-    def chunks(self) -> list[Chunk]:
-        """The stretches that touch as one, as they are drawn."""
-        chunks: list[Chunk] = []
+    def chunks(self) -> list[tuple[Stretch, float]]:
+        """The stretches that touch as one, as they are drawn, each with where it begins."""
+        chunks: list[tuple[Stretch, float]] = []
         for own, left, _ in self:
-            if chunks and (chunks[-1].memory, chunks[-1].stop) == (own.memory, own.start):
-                chunks[-1] = attrs.evolve(chunks[-1], stop=own.stop)
+            last, begin = chunks[-1] if chunks else (own, left)
+            if (last.memory, last.stop) == (own.memory, own.start):
+                chunks[-1] = attrs.evolve(last, stop=own.stop), begin
             else:
-                chunks.append(Chunk(own.memory, own.start, own.stop, left))
+                chunks.append((own, left))
         return chunks
 
     def cut(self, runs: Ints, column: int) -> Ints:
@@ -160,7 +143,7 @@ class Axis:
 
         Each is (producer address, consumer address, length, number); *column* has the addresses.
         """
-        chunks = np.array(sorted((each.start, each.stop) for each in self.chunks), np.int64)
+        chunks = np.array(sorted((each.start, each.stop) for each, _ in self.chunks), np.int64)
         begin, end = runs[:, column], runs[:, column] + runs[:, 2]
         first = np.searchsorted(chunks[:, 1], begin, side="right")
         count = np.searchsorted(chunks[:, 0], end, side="left") - first
@@ -173,8 +156,8 @@ class Axis:
 
     def span(self, start: int, length: int) -> tuple[float, float]:
         """Return the pixels of some bytes of one chunk."""
-        own = next(chunk for chunk in self.chunks if chunk.start <= start < chunk.stop)
-        left = own.left + (start - own.start) * self.scale
+        own, begin = next(each for each in self.chunks if each[0].start <= start < each[0].stop)
+        left = begin + (start - own.start) * self.scale
         return left, left + length * self.scale
 
     def units(self, start: int, length: int) -> set[int]:
