@@ -139,13 +139,15 @@ def test_views_show_each_byte_where_counting_finds_it(
 
 def in_rows(engine: kvspec.EngineSpec) -> kvspec.EngineSpec:
     """Return *engine* with plain pages: letters say nothing of formats, `test_formats` does."""
-    groups = tuple(
-        attrs.evolve(group, spec=attrs.evolve(group.spec, page_format="plain"))
-        if isinstance(group.spec, AttentionSpec)
-        else group
-        for group in engine.groups
-    )
+    groups = [attrs.evolve(group, spec=plain(group.spec)) for group in engine.groups]
     return attrs.evolve(engine, groups=groups)
+
+
+def plain(spec: kvspec.LayerSpec) -> kvspec.LayerSpec:
+    """Return *spec* with plain pages, those of a uniform-type group one by one."""
+    if isinstance(spec, kvspec.UniformTypeKVCacheSpecs):
+        return attrs.evolve(spec, specs={name: plain(each) for name, each in spec.specs.items()})
+    return attrs.evolve(spec, page_format="plain") if isinstance(spec, AttentionSpec) else spec
 
 
 def stage_of(engine: kvspec.EngineSpec, layer: str) -> int:
