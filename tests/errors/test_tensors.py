@@ -279,6 +279,11 @@ def folded(shape: tuple[int, ...], axes: str | None) -> kvspec.RankCache:
     return kvspec.RankCache.from_tensors(engine(), RankId(), {"l": z(*shape)}, axes)
 
 
+def one_latent(tensor: Any, axes: str | None) -> kvspec.RankCache:
+    """Read a tensor of an MLA layer, of one unit."""
+    return kvspec.RankCache.from_tensors(engine(spec=LATENT), RankId(), {"l": tensor}, axes)
+
+
 FOLDED = [
     case(lambda: folded((6, 4, 60), "BN(HC)"),
          f"{SHAPE}=(6, 4, 60): wanted 4 units x 32 bytes along (HC)"),
@@ -290,6 +295,7 @@ FOLDED = [
          f"{SHAPE}=(22, 4, 16): wanted whole blocks of 4 rows along (BN)"),
     case(lambda: folded((0, 4, 16), "(BN)HC"),
          f"{SHAPE}=(0, 4, 16): wanted whole blocks of 4 rows along (BN)"),
+    case(lambda: latent(z(24, 8), "BNC"), f"{SHAPE}=(24, 8): wanted 3 dimensions, BNC"),
     case(lambda: folded((24, 64), "BN(HC)"), f"{SHAPE}=(24, 64): wanted 3 dimensions, BN(HC)"),
     case(lambda: folded((6, 4, 64), None),
          f"axes=None: wanted 'BN(HC)' or 'BH(NC)' or 'BN(KHC)' or 'BH(KNC)' said: all fit {SHAPE}="
@@ -297,6 +303,10 @@ FOLDED = [
     case(lambda: folded((24, 64), None),
          f"axes=None: wanted '(BN)(HC)' or '(BH)(NC)' or '(HB)(NC)' or '(BN)(KHC)' or "
          f"'(BH)(KNC)' said: all fit {SHAPE}=(24, 64)"),
+    case(lambda: one_latent(z(24, 8), None),
+         f"axes=None: wanted '(BN)C' said: it fits {SHAPE}=(24, 8)"),
+    case(lambda: one_latent(z(6, 33), "B(NHC)"),
+         f"{SHAPE}=(6, 33): wanted 4 rows x 1 unit x 16 bytes along (NHC)"),
     case(lambda: folded((24, 4, 2, 8), "(BN)HC"),
          f"{SHAPE}=(24, 4, 2, 8): wanted 3 dimensions, (BN)HC"),
 ]  # fmt: skip

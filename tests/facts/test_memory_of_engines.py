@@ -126,6 +126,11 @@ MEMORIES = {
         one("chunk", 1, COUNT, BLOCKS * ROWS, 2 * SIZE),
         lambda a, i, p, h: halves(a["chunk"][0][0, i], h, p, by_head=False),
     ),
+    "LMCache, one latent": Memory(
+        one("chunkMLA", 1, COUNT, BLOCKS * ROWS, SIZE),
+        lambda a, i, _p, _h: order(a["chunk"][0][0, i], "BNHC", N=ROWS),
+        LATENT,
+    ),
     "SGLang HiCache, Mooncake: page_first_direct": Memory(
         one("kv", 2, BLOCKS, COUNT, ROWS, 1, SIZE, scaled=-2),
         lambda a, i, p, h: order(a["kv"][0][p, :, i], "BNHC", H=h, N=ROWS),

@@ -797,3 +797,16 @@ def test_consumer_ranks_side_by_side_in_one_memory_are_right() -> None:
     assert None is judged(paper)
     with pytest.raises(kvspec.SpecError, match="own_addresses=1: wanted True or False"):
         judged(paper, own_addresses=1)
+
+
+def test_caches_on_paper_have_no_bytes_to_share() -> None:
+    """Each begins at address 0, whatever its other groups begin at."""
+    specs = builders.gqa(4, block_size=4), builders.mla(block_size=4)
+    plan = kvspec.plan_transfer(builders.engine(*specs), builders.engine(*specs, tp=2))
+    sources, targets = (
+        {rank: kvspec.lay_out(side, rank, 6) for rank in side.parallel.ranks}
+        for side in (plan.producer, plan.consumer)
+    )
+    assert 2 == len(targets[RankId()].memory)
+    tables = {"g0": [3, 0, 2], "g1": [1, 2, 3]}, {"g0": [1, 5, 4], "g1": [4, 0, 2]}
+    assert None is verify(plan, sources, targets, builders.request(9, *tables))
