@@ -31,7 +31,11 @@ class Control:
     def __init__(
         self, channel: Channel, secret: Secret, own: Introduced, note: Callable[[str], None]
     ) -> None:
-        self.introduction = own.seal(secret)
+        try:
+            self.introduction = own.seal(secret)
+        except BaseException:
+            channel.close()
+            raise
         self._channel = channel
         self._secret = secret
         self._note = note

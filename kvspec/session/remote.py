@@ -30,7 +30,6 @@ from kvspec.session.introduction import Introduced, introduced
 class Lane:
     """The rows between this rank and one of a remote's, as NIXL's lists of both sides."""
 
-    agent: str
     table: DescriptorTable
     producer: Prepared
     consumer: Prepared
@@ -54,7 +53,7 @@ class Lane:
 class RemoteEngine:
     """One start of an engine, of which *role*, and the *lanes* to those of its ranks that matter.
 
-    *lost*: a transfer failed, so that it has to be connected anew.
+    *agents*: those that are connected. *lost*: a transfer failed, so that they have to be anew.
     """
 
     role: Role
@@ -62,6 +61,7 @@ class RemoteEngine:
     ranks: dict[RankId, Introduced]
     tables: dict[RankId, DescriptorTable]
     lanes: dict[RankId, Lane] = attrs.field(factory=dict)
+    agents: set[str] = attrs.field(factory=set)
     lost: bool = False
 
     @property
@@ -83,9 +83,9 @@ class RemoteEngine:
         try:
             for rank, table in self.tables.items():
                 agent = nixl.connect(self.ranks[rank].handshake.transport, timeout)
+                self.agents.add(agent)
                 producer, consumer = (agent, None) if self.role == "producer" else (None, agent)
                 self.lanes[rank] = Lane(
-                    agent,
                     table,
                     nixl.prepare(table.producer_rows, table.producer_memory_type, producer),
                     nixl.prepare(table.consumer_rows, table.consumer_memory_type, consumer),
@@ -95,15 +95,16 @@ class RemoteEngine:
                 self.leave(nixl)
             raise
 
-    def leave(self, nixl: NixlRank) -> None:
-        """Give up all lanes; `TransferError` "busy" while bytes move over one: try again."""
-        while self.lanes:
-            rank, lane = next(iter(self.lanes.items()))
-            if lane.agent in nixl.peers:
-                nixl.disconnect(lane.agent)
-            for prepared in (lane.producer, lane.consumer):
-                prepared.release()
-            del self.lanes[rank]
+    def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
+        """Disconnect all agents but those to *keep*; `TransferError` "busy" while bytes move."""
+        for agent in self.agents.difference(keep):
+            if agent in nixl.peers:
+                nixl.disconnect(agent)
+            self.agents.discard(agent)
+        for lane in self.lanes.values():
+            lane.producer.release()
+            lane.consumer.release()
+        self.lanes.clear()
 
 
 def judged(
@@ -198,8 +199,15 @@ class Remotes:
             self.drop(engine_id)
 
     def leave(self) -> None:
-        """Give up the lanes of engines that are gone, where nothing moves over them."""
+        """Give up the lanes of engines that are gone, where nothing moves over them.
+
+        One agent may be met in both roles: it stays while the other needs it, or both are lost.
+        """
         for remote in tuple(self._leaving):
+            others = [other for other in self._met.values() if other.agents & remote.agents]
+            for other in others:
+                other.lost |= remote.lost
+            keep = set[str]() if remote.lost else set[str]().union(*(o.agents for o in others))
             with contextlib.suppress(TransferError):
-                remote.leave(self._nixl)
+                remote.leave(self._nixl, keep)
                 self._leaving.remove(remote)

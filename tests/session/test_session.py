@@ -588,3 +588,68 @@ def test_a_producer_that_is_gone_pushes_nothing(pushing: tuple[Side, Side]) -> N
     for session in consumer.sessions.values():
         session.part("P")
     assert "failed" == load.poll()
+
+
+def test_one_engine_may_be_both(net: FakeNixl) -> None:
+    """What is met in one role stays when the other is met anew; what is lost is lost in both."""
+    with (
+        Side("A", engine(1), polled=False, beat=0.05) as one,
+        Side("B", engine(1), polled=False, beat=0.05) as other,
+    ):
+        (near,), (far,) = one.sessions.values(), other.sessions.values()
+        for role in ("producer", "consumer"):
+            near.meet(other.introductions, role=role)  # type: ignore[arg-type]
+            far.meet(one.introductions, role=role)  # type: ignore[arg-type]
+        hang(net)
+        asked: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0}
+        far.ledger.expect(asked["remote_id"])
+        load = near.load(request(), **asked)
+        net.moving[0].fail()
+        assert ["failed"] == ended([load], one, other)
+        net.fate = FakeFlight.land
+        for role in ("producer", "consumer"):
+            near.meet(other.introductions, role=role)  # type: ignore[arg-type]
+        assert (2, 0) == (near.leftovers().engines, near.leftovers().leaving)
+        asked["remote_id"] = new_remote_id("pushed")
+        one.fill(request("pushed"))
+        other.spoil(request("pushed"))
+        near.ledger.expect(asked["remote_id"])
+        near.push(request("pushed"), epoch=1, **asked)
+        load = far.load(request("pushed"), pushed=True, **asked)
+        assert ["done"] == ended([load], one, other)
+        assert [] == other.wrong(request("pushed"))
+        quiet(one, other)
+        near.part("B")
+        assert () == near.nixl.peers
+
+
+def test_who_cannot_be_prepared_for_is_not_met(net: FakeNixl) -> None:
+    """Memory that is gone, an agent that is gone: nobody stays connected."""
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        (session,) = consumer.sessions.values()
+        ((name, life),) = ((name, life) for name, life in net.agents.items() if name[0] == "P")
+        kept = list(life.memory)
+        life.memory[1:] = []
+        with pytest.raises(TransferError, match="not inside memory that was registered"):
+            session.meet(producer.introductions)
+        assert ((), 0) == (session.nixl.peers, session.leftovers().engines)
+        life.memory[:] = kept
+        session.meet(producer.introductions)
+        session.part("P")
+        net.kill(name)
+        with pytest.raises(TransferError):
+            session.meet(producer.introductions)
+        assert () == session.nixl.peers
+
+
+def test_an_address_that_cannot_travel_is_refused(net: FakeNixl) -> None:
+    """And its channel is closed: the session never was."""
+    cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=2)
+    channel = TcpChannel(public="h" * 300)
+    with NixlRank("r", polled=True) as nixl, pytest.raises(SpecError, match="address="):
+        Session(nixl, cache, engine_id="D", owner=storage, channel=channel)
+    channel.send(channel.address, b"x")
+    assert 1 == channel.lost
