@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 import numpy as np
 
-from kvspec.descriptors.paging import Paging, Step
+from kvspec.descriptors.paging import Paging, RowKind
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.region import Region
@@ -87,9 +87,9 @@ class Boxes:
             where = np.column_stack([source, target])[content == length]
             yield Boxes(units, grain, sides[0].region, sides[1].region, length, where)
 
-    def runs(self, step: Step) -> Ints:
+    def runs(self, kind: RowKind) -> Ints:
         """Return (producer address, consumer address, length) of the first block's first runs."""
-        states = step.tokens // self.grain if self.grain else self._states
+        states = kind.tokens // self.grain if self.grain else self._states
         rows = row_stride(self.producer), row_stride(self.consumer)
         length = self.content
         axes = [
@@ -101,8 +101,8 @@ class Boxes:
             length *= touching[0]
             axes.remove(touching)
         begins = self.first
-        if step.skip:
-            begins = begins + step.skip // self.grain * np.array(rows)
+        if kind.skip:
+            begins = begins + kind.skip // self.grain * np.array(rows)
         for count, *strides in axes:
             steps = np.arange(count, dtype=np.int64)[:, None] * np.array(strides)
             begins = (begins[:, None, :] + steps).reshape(-1, 2)
@@ -116,21 +116,21 @@ class Boxes:
         return min(self.producer.states, self.consumer.states)
 
 
-def pool_of(region: Region, step: Step, grain: int, *, flows: bool) -> Pool:
+def pool_of(region: Region, kind: RowKind, grain: int, *, flows: bool) -> Pool:
     """Return how rows of a kind repeat: each unit, as long as they end inside the block.
 
     Where rows flow from block to block, several cells may end in a later block.
     """
     cells, span = 1, 1
-    if grain and flows and step.tokens > step.unit and not step.skip:
-        cells, span = region.states * grain // step.unit, step.tokens // step.unit
+    if grain and flows and kind.tokens > kind.period and not kind.skip:
+        cells, span = region.states * grain // kind.period, kind.tokens // kind.period
     elif grain:
-        cells = (region.states * grain - step.skip - step.tokens) // step.unit + 1
+        cells = (region.states * grain - kind.skip - kind.tokens) // kind.period + 1
     return Pool(
         num_blocks=region.num_blocks,
         block_stride=region.block_stride,
         cells=cells,
-        cell_stride=step.unit // grain * row_stride(region) if cells > 1 or span > 1 else 0,
+        cell_stride=kind.period // grain * row_stride(region) if cells > 1 or span > 1 else 0,
         memory_type=region.memory_type,
         device=region.device,
         span=span,

@@ -13,14 +13,14 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from kvspec.descriptors.paging import Geometry, Step
+from kvspec.descriptors.paging import Geometry, RowKind
 from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest, check_ids
 from kvspec.descriptors.tables import Tables
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.ownership.tokens import Cyclic, Ints
 
-Begins = dict[Step, tuple[Ints, Ints]]
+Begins = dict[RowKind, tuple[Ints, Ints]]
 """Of each kind of row, where what it takes begins: the producer's and the consumer's own tokens
 before it, counted from the first token of the table; of a state, its place in the table."""
 
@@ -55,15 +55,15 @@ def begins(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begi
         )
     ]
     return {
-        step: (frame.producer.local(begin) - before[0], frame.consumer.local(begin) - before[1])
-        for step, begin in _cut(tables, geometry, frame).items()
+        kind: (frame.producer.local(begin) - before[0], frame.consumer.local(begin) - before[1])
+        for kind, begin in _cut(tables, geometry, frame).items()
     }
 
 
 def cells(
     tables: Tables,
     geometry: Geometry,
-    step: Step,
+    kind: RowKind,
     taken: tuple[Ints, Ints],
     pools: tuple[Pool, Pool],
 ) -> Cells:
@@ -74,16 +74,16 @@ def cells(
         if geometry.cell:
             place, token = np.divmod(begin, paging.block_size)
             part, token = np.divmod(token, paging.memory_block_size)
-            cell = (token - step.skip) // step.unit
+            cell = (token - kind.skip) // kind.period
         else:
             place, part, cell = begin, 0 * begin, 0 * begin
         # What runs on into later blocks has ids that follow the first, so its last is greatest.
-        last = (begin + step.tokens - 1) // paging.block_size if geometry.cell else begin
+        last = (begin + kind.tokens - 1) // paging.block_size if geometry.cell else begin
         ids = table.block_ids[place]
         for ends in (ids, table.block_ids[last]):
             check_ids(f"{side}_blocks[{group!r}]", ends, pool.num_blocks // paging.split)
         columns += [ids * paging.split + part, cell]
-    order = pools[0].steps(columns[0], columns[1])
+    order = pools[0].ids(columns[0], columns[1])
     if (order[:-1] < order[1:]).all():
         return Cells(*columns)
     return Cells(*(column[np.argsort(order, kind="stable")] for column in columns))
@@ -101,7 +101,7 @@ def _state(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begi
         np.array([table.state_block(side, paging.block_size, token)], np.int64)
         for side, _, table, paging in tables.sides(geometry)
     )
-    return {Step(0, 0, 0): (producer, consumer)}
+    return {RowKind(0, 0, 0): (producer, consumer)}
 
 
 @attrs.frozen(eq=False)
@@ -137,8 +137,15 @@ def _positions(tables: Tables, geometry: Geometry) -> _Frame:
     return _Frame(tables.wanted, tables.tokens, tables.cached, block, *owners)
 
 
-def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[Step, Ints]:
-    """Return where begins what each kind of row takes, in the count of *frame*."""
+def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[RowKind, Ints]:
+    """Return where begins what each kind of row takes, in the count of *frame*.
+
+    Of 15 tokens 5 are cached. In cells of 4, with rows of up to two and an open last cell, that is:
+
+        cells       4 5 6 7 | 8 9 10 11 | 12 13 14 15
+        rows          5 6 7   8 9 10 11   12 13 14        where the last two cells lie apart
+                      5 6 7   8 9 10 11   12 13 14 15     where they follow: one row, dead token too
+    """
     cell, wanted = geometry.cell, frame.wanted
     if not wanted:
         return {}
@@ -150,7 +157,7 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[Step, Ints]:
     if frame.tokens is not None:
         keep &= every + cell > frame.tokens.start
         keep &= tables.last | (every + cell <= frame.tokens.stop)
-    parts: list[tuple[Step, Ints]] = []
+    parts: list[tuple[RowKind, Ints]] = []
     if first < frame.cached:
         start = _after_cached(tables, geometry, frame) - first
         closed = first < last or geometry.scale or not geometry.open
@@ -162,14 +169,14 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[Step, Ints]:
         end = _part(geometry, last, 0, stop)
         parts += end
         begin, count = (begin[:-1], count[:-1]) if end else (begin, count)
-    parts += [(Step(cell, 0, n * cell), begin[count == n]) for n in np.unique(count).tolist()]
-    taken: dict[Step, list[Ints]] = {}
-    for step, begins in parts:
-        taken.setdefault(step, []).append(begins)
-    return {step: np.concatenate(begins) for step, begins in taken.items()}
+    parts += [(RowKind(cell, 0, n * cell), begin[count == n]) for n in np.unique(count).tolist()]
+    taken: dict[RowKind, list[Ints]] = {}
+    for kind, begins in parts:
+        taken.setdefault(kind, []).append(begins)
+    return {kind: np.concatenate(begins) for kind, begins in taken.items()}
 
 
-def _part(geometry: Geometry, cell: int, start: int, stop: int) -> list[tuple[Step, Ints]]:
+def _part(geometry: Geometry, cell: int, start: int, stop: int) -> list[tuple[RowKind, Ints]]:
     """Return the rows of the tokens from *start* to *stop* of the cell that begins at *cell*.
 
     By scale (1, 4, 16), tokens 5..15 of a cell of 16 are rows of 3 and of 8 tokens, which end where
@@ -177,16 +184,16 @@ def _part(geometry: Geometry, cell: int, start: int, stop: int) -> list[tuple[St
     """
     if not geometry.scale:
         grain = geometry.grain
-        return [(Step(grain, 0, grain), np.arange(cell + start, cell + stop, grain))]
+        return [(RowKind(grain, 0, grain), np.arange(cell + start, cell + stop, grain))]
     scales = pairwise(geometry.scale)
     if stop < geometry.cell:
-        one = (unit for size, unit in scales if stop < unit and stop % size == 0)
-        return [(Step(unit, 0, stop), np.array([cell])) for unit in one][:1]
+        one = (period for size, period in scales if stop < period and stop % size == 0)
+        return [(RowKind(period, 0, stop), np.array([cell])) for period in one][:1]
     found = []
-    for _, unit in scales:
-        tokens = -start % unit
+    for _, period in scales:
+        tokens = -start % period
         if tokens:
-            found.append((Step(unit, unit - tokens, tokens), np.array([cell + start])))
+            found.append((RowKind(period, period - tokens, tokens), np.array([cell + start])))
             start += tokens
     return found
 
@@ -201,11 +208,14 @@ def _after_cached(tables: Tables, geometry: Geometry, frame: _Frame) -> int:
 
 
 def _joined(tables: Tables, geometry: Geometry, frame: _Frame, every: Ints) -> tuple[Ints, Ints]:
-    """Return the *cells* that begin a row, and how many each takes: those that follow in memory.
+    """Return which of the cells *every* begin a row, and how many each takes.
 
-    Inside one block they do; from block to block where rows flow on and the ids follow each other.
-    Where a cell is a block here, and half a block there: of blocks 5, 6 here and one there, both
-    are one row if rows flow here; of blocks 5, 9 they are two.
+    Cells follow in memory inside a block, and from block to block where rows flow on and the ids
+    follow each other. Two cells, each a block of a producer whose rows flow, and half a block of
+    the consumer:
+
+        producer    | 5     | 6     |   one row       | 5     | 9     |   two rows
+        consumer    | 3             |                 | 3             |
     """
     if geometry.spans == 1 or len(every) < 2:  # noqa: PLR2004 - it takes two
         return every, np.ones(len(every), np.int64)

@@ -46,8 +46,8 @@ class Entry:
             (rows.producer, self.starts[0], cells.producer_block, cells.producer_cell, producer),
             (rows.consumer, self.starts[1], cells.consumer_block, cells.consumer_cell, consumer),
         ):
-            steps = pool.steps(block, cell).astype(np.int32)
-            np.add(starts[:, None], steps, out=ids.reshape(len(rows), len(cells)))
+            own = pool.ids(block, cell).astype(np.int32)
+            np.add(starts[:, None], own, out=ids.reshape(len(rows), len(cells)))
 
     def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
         """Return (producer address, consumer address, length) of *cells*, row by row."""

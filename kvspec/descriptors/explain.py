@@ -83,8 +83,8 @@ def _found(table: DescriptorTable, side: Role, at: int) -> tuple[Entry, int, Int
     firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
     entry = table.entries[bisect_right(firsts, at) - 1]
     pool = getattr(entry.rows, side)
-    run, step = divmod(int(at) - getattr(entry, f"{side}_first"), pool.ids_per_run)
-    block, cell = pool.place(step)
+    run, own = divmod(int(at) - getattr(entry, f"{side}_first"), pool.ids_per_run)
+    block, cell = pool.place(own)
     return entry, run, np.asarray(block, np.int64), np.asarray(cell, np.int64)
 
 

@@ -42,13 +42,14 @@ class Paging:
         return self.block_size * self.context.size
 
 
-class Step(NamedTuple):
-    """A kind of row: *tokens* tokens that begin *skip* tokens into each *unit* tokens of a block.
+class RowKind(NamedTuple):
+    """Which tokens of a block a row takes: *tokens*, *skip* into each *period*.
 
-    0 of all for a state, which moves whole.
+    Of a block of 8, ``RowKind(period=4, skip=1, tokens=3)`` takes these: ``. 1 2 3 . 5 6 7``. 0 of
+    all for a state, which moves whole.
     """
 
-    unit: int
+    period: int
     skip: int
     tokens: int
 
@@ -93,17 +94,17 @@ class Geometry:
     scale: tuple[int, ...] = ()
     open: bool = False
 
-    def steps(self) -> Iterator[Step]:
+    def row_kinds(self) -> Iterator[RowKind]:
         """Yield the kinds of rows that a request may take."""
         if not self.cell:
-            yield Step(0, 0, 0)
+            yield RowKind(0, 0, 0)
             return
         for cells in range(1, self.spans + 1):
-            yield Step(self.cell, 0, cells * self.cell)
+            yield RowKind(self.cell, 0, cells * self.cell)
         if self.cell > self.grain and not self.scale:
-            yield Step(self.grain, 0, self.grain)
-        for size, unit in pairwise(self.scale):
-            for tokens in range(size, unit, size):
-                yield Step(unit, unit - tokens, tokens)
+            yield RowKind(self.grain, 0, self.grain)
+        for size, period in pairwise(self.scale):
+            for tokens in range(size, period, size):
+                yield RowKind(period, period - tokens, tokens)
                 if self.open:
-                    yield Step(unit, 0, tokens)
+                    yield RowKind(period, 0, tokens)

@@ -25,7 +25,7 @@ class Pool:
     >>> def ids(**more):
     ...     pool = Pool(num_blocks=2, cells=4, cell_stride=10, **more)
     ...     block, cell = np.divmod(np.arange(8), 4)
-    ...     return pool.steps(block, cell).reshape(2, 4).tolist()
+    ...     return pool.ids(block, cell).reshape(2, 4).tolist()
 
     *Plain*, as blocks lie apart from their cells: a row for each cell, which counts blocks.
 
@@ -39,7 +39,7 @@ class Pool:
 
     *Spanning* 2 cells an id, which run on into the next block: a row for each place to begin, so
     that cells 0+1, 2+3, ... are its first row and 1+2, 3+4, ... its second. No id begins at the
-    last cell: the 7 there is one too many.
+    last cell, with none behind it: the 7 there means nothing.
 
     >>> ids(block_stride=40, span=2)
     [[0, 4, 1, 5], [2, 6, 3, 7]]
@@ -78,8 +78,8 @@ class Pool:
         """The ids of one run's rows together."""
         return sum(self.counts)
 
-    def steps(self, block: Ints, cell: Ints) -> Ints:
-        """Return the ids of cells, counted from a run's first id."""
+    def ids(self, block: Ints, cell: Ints) -> Ints:
+        """Return the ids that begin at cells, counted from a run's first id."""
         if not self.coalesced:
             return cell * self.num_blocks + block
         number = block * self.cells + cell
@@ -94,15 +94,15 @@ class Pool:
             return cell
         return (block * self.cells + cell) % self.span
 
-    def place(self, step: int) -> tuple[int, int]:
+    def place(self, number: int) -> tuple[int, int]:
         """Return the block and the cell in it of an id, counted from a run's first id."""
         row = 0
-        while step >= self.counts[row]:
-            step -= self.counts[row]
+        while number >= self.counts[row]:
+            number -= self.counts[row]
             row += 1
         if not self.coalesced:
-            return step, row
-        return divmod(step * self.span + row, self.cells)
+            return number, row
+        return divmod(number * self.span + row, self.cells)
 
     def offsets(self, block: Ints, cell: Ints) -> Ints:
         """Return the bytes of cells, counted from a run's first address."""

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.boxes import Boxes, PartSide, Seams, coalesce, pool_of, row_stride
-from kvspec.descriptors.paging import Geometry, Paging, Step, scale_of
+from kvspec.descriptors.paging import Geometry, Paging, RowKind, scale_of
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError
@@ -29,10 +29,10 @@ from kvspec.specs import LayerSpec
 
 @attrs.frozen(eq=False)
 class RowSet:
-    """Rows of one kind, *step*, that repeat alike on both sides."""
+    """Rows of one *kind* that repeat alike on both sides."""
 
     geometry: Geometry
-    step: Step
+    kind: RowKind
     producer: Pool
     consumer: Pool
     producer_address: Ints
@@ -82,8 +82,9 @@ def row_sets(
             families[family] = (
                 Geometry(one.stripe, cell, grain, source.paging, target.paging), {},
             )  # fmt: skip
-        key = len(one.global_range), source.repeats, target.repeats
-        first = families[family][1].setdefault(key, ((source, target), []))[1]
+        _, contents = families[family]
+        alike = len(one.global_range), source.repeats, target.repeats
+        _, first = contents.setdefault(alike, ((source, target), []))
         size, pieces = common_pieces(source.region, target.region)
         # Content that lies in pieces on either side is as many contents.
         first += (
@@ -148,7 +149,7 @@ def _family(geometry: Geometry, boxes: tuple[Boxes, ...], seams: Seams) -> list[
             scale=scale,
             open=_open(attrs.evolve(geometry, scale=scale), boxes, rows),
         )
-    return [rows for step in geometry.steps() for rows in _rows(geometry, boxes, seams, step)]
+    return [rows for kind in geometry.row_kinds() for rows in _rows(geometry, boxes, seams, kind)]
 
 
 def _flowing(geometry: Geometry, boxes: tuple[Boxes, ...]) -> Geometry:
@@ -161,7 +162,7 @@ def _flowing(geometry: Geometry, boxes: tuple[Boxes, ...]) -> Geometry:
     return attrs.evolve(geometry, **sides)
 
 
-def _spans(geometry: Geometry, rows: Callable[[Step], list[RowSet]]) -> int:
+def _spans(geometry: Geometry, rows: Callable[[RowKind], list[RowSet]]) -> int:
     """Return up to how many cells one row takes.
 
     Several, if rows of two cells are fewer than two rows of one each.
@@ -169,15 +170,17 @@ def _spans(geometry: Geometry, rows: Callable[[Step], list[RowSet]]) -> int:
 
         heads outermost     a0 a1 a2 a3 | a4 a5 a6 a7   b0 b1 ...   yes: both cells are one run
         tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 | a4 b4 ...     no: not even two tokens are
+
+    As many as a block has, on a side whose rows do not flow on from block to block. Where both
+    sides' do, NIXL joins cells that touch.
     """
     cell, sides = geometry.cell, (geometry.producer, geometry.consumer)
     spans = min((side.memory_block_size // cell for side in sides if not side.flows), default=1)
-    if spans > 1 and _longer(rows, Step(cell, 0, cell), Step(cell, 0, 2 * cell)):
-        return spans
-    return 1
+    one, two = (RowKind(period=cell, skip=0, tokens=cells * cell) for cells in (1, 2))
+    return spans if spans > 1 and _longer(rows, one, two) else 1
 
 
-def _scale(geometry: Geometry, rows: Callable[[Step], list[RowSet]]) -> tuple[int, ...]:
+def _scale(geometry: Geometry, rows: Callable[[RowKind], list[RowSet]]) -> tuple[int, ...]:
     """Return the sizes of rows of a part of a cell; none where rows of one token each do.
 
     There are some, if rows of two tokens are fewer than two rows of one each.
@@ -187,11 +190,12 @@ def _scale(geometry: Geometry, rows: Callable[[Step], list[RowSet]]) -> tuple[in
         tokens outermost    . . . . . . . . . . a5 b5 a6 b6 a7 b7   no: three rows of one token
     """
     cell, grain = geometry.cell, geometry.grain
-    one, two = Step(grain, 0, grain), Step(cell, cell - 2 * grain, 2 * grain)
+    one = RowKind(period=grain, skip=0, tokens=grain)
+    two = RowKind(period=cell, skip=cell - 2 * grain, tokens=2 * grain)
     return scale_of(grain, cell) if cell > 2 * grain and _longer(rows, one, two) else ()
 
 
-def _longer(rows: Callable[[Step], list[RowSet]], one: Step, two: Step) -> bool:
+def _longer(rows: Callable[[RowKind], list[RowSet]], one: RowKind, two: RowKind) -> bool:
     """Return whether rows of *two* are longer than of *one*, and NIXL would not join those."""
     single = rows(one)
     if all(each.dense for each in single):
@@ -200,14 +204,19 @@ def _longer(rows: Callable[[Step], list[RowSet]], one: Step, two: Step) -> bool:
 
 
 def _open(
-    geometry: Geometry, boxes: tuple[Boxes, ...], rows: Callable[[Step], list[RowSet]]
+    geometry: Geometry, boxes: tuple[Boxes, ...], rows: Callable[[RowKind], list[RowSet]]
 ) -> bool:
-    """Return whether a part of the last cell takes no more rows than the cell: then it may do.
+    """Return whether the last cell may leave its dead tokens out: where no more rows do the rest.
+
+    A block of 8 tokens, one cell, of which the first three are live:
+
+        one head moves      a0 a1 a2 . . . . .   b0 b1 ...              yes: one row, as all 8 are
+        two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     no: two rows; all 8 are one
 
     Not where NIXL joins whole cells: a part of one would be apart.
     """
     cell, grain = geometry.cell, geometry.grain
-    whole, one = Step(cell, 0, cell), Step(grain, 0, grain)
+    whole, one = (RowKind(period=size, skip=0, tokens=size) for size in (cell, grain))
     if cell == grain or any(each.touching for each in rows(whole)):
         return False
     times = 1 if geometry.scale else cell // grain
@@ -216,13 +225,15 @@ def _open(
     return all(of_whole == of_part for of_whole, of_part in counts)
 
 
-def _rows(geometry: Geometry, boxes: tuple[Boxes, ...], seams: Seams, step: Step) -> list[RowSet]:
+def _rows(
+    geometry: Geometry, boxes: tuple[Boxes, ...], seams: Seams, kind: RowKind
+) -> list[RowSet]:
     """Return the rows of one kind, those of boxes whose blocks repeat alike joined."""
     alike: dict[tuple[Pool, Pool], list[Ints]] = {}
     for box in boxes:
         pools = (
-            pool_of(box.producer, step, box.grain, flows=geometry.producer.flows),
-            pool_of(box.consumer, step, box.grain, flows=geometry.consumer.flows),
+            pool_of(box.producer, kind, box.grain, flows=geometry.producer.flows),
+            pool_of(box.consumer, kind, box.grain, flows=geometry.consumer.flows),
         )
-        alike.setdefault(pools, []).append(box.runs(step))
-    return [RowSet(geometry, step, *pools, *coalesce(runs, seams)) for pools, runs in alike.items()]
+        alike.setdefault(pools, []).append(box.runs(kind))
+    return [RowSet(geometry, kind, *pools, *coalesce(runs, seams)) for pools, runs in alike.items()]

@@ -16,7 +16,7 @@ from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.entries import Entry, RowIds
 
 Picked = tuple[Entry, Cells]
-"""A set of rows and the cells of it that move: each run's id is its first id and a cell's step."""
+"""A set of rows and the cells of it that move: an id is its run's first id and its cell's."""
 
 
 class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tuple

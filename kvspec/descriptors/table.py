@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.cells import Cells, begins, cells
 from kvspec.descriptors.entries import Entry
-from kvspec.descriptors.paging import Geometry, Step
+from kvspec.descriptors.paging import Geometry, RowKind
 from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
@@ -100,7 +100,7 @@ class DescriptorTable:
                 (rows.producer, chosen.producer_block, chosen.producer_cell),
                 (rows.consumer, chosen.consumer_block, chosen.consumer_cell),
             ):
-                joined &= np.diff(pool.steps(block, cell)) == 1
+                joined &= np.diff(pool.ids(block, cell)) == 1
                 joined &= np.diff(pool.row(block, cell)) == 0
             posted += len(rows) * (len(chosen) - int(joined.sum()))
         return posted, len(self.descriptors(request))
@@ -150,18 +150,18 @@ class DescriptorTable:
                 continue
             tables.check(families[0][0])
             for geometry, entries in families:
-                for step, taken in begins(request, tables, geometry).items():
-                    yield from _placed(tables, entries[step], taken)
+                for kind, taken in begins(request, tables, geometry).items():
+                    yield from _placed(tables, entries[kind], taken)
 
     @cached_property
-    def _families(self) -> list[tuple[Edge, list[tuple[Geometry, dict[Step, list[Entry]]]]]]:
+    def _families(self) -> list[tuple[Edge, list[tuple[Geometry, dict[RowKind, list[Entry]]]]]]:
         """The entries by edge, by how they are cut and by kind of row."""
-        edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[Step, list[Entry]]]]]] = {}
+        edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[RowKind, list[Entry]]]]]] = {}
         for entry in self.entries:
             geometry = entry.rows.geometry
             _, families = edges.setdefault(id(entry.edge), (entry.edge, {}))
-            _, steps = families.setdefault(id(geometry), (geometry, {}))
-            steps.setdefault(entry.rows.step, []).append(entry)
+            _, kinds = families.setdefault(id(geometry), (geometry, {}))
+            kinds.setdefault(entry.rows.kind, []).append(entry)
         return [(edge, list(families.values())) for edge, families in edges.values()]
 
     def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
@@ -185,7 +185,7 @@ def _placed(
         key = rows.producer.num_blocks, rows.producer.coalesced, rows.consumer.num_blocks
         if key not in known:
             pools = rows.producer, rows.consumer
-            known[key] = cells(tables, rows.geometry, rows.step, taken, pools)
+            known[key] = cells(tables, rows.geometry, rows.kind, taken, pools)
         if len(known[key]):
             yield entry, known[key]
 

@@ -33,7 +33,7 @@ class _Side:
     address: Ints
     area: Ints
     offset: Ints
-    step: Ints
+    ids: Ints
     row: Ints | None
 
 
@@ -152,7 +152,7 @@ def _side(rows: StridedRows, side: Role, entry: Entry, cells: Cells) -> _Side | 
     if per_run > 1 and (area != area[:, :1]).any():
         return None
     row = pool.row(block, cell) if per_run > 1 else None
-    return _Side(address, area[:, 0], pool.offsets(block, cell), pool.steps(block, cell), row)
+    return _Side(address, area[:, 0], pool.offsets(block, cell), pool.ids(block, cell), row)
 
 
 def _follows(begins: tuple[Ints, Ints], size: int) -> NDArray[np.bool_]:
@@ -163,7 +163,7 @@ def _follows(begins: tuple[Ints, Ints], size: int) -> NDArray[np.bool_]:
 
 def _next_id(side: _Side) -> NDArray[np.bool_]:
     """Whether each cell but the first has the next id of the same row."""
-    follows = side.step[1:] - side.step[:-1] == 1
+    follows = side.ids[1:] - side.ids[:-1] == 1
     return np.asarray(follows if side.row is None else follows & (side.row[1:] == side.row[:-1]))
 
 

@@ -191,7 +191,7 @@ def test_whole_pages_of_one_format_are_as_many_as_plain_ones(name: str) -> None:
         for each in (cache, plain_cache)
     ]
     whole = [
-        sum(len(e.rows) for e in table.entries if e.rows.step == (8, 0, 8)) for table in tables
+        sum(len(e.rows) for e in table.entries if e.rows.kind == (8, 0, 8)) for table in tables
     ]
     assert whole[0] == whole[1] == 2
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, Phase, given, settings
 
 import kvspec
-from kvspec.descriptors.paging import Geometry, Step
+from kvspec.descriptors.paging import Geometry, RowKind
 from kvspec.ownership.election import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
@@ -343,12 +343,12 @@ def cuts(case: Case) -> set[str]:
             kvspec.lay_out(case.producer, source, case.producer_pool),
             kvspec.lay_out(case.consumer, target, case.consumer_pool),
         )
-        taken: dict[Geometry, set[Step]] = {}
+        taken: dict[Geometry, set[RowKind]] = {}
         for entry, _ in kvspec.build_table(plan, *caches).cells(case.request):
-            taken.setdefault(entry.rows.geometry, set()).add(entry.rows.step)
-        for geometry, steps in taken.items():
-            ends = any(step.skip for step in steps)
-            part = any(0 < step.tokens < geometry.cell and not step.skip for step in steps)
+            taken.setdefault(entry.rows.geometry, set()).add(entry.rows.kind)
+        for geometry, kinds in taken.items():
+            ends = any(kind.skip for kind in kinds)
+            part = any(0 < kind.tokens < geometry.cell and not kind.skip for kind in kinds)
             found |= {"an end"} if ends else set()
             found |= {"a beginning in one row"} if part and geometry.scale else set()
             found |= {"a beginning row by row"} if part and geometry.open else set()

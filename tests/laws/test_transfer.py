@@ -48,7 +48,7 @@ def test_what_is_torn_keeps_every_law(case: strategies.Case) -> None:
 def taken(case: strategies.Case) -> list[tuple[int, int, int]]:
     """Return the kinds of row that the first pair of ranks takes."""
     _, _, table = next(world(case).tables())
-    return sorted({tuple(entry.rows.step) for entry, _ in table.cells(case.request)})
+    return sorted({tuple(entry.rows.kind) for entry, _ in table.cells(case.request)})
 
 
 HEADS = builders.gqa(4, block_size=32, head_size=1, dtype="uint8")
