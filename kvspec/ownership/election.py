@@ -24,6 +24,8 @@ Replicas = Literal["spread", "first", "stripe", "nearest"]
 """The names of the policies."""
 
 Nodes = tuple[Hashable, ...]
+MAX_STRIPES = 2**17
+"""Pairs of a reader and a replica of what one rank holds, of which each is an edge of the plan."""
 
 
 @attrs.frozen
@@ -192,6 +194,9 @@ class Elector:
             place = (number * len(members) // readers + self.salt) % len(members)
             return among, ((members[place], WHOLE),)
         step = len(members) // gcd(readers, len(members))
+        if step * readers > MAX_STRIPES:
+            told = f"'spread': {readers} readers would read {step} of {len(members)} replicas each"
+            raise SpecError("replicas", "stripe", told)
         return among, tuple(
             (members[(block * readers + number + self.salt) % len(members)], Stripe(block, step))
             for block in range(step)

@@ -146,3 +146,20 @@ def test_what_is_no_election_is_refused(make: Any, words: str) -> None:
     with pytest.raises(kvspec.SpecError) as error:
         make()
     assert str(error.value).startswith(words)
+
+
+def test_a_stripe_of_too_many_pairs_is_refused_by_name() -> None:
+    """1,009 replicas and 1,000 readers, each of whom would read all: a million edges."""
+    spec = kvspec.FullAttentionSpec(block_size=16, total_num_kv_heads=1, head_size=2, dtype="uint8")
+    group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
+    producer, consumer = (
+        kvspec.EngineSpec(groups=(group,), parallel=kvspec.ParallelConfig(tp_size=size))
+        for size in (1009, 1000)
+    )
+    with pytest.raises(kvspec.SpecError) as caught:
+        kvspec.plan_transfer(producer, consumer, "stripe")
+    wanted = (
+        "replicas='stripe': wanted 'spread': 1000 readers would read 1009 of 1009 replicas each"
+    )
+    assert wanted == str(caught.value)
+    assert 1000 == len(kvspec.plan_transfer(producer, consumer, "spread").edges)
