@@ -177,23 +177,23 @@ class Checker:
         """Return which of these, each written once, are read from other bytes than their own."""
         write = self.writes.span[segment]
         right = self._right(grid, content, self.numbers[write])
-        moved = self.table[write, 0] - self.table[write, 1]
-        return np.asarray((right < 0) | (right - grid.address[content] != moved))
+        distance = self.table[write, 0] - self.table[write, 1]
+        return np.asarray((right < 0) | (right - grid.address[content] != distance))
 
     def _right(self, grid: Grid, content: Ints, number: Small) -> Ints:
-        """Return where the source of each *number* has each content; -1 where it does not."""
+        """Return where the source of each *number* has each content; -1 where it has none of it."""
         moving = grid.moving
         group, shape = moving.producer_group, (len(self.sources), len(grid.rows))
         first = np.full(shape, -1, np.int64)
         start, stop, stride, offset = np.zeros((4, len(self.sources)), np.int64)
-        for at, rank in enumerate(self.sources):
+        for source, rank in enumerate(self.sources):
             side = self.producers[rank]
             units = side.units(group, moving.part) if moving.layer in side.layers else range(0)
             if max(units.start, grid.units.start) < min(units.stop, grid.units.stop):
-                first[at] = self._first(side, group, moving, grid.rows)
-                start[at], stop[at] = units.start, units.stop
-                stride[at] = side.unit_stride(moving.layer, moving.part)
-                offset[at] = side.piece_offset(moving.layer, moving.part, grid.byte)
+                first[source] = self._first(side, group, moving, grid.rows)
+                start[source], stop[source] = units.start, units.stop
+                stride[source] = side.unit_stride(moving.layer, moving.part)
+                offset[source] = side.piece_offset(moving.layer, moving.part, grid.byte)
         row, unit = np.divmod(content, len(grid.units))
         unit += grid.units.start
         begins = first[number, row]

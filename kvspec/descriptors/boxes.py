@@ -117,7 +117,7 @@ class Boxes:
 
 
 def pool_of(region: Region, kind: RowKind, grain: int, *, flows: bool) -> Pool:
-    """Return how rows of a kind repeat: each unit, as long as they end inside the block.
+    """Return how rows of a kind repeat: each period, as long as they end inside the block.
 
     Where rows flow from block to block, several cells may end in a later block.
     """

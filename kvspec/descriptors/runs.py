@@ -54,7 +54,7 @@ class RowSet:
 
     @property
     def dense(self) -> bool:
-        """Whether so are the cells of each block, so that NIXL joins whatever is contiguous."""
+        """Whether so are all cells of all blocks: NIXL joins whatever is contiguous."""
         return self.touching and self.producer.coalesced and self.consumer.coalesced
 
 

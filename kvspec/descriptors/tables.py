@@ -133,13 +133,13 @@ def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: P
     """Return the positions of *group* that *tokens* are.
 
     What counts other tokens than the prompt's moves with the prompt's last, unless it is named; of
-    a prompt of no tokens, with the step of none.
+    a prompt of no tokens, with any step.
     """
     if isinstance(tokens, Mapping):
         return tokens.get(group, EMPTY)
     if spec.counts_prompt:
         return tokens
-    last = min(tokens.start, request.num_tokens - 1) < request.num_tokens <= tokens.stop
+    last = not request.num_tokens or tokens.start < request.num_tokens <= tokens.stop
     return range(request.total(spec)) if last else EMPTY
 
 

@@ -46,7 +46,7 @@ def untouched(
         moved[moved] = address[moved] < stop[before[moved]]
         left = address[~moved]
         found.append(np.column_stack([left, left, np.full(len(left), content)]))
-    seams = pair.consumer.seams
+    seams = pair.consumer.seams  # coalesce joins on two sides: here both are the consumer
     return np.stack(coalesce(found, (seams, seams))[1:], axis=1).astype(np.uint64)
 
 

@@ -222,9 +222,9 @@ def _copies(box: _Box) -> Iterator[_Box]:
 
 
 def _in_one_turn(near: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Yield pairs of contents that share a byte, of contents each of which meets one before it.
+    """Yield pairs of *near* contents that share a byte: each with the one that reaches farthest.
 
-    Each meets the one that reaches farthest. In other turns they may not: all pairs are looked at.
+    Of contents in different turns all pairs are looked at, since that one may be in another turn.
     """
     if len({box.turns for box in near}) > 1:
         for one, other in combinations(near, 2):

@@ -33,12 +33,12 @@ MAX_DESCRIPTORS = 4096  # posted descriptors of one handle: about 13 ms that not
 MAX_BYTES = 64 << 20
 
 LIMIT = 1.15
-"""Descriptors, of each that merging across rows would leave, that may be posted without it.
+"""How many times what merging across rows would leave may be posted without it.
 
 A bound for the reader of `bench/merging.py`, not a saving: few runs cost little either way.
 """
 SPARED = 16
-"""Descriptors from which sparing them takes less time than merging across rows.
+"""Descriptors spared from which on merging across rows takes less time than posting them.
 
 Measured, 1 KiB each over shared memory: plain descriptors cost 40 us more than ids (16 of 32 runs
 spared: 184 us against 169), and each that is posted 1.5 to 3 us (256 of 512 spared: 615 against

@@ -39,9 +39,14 @@ class _Side:
 
 @attrs.frozen(eq=False)
 class _Joined:
-    """A part whose cells are joined: each run's *offsets* (origin, goal) of *nbytes* each.
+    """A part whose cells are joined, in each run alike: where they touch, and as NIXL posts them.
 
-    *posted*: the first cells of what NIXL joins of the ids; there are *cells* of *size* bytes.
+    *offsets* (origin, goal) and *nbytes*: of those that touch, ascending in the goal. *posted*: the
+    first cells of what NIXL joins, in the order of ids: no cells of different rows. There are
+    *cells* of *size* bytes. Of cells 1, 2, 3, 5 of the origin that go to 8, 9, 6, 7:
+
+        offsets    3 to 6, 5 to 7, 1 to 8    nbytes size, size, 2 size
+        posted     0, 2, 3                   1 and 2 are one descriptor
     """
 
     origin: _Side

@@ -36,7 +36,7 @@ def check_cover(
             for part in share.parts if own else ():
                 keys = ((rank, at_stage[rank.pp], part.name, context) for context in among)
                 slices = [each for key in keys for each in found.get(key, ())]
-                fault = cover_fault(_ranges_once(slices), range(len(own)))
+                fault = cover_fault(_tiles(slices), range(len(own)))
                 if fault is not None:
                     where = f"consumer {rank}, layer {at_stage[rank.pp][0]}, part {part.name}"
                     raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
@@ -63,8 +63,8 @@ def check_whole(dealt: tuple[Share, ...]) -> None:
             raise MismatchError([Mismatch(field, held, wanted, why)])
 
 
-def _ranges_once(slices: list[TPTransferSlice]) -> Iterator[range]:
-    """Yield each local range as often as its stripes cover a virtual block."""
+def _tiles(slices: list[TPTransferSlice]) -> Iterator[range]:
+    """Yield each local range once; never if its stripes miss a block, twice if two hold one."""
     stripes: dict[range, list[Stripe]] = {}
     for one in slices:
         stripes.setdefault(one.local_range, []).append(one.stripe)
