@@ -97,9 +97,9 @@ class Engine:
             rank.tell(command, *arguments, **more)
         return [rank.answer() for rank in self.ranks]
 
-    def meet(self, producer: Engine) -> None:
-        """Meet a producer."""
-        self.ask("meet", [sealed for sealed, _ in producer.ask("introduce")])
+    def meet(self, other: Engine, role: str = "producer") -> None:
+        """Meet a producer, or whoever has another *role*."""
+        self.ask("meet", [sealed for sealed, _ in other.ask("introduce")], role=role)
 
     def ended(self, name: str) -> list[Any]:
         """Wait until every rank's load is over; return how each stands."""

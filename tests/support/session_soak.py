@@ -59,8 +59,8 @@ class Flying:
 class Soak:
     """Two engines, the requests between them, and who breaks what when."""
 
-    def __init__(self, seed: int, tls: str) -> None:
-        self.drawn, self.tls = random.Random(seed), tls
+    def __init__(self, seed: int, tls: str, *, pushed: bool) -> None:
+        self.drawn, self.tls, self.pushed = random.Random(seed), tls, pushed
         self.figures, self.epoch = Figures(), {"P": 0, "D": 0}
         self.specs = {
             "P": engine(4, heads=4, block=8, size=512),
@@ -81,10 +81,12 @@ class Soak:
         self.epoch[name] += 1
         self.engines[name] = Engine(
             name, self.specs[name], self.epoch[name], blocks=BLOCKS, times=TIMES, one_in=20,
-            tls=self.tls,
+            tls=self.tls, polled=(name == "D") != self.pushed,
         )  # fmt: skip
         if "D" in self.engines:
             self.engines["D"].meet(self.engines["P"])
+            if self.pushed:
+                self.engines["P"].meet(self.engines["D"], role="consumer")
 
     def admit(self, fault: str = "") -> None:
         """Send a request on its way, if there are blocks for it, and break something meanwhile."""
@@ -111,16 +113,29 @@ class Soak:
         if late:
             time.sleep(0.2)
             self.free_up()  # and its blocks are written over
-        reader = self.engines["D"]
-        for rank in reader.ranks:
-            rank.tell("load", request, flying.remote_id, seed, 4.0)
-        self.fault(fault, flying)
-        for at, rank in enumerate(reader.ranks if reader is self.engines["D"] else ()):
+        asked = [(rank, at) for at, rank in enumerate(self.engines["D"].ranks)]
+        for rank, _ in asked:
+            rank.tell("load", request, flying.remote_id, seed, 4.0, pushed=self.pushed)
+        if self.pushed:
+            self.collect(flying, asked)
+            asked = [(rank, None) for rank in self.engines["P"].ranks]
+            for rank, _ in asked:
+                rank.tell("push", request, flying.remote_id, 4.0, self.epoch["D"])
+        if fault == "cancel":
+            self.collect(flying, asked)
+        self.fault(fault, flying, asked)
+        self.collect(flying, asked)
+
+    def collect(self, flying: Flying, asked: list[tuple[Any, int | None]]) -> None:
+        """Take the answers of those who still live."""
+        while asked:
+            rank, at = asked.pop(0)
             try:
-                rank.answer()
-            except KVSpecError:  # refused, since its producer is gone
-                flying.loaders.discard(at)
-                self.figures.failed += 1
+                _ = rank.pipe.closed or rank.answer()
+            except KVSpecError:  # refused, since whom it concerns is gone
+                if at is not None:
+                    flying.loaders.discard(at)
+                    self.figures.failed += 1
 
     def free_up(self) -> None:
         """Take what is free on the producer."""
@@ -150,12 +165,14 @@ class Soak:
             self.figures.failed += state == "failed"
             self.figures.wrong += wrong
 
-    def fault(self, what: str, flying: Flying) -> None:
+    def fault(self, what: str, flying: Flying, asked: list[tuple[Any, int | None]]) -> None:
         """Break something while a request is under way."""
         self.figures.faults += what != ""
         verb, _, side = what.partition(" ")
         if verb == "kill":
             time.sleep(self.drawn.choice((0.0, 1e-3, 1e-2)))
+            self.engines[side].kill()
+            self.collect(flying, asked)
             self.start(side)
         elif verb == "stop":
             rank = self.drawn.choice(self.engines[side].ranks)
@@ -165,9 +182,7 @@ class Soak:
         elif verb == "drop":
             self.engines["P"].ask("drop", flying.remote_id)
         elif verb == "cancel":
-            for rank in self.engines["D"].ranks:
-                rank.answer()
-                rank.tell("cancel", flying.request.request_id)
+            self.engines["D"].ranks[0].ask("cancel", flying.request.request_id)
 
     def run(self, requests: int, faults: int) -> Figures:
         """Send so many requests, with so many faults among them; then let all end."""
@@ -203,9 +218,11 @@ class Soak:
             side.kill()
 
 
-def soak(requests: int, faults: int, seed: int = 0, tls: str = "all") -> Figures:
+def soak(
+    requests: int, faults: int, seed: int = 0, tls: str = "all", *, pushed: bool = False
+) -> Figures:
     """Return what came of *requests* with *faults*."""
-    made = Soak(seed, tls)
+    made = Soak(seed, tls, pushed=pushed)
     try:
         return made.run(requests, faults)
     finally:
@@ -219,5 +236,7 @@ if __name__ == "__main__":
     parser.add_argument("--faults", type=int, default=70)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tls", default="all", help="UCX_TLS of the processes: all, tcp")
+    parser.add_argument("--push", action="store_true", help="producers write")
     given = parser.parse_args()
-    print(soak(given.requests, given.faults, given.seed, given.tls))  # noqa: T201
+    told = soak(given.requests, given.faults, given.seed, given.tls, pushed=given.push)
+    print(told)  # noqa: T201

@@ -63,9 +63,9 @@ class Worker:
         """Return what others meet this rank by, and where it is."""
         return self.session.introduction, self.channel.address
 
-    def do_meet(self, introductions: list[bytes]) -> None:
-        """Meet a producer."""
-        self.session.meet(introductions)
+    def do_meet(self, introductions: list[bytes], **more: Any) -> None:
+        """Meet an engine."""
+        self.session.meet(introductions, **more)
 
     def do_hold(
         self, remote_id: str, asked: kvspec.TransferRequest, seed: int, **more: Any
@@ -90,13 +90,20 @@ class Worker:
                 view[tables[key[0]].block_ids] = RUBBISH
         return settled.done, settled.expired
 
-    def do_load(self, asked: kvspec.TransferRequest, remote_id: str, seed: int, timeout: float,
-                again: int = 0) -> None:  # fmt: skip
+    def do_load(
+        self, asked: kvspec.TransferRequest, remote_id: str, seed: int, timeout: float, **more: Any
+    ) -> None:
         """Start to load a request."""
         for key, view in self.views.items():
             view[asked.consumer_blocks[key[0]].block_ids] = RUBBISH
-        load = self.session.load(asked, remote_id=remote_id, timeout=timeout, attempt=again)
+        load = self.session.load(asked, remote_id=remote_id, timeout=timeout, **more)
         self.loads[asked.request_id] = load, seed
+
+    def do_push(
+        self, asked: kvspec.TransferRequest, remote_id: str, timeout: float, epoch: int
+    ) -> None:
+        """Start to push a request."""
+        self.session.push(asked, remote_id=remote_id, timeout=timeout, epoch=epoch)
 
     def do_release(self, remote_id: str) -> None:
         """Give a request up."""
@@ -104,7 +111,8 @@ class Worker:
 
     def do_cancel(self, name: str) -> None:
         """Cancel a load."""
-        self.loads[name][0].cancel()
+        if name in self.loads:
+            self.loads[name][0].cancel()
 
     def do_state(self, name: str) -> Any:
         """Return how a load stands: of one that is done, how many bytes are wrong."""
