@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvspec.descriptors.paging import Geometry, RowKind
 from kvspec.descriptors.pool import Pool
@@ -151,22 +152,19 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[RowKind, Int
         return {}
     every = np.arange(wanted.start // cell * cell, wanted.stop, cell, dtype=np.int64)
     first, last = int(every[0]), int(every[-1])
-    stop = -(-wanted.stop // geometry.grain) * geometry.grain - last
-    keep = frame.producer.owns(every) & frame.consumer.owns(every)
-    keep &= geometry.stripe.holds(every // frame.block)
-    if frame.tokens is not None:
-        keep &= every + cell > frame.tokens.start
-        keep &= tables.last | (every + cell <= frame.tokens.stop)
+    live = -(-wanted.stop // geometry.grain) * geometry.grain - last  # tokens of the last cell
+    keep = _moving(tables, geometry, frame, every)
     parts: list[tuple[RowKind, Ints]] = []
     if first < frame.cached:
         start = _after_cached(tables, geometry, frame) - first
-        closed = first < last or geometry.scale or not geometry.open
+        # By scale a row begins or ends where its cell does: there is none from within to within.
+        within = first == last and geometry.open and not geometry.scale
         if keep[0]:
-            parts += _part(geometry, first, start, cell if closed else stop)
+            parts += _part(geometry, first, start, live if within else cell)
         every, keep = every[1:], keep[1:]
     begin, count = _joined(tables, geometry, frame, every[keep])
-    if geometry.open and stop < cell and len(begin) and begin[-1] == last:
-        end = _part(geometry, last, 0, stop)
+    if geometry.open and live < cell and len(begin) and begin[-1] == last:
+        end = _part(geometry, last, 0, live)
         parts += end
         begin, count = (begin[:-1], count[:-1]) if end else (begin, count)
     parts += [(RowKind(cell, 0, n * cell), begin[count == n]) for n in np.unique(count).tolist()]
@@ -174,6 +172,18 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[RowKind, Int
     for kind, begins in parts:
         taken.setdefault(kind, []).append(begins)
     return {kind: np.concatenate(begins) for kind, begins in taken.items()}
+
+
+def _moving(
+    tables: Tables, geometry: Geometry, frame: _Frame, every: Ints
+) -> npt.NDArray[np.bool_]:
+    """Return which of the cells *every* move over this edge, and in this step of the request."""
+    keep = frame.producer.owns(every) & frame.consumer.owns(every)
+    keep &= geometry.stripe.holds(every // frame.block)
+    if frame.tokens is not None:
+        stop = every + geometry.cell
+        keep &= (stop > frame.tokens.start) & (tables.last | (stop <= frame.tokens.stop))
+    return keep
 
 
 def _part(geometry: Geometry, cell: int, start: int, stop: int) -> list[tuple[RowKind, Ints]]:
