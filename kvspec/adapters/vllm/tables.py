@@ -28,7 +28,8 @@ def block_tables(
 
     *engine*: from `engine_spec` or `from_vllm`. *block_ids*: a list for each of *kv_cache_config*'s
     groups, as `KVCacheBlocks.get_block_ids` and `request_finished_all_groups` have them, null
-    blocks in place: not those without positions (`get_unhashed_block_ids_all_groups`).
+    blocks in place: not those without positions (`get_unhashed_block_ids_all_groups`), which are
+    refused where they are short of *num_tokens*.
     *num_tokens*: the request's own, N - 1 of a whole prompt of N (see docs/adapters.md).
 
     A recurrent state stands at the table's front, or in mode ``align`` in the block of the last of
