@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -25,12 +25,11 @@ from typing import Any
 import attrs
 import engine
 from models import VOCABULARY, WINDOW, make
+from process import Failed, reason, started
 
 TOKENS = 16
 CLOSE = 1e-3
 """Log probabilities that differ by less are equal: ranks add up in another order."""
-STARTING, ANSWERING, FREEING, ENDING = 600.0, 300.0, 20.0, 5.0
-"""Seconds."""
 
 CONNECTORS: dict[str, dict[str, Any]] = {
     "NixlConnector": {"kv_connector": "NixlConnector"},
@@ -40,10 +39,6 @@ CONNECTORS: dict[str, dict[str, Any]] = {
         "kv_connector_extra_config": {"lease": 120.0},  # machines that do more than this are slow
     },
 }
-
-
-class Failed(Exception):  # noqa: N818 - an outcome, not an error of this program
-    """An engine that does not start, or does not answer, and what it said."""
 
 
 @attrs.frozen
@@ -85,85 +80,6 @@ def beginnings() -> list[list[int]]:
 
     first = fresh(96)
     return [first, first[:64] + fresh(50), first, fresh(WINDOW + 30), fresh(WINDOW + 31), fresh(19)]
-
-
-_SAID = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b(: .*)?)$")
-_WHO = re.compile(r"^\(.*?\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
-"""What vLLM puts before a line."""
-
-
-def reason(log: Path) -> str | None:
-    """Return the first error that *log* tells of; of one without words, the line that raised it."""
-    before = ""
-    for line in log.read_text(errors="replace").splitlines():
-        text = _WHO.sub("", line).strip()
-        found = _SAID.search(text)
-        if found and "Tokenizer not available" not in text:
-            return found[1] if found[2] else f"{found[1]}: {before}"
-        before = (text.strip("^~ ") and text) or before
-    return None
-
-
-class Process:
-    """An engine in a process of its own, with its workers, and its log."""
-
-    def __init__(
-        self,
-        log: Path,
-        environment: dict[str, str],
-        settings: dict[str, Any],
-        connector: dict[str, Any] | None,
-    ) -> None:
-        self._pipe, other = engine.FORK.Pipe()
-        given = (other, log, environment, settings, connector)
-        self._process = engine.FORK.Process(target=engine.run, args=given)
-        self._process.start()
-        other.close()
-
-    def answer(self, timeout: float) -> Any:  # noqa: ANN401
-        """Return the next answer."""
-        try:
-            if self._pipe.poll(timeout):
-                return self._pipe.recv()
-        except (EOFError, OSError):
-            raise Failed("it ended") from None
-        raise Failed(f"no answer in {timeout:.0f} s")
-
-    def generate(self, *given: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return what `Engine.generate` does."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(("generate", *given))
-        found: dict[str, Any] = self.answer(ANSWERING)
-        return found
-
-    def held(self) -> int:
-        """Return how many requests hold blocks, after some time in which they can be freed."""
-        deadline = time.monotonic() + FREEING
-        while True:
-            self._pipe.send(("held",))
-            held: int = self.answer(ANSWERING)
-            if not held or time.monotonic() > deadline:
-                return held
-            time.sleep(0.1)
-
-    def end(self) -> None:
-        """End it and its workers."""
-        self._pipe.close()
-        self._process.join(ENDING)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.join()
-
-
-@contextlib.contextmanager
-def started(*given: Any) -> Iterator[Process]:  # noqa: ANN401
-    """Start an engine that is ready; it ends with the block."""
-    process = Process(*given)
-    try:
-        process.answer(STARTING)
-        yield process
-    finally:
-        process.end()
 
 
 def settings(model: Path, tp: int, block: int) -> dict[str, Any]:
@@ -229,9 +145,12 @@ def answers(
         started(*side(scenario, connector, 0, folder)) as producer,
         started(*side(scenario, connector, 1, folder)) as consumer,
     ):
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             prefilled = producer.generate(prompt, 1, PREFILL)
-            yield consumer.generate(prompt, TOKENS, prefilled["transfer"])
+            said = consumer.generate(prompt, TOKENS, prefilled["transfer"])
+            if said["finish"] != "length":
+                raise Failed(f"prompt {number} ended by {said['finish']}")
+            yield said
         for process, name in ((producer, "producer"), (consumer, "consumer")):
             if held := process.held():
                 raise Failed(f"the {name} holds {held} requests for ever")
@@ -244,9 +163,10 @@ def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
     """
     found = []
     for place, (want, got) in enumerate(zip(expected["logprobs"], actual["logprobs"], strict=True)):
-        found.append(max(abs(want[token] - got[token]) for token in want.keys() & got.keys()))
+        apart = [abs(want[token] - got[token]) for token in want.keys() & got.keys()]
+        found.append(max(apart, default=math.inf))
         if expected["tokens"][place] != actual["tokens"][place]:
-            return [*found, float("inf")]
+            return [*found, math.inf]
     return found
 
 
@@ -256,17 +176,60 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
     try:
         prompts = [prompt for prompt, _ in expected]
         for number, actual in enumerate(answers(scenario, connector, folder, prompts)):
-            if actual["finish"] != "length":
-                return refused(folder, f"prompt {number} ended by {actual['finish']}")
             apart += distances(expected[number][1], actual)
             if max(apart) > CLOSE:
-                first = apart[TOKENS * number :]
-                return f"different: prompt {number}: log probabilities by {first[0]:.0e} at first"
+                first = f"log probabilities differ by {apart[TOKENS * number]:.0e} at first"
+                others = "none of the five best tokens is among the right ones"
+                return f"different: prompt {number}: {others if 'inf' in first else first}"
             if (computed := actual["computed"] - TOKENS + 1) > 1:
                 return f"computed again: {computed} tokens of prompt {number}"
     except Failed as failed:
         return refused(folder, str(failed))
     return f"same: log probabilities within {max(apart):.0e}"
+
+
+POLICIES = {"fail": "error", "recompute": "same"}
+"""What vLLM does with a request that cannot be read, and what becomes of it then."""
+
+
+def faults(policy: str, expected: list[Any], folder: Path) -> str:
+    """Return what becomes of requests of nobody, that were let go, and of a producer that died.
+
+    *same* if each fails or is computed anew, as the *policy* is, and others are as ever.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    more = {
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"lease": 5, "timeout": 5},
+    }
+    sides = [side(SCENARIOS[0], "KvspecConnector", which, folder) for which in (0, 1)]
+    for *_, connector in sides:
+        connector.update(more)
+
+    def prefilled(number: int) -> dict[str, Any]:
+        transfer: dict[str, Any] = producer.generate(expected[number][0], 1, PREFILL)["transfer"]
+        return transfer
+
+    def answered(number: int, transfer: dict[str, Any] | None) -> str:
+        said = consumer.generate(expected[number][0], TOKENS, transfer)
+        if said["finish"] != "length":
+            return str(said["finish"])
+        return "same" if max(distances(expected[number][1], said)) < CLOSE else "different"
+
+    with started(*sides[1]) as consumer:
+        with started(*sides[0]) as producer:
+            lost = [answered(5, {**prefilled(5), "remote_addresses": ["127.0.0.1:9"]})]
+            late = prefilled(1)
+            time.sleep(7)
+            lost.append(answered(1, late))
+            good = [answered(3, prefilled(3))]
+            dead = prefilled(4)
+        lost.append(answered(4, dead))
+        good.append(answered(0, None))
+        held = consumer.held()
+    if {POLICIES[policy]} == set(lost) and {"same"} == set(good) and not held:
+        return f"same: lost requests end with {POLICIES[policy]!r}, others are served on"
+    return f"different: lost requests end with {lost}, others with {good}, {held} are held"
 
 
 def refused(folder: Path, why: str) -> str:
@@ -303,6 +266,14 @@ def main() -> None:
                 became = outcome(scenario, connector, expected[key], place)
                 failed |= connector == "KvspecConnector" and not became.startswith("same")
                 print(f"| {scenario.name} | {connector} | {became} |", flush=True)
+        for policy in POLICIES:
+            name = f"faults, {policy}"
+            if chosen.only in name and "KvspecConnector" in (chosen.connector or CONNECTORS):
+                key = SCENARIOS[0].model, 1
+                expected[key] = expected.get(key) or reference(SCENARIOS[0], folder)
+                became = faults(policy, expected[key], folder / f"faults-{policy}")
+                failed |= not became.startswith("same")
+                print(f"| {name} | KvspecConnector | {became} |", flush=True)
     sys.exit(failed)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import vllm_like as like
-from vllm_serving import BLOCKS, Engine, Request, installed, until
+from vllm_serving import BLOCKS, SIZE, Engine, Request, configs, installed, until
 
 import kvspec
 from kvspec.adapters.vllm.scheduling import RemotePrompt, Requests, loses_a_token
@@ -271,6 +271,35 @@ def test_the_rest_of_a_block_is_zeroed_where_vllm_wants_it() -> None:
     zeros = [at for at, byte in enumerate(memory.tolist()) if not byte]
     assert [3, 4, 60, 61, 62, 63] == zeros
     assert [0, 1, 1, 1] == other.tolist()
+
+
+def test_what_a_load_leaves_of_its_blocks_is_zeroed_where_vllm_says_so() -> None:
+    """Blocks of 4 end at token 12, those of 8 at 16: what the last tokens held is gone."""
+    torch = pytest.importorskip("torch")
+    with Engine("p") as producer, Engine("d", block=8, zeroing=True) as consumer:
+        storage = consumer.storage[kvspec.RankId()]
+        tensors = {name: torch.from_numpy(flat) for name, flat in storage.items()}
+        consumer.workers[0]._worker._tensors = tensors
+        for flat in storage.values():
+            flat[:] = 1
+        params = producer.prefill(Request("p-1", 10), [1, 2, 3], [5, 6, 7])
+        consumer.decode(Request("d-1", 10, params), [3, 5], [2, 4])
+        until(lambda: consumer.received, producer, consumer)
+        assert {} == consumer.failed
+        full = storage["group0"].reshape(2, BLOCKS, 6, 8, 2 * SIZE)
+        assert not full[:, (3, 5)].any()  # the producer's bytes are zeros, as it is new
+        assert full[:, (2, 4)].all()
+        assert (0, 1) == consumer.scheduler.get_loaded_kv_cache_group_ids(None)
+
+
+def test_a_worker_without_caches_says_so() -> None:
+    """Before `register_kv_caches` there is nothing to tell peers of."""
+    vllm_config, config = configs("p", 0, 1, 4, {})
+    module = importlib.import_module("kvspec.adapters.vllm.connector")
+    worker = module.KvspecConnector(vllm_config, None, config)
+    with pytest.raises(kvspec.SpecError, match="kv_caches"):
+        worker.get_handshake_metadata()
+    worker.shutdown()
 
 
 def test_without_vllm_it_says_so() -> None:

@@ -115,7 +115,7 @@ def configs(name: str, rank: int, tp: int, block: int, extra: dict[str, Any]) ->
     )
     config: Any = like.config((FULL, full), (WINDOW, window), num_blocks=BLOCKS)
     config.kv_cache_layout, config.transfer_group_ids = "LBHNC", (0, 1)
-    config.needs_kv_cache_zeroing = False
+    config.needs_kv_cache_zeroing = extra.pop("zeroing", False)
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, rank=rank),
         model_config=SimpleNamespace(
@@ -140,7 +140,7 @@ class Engine:
         extra = {"timeout": 5.0, **extra}
         FIRST.clear()
         for number in range(tp):
-            vllm_config, config = configs(name, number, tp, block, extra)
+            vllm_config, config = configs(name, number, tp, block, dict(extra))
             worker = connector.KvspecConnector(vllm_config, _role("WORKER"), config)
             self.spec, rank = from_vllm(vllm_config, config), kvspec.RankId(tp=number)
             _, self.storage[rank] = kvspec.allocate(self.spec, rank, BLOCKS)
