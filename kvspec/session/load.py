@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import TransferError
+from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
@@ -174,9 +174,13 @@ def _written(
             continue
         table, ids = request.table("consumer", group.name), set[int]()
         for spec, _ in group.alike:
-            wanted = request.wanted(group.name, spec)
+            wanted, size = request.wanted(group.name, spec), engine.virtual_block(group)
             if wanted and any(part.per_token for part in spec.parts):
-                ids |= set(table.blocks_of(wanted, engine.virtual_block(group)).tolist())
+                held = table.tokens(size)
+                if wanted.start < held.start or held.stop < wanted.stop:
+                    told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
+                    raise SpecError(f"consumer_blocks[{group.name!r}]", held, told)
+                ids |= set(table.blocks_of(wanted, size).tolist())
             elif wanted:
                 slot = table.state_block(group.name, spec.block_size, wanted.start)
                 ids.add(int(table.block_ids[slot]))

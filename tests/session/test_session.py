@@ -578,6 +578,16 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
     quiet(producer, consumer)
 
 
+def test_a_pushed_load_needs_blocks(pushing: tuple[Side, Side]) -> None:
+    """Whoever waits for what is pushed has blocks for it, or is refused by name."""
+    session = next(iter(pushing[1].sessions.values()))
+    short = {"full": [1, 2, 3], "window": [1, 2, 3, 4]}
+    asked: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0, "pushed": True}
+    with pytest.raises(SpecError, match=r"consumer_blocks\['full'\].*blocks for tokens 0..13"):
+        session.load(request(consumer_blocks=short), **asked)
+    assert 0 == session.leftovers().loads
+
+
 def test_a_producer_that_is_gone_pushes_nothing(pushing: tuple[Side, Side]) -> None:
     """Who was to write is no more, says who parts from it: the load is over at once."""
     _, consumer = pushing
