@@ -167,9 +167,26 @@ def check(
 
     Empty: right. At most *limit* lines, each naming rank, layer, part, unit, token and byte.
     """
-    must, may = expected(
-        engine, rank, before, num_blocks, tables, request, seed=seed, source=source
+    right = expected(engine, rank, before, num_blocks, tables, request, seed=seed, source=source)
+    return compare(
+        engine, rank, right, after, num_blocks, tables, request, limit=limit, source=source
     )
+
+
+def compare(
+    engine: EngineSpec,
+    rank: RankId,
+    right: tuple[Storage, Storage],
+    after: Storage,
+    num_blocks: Blocks | ViewsOf,
+    tables: Tables,
+    request: TransferRequest,
+    *,
+    limit: int = 20,
+    source: EngineSpec | None = None,
+) -> list[str]:
+    """Return the same of what is *right*, as `expected` returns it: what must be, what may."""
+    must, may = right
     wrong: dict[str, Bytes] = {}
     by_array: dict[int, Bytes] = {}
     for name, free in may.items():

@@ -131,6 +131,10 @@ class World:
         factory=dict, repr=False, eq=False
     )
 
+    _right: dict[RankId, tuple[Storage, Storage]] = attrs.field(
+        factory=dict, init=False, repr=False, eq=False
+    )
+
     @cached_property
     def plan(self) -> TransferPlan:
         """The library's plan of the case."""
@@ -181,29 +185,34 @@ class World:
 
     def differences(self) -> list[str]:
         """Return what is wrong on any consumer rank."""
+        source = self.case.producer
         return [
             line
             for rank, (_, after) in self.consumers.items()
-            for line in oracle.check(
+            for line in oracle.compare(
+                self.case.consumer, rank, self.right(rank), after, *self.rest(), source=source
+            )
+        ]
+
+    def right(self, rank: RankId) -> tuple[Storage, Storage]:
+        """Return what a consumer must hold, and where anything is allowed; not to be changed."""
+        if rank not in self._right:
+            self._right[rank] = oracle.expected(
                 self.case.consumer,
                 rank,
                 self.before[rank],
-                after,
                 *self.rest(),
                 seed=SEED,
                 source=self.case.producer,
             )
-        ]
+        return self._right[rank]
 
     def live(self, rank: RankId) -> tuple[Storage, Storage, dict[str, npt.NDArray[np.bool_]]]:
         """Return what a consumer must hold, where anything is allowed, and which bytes arrive.
 
         Bytes that arrive are those that must change: `spoil` left none of them right.
         """
-        before = self.before[rank]
-        must, may = oracle.expected(
-            self.case.consumer, rank, before, *self.rest(), seed=SEED, source=self.case.producer
-        )
+        (must, may), before = self.right(rank), self.before[rank]
         return must, may, {name: must[name] != before[name] for name in must}
 
 
