@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int, sequence
 from kvspec.protocol.notices import Action, Free, Notice, Refused, Tell
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.introduction import key_of
@@ -44,6 +47,7 @@ class Ledger:
         tell: Callable[[Notice], None],
         step: Callable[[], None],
         foreign: deque[str],
+        engine: EngineSpec,
     ) -> None:
         self._book = book
         self._lock = lock
@@ -53,6 +57,7 @@ class Ledger:
         self._done: list[str] = []
         self._expired: list[str] = []
         self._foreign = foreign
+        self._engine = engine
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -75,6 +80,24 @@ class Ledger:
                     key.request_id, key.nonce, self._now(), expected=readers, lease=lease
                 )
             )
+
+    def wrote(self, remote_id: str, upto: int, layers: Iterable[str] | None = None) -> None:
+        """Say that *layers*, all unless given, are written up to the position *upto*.
+
+        Loads that follow read that far; of a state, `num_tokens` is the only frontier, and of what
+        counts an encoder's tokens, their count. `SpecError` where a frontier goes back.
+        """
+        key, homes = key_of(remote_id), self._engine.homes
+        named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
+        if strange := [layer for layer in named if layer not in homes]:
+            raise SpecError("layers", strange[:3], f"layers of the engine, as {[*homes][:3]}")
+        positive_int("upto", upto, least=0)
+        with self._lock:
+            if not self._book.holds(key):
+                raise SpecError("remote_id", remote_id, "a request that is held")
+            for layer in named:
+                group = homes[layer].name
+                self.do(self._book.wrote(key.request_id, group, layer, upto, self._now()))
 
     def drop(self, remote_id: str) -> None:
         """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""

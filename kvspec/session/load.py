@@ -21,7 +21,7 @@ from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import carried
-from kvspec.protocol.order import Name
+from kvspec.protocol.order import Name, Place
 from kvspec.session.remote import RemoteEngine
 
 LoadState = Literal["moving", "done", "failed"]
@@ -33,12 +33,13 @@ _STATES = {"not there in time": "timeout", "cancelled": "stopped"}
 
 @attrs.define(eq=False)
 class Flight:
-    """What moves of a load over one lane, and the ledger's *steps* that it ends.
+    """What moves of a load from one *rank*, and the ledger's *steps* that it ends.
 
     *transfer*: None where the producer writes. *told*: the ledger knows that it failed, although it
     may still write.
     """
 
+    rank: RankId
     transfer: Transfer | None
     steps: tuple[int, ...]
     told: bool = False
@@ -130,7 +131,9 @@ class SessionLoad(Progress):
         cancel: Callable[[str], None],
     ) -> None:
         super().__init__(request, remote_id, remote, step)
-        self.flights: dict[RankId, Flight] = {}
+        self.flights: dict[RankId | int, Flight] = {}  # by rank, or by step of what is followed
+        self.frontiers: dict[tuple[RankId, Place], int] | None = None  # of what is followed
+        self.deadline = 0.0
         self.written = False  # whether any byte of it may have been
         self.asked = 0.0  # when producers are asked again to stop
         self._cancel = cancel

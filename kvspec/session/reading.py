@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.errors import TransferError
+from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.order import Sides
 from kvspec.ownership.parallel import RankId
@@ -31,6 +31,7 @@ from kvspec.protocol.notices import (
 )
 from kvspec.protocol.order import ReadOrder
 from kvspec.protocol.pending import name_of
+from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.introduction import key_of
 from kvspec.session.ledger import refusal
 from kvspec.session.load import Flight, SessionLoad
@@ -83,13 +84,20 @@ class Reading:
         timeout: float,
         *,
         pushed: bool,
+        follow: bool,
         **more: Any,  # noqa: ANN401
     ) -> None:
         """Start *load*: everything is checked before anything is posted.
 
         *pushed*: the producers write, and each of them checks, and says when it has written.
+        *follow*: nothing is posted yet, but what a producer says is written, as it says so.
         """
         remote, request = load.remote, load.request
+        if follow and pushed:
+            raise SpecError("follow", follow, "False, of what is pushed")
+        if follow:
+            self._begin_following(load, timeout, **more)
+            return
         order = self.order(remote, load.remote_id, request.request_id, **more)
         sides: dict[RankId, Sides | None] = {}
         for rank, lane in remote.lanes.items():
@@ -109,17 +117,58 @@ class Reading:
         for rank, transfer in zip(sides, [None] * len(sides) if pushed else transfers, strict=True):
             groups = dict.fromkeys(group for group, _ in remote.lanes[rank].places)
             steps = tuple(self.book.start(request.request_id, rank, group) for group in groups)
-            load.flights[rank] = Flight(transfer, steps)
+            load.flights[rank] = Flight(rank, transfer, steps)
+
+    def _begin_following(self, load: SessionLoad, timeout: float, **more: Any) -> None:  # noqa: ANN401
+        request, ends = load.request, ends_of(load)
+        order = self.order(load.remote, load.remote_id, request.request_id, **more)
+        order = attrs.evolve(order, sources=ends, partial=True)
+        self.book.check(order)
+        load.frontiers = {(rank, place): 0 for rank, places in ends.items() for place in places}
+        load.name, load.deadline = order.name, self.now() + timeout
+        self.loads[request.request_id] = load
+        self.do(self.book.expect(order, self.now(), timeout))
+
+    def _follow(self, load: SessionLoad, frontiers: Frontiers) -> None:
+        """Start to read what was written since the last time."""
+        name = load.request.request_id
+        for advance in advances(self.book.readable(name), frontiers):
+            rank, upto = advance.rank, advance.tokens.stop
+            step = self.book.start(name, rank, advance.group, advance.layers, upto)
+            frontiers |= dict.fromkeys(advance.places, upto)
+            left, lane = load.deadline - self.now(), load.remote.lanes[rank]
+            try:
+                transfer = start(self.nixl, load, lane, advance, left)
+            except TransferError as error:
+                load.fail(rank, error.message, error.state)
+                self.do(self.book.fail(step, error.message, self.now()))
+                return
+            if transfer is None:
+                self.do(self.book.finish(step, self.now()))
+            else:
+                load.flights[step] = Flight(rank, transfer, (step,))
+
+    def receive(self, notice: Notice) -> None:
+        """Take a producer's notice; its own groups may have other names than this engine's."""
+        if notice.kind == "wrote":
+            for load in self.loads.values():
+                home = load.remote.plan.consumer.homes.get(notice.layer)
+                if load.frontiers is not None and home and load.name == name_of(notice):
+                    notice = attrs.evolve(notice, group=home.name)
+        self.do(self.book.receive(notice, self.now()))
 
     def move(self) -> None:
         """Move what is in flight on, in turns."""
-        flying = [(load, rank) for load in self.loads.values() for rank in load.flights]
+        for load in list(self.loads.values()):
+            if load.frontiers is not None:
+                self._follow(load, load.frontiers)
+        flying = [(load, key) for load in self.loads.values() for key in load.flights]
         end = time.monotonic() + TURN
         for place in range(len(flying)):
-            load, rank = flying[(self._turn + place) % len(flying)]
-            flight = load.flights[rank]
+            load, key = flying[(self._turn + place) % len(flying)]
+            flight = load.flights[key]
             if flight.transfer is not None:
-                self._settle(load, rank, flight, flight.transfer)
+                self._settle(load, key, flight, flight.transfer)
             elif load.error is not None and self.now() >= load.asked:
                 self._stop(load)
             if time.monotonic() >= end:
@@ -163,13 +212,15 @@ class Reading:
         """Ask the producers that push to stop, again and again until they answer."""
         load.asked = self.now() + self.book.beat
         key, attempt, sample, engine_id, epoch = load.name
-        for rank in load.flights:
-            to = Party(engine_id, epoch, rank)
+        for flight in load.flights.values():
+            to = Party(engine_id, epoch, flight.rank)
             self.tell(
                 Notice(kind="stop", key=key, by=self.book.me, to=to, attempt=attempt, sample=sample)
             )
 
-    def _settle(self, load: SessionLoad, rank: RankId, flight: Flight, transfer: Transfer) -> None:
+    def _settle(
+        self, load: SessionLoad, key: RankId | int, flight: Flight, transfer: Transfer
+    ) -> None:
         """Tell the ledger what became of one transfer, once nothing of it can move."""
         why = ""
         try:
@@ -177,7 +228,7 @@ class Reading:
                 return
         except TransferError as error:
             why = error.message
-            load.fail(rank, why, error.state)
+            load.fail(flight.rank, why, error.state)
             load.remote.lost |= error.state in LOST
             if not transfer.over:
                 if not flight.told:
@@ -187,11 +238,11 @@ class Reading:
             with contextlib.suppress(TransferError):  # of a rank that is closed
                 transfer.free()
         load.written |= transfer.handles > 0
-        self._end(load, rank, why)
+        self._end(load, key, why)
 
-    def _end(self, load: SessionLoad, rank: RankId, why: str) -> None:
-        """Tell the ledger that nothing comes from one rank any more: all is there, or *why* not."""
-        flight = load.flights.pop(rank)
+    def _end(self, load: SessionLoad, key: RankId | int, why: str) -> None:
+        """Tell the ledger that nothing of a flight comes any more: all is there, or *why* not."""
+        flight = load.flights.pop(key)
         load.written |= flight.transfer is None
         for step in flight.steps:
             if why:

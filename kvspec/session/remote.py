@@ -14,6 +14,7 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
+from kvspec.descriptors.tables import Positions
 from kvspec.errors import MismatchError, SpecError, TransferError
 from kvspec.inputs import sequence
 from kvspec.nixl import NixlRank, Prepared
@@ -33,6 +34,33 @@ class Lane:
     table: DescriptorTable
     producer: Prepared
     consumer: Prepared
+    layers: dict[str, Lane] = attrs.field(factory=dict)
+
+    @staticmethod
+    def open(nixl: NixlRank, table: DescriptorTable, agent: str, role: Role) -> Lane:
+        """Have NIXL check the rows of *table*: of *agent*, whose *role* it is, and one's own."""
+        producer, consumer = (agent, None) if role == "producer" else (None, agent)
+        return Lane(
+            table,
+            nixl.prepare(table.producer_rows, table.producer_memory_type, producer),
+            nixl.prepare(table.consumer_rows, table.consumer_memory_type, consumer),
+        )
+
+    def of_layer(self, nixl: NixlRank, layer: str) -> Lane:
+        """Return the rows of one layer alone; made once."""
+        if layer not in self.layers:
+            whole = self.table
+            table = build_table(whole.plan, whole.producer, whole.consumer, layers=[layer])
+            role: Role = "producer" if self.consumer.peer is None else "consumer"
+            agent = self.producer.peer or self.consumer.peer or ""
+            self.layers[layer] = Lane.open(nixl, table, agent, role)
+        return self.layers[layer]
+
+    def release(self) -> None:
+        """Give all lists back."""
+        for lane in (*self.layers.values(), self):
+            lane.producer.release()
+            lane.consumer.release()
 
     @cached_property
     def places(self) -> dict[Place, int]:
@@ -41,9 +69,12 @@ class Lane:
         edges = self.table.plan.between(*ranks)
         return {(edge.group, layer): 1 for edge in edges for layer in edge.layers}
 
-    def sides(self, request: TransferRequest) -> Sides:
-        """Return what *request* moves, local and remote; raise as `DescriptorTable.select` does."""
-        selection = self.table.select(request)
+    def sides(self, request: TransferRequest, tokens: Positions | None = None) -> Sides:
+        """Return what *request* moves, local and remote, all or one step of it.
+
+        Raises as `DescriptorTable.select` does.
+        """
+        selection = self.table.select(request, tokens=tokens)
         if self.consumer.peer is None:
             return self.consumer, selection, self.producer, None
         return self.producer, selection, self.consumer, None
@@ -84,12 +115,7 @@ class RemoteEngine:
             for rank, table in self.tables.items():
                 agent = nixl.connect(self.ranks[rank].handshake.transport, timeout)
                 self.agents.add(agent)
-                producer, consumer = (agent, None) if self.role == "producer" else (None, agent)
-                self.lanes[rank] = Lane(
-                    table,
-                    nixl.prepare(table.producer_rows, table.producer_memory_type, producer),
-                    nixl.prepare(table.consumer_rows, table.consumer_memory_type, consumer),
-                )
+                self.lanes[rank] = Lane.open(nixl, table, agent, self.role)
         except BaseException:
             with contextlib.suppress(TransferError):
                 self.leave(nixl)
@@ -102,8 +128,7 @@ class RemoteEngine:
                 nixl.disconnect(agent)
             self.agents.discard(agent)
         for lane in self.lanes.values():
-            lane.producer.release()
-            lane.consumer.release()
+            lane.release()
         self.lanes.clear()
 
 

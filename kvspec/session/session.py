@@ -90,7 +90,7 @@ class Session:
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._control.tell
-        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign)
+        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, cache.engine)
         self._reading = Reading(reader, nixl, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes = Remotes(nixl)
@@ -164,6 +164,7 @@ class Session:
         timeout: float,
         engine_id: str | None = None,
         pushed: bool = False,
+        follow: bool = False,
         attempt: int = 0,
         again: bool = False,
         sample: int = 0,
@@ -172,7 +173,8 @@ class Session:
         """Start reading *request* from all ranks that hold it; or wait for what they have *pushed*.
 
         *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
-        were met. *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
+        were met. *follow*: read each layer as far as its producer `wrote` it. *attempt*, *again*,
+        *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
         Raises, before anything is posted, `SpecError` and `MismatchError` as
         `DescriptorTable.select` does, and `TransferError` "busy" where other bytes still move into
         its blocks. Whatever happens later, the load tells.
@@ -181,7 +183,8 @@ class Session:
             remote = self._remotes.find("producer", engine_id)
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
             more = {"attempt": attempt, "again": again, "sample": sample, "samples": samples}
-            self._reading.begin(load, seconds("timeout", timeout), pushed=pushed, **more)
+            left = seconds("timeout", timeout)
+            self._reading.begin(load, left, pushed=pushed, follow=follow, **more)
             self._reading.move()
         return load
 
@@ -280,7 +283,7 @@ class Session:
             if notice.kind != "stop":
                 self.ledger.do(self._book.receive(notice, self._clock()))
         else:
-            self._reading.do(self._reading.book.receive(notice, self._clock()))
+            self._reading.receive(notice)
 
     @property
     def _moving(self) -> bool:

@@ -58,7 +58,10 @@ FOLDERS = (
     ("", "digest"),
     (
         "session",
-        "channel introduction control ledger remote load reading pushing leftovers session .",
+        (
+            "channel introduction control ledger remote load following reading pushing"
+            " leftovers session ."
+        ),
     ),
     ("", "."),  # kvspec/__init__.py, which names the public values
     ("models", "fields table build ."),

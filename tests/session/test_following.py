@@ -1,0 +1,242 @@
+"""Loads that follow a prompt while it is computed, by layer and token: nothing before its time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvspec
+from kvspec.errors import SpecError, TransferError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+from sessions import BLOCKS, Side, engine, new_remote_id, request, until
+
+from kvspec.session import SessionLoad
+from kvspec.testing import FakeNixl, logical_views
+from kvspec.testing.positions import rows_of
+
+LAYERS = ("l.0", "l.1", "w.0")
+
+
+@contextlib.contextmanager
+def two(heads: int = 2, **sizes: Any) -> Iterator[tuple[Side, Side]]:
+    """Yield a producer and a consumer of other sizes, that met."""
+    with (
+        Side("P", engine(4, heads), polled=False, lease=5.0) as producer,
+        Side("D", engine(2, heads, **sizes), polled=True, beat=0.2) as consumer,
+    ):
+        consumer.meet(producer)
+        yield producer, consumer
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nixl)])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    """Return two engines over memory, and over nixl."""
+    if request.param == "real":
+        pytest.importorskip("nixl_cu13", reason="needs nixl")
+    with FakeNixl() if request.param == "fake" else contextlib.nullcontext(), two() as sides:
+        yield sides
+
+
+class Prefill:
+    """A producer that computes a request layer by layer, token by token."""
+
+    def __init__(self, side: Side, asked: kvspec.TransferRequest, remote_id: str) -> None:
+        self.side, self.asked, self.remote_id = side, asked, remote_id
+        self.upto = dict.fromkeys(LAYERS, 0)
+        side.expect(remote_id)
+        side.fill(asked)
+        self.true = {
+            rank: {name: flat.copy() for name, flat in storage.items()}
+            for rank, storage in side.storage.items()
+        }
+        self.compute(0, *LAYERS)
+
+    def compute(self, upto: int, *layers: str) -> None:
+        """Write some layers up to a position; what comes later is wrong until then. Tell it."""
+        self.upto |= dict.fromkeys(layers, upto)
+        for rank, storage in self.side.storage.items():
+            for name, flat in storage.items():
+                flat[:] = self.true[rank][name]
+            views = logical_views(self.side.spec, rank, storage, BLOCKS)
+            tables = self.asked.producer_blocks
+            for rows in rows_of(self.side.spec, rank, tables, self.asked):
+                later = rows.token >= self.upto[rows.key[1]]
+                views[rows.key][rows.block[later], :, rows.row[later]] ^= 255
+        for session in self.side.sessions.values():
+            session.ledger.wrote(self.remote_id, upto, layers)
+
+
+def follow(consumer: Side, prefill: Prefill, **more: Any) -> list[SessionLoad]:
+    """Follow a request on every rank."""
+    return consumer.load(prefill.asked, prefill.remote_id, follow=True, **more)
+
+
+def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+    """Wait until all of *loads* ended, and return how."""
+    until(lambda: all(load.state != "moving" for load in loads), *sides)
+    return [load.state for load in loads]
+
+
+def some(sides: tuple[Side, Side], turns: int = 30) -> None:
+    """Let both sides move on for a while."""
+    for _ in range(turns):
+        for side in sides:
+            side.poll()
+
+
+STEPS = [
+    [(3, LAYERS), (9, LAYERS), (14, LAYERS)],
+    [(14, ["l.0"]), (14, ["l.1"]), (14, ["w.0"])],
+    [(5, ["l.0"]), (5, ["l.1", "w.0"]), (14, ["w.0"]), (13, ["l.0", "l.1"]), (14, ["l.0", "l.1"])],
+    [(14, LAYERS)],
+]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("cached", [0, 6])
+def test_what_follows_arrives_whole(
+    pair: tuple[Side, Side], steps: list[tuple[int, list[str]]], cached: int
+) -> None:
+    """In any order of layers and frontiers; done only at the last, every byte right, freed once."""
+    producer, consumer = pair
+    asked = request(tokens=14, cached=cached)
+    prefill = Prefill(producer, asked, new_remote_id("r"))
+    consumer.spoil(asked)
+    loads = follow(consumer, prefill)
+    for upto, layers in steps:
+        some(pair)
+        assert {"moving"} == {load.state for load in loads}
+        prefill.compute(upto, *layers)
+    assert {"done"} == set(ended(loads, *pair))
+    assert [] == consumer.wrong(asked)
+    freed: list[str] = []
+
+    def free() -> bool:
+        done, expired = producer.settled()
+        freed.extend(done)
+        return not expired and len(freed) == len(producer.sessions)
+
+    until(free, *pair)
+    assert {"r"} == set(freed)
+
+
+def test_what_is_written_before_anybody_asks_is_read(pair: tuple[Side, Side]) -> None:
+    """A producer that is through already tells a late reader its frontiers."""
+    producer, consumer = pair
+    asked = request(tokens=14)
+    prefill = Prefill(producer, asked, new_remote_id("r"))
+    prefill.compute(14, *LAYERS)
+    consumer.spoil(asked)
+    assert {"done"} == set(ended(follow(consumer, prefill), *pair))
+    assert [] == consumer.wrong(asked)
+
+
+def test_what_is_never_written_fails_in_time(pair: tuple[Side, Side]) -> None:
+    """By name, and its blocks are free of writers then; the producer lets it go."""
+    producer, consumer = pair
+    asked = request(tokens=14)
+    prefill = Prefill(producer, asked, new_remote_id("r"))
+    consumer.spoil(asked)
+    loads = follow(consumer, prefill, timeout=0.6)
+    prefill.compute(9, *LAYERS)
+    assert {"failed"} == set(ended(loads, *pair))
+    assert {"timeout"} == {load.error.state for load in loads if load.error}
+    assert all(load.undefined for load in loads)
+    sessions = [*producer.sessions.values(), *consumer.sessions.values()]
+    until(lambda: not any(s.leftovers().held + s.leftovers().loads for s in sessions), *pair)
+
+
+def test_what_is_cancelled_stops_following(pair: tuple[Side, Side]) -> None:
+    """Frontiers that come later move nothing."""
+    producer, consumer = pair
+    asked = request(tokens=14)
+    prefill = Prefill(producer, asked, new_remote_id("r"))
+    consumer.spoil(asked)
+    loads = follow(consumer, prefill)
+    prefill.compute(5, *LAYERS)
+    some(pair)
+    for load in loads:
+        load.cancel()
+    assert {"failed"} == set(ended(loads, *pair))
+    before = {r: {n: f.copy() for n, f in s.items()} for r, s in consumer.storage.items()}
+    with contextlib.suppress(SpecError):  # it may be free by now
+        prefill.compute(14, *LAYERS)
+    some(pair)
+    for rank, storage in consumer.storage.items():
+        for name, flat in storage.items():
+            assert np.array_equal(before[rank][name], flat)
+
+
+def test_groups_of_other_names_are_told_apart_by_their_layers() -> None:
+    """Each engine names its groups as it likes."""
+    with FakeNixl():
+        spec = engine(2)
+        renamed = kvspec.EngineSpec(
+            groups=[
+                kvspec.KVCacheGroup(name=f"P {g.name}", layers=g.layers, spec=g.spec)
+                for g in spec.groups
+            ],
+            parallel=spec.parallel,
+        )
+        asked = request(tokens=14)
+        tables = {f"P {name}": table for name, table in asked.producer_blocks.items()}
+        asked = request(tokens=14, producer_blocks=tables)
+        with (
+            Side("P", renamed, polled=False) as producer,
+            Side("D", engine(1), polled=True, beat=0.2) as consumer,
+        ):
+            consumer.meet(producer)
+            prefill = Prefill(producer, asked, new_remote_id("r"))
+            consumer.spoil(asked)
+            loads = follow(consumer, prefill)
+            prefill.compute(14, *LAYERS)
+            assert {"done"} == set(ended(loads, producer, consumer))
+            assert [] == consumer.wrong(asked)
+
+
+def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> None:
+    """Layers that are none, frontiers that go back, requests nobody holds, both ways at once."""
+    producer, consumer = pair
+    asked = request(tokens=14)
+    prefill = Prefill(producer, asked, new_remote_id("r"))
+    ledger = next(iter(producer.sessions.values())).ledger
+    ledger.wrote(prefill.remote_id, 9)
+    wrong: list[tuple[str, Any, Any, Any]] = [
+        ("upto", prefill.remote_id, 4, None),
+        ("upto", prefill.remote_id, -1, None),
+        ("upto", prefill.remote_id, 1.5, None),
+        ("layers", prefill.remote_id, 10, ["l.9"]),
+        ("layers", prefill.remote_id, 10, 7),
+        ("remote_id", new_remote_id("other"), 10, None),
+    ]
+    for field, remote_id, upto, layers in wrong:
+        with pytest.raises(SpecError, match=field):
+            ledger.wrote(remote_id, upto, layers)
+    with pytest.raises(SpecError, match="follow=True: wanted False, of what is pushed"):
+        follow(consumer, prefill, pushed=True)
+    short = request(tokens=14, consumer_blocks={"full": [1], "window": [1]})
+    with pytest.raises(SpecError, match="consumer_blocks"):
+        consumer.load(short, prefill.remote_id, follow=True)
+
+
+def test_a_step_that_fails_fails_the_load_alone() -> None:
+    """Its lists were given back meanwhile: the load says why, and other sessions go on."""
+    with FakeNixl(), two() as sides:
+        producer, consumer = sides
+        asked = request(tokens=14)
+        prefill = Prefill(producer, asked, new_remote_id("r"))
+        consumer.spoil(asked)
+        loads = follow(consumer, prefill)
+        for lane in loads[0].remote.lanes.values():
+            lane.release()
+        prefill.compute(14, *LAYERS)
+        assert ["failed", "done"] == ended(loads, *sides)
+        assert isinstance(loads[0].error, TransferError)
+        assert "was released" in loads[0].error.message
