@@ -28,7 +28,7 @@ from kvspec.session import Session, SessionLoad, TcpChannel
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MEETING = 10.0
+MEETING = 30.0
 """Seconds for which a producer is waited for; meanwhile no other is met."""
 
 
