@@ -22,6 +22,7 @@ class Failed(Exception):  # noqa: N818 - an outcome, not an error of this progra
 
 
 _SAID = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b(: .*)?)$")
+_SHARED = re.compile(r"/dev/shm/[\w:\[\]-]+$", re.MULTILINE)  # noqa: S108 - what a process has mapped
 _WHO = re.compile(r"^\(.*?\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
 """What vLLM puts before a line."""
 
@@ -81,12 +82,25 @@ class Process:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """End it and its workers."""
+        """End it and its workers, and remove the memory that they shared, which vLLM leaves."""
+        shared = self._shared()
         self._pipe.close()
         self._process.join(ENDING)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+    def _shared(self) -> set[Path]:
+        """Return the shared memory that its processes have mapped."""
+        found: set[Path] = set()
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(maps.parent.name)) == self._process.pid:
+                    text = maps.read_text(encoding="utf-8", errors="replace")
+                    found |= set(map(Path, _SHARED.findall(text)))
+        return found
 
 
 @contextlib.contextmanager
