@@ -6,6 +6,7 @@ Law: strides alone decide; a box knows no request, and no other box until runs a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -29,33 +30,49 @@ class PartSide:
     paging: Paging
     first: int
 
-    @staticmethod
-    def of(cache: RankCache, group: KVCacheGroup, layer: str, part: str, unit: int) -> PartSide:
-        """Return the part's units from the rank's own number *unit* on.
-
-        The kernel's blocks are taken for one where they follow each other like rows of one block.
-        """
-        region, memory_size = cache.region(layer, part), group.memory_block_size
-        row = row_stride(region)
-        if group.split > 1 and region.block_stride == region.states * row:
-            memory_size = group.spec.block_size
-            region = attrs.evolve(
-                region,
-                num_blocks=region.num_blocks // group.split,
-                block_stride=region.block_stride * group.split,
-                state_stride=row,
-                states=region.states * group.split,
-            )
-        context, null = cache.engine.context(group, cache.rank), cache.engine.null_block
-        paging = Paging(group.spec.block_size, memory_size, context, null_block=null)
-        return PartSide(region, paging, region.base + unit * region.unit_stride)
-
     @property
     def repeats(self) -> tuple[object, ...]:
         """How its contents repeat, and where: all but how long each is."""
         strides = self.region.block_stride, self.region.unit_stride, self.region.state_stride
         counts = self.region.num_blocks, self.region.states
         return (*strides, *counts, self.region.memory_type, self.region.device)
+
+
+@attrs.frozen(eq=False, slots=False)
+class GroupSide:
+    """One group of one rank, of which each part is asked for: what they share is made once."""
+
+    cache: RankCache
+    group: KVCacheGroup
+
+    @cached_property
+    def paging(self) -> Paging:
+        """How tokens lie in blocks, as the kernel has them."""
+        engine, group = self.cache.engine, self.group
+        context, null = engine.context(group, self.cache.rank), engine.null_block
+        return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
+
+    @cached_property
+    def _whole(self) -> Paging:
+        """The same where the kernel's blocks are taken for one."""
+        return attrs.evolve(self.paging, memory_block_size=self.group.spec.block_size)
+
+    def part(self, layer: str, part: str, unit: int) -> PartSide:
+        """Return the part's units from the rank's own number *unit* on.
+
+        The kernel's blocks are taken for one where they follow each other like rows of one block.
+        """
+        region, split, paging = self.cache.region(layer, part), self.group.split, self.paging
+        if split > 1 and region.block_stride == region.states * row_stride(region):
+            paging = self._whole
+            region = attrs.evolve(
+                region,
+                num_blocks=region.num_blocks // split,
+                block_stride=region.block_stride * split,
+                state_stride=row_stride(region),
+                states=region.states * split,
+            )
+        return PartSide(region, paging, region.base + unit * region.unit_stride)
 
 
 def row_stride(region: Region) -> int:

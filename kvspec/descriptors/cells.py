@@ -87,7 +87,8 @@ def cells(
     order = pools[0].ids(columns[0], columns[1])
     if (order[:-1] < order[1:]).all():
         return Cells(*columns)
-    return Cells(*(column[np.argsort(order, kind="stable")] for column in columns))
+    ascending = np.argsort(order, kind="stable")
+    return Cells(*(column[ascending] for column in columns))
 
 
 def _state(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begins:

@@ -13,7 +13,15 @@ from math import gcd
 import attrs
 import numpy as np
 
-from kvspec.descriptors.boxes import Boxes, PartSide, Seams, coalesce, pool_of, row_stride
+from kvspec.descriptors.boxes import (
+    Boxes,
+    GroupSide,
+    PartSide,
+    Seams,
+    coalesce,
+    pool_of,
+    row_stride,
+)
 from kvspec.descriptors.paging import Geometry, Paging, RowKind, scale_of
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
@@ -70,10 +78,11 @@ def row_sets(
     For each family of layers and parts that are cut alike: rows for whole cells, rows for several
     cells in one where that makes longer runs, and rows for a part of a cell.
     """
+    sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
     families: dict[tuple[object, ...], tuple[Geometry, _Contents]] = {}
     for one, layer, part in _parts(edge, groups[1].spec, layers):
-        source = PartSide.of(producer, groups[0], layer, part.name, one.remote_range.start)
-        target = PartSide.of(consumer, groups[1], layer, part.name, one.local_range.start)
+        source = sides[0].part(layer, part.name, one.remote_range.start)
+        target = sides[1].part(layer, part.name, one.local_range.start)
         cell = _cell_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
         sizes = source.paging.memory_block_size, target.paging.memory_block_size
         family = (one.stripe.first, one.stripe.step, cell, part.tokens_per_state, sizes)
@@ -86,6 +95,9 @@ def row_sets(
         alike = len(one.global_range), source.repeats, target.repeats
         _, first = contents.setdefault(alike, ((source, target), []))
         size, pieces = common_pieces(source.region, target.region)
+        if len(pieces) == 1:
+            first.append((source.first, target.first, size))
+            continue
         # Content that lies in pieces on either side is as many contents.
         first += (
             (
