@@ -17,7 +17,7 @@ def _dtype(value: object) -> str | None:
     return None if value is None else dtype_name(value)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class Part:
     """One named array of a block: units x states x content bytes.
 

@@ -103,7 +103,7 @@ def consumer_pieces(consumer: Deal, producer: Deal, rank: int, elector: Elector)
 
 
 def transfer_slices(
-    parts: Sequence[Part],
+    parts: tuple[Part, ...],
     role: Role,
     local_rank: int,
     local_deal: Callable[[Part], Deal],
@@ -115,13 +115,9 @@ def transfer_slices(
 
     Parts of as many units, dealt in equal multiples, share their slices.
     """
-    alike: dict[tuple[int, int], list[Part]] = {}
-    for part in parts:
-        alike.setdefault((part.units, part.deal_in), []).append(part)
     slices = []
-    for same in alike.values():
-        names = tuple([part.name for part in same])
-        local, remote = local_deal(same[0]), remote_deal(same[0])
+    for same, names in _alike(parts):
+        local, remote = local_deal(same), remote_deal(same)
         first = local.ranges[local_rank].start
         for peer, piece in _exchanged(role, local, remote, local_rank, elector):
             units = range(piece.start, piece.stop)
@@ -129,6 +125,15 @@ def transfer_slices(
             own = shift(units, -first)
             slices.append(TPTransferSlice(peer, names, units, own, away, layers, piece.stripe))
     return tuple(slices)
+
+
+@lru_cache(maxsize=4096)
+def _alike(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
+    """Return the first of the parts that are dealt alike, and the names of all of them."""
+    alike: dict[tuple[int, int], list[Part]] = {}
+    for part in parts:
+        alike.setdefault((part.units, part.deal_in), []).append(part)
+    return tuple((same[0], tuple(part.name for part in same)) for same in alike.values())
 
 
 def _exchanged(
