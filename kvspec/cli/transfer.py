@@ -10,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
+import attrs
 import typer
 from rich.text import Text
 
@@ -45,7 +46,9 @@ from kvspec.run import (
     Place,
     Report,
     check_job,
+    check_kills,
     run_launched,
+    run_recovery,
     run_transfer,
 )
 from kvspec.run.job import Mode
@@ -86,6 +89,11 @@ def transfer(
         "--tamper",
         help="Change one byte before the comparison, to see it found (exit status 1).",
     ),
+    kill: int = of_run(
+        0,
+        metavar="COUNT",
+        help="Let sessions move requests of random lengths, and so often kill a random rank.",
+    ),
     launcher: str = of_run(
         "",
         metavar="|".join(LAUNCHERS),
@@ -97,7 +105,8 @@ def transfer(
 
     Every rank of both engines is a process with its own agent and its own memory.
 
-    Exit status 0: every byte is right and every notification came once; 1: not so; 2: bad input.
+    Exit status 0: every byte is right and every notification came once, or with --kill nothing is
+    lost, wrong or leaked; 1: not so; 2: bad input.
     """
     with refusals():
         made = partial(engine, model=model, block_size=block_size)
@@ -122,6 +131,8 @@ def transfer(
         if not any(map(find_spec, names)):
             wanted = "an installed nixl: pip install 'kvspec[nixl]'"
             raise SpecError("nixl", " or ".join(names), wanted)
+        if kill:
+            raise typer.Exit(_recover(model, job, kill, launcher, as_json=as_json))
         place = Place.of(launcher, job) if launcher else None
         if place is None:
             check_job(job)
@@ -152,6 +163,32 @@ def _run(job: Job, place: Place | None) -> Report | None:
             bar.update(task, description=f"{stage:8}", completed=done, total=total)
 
         return run_transfer(job, show)
+
+
+def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -> int:
+    """Run *job* over sessions while ranks are killed, print the figures, return the exit status."""
+    if launcher:
+        raise SpecError("kill", kill, f"no launcher={launcher}: the ranks of a run on one machine")
+    check_kills(job, kill)
+    console = output()
+    if not as_json:
+        _show_job(console, model, job)
+    with progress_bar() as bar:
+        task = bar.add_task("recover", total=job.requests)
+
+        def show(sent: int) -> None:
+            bar.update(task, completed=sent)
+
+        figures = run_recovery(job, kill, show)
+    if as_json:
+        print_json({"model": model, "ok": figures.ok, **attrs.asdict(figures)})
+        return 0 if figures.ok else WRONG
+    console.print(f"\n{figures}", soft_wrap=True)
+    if figures.ok:
+        console.print("nothing lost, wrong or leaked", style="bold green")
+    for fault in figures.wrongs:
+        console.print(f"WRONG: {fault}", style="bold red")
+    return 0 if figures.ok else WRONG
 
 
 def _show_job(console: Console, model: str, job: Job) -> None:

@@ -87,7 +87,7 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
     devices = check_job(job)
     deadline, seconds = time.monotonic() + job.timeout, dict[str, float]()
     with (
-        _exits(),
+        exits(),
         TemporaryDirectory(prefix="kvspec-") as folder,
         _crew(job, devices, deadline, folder) as members,
     ):
@@ -191,7 +191,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def _exits() -> Iterator[None]:
+def exits() -> Iterator[None]:
     """Turn the first signal that would end this process into `SystemExit`."""
     main = threading.current_thread() is threading.main_thread()
     heard = [each for each in ENDING if main and signal.getsignal(each) == signal.SIG_DFL]

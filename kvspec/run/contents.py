@@ -6,21 +6,27 @@ each adds its own true bytes, and what none of them may change is compared too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.engines.engine import EngineSpec
+from kvspec.memory.allocation import allocate
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
 from kvspec.run.report import Compared
-from kvspec.testing import check, expected, logical_views, spoil
+from kvspec.testing import check, expected, fill, logical_views, spoil
 
 Bytes = NDArray[np.uint8]
 Storage = dict[str, Bytes]
 Marks = dict[str, NDArray[np.bool_]]
+Key = tuple[str, str, str]
+RUBBISH = 0xEE
+"""What lies in blocks that no request has filled."""
 MAX_LINES = 5
 """Wrong bytes that a rank tells, of each request."""
 _POISON = 8  # added to a seed: producers' poison is neither the truth nor the consumers' poison
@@ -107,3 +113,44 @@ class Contents:
         engine, request = self.job.engine(self.side), self._request(number)
         for line in check(engine, self.rank, must, seen, **request, limit=MAX_LINES):
             yield f"{name}: {line}"
+
+
+def truth(
+    engine: EngineSpec,
+    rank: RankId,
+    tables: Mapping[str, BlockTable],
+    request: TransferRequest,
+    seed: int,
+    *,
+    producer: bool,
+) -> Iterator[tuple[Key, NDArray[np.int64], Bytes, NDArray[np.bool_]]]:
+    """Yield each part's key, the *request*'s blocks, their true bytes, and which of them count.
+
+    Blocks are those that `logical_views` shows, of a cache of any size; what the consumer has
+    cached is `RUBBISH`. *tables*: that side's, without null blocks. Costs what the request holds,
+    not what the cache does.
+    """
+    first = 0 if engine.null_block is None else engine.null_block + 1
+    own = {
+        name: attrs.evolve(table, block_ids=np.arange(first, first + len(table.block_ids)))
+        for name, table in tables.items()
+    }
+    blocks = {name: max(1, first + len(table.block_ids)) for name, table in own.items()}
+    _, storage = allocate(engine, rank, blocks)
+    for flat in storage.values():
+        flat[:] = RUBBISH
+    if producer:
+        fill(engine, rank, storage, blocks, own, request, seed=seed)
+        free = {name: np.zeros_like(flat) for name, flat in storage.items()}
+    else:
+        storage, free = expected(engine, rank, storage, blocks, own, request, seed=seed)
+    loose = logical_views(engine, rank, free, blocks)
+    for key, view in logical_views(engine, rank, storage, blocks).items():
+        name, split = key[0], len(view) // blocks[key[0]]
+        at = in_memory(own[name].block_ids, split)
+        yield key, in_memory(tables[name].block_ids, split), view[at], loose[key][at] == 0
+
+
+def in_memory(ids: NDArray[np.int64], split: int) -> NDArray[np.int64]:
+    """Return the blocks in memory of those that a table names, each cut in *split*."""
+    return (ids[:, None] * split + np.arange(split)).reshape(-1)

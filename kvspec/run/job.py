@@ -136,13 +136,13 @@ class Job:
     def num_blocks(self, side: Side) -> dict[str, int]:
         """Return the blocks of each group's pool: what the requests own, and a few spare."""
         return {
-            group.name: self._first_block(side)
-            + self.requests * len(self._tokens(side, group))
+            group.name: self.first_block(side)
+            + self.requests * len(self.block_starts(side, group))
             + SPARE_BLOCKS
             for group in self.engine(side).groups
         }
 
-    def _first_block(self, side: Side) -> int:
+    def first_block(self, side: Side) -> int:
         """Return the first block that a request may own: the one after the null block."""
         null = self.engine(side).null_block
         return 0 if null is None else null + 1
@@ -172,7 +172,7 @@ class Job:
             for side, rank in self.ranks()
         ]
 
-    def _tokens(self, side: Side, group: KVCacheGroup) -> range:
+    def block_starts(self, side: Side, group: KVCacheGroup) -> range:
         """Return the first token of each block that one request owns."""
         if not any(part.per_token for part in group.spec.parts):
             return range(1)
@@ -183,9 +183,9 @@ class Job:
     def _tables(self, side: Side) -> list[dict[str, BlockTable]]:
         shuffle = np.random.default_rng([self.seed, SIDES.index(side)])
         tables: list[dict[str, BlockTable]] = [{} for _ in range(self.requests)]
-        blocks, first = self.num_blocks(side), self._first_block(side)
+        blocks, first = self.num_blocks(side), self.first_block(side)
         for group in self.engine(side).groups:
-            tokens, ids = self._tokens(side, group), shuffle.permutation(blocks[group.name])
+            tokens, ids = self.block_starts(side, group), shuffle.permutation(blocks[group.name])
             ids = ids[ids >= first]
             for table, own in zip(
                 tables, ids[SPARE_BLOCKS:].reshape(self.requests, -1), strict=True

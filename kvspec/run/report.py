@@ -166,3 +166,44 @@ class Report:
 def _plain(instance: object, field: object, value: Any) -> Any:  # noqa: ANN401 - any field's value
     del instance, field
     return str(value) if isinstance(value, RankId) else value
+
+
+@attrs.define
+class Figures:
+    """What came of a run of sessions under faults.
+
+    *done*, *failed*: loads, one for each request and consumer rank. *faults*: kills, and whatever
+    else was broken. *lost*: requests that were not sent in time, never came to an end or were never
+    freed. *wrong*: bytes of loads that were called done. *leaked*: what is left at the end.
+    *died*: the rank that ended the run, since it died without being killed, or was silent.
+    """
+
+    requests: int = 0
+    done: int = 0
+    failed: int = 0
+    faults: int = 0
+    lost: int = 0
+    wrong: int = 0
+    leaked: int = 0
+    seconds: float = 0.0
+    died: str = ""
+
+    def __str__(self) -> str:
+        counts = attrs.asdict(self, filter=attrs.filters.exclude("died"))
+        return ", ".join(f"{value} {name}" for name, value in counts.items())
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is lost, wrong or leaked."""
+        return not self.wrongs
+
+    @property
+    def wrongs(self) -> tuple[str, ...]:
+        """What makes the run wrong, one a line; empty if all recovered."""
+        counts = (
+            (self.lost, "requests were lost"),
+            (self.wrong, "bytes are wrong in loads that were called done"),
+            (self.leaked, "things are left over"),
+        )
+        told = tuple(f"{count} {what}" for count, what in counts if count)
+        return (self.died, *told) if self.died else told

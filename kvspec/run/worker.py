@@ -77,7 +77,7 @@ def run_rank(
     *deadline*: of the system's monotonic clock. *log*: the file that takes what libraries print,
     or None to let it through to standard error.
     """
-    _prepare(device, log)
+    prepare(device, log)
     stage = STAGES[0]
     try:
         # The deadline: in time to tell the parent what is missing, before it gives up.
@@ -94,7 +94,7 @@ def run_rank(
             parent.send((FAILED, (stage, words_of(error))))
 
 
-def _prepare(device: str, log: Path | None) -> None:
+def prepare(device: str, log: Path | None) -> None:
     """End with the parent; libraries quiet, and UCX on this machine, unless the user said else."""
     ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

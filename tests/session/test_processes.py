@@ -9,14 +9,23 @@ import pytest
 
 pytest.importorskip("nixl_cu13", reason="needs nixl")
 
-from session_processes import Engine, until
 from session_soak import soak
 from sessions import engine, new_remote_id
 
 import kvspec
+from kvspec.run.served import Start
+from kvspec.run.started import StartedEngine, until
 
 pytestmark = pytest.mark.nixl
 TIMES = {"lease": 2.0, "beat": 0.3, "patience": 2.0}
+
+
+def started(
+    name: str, spec: kvspec.EngineSpec, epoch: int, *, tls: str = "all", **more: Any
+) -> StartedEngine:
+    """Start an engine: the consumer, "D", starts the transfers."""
+    given = {"blocks": 12} | more
+    return StartedEngine(spec, Start(name=name, epoch=epoch, polled=name == "D", **given), tls)
 
 
 def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
@@ -29,7 +38,7 @@ def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec
 
 
 def load(
-    producer: Engine, consumer: Engine, name: str, timeout: float = 10.0, **more: Any
+    producer: StartedEngine, consumer: StartedEngine, name: str, timeout: float = 10.0, **more: Any
 ) -> list[Any]:
     """Hold and load a request; return how it ended on each rank of the consumer."""
     remote_id = new_remote_id(name)
@@ -47,18 +56,18 @@ def test_a_killed_consumer_leaves_nothing_behind() -> None:
     Over shared memory: over tcp UCX itself may end the process that is read from.
     """
     spec = engine(1, heads=1, block=16, size=8192)
-    tokens, sizes = 16 * 60, {"blocks": 64, "times": TIMES}
-    with Engine("P", spec, 1, **sizes) as producer:
+    tokens, sizes = 16 * 60, dict[str, Any]({"blocks": 64, **TIMES})
+    with started("P", spec, 1, **sizes) as producer:
         names = [f"r{epoch}" for epoch in (1, 2)]
         for epoch, name in enumerate(names, 1):
-            with Engine("D", spec, epoch, **sizes) as consumer:
+            with started("D", spec, epoch, **sizes) as consumer:
                 consumer.meet(producer)
                 remote_id, request = new_remote_id(name), asked(name, tokens, 16)
                 producer.ask("hold", remote_id, request, 7)
                 consumer.ranks[0].tell("load", request, remote_id, 7, 20.0)
                 time.sleep(2e-3 * epoch)
         producer.settled(*names)  # once on every rank, whether or not it was read in time
-        with Engine("D", spec, 3, **sizes) as consumer:
+        with started("D", spec, 3, **sizes) as consumer:
             consumer.meet(producer)
             remote_id, request = new_remote_id("again"), asked("again", tokens, 16)
             producer.ask("hold", remote_id, request, 7, lease=20.0)
@@ -72,10 +81,10 @@ def test_a_killed_consumer_leaves_nothing_behind() -> None:
 def test_a_producer_may_die_before_during_and_after() -> None:
     """Each load fails by name or is done whole; the next start, of the same names, is served."""
     spec = engine(1, heads=1, block=16, size=8192)
-    tokens, sizes = 16 * 60, {"blocks": 64, "times": TIMES, "tls": "tcp"}
-    with Engine("D", spec, 1, **sizes) as consumer:
+    tokens, sizes = 16 * 60, dict[str, Any]({"blocks": 64, **TIMES, "tls": "tcp"})
+    with started("D", spec, 1, **sizes) as consumer:
         for epoch, moment in enumerate(("before", "during", "after"), 1):
-            with Engine("P", spec, epoch, nixl="the same agent", **sizes) as producer:
+            with started("P", spec, epoch, nixl="the same agent", **sizes) as producer:
                 consumer.meet(producer)
                 remote_id, request = new_remote_id(moment), asked(moment, tokens, 16)
                 producer.ask("hold", remote_id, request, 7, lease=20.0)
@@ -95,20 +104,20 @@ def test_a_producer_may_die_before_during_and_after() -> None:
                 assert "rank=P tp0" in error
                 assert "state=peer_lost" in error
                 assert (moment == "during") <= bool(undefined)
-        with Engine("P", spec, 9, nixl="the same agent", **sizes) as producer:
+        with started("P", spec, 9, nixl="the same agent", **sizes) as producer:
             consumer.meet(producer)
             assert [DONE] == load(producer, consumer, "last")
             consumer.quiet()
             producer.quiet()
-            (_, nixl, threads, _) = consumer.ask("left")[0]
+            (_, nixl, threads) = consumer.ask("left")[0]
             assert (1, 2) == (nixl.peers, threads)
 
 
 def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
     """A consumer that stood still fails closed; a producer that did answers late, and serves on."""
     with (
-        Engine("P", engine(2), 1, times=TIMES) as producer,
-        Engine("D", engine(1), 1, times=TIMES) as consumer,
+        started("P", engine(2), 1, **TIMES) as producer,
+        started("D", engine(1), 1, **TIMES) as consumer,
     ):
         consumer.meet(producer)
         assert [DONE] == load(producer, consumer, "warm")
@@ -141,8 +150,8 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
 def test_a_late_reader_of_blocks_that_are_used_again_is_fenced() -> None:
     """The bytes that it reads are another request's: it is told so, each time."""
     with (
-        Engine("P", engine(1), 1, times=TIMES) as producer,
-        Engine("D", engine(2, block=2), 1, times=TIMES) as consumer,
+        started("P", engine(1), 1, **TIMES) as producer,
+        started("D", engine(2, block=2), 1, **TIMES) as consumer,
     ):
         consumer.meet(producer)
         for turn in range(5):

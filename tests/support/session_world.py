@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
-from sessions import engine, truth
+from sessions import engine
 
 import kvspec
 from kvspec.errors import SpecError
 from kvspec.nixl import Leftovers, NixlRank
+from kvspec.run.contents import truth
 from kvspec.session import Session, SessionLeftovers, SessionLoad, new_remote_id
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
 
@@ -121,7 +122,7 @@ class Engine:
 
     def truth(self, rank: Rank, asked: Asked, tables: Any, *, producer: bool) -> Iterator[Any]:
         """Yield each part's key, the request's blocks, their true bytes, and which count."""
-        given = (self.spec, rank, BLOCKS, tables, asked.request, asked.seed)
+        given = (self.spec, rank, tables, asked.request, asked.seed)
         return truth(*given, producer=producer)
 
     def kill(self, net: FakeNixl) -> None:

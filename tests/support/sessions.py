@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
-
-import numpy as np
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import kvspec
 from kvspec.nixl import NixlRank
 from kvspec.session import Session, SessionLoad, new_remote_id
-from kvspec.testing import logical_views, oracle
+from kvspec.testing import oracle
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BLOCKS = 8
 
@@ -29,30 +30,6 @@ def engine(
     ]
     sizes = kvspec.ParallelConfig(tp_size=tp, **parallel)
     return kvspec.EngineSpec(groups=groups, parallel=sizes)
-
-
-def truth(
-    spec: kvspec.EngineSpec,
-    rank: kvspec.RankId,
-    blocks: int,
-    tables: Any,
-    asked: kvspec.TransferRequest,
-    seed: int,
-    *,
-    producer: bool,
-) -> Iterator[tuple[Any, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield each part's key, the request's blocks, their true bytes, and which of them count."""
-    _, storage = kvspec.allocate(spec, rank, num_blocks=blocks)
-    given = (spec, rank, storage, blocks, tables, asked)
-    if producer:
-        oracle.fill(*given, seed=seed)
-        must, free = storage, {name: np.zeros_like(flat) for name, flat in storage.items()}
-    else:
-        must, free = oracle.expected(*given, seed=seed)
-    own, loose = (logical_views(spec, rank, flat, blocks) for flat in (must, free))
-    for key, view in own.items():
-        ids = tables[key[0]].block_ids
-        yield key, ids, view[ids], loose[key][ids] == 0
 
 
 class Direct:

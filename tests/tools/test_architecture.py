@@ -80,7 +80,10 @@ FOLDERS = (
         ),
     ),
     ("adapters.sglang", "ranks pools engine tensors tables ."),
-    ("run", "limits job report contents notices worker launched conduct ."),
+    (
+        "run",
+        "limits job report contents notices worker launched conduct served started soak recovery .",
+    ),
     ("cli", ". options simulate slices transfer verify app __main__"),
 )
 """Folders and the files in each, from bottom to top; ``.`` is the folder's own ``__init__``."""

@@ -324,3 +324,52 @@ def test_neither_the_parent_nor_the_command_line_imports_torch() -> None:
     )
     assert (0, "") == (done.returncode, done.stderr)
     assert not any(each["torch"] for each in json.loads(done.stdout)["ranks"])
+
+
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "head_dim": 16,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_what_is_killed_starts_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Sessions move 8 requests while a rank of either engine is killed, pulled to a wider TP."""
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(SMALL), "utf-8")
+    sizes = ("--producer-tp", "1", "--consumer-tp", "2", "--seed", "1")
+    done = run("--model", str(model), *sizes, "--requests", "8", "--kill", "2", "--json")
+    assert (0, "") == (done.returncode, done.stderr)
+    told = json.loads(done.stdout)
+    assert (True, 8, 2) == (told["ok"], told["requests"], told["faults"])
+    assert (0, 0, 0) == (told["lost"], told["wrong"], told["leaked"])
+    assert 0 < told["done"] <= 8 * 2
+
+
+def test_requests_that_are_not_sent_in_time_are_lost() -> None:
+    """Exit status 1, and the verdict says how many."""
+    done = run("--requests", "3", "--kill", "1", "--timeout", "0.01")
+    assert (1, "") == (done.returncode, done.stderr)
+    assert "WRONG: 3 requests were lost" == done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--kill", "3"), "at most requests=2"),
+        (("--kill", "-1"), "wanted an int >= 0"),
+        (("--kill", "1", "--tamper"), "a run without tamper"),
+        (("--kill", "1", "--device", "cuda"), "device cpu, not cuda"),
+        (("--kill", "1", "--launcher", "torchrun"), "no launcher=torchrun"),
+    ],
+)
+def test_kills_that_cannot_be_are_refused(options: Sequence[str], wanted: str) -> None:
+    """By name, before a process starts."""
+    done = run(*options)
+    assert (2, "") == (done.returncode, done.stdout)
+    assert "kill" in done.stderr
+    assert wanted in " ".join(done.stderr.split())

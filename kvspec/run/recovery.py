@@ -1,0 +1,82 @@
+"""Sessions between two engines of which ranks are killed, and start again: does all recover.
+
+Law: a run that cannot be run is refused before a process starts; whatever ends a run, no process
+is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from kvspec.errors import SpecError
+from kvspec.inputs import positive_int
+from kvspec.memory.allocation import lay_out
+from kvspec.run.conduct import exits
+from kvspec.run.job import SIDES, Job
+from kvspec.run.limits import check_memory
+from kvspec.run.report import Figures
+from kvspec.run.soak import KILLS, Soak, pools_of
+
+
+def check_kills(job: Job, kills: int) -> list[Job]:
+    """Return *job*'s requests, one each; raise `SpecError` if it cannot run with so many *kills*.
+
+    Lengths are drawn from 1 to the job's tokens.
+    """
+    if positive_int("kill", kills, least=0) > job.requests:
+        raise SpecError("kill", kills, f"at most requests={job.requests}, one kill in each")
+    if job.tamper:
+        raise SpecError("kill", kills, "a run without tamper, which is of one that ends whole")
+    if job.device != "cpu":
+        raise SpecError("kill", kills, f"device cpu, not {job.device}")
+    _ = job.plan  # planning is a check
+    drawn, jobs = random.Random(job.seed), list[Job]()  # noqa: S311 - no secret
+    for _ in range(job.requests):
+        tokens = drawn.randint(1, job.tokens)
+        jobs.append(attrs.evolve(job, tokens=tokens, cached=min(job.cached, tokens), requests=1))
+    pools = {side: pools_of(jobs, side) for side in SIDES}
+    laid = [lay_out(job.engine(side), rank, pools[side]).memory for side, rank in job.ranks()]
+    check_memory([sum(memory.length for memory in memories) for memories in laid])
+    return jobs
+
+
+def run_recovery(
+    job: Job,
+    kills: int,
+    progress: Callable[[int], None] | None = None,
+) -> Figures:
+    """Run *job* over sessions, killing a random rank *kills* times; return the figures.
+
+    Its requests are of random lengths, up to its tokens. The engine whose rank is killed starts
+    again. *progress*: called with how many requests were sent. Raises
+    `SpecError` or `MismatchError` before anything starts if the job cannot be run.
+    """
+    drawn = random.Random(job.seed)  # noqa: S311 - no secret
+    faults = [drawn.choice(KILLS) for _ in range(kills)]
+    with exits():
+        return recover(job, check_kills(job, kills), faults, progress=progress)
+
+
+def recover(
+    job: Job,
+    jobs: Sequence[Job],
+    faults: Sequence[str],
+    *,
+    tls: str = "",
+    one_in: int = 0,
+    timeout: float = 30.0,
+    progress: Callable[[int], None] | None = None,
+) -> Figures:
+    """Send the requests of *jobs* with some of `FAULTS` among them; return the figures.
+
+    *tls*: ``UCX_TLS`` of the processes. *one_in*: of so many messages one is lost, one doubled.
+    *timeout*: seconds that a load or a push may take.
+    """
+    made = Soak(job, jobs, tls, one_in, timeout)
+    try:
+        return made.run(faults, progress or (lambda _: None))
+    finally:
+        made.close()
