@@ -35,7 +35,7 @@ from kvspec.testing import logical_views
 
 
 @attrs.frozen(kw_only=True)
-class Start:
+class Launch:
     """One start of an engine, as each of its ranks gets it.
 
     *blocks*: of every group, or of each by name. *polled*: this side starts the transfers. *lease*,
@@ -88,10 +88,10 @@ class Lossy(TcpChannel):
             super().send(route, data)
 
 
-class Served:
+class ServedRank:
     """One rank: its session, its memory, and the requests that it holds or loads."""
 
-    def __init__(self, engine: EngineSpec, rank: RankId, start: Start) -> None:
+    def __init__(self, engine: EngineSpec, rank: RankId, start: Launch) -> None:
         self.engine, self.rank = engine, rank
         cache, storage = allocate(engine, rank, start.blocks)
         views = logical_views(engine, rank, storage, start.blocks)
@@ -198,16 +198,16 @@ class Served:
 COMMANDS = {
     command.__name__: command
     for command in (
-        Served.introduce,
-        Served.meet,
-        Served.hold,
-        Served.drop,
-        Served.settled,
-        Served.load,
-        Served.push,
-        Served.cancel,
-        Served.state,
-        Served.left,
+        ServedRank.introduce,
+        ServedRank.meet,
+        ServedRank.hold,
+        ServedRank.drop,
+        ServedRank.settled,
+        ServedRank.load,
+        ServedRank.push,
+        ServedRank.cancel,
+        ServedRank.state,
+        ServedRank.left,
     )
 }
 """What a parent may say, by name."""
@@ -219,7 +219,7 @@ def main() -> None:
     parent = Connection(int(sys.argv[1]))
     with suppress(EOFError, BrokenPipeError):
         try:
-            served = Served(*parent.recv())
+            served = ServedRank(*parent.recv())
             while True:
                 parent.send(_answer(served, *parent.recv()))
         except (EOFError, BrokenPipeError):
@@ -228,7 +228,7 @@ def main() -> None:
             parent.send(ConnectionAbortedError(words_of(error)))
 
 
-def _answer(served: Served, command: str, arguments: Any, more: Any) -> Any:  # noqa: ANN401
+def _answer(served: ServedRank, command: str, arguments: Any, more: Any) -> Any:  # noqa: ANN401
     """Return what comes of a command, or the error that refuses it."""
     try:
         return COMMANDS[command](served, *arguments, **more)

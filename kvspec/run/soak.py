@@ -17,7 +17,7 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import KVSpecError
 from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
 from kvspec.run.report import Figures
-from kvspec.run.served import Left, Stand, Start
+from kvspec.run.served import Launch, Left, Stand
 from kvspec.run.started import StartedEngine, StartedRank
 from kvspec.session import new_remote_id
 
@@ -82,7 +82,7 @@ class Soak:
             for flying in self.flying.values():
                 (flying.holders if side == "producer" else flying.loaders).clear()
         self.epoch[side] += 1
-        start = Start(
+        start = Launch(
             name=side,
             epoch=self.epoch[side],
             blocks=self.pools[side],

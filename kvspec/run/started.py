@@ -18,7 +18,7 @@ from typing import Any, Self
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
-from kvspec.run.served import Left, Stand, Start
+from kvspec.run.served import Launch, Left, Stand
 
 SILENT = 120.0
 """Seconds in which a rank has to answer."""
@@ -28,7 +28,7 @@ BODY = "from kvspec.run.served import main; main()"
 class StartedRank:
     """One process with one rank's session. *tls*: its ``UCX_TLS``, if not the environment's."""
 
-    def __init__(self, engine: EngineSpec, rank: RankId, start: Start, tls: str = "") -> None:
+    def __init__(self, engine: EngineSpec, rank: RankId, start: Launch, tls: str = "") -> None:
         self.name = f"{start.name} {rank}"
         self.pipe, child_end = Pipe()
         path = os.pathsep.join(filter(None, sys.path))
@@ -83,7 +83,7 @@ class StartedRank:
 class StartedEngine:
     """All ranks of one start of an engine, each a process."""
 
-    def __init__(self, engine: EngineSpec, start: Start, tls: str = "") -> None:
+    def __init__(self, engine: EngineSpec, start: Launch, tls: str = "") -> None:
         self.ranks: list[StartedRank] = []
         try:
             for rank in engine.parallel.ranks:

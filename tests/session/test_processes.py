@@ -13,7 +13,7 @@ from session_soak import soak
 from sessions import engine, new_remote_id
 
 import kvspec
-from kvspec.run.served import Start
+from kvspec.run.served import Launch
 from kvspec.run.started import StartedEngine, until
 
 pytestmark = pytest.mark.nixl
@@ -25,7 +25,7 @@ def started(
 ) -> StartedEngine:
     """Start an engine: the consumer, "D", starts the transfers."""
     given = {"blocks": 12} | more
-    return StartedEngine(spec, Start(name=name, epoch=epoch, polled=name == "D", **given), tls)
+    return StartedEngine(spec, Launch(name=name, epoch=epoch, polled=name == "D", **given), tls)
 
 
 def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
