@@ -70,8 +70,9 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         inside |= within & (device == memory.device)
     if not inside.all():
         row = int((~inside).argmax())
-        start = int(address[row])
-        near = min(of_type, key=lambda memory: abs(memory.address - start), default=None)
+        start, end = int(address[row]), int(rows.end[row])
+        gaps = {each: max(each.address - end, start - each.end, 0) for each in of_type}
+        near = min(gaps, key=lambda each: (gaps[each], abs(each.address - start)), default=None)
         raise TransferError(
             f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) is not inside registered"
             f" {memory_type} memory; nearest: {_text(near) if near else 'nothing'}",

@@ -23,8 +23,10 @@ from kvspec.nixl import NixlRank, Prepared
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import errors as nixl_states
 from kvspec.nixl import merging as nixl_pairs
+from kvspec.nixl.memory import check_inside
 from kvspec.nixl.notifications import HELLO
 from kvspec.nixl.rank import PROBES
+from kvspec.nixl.rows import checked_rows
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")
@@ -305,6 +307,14 @@ def test_prepared_rows_do_not_follow_the_callers_array(ranks: Pair) -> None:
     prepared = ranks.near.prepare(rows)
     rows[:] = 0
     assert 512 == int(prepared.rows.length[0])
+
+
+def test_the_nearest_memory_is_the_one_with_the_smallest_gap() -> None:
+    """A row that begins in one memory and ends outside it, just before another begins."""
+    rows = checked_rows(np.array([(0x1FF8, 16, 0, 16, 1)], np.uint64))
+    memories = [Memory(0x1000, 0x1000), Memory(0x2010, 0x1000)]
+    with pytest.raises(TransferError, match=r"nearest: DRAM \[0x1000, 0x2000\)"):
+        check_inside(rows, "DRAM", memories[::-1])
 
 
 @pytest.mark.parametrize(
