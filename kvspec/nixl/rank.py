@@ -282,9 +282,9 @@ class NixlRank:
                 self._peers.close()
                 while self._registered:
                     self._agent.deregister(self._registered.pop())
+        self._registered.clear()  # first: sessions see by it that nothing can be read any more
         self._agent.drop()
         self._peers.clear()
-        self._registered.clear()
         self._inbox.clear()
         living.leave(self)
 

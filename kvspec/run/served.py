@@ -184,6 +184,10 @@ class ServedRank:
             del self.loads[name]
         return Stand(load.state, str(load.error or ""), load.undefined, wrong)
 
+    def shut(self) -> None:
+        """Close the rank, and with it what it registered; the session goes on."""
+        self.nixl.close(drain=0.0)
+
     def left(self) -> Left:
         """Return what is left over."""
         return Left(self.session.leftovers(), self.nixl.leftovers(), threading.active_count())
@@ -207,6 +211,7 @@ COMMANDS = {
         ServedRank.push,
         ServedRank.cancel,
         ServedRank.state,
+        ServedRank.shut,
         ServedRank.left,
     )
 }

@@ -14,6 +14,7 @@ import attrs
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
+from kvspec.nixl import NixlRank
 from kvspec.protocol.notices import Action, Free, Notice, Refused, Tell
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.introduction import key_of
@@ -48,8 +49,10 @@ class Ledger:
         step: Callable[[], None],
         foreign: deque[str],
         engine: EngineSpec,
+        nixl: NixlRank,
     ) -> None:
         self._book = book
+        self._nixl = nixl
         self._lock = lock
         self._now = now
         self._tell = tell
@@ -114,6 +117,17 @@ class Ledger:
             for told in (self._done, self._expired, self._foreign):
                 told.clear()
             return settled
+
+    def tick(self) -> None:
+        """Let time pass. What a rank that is closed held, nobody can be told to be valid.
+
+        Peers on its machine reach the memory still, whatever lies there by then.
+        """
+        now = self._now()
+        if self._book.held and not self._nixl.leftovers().registrations:
+            for name in self._book.held:
+                self.do(self._book.abort(name, now))
+        self.do(self._book.tick(now))
 
     def do(self, actions: Iterable[Action]) -> None:
         """Do what the book wants."""

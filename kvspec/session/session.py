@@ -23,6 +23,7 @@ from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.notices import READERS, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.background import BUSY, Background
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
@@ -32,8 +33,6 @@ from kvspec.session.load import SessionLoad, SessionPush
 from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
 from kvspec.session.remote import Remotes, judged
-
-BUSY, IDLE = 5e-4, 1e-2  # seconds that a background thread rests while bytes move, and else
 
 
 class Session:
@@ -90,15 +89,13 @@ class Session:
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._control.tell
-        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, cache.engine)
+        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, cache.engine, nixl)
         self._reading = Reading(reader, nixl, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes = Remotes(nixl)
         self._releases = itertools.count()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True) if background else None
-        if self._thread:
-            self._thread.start()
+        rest = self.channel.wait
+        self._background = Background(self.poll, self._moving, rest) if background else None
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"
@@ -230,12 +227,12 @@ class Session:
     def poll(self) -> None:
         """Move everything on: what came, what is in flight, and what time brings; never waits."""
         with self._lock:
+            self.ledger.tick()
             for notice in self._control.receive():
                 self._heard(notice)
             self._reading.move()
             self._pushing.move()
             self._reading.do(self._reading.book.tick(self._clock()))
-            self.ledger.do(self._book.tick(self._clock()))
             self._remotes.leave()
 
     def leftovers(self) -> SessionLeftovers:
@@ -255,19 +252,19 @@ class Session:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
 
         What still moves then ends with the NIXL rank, which is the caller's to close. Requests that
-        are held are forgotten: their readers do without.
+        are held are forgotten: their readers do without. What a reader was granted stands: memory
+        that is given away before its lease is over may be read, and called done, a lease long.
         """
         end = time.monotonic() + seconds("drain", drain)
         with self._lock:
             for name in list(self._reading.loads):
                 self._cancel(name)
         self.poll()
-        while self._moving and time.monotonic() < end:
+        while self._moving() and time.monotonic() < end:
             time.sleep(BUSY)
             self.poll()
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._background is not None:
+            self._background.stop()
         with self._lock:
             self._remotes.close()
             self.channel.close()
@@ -285,14 +282,8 @@ class Session:
         else:
             self._reading.receive(notice)
 
-    @property
     def _moving(self) -> bool:
         return self._reading.moving or self._pushing.moving
-
-    def _serve(self) -> None:
-        while not self._ended.is_set():
-            self.poll()
-            self.channel.wait(BUSY if self._moving else IDLE)
 
     def _cancel(self, request_id: str) -> None:
         with self._lock:

@@ -147,6 +147,42 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
         assert [DONE] == load(producer, consumer, "last")
 
 
+@pytest.mark.parametrize("tls", ["all", "tcp"])
+def test_what_is_deregistered_is_not_valid(tls: str) -> None:
+    """A producer's rank is closed before a load and while one runs; its session lives, and says so.
+
+    Over shared memory the bytes are read all the same. Others serve on, as does the next start.
+    """
+    spec = engine(2, block=16, size=4096)
+    tokens, sizes = 16 * 60, dict[str, Any]({"blocks": 64, "tls": tls, **TIMES})
+    with started("D", spec, 1, **sizes) as consumer:
+        for epoch, moment in enumerate(("before", "during"), 1):
+            with started("P", spec, epoch, **sizes) as producer:
+                consumer.meet(producer)
+                assert [DONE] * 2 == load(producer, consumer, f"well {epoch}")
+                remote_id, request = new_remote_id(moment), asked(moment, tokens, 16)
+                producer.ask("hold", remote_id, request, 7, lease=20.0)
+                closed = producer.ranks[0]
+                if moment == "before":
+                    closed.ask("shut")
+                else:
+                    closed.stop()
+                consumer.ask("load", request, remote_id, 7, 5.0)
+                if moment == "during":
+                    closed.go_on()
+                    closed.ask("shut")
+                (state, error, undefined, wrong), other = consumer.ended(moment)
+                assert (DONE, 0) == (other, wrong)
+                if moment == "before" or state == "failed":
+                    assert ("failed", {"full", "window"}) == (state, set(undefined))
+                    assert "P tp0" in error
+                    assert "let it go before it was read" in error or "peer_lost" in error
+                how = {"failed": {"done", "expired"}, "done": {"done"}}
+                assert [{"done"}, how[state]] == producer.settled(f"well {epoch}", moment)
+                consumer.quiet()
+                producer.quiet()
+
+
 def test_a_late_reader_of_blocks_that_are_used_again_is_fenced() -> None:
     """The bytes that it reads are another request's: it is told so, each time."""
     with (

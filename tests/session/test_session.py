@@ -374,6 +374,28 @@ def test_a_closed_session_leaves_nothing(pair: tuple[Side, Side]) -> None:
     assert SessionLeftovers(loads=session.leftovers().loads) == session.leftovers()
 
 
+def test_a_closed_rank_holds_nothing(pair: tuple[Side, Side]) -> None:
+    """All bytes had arrived, but nobody can say that they were valid: the load fails, by name."""
+    producer, consumer = pair
+    remote_id = new_remote_id("r")
+    producer.expect(remote_id)
+    loads = consumer.load(request(), remote_id)
+    (first, *_) = producer.sessions.values()
+    first.nixl.close()
+    assert ["failed", "done"] == ended(loads, producer, consumer)
+    assert "P tp0 let it go before it was read" in str(loads[0].error)
+    freed: tuple[list[str], list[str]] = [], []
+
+    def settled() -> bool:
+        for known, new in zip(freed, producer.settled(), strict=True):
+            known.extend(new)
+        return len(freed[0] + freed[1]) == 4
+
+    until(settled, consumer)
+    assert (["r"] * 3, ["r"]) == freed
+    quiet(producer, consumer)
+
+
 def hang(net: FakeNixl) -> None:
     """Let nothing land by itself."""
     net.fate = lambda _: None

@@ -59,7 +59,7 @@ FOLDERS = (
     (
         "session",
         (
-            "channel introduction control ledger remote load following reading pushing"
+            "background channel introduction control ledger remote load following reading pushing"
             " leftovers session ."
         ),
     ),
