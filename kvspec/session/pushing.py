@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.protocol.notices import Key, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
@@ -22,7 +22,7 @@ from kvspec.session.reading import LOST
 Reader = tuple[Key, int, int, Party]
 """A request, attempt and sample, and the rank that reads it."""
 MAX_FENCES = 1 << 16
-"""Readers that gave up what was not pushed yet; more are not answered, so that they wait."""
+"""Readers to whom nothing is pushed any more; more are not answered, so that they wait."""
 
 
 @attrs.define(eq=False)
@@ -51,7 +51,10 @@ class Pushing:
         return any(not each.told for each in self.writing.values())
 
     def begin(self, push: SessionPush, timeout: float, attempt: int, sample: int) -> None:
-        """Start *push*: everything is checked before anything is posted."""
+        """Start *push*: everything is checked before anything is posted.
+
+        Where that refuses it, its readers are told: this attempt is never pushed.
+        """
         key, remote, request = key_of(push.remote_id), push.remote, push.request
         if not self.book.holds(key):
             raise SpecError("remote_id", push.remote_id, "a request that `ledger.expect` holds")
@@ -61,16 +64,20 @@ class Pushing:
         if any(reader in self.writing for reader in readers.values()):
             raise SpecError("remote_id", push.remote_id, "an attempt that is not pushed already")
         open_ = {rank: one for rank, one in readers.items() if one not in self.fences}
-        sides = {rank: remote.lanes[rank].sides(request) for rank in open_}
-        moved = [rank for rank, one in sides.items() if len(one[1][0])]
-        transfers = self.nixl.move(
-            "WRITE", [sides[rank] for rank in moved], request=request.request_id, timeout=timeout
-        )
+        try:
+            sides = {rank: remote.lanes[rank].sides(request) for rank in open_}
+            moved = {rank: one for rank, one in sides.items() if len(one[1][0])}
+            name = request.request_id
+            transfers = self.nixl.move("WRITE", moved.values(), request=name, timeout=timeout)
+        except KVSpecError:
+            for reader in open_.values():
+                self._fence(reader)
+            raise
         started = dict(zip(moved, transfers, strict=True))
         for rank, reader in open_.items():
             self.writing[reader] = Writing(push, started.get(rank))
         if len(open_) < len(readers):
-            push.fail(None, "a reader gave it up", "stopped")
+            push.fail(None, "a reader gave it up, or it was refused before", "stopped")
         self.move()
         self._conclude(push)
 
@@ -89,16 +96,20 @@ class Pushing:
         """Take a reader's beat or stop: it has not heard how it ended, or wants no more."""
         reader = notice.key, notice.attempt, notice.sample, notice.by
         each = self.writing.get(reader)
-        if each is None and notice.kind == "stop":
-            if reader not in self.fences and len(self.fences) >= MAX_FENCES:
-                return
-            self.fences[reader] = self.now() + self.book.longest
-            self._tell(reader, "stopped")
+        if each is None and (notice.kind == "stop" or reader in self.fences):
+            if notice.kind != "done":
+                self._fence(reader)
         elif each is not None and each.told:
             self._tell(reader, each.told)
         elif each is not None and notice.kind == "stop" and each.transfer is not None:
             with contextlib.suppress(TransferError):
                 each.transfer.stop(f"{notice.by} gave it up", "stopped")
+
+    def _fence(self, reader: Reader) -> None:
+        """Never write to a reader, and tell it so."""
+        if reader in self.fences or len(self.fences) < MAX_FENCES:
+            self.fences[reader] = self.now() + self.book.longest
+            self._tell(reader, "stopped")
 
     def _settle(self, reader: Reader, each: Writing) -> None:
         """Tell a reader, once nothing moves to it, whether it has all."""

@@ -199,7 +199,7 @@ class Session:
         """Start writing this rank's part of *request* into the blocks of all that need it.
 
         The ledger has to expect it. *engine_id*, *epoch*: whose blocks they are, of which start.
-        All its ranks load with `pushed`. Raises as `load` does.
+        All its ranks load with `pushed`. Raises as `load` does; loads of this attempt fail then.
         """
         with self._lock:
             remote = self._remotes.find("consumer", engine_id, epoch)

@@ -600,6 +600,37 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
     quiet(producer, consumer)
 
 
+@pytest.mark.parametrize("first", ["load", "push"])
+def test_a_push_that_is_refused_fails_the_load(pushing: tuple[Side, Side], first: str) -> None:
+    """At once, or at the reader's first beat; the attempt is over for both, the next is not."""
+    producer, consumer = pushing
+    remote_id, asked = new_remote_id("r"), request()
+    producer.expect(remote_id)
+    loads = consumer.load(asked, remote_id, pushed=True) if first == "load" else []
+    short = request(producer_blocks={"full": [1], "window": [1]})
+    given: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0, "epoch": 1}
+    session, *others = producer.sessions.values()
+    with pytest.raises(MismatchError, match="producer_blocks"):
+        session.push(short, **given)
+    assert "failed" == session.push(asked, **given).poll()
+    loads = loads or consumer.load(asked, remote_id, pushed=True)
+    for other in others:
+        other.push(asked, **given)
+    assert ["failed"] == ended(loads, producer, consumer)
+    assert "P tp0 gave up writing" in str(loads[0].error)
+    quiet(producer, consumer)
+    again = new_remote_id("r")
+    producer.fill(asked)
+    consumer.spoil(asked)
+    producer.expect(again)
+    loads = consumer.load(asked, again, pushed=True)
+    for one in producer.sessions.values():
+        one.push(asked, **given | {"remote_id": again})
+    assert ["done"] == ended(loads, producer, consumer)
+    assert [] == consumer.wrong(asked)
+    quiet(producer, consumer)
+
+
 def test_a_pushed_load_needs_blocks(pushing: tuple[Side, Side]) -> None:
     """Whoever waits for what is pushed has blocks for it, or is refused by name."""
     session = next(iter(pushing[1].sessions.values()))
