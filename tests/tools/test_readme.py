@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kvspec.testing import FakeNixl
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXTRAS = re.compile(r"'\.\[([a-z,]+)\]'")
 SIZES = range(1, 17)
 
 
@@ -44,6 +46,18 @@ def test_the_two_commands_are_there() -> None:
     named = [line.split()[0] for line in first.splitlines()]
     assert ["scripts/transfer", "scripts/test"] == named
     assert all(os.access(ROOT / name, os.X_OK) for name in named)
+
+
+def test_what_the_scripts_install_is_offered() -> None:
+    """Each extra that a script or the README names is one of the package."""
+    texts = [
+        README,
+        *((ROOT / "scripts" / name).read_text("utf-8") for name in ("transfer", "test")),
+    ]
+    named = {name for text in texts for found in EXTRAS.findall(text) for name in found.split(",")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {"cli", "nixl", "testing"} == named
+    assert named <= set(project["optional-dependencies"])
 
 
 def test_links_lead_somewhere() -> None:
@@ -91,11 +105,11 @@ def test_how_many_triples_are_refused_elsewhere_and_planned_here() -> None:
             block_size=1, total_num_kv_heads=heads, head_size=1, dtype="uint8"
         )
         groups = [kvspec.KVCacheGroup(name="full", layers=["layer"], spec=spec)]
-        ours, theirs = (
+        engines = (
             kvspec.EngineSpec(groups=groups, parallel=kvspec.ParallelConfig(tp_size=size))
             for size in (producer, consumer)
         )
-        kvspec.plan_transfer(ours, theirs)
+        kvspec.plan_transfer(*engines)
 
 
 def test_the_picture_is_the_one_that_the_plan_gives() -> None:
