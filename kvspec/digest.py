@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, mapping
+from kvspec.inputs import instance, mapping, sequence
 from kvspec.memory.region import Region
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
@@ -112,7 +112,7 @@ def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tupl
     The digests of every rank of an engine, or, where both share their tokens alike, of the ranks of
     one context. Replicas that differ among each other differ from everybody.
     """
-    one, other = _together(producers), _together(consumers)
+    one, other = _together("producers", producers), _together("consumers", consumers)
     wrong = (key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
     return sorted(set(wrong) | {key for key, sums in (one | other).items() if len(sums) > 1})
 
@@ -120,7 +120,7 @@ def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tupl
 def first_difference(equal: Callable[[range], bool], tokens: range) -> int | None:
     """Return the first of *tokens* whose content differs, or None if none does.
 
-    *equal* asks both sides for the digest of some tokens: about twice log2(tokens) questions.
+    *equal* asks both sides for the digest of some tokens: about log2(tokens) questions.
     """
     if not tokens or equal(tokens):
         return None
@@ -131,12 +131,16 @@ def first_difference(equal: Callable[[range], bool], tokens: range) -> int | Non
     return tokens.start
 
 
-def _together(digests: Iterable[Sums]) -> dict[tuple[str, str, int], set[int]]:
+def _together(field: str, digests: Iterable[Sums]) -> dict[tuple[str, str, int], set[int]]:
     """Return the sums over all contexts: several where replicas differ."""
     contexts: dict[tuple[str, str, int], dict[int, set[int]]] = {}
-    for sums in digests:
-        for (layer, part, unit, context), total in sums.items():
-            contexts.setdefault((layer, part, unit), {}).setdefault(context, set()).add(total)
+    wanted = "what `digest` returned, of each rank"
+    for sums in sequence(field, digests, wanted):
+        for key, total in mapping(field, sums, wanted).items():
+            if not isinstance(key, tuple) or len(key) != 4:  # noqa: PLR2004 - as `Sums` says
+                raise SpecError(field, key, wanted)
+            *home, context = key
+            contexts.setdefault(tuple(home), {}).setdefault(context, set()).add(total)
     return {
         key: {sum(each) % 2**64 for each in product(*sums.values())}
         for key, sums in contexts.items()

@@ -135,5 +135,10 @@ def test_wrong_questions_are_refused() -> None:
     memory = tuple(attrs.evolve(each, memory_type="VRAM") for each in cache.memory)
     with pytest.raises(SpecError, match="DRAM: copy the blocks"):
         digest(attrs.evolve(cache, regions=regions, memory=memory), {}, asked)
+    for wrong in (None, 7, "l.0", [7], ["l.0"], [{"l.0": 1}], {"l.0": 1}):
+        with pytest.raises(SpecError, match="producers="):
+            differing(wrong, [])  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="consumers="):
+            differing([], wrong)  # type: ignore[arg-type]
     assert first_difference(lambda _: True, range(9)) is None
     assert first_difference(lambda _: False, range(0)) is None
