@@ -53,12 +53,12 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     _check_tables(plan, request)
     for cache, _ in consumers.values():
         check_shared(plan, request, sharing(cache))
-    for source, target, each, (ours, our_state, theirs, their_state) in list(
+    for source, target, each, (source_block, source_state, target_block, target_state) in list(
         _moves(plan, producers, consumers, request)
     ):
         remote, local = each.remote_range, each.local_range
-        moved = source[ours, remote.start : remote.stop, our_state]
-        target[theirs, local.start : local.stop, their_state] = moved
+        moved = source[source_block, remote.start : remote.stop, source_state]
+        target[target_block, local.start : local.stop, target_state] = moved
 
 
 def _check_held(field: str, held: Held, ranks: Iterable[RankId]) -> None:

@@ -28,9 +28,9 @@ def check_ranks_apart(field: str, caches: Mapping[RankId, RankCache]) -> None:
                 attrs.evolve(region, group=f"{rank} {region.group}")
                 for region in real[rank].regions
             )
-        mine = f"{one} "
+        of_one = f"{one} "
         for first, second, _ in meetings(regions, split):
-            if first.group.startswith(mine) != second.group.startswith(mine):
+            if first.group.startswith(of_one) != second.group.startswith(of_one):
                 told = f"{second.layer}.{second.part} where {one} has {first.layer}.{first.part}"
                 wanted = "bytes of its own (or own_addresses=True: ranks are processes)"
                 raise SpecError(f"{field}[{other}]", told, wanted)

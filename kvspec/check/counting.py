@@ -79,10 +79,10 @@ def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[s
             shares[stage].append(number)
         own = shares[rank.pp]
         return [layer for layer in group.layers if numbers[layer] in own]
-    mine = stages[rank.pp]
-    if isinstance(mine, range):
-        return [layer for layer in group.layers if numbers[layer] in mine]
-    return [layer for layer in group.layers if layer in mine]
+    stage_layers = stages[rank.pp]
+    if isinstance(stage_layers, range):
+        return [layer for layer in group.layers if numbers[layer] in stage_layers]
+    return [layer for layer in group.layers if layer in stage_layers]
 
 
 def _number(layer: str) -> int | None:
@@ -112,9 +112,9 @@ def own_positions(
     Positions are dealt to the context ranks in turn, an interleave at a time; *first* begins a
     round.
     """
-    mine, size = context_of(engine, rank, group)
+    context, size = context_of(engine, rank, group)
     positions = np.arange(first, first + count * size)
-    own: NDArray[np.bool_] = positions // engine.parallel.interleave_size % size == mine
+    own: NDArray[np.bool_] = positions // engine.parallel.interleave_size % size == context
     return positions[own]
 
 

@@ -116,15 +116,15 @@ def _prove_heads(
     owned = [owned_heads(heads, size) for size in range(1, max_tp + 1)]
     deals = [default_deal(heads, size) for size in range(1, max_tp + 1)]
     ranks, faults = 0, list[str]()
-    for producer, theirs in zip(deals, owned, strict=True):
-        for consumer, mine in zip(deals, owned, strict=True):
-            ranks += len(mine)
+    for producer, held in zip(deals, owned, strict=True):
+        for consumer, wanted in zip(deals, owned, strict=True):
+            ranks += len(wanted)
             for policy in replicas:
-                election = _election(policy, ranks_per_node, len(theirs), len(mine))
-                elector = tp_elector(election, len(theirs), len(mine))
-                wrong = _fault(consumer, producer, mine, theirs, elector)
+                election = _election(policy, ranks_per_node, len(held), len(wanted))
+                elector = tp_elector(election, len(held), len(wanted))
+                wrong = _fault(consumer, producer, wanted, held, elector)
                 if wrong is not None:
-                    pair = f"{heads} heads, TP {len(theirs)} -> {len(mine)}, {policy}"
+                    pair = f"{heads} heads, TP {len(held)} -> {len(wanted)}, {policy}"
                     faults.append(f"{pair}: {wrong}")
     return ranks, faults
 
@@ -149,11 +149,11 @@ def owned_heads(heads: int, tp_size: int) -> Owned:
 
 
 def _fault(
-    consumer: Deal, producer: Deal, mine: Owned, theirs: Owned, elector: Elector
+    consumer: Deal, producer: Deal, wanted: Owned, held: Owned, elector: Elector
 ) -> str | None:
     """Return what is wrong with one TP pair, or None."""
     reads: dict[tuple[int, ...], list[int]] = {}
-    for rank, (start, stop) in enumerate(mine):
+    for rank, (start, stop) in enumerate(wanted):
         reached = start
         for source, first, last, stripe, equals in _whole(
             consumer_pieces(consumer, producer, rank, elector)
@@ -163,33 +163,31 @@ def _fault(
             if last > stop:
                 over = f"heads {max(first, stop)}..{last - 1} read, although not its own"
                 return f"rank {rank}: {over}"
-            if not theirs[source][0] <= first < last <= theirs[source][1]:
+            if not held[source][0] <= first < last <= held[source][1]:
                 return f"rank {rank}: producer {source} does not own heads {first}..{last - 1}"
             if stripe.whole:
                 reads.setdefault(equals, []).append(source)
             reached = last
         if reached != stop:
             return f"rank {rank}: heads {reached}..{stop - 1} missing"
-    if len(set(theirs)) == len(theirs):
+    if len(set(held)) == len(held):
         return None
-    return _unfair(theirs, reads, everybody=elector.policy is POLICIES["spread"])
+    return _unfair(held, reads, everybody=elector.policy is POLICIES["spread"])
 
 
-def _unfair(
-    theirs: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: bool
-) -> str | None:
+def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: bool) -> str | None:
     """Return which equal ranks are read unevenly, or None.
 
     Equal are those among which a reader elected, or *everybody* that owns the same heads.
     """
     if everybody:
         every = [rank for sources in reads.values() for rank in sources]
-        owners = {own: [r for r, other in enumerate(theirs) if other == own] for own in set(theirs)}
+        owners = {own: [r for r, other in enumerate(held) if other == own] for own in set(held)}
         reads = {tuple(ranks): [r for r in every if r in ranks] for ranks in owners.values()}
     for equals, sources in reads.items():
         counts = [sources.count(rank) for rank in equals]
         if max(counts) - min(counts) > 1:
-            return f"replicas of heads {theirs[equals[0]]} are read {counts} times"
+            return f"replicas of heads {held[equals[0]]} are read {counts} times"
     return None
 
 

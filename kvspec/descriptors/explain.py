@@ -63,11 +63,11 @@ def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
     """Say which bytes of the producer *request* pairs with a consumer's id."""
-    ours, theirs = table.select(request)
-    index = np.flatnonzero(theirs == consumer_id)
+    producer_ids, consumer_ids = table.select(request)
+    index = np.flatnonzero(consumer_ids == consumer_id)
     if not len(index):
         return " (not of this request)"
-    entry, run, block, cell = _found(table, "producer", int(ours[index[0]]))
+    entry, run, block, cell = _found(table, "producer", int(producer_ids[index[0]]))
     rows = entry.rows
     address = int(rows.producer_address[run] + rows.producer.offsets(block, cell))
     return f" at {address:#x} (its block {int(block)})"

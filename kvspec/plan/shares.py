@@ -54,12 +54,12 @@ class GroupPair:
 def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPair]:
     """Yield the pairs of groups that share layers which neither side excludes."""
     excluded = {*producer.excluded, *consumer.excluded}
-    for mine in consumer.groups:
+    for own in consumer.groups:
         by_home: dict[str, list[str]] = {}
-        for layer in (layer for layer in mine.layers if layer not in excluded):
+        for layer in (layer for layer in own.layers if layer not in excluded):
             by_home.setdefault(producer.homes[layer].name, []).append(layer)
         for name, layers in by_home.items():
-            yield GroupPair(producer.group(name), mine, tuple(layers))
+            yield GroupPair(producer.group(name), own, tuple(layers))
 
 
 @attrs.frozen(eq=False)
@@ -134,8 +134,8 @@ def _deal(
         if rank.pp not in stages:
             return EMPTY
         if context is not None:
-            mine = engine.context(group, rank)
-            if (mine != context) if equal else not meet(mine, context):
+            held = engine.context(group, rank)
+            if (held != context) if equal else not meet(held, context):
                 return EMPTY
         return by_tp[rank.tp]
 

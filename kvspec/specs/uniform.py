@@ -62,10 +62,10 @@ class UniformTypeKVCacheSpecs(LayerSpec):
                 wanted = f"a {type(first).__name__}, as {first_name} has"
                 raise SpecError(f"specs[{layer!r}]", spec, wanted)
             for field in attrs.fields(type(first)):
-                ours, theirs = getattr(spec, field.name), getattr(first, field.name)
-                if field.name not in _OWN and ours != theirs:
-                    wanted = f"{theirs!r}, as {first_name} has"
-                    raise SpecError(f"specs[{layer!r}].{field.name}", ours, wanted)
+                value, wanted_value = getattr(spec, field.name), getattr(first, field.name)
+                if field.name not in _OWN and value != wanted_value:
+                    wanted = f"{wanted_value!r}, as {first_name} has"
+                    raise SpecError(f"specs[{layer!r}].{field.name}", value, wanted)
         object.__setattr__(self, "block_size", first.block_size)
 
     @cached_property

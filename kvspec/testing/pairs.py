@@ -115,12 +115,12 @@ def engine_pairs(
     """Draw a producer and a consumer of one model; everything else may differ."""
     model = draw(groups(kinds))
     largest *= draw(sample(1, 1, 1, 1, 2))
-    ours, theirs = draw(shapes())
-    if ours.dealt:
+    of_producer, of_consumer = draw(shapes())
+    if of_producer.dealt:
         model = tuple(draw(_few_heads(group)) for group in model)
     sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]
-    producer = draw(engines(sides[0], largest, shape=ours))
-    return producer, draw(engines(sides[1], largest, shape=theirs))
+    producer = draw(engines(sides[0], largest, shape=of_producer))
+    return producer, draw(engines(sides[1], largest, shape=of_consumer))
 
 
 @st.composite
@@ -137,11 +137,11 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
     spec: LayerSpec = attrs.evolve(drawn, **draw(st.sampled_from(spans)))
     packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
-    ours = draw(engines((packed, *model), largest))
-    theirs = draw(
-        engines((packed, *model), largest).filter(lambda each: _alike(ours, each, packed))
+    producer = draw(engines((packed, *model), largest))
+    consumer = draw(
+        engines((packed, *model), largest).filter(lambda each: _alike(producer, each, packed))
     )
-    return ours, theirs
+    return producer, consumer
 
 
 def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:

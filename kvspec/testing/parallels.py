@@ -60,8 +60,8 @@ _ROWS = (
 
 
 def _pair(sizes: Any, rows: Any, dealt: Any) -> tuple[Shape, Shape]:  # noqa: ANN401
-    ours, theirs = (Shape(sizes[i][0], sizes[i][1], dealt[i], rows[i]) for i in range(2))
-    return ours, theirs
+    producer, consumer = (Shape(sizes[i][0], sizes[i][1], dealt[i], rows[i]) for i in range(2))
+    return producer, consumer
 
 
 _SHAPES = st.builds(

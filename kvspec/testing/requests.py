@@ -198,8 +198,10 @@ def requests(
         consumer_blocks={},
     )
     request = draw(_cached(model, bare))
-    (ours, producer_pool), (theirs, consumer_pool) = (
+    (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(tables(engine, request, consumer)) for engine in (producer, consumer)
     )
-    request = attrs.evolve(request, producer_blocks=ours, consumer_blocks=theirs)
+    request = attrs.evolve(
+        request, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks
+    )
     return request, producer_pool, consumer_pool

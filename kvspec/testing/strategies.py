@@ -143,8 +143,8 @@ def spanning_cases(largest: int = 4) -> st.SearchStrategy[Case]:
 def common_cases(draw: st.DrawFn, largest: int = 4) -> Case:
     """Draw a transfer of states of which either side may have more rows."""
     model = draw(groups(STATES))
-    ours, theirs = (draw(engines(draw(with_own_rows(model)), largest)) for _ in range(2))
-    return draw(_case((ours, theirs), common_states=True))
+    producer, consumer = (draw(engines(draw(with_own_rows(model)), largest)) for _ in range(2))
+    return draw(_case((producer, consumer), common_states=True))
 
 
 @st.composite
@@ -155,14 +155,16 @@ def sharing_cases(draw: st.DrawFn, largest: int = 4) -> Case:
     case = draw(
         _case((draw(sharing_engines(model, largest)), draw(sharing_engines(model, largest))))
     )
-    (ours, producer_pool), (theirs, consumer_pool) = (
+    (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(of_one_pool(tables, engine.null_block))
         for engine, tables in (
             (case.producer, case.request.producer_blocks),
             (case.consumer, case.request.consumer_blocks),
         )
     )
-    request = attrs.evolve(case.request, producer_blocks=ours, consumer_blocks=theirs)
+    request = attrs.evolve(
+        case.request, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks
+    )
     return attrs.evolve(
         case,
         request=request,

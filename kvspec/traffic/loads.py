@@ -69,5 +69,7 @@ class Traffic:
 
     def __str__(self) -> str:
         lines = [f"{self.num_tokens:,} tokens: {self.total}"]
-        lines += [f"  {ours} -> {theirs}: {load}" for (ours, theirs), load in self.pairs.items()]
+        lines += [
+            f"  {source} -> {target}: {load}" for (source, target), load in self.pairs.items()
+        ]
         return "\n".join([*lines, f"busiest link: {self.busiest}"])

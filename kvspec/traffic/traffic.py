@@ -32,20 +32,20 @@ def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
     has one.
     """
     found = flows(plan, num_tokens)
-    ours, theirs = plan.producer.parallel.ranks, plan.consumer.parallel.ranks
+    producers, consumers = plan.producer.parallel.ranks, plan.consumer.parallel.ranks
     moved: dict[Pair, int] = {}
     for p, c, nbytes in zip(
         *map(np.ndarray.tolist, (found.producer, found.consumer, found.moved)), strict=True
     ):
-        pair = ours[p], theirs[c]
+        pair = producers[p], consumers[c]
         moved[pair] = moved.get(pair, 0) + nbytes
     counts = _Counts(plan, num_tokens)
     pairs = {pair: Load(nbytes, counts.of(*pair)) for pair, nbytes in moved.items()}
     return Traffic(
         num_tokens=num_tokens,
         pairs=pairs,
-        producers=_by_rank(ours, pairs, 0),
-        consumers=_by_rank(theirs, pairs, 1),
+        producers=_by_rank(producers, pairs, 0),
+        consumers=_by_rank(consumers, pairs, 1),
     )
 
 
@@ -92,9 +92,9 @@ class _Counts:
         )
         key = alike, self.shapes[0][producer], self.shapes[1][consumer]
         if key not in self.known:
-            ours = lay_out(self.plan.producer, producer, self.pools[0])
-            theirs = lay_out(self.plan.consumer, consumer, self.pools[1])
-            table = build_table(self.plan, ours, theirs)
+            source = lay_out(self.plan.producer, producer, self.pools[0])
+            target = lay_out(self.plan.consumer, consumer, self.pools[1])
+            table = build_table(self.plan, source, target)
             self.known[key] = len(table.descriptors(self.request))
         return self.known[key]
 

@@ -116,6 +116,8 @@ EFFECTS = {"torch", "nixl", "ctypes", "socket", "threading", "subprocess", "time
 
 HEAVY = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "msgspec", "hypothesis", "typer", "rich")
 
+PRONOUNS = {"ours", "theirs", "mine", "yours"}
+
 MAX_LINES = 300
 MAX_FUNCTION = 60
 
@@ -271,6 +273,18 @@ def test_input_is_never_asserted() -> None:
         if ".testing" not in module
         for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Assert)
+    ]
+    assert [] == found
+
+
+def test_the_two_sides_are_named() -> None:
+    """Producer and consumer, local and remote: nothing is called by whose eyes see it."""
+    found = [
+        (module, node.lineno)
+        for module in SOURCES
+        for node in ast.walk(tree_of(module))
+        if (isinstance(node, ast.Name) and node.id in PRONOUNS)
+        or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
     ]
     assert [] == found
 
