@@ -5,13 +5,17 @@ from kvspec.session.introduction import new_remote_id
 from kvspec.session.ledger import Ledger, Settled
 from kvspec.session.leftovers import SessionLeftovers
 from kvspec.session.load import LoadState, Progress, SessionLoad, SessionPush
+from kvspec.session.prompts import HeldPrompt, PromptLoad, Prompts
 from kvspec.session.session import Session
 
 __all__ = [
     "Channel",
+    "HeldPrompt",
     "Ledger",
     "LoadState",
     "Progress",
+    "PromptLoad",
+    "Prompts",
     "Session",
     "SessionLeftovers",
     "SessionLoad",

@@ -127,6 +127,15 @@ def test_what_vllm_s_tables_hold_arrives(case: dict[str, Any]) -> None:
         moved(engine, engine, request, caches)
 
 
+@pytest.mark.parametrize("case", CASES, ids=[f"{n}-{c['name']}" for n, c in enumerate(CASES)])
+def test_what_vllm_has_dropped_is_known_before(case: dict[str, Any]) -> None:
+    """Of a whole prompt; a state has always seen the last token."""
+    engine = like.engine_spec(config((["layers.0"], spec_of(case))))
+    lost = case["name"].startswith("mamba") or bool(lost_of(case, engine))
+    if not case["decoded"]:
+        assert lost == vllm.loses_a_token(engine, case["num_tokens"])
+
+
 def test_every_kind_of_table_is_recorded() -> None:
     """States in both modes; windows and chunks, some of which have dropped what is still read."""
     kinds = Counter(case["name"] for case in CASES)

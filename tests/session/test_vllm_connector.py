@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import vllm_like as like
-from vllm_serving import BLOCKS, SIZE, Engine, Request, configs, installed, until
+from vllm_serving import BLOCKS, SIZE, Engine, Request, configs, installed, made, until
 
 import kvspec
-from kvspec.adapters.vllm.scheduling import RemotePrompt, Requests, loses_a_token
+from kvspec.adapters.vllm import engine_spec
+from kvspec.adapters.vllm.scheduling import Scheduling, Served
+from kvspec.session import HeldPrompt, new_remote_id
 
 pytestmark = pytest.mark.nixl
 
@@ -27,6 +27,17 @@ def vllm() -> Iterator[None]:
 TABLES = [1, 2, 3, 4], [0, 5, 6, 7]
 """Of 14 tokens in blocks of 4: the first query reads the window of 8 from token 6 on."""
 OTHERS = [9, 8, 7, 6], [0, 4, 3, 2]
+HELD = {
+    "do_remote_prefill": True,
+    **HeldPrompt(
+        engine_id="p",
+        addresses=("127.0.0.1:9",),
+        remote_id=new_remote_id("p-1"),
+        num_tokens=7,
+        tables={"group0": kvspec.BlockTable([1, 2])},
+    ).plain(),
+}
+"""What a producer says of a request."""
 
 
 def asked(num_tokens: int = 13, cached: int = 0, tables: Any = OTHERS) -> kvspec.TransferRequest:
@@ -133,7 +144,7 @@ def test_what_does_not_fit_is_refused_by_name(caplog: pytest.LogCaptureFixture) 
         consumer.decode(Request("d-2", 14, params), [BLOCKS, 8, 7, 6], [0, 4, 3, 2])
         until(lambda: len(consumer.failed) > 1, producer, consumer)
         assert {"d-1": 1, "d-2": 1} == consumer.failed == consumer.received
-        assert "d-1: SpecError: block_ids['group0']=[9, 8]: wanted 4 ids" in caplog.text
+        assert "d-1: block_ids['group0']=[9, 8]: wanted 4 ids" in caplog.text
         assert "d-2: SpecError: consumer_blocks['group0']" in caplog.text
         until(lambda: len(producer.sent) > 1, producer, consumer)
 
@@ -148,60 +159,51 @@ def test_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
         assert "model" in caplog.text
 
 
-def held() -> dict[str, Any]:
-    """Return what a producer says of a request."""
-    tables = {"group0": kvspec.BlockTable([1, 2]), "group1": kvspec.BlockTable([3], first_token=4)}
-    remote_id = kvspec_remote_id()
-    return RemotePrompt(
-        engine_id="p",
-        addresses=("127.0.0.1:9",),
-        remote_id=remote_id,
-        num_tokens=7,
-        tables=tables,
-    ).params()
+def scheduling(spec: Any = None, *, ready: bool = True) -> Scheduling:
+    """Return a scheduler's part, of an engine with one layer, whose workers are *ready*."""
+    spec = spec or like.FullAttentionSpec(**like.HEADS)
+    config = like.config((["l"], spec))
+    made = Scheduling(config)
+    if ready:
+        engine = engine_spec(config, backends=like.FLASH)
+        rank = Served(engine=engine, engine_id="p", address="127.0.0.1:9")
+        made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
+    return made
 
 
-def kvspec_remote_id() -> str:
-    """Return a request's name."""
-    from kvspec.session import new_remote_id  # noqa: PLC0415
-
-    return new_remote_id("p-1")
-
-
-WRONG = [None, 5, "", [], [1], {}, {"group0": [0]}, {"group0": 5}, {"group0": [0, ["x"]]}, -1]
-
-
-@pytest.mark.parametrize("value", WRONG)
-@pytest.mark.parametrize("name", [name for name in held() if name.startswith("remote_")])
-def test_what_no_producer_said_is_computed_here(name: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        (HELD, 7),
+        ({**HELD, "remote_num_tokens": 14}, 13),  # all but the last, which vLLM computes
+        ({**HELD, "remote_num_tokens": 20}, 13),
+        ({**HELD, "remote_num_tokens": -1}, 0),
+        ({**HELD, "remote_addresses": None}, 0),
+        ({**HELD, "do_remote_prefill": False}, 0),
+        ({"do_remote_prefill": True}, 0),
+        (None, 0),
+    ],
+)
+def test_how_many_tokens_are_fetched(params: dict[str, Any] | None, count: int) -> None:
     """A router's nonsense neither ends the engine nor makes a request wait."""
-    params = {**held(), name: value}
-    legal = {("remote_block_ids", "{}"): 7, ("remote_num_tokens", "5"): 5}
-    requests = Requests(like.config((["l"], like.FullAttentionSpec(**like.HEADS))))
-    requests.arrive(Request("d-1", 14, params))
-    reach = legal.get((name, repr(value)), 0)
-    assert reach == requests.matched(Request("d-1", 14, params), 0)
-
-
-def test_what_a_router_passes_on_is_what_was_said() -> None:
-    """Parameters are read back as they were written."""
-    params = held()
-    assert params == RemotePrompt.of(params).params()
+    one, request = scheduling(), Request("d-1", 14, params)
+    one.on_new_request(request)
+    assert (count, count > 0) == one.get_num_new_matched_tokens(request, 0)
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
 def test_only_a_whole_prompt_is_held(status: str) -> None:
     """Of a request that was aborted nobody is told."""
-    requests = Requests(like.config((["l"], like.FullAttentionSpec(**like.HEADS))))
     request = Request("p-1", 14, {"do_remote_decode": True})
     request.status.name = status
-    assert (False, None) == requests.finished(request, ([1],))
+    assert (False, None) == scheduling().request_finished_all_groups(request, ([1],))
 
 
 def test_before_the_caches_are_there_nothing_is_held(caplog: pytest.LogCaptureFixture) -> None:
     """A request that ends before any worker has registered is not held."""
-    requests = Requests(like.config((["l"], like.FullAttentionSpec(**like.HEADS))))
-    assert (False, None) == requests.finished(Request("p", 4, {"do_remote_decode": True}), ([1],))
+    request = Request("p", 4, {"do_remote_decode": True})
+    none = scheduling(ready=False)
+    assert (False, None) == none.request_finished_all_groups(request, ([1],))
     assert "p is not held: kv_caches" in caplog.text
 
 
@@ -209,37 +211,33 @@ HEADS = {**like.HEADS, "block_size": 32}
 
 
 @pytest.mark.parametrize(
-    ("spec", "losing"),
+    ("spec", "tokens", "computed"),
     [
-        (like.FullAttentionSpec(**HEADS), []),
-        # vLLM 0.32 with a window of 64: a prompt of 95 leaves [0, 8, 7], of 94 [1, 2, 3].
-        (like.SlidingWindowSpec(**HEADS, sliding_window=64), [95, 127]),
-        (like.SlidingWindowSpec(**HEADS, sliding_window=64, extra_retained_tokens=1), []),
-        (like.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=32), [32, 64, 96, 128]),
-        (like.state("mamba1", ((3, 4), (4, 2))), list(range(30, 129))),
+        (like.FullAttentionSpec(**HEADS), 96, 96),
+        (like.SlidingWindowSpec(**HEADS, sliding_window=64), 94, 94),
+        (like.SlidingWindowSpec(**HEADS, sliding_window=64), 95, 94),
+        (like.ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=32), 96, 95),
+        (like.state("mamba1", ((3, 4), (4, 2))), 50, 49),
+        (like.state("mamba1", ((3, 4), (4, 2))), 1, 1),
     ],
-    ids=["full", "window", "window and more", "chunks", "states"],
+    ids=["full", "window", "window at a block", "chunk", "state", "one token"],
 )
-def test_prompts_that_stop_one_token_early(spec: Any, losing: list[int]) -> None:
-    """Those after which the last token's query would find its oldest key freed."""
-    config = like.config((["l"], spec))
-    assert losing == [count for count in range(30, 129) if loses_a_token(config, count)]
+def test_a_prompt_stops_one_token_early(spec: Any, tokens: int, computed: int) -> None:
+    """Where vLLM would have freed what the last token reads, the producer computes all before it.
 
-
-def test_a_prompt_stops_one_token_early() -> None:
-    """A producer of such a prompt computes all but its last token, and samples once."""
-    requests = Requests(like.config((["l"], like.SlidingWindowSpec(**HEADS, sliding_window=64))))
-    request = Request("p-1", 95, {"do_remote_decode": True})
-    requests.arrive(request)
-    assert (94, 94, 94, 1) == (
+    And samples once; what this engine decodes itself stays whole.
+    """
+    one, request = scheduling(spec), Request("p-1", tokens, {"do_remote_decode": True})
+    here = Request("l-1", tokens)
+    one.on_new_request(request)
+    one.on_new_request(here)
+    assert (computed, computed, computed) == (
         len(request.prompt_token_ids),
         request.num_tokens,
         request.num_prompt_tokens,
-        request.max_tokens,
     )
-    here = Request("l-1", 95)
-    requests.arrive(here)
-    assert (95, 16) == (here.num_tokens, here.max_tokens)
+    assert (1 if computed < tokens else 16) == request.max_tokens
+    assert (tokens, 16) == (here.num_tokens, here.max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +277,7 @@ def test_what_a_load_leaves_of_its_blocks_is_zeroed_where_vllm_says_so() -> None
     with Engine("p") as producer, Engine("d", block=8, zeroing=True) as consumer:
         storage = consumer.storage[kvspec.RankId()]
         tensors = {name: torch.from_numpy(flat) for name, flat in storage.items()}
-        consumer.workers[0]._worker._tensors = tensors
+        consumer.workers[0]._tensors = tuple(tensors.values())
         for flat in storage.values():
             flat[:] = 1
         params = producer.prefill(Request("p-1", 10), [1, 2, 3], [5, 6, 7])
@@ -292,27 +290,12 @@ def test_what_a_load_leaves_of_its_blocks_is_zeroed_where_vllm_says_so() -> None
         assert (0, 1) == consumer.scheduler.get_loaded_kv_cache_group_ids(None)
 
 
-def test_a_worker_without_caches_says_so() -> None:
-    """Before `register_kv_caches` there is nothing to tell peers of."""
+def test_a_worker_without_caches_has_nothing_to_tell() -> None:
+    """Before `register_kv_caches` there is nobody to be met."""
     vllm_config, config = configs("p", 0, 1, 4, {})
-    module = importlib.import_module("kvspec.adapters.vllm.connector")
-    worker = module.KvspecConnector(vllm_config, None, config)
-    with pytest.raises(kvspec.SpecError, match="kv_caches"):
-        worker.get_handshake_metadata()
+    worker = made(vllm_config, "WORKER", config)
+    assert None is worker.get_handshake_metadata()
     worker.shutdown()
-
-
-def test_without_vllm_it_says_so() -> None:
-    """The module is there without vLLM; only the class is not."""
-    module = importlib.import_module("kvspec.adapters.vllm.connector")
-    assert "KvspecConnector" == module.KvspecConnector.__name__
-    with pytest.raises(AttributeError, match="Other"):
-        module.Other  # noqa: B018
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        del sys.modules[name]
-    module._extended.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match="vllm"):
-        module.KvspecConnector  # noqa: B018
 
 
 def test_one_id_at_a_time_is_held(caplog: pytest.LogCaptureFixture) -> None:

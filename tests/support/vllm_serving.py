@@ -7,6 +7,7 @@ are real.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import pickle
 import sys
@@ -19,11 +20,13 @@ from typing import Any, Self
 import vllm_like as like
 
 import kvspec
-from kvspec.adapters.vllm import connector, from_vllm
+from kvspec.adapters.vllm import from_vllm
 from kvspec.testing import oracle
 
 BLOCKS, SIZE = 12, 8
 FULL, WINDOW = ("model.layers.0.attn", "model.layers.1.attn"), ("model.layers.2.attn",)
+
+CONNECTOR = "kvspec.adapters.vllm.connector"
 
 FIRST: dict[str, int] = {}
 """What the first worker of an engine has broadcast."""
@@ -35,6 +38,10 @@ class Base:
     def __init__(self, _: Any, __: Any, kv_cache_config: Any) -> None:
         self._connector_metadata: Any = None
         self._kv_cache_config = kv_cache_config
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Hold what the scheduler says, for a step."""
+        self._connector_metadata = connector_metadata
 
 
 @dataclass
@@ -56,23 +63,28 @@ def installed() -> Iterator[None]:
         | {"KVConnectorTransferResults": Results},
         "vllm.distributed.parallel_state": {"get_world_group": lambda: group},
     }
-    made: dict[str, ModuleType] = {}
+    found: dict[str, ModuleType] = {}
     for path, contents in modules.items():
         names = path.split(".")
         for count in range(1, len(names) + 1):
             name = ".".join(names[:count])
-            made.setdefault(name, ModuleType(name))
+            found.setdefault(name, ModuleType(name))
             if count > 1:
-                setattr(made[".".join(names[: count - 1])], names[count - 1], made[name])
-        vars(made[path]).update(contents)
-    sys.modules.update(made)
-    connector._extended.cache_clear()
+                setattr(found[".".join(names[: count - 1])], names[count - 1], found[name])
+        vars(found[path]).update(contents)
+    sys.modules.pop(CONNECTOR, None)
+    sys.modules.update(found)
     try:
         yield
     finally:
-        connector._extended.cache_clear()
-        for name in made:
+        for name in (*found, CONNECTOR):
             sys.modules.pop(name, None)
+
+
+def made(vllm_config: Any, role: str, config: Any) -> Any:
+    """Return the connector that vLLM would have made."""
+    cls = importlib.import_module(CONNECTOR).KvspecConnector
+    return cls(vllm_config, SimpleNamespace(name=role), config)
 
 
 @dataclass
@@ -141,12 +153,12 @@ class Engine:
         FIRST.clear()
         for number in range(tp):
             vllm_config, config = configs(name, number, tp, block, dict(extra))
-            worker = connector.KvspecConnector(vllm_config, _role("WORKER"), config)
+            worker = made(vllm_config, "WORKER", config)
             self.spec, rank = from_vllm(vllm_config, config), kvspec.RankId(tp=number)
             _, self.storage[rank] = kvspec.allocate(self.spec, rank, BLOCKS)
             worker.register_kv_caches(self._tensors(self.storage[rank], 6 // tp))
             self.workers.append(worker)
-        self.scheduler = connector.KvspecConnector(vllm_config, _role("SCHEDULER"), config)
+        self.scheduler = made(vllm_config, "SCHEDULER", config)
         known = {(0, n): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(known)
         self.sent, self.received, self.failed = (dict[str, int]() for _ in range(3))
@@ -216,10 +228,6 @@ class Engine:
                 self.spec, rank, self.before[rank], storage, BLOCKS, tables, asked
             )
         ]
-
-
-def _role(name: str) -> Any:
-    return SimpleNamespace(name=name)
 
 
 def until(true: Callable[[], Any], *engines: Engine, seconds: float = 30.0) -> None:

@@ -60,7 +60,7 @@ FOLDERS = (
         "session",
         (
             "background channel introduction control ledger remote load following reading pushing"
-            " leftovers session ."
+            " leftovers session prompts ."
         ),
     ),
     ("", "."),  # kvspec/__init__.py, which names the public values

@@ -15,7 +15,7 @@ MODULES = [
     *(
         each.name
         for each in pkgutil.walk_packages(kvspec.__path__, "kvspec.")
-        if not each.name.endswith("__main__")
+        if not each.name.endswith(("__main__", "vllm.connector"))  # which needs vLLM
     ),
 ]
 

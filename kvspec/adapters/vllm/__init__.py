@@ -2,8 +2,17 @@
 
 from kvspec.adapters.vllm.backends import FORMATS
 from kvspec.adapters.vllm.engine import engine_spec
-from kvspec.adapters.vllm.settings import from_vllm, stages
-from kvspec.adapters.vllm.tables import block_tables
+from kvspec.adapters.vllm.settings import from_vllm, rank_of, stages
+from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.adapters.vllm.tensors import rank_cache
 
-__all__ = ["FORMATS", "block_tables", "engine_spec", "from_vllm", "rank_cache", "stages"]
+__all__ = [
+    "FORMATS",
+    "block_tables",
+    "engine_spec",
+    "from_vllm",
+    "loses_a_token",
+    "rank_cache",
+    "rank_of",
+    "stages",
+]

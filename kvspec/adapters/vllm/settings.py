@@ -20,7 +20,7 @@ from kvspec.adapters.vllm.specs import KINDS
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.parallel import ParallelConfig, RankId
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 """vLLM's environment variable for layers of each pipeline stage."""
@@ -70,6 +70,14 @@ def from_vllm(
         variants=_variants(given, configs) if variants is None else variants,
         excluded=excluded,
     )
+
+
+def rank_of(vllm_config: Any) -> RankId:  # noqa: ANN401 - vLLM's class, not imported
+    """Return which rank of its engine a vLLM worker is: TP ranks come first, then PCP, then PP."""
+    sizes = Given("vllm_config", vllm_config).get("parallel_config")
+    rest, tp = divmod(sizes.get("rank").size(0, least=0), sizes.get("tensor_parallel_size").size())
+    pp, pcp = divmod(rest, sizes.get("prefill_context_parallel_size").size(1))
+    return RankId(pp=pp, pcp=pcp, tp=tp)
 
 
 def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple[range, ...]:

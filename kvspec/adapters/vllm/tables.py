@@ -1,7 +1,8 @@
 """vLLM's block tables of one request, read as this library's.
 
 Law: a list's place says its group and an id's place says its tokens; the null block stays where it
-stands. Only a state's table is cut: to the one block that holds the state.
+stands. Only a state's table is cut: to the one block that holds the state. What vLLM has freed is
+told before it is asked for.
 """
 
 from __future__ import annotations
@@ -55,6 +56,23 @@ def block_tables(
                 _check_whole(engine, name, table, num_tokens)
             found[name] = table
     return found
+
+
+def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
+    """Return whether vLLM, having computed *num_tokens*, lacks what the last one's query reads.
+
+    A consumer computes the last token of a prompt itself: it needs states that have not seen it,
+    and all tokens that it looks back at. By then vLLM has freed the blocks that end before what the
+    *next* token looks back at. A producer of such a prompt has to stop one token early.
+    """
+    positive_int("num_tokens", num_tokens)
+    for group in instance("engine", engine, EngineSpec).groups:
+        spec, block = group.spec, engine.virtual_block(group)
+        live, needed = spec.live_tokens(num_tokens), spec.live_tokens(num_tokens - 1)
+        kept = (live.start if live else num_tokens) // block * block
+        if not spec.parts[0].per_token or (needed and needed.start < kept):
+            return True
+    return False
 
 
 def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: int) -> None:

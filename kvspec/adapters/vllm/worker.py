@@ -4,41 +4,37 @@ Law: nothing here waits, and nothing that fails goes further than its request: t
 name, and told to vLLM once none of its blocks can be written any more.
 """
 
+# ruff: noqa: ANN401 - configs and tensors are of vLLM's classes, which are not imported
 from __future__ import annotations
 
+import contextlib
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+import time
+from typing import Any
 
 import attrs
 
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.arrays import zero
-from kvspec.adapters.vllm.scheduling import EngineStep, Fetch, RemotePrompt, Served
-from kvspec.adapters.vllm.settings import from_vllm
-from kvspec.adapters.vllm.tables import block_tables
+from kvspec.adapters.vllm.scheduling import EngineStep, Served
+from kvspec.adapters.vllm.settings import from_vllm, rank_of
 from kvspec.adapters.vllm.tensors import rank_cache
-from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import SpecError
 from kvspec.inputs import seconds
 from kvspec.nixl import NixlRank
-from kvspec.ownership.parallel import ParallelConfig, RankId
-from kvspec.session import Session, SessionLoad, TcpChannel
+from kvspec.protocol.handshake import is_name
+from kvspec.session import PromptLoad, Prompts, Session, TcpChannel
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MEETING = 30.0
-"""Seconds for which a producer is waited for; meanwhile no other is met."""
 
-
-def _text(_: object, at: attrs.Attribute[str], value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise SpecError(f"kv_connector_extra_config[{at.name!r}]", value, "a non-empty str")
-
-
-def _seconds(_: object, at: attrs.Attribute[float], value: object) -> None:
-    seconds(f"kv_connector_extra_config[{at.name!r}]", value)
+def _fits(_: object, at: attrs.Attribute[Any], value: object) -> None:
+    """Check a number of seconds, or a text that may be left out where its default is None."""
+    field = f"kv_connector_extra_config[{at.name!r}]"
+    if isinstance(at.default, float):
+        seconds(field, value)
+    elif value is not None or at.default is not None:
+        is_name(field, value)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,15 +47,15 @@ class Settings:
     *timeout*: seconds within which a request is read.
     """
 
-    host: str = attrs.field(default="127.0.0.1", validator=_text)
-    public: str | None = attrs.field(default=None, validator=attrs.validators.optional(_text))
-    model: str = attrs.field(validator=_text)
-    revision: str | None = attrs.field(default=None, validator=attrs.validators.optional(_text))
-    lease: float = attrs.field(default=30.0, validator=_seconds)
-    timeout: float = attrs.field(default=120.0, validator=_seconds)
+    host: str = attrs.field(default="127.0.0.1", validator=_fits)
+    public: str | None = attrs.field(default=None, validator=_fits)
+    model: str = attrs.field(validator=_fits)
+    revision: str | None = attrs.field(default=None, validator=_fits)
+    lease: float = attrs.field(default=30.0, validator=_fits)
+    timeout: float = attrs.field(default=120.0, validator=_fits)
 
     @staticmethod
-    def of(vllm_config: Any) -> Settings:  # noqa: ANN401 - vLLM's class, not imported
+    def of(vllm_config: Any) -> Settings:
         """Return what *vllm_config* says."""
         model = Given("model_config", vllm_config.model_config)
         given = {name: model.get(name).value for name in ("model", "revision")}
@@ -71,165 +67,91 @@ class Settings:
         return Settings(**given)
 
 
-class Worker:
-    """One rank's session, and what it fetches."""
+class Serving:
+    """One rank's session, and what it reads."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
+    _session: Session
+    _reads: Prompts
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
-        self._config = kv_cache_config
+        self._kv_cache_config = kv_cache_config
         self._settings = Settings.of(vllm_config)
-        self._session: Session | None = None
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-meet")
-        self._met: dict[tuple[str, ...], Future[None]] = {}  # by addresses
-        self._waiting: list[tuple[Fetch, Future[None]]] = []
-        self._releases: list[tuple[RemotePrompt, Future[None]]] = []
-        self._loads: dict[str, tuple[Fetch, SessionLoad]] = {}
-        self._unheld: set[str] = set()
+        self._served: Served | None = None
+        self._open = contextlib.ExitStack()
+        self._loads: dict[str, PromptLoad] = {}
+        self._sent: set[str] = set()
+        self._failed: set[str] = set()
 
-    @property
-    def session(self) -> Session:
-        """The session; there is one once the caches are registered."""
-        if self._session is None:
-            raise SpecError("kv_caches", None, "registered before anything is fetched or held")
-        return self._session
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Be ready for peers; all workers are called at once, and share the time of the first."""
+        from vllm.distributed.parallel_state import get_world_group  # noqa: PLC0415
 
-    def register(self, tensors: dict[str, Any], epoch: int) -> None:
-        """Begin to exchange *tensors*, by layer; *epoch* is the same in all workers."""
-        self._engine = engine = from_vllm(self._vllm_config, self._config, tensors)
-        self._tensors = tensors
-        rank = _rank(self._vllm_config.parallel_config.rank, engine.parallel)
-        cache = rank_cache(engine, rank, tensors, config=self._config)
-        transfer, settings = self._vllm_config.kv_transfer_config, self._settings
+        epoch = get_world_group().broadcast_object(time.time_ns())
+        engine = from_vllm(self._vllm_config, self._kv_cache_config, kv_caches)
+        rank, config = rank_of(self._vllm_config), self._kv_cache_config
+        engine_id, settings = self._vllm_config.kv_transfer_config.engine_id, self._settings
+        nixl = NixlRank(prefix=f"{engine_id[:64]}-")
+        self._open.callback(nixl.close)
+        self._tensors = tuple(kv_caches.values())
         self._session = Session(
-            NixlRank(prefix=f"{transfer.engine_id[:64]}-"),
-            cache,
-            engine_id=transfer.engine_id,
+            nixl,
+            rank_cache(engine, rank, kv_caches, config=config),
+            engine_id=engine_id,
             epoch=epoch,
             model=settings.model,
             revision=settings.revision,
             channel=TcpChannel(settings.host, public=settings.public or ""),
-            owner=tensors,
+            owner=kv_caches,
             lease=settings.lease,
             background=True,
         )
+        self._open.callback(self._session.close)
+        self._reads = self._open.enter_context(Prompts(self._session, timeout=settings.timeout))
+        address = self._session.channel.address
+        self._served = Served(engine=engine, engine_id=engine_id, address=address)
 
-    @property
-    def served(self) -> Served:
-        """What this engine's scheduler has to know of the rank."""
-        session, engine_id = self.session, self.session.me.engine_id
-        return Served(engine=self._engine, engine_id=engine_id, address=session.channel.address)
+    def get_handshake_metadata(self) -> Served | None:
+        """Return what the scheduler has to know."""
+        return self._served
 
-    def hold(self, step: EngineStep) -> None:
-        """Hold what the scheduler promised to peers, before anything else: they may be reading."""
-        for request_id, remote_id in step.held:
-            try:
-                self.session.ledger.expect(remote_id)
-            except SpecError as error:  # who reads it is told that it is void
-                log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
-                self._unheld.add(request_id)
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        self._open.close()
 
     def begin(self, step: EngineStep) -> None:
-        """Fetch and release what the scheduler says."""
-        self._waiting += ((fetch, self._meeting(fetch.remote)) for fetch in step.fetched)
-        self._releases += ((remote, self._meeting(remote)) for remote in step.released)
+        """Hold, fetch and release what the scheduler says."""
+        for request_id, remote_id in step.held:
+            try:
+                self._session.ledger.expect(remote_id)
+            except SpecError as error:  # who reads it is told that it is void
+                log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
+                self._sent.add(request_id)
+        for prompt in step.released:
+            self._reads.release(prompt)
+        for prompt, request in step.fetched:
+            self._loads[request.request_id] = self._reads.load(prompt, request)
+        self._failed.update(step.failed)
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:
         """Return the requests that were sent, that were received or failed, and those that failed.
 
         Each once, and only when none of its blocks is read or written any more.
         """
-        self._releases, releases = _split(self._releases)
-        for remote, meeting in releases:
-            self._release(remote, meeting)
-        self._waiting, fetches = _split(self._waiting)
-        failed = {fetch.request_id for fetch, meeting in fetches if not self._load(fetch, meeting)}
-        ended = {name for name, (_, load) in self._loads.items() if load.poll() != "moving"}
-        failed |= {name for name in ended if not self._complete(*self._loads.pop(name))}
-        settled = self.session.ledger.poll()
+        ended = {name for name, load in self._loads.items() if load.poll() != "moving"}
+        failed = {name for name in ended if not self._complete(name, self._loads.pop(name))}
+        settled = self._session.ledger.poll()
         for request_id in settled.expired:
             log.warning("%s was not read within its lease", request_id)
-        sent = {*settled.done, *settled.expired, *self._unheld}
-        self._unheld.clear()
+        sent, failed = {*settled.done, *settled.expired, *self._sent}, failed | self._failed
+        self._sent, self._failed = set(), set()
         return sent, ended | failed, failed
 
-    def close(self) -> None:
-        """Let go of everything."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._session is not None:
-            self._session.close()
-            self._session.nixl.close()
-
-    def _meeting(self, remote: RemotePrompt) -> Future[None]:
-        """Return when a producer is met, or was; one that could not be met is tried again."""
-        known = self._met.get(remote.addresses)
-        if known is None or (known.done() and known.exception() is not None):
-            known = self._threads.submit(self._meet, remote.addresses)
-            self._met[remote.addresses] = known
-        return known
-
-    def _meet(self, addresses: tuple[str, ...]) -> None:
-        timeout = min(MEETING, self._settings.timeout)
-        self.session.meet(self.session.fetch(addresses, timeout), timeout=timeout)
-
-    def _load(self, fetch: Fetch, meeting: Future[None]) -> bool:
-        """Start to read, from a producer that was met; return whether that could be."""
-        try:
-            meeting.result()
-            self._loads[fetch.request_id] = fetch, self._start(fetch)
-        except Exception as error:  # noqa: BLE001 - whatever it was, it fails this request alone
-            log.error("%s: %s: %s", fetch.request_id, type(error).__name__, error)  # noqa: TRY400
-            self._release(fetch.remote, meeting)
-            return False
-        return True
-
-    def _start(self, fetch: Fetch) -> SessionLoad:
-        remote, end = fetch.remote, fetch.num_tokens
-        request = TransferRequest(
-            request_id=fetch.request_id,
-            num_tokens=end,
-            cached_tokens=fetch.cached_tokens,
-            state_tokens=remote.num_tokens,
-            producer_blocks=remote.tables,
-            consumer_blocks=block_tables(self._engine, self._config, fetch.block_ids, end),
-        )
-        return self.session.load(
-            request,
-            remote_id=remote.remote_id,
-            engine_id=remote.engine_id,
-            timeout=self._settings.timeout,
-        )
-
-    def _release(self, remote: RemotePrompt, meeting: Future[None]) -> None:
-        """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
-        if meeting.exception() is None:
-            try:
-                self.session.release(remote.remote_id, engine_id=remote.engine_id)
-            except KVSpecError as error:
-                log.warning("%s is not released: %s", remote.remote_id, error)
-
-    def _complete(self, fetch: Fetch, load: SessionLoad) -> bool:
+    def _complete(self, name: str, load: PromptLoad) -> bool:
         """Return whether a load that ended has it all; zero what it left of its blocks."""
         if load.error is not None:
-            log.error("%s: %s", type(load.error).__name__, load.error)
-            self._met.pop(fetch.remote.addresses, None)  # it may have to be connected anew
+            log.error("%s: %s: %s", name, type(load.error).__name__, load.error)
             return False
-        if self._config.needs_kv_cache_zeroing:
-            zero(self._tensors.values(), load.untouched)
+        if self._kv_cache_config.needs_kv_cache_zeroing:
+            zero(self._tensors, load.untouched)
         return True
-
-
-def _split(
-    waiting: list[tuple[T, Future[None]]],
-) -> tuple[list[tuple[T, Future[None]]], list[tuple[T, Future[None]]]]:
-    """Return what still waits for its meeting, and what does not."""
-    sides: tuple[list[tuple[T, Future[None]]], list[tuple[T, Future[None]]]] = ([], [])
-    for one in waiting:
-        sides[one[1].done()].append(one)
-    return sides
-
-
-def _rank(number: int, parallel: ParallelConfig) -> RankId:
-    """Return which rank vLLM's worker *number* is: TP ranks of a context rank first, then these."""
-    rest, tp = divmod(number, parallel.tp_size)
-    pp, pcp = divmod(rest, parallel.pcp_size)
-    return RankId(pp=pp, pcp=pcp, tp=tp)

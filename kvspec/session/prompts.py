@@ -1,0 +1,214 @@
+"""Prompts that engines hold for others: how they are told of over a router, and how they are read.
+
+Law: what a router passes on is what was said, or refused by name. A producer is met when a prompt
+of it is first asked for; nothing waits for that, and nothing raises. Whatever becomes of a prompt,
+its producer is told, or its lease is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.errors import KVSpecError, SpecError
+from kvspec.inputs import mapping, positive_int, seconds, sequence
+from kvspec.protocol.handshake import is_name
+from kvspec.session.introduction import key_of
+from kvspec.session.load import LoadState, SessionLoad
+from kvspec.session.session import Session
+
+_ADDRESSES = "where the producer's ranks are, each a text"
+_TABLE = "the first token, and ids"
+
+
+@attrs.frozen(kw_only=True)
+class HeldPrompt:
+    """A request that all ranks of a producer hold, as its scheduler tells whoever is to read it.
+
+    *engine_id*: the producer's name; *addresses*: of its ranks' channels; *remote_id*: of
+    `new_remote_id`; *num_tokens*: how many have gone through its model; *tables*: by its groups.
+    """
+
+    engine_id: str
+    addresses: tuple[str, ...]
+    remote_id: str
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+
+    def plain(self) -> dict[str, Any]:
+        """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON."""
+        tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
+        return {
+            "remote_engine_id": self.engine_id,
+            "remote_addresses": list(self.addresses),
+            "remote_request_id": self.remote_id,
+            "remote_num_tokens": self.num_tokens,
+            "remote_block_ids": tables,
+        }
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> HeldPrompt:
+        """Return what *given* says, beside anything else; `SpecError` for what no producer said."""
+        addresses = sequence("remote_addresses", given.get("remote_addresses"), _ADDRESSES)
+        if not addresses or not all(isinstance(address, str) for address in addresses):
+            raise SpecError("remote_addresses", addresses, _ADDRESSES)
+        remote_id, field = given.get("remote_request_id"), "remote_block_ids"
+        key_of(remote_id)
+        tables = {}
+        for group, table in mapping(field, given.get(field), "groups to tables").items():
+            pair = sequence(f"{field}[{group!r}]", table, _TABLE)
+            if len(pair) != 2:  # noqa: PLR2004 - as `plain` writes it
+                raise SpecError(f"{field}[{group!r}]", pair, _TABLE)
+            tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
+        return HeldPrompt(
+            engine_id=is_name("remote_engine_id", given.get("remote_engine_id")),
+            addresses=addresses,
+            remote_id=str(remote_id),
+            num_tokens=positive_int("remote_num_tokens", given.get("remote_num_tokens")),
+            tables=tables,
+        )
+
+    def request(
+        self, request_id: str, num_tokens: int, blocks: Mapping[str, BlockTable], cached: int = 0
+    ) -> TransferRequest:
+        """Return what a consumer moves of it into *blocks*: the first *num_tokens*, less *cached*.
+
+        Raises as `TransferRequest` does.
+        """
+        return TransferRequest(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            cached_tokens=cached,
+            state_tokens=self.num_tokens,
+            producer_blocks=self.tables,
+            consumer_blocks=blocks,
+        )
+
+
+class PromptLoad:
+    """What `Prompts.load` returns: as a `SessionLoad`, also while its producer is not met yet.
+
+    *request*: what moves. *load*: what moves it, once its producer was met.
+    """
+
+    def __init__(
+        self,
+        request: TransferRequest,
+        meeting: Future[None],
+        begin: Callable[[], SessionLoad],
+        failed: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.load: SessionLoad | None = None
+        self._refused: Exception | None = None
+        self._begin, self._failed = begin, failed
+        meeting.add_done_callback(self._met)
+
+    def __repr__(self) -> str:
+        return (
+            f"<PromptLoad {self.request.request_id!r}: {self.load or self._refused or 'to meet'}>"
+        )
+
+    @property
+    def untouched(self) -> npt.NDArray[np.uint64]:
+        """As a `SessionLoad` has it; of one that did not begin, nothing."""
+        return np.empty((0, 2), np.uint64) if self.load is None else self.load.untouched
+
+    @property
+    def error(self) -> Exception | None:
+        """None unless it failed, or is about to: nobody was met, it does not fit, or was lost."""
+        return self._refused if self.load is None else self.load.error
+
+    def poll(self) -> LoadState:
+        """Move everything of the session on and return how this stands; never raises."""
+        if self.load is None:
+            return "moving" if self._refused is None else "failed"
+        state = self.load.poll()
+        if state == "failed":
+            self._failed()
+        return state
+
+    def _met(self, meeting: Future[None]) -> None:
+        """Begin after a *meeting*; what is wrong with it, or then, is the error."""
+        try:
+            meeting.result()
+            self.load = self._begin()
+        except Exception as error:  # noqa: BLE001 - whatever it was, it fails this request alone
+            self._refused = error
+            self._failed()
+
+
+class Prompts:
+    """What one rank's *session* reads of prompts that other engines hold.
+
+    *timeout*: seconds within which a prompt is read once its producer was met. *patience*: seconds,
+    at most as many, for which a producer is waited for; meanwhile no other is met.
+    """
+
+    def __init__(self, session: Session, *, timeout: float, patience: float = 30.0) -> None:
+        self.session = session
+        self._timeout = seconds("timeout", timeout)
+        self._patience = min(self._timeout, seconds("patience", patience))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-meet")
+        self._meetings: dict[tuple[str, ...], Future[None]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def load(self, prompt: HeldPrompt, request: TransferRequest) -> PromptLoad:
+        """Start reading *request*, of `HeldPrompt.request`; its producer is met before, if need be.
+
+        Never raises: what is wrong is the load's error, and the producer is told.
+        """
+
+        def begin() -> SessionLoad:
+            try:
+                return self.session.load(
+                    request,
+                    remote_id=prompt.remote_id,
+                    engine_id=prompt.engine_id,
+                    timeout=self._timeout,
+                )
+            except BaseException:
+                self._release(prompt)
+                raise
+
+        meeting = self._meeting(prompt.addresses)
+        return PromptLoad(request, meeting, begin, lambda: self._part(prompt.addresses, meeting))
+
+    def release(self, prompt: HeldPrompt) -> None:
+        """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
+        self._meeting(prompt.addresses).add_done_callback(lambda _: self._release(prompt))
+
+    def close(self) -> None:
+        """Meet nobody any more; the session is the caller's to close."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self, prompt: HeldPrompt) -> None:
+        with contextlib.suppress(KVSpecError):
+            self.session.release(prompt.remote_id, engine_id=prompt.engine_id)
+
+    def _meeting(self, addresses: tuple[str, ...]) -> Future[None]:
+        """Return when a producer is met, or was; one that could not be met is tried again."""
+        known = self._meetings.get(addresses)
+        if known is None or (known.done() and (known.cancelled() or known.exception())):
+            known = self._meetings[addresses] = self._thread.submit(self._meet, addresses)
+        return known
+
+    def _meet(self, addresses: tuple[str, ...]) -> None:
+        self.session.meet(self.session.fetch(addresses, self._patience), timeout=self._patience)
+
+    def _part(self, addresses: tuple[str, ...], meeting: Future[None]) -> None:
+        """Meet a producer anew when it is next asked for, since something of it was lost."""
+        if self._meetings.get(addresses) is meeting:
+            del self._meetings[addresses]

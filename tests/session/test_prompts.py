@@ -1,0 +1,141 @@
+"""Prompts that are held for others: told as plain data, read from who is met when first asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import kvspec
+from kvspec.errors import KVSpecError, SpecError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+from sessions import Side, engine, new_remote_id, request, until
+
+from kvspec.session import HeldPrompt, Prompts
+from kvspec.testing import FakeNixl
+
+BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
+
+
+def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> HeldPrompt:
+    """Return what a producer's scheduler says."""
+    tables = {"full": kvspec.BlockTable([1, 2]), "window": kvspec.BlockTable([3], first_token=4)}
+    given = {"engine_id": "P", "addresses": addresses, "remote_id": new_remote_id("p-1")}
+    return HeldPrompt(**{**given, "num_tokens": 7, "tables": tables, **changed})
+
+
+def test_what_a_router_passes_on_is_what_was_said() -> None:
+    """Over JSON, beside whatever else it says; an id is its own."""
+    said = held()
+    read = HeldPrompt.of(json.loads(json.dumps({**said.plain(), "more": 1})))
+    assert said == read
+    assert said.plain() == read.plain()
+
+
+WRONG = [None, 5, "", [], [1], {"group0": [0]}, {"group0": 5}, {"group0": [0, ["x"]]}, -1]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+@pytest.mark.parametrize("name", [*held().plain()])
+def test_what_no_producer_said_is_refused(name: str, value: object) -> None:
+    """By the name of what is wrong; a count of 5 is one."""
+    if (name, value) == ("remote_num_tokens", 5):
+        return
+    with pytest.raises(SpecError, match=r"remote_|block_ids|first_token"):
+        HeldPrompt.of({**held().plain(), name: value})
+
+
+def test_a_request_names_what_moves() -> None:
+    """The first tokens of the prompt, less what is cached; its states have seen all of it."""
+    tables = {"full": kvspec.BlockTable([9, 8])}
+    asked = held().request("d-1", 6, tables, 2)
+    assert (6, 2, 7) == (asked.num_tokens, asked.cached_tokens, asked.state_tokens)
+    assert (held().tables, tables) == (asked.producer_blocks, asked.consumer_blocks)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """Return two engines of two ranks, over memory, that have not met; the producer serves."""
+    with (
+        FakeNixl(),
+        Side("P", engine(2), polled=False, lease=5.0, background=True) as producer,
+        Side("D", engine(2), polled=True, beat=0.2, background=True) as consumer,
+    ):
+        yield producer, consumer
+
+
+def test_who_holds_a_prompt_is_met_when_it_is_asked_for(sides: tuple[Side, Side]) -> None:
+    """Once; every byte arrives, and what is released is free at once."""
+    producer, consumer = sides
+    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+    prompts = [
+        held((*producer.addresses,), remote_id=new_remote_id(name), tables=asked.producer_blocks)
+        for name in ("read", "released")
+    ]
+    producer.fill(asked)
+    consumer.spoil(asked)
+    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
+    for prompt in prompts:
+        producer.expect(prompt.remote_id)
+    loads = [reader.load(prompts[0], asked) for reader in readers]
+    for reader in readers:
+        reader.release(prompts[1])
+    until(lambda: all(load.poll() == "done" for load in loads), producer)
+    assert [None, None] == [load.error for load in loads]
+    assert [] == consumer.wrong(asked)
+    assert loads[0].load is not None
+    assert loads[0].untouched.tolist() == loads[0].load.untouched.tolist()
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 4)
+    assert ["read", "read", "released", "released"] == sorted(done)
+
+
+def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> None:
+    """They wait for nobody else; one who comes back, or is lost, is met anew."""
+    producer, consumer = sides
+    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+    session = next(iter(consumer.sessions.values()))
+    nobody, there = held(), held((*producer.addresses,), tables=asked.producer_blocks)
+    with Prompts(session, timeout=0.3) as prompts:
+        first = prompts.load(nobody, asked)
+        assert "moving" == first.poll()
+        assert [] == first.untouched.tolist()
+        until(lambda: first.poll() == "failed")
+        assert "no introduction from 127.0.0.1:9" in str(first.error)
+        again = prompts.load(nobody, asked)
+        assert "moving" == again.poll()
+        lost = prompts.load(there, asked)  # it is not held any more
+        until(lambda: lost.poll() == "failed", producer)
+        assert "failed" == again.poll()
+        producer.expect(there.remote_id)
+        last = prompts.load(there, asked)
+        until(lambda: last.poll() == "done", producer)
+
+
+def test_who_was_not_met_yet_is_not_met_after_the_end(sides: tuple[Side, Side]) -> None:
+    """What waited behind somebody who does not answer fails at once."""
+    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+    with Prompts(next(iter(sides[1].sessions.values())), timeout=0.3) as prompts:
+        first, second = (prompts.load(held((f"127.0.0.1:{n}",)), asked) for n in (9, 7))
+    assert "failed" == second.poll()
+    until(lambda: first.poll() == "failed")
+
+
+def test_what_does_not_fit_fails_and_is_released(sides: tuple[Side, Side]) -> None:
+    """A request whose tables are short is the load's error; the producer's rank is free."""
+    producer, consumer = sides
+    prompt = held((*producer.addresses,))
+    short = prompt.request("d-1", 14, BLOCKS)
+    producer.expect(prompt.remote_id)
+    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
+    loads = [reader.load(prompt, short) for reader in readers]
+    until(lambda: all(load.poll() == "failed" for load in loads), producer)
+    assert all(isinstance(load.error, KVSpecError) for load in loads), loads
+    assert "d-1" in repr(loads[0])
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 2)
