@@ -118,7 +118,7 @@ class Engine:
 def run(pipe: Connection, log: Path, environment: dict[str, str], *engine: Any) -> None:  # noqa: ANN401
     """Be an `Engine` until *pipe* ends."""
     os.setsid()
-    errors = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    errors = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     for stream in (1, 2):
         os.dup2(errors, stream)
     logging.basicConfig(format="%(asctime)s %(process)d %(message)s")

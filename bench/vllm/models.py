@@ -74,6 +74,7 @@ def make(name: str, folder: Path) -> Path:
     path = folder / name
     if (path / "config.json").is_file():
         return path
+    transformers.utils.logging.disable_progress_bar()
     architecture, fields = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{architecture}Config")(**fields)

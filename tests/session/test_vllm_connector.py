@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,8 +137,8 @@ def test_what_is_no_longer_held_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """Tables too short, blocks that are none, other models: the request fails with the reason."""
-    with Engine("p") as producer, Engine("d") as consumer:
+    """Tables too short, blocks that are none: the request fails with the reason, and is let go."""
+    with Engine("p", lease=100.0) as producer, Engine("d") as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         consumer.decode(Request("d-1", 14, params), [9, 8], [0, 4, 3, 2])
         params = producer.prefill(Request("p-2", 14), *TABLES)
@@ -147,6 +148,32 @@ def test_what_does_not_fit_is_refused_by_name(caplog: pytest.LogCaptureFixture) 
         assert "d-1: block_ids['group0']=[9, 8]: wanted 4 ids" in caplog.text
         assert "d-2: SpecError: consumer_blocks['group0']" in caplog.text
         until(lambda: len(producer.sent) > 1, producer, consumer)
+
+
+def test_the_null_block_is_nobody_s(caplog: pytest.LogCaptureFixture) -> None:
+    """Id 0 holds no token: a request that has it where the first query looks is not moved."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), [1, 2, 3, 4], [0, 0, 6, 7])
+        consumer.decode(Request("d-1", 14, params), *OTHERS)
+        params = producer.prefill(Request("p-2", 14), *TABLES)
+        consumer.decode(Request("d-2", 14, params), [9, 8, 7, 6], [0, 0, 3, 2])
+        until(lambda: len(consumer.failed) > 1, producer, consumer)
+        assert "d-1: MismatchError" in caplog.text
+        assert "the producer's table has the null block for tokens 6..7" in caplog.text
+        assert "d-2: SpecError: consumer_blocks['group1']=0" in caplog.text
+
+
+def test_pages_of_unknown_order_are_not_moved() -> None:
+    """An engine whose attention orders pages in a way that is not known does not start."""
+    vllm_config, config = configs("p", 0, 1, 4, {})
+    unknown = SimpleNamespace(
+        get_attn_backend=lambda: SimpleNamespace(full_cls_name=lambda: ("other", "Backend"))
+    )
+    layers = vllm_config.compilation_config.static_forward_context
+    vllm_config.compilation_config.static_forward_context = dict.fromkeys(layers, unknown)
+    worker = made(vllm_config, "WORKER", config)
+    with pytest.raises(kvspec.SpecError, match=r"other\.Backend"):
+        worker.register_kv_caches({})
 
 
 def test_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:

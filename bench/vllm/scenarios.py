@@ -1,0 +1,49 @@
+"""The pairs of engines that are tried, and the prompts that they are given."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+from models import VOCABULARY, WINDOW
+
+
+@attrs.frozen
+class Scenario:
+    """A model, and TP and block sizes of producer and consumer."""
+
+    name: str
+    model: str
+    tp: tuple[int, int]
+    blocks: tuple[int, int] = (32, 32)
+
+
+SCENARIOS = (
+    Scenario("base: TP 1 -> 1", "llama-6", (1, 1)),
+    Scenario("6 KV heads, TP 2 -> 3", "llama-6", (2, 3)),
+    Scenario("6 KV heads, TP 3 -> 2", "llama-6", (3, 2)),
+    Scenario("2 KV heads, TP 4 -> 1", "llama-2", (4, 1)),
+    Scenario("2 KV heads, TP 4 -> 2", "llama-2", (4, 2)),
+    Scenario("blocks 32 -> 64", "llama-6", (1, 1), (32, 64)),
+    Scenario("blocks 64 -> 32, TP 2 -> 1", "llama-2", (2, 1), (64, 32)),
+    Scenario("window and full, TP 1 -> 1", "gemma-2", (1, 1)),
+    Scenario("window and full, TP 2 -> 1", "gemma-2", (2, 1)),
+    Scenario("MLA, TP 1 -> 1", "deepseek", (1, 1), (16, 16)),
+    Scenario("MLA, TP 2 -> 3", "deepseek", (2, 3), (16, 16)),
+)
+
+
+def beginnings() -> list[list[int]]:
+    """Return prompts of token ids, without their last tokens.
+
+    The second begins as the first; the third is the first again, all of which fills whole blocks of
+    32. With its last token, the fourth is as long as makes a window begin where a block does, and
+    the fifth is one longer. The last is shorter than a block.
+    """
+    draw = random.Random(7)  # noqa: S311 - the same each time
+
+    def fresh(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    first = fresh(96)
+    return [first, first[:64] + fresh(50), first, fresh(WINDOW + 30), fresh(WINDOW + 31), fresh(19)]
