@@ -7,18 +7,20 @@ still moves when a load is over changes bytes that are watched.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
 from sessions import engine
 
 import kvspec
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import Leftovers, NixlRank
 from kvspec.run.contents import truth
 from kvspec.session import Session, SessionLeftovers, SessionLoad, new_remote_id
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
+from kvspec.testing.positions import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,17 +30,17 @@ LEASE, LONGEST, BEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 RUBBISH = 0xEE
 Rank = kvspec.RankId
 PAIRS = tuple(
-    (engine(p, heads), engine(d, heads, block=block))
-    for p, d, heads, block in ((1, 1, 2, 4), (2, 1, 2, 4), (1, 2, 2, 2), (4, 2, 2, 4), (2, 3, 6, 8))
+    (engine(p, heads, state=state), engine(d, heads, block=block, state=state))
+    for p, d, heads, block, state in (
+        (1, 1, 2, 4, False),
+        (2, 1, 2, 4, True),
+        (1, 2, 2, 2, True),
+        (4, 2, 2, 4, False),
+        (2, 3, 6, 8, False),
+    )
 )
-
-
-def at_once(flight: FakeFlight) -> bool:
-    """Land what proves a connection, one byte."""
-    if flight.copies[0][2] == 1:
-        flight.land()
-        return True
-    return False
+Mode = Literal["pull", "push", "follow"]
+MODES: tuple[Mode, ...] = ("pull", "push", "follow")
 
 
 def spans(views: Any, tables: Any) -> list[range]:
@@ -84,6 +86,7 @@ class Asked:
     to: int
     freed: dict[Rank, str] = attrs.field(factory=dict)
     held: set[Rank] = attrs.field(factory=set)
+    written: dict[tuple[Rank, str], int] = attrs.field(factory=dict)
     lost: bool = False
 
 
@@ -137,21 +140,20 @@ class World:
     """A producer "P", a consumer "D", and what lies between them."""
 
     def __init__(
-        self,
-        net: FakeNixl,
-        pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
-        *,
-        pushed: bool = False,
+        self, net: FakeNixl, pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec], mode: Mode = "pull"
     ) -> None:
-        self.nixl, self.pair, self.pushed, self.now = net, pair, pushed, 0.0
-        net.fate = at_once  # type: ignore[assignment]
+        self.nixl, self.pair, self.now = net, pair, 0.0
+        self.pushed, self.follow = mode == "push", mode == "follow"
+        net.fate = self.posted
+        self.moved = set[int]()  # the bytes of the consumer that were asked for
         self.net: list[tuple[str, str, bytes]] = []
         self.asked: list[Asked] = []
         self.readers: list[Reader] = []
         self.to_hold: list[tuple[Asked, Rank]] = []
         self.to_read: list[tuple[Asked, Rank]] = []
         self.to_push: list[tuple[Asked, Rank]] = []
-        self.outcomes: set[str] = set()
+        self.to_write: list[tuple[Asked, Rank, str]] = []
+        self.outcomes = Counter[str]()
         self.starts = {"P": 0, "D": 0}
         self.free = {side: set(range(1, BLOCKS)) for side in "PD"}
         self.engines: dict[str, Engine] = {}
@@ -161,6 +163,16 @@ class World:
     def clock(self) -> float:
         """Return the time."""
         return self.now
+
+    def posted(self, flight: FakeFlight) -> None:
+        """Land what proves a connection, one byte; refuse that a load moves anything twice."""
+        if [1] == [length for *_, length in flight.copies]:
+            flight.land()
+            return
+        for to, _, length in flight.copies:
+            span = range(to, to + length)
+            assert self.moved.isdisjoint(span), "moved twice"
+            self.moved.update(span)
 
     def restart(self, name: str) -> None:
         """End an engine, if there is one, and start it; the consumer meets the producer."""
@@ -173,7 +185,9 @@ class World:
             for asked in self.asked:
                 asked.lost = True
             self.to_hold.clear()
+            self.to_write.clear()
         else:
+            self.moved.clear()
             self.readers = [r for r in self.readers if r.start == self.starts["D"]]
         self.to_read.clear()
         self.to_push.clear()
@@ -205,12 +219,8 @@ class World:
         )
         for name, own in zip("PD", tables, strict=True):
             self.free[name] -= {int(one) for one in own["full"].block_ids}
-        for rank, views in self.engines["P"].views.items():
-            for key, ids, right, _ in self.engines["P"].truth(
-                rank, asked, tables[0], producer=True
-            ):
-                views[key][ids] = right
         self.asked.append(asked)
+        self.compute(asked)
         self.to_hold += [(asked, rank) for rank in self.engines["P"].sessions]
         self.to_read += [(asked, rank) for rank in self.engines["D"].sessions]
         if self.pushed:  # as soon as the producer knows the blocks, it may write
@@ -224,21 +234,79 @@ class World:
         """Tell one producer rank of a request."""
         if self.to_hold:
             asked, rank = self.to_hold.pop(at % len(self.to_hold))
-            self.engines["P"].sessions[rank].ledger.expect(asked.remote_id)
+            ledger = self.engines["P"].sessions[rank].ledger
+            ledger.expect(asked.remote_id)
             asked.held.add(rank)
+            for (of, layer), upto in asked.written.items():
+                if of == rank and self.held(asked, rank):
+                    ledger.wrote(asked.remote_id, upto, [layer])
             if self.pushed:
                 self.to_push.append((asked, rank))
+
+    def compute(self, asked: Asked) -> None:
+        """Write a request on every producer rank; of one that is followed, nothing yet."""
+        for rank, views in self.engines["P"].views.items():
+            for key, view in views.items():
+                view[asked.request.producer_blocks[key[0]].block_ids] = RUBBISH
+            layers = dict.fromkeys(layer for _, layer, _ in views)
+            if self.follow:
+                self.to_write += [(asked, rank, layer) for layer in layers]
+            else:
+                self.fill(asked, rank, asked.request.num_tokens)
+
+    def held(self, asked: Asked, rank: Rank) -> bool:
+        """Return whether a producer rank holds a request."""
+        ledger = self.engines["P"].sessions[rank].ledger
+        return asked.remote_id.rpartition("#")[0] in ledger.held
+
+    def fill(self, asked: Asked, rank: Rank, upto: int, *layers: str) -> None:
+        """Compute *layers* of a request, all unless given, up to a position; states at the last."""
+        side, tables = self.engines["P"], asked.request.producer_blocks
+        true = {k: (i, r) for k, i, r, _ in side.truth(rank, asked, tables, producer=True)}
+        for rows in rows_of(side.spec, rank, tables, asked.request):
+            if layers and rows.key[1] not in layers:
+                continue
+            ids, right = true[rows.key]
+            own = rows.token < upto if rows.part.per_token else rows.row >= 0
+            own &= rows.part.per_token or upto == asked.request.num_tokens
+            block, row = rows.block[own], rows.row[own]
+            place = (block[:, None] == ids).argmax(axis=1)
+            side.views[rank][rows.key][block, :, row] = right[place, :, row]
+
+    def write(self, at: int, tokens: int, *, all_layers: bool = False) -> None:
+        """Let one producer rank compute on, a layer or all that stand as far, and say so."""
+        if not self.to_write:
+            return
+        asked, rank, layer = self.to_write[at % len(self.to_write)]
+        before, end = asked.written.get((rank, layer), 0), asked.request.num_tokens
+        upto = min(before + tokens, end)
+        alike = [
+            name
+            for other, of, name in self.to_write
+            if (other, of) == (asked, rank) and asked.written.get((of, name), 0) == before
+        ]
+        layers = alike if all_layers else [layer]
+        if rank not in asked.freed:
+            self.fill(asked, rank, upto, *layers)
+        asked.written |= {(rank, name): upto for name in layers}
+        if self.held(asked, rank):
+            self.engines["P"].sessions[rank].ledger.wrote(asked.remote_id, upto, layers)
+        if upto == end:
+            gone = {(id(asked), rank, name) for name in layers}
+            self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
+        self.look()
 
     def push(self, at: int) -> None:
         """Let one producer rank write a request to whoever needs it, if it is held still."""
         if self.to_push:
             asked, rank = self.to_push.pop(at % len(self.to_push))
-            session = self.engines["P"].sessions[rank]
-            if asked.remote_id.rpartition("#")[0] in session.ledger.held:
+            if self.held(asked, rank):
                 try:
-                    session.push(
+                    self.engines["P"].sessions[rank].push(
                         asked.request, remote_id=asked.remote_id, timeout=TIMEOUT, epoch=asked.to
                     )
+                except TransferError as error:
+                    raise AssertionError("its blocks were free, and are written") from error
                 except SpecError:
                     assert asked.to != self.starts["D"], "refused, though nothing has changed"
             self.look()
@@ -254,8 +322,13 @@ class World:
         else:
             if not self.pushed:
                 self.spoil(asked, rank)
-            more = {"remote_id": asked.remote_id, "timeout": TIMEOUT, "pushed": self.pushed}
-            load = session.load(asked.request, **more)
+            try:
+                load = session.load(
+                    asked.request, remote_id=asked.remote_id, timeout=TIMEOUT,
+                    pushed=self.pushed, follow=self.follow,
+                )  # fmt: skip
+            except TransferError as error:
+                raise AssertionError("its blocks were free, and are written") from error
             if how == "release":
                 load.cancel()
         self.readers.append(Reader(asked, rank, self.starts["D"], load))
@@ -266,6 +339,8 @@ class World:
         views = self.engines["D"].views[rank]
         for key, view in views.items():
             view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
+        for span in spans(views, asked.request.consumer_blocks):
+            self.moved.difference_update(span)
         for key, ids, right, counts in self.cached(rank, asked):
             views[key][ids] = np.where(counts, right, views[key][ids])
 
@@ -279,6 +354,8 @@ class World:
         ):
             spec = self.pair[1].group(key[0]).spec
             rows = np.arange(len(ids) * right.shape[2]).reshape(len(ids), 1, right.shape[2], 1)
+            if not all(part.per_token for part in spec.parts):
+                rows = np.full_like(rows, request.num_tokens - 1)
             yield key, ids, right, counts & (rows < request.cached(key[0], spec))
 
     def land(self, at: int, how: str) -> None:
@@ -384,7 +461,7 @@ class World:
             views = self.engines["D"].views[reader.rank]
             tables = reader.asked.request.consumer_blocks
             if reader.after is None:
-                self.outcomes.add(reader.load.state)
+                self.outcomes[reader.load.state] += 1
                 assert (reader.load.state == "failed") == (reader.load.error is not None)
                 if reader.load.state == "done":
                     self.right(reader)
@@ -410,8 +487,9 @@ class World:
 
     def end(self) -> None:
         """Let all that is under way end; then nothing may be left over, on either side."""
-        while self.to_hold or self.to_read or self.to_push:
+        while self.to_hold or self.to_read or self.to_push or self.to_write:
             self.hold(0)
+            self.write(0, 99, all_layers=True)
             self.read(0, "release")
             self.push(0)
         for _ in range(40):

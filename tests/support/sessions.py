@@ -18,9 +18,9 @@ BLOCKS = 8
 
 
 def engine(
-    tp: int, heads: int = 2, block: int = 4, *, size: int = 4, **parallel: Any
+    tp: int, heads: int = 2, block: int = 4, *, size: int = 4, state: bool = False, **parallel: Any
 ) -> kvspec.EngineSpec:
-    """Return an engine of two groups: full attention in two layers, a window in one."""
+    """Return an engine of full attention in two layers, a window in one; and a *state*, perhaps."""
     sizes: dict[str, Any] = {"total_num_kv_heads": heads, "head_size": size, "dtype": "uint8"}
     full = kvspec.FullAttentionSpec(block_size=block, **sizes)
     window = kvspec.SlidingWindowSpec(block_size=block, sliding_window=8, **sizes)
@@ -28,6 +28,11 @@ def engine(
         kvspec.KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=full),
         kvspec.KVCacheGroup(name="window", layers=["w.0"], spec=window),
     ]
+    if state:
+        conv = kvspec.MambaSpec.short_conv(
+            conv_dim=6, conv_kernel=3, dtype="uint8", block_size=block
+        )
+        groups.append(kvspec.KVCacheGroup(name="state", layers=["s.0"], spec=conv))
     sizes = kvspec.ParallelConfig(tp_size=tp, **parallel)
     return kvspec.EngineSpec(groups=groups, parallel=sizes)
 
