@@ -172,7 +172,7 @@ def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -
     check_kills(job, kill)
     console = output()
     if not as_json:
-        _show_job(console, model, job)
+        _show_job(console, model, job, killed=True)
     with progress_bar() as bar:
         task = bar.add_task("recover", total=job.requests)
 
@@ -191,17 +191,22 @@ def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -
     return 0 if figures.ok else WRONG
 
 
-def _show_job(console: Console, model: str, job: Job) -> None:
-    """Print what is to be done: the model, both engines, the requests."""
+def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
+    """Print what is to be done: the model, both engines, the requests.
+
+    Where ranks are *killed*, requests are of random lengths.
+    """
     groups = ", ".join(map(_group, job.producer.groups))
     engines = f"{_engine(job.producer)} -> {_engine(job.consumer)}"
     cached = f", {job.cached} of them cached" if job.cached else ""
     who = "consumers read" if job.mode == "pull" else "producers write"
     where = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
-    console.print(Text.assemble((model, "bold"), f"  {groups}"))
-    console.print(Text.assemble((engines, "bold"), f", {who}, {where}"))
-    console.print(f"{count} of {job.tokens:,} tokens{cached}; {nbytes(job.request_bytes)} each")
+    console.print(Text.assemble((model, "bold"), f"  {groups}"), soft_wrap=True)
+    console.print(Text.assemble((engines, "bold"), f", {who}, {where}"), soft_wrap=True)
+    least, each = ("1 to ", "at most") if killed else ("", "each")
+    tokens, size = f"{least}{job.tokens:,} tokens{cached}", nbytes(job.request_bytes)
+    console.print(f"{count} of {tokens}; {size} {each}", soft_wrap=True)
 
 
 def _engine(engine: EngineSpec) -> str:

@@ -172,15 +172,17 @@ def _plain(instance: object, field: object, value: Any) -> Any:  # noqa: ANN401 
 class Figures:
     """What came of a run of sessions under faults.
 
-    *done*, *failed*: loads, one for each request and consumer rank. *faults*: kills, and whatever
-    else was broken. *lost*: requests that were not sent in time, never came to an end or were never
-    freed. *wrong*: bytes of loads that were called done. *leaked*: what is left at the end.
-    *died*: the rank that ended the run, since it died without being killed, or was silent.
+    *done*, *failed*, *gone*: loads, one for each request and consumer rank; those that are gone
+    ended with their engine, since a rank of it was killed. *faults*: kills, and whatever else was
+    broken. *lost*: requests that were not sent in time, never came to an end or were never freed.
+    *wrong*: bytes of loads that were called done. *leaked*: what is left at the end. *died*: the
+    rank that ended the run, since it died without being killed, or was silent.
     """
 
     requests: int = 0
     done: int = 0
     failed: int = 0
+    gone: int = 0
     faults: int = 0
     lost: int = 0
     wrong: int = 0
@@ -206,4 +208,6 @@ class Figures:
             (self.leaked, "things are left over"),
         )
         told = tuple(f"{count} {what}" for count, what in counts if count)
+        if not self.done and self.requests > self.faults:
+            told = ("no load was done", *told)
         return (self.died, *told) if self.died else told

@@ -80,6 +80,8 @@ class Soak:
         if side in self.engines:
             self.engines[side].kill()
             for flying in self.flying.values():
+                if side == "consumer":
+                    self.figures.gone += len(flying.loaders)
                 (flying.holders if side == "producer" else flying.loaders).clear()
         self.epoch[side] += 1
         start = Launch(

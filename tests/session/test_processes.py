@@ -216,4 +216,5 @@ def test_a_soak_loses_nothing(pushed: bool) -> None:
     print(figures)  # noqa: T201
     assert (40, 7) == (figures.requests, figures.faults)
     assert (0, 0, 0) == (figures.lost, figures.wrong, figures.leaked)
+    assert 40 * 2 == figures.done + figures.failed + figures.gone
     assert figures.done > figures.failed > 0

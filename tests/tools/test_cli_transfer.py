@@ -31,7 +31,7 @@ from kvspec import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.nixl.agent import package_names
-from kvspec.run import STAGES, Job, Report, run_transfer
+from kvspec.run import STAGES, Figures, Job, Report, run_transfer
 
 pytestmark = [
     pytest.mark.nixl,
@@ -326,28 +326,26 @@ def test_neither_the_parent_nor_the_command_line_imports_torch() -> None:
     assert not any(each["torch"] for each in json.loads(done.stdout)["ranks"])
 
 
-SMALL = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "head_dim": 16,
-    "torch_dtype": "bfloat16",
-}
-
-
 def test_what_is_killed_starts_again_and_nothing_is_lost(tmp_path: Path) -> None:
     """Sessions move 8 requests while a rank of either engine is killed, pulled to a wider TP."""
     model = tmp_path / "config.json"
-    model.write_text(json.dumps(SMALL), "utf-8")
+    model.write_text(json.dumps(builders.LLAMA), "utf-8")
     sizes = ("--producer-tp", "1", "--consumer-tp", "2", "--seed", "1")
     done = run("--model", str(model), *sizes, "--requests", "8", "--kill", "2", "--json")
     assert (0, "") == (done.returncode, done.stderr)
     told = json.loads(done.stdout)
     assert (True, 8, 2) == (told["ok"], told["requests"], told["faults"])
     assert (0, 0, 0) == (told["lost"], told["wrong"], told["leaked"])
-    assert 0 < told["done"] <= 8 * 2
+    assert 8 * 2 == told["done"] + told["failed"] + told["gone"]
+    assert 0 < told["done"]
+
+
+def test_a_run_in_which_nothing_was_served_is_wrong() -> None:
+    """Loads that all fail lose and leak nothing; yet who survives serves on."""
+    served = Figures(requests=3, done=1, failed=4, gone=1, faults=1)
+    assert served.ok
+    assert ("no load was done",) == attrs.evolve(served, done=0, failed=5).wrongs
+    assert attrs.evolve(served, requests=1, done=0, failed=0, gone=2).ok
 
 
 def test_requests_that_are_not_sent_in_time_are_lost() -> None:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 
 import kvspec
@@ -31,15 +32,6 @@ pytestmark = [
     ),
 ]
 REPO = Path(kvspec.__file__).parents[1]
-SMALL = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "head_dim": 16,
-    "torch_dtype": "bfloat16",
-}
 MODEL = Path(tempfile.mkdtemp(prefix="kvspec-test-")) / "config.json"
 COMMAND = [
     *("transfer", "--model", str(MODEL), "--requests", "1"),
@@ -52,7 +44,7 @@ OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "KVS
 @pytest.fixture(autouse=True, scope="module")
 def model() -> Iterator[None]:
     """Write a small model down, for all processes to read."""
-    MODEL.write_text(json.dumps(SMALL), "utf-8")
+    MODEL.write_text(json.dumps(builders.LLAMA), "utf-8")
     yield
     shutil.rmtree(MODEL.parent)
 
@@ -184,8 +176,6 @@ def test_what_a_launcher_does_not_say_is_refused(
     launcher: str, changes: dict[str, str | None], message: str
 ) -> None:
     """A variable that is missing, or nonsense, by its name."""
-    import builders  # noqa: PLC0415 - only this test makes engines
-
     engine = builders.engine(builders.gqa(1))
     said = {name: value for name, value in (SLURM | changes).items() if value is not None}
     with pytest.raises(SpecError) as caught:
