@@ -43,9 +43,14 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(model: Path, tp: int, block: int) -> dict[str, Any]:
+def settings(model: Path, tp: int, block: int, stages: int = 1) -> dict[str, Any]:
     """Return what is an engine's own."""
-    return {"model": str(model), "tensor_parallel_size": tp, "block_size": block}
+    return {
+        "model": str(model),
+        "tensor_parallel_size": tp,
+        "block_size": block,
+        "pipeline_parallel_size": stages,
+    }
 
 
 def free_port() -> int:
@@ -62,7 +67,7 @@ def side(scenario: Scenario, connector: str, which: int, folder: Path) -> tuple[
     return (
         folder / f"{role}.log",
         {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
-        settings(model, scenario.tp[which], scenario.blocks[which]),
+        settings(model, scenario.tp[which], scenario.blocks[which], scenario.stages[which]),
         {**CONNECTORS[connector], "kv_role": f"kv_{role}", "engine_id": role},
     )
 

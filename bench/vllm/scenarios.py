@@ -10,12 +10,13 @@ from models import VOCABULARY, WINDOW
 
 @attrs.frozen
 class Scenario:
-    """A model, and TP and block sizes of producer and consumer."""
+    """A model, and of producer and consumer: TP, block sizes, pipeline stages."""
 
     name: str
     model: str
     tp: tuple[int, int]
     blocks: tuple[int, int] = (32, 32)
+    stages: tuple[int, int] = (1, 1)
 
 
 SCENARIOS = (
@@ -26,6 +27,8 @@ SCENARIOS = (
     Scenario("2 KV heads, TP 4 -> 2", "llama-2", (4, 2)),
     Scenario("blocks 32 -> 64", "llama-6", (1, 1), (32, 64)),
     Scenario("blocks 64 -> 32, TP 2 -> 1", "llama-2", (2, 1), (64, 32)),
+    Scenario("stages 2 -> 1, TP 1 -> 2", "llama-2", (1, 2), stages=(2, 1)),
+    Scenario("stages 1 -> 2", "llama-2", (1, 1), stages=(1, 2)),
     Scenario("window and full, TP 1 -> 1", "gemma-2", (1, 1)),
     Scenario("window and full, TP 2 -> 1", "gemma-2", (2, 1)),
     Scenario("MLA, TP 1 -> 1", "deepseek", (1, 1), (16, 16)),

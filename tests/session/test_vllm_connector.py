@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 import vllm_like as like
-from vllm_serving import BLOCKS, SIZE, Engine, Request, configs, installed, made, until
+from vllm_serving import (
+    BLOCKS,
+    SIZE,
+    WORLDS,
+    Engine,
+    Request,
+    World,
+    configs,
+    installed,
+    made,
+    until,
+)
 
 import kvspec
 from kvspec.adapters.vllm import engine_spec
 from kvspec.adapters.vllm.scheduling import Scheduling, Served
+from kvspec.adapters.vllm.told import WorkerTold, whole_engine
 from kvspec.session import HeldPrompt, new_remote_id
 
 pytestmark = pytest.mark.nixl
@@ -52,18 +64,29 @@ def asked(num_tokens: int = 13, cached: int = 0, tables: Any = OTHERS) -> kvspec
     )
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("cached", [0, 4])
-def test_a_prompt_arrives_but_for_its_last_token(tp: tuple[int, int], cached: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "cached"),
+    [
+        ((1, 1), (1, 1), 0),
+        ((2, 3), (1, 1), 4),
+        ((3, 2), (1, 1), 0),
+        ((1, 1), (2, 1), 4),
+        ((2, 1), (1, 2), 0),
+        ((2, 3), (2, 2), 0),
+    ],
+)
+def test_a_prompt_arrives_but_for_its_last_token(
+    tp: tuple[int, int], pp: tuple[int, int], cached: int
+) -> None:
     """From so many ranks to so many, byte for byte; every rank says so once, and none holds it."""
-    with Engine("p", tp[0]) as producer, Engine("d", tp[1]) as consumer:
+    with Engine("p", tp[0], pp=pp[0]) as producer, Engine("d", tp[1], pp=pp[1]) as consumer:
         wanted = asked(cached=cached)
         producer.fill(wanted)
         consumer.spoil(wanted)
         params = producer.prefill(Request("p-1", 14), *TABLES)
         request = Request("d-1", 14, params)
         assert (13 - cached, True) == consumer.decode(request, *OTHERS, cached=cached)
-        ended = {"p-1": tp[0]}, {"d-1": tp[1]}
+        ended = {"p-1": tp[0] * pp[0]}, {"d-1": tp[1] * pp[1]}
         until(lambda: ended == (producer.sent, consumer.received), producer, consumer)
         assert {} == consumer.failed
         assert [] == consumer.wrong(wanted)
@@ -172,8 +195,16 @@ def test_pages_of_unknown_order_are_not_moved() -> None:
     layers = vllm_config.compilation_config.static_forward_context
     vllm_config.compilation_config.static_forward_context = dict.fromkeys(layers, unknown)
     worker = made(vllm_config, "WORKER", config)
+    WORLDS.append(World(1))
     with pytest.raises(kvspec.SpecError, match=r"other\.Backend"):
-        worker.register_kv_caches({})
+        WORLDS[-1].run([lambda: worker.register_kv_caches({})])
+
+
+def test_a_stage_that_says_nothing_is_missed() -> None:
+    """An engine is described by all of its workers, or not at all."""
+    vllm_config, config = configs("p", 0, 1, 4, {}, 2)
+    with pytest.raises(kvspec.SpecError, match="wanted all 2 of the engine"):
+        whole_engine(vllm_config, [WorkerTold.of(vllm_config, config)], {})
 
 
 def test_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:

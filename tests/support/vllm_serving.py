@@ -11,16 +11,19 @@ import importlib
 import json
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import vllm_like as like
 
 import kvspec
-from kvspec.adapters.vllm import from_vllm
+from kvspec.adapters.vllm.told import WorkerTold, whole_engine
 from kvspec.testing import oracle
 
 BLOCKS, SIZE = 12, 8
@@ -28,8 +31,40 @@ FULL, WINDOW = ("model.layers.0.attn", "model.layers.1.attn"), ("model.layers.2.
 
 CONNECTOR = "kvspec.adapters.vllm.connector"
 
-FIRST: dict[str, int] = {}
-"""What the first worker of an engine has broadcast."""
+WORLDS: list[World] = []
+"""Of the engines that were made, the last one's."""
+
+
+class World:
+    """The workers of one engine, each in a thread of its own, as they talk to each other."""
+
+    def __init__(self, size: int) -> None:
+        self.world_size = size
+        self._barrier, self._own = threading.Barrier(size), threading.local()
+        self._said: dict[int, bytes] = {}
+
+    @property
+    def rank_in_group(self) -> int:
+        """Who asks."""
+        return int(self._own.rank)
+
+    def broadcast_object(self, own: Any, src: int) -> Any:
+        """Return what *src* gives."""
+        if self.rank_in_group == src:
+            self._said[src] = pickle.dumps(own)
+        self._barrier.wait(20)
+        return pickle.loads(self._said[src])  # noqa: S301
+
+    def run(self, calls: list[Callable[[], Any]]) -> None:
+        """Run the *calls*, one in each worker."""
+
+        def work(rank: int) -> None:
+            self._own.rank = rank
+            calls[rank]()
+
+        with ThreadPoolExecutor(self.world_size) as threads:
+            for _ in threads.map(work, range(self.world_size)):
+                pass
 
 
 class Base:
@@ -57,11 +92,10 @@ class Results:
 def installed() -> Iterator[None]:
     """Let `import vllm` find the little that the connector imports of it."""
     base = {"KVConnectorBase_V1": Base, "SupportsHMA": type("SupportsHMA", (), {})}
-    group = SimpleNamespace(broadcast_object=lambda given: FIRST.setdefault("said", given))
     modules = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": base
         | {"KVConnectorTransferResults": Results},
-        "vllm.distributed.parallel_state": {"get_world_group": lambda: group},
+        "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
     }
     found: dict[str, ModuleType] = {}
     for path, contents in modules.items():
@@ -118,24 +152,37 @@ class Layer:
         return SimpleNamespace(full_cls_name=lambda: tuple(like.FLASH.rsplit(".", 1)))
 
 
-def configs(name: str, rank: int, tp: int, block: int, extra: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the VllmConfig and KVCacheConfig of a worker: two full layers, one with a window."""
+def configs(
+    name: str, rank: int, tp: int, block: int, extra: dict[str, Any], pp: int = 1
+) -> tuple[Any, Any]:
+    """Return the VllmConfig and KVCacheConfig of a worker: two full layers, one with a window.
+
+    Of two stages, the second has the window alone.
+    """
     heads = {"block_size": block, "num_kv_heads": 6 // tp, "head_size": SIZE, "dtype": "uint8"}
     full, window = (
         like.FullAttentionSpec(**heads),
         like.SlidingWindowSpec(sliding_window=8, **heads),
     )
-    config: Any = like.config((FULL, full), (WINDOW, window), num_blocks=BLOCKS)
+    stage = rank // tp
+    layers = (FULL if not stage else (), WINDOW if stage == pp - 1 else ())
+    config: Any = like.config((layers[0], full), (layers[1], window), num_blocks=BLOCKS)
     config.kv_cache_layout, config.transfer_group_ids = "LBHNC", (0, 1)
     config.needs_kv_cache_zeroing = extra.pop("zeroing", False)
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp, rank=rank),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, rank=rank, world_size=tp * pp
+        ),
         model_config=SimpleNamespace(
-            model="tiny", revision=None, get_total_num_kv_heads=lambda: 6, hf_text_config=None
+            model="tiny",
+            revision=None,
+            get_total_num_kv_heads=lambda: 6,
+            get_total_num_hidden_layers=lambda: 3,
+            hf_text_config=None,
         ),
         cache_config=None,
         compilation_config=SimpleNamespace(
-            static_forward_context=dict.fromkeys((*FULL, *WINDOW), Layer())
+            static_forward_context=dict.fromkeys((*layers[0], *layers[1]), Layer())
         ),
         kv_transfer_config=SimpleNamespace(engine_id=name, kv_connector_extra_config=extra),
         speculative_config=None,
@@ -146,27 +193,36 @@ def configs(name: str, rank: int, tp: int, block: int, extra: dict[str, Any]) ->
 class Engine:
     """An engine: connectors of its scheduler and of each worker, and the workers' memory."""
 
-    def __init__(self, name: str, tp: int = 1, block: int = 4, **extra: Any) -> None:
+    def __init__(self, name: str, tp: int = 1, block: int = 4, pp: int = 1, **extra: Any) -> None:
         self.block, self.workers, self.storage = block, [], {}
         self.before: dict[kvspec.RankId, Any] = {}
-        extra = {"timeout": 5.0, **extra}
-        FIRST.clear()
-        for number in range(tp):
-            vllm_config, config = configs(name, number, tp, block, dict(extra))
-            worker = made(vllm_config, "WORKER", config)
-            self.spec, rank = from_vllm(vllm_config, config), kvspec.RankId(tp=number)
+        given = [
+            configs(name, number, tp, block, {"timeout": 5.0, **extra}, pp)
+            for number in range(tp * pp)
+        ]
+        self.workers = [made(vllm_config, "WORKER", config) for vllm_config, config in given]
+        told = [WorkerTold.of(*both) for both in given]
+        self.spec = whole_engine(given[0][0], told, {})
+        WORLDS.append(World(len(given)))
+        calls = []
+        for rank, worker in zip(self.spec.parallel.ranks, self.workers, strict=True):
             _, self.storage[rank] = kvspec.allocate(self.spec, rank, BLOCKS)
-            worker.register_kv_caches(self._tensors(self.storage[rank], 6 // tp))
-            self.workers.append(worker)
-        self.scheduler = made(vllm_config, "SCHEDULER", config)
-        known = {(0, n): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
+            tensors = self._tensors(self.storage[rank], 6 // tp)
+            calls.append(partial(worker.register_kv_caches, tensors))
+        WORLDS[-1].run(calls)
+        self.scheduler = made(given[0][0], "SCHEDULER", given[0][1])
+        known = {(n // tp, n % tp): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(known)
         self.sent, self.received, self.failed = (dict[str, int]() for _ in range(3))
 
     def _tensors(self, storage: dict[str, Any], heads: int) -> dict[str, Any]:
         shape = (BLOCKS, heads, self.block, 2 * SIZE)
-        full = storage["group0"].reshape(2, *shape)
-        return {FULL[0]: full[0], FULL[1]: full[1], WINDOW[0]: storage["group1"].reshape(shape)}
+        found = {}
+        for group, layers in (("group0", FULL), ("group1", WINDOW)):
+            if group in storage:
+                views = storage[group].reshape(len(layers), *shape)
+                found |= dict(zip(layers, views, strict=True))
+        return found
 
     def __enter__(self) -> Self:
         return self

@@ -75,8 +75,8 @@ FOLDERS = (
     (
         "adapters.vllm",
         (
-            "config backends packing states specs memory arrays tensors engine settings tables"
-            " scheduling worker connector ."
+            "config backends packing states specs memory arrays tensors engine settings told"
+            " tables scheduling worker connector ."
         ),
     ),
     ("adapters.sglang", "ranks pools engine tensors tables ."),

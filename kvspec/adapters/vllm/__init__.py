@@ -5,9 +5,11 @@ from kvspec.adapters.vllm.engine import engine_spec
 from kvspec.adapters.vllm.settings import from_vllm, rank_of, stages
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.adapters.vllm.tensors import rank_cache
+from kvspec.adapters.vllm.told import WorkerTold, whole_engine
 
 __all__ = [
     "FORMATS",
+    "WorkerTold",
     "block_tables",
     "engine_spec",
     "from_vllm",
@@ -15,4 +17,5 @@ __all__ = [
     "rank_cache",
     "rank_of",
     "stages",
+    "whole_engine",
 ]

@@ -67,7 +67,7 @@ def from_vllm(
         conv_layout=os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD"),
         n_groups=_mamba_groups(given),
         backends=_backends(given, configs) if backends is None else backends,
-        variants=_variants(given, configs) if variants is None else variants,
+        variants=variants_of(given, configs) if variants is None else variants,
         excluded=excluded,
     )
 
@@ -246,7 +246,7 @@ def _mamba_groups(given: Given) -> int | None:
     return next((n for n in (text.get(name).size_or_none() for name in _GROUPS) if n), None)
 
 
-def _made(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
+def made_layers(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
     """Return the layers that a worker has made, by name."""
     layers = given.get("compilation_config").get("static_forward_context").value
     names = [layer for config in configs for layer in config.layers]
@@ -260,14 +260,14 @@ def _made(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
 
 def _backends(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
     """Return the attention backend of every layer that a worker has made."""
-    made = _made(given, configs)
+    made = made_layers(given, configs)
     return {name: layer.call("get_attn_backend").value for name, layer in made.items()}
 
 
-def _variants(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
     """Return what the names of backends leave open, of every layer that says it."""
     found: dict[str, Any] = {}
-    for name, layer in _made(given, configs).items():
+    for name, layer in made_layers(given, configs).items():
         shuffled = layer.get("uses_shuffled_layout").value
         if isinstance(shuffled, bool):
             found[name] = "shuffled" if shuffled else "rows"

@@ -50,7 +50,7 @@ def block_tables(
         name = f"group{number}"
         if name in known:
             table = BlockTable(ids)
-            if _is_state(group):
+            if type(_spec_of(group).value).__name__ == "MambaSpec":
                 table = _state(group, name, table, num_tokens)
             else:
                 _check_whole(engine, name, table, num_tokens)
@@ -85,13 +85,14 @@ def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: i
             raise SpecError(f"block_ids[{name!r}]", table.block_ids.tolist(), told)
 
 
-def _is_state(group: Group) -> bool:
-    return type(group.spec_of(group.layers[0]).value).__name__ == "MambaSpec"
+def _spec_of(group: Group) -> Given:
+    """Return what a group's layers are, also where all of them are another stage's."""
+    return group.spec_of(group.layers[0]) if group.layers else group.spec
 
 
 def _state(group: Group, name: str, table: BlockTable, num_tokens: int) -> BlockTable:
     """Return the table of the block that holds the state after *num_tokens*."""
-    spec, ids = group.spec_of(group.layers[0]), table.block_ids
+    spec, ids = _spec_of(group), table.block_ids
     mode = spec.get("mamba_cache_mode")
     if mode.value not in (None, "none", "align"):
         raise SpecError(mode.path, mode.value, "'none' or 'align'")

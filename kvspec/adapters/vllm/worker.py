@@ -10,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.arrays import zero
 from kvspec.adapters.vllm.scheduling import EngineStep, Served
-from kvspec.adapters.vllm.settings import from_vllm, rank_of
+from kvspec.adapters.vllm.settings import rank_of
 from kvspec.adapters.vllm.tensors import rank_cache
+from kvspec.adapters.vllm.told import WorkerTold, whole_engine
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
 from kvspec.nixl import NixlRank
 from kvspec.protocol.handshake import is_name
 from kvspec.session import PromptLoad, Prompts, Session, TcpChannel
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -85,18 +87,17 @@ class Serving:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Be ready for peers; all workers are called at once, and share the time of the first."""
-        from vllm.distributed.parallel_state import get_world_group  # noqa: PLC0415
-
-        epoch = get_world_group().broadcast_object(time.time_ns())
-        engine = from_vllm(self._vllm_config, self._kv_cache_config, kv_caches)
-        rank, config = rank_of(self._vllm_config), self._kv_cache_config
-        engine_id, settings = self._vllm_config.kv_transfer_config.engine_id, self._settings
+        config, settings = self._kv_cache_config, self._settings
+        own = time.time_ns(), WorkerTold.of(self._vllm_config, config)
+        (epoch, _), *_ = told = self._everybody(own)
+        engine = whole_engine(self._vllm_config, [each for _, each in told], kv_caches)
+        engine_id = self._vllm_config.kv_transfer_config.engine_id
         nixl = NixlRank(prefix=f"{engine_id[:64]}-")
         self._open.callback(nixl.close)
         self._tensors = tuple(kv_caches.values())
         self._session = Session(
             nixl,
-            rank_cache(engine, rank, kv_caches, config=config),
+            rank_cache(engine, rank_of(self._vllm_config), kv_caches, config=config),
             engine_id=engine_id,
             epoch=epoch,
             model=settings.model,
@@ -110,6 +111,15 @@ class Serving:
         self._reads = self._open.enter_context(Prompts(self._session, timeout=settings.timeout))
         address = self._session.channel.address
         self._served = Served(engine=engine, engine_id=engine_id, address=address)
+
+    def _everybody(self, own: T) -> list[T]:
+        """Return what all workers of this engine give, in order of rank."""
+        from vllm.distributed.parallel_state import get_world_group  # noqa: PLC0415
+
+        world, parallel = get_world_group(), self._vllm_config.parallel_config
+        found = [world.broadcast_object(own, src) for src in range(world.world_size)]
+        first = world.rank_in_group - parallel.rank  # where engines of one model share a world
+        return found[first : first + parallel.world_size]
 
     def get_handshake_metadata(self) -> Served | None:
         """Return what the scheduler has to know."""

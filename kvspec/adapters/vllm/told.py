@@ -1,0 +1,72 @@
+"""What the workers of one engine tell each other, so that each can describe all of it.
+
+Law: a worker knows the layers of its own pipeline stage and asks nobody about them; all of an
+engine describe it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvspec.adapters.given import Given
+from kvspec.adapters.vllm.config import read_config
+from kvspec.adapters.vllm.settings import from_vllm, made_layers, rank_of, variants_of
+from kvspec.engines.engine import EngineSpec
+from kvspec.errors import SpecError
+from kvspec.inputs import sequence
+
+
+@attrs.frozen(kw_only=True)
+class WorkerTold:
+    """One worker's `KVCacheConfig`, and what its layers say of their pages, as `engine_spec` does.
+
+    It pickles, as vLLM's own config does.
+    """
+
+    config: Any
+    backends: Mapping[str, tuple[str, ...]]
+    variants: Mapping[str, Any]
+
+    @staticmethod
+    def of(vllm_config: Any, kv_cache_config: Any) -> WorkerTold:  # noqa: ANN401 - vLLM's classes
+        """Return what a worker with these configs tells."""
+        given, config = Given("vllm_config", vllm_config), read_config(Given("", kv_cache_config))
+        return WorkerTold(
+            config=kv_cache_config,
+            backends={
+                name: tuple(layer.call("get_attn_backend").call("full_cls_name").value)
+                for name, layer in made_layers(given, [config]).items()
+            },
+            variants=variants_of(given, [config]),
+        )
+
+
+def whole_engine(
+    vllm_config: Any,  # noqa: ANN401 - vLLM's class, not imported
+    told: Sequence[WorkerTold],
+    tensors: Mapping[str, Any],
+) -> EngineSpec:
+    """Return the engine of a worker, from what all of its workers have *told*, in order of rank.
+
+    *tensors*: the worker's own, as `register_kv_caches` got them. The layers of each stage are as
+    its worker with the same TP and PCP rank tells.
+    """
+    parallel, rank = Given("vllm_config", vllm_config).get("parallel_config"), rank_of(vllm_config)
+    column = parallel.get("tensor_parallel_size").size()
+    column *= parallel.get("prefill_context_parallel_size").size(1)
+    count = column * parallel.get("pipeline_parallel_size").size(1)
+    everybody = sequence("told", told, "what workers tell")
+    if len(everybody) != count:
+        raise SpecError("told", f"{len(everybody)} workers", f"all {count} of the engine")
+    size = parallel.get("tensor_parallel_size").size()
+    stages: Sequence[WorkerTold] = everybody[rank.pcp * size + rank.tp :: column]
+    return from_vllm(
+        vllm_config,
+        [each.config for each in stages],
+        tensors,
+        backends={name: found for each in stages for name, found in each.backends.items()},
+        variants={name: found for each in stages for name, found in each.variants.items()},
+    )
