@@ -68,8 +68,11 @@ def test_messages_come_whole_in_order_and_are_answered(pair: tuple[TcpChannel, T
     assert (1, 1) == (len(near), len(far))
 
 
-def test_what_is_too_long_is_refused(pair: tuple[TcpChannel, TcpChannel]) -> None:
-    """By the sender, and who sends it all the same is cut off."""
+def test_what_is_too_long_is_refused(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sender, and who sends it all the same is cut off, not only when it stalls."""
+    monkeypatch.setattr(channel, "STALL", 1e9)
     near, far = pair
     with pytest.raises(SpecError, match="at most"):
         near.send(far.address, bytes(channel.MAX_MESSAGE + 1))

@@ -1,4 +1,4 @@
-"""The main job on a launcher: each process one rank; who is missing, dies or lies is named."""
+"""`kvspec transfer` on a launcher: each process one rank; who is missing, dies or lies is named."""
 
 from __future__ import annotations
 
