@@ -1,8 +1,19 @@
 """The execution layer: one rank's NIXL agent, and what it moves."""
 
+from kvspec.nixl.area import Staging
 from kvspec.nixl.flights import Event, Leftovers
 from kvspec.nixl.order import Operation, Prepared
 from kvspec.nixl.rank import NixlRank
 from kvspec.nixl.transfer import Transfer
+from kvspec.staging.costs import Costs
 
-__all__ = ["Event", "Leftovers", "NixlRank", "Operation", "Prepared", "Transfer"]
+__all__ = [
+    "Costs",
+    "Event",
+    "Leftovers",
+    "NixlRank",
+    "Operation",
+    "Prepared",
+    "Staging",
+    "Transfer",
+]

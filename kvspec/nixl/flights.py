@@ -145,6 +145,12 @@ class Flights:
                 transfer.step()
         return tuple(started)
 
+    def check_idle(self, peer: str) -> None:
+        """Refuse to go on where a transfer with *peer* is not over."""
+        here = [transfer for transfer in self if transfer.peer == peer]
+        if busy := [transfer.request for transfer in here if not transfer.over]:
+            raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")
+
     def pump(self, budget: float) -> tuple[Event, ...]:
         """See `NixlRank.pump`."""
         deadline, rest = time.monotonic() + seconds("budget", budget), FIRST_WAIT

@@ -6,6 +6,7 @@ A descriptor must lie in one registered memory, so memories that overlap in part
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -21,13 +22,20 @@ def check_memory_type(value: object) -> None:
         raise SpecError("memory_type", value, " or ".join(MEMORY_TYPES))
 
 
-def new_memories(registered: Sequence[Memory], memories: Iterable[Memory]) -> tuple[Memory, ...]:
+def new_memories(
+    registered: Sequence[Memory], memories: Iterable[Memory], areas: Sequence[Memory] = ()
+) -> tuple[Memory, ...]:
     """Return what of *memories* is still to be registered, given what is *registered*.
 
     A memory inside a registered one is already covered. One that overlaps another without lying
-    inside it is refused: a row over the seam would lie in neither.
+    inside it is refused: a row over the seam would lie in neither. So is one in staging *areas*.
     """
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(memories)]
+    for memory, area in product(wanted, areas):
+        if _device(memory) == _device(area) and max(memory.address, area.address) < min(
+            memory.end, area.end
+        ):
+            raise SpecError("memories", _text(memory), f"no staging area: {_text(area)}")
     every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []

@@ -17,7 +17,9 @@ from kvspec.nixl.errors import STATES
 from kvspec.nixl.merging import Pairing, checked_ids, pair
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
+from kvspec.nixl.stage import Stage
 from kvspec.ownership.election import Role
+from kvspec.staging.ranges import Piece
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,7 +85,10 @@ Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np
 
 @attrs.frozen(kw_only=True)
 class Order:
-    """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds."""
+    """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds.
+
+    *stage*: how it goes through the area, if it does.
+    """
 
     operation: Operation
     local: Prepared
@@ -91,6 +96,7 @@ class Order:
     pairs: Pairing = attrs.field(repr=False)
     request: str
     timeout: float
+    stage: Stage | None = attrs.field(default=None, repr=False)
 
     @property
     def subject(self) -> Subject:
@@ -111,10 +117,18 @@ class Order:
     def _place(prepared: Prepared) -> tuple[str, str]:
         return prepared.peer or "", prepared.memory_type
 
-    def make(self, agent: Agent, piece: slice) -> int:
-        """Return nixl's handle for one of the pairs' pieces."""
+    @property
+    def pieces(self) -> tuple[slice, ...] | tuple[Piece, ...]:
+        """What handles are made of: slices of the pairs, or pieces of the stage's ranges."""
+        return self.pairs.pieces if self.stage is None else self.stage.pieces
+
+    def make(self, agent: Agent, piece: slice | Piece, room: int = 0) -> int:
+        """Return nixl's handle for one of the pieces, which goes through *room* of the area."""
         handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
         pairs = self.pairs
+        if isinstance(piece, Piece):
+            stage, kind = instance("stage", self.stage, Stage), self.remote.memory_type
+            return stage.make(agent, self.operation, kind, self.subject, piece, room)
         if pairs.joined is not None:
             local = self.local.memory_type, pairs.joined.local[piece]
             remote = self.remote.memory_type, pairs.joined.remote[piece]
@@ -130,7 +144,7 @@ def order_of(
     remote: tuple[Prepared, object],
     *,
     request: object,
-    timeout: float,
+    timeout: object,
 ) -> Order:
     """Return the checked order to move (list, ids) pairs; nothing is posted yet."""
     _check_side("local", local[0], agent)

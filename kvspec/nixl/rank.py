@@ -23,14 +23,15 @@ from kvspec.inputs import seconds
 from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.errors import STATES
+from kvspec.nixl.area import Areas, Staging
 from kvspec.nixl.flights import Event, Flights, Leftovers
 from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import Inbox, check_payload
-from kvspec.nixl.order import Operation, Prepared, Sides, order_of
+from kvspec.nixl.order import Operation, Prepared, Sides
 from kvspec.nixl.peers import Peers
 from kvspec.nixl.rows import checked_rows, row_of_one
+from kvspec.nixl.staged import orders_of
 from kvspec.nixl.transfer import Transfer
 from kvspec.protocol.seal import Secret
 
@@ -49,7 +50,8 @@ class NixlRank:
     starts every transfer itself; one that is read from must not be polled). *telemetry* lets a
     `Transfer` tell how many descriptors were posted after merging. *secret*, by default the
     environment's `KVSPEC_SECRET`, authenticates introductions; `b""` is for channels that
-    only trusted programs reach. The data itself NIXL neither authenticates nor encrypts.
+    only trusted programs reach. The data itself NIXL neither authenticates nor encrypts. *staging*:
+    bytes, or a `Staging`: the area through which short runs go where that takes less time.
 
     Methods may be called from any thread; one runs at a time. Close it, or use it in a `with`.
     """
@@ -62,6 +64,7 @@ class NixlRank:
         secret: str | bytes | None = None,
         polled: bool = False,
         telemetry: bool = False,
+        staging: Staging | int | None = None,
     ) -> None:
         self.name = name_of(name, prefix)
         self.polled = polled
@@ -73,10 +76,12 @@ class NixlRank:
         self._inbox = Inbox(self._agent)
         self._peers = Peers(self._agent, self._inbox, key)
         self._flights = Flights(self._agent, self._inbox)
+        self._areas = Areas(Staging.of(staging), self.register, self._flights)
         self._aborted = False  # whether handles were released in flight: only the agent's end helps
         self._probe = np.zeros(PROBES, np.uint8)  # peers read the first byte, this rank the others
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
+        self._areas.open()
         living.enter(self)
 
     def __repr__(self) -> str:
@@ -128,7 +133,7 @@ class NixlRank:
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
-            for memory in new_memories(self._memories, memories):
+            for memory in new_memories(self._memories, memories, self._areas.memories):
                 self._registered.append(self._agent.register(memory))
                 self._memories += (memory,)
 
@@ -169,9 +174,7 @@ class NixlRank:
         Each cycle of disconnecting and connecting a live peer costs both sides a file descriptor.
         """
         with self._agent.locked():
-            here = [transfer for transfer in self._flights if transfer.peer == peer]
-            if busy := [transfer.request for transfer in here if not transfer.over]:
-                raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")
+            self._flights.check_idle(peer)
             self._peers.forget(peer)
 
     def prepare(
@@ -229,11 +232,8 @@ class NixlRank:
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
     ) -> tuple[Transfer, ...]:
         """Start a read or write of each (local, ids, remote, ids): none unless all are right."""
-        orders = (
-            order_of(self._agent, operation, p[:2], p[2:], request=request, timeout=timeout)
-            for p in pairs
-        )
-        return self._flights.start(tuple(orders))
+        found = orders_of(self._agent, operation, pairs, self._areas, request, timeout)
+        return self._flights.start(found)
 
     def reap(self) -> tuple[Transfer, ...]:
         """Release what ended in quarantine; return the transfers whose blocks are free again."""

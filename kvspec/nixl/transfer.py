@@ -16,8 +16,10 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.errors import STATES
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.nixl.order import Order
+from kvspec.staging.ranges import Piece
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
+TURN = 0.01  # seconds after which a poll of what is staged ends: its pieces are short
 
 
 class Transfer:
@@ -25,7 +27,8 @@ class Transfer:
 
     *request*, *peer*, *descriptors* (pairs of ids), *runs* (what merging should leave of them),
     *nbytes*, *handles* (pieces posted so far), *error* (None unless it failed) and, if the rank
-    captures telemetry, *posted*: the descriptors that nixl did post.
+    captures telemetry, *posted*: the descriptors that nixl did post. *staged*: whether it goes
+    through the area; its runs are then ranges of the peer.
     """
 
     def __init__(self, agent: Agent, order: Order) -> None:
@@ -33,7 +36,10 @@ class Transfer:
         self.request = order.request
         self.peer = order.remote.peer or ""
         self.descriptors = len(order.pairs.local_ids)
-        self.runs = order.pairs.runs
+        self.staged = order.stage is not None
+        self.area = None if order.stage is None else order.stage.area
+        self.ticket: int | None = None  # its place in the line for a piece of the area
+        self.runs = order.pairs.runs if order.stage is None else order.stage.ranges.ranges
         self.nbytes = order.pairs.nbytes
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
@@ -42,8 +48,9 @@ class Transfer:
         self._freed = False  # whether somebody knows that quarantine ended
         self._agent = agent
         self._deadline = time.monotonic() + order.timeout
-        self._pending = deque(order.pairs.pieces)
-        self._in_flight: list[int] = []
+        self._pending: deque[slice | Piece] = deque(order.pieces)
+        self._in_flight: dict[int, tuple[slice | Piece, int]] = {}  # handles: what, and its room
+        self._turn = 0.0  # when it has moved on enough for one step
         self._settled = 0
 
     def __repr__(self) -> str:
@@ -63,6 +70,11 @@ class Transfer:
         return len(self._in_flight)
 
     @property
+    def pieces_held(self) -> tuple[int, ...]:
+        """Which pieces of the area are its own; none can be another's before they are over."""
+        return tuple(room for _, room in self._in_flight.values()) if self.staged else ()
+
+    @property
     def over(self) -> bool:
         """Whether no byte of it moves any more."""
         return not self._in_flight and self.state != "PROC"
@@ -70,10 +82,13 @@ class Transfer:
     def poll(self) -> str:
         """Return "PROC" or "DONE" without waiting; raise `TransferError` if it failed or is late.
 
-        Posts at most one piece that the transport copies at once (about 13 ms, or 64 MiB).
+        Posts at most one piece that the transport copies at once (about 13 ms, or 64 MiB), of what
+        is staged as many as 10 ms take.
         """
         with self._agent.locked():
             self.step()
+            if self.area is not None and self.ticket is not None and self.state == "PROC":
+                self.area.move_on(self)
             self.heard = self.heard or self.state != "PROC"
             if self.error is not None:
                 error = self.error
@@ -88,9 +103,9 @@ class Transfer:
         with self._agent.waiting():
             while self.poll() == "PROC":
                 if self._settled != settled:
-                    rest, settled = FIRST_WAIT, self._settled
+                    rest, settled = 0.0 if self.staged else FIRST_WAIT, self._settled
                 time.sleep(max(0.0, min(rest, self._deadline - time.monotonic())))
-                rest = min(2 * rest, LAST_WAIT)
+                rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
     def step(self) -> bool:
         """Settle what ended, post more, keep the error; return whether anything was settled.
@@ -99,17 +114,19 @@ class Transfer:
         """
         if self.state != "PROC":
             return self.reap()
-        settled = self._settled
+        settled, self._turn = self._settled, time.monotonic() + TURN
         try:
             for handle in tuple(self._in_flight):
                 if self._agent.check(handle, self.order.subject):
                     self._settle(handle)
+                    if self.staged and time.monotonic() >= self._turn:
+                        break
             if self.state == "PROC" and time.monotonic() >= self._deadline:
                 raise self._late()
             self._post()
         except TransferError as error:
             self._pending.clear()
-            self.error = error
+            self.error, self.ticket = error, None
             self._freed = self.reap()
         return self._settled != settled
 
@@ -155,38 +172,49 @@ class Transfer:
             message = f"{why}: {STATES[state]}"
             self.error = TransferError(message, rank=self.peer, request=self.request, state=state)
         self._pending.clear()
+        self.ticket = None
         return self.reap()
 
     def abandon(self) -> None:
         """Release what is in flight: the caller must destroy the agent next, to stop the data."""
         while self._in_flight:
             with contextlib.suppress(TransferError):
-                self._let_go(self._in_flight[-1])
+                self._let_go(next(reversed(self._in_flight)))
 
     def _post(self) -> None:
         order, agent = self.order, self._agent
         while self._pending and len(self._in_flight) < IN_FLIGHT:
-            piece = self._pending[0]
-            handle = order.make(agent, piece)
-            self._in_flight.append(handle)
+            piece, room = self._pending[0], 0
+            if self.area is not None:
+                free = self.area.room(self.ticket)
+                if free is None:
+                    self.ticket = self.area.ticket() if self.ticket is None else self.ticket
+                    return
+                room, self.ticket = free, None
+            handle = order.make(agent, piece, room)
+            self._in_flight[handle] = piece, room
             self._pending.popleft()
             self.handles += 1
             if agent.post(handle, order.subject):
                 self._settle(handle)
-                return
+                if not self.staged or time.monotonic() >= self._turn:
+                    return
 
     def _settle(self, handle: int) -> None:
+        piece, room = self._in_flight[handle]
+        if self.order.stage is not None and not isinstance(piece, slice):
+            self.order.stage.land(piece, room)  # first: if it is interrupted, it is done again
         if self.posted is not None:
             self.posted += self._agent.posted(handle)
         self._let_go(handle)
 
     def _let_go(self, handle: int) -> None:
-        self._in_flight.remove(handle)  # first: nixl crashes on a freed handle, should an
+        del self._in_flight[handle]  # first: nixl crashes on a freed handle, should an
         self._settled += 1  # interrupt come between; one that is never freed waits for `close`
         self._agent.release(handle)
 
     def _late(self) -> TransferError:
-        done, pieces = self._settled, len(self.order.pairs.pieces)
+        done, pieces = self._settled, len(self.order.pieces)
         rest = "nothing is in flight"
         if self.live_handles:
             rest = (

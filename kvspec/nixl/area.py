@@ -1,0 +1,204 @@
+"""The area: registered memory through which staged transfers go, piece by piece.
+
+Law: a piece belongs to one transfer from before it is posted until no byte of it can move, in
+quarantine too. Who finds no piece free waits in line, and moves the others on while it waits: so
+a free piece goes to who waits longest, and nobody waits for a transfer that nobody polls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.inputs import flag, instance, positive_int
+from kvspec.memory.regions import Memory
+from kvspec.nixl.errors import STATES
+from kvspec.staging.costs import Costs
+
+AREA = 32 << 20
+PIECE = 1 << 20  # stays in a core's cache between the transport's copy and the local one
+LEAST = 4096
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Staging:
+    """How a rank stages: through which area, in pieces of which size, and by which costs.
+
+    *area*: bytes of memory to allocate where it is first needed, beside what is moved; or memory of
+    the caller's, held from then on: a numpy array or a torch tensor of one dimension, without gaps.
+    *piece*: bytes that one handle moves. A transfer is staged where *costs* say that it takes less
+    time, or *always* where it can be. Of an order with a run longer than a piece nothing is staged.
+    """
+
+    area: Any = AREA
+    piece: int = PIECE
+    costs: Costs = attrs.field(factory=Costs)
+    always: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.area, int):
+            positive_int("staging.area", self.area, least=LEAST)
+        else:
+            memory_of(self.area)
+        positive_int("staging.piece", self.piece)
+        instance("staging.costs", self.costs, Costs)
+        flag("staging.always", self.always)
+
+    @property
+    def longest(self) -> int:
+        """Bytes of a piece, no more than the area has."""
+        whole = self.area if isinstance(self.area, int) else memory_of(self.area).length
+        return min(self.piece, whole)
+
+    @staticmethod
+    def of(value: object) -> Staging | None:
+        """Return *value* as settings: bytes or memory are the area; None is none."""
+        if value is None or isinstance(value, Staging):
+            return value
+        return Staging(area=value)
+
+
+def memory_of(area: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
+    """Return the memory of a numpy array or a torch tensor, all of whose bytes are its own."""
+    wanted = f"a number of bytes, or a numpy array or torch tensor of at least {LEAST} bytes"
+    if isinstance(area, np.ndarray):
+        whole, writable = area.flags.c_contiguous, area.flags.writeable
+        if area.ndim != 1 or not whole or not writable or area.nbytes < LEAST:
+            shape = f"{area.dtype}{area.shape}"
+            raise SpecError("staging.area", shape, f"{wanted}, of one dimension, writable, no gaps")
+        return Memory(area.ctypes.data, area.nbytes)
+    if not hasattr(area, "data_ptr") or not hasattr(area, "device"):
+        raise SpecError("staging.area", area, wanted)
+    nbytes = area.numel() * area.element_size()
+    storage = area.untyped_storage().nbytes() - area.storage_offset() * area.element_size()
+    if not area.is_contiguous() or nbytes < LEAST:
+        shape = f"{area.dtype}{tuple(area.shape)}"
+        raise SpecError("staging.area", shape, f"{wanted}, without gaps")
+    if storage < nbytes:
+        raise SpecError("staging.area", f"{storage} bytes", f"{nbytes} bytes, not freed")
+    kind = {"cpu": "DRAM", "cuda": "VRAM"}.get(area.device.type)
+    if kind is None:
+        raise SpecError("staging.area", str(area.device), "memory of the host or of a CUDA device")
+    return Memory(area.data_ptr(), nbytes, kind, area.device.index or 0)
+
+
+def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN401 - numpy's or torch's
+    if memory_type == "DRAM":
+        return np.empty(nbytes, np.uint8)
+    import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
+
+    return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+Register = Callable[[Iterable[Memory], object], None]
+"""Registers memories, and holds what owns them."""
+
+
+class User(Protocol):
+    """A transfer, as it is seen here.
+
+    *area*: through which it goes. *ticket*: its place in the line, if it waits for a piece.
+    """
+
+    area: Area | None
+    ticket: int | None
+
+    @property
+    def over(self) -> bool:
+        """Whether no byte of it moves any more."""
+
+    @property
+    def pieces_held(self) -> Iterable[int]:
+        """Which pieces of the area are its own."""
+
+    def step(self) -> bool:
+        """Move it on; return whether anything of it was done."""
+
+
+class Area:
+    """One registered memory in pieces, for those of the rank's *transfers* that go through it."""
+
+    def __init__(self, owner: object, piece: int, transfers: Iterable[User]) -> None:
+        self.memory = memory_of(owner)
+        self.piece = piece
+        self.pieces = self.memory.length // self.piece
+        self._owner = owner
+        self._transfers = transfers
+        self._tickets = itertools.count()
+
+    def address(self, piece: int) -> int:
+        """Return where a piece begins; refuse an area that its owner freed."""
+        if memory_of(self._owner) != self.memory:
+            message = f"the staging area was freed or moved while in use: {STATES['bug']}"
+            raise TransferError(message, state="bug")
+        return self.memory.address + piece * self.piece
+
+    def ticket(self) -> int:
+        """Return a place in the line."""
+        return next(self._tickets)
+
+    def room(self, ticket: int | None) -> int | None:
+        """Return a free piece for who holds *ticket*, or none yet; None where it has to wait."""
+        others = self._users()
+        held = {piece for user in others for piece in user.pieces_held}
+        ahead = sum(
+            user.ticket is not None and (ticket is None or user.ticket < ticket) for user in others
+        )
+        if self.pieces - len(held) <= ahead:
+            return None
+        return next(piece for piece in range(self.pieces) if piece not in held)
+
+    def move_on(self, waiting: User) -> None:
+        """Move the others on, that *waiting* gets its turn: until something of them is done."""
+        line = sorted(self._users(), key=lambda other: (other.ticket is None, other.ticket or 0))
+        for other in line:
+            if other is not waiting and other.step():
+                return
+
+    def _users(self) -> list[User]:
+        return [each for each in self._transfers if each.area is self and not each.over]
+
+
+class Areas:
+    """The areas of one rank: one for each memory that is staged for, made when first needed.
+
+    *staging*: None where nothing is staged.
+    """
+
+    def __init__(
+        self, staging: Staging | None, register: Register, transfers: Iterable[User]
+    ) -> None:
+        self.staging = staging
+        self._register = register
+        self._transfers = transfers
+        self._made: dict[tuple[str, int], Area] = {}
+
+    def open(self) -> None:
+        """Register the memory that was given, if any."""
+        if self.staging is not None and not isinstance(self.staging.area, int):
+            self._make(self.staging, self.staging.area)
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """The memory of each."""
+        return tuple(area.memory for area in self._made.values())
+
+    def beside(self, staging: Staging, memory_type: str, device: int) -> Area:
+        """Return the area of a kind of memory and device; refuse another than was given."""
+        if (memory_type, device) not in self._made:
+            if not isinstance(staging.area, int):
+                told = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
+                wanted = f"{memory_type} of device {device}, where the local list lies"
+                raise SpecError("staging.area", told, wanted)
+            self._make(staging, _allocated(staging.area, memory_type, device))
+        return self._made[memory_type, device]
+
+    def _make(self, staging: Staging, owner: object) -> None:
+        area = Area(owner, staging.longest, self._transfers)
+        self._register([area.memory], owner)
+        self._made[area.memory.memory_type, area.memory.device] = area

@@ -1,0 +1,69 @@
+"""One order that goes through the area: ranges of the peer's memory, and what becomes of each.
+
+Law: what is written is what the order would write directly, and nothing beside it: what a range
+holds of others stays in the area.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from kvspec.nixl.agent import Agent, Subject
+from kvspec.nixl.area import Area
+from kvspec.nixl.permuting import copy_runs
+from kvspec.staging.ranges import Ints, Piece, Ranges
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Stage:
+    """How one order is staged: its *ranges*, through *area*."""
+
+    area: Area
+    ranges: Ranges
+    device: int  # of the peer's memory
+    inward: bool
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What handles are made of."""
+        return self.ranges.pieces
+
+    def make(
+        self,
+        agent: Agent,
+        operation: str,
+        remote_type: str,
+        subject: Subject,
+        piece: Piece,
+        room: int,
+    ) -> int:
+        """Return nixl's handle for a piece that goes through *room*; what is written is there."""
+        base = self.area.address(room)
+        if not self.inward:
+            self._copy(piece, base)
+        memory = self.area.memory
+        near = _descriptors(base + piece.offset, piece.length, memory.device)
+        far = _descriptors(piece.address, piece.length, self.device)
+        sides = (memory.memory_type, near), (remote_type, far)
+        return agent.make_plain(operation, *sides, subject)
+
+    def land(self, piece: Piece, room: int) -> None:
+        """Take what is done: what was read goes where it belongs."""
+        if self.inward:
+            self._copy(piece, self.area.address(room))
+
+    def _copy(self, piece: Piece, base: int) -> None:
+        for moves in self.ranges.moves(piece):
+            copy_runs(base, moves, inward=self.inward, memory_type=self.area.memory.memory_type)
+
+
+def _descriptors(address: Ints, length: Ints, device: int) -> NDArray[np.uint64]:
+    found = np.empty((len(address), 3), np.uint64)
+    found[:, 0], found[:, 1], found[:, 2] = address, length, device
+    return found

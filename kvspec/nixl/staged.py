@@ -1,0 +1,138 @@
+"""Which orders are staged: where that is cheaper, and where it can be.
+
+Law: costs decide alone. Nothing is staged but ranges of one device of the peer, for runs on one
+device of this rank, none of them longer than a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import numpy as np
+
+from kvspec.descriptors.selection import Picked, Selection
+from kvspec.nixl.agent import Agent
+from kvspec.nixl.area import Areas
+from kvspec.nixl.merging import Pairing
+from kvspec.nixl.order import Operation, Order, Sides, order_of
+from kvspec.nixl.rows import StridedRows
+from kvspec.nixl.stage import Stage
+from kvspec.ownership.election import Role
+from kvspec.staging.costs import Costs
+from kvspec.staging.ranges import Ranges, Repeated, ranges_of
+
+
+def orders_of(
+    agent: Agent,
+    operation: Operation,
+    pairs: Iterable[Sides],
+    areas: Areas,
+    request: object,
+    timeout: object,
+) -> tuple[Order, ...]:
+    """Return the checked order of each (local, ids, remote, ids); nothing is posted yet."""
+    found = []
+    for each in pairs:
+        order = order_of(agent, operation, each[:2], each[2:], request=request, timeout=timeout)
+        found.append(staged(order, each[1], areas))
+    return tuple(found)
+
+
+def staged(order: Order, selection: object, areas: Areas) -> Order:
+    """Return *order*, to be staged if that is cheaper; *selection*: what it was found of."""
+    staging, pairs = areas.staging, order.pairs
+    if staging is None:
+        return order
+    costs, always = staging.costs, staging.always and pairs.nbytes > 0
+    direct = costs.direct(pairs.runs, pairs.nbytes, len(pairs.pieces))
+    least = costs.staged(1, pairs.nbytes, pairs.runs, pairs.nbytes)
+    if not always and direct <= least:
+        return order
+    devices = [_device(each.rows) for each in (order.local, order.remote)]
+    if None in devices:
+        return order
+    inward = order.operation == "READ"
+    ranges = ranges_of(families_of(selection, order), staging.longest, costs.gap if inward else 0)
+    if ranges is None or not (always or cost_of(ranges, costs) < direct):
+        return order
+    area = areas.beside(staging, order.local.memory_type, devices[0] or 0)
+    return attrs.evolve(
+        order, stage=Stage(area=area, ranges=ranges, device=devices[1] or 0, inward=inward)
+    )
+
+
+def cost_of(ranges: Ranges, costs: Costs) -> float:
+    """Return the seconds that *ranges* take."""
+    numbers = ranges.ranges, ranges.read, ranges.runs, ranges.nbytes
+    return costs.staged(*numbers, handles=len(ranges.pieces))
+
+
+def _device(rows: StridedRows) -> int | None:
+    """Return the device that all rows lie on; None where there are several."""
+    devices = rows.table[:, 2]
+    return int(devices[0]) if len(devices) and (devices == devices[0]).all() else None
+
+
+def families_of(selection: object, order: Order) -> tuple[Repeated, ...]:
+    """Return the runs of an order as they repeat, or one by one."""
+    local, remote = order.local.rows, order.remote.rows
+    found = None
+    if isinstance(selection, Selection):
+        far: Role = "producer" if order.remote.source is selection.producer_rows else "consumer"
+        found = repeated(selection.parts, far, remote)
+    return (_one_by_one(order.pairs, local, remote),) if found is None else found
+
+
+def repeated(parts: Sequence[Picked], far: Role, rows: StridedRows) -> tuple[Repeated, ...] | None:
+    """Return picked *parts* as they repeat, *rows* being the *far* side's.
+
+    None where cells of one run may lie in different memories: the plain ids tell which.
+    """
+    found = [_repeated(picked, far, rows) for picked in parts]
+    kept = tuple(each for each in found if each is not None)
+    return kept if len(kept) == len(found) else None
+
+
+def _repeated(picked: Picked, far: Role, rows: StridedRows) -> Repeated | None:
+    entry, cells = picked
+    sets = entry.rows
+    producer = (
+        sets.producer_address,
+        sets.producer.offsets(cells.producer_block, cells.producer_cell),
+    )
+    consumer = (
+        sets.consumer_address,
+        sets.consumer.offsets(cells.consumer_block, cells.consumer_cell),
+    )
+    pool, first, sides = sets.producer, entry.producer_first, (producer, consumer)
+    if far == "consumer":
+        pool, first, sides = sets.consumer, entry.consumer_first, (consumer, producer)
+    per_run = len(pool.counts) - pool.counts.count(0)
+    start = int(rows.start.searchsorted(first, side="right")) - 1
+    area = rows.area[start : start + per_run * len(sets)].reshape(len(sets), per_run)
+    if per_run > 1 and (area != area[:, :1]).any():
+        return None
+    (address, offset), (near, near_offset) = sides
+    return Repeated(
+        far=address,
+        near=near,
+        length=sets.length,
+        area=area[:, 0],
+        far_cell=offset,
+        near_cell=near_offset,
+    )
+
+
+def _one_by_one(pairs: Pairing, local: StridedRows, remote: StridedRows) -> Repeated:
+    """Return pairs of ids, each a run of its own."""
+    rows = local.row_of(pairs.local_ids), remote.row_of(pairs.remote_ids)
+    nothing = np.zeros(1, np.int64)
+    return Repeated(
+        far=remote.address_of(pairs.remote_ids, rows[1]),
+        near=local.address_of(pairs.local_ids, rows[0]),
+        length=local.length[rows[0]],
+        area=remote.area[rows[1]],
+        far_cell=nothing,
+        near_cell=nothing,
+    )

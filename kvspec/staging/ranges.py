@@ -1,0 +1,259 @@
+"""Which whole ranges of the far side an order takes, in which pieces, and where its runs lie there.
+
+Law: every run lies whole in one range of one piece, and in no other; a range lies in one memory of
+the far side. Where ranges are written, they are the runs and not a byte more. Numbers only.
+
+The *far* side is the peer's: the source of a read, the target of a write. The *near* side is this
+rank's, whose runs may lie anywhere. Ranges stand in the far side's order of addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+MAX_RANGES = 4096  # of one piece: a handle's descriptors
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Repeated:
+    """Runs that repeat from cell to cell, as (bytes of the) far and the near side.
+
+    Run *r* of cell *c* is `length[r]` bytes at `far[r] + far_cell[c]`, and at `near[r] +
+    near_cell[c]`. *area*: equal where runs lie in one memory of the far side.
+    """
+
+    far: Ints
+    near: Ints
+    length: Ints
+    area: Ints
+    far_cell: Ints
+    near_cell: Ints
+
+    @property
+    def runs(self) -> int:
+        """Runs of all cells."""
+        return len(self.far) * len(self.far_cell)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs of all cells."""
+        return int(self.length.sum()) * len(self.far_cell)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Moves:
+    """Runs of *length* bytes each: where in their piece they begin, and where on the near side."""
+
+    offset: Ints
+    near: Ints
+    length: int
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Windows:
+    """Runs of a cell that lie close together on the far side, as one: windows, ascending.
+
+    *runs* are in the far side's order; window *w* has those from `first[w]` to `first[w + 1]`, and
+    spans the bytes from `start[w]` to `end[w]`.
+    """
+
+    runs: Repeated
+    first: Ints
+    start: Ints
+    end: Ints
+
+    @staticmethod
+    def of(runs: Repeated, longest: int, gap: int) -> _Windows:
+        """Return *runs* in windows that *longest* bytes can hold, with gaps of *gap* at most."""
+        order = np.argsort(runs.far, kind="stable")
+        runs = attrs.evolve(
+            runs, **{name: getattr(runs, name)[order] for name in ("far", "near", "length", "area")}
+        )
+        if (runs.far_cell[1:] < runs.far_cell[:-1]).any():
+            order = np.argsort(runs.far_cell, kind="stable")
+            cells = runs.far_cell[order], runs.near_cell[order]
+            runs = attrs.evolve(runs, far_cell=cells[0], near_cell=cells[1])
+        far, end = runs.far, runs.far + runs.length
+        apart = far[1:] - np.maximum.accumulate(end)[:-1] > gap
+        apart |= runs.area[1:] != runs.area[:-1]
+        begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        size = max(1, min(longest // 4, longest - int(runs.length.max()) + 1))
+        place = (far - np.repeat(far[begins], np.diff(begins, append=len(far)))) // size
+        first = np.flatnonzero(np.concatenate(([True], apart | (place[1:] != place[:-1]))))
+        return _Windows(
+            runs=runs, first=first, start=far[first], end=np.maximum.reduceat(end, first)
+        )
+
+    def chunks(self) -> tuple[Ints, Ints]:
+        """Return where each window of each cell begins, ascending, and which it is.
+
+        Window *w* of cell *c* has the number `w * cells + c`.
+        """
+        cells = self.runs.far_cell
+        starts = self.start[:, None] + cells
+        numbers = np.arange(starts.size).reshape(starts.shape)
+        for ordered, which in ((starts, numbers), (starts.T, numbers.T)):
+            flat = ordered.reshape(-1)
+            if (flat[1:] >= flat[:-1]).all():
+                return flat, which.reshape(-1)
+        order = np.argsort(starts.reshape(-1), kind="stable")
+        return starts.reshape(-1)[order], order
+
+    def moves(self, number: Ints, offset: Ints) -> Iterator[Moves]:
+        """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
+        window, cell = np.divmod(number, len(self.runs.far_cell))
+        counts = np.diff(self.first, append=len(self.runs.far))
+        if (counts == counts[0]).all():
+            run = self.first[window][:, None] + np.arange(counts[0])
+            begin = (offset - self.start[window])[:, None]
+            near_cell = self.runs.near_cell[cell][:, None]
+        else:
+            counts = counts[window]
+            run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
+            run += np.arange(len(run))
+            begin = np.repeat(offset - self.start[window], counts)
+            near_cell = np.repeat(self.runs.near_cell[cell], counts)
+        offsets = (self.runs.far[run] + begin).reshape(-1)
+        near = (self.runs.near[run] + near_cell).reshape(-1)
+        yield from _alike(offsets, near, self.runs.length, run.reshape(-1))
+
+
+def _alike(offset: Ints, near: Ints, length: Ints, run: Ints) -> Iterator[Moves]:
+    """Yield runs by their length."""
+    if (length == length[0]).all():
+        yield Moves(offset=offset, near=near, length=int(length[0]))
+        return
+    lengths = length[run]
+    for size in np.unique(lengths).tolist():
+        which = lengths == size
+        yield Moves(offset=offset[which], near=near[which], length=size)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Piece:
+    """What one handle moves: ranges of the far side, one after the other in the area.
+
+    *address*, *length*: of each range. Ranges are *nbytes* together. *chunks*: which of the order's
+    chunks it has.
+    """
+
+    address: Ints
+    length: Ints
+    nbytes: int
+    chunks: slice
+
+    @property
+    def offset(self) -> Ints:
+        """Where in the piece each range begins."""
+        return np.cumsum(self.length) - self.length
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Ranges:
+    """All pieces of an order: *ranges* of *read* bytes together, *runs* of *nbytes* to permute."""
+
+    pieces: tuple[Piece, ...]
+    runs: int
+    nbytes: int
+    _windows: tuple[_Windows, ...]
+    _family: Ints
+    _number: Ints
+    _packed: Ints
+
+    @property
+    def ranges(self) -> int:
+        """How many descriptors the transport gets."""
+        return sum(len(piece.address) for piece in self.pieces)
+
+    @property
+    def read(self) -> int:
+        """How many bytes the transport moves."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def moves(self, piece: Piece) -> Iterator[Moves]:
+        """Yield the runs of a piece."""
+        family, number = self._family[piece.chunks], self._number[piece.chunks]
+        offset = self._packed[piece.chunks] - self._packed[piece.chunks.start]
+        if len(self._windows) == 1:
+            yield from self._windows[0].moves(number, offset)
+            return
+        for place in np.unique(family).tolist():
+            which = family == place
+            yield from self._windows[place].moves(number[which], offset[which])
+
+
+def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | None:
+    """Return the ranges that hold all runs of *families*, in pieces of *longest* bytes at most.
+
+    Ranges that are *gap* bytes apart or less are one. None where a run is longer than a piece.
+    """
+    families = [runs for runs in families if runs.runs]
+    if any(int(runs.length.max()) > longest for runs in families):
+        return None
+    windows = tuple(_Windows.of(runs, longest, gap) for runs in families)
+    if not windows:
+        return Ranges(
+            pieces=(),
+            runs=0,
+            nbytes=0,
+            windows=(),
+            **dict.fromkeys(("family", "number", "packed"), np.empty(0, np.int64)),
+        )
+    start, family, number = _chunks(windows)
+    cells = np.array([len(runs.far_cell) for runs in families])
+    firsts = np.cumsum([0, *(len(each.start) for each in windows)])
+    window = firsts[family] + number // cells[family]
+    span = np.concatenate([each.end - each.start for each in windows])[window]
+    area = np.concatenate([each.runs.area[each.first] for each in windows])[window]
+    reach = np.maximum.accumulate(start + span)
+    apart = (start[1:] - reach[:-1] > gap) | (area[1:] != area[:-1])
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    length = np.append(reach[first[1:] - 1], reach[-1]) - start[first]
+    skipped = start[first] - (np.cumsum(length) - length)
+    of_range = np.repeat(np.arange(len(first)), np.diff(first, append=len(start)))
+    packed = start - skipped[of_range]
+    pieces = _pieces(packed, reach - skipped[of_range], of_range, start, longest)
+    return Ranges(
+        pieces=tuple(pieces),
+        runs=sum(runs.runs for runs in families),
+        nbytes=sum(runs.nbytes for runs in families),
+        windows=windows,
+        family=family,
+        number=number,
+        packed=packed,
+    )
+
+
+def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints]:
+    """Return where every chunk begins, ascending; whose it is, and which."""
+    found = [each.chunks() for each in windows]
+    start = np.concatenate([one for one, _ in found])
+    number = np.concatenate([which for _, which in found])
+    family = np.repeat(np.arange(len(found)), [len(one) for one, _ in found])
+    if (start[1:] >= start[:-1]).all():
+        return start, family, number
+    order = np.argsort(start, kind="stable")
+    return start[order], family[order], number[order]
+
+
+def _pieces(
+    packed: Ints, reach: Ints, of_range: Ints, start: Ints, longest: int
+) -> Iterator[Piece]:
+    """Yield the chunks in pieces: their ranges are *packed* one after the other, up to *reach*."""
+    begin = 0
+    while begin < len(packed):
+        stop = int(np.searchsorted(reach, packed[begin] + longest, side="right"))
+        stop = min(stop, int(np.searchsorted(of_range, of_range[begin] + MAX_RANGES)))
+        inside = of_range[begin:stop]
+        first = begin + np.concatenate(([0], np.flatnonzero(inside[1:] != inside[:-1]) + 1))
+        last = np.append(first[1:], stop) - 1
+        length = reach[last] - packed[first]
+        yield Piece(
+            address=start[first], length=length, nbytes=int(length.sum()), chunks=slice(begin, stop)
+        )
+        begin = stop

@@ -1,0 +1,57 @@
+"""A world's request moved by two ranks of one process, over any bindings of nixl."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from kvspec import DescriptorTable
+from kvspec.nixl import NixlRank, Operation, Transfer
+from kvspec.testing.world import World
+
+
+@attrs.frozen
+class Moving:
+    """Two ranks: *local* starts transfers, *remote* serves; which is whose, *operation* says."""
+
+    here: World
+    operation: Operation
+    local: NixlRank
+    remote: NixlRank
+    peer: str
+
+    def start(self, table: DescriptorTable, *, plain: bool = False, timeout: float = 10) -> Transfer:
+        """Start to move what a table has of the request, by its selection or by *plain* ids."""
+        pulled = self.operation == "READ"
+        consumer = self.local.prepare(table.consumer_rows, peer=None if pulled else self.peer)
+        producer = self.local.prepare(table.producer_rows, peer=self.peer if pulled else None)
+        selection = table.select(self.here.case.request)
+        more: dict[str, Any] = {"request": "r", "timeout": timeout}
+        if not plain:
+            sides = (consumer, selection, producer) if pulled else (producer, selection, consumer)
+            move = self.local.read if pulled else self.local.write
+            return move(*sides, **more)
+        if pulled:
+            return self.local.read(consumer, selection[1], producer, selection[0], **more)
+        return self.local.write(producer, selection[0], consumer, selection[1], **more)
+
+    def start_all(self, **more: Any) -> list[Transfer]:
+        """Start all that the request moves, between every pair of ranks."""
+        return [self.start(table, **more) for _, _, table in self.here.tables()]
+
+
+@contextlib.contextmanager
+def moving(here: World, operation: Operation, **options: Any) -> Iterator[Moving]:
+    """Connect two ranks that have all of a world's memory; *options* are the starter's."""
+    pulled = operation == "READ"
+    with NixlRank(secret=b"") as remote, NixlRank(secret=b"", **options) as local:
+        consumer, producer = (local, remote) if pulled else (remote, local)
+        for side, ranks in ((producer, here.producers), (consumer, here.consumers)):
+            for cache, storage in ranks.values():
+                side.register(cache.memory, owner=storage)
+        peer = local.connect(remote.metadata())
+        remote.introduce(local.metadata())
+        yield Moving(here, operation, local, remote, peer)
