@@ -19,7 +19,7 @@ from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
 from kvspec.nixl.stage import Stage
 from kvspec.ownership.election import Role
-from kvspec.staging.ranges import Piece
+from kvspec.staging.ranges import Batch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,15 +118,15 @@ class Order:
         return prepared.peer or "", prepared.memory_type
 
     @property
-    def pieces(self) -> tuple[slice, ...] | tuple[Piece, ...]:
+    def pieces(self) -> tuple[slice, ...] | tuple[Batch, ...]:
         """What handles are made of: slices of the pairs, or pieces of the stage's ranges."""
         return self.pairs.pieces if self.stage is None else self.stage.pieces
 
-    def make(self, agent: Agent, piece: slice | Piece, room: int = 0) -> int:
+    def make(self, agent: Agent, piece: slice | Batch, room: int = 0) -> int:
         """Return nixl's handle for one of the pieces, which goes through *room* of the area."""
         handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
         pairs = self.pairs
-        if isinstance(piece, Piece):
+        if isinstance(piece, Batch):
             stage, kind = instance("stage", self.stage, Stage), self.remote.memory_type
             return stage.make(agent, self.operation, kind, self.subject, piece, room)
         if pairs.joined is not None:

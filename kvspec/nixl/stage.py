@@ -14,7 +14,7 @@ import numpy as np
 from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.area import Area
 from kvspec.nixl.permuting import copy_runs
-from kvspec.staging.ranges import Ints, Piece, Ranges
+from kvspec.staging.ranges import Batch, Ints, Ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class Stage:
     inward: bool
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[Batch, ...]:
         """What handles are made of."""
         return self.ranges.pieces
 
@@ -40,7 +40,7 @@ class Stage:
         operation: str,
         remote_type: str,
         subject: Subject,
-        piece: Piece,
+        piece: Batch,
         room: int,
     ) -> int:
         """Return nixl's handle for a piece that goes through *room*; what is written is there."""
@@ -53,12 +53,12 @@ class Stage:
         sides = (memory.memory_type, near), (remote_type, far)
         return agent.make_plain(operation, *sides, subject)
 
-    def land(self, piece: Piece, room: int) -> None:
+    def land(self, piece: Batch, room: int) -> None:
         """Take what is done: what was read goes where it belongs."""
         if self.inward:
             self._copy(piece, self.area.address(room))
 
-    def _copy(self, piece: Piece, base: int) -> None:
+    def _copy(self, piece: Batch, base: int) -> None:
         for moves in self.ranges.moves(piece):
             copy_runs(base, moves, inward=self.inward, memory_type=self.area.memory.memory_type)
 

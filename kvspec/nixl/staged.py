@@ -65,7 +65,7 @@ def staged(order: Order, selection: object, areas: Areas) -> Order:
 def cost_of(ranges: Ranges, costs: Costs) -> float:
     """Return the seconds that *ranges* take."""
     numbers = ranges.ranges, ranges.read, ranges.runs, ranges.nbytes
-    return costs.staged(*numbers, handles=len(ranges.pieces))
+    return costs.staged(*numbers, pieces=len(ranges.pieces))
 
 
 def _device(rows: StridedRows) -> int | None:

@@ -16,7 +16,7 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.errors import STATES
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.nixl.order import Order
-from kvspec.staging.ranges import Piece
+from kvspec.staging.ranges import Batch
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 TURN = 0.01  # seconds after which a poll of what is staged ends: its pieces are short
@@ -48,8 +48,8 @@ class Transfer:
         self._freed = False  # whether somebody knows that quarantine ended
         self._agent = agent
         self._deadline = time.monotonic() + order.timeout
-        self._pending: deque[slice | Piece] = deque(order.pieces)
-        self._in_flight: dict[int, tuple[slice | Piece, int]] = {}  # handles: what, and its room
+        self._pending: deque[slice | Batch] = deque(order.pieces)
+        self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # handles: what, and its room
         self._turn = 0.0  # when it has moved on enough for one step
         self._settled = 0
 

@@ -28,13 +28,16 @@ class Costs:
     """Seconds, of one machine and transport.
 
     *handle*: one transfer handle made, posted and polled. *descriptor*: each that is posted.
-    *byte*: each that the transport moves. *run*, *run_byte*: each run that is permuted locally, and
-    each byte of it. The defaults are those of NIXL over shared memory, one core.
+    *byte*: each that the transport moves. Of what is staged, *order*: finding the ranges of a
+    transfer; *piece*: permuting one piece, before any run of it; *run*, *run_byte*: each run that
+    is permuted, and each byte of it. The defaults are those of NIXL over shared memory, one core.
     """
 
     handle: float = attrs.field(default=3e-5, validator=_figure)
     descriptor: float = attrs.field(default=3.1e-6, validator=_figure)
     byte: float = attrs.field(default=1 / 8.5e9, validator=_figure)
+    order: float = attrs.field(default=2e-4, validator=_figure)
+    piece: float = attrs.field(default=5e-5, validator=_figure)
     run: float = attrs.field(default=4e-8, validator=_figure)
     run_byte: float = attrs.field(default=1 / 13e9, validator=_figure)
 
@@ -46,15 +49,16 @@ class Costs:
         """
         return handles * self.handle + descriptors * self.descriptor + nbytes * self.byte
 
-    def staged(self, ranges: int, read: int, runs: int, nbytes: int, handles: int = 1) -> float:
+    def staged(self, ranges: int, read: int, runs: int, nbytes: int, pieces: int = 1) -> float:
         """Return the seconds of *ranges* of *read* bytes in all, of which *runs* are permuted.
 
         *nbytes*: of the runs alone; the rest of the ranges is dropped.
 
-        >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, handles=9), 1)
-        6.6
+        >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, pieces=18), 1)
+        8.0
         """
-        return self.direct(ranges, read, handles) + runs * self.run + nbytes * self.run_byte
+        moved = self.direct(ranges, read, pieces) + self.order + pieces * self.piece
+        return moved + runs * self.run + nbytes * self.run_byte
 
     @property
     def gap(self) -> int:

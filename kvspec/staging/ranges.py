@@ -135,7 +135,7 @@ def _alike(offset: Ints, near: Ints, length: Ints, run: Ints) -> Iterator[Moves]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Piece:
+class Batch:
     """What one handle moves: ranges of the far side, one after the other in the area.
 
     *address*, *length*: of each range. Ranges are *nbytes* together. *chunks*: which of the order's
@@ -157,7 +157,7 @@ class Piece:
 class Ranges:
     """All pieces of an order: *ranges* of *read* bytes together, *runs* of *nbytes* to permute."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Batch, ...]
     runs: int
     nbytes: int
     _windows: tuple[_Windows, ...]
@@ -175,7 +175,7 @@ class Ranges:
         """How many bytes the transport moves."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def moves(self, piece: Piece) -> Iterator[Moves]:
+    def moves(self, piece: Batch) -> Iterator[Moves]:
         """Yield the runs of a piece."""
         family, number = self._family[piece.chunks], self._number[piece.chunks]
         offset = self._packed[piece.chunks] - self._packed[piece.chunks.start]
@@ -243,7 +243,7 @@ def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints]:
 
 def _pieces(
     packed: Ints, reach: Ints, of_range: Ints, start: Ints, longest: int
-) -> Iterator[Piece]:
+) -> Iterator[Batch]:
     """Yield the chunks in pieces: their ranges are *packed* one after the other, up to *reach*."""
     begin = 0
     while begin < len(packed):
@@ -253,7 +253,7 @@ def _pieces(
         first = begin + np.concatenate(([0], np.flatnonzero(inside[1:] != inside[:-1]) + 1))
         last = np.append(first[1:], stop) - 1
         length = reach[last] - packed[first]
-        yield Piece(
+        yield Batch(
             address=start[first], length=length, nbytes=int(length.sum()), chunks=slice(begin, stop)
         )
         begin = stop

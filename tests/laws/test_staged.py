@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nixl_world import moving
@@ -13,7 +11,7 @@ from nixl_world import moving
 from kvspec.nixl import Costs, Staging
 from kvspec.testing import Case, strategies
 from kvspec.testing.fake_nixl import FakeNixl
-from kvspec.testing.world import World, world
+from kvspec.testing.world import world
 
 OPERATIONS = st.sampled_from(["READ", "WRITE"])
 
@@ -34,7 +32,9 @@ def test_staged_bytes_are_right(case: Case, staging: Staging, operation: Any, pl
     with FakeNixl(), moving(here, operation, staging=staging, telemetry=True) as both:
         for transfer in both.start_all(plain=plain):
             transfer.wait()
-            assert not transfer.descriptors or transfer.staged or _longest(transfer) > staging.longest
+            assert (
+                not transfer.descriptors or transfer.staged or _longest(transfer) > staging.longest
+            )
             assert transfer.posted == transfer.runs
     assert [] == here.differences()
 

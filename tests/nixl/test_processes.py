@@ -28,7 +28,7 @@ import nixl_worker
 from nixl_pair import memory
 from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
 
-from kvspec.nixl import Leftovers, NixlRank, Prepared, Transfer
+from kvspec.nixl import Leftovers, NixlRank, Prepared, Staging, Transfer
 
 pytestmark = pytest.mark.nixl
 WORKER = Path(nixl_worker.__file__)
@@ -144,11 +144,18 @@ def reaped(rank: NixlRank, seconds: float = 10.0) -> tuple[Transfer, ...]:
     return ()
 
 
-def test_two_processes_move_exact_bytes_and_notify_afterwards() -> None:
+STAGED = Staging(area=1 << 16, piece=1 << 15, always=True)
+"""Two pieces: 15 blocks go through each at a time, with the gaps between them."""
+
+
+@pytest.mark.parametrize("staging", [None, STAGED], ids=["direct", "staged"])
+def test_two_processes_move_exact_bytes_and_notify_afterwards(staging: Staging | None) -> None:
     """A read and a write over strided rows move the blocks and nothing between them."""
-    with worker() as child, NixlRank(polled=True) as rank:
+    with worker() as child, NixlRank(polled=True, staging=staging) as rank:
         side = Side(rank, *child.introduce())
-        side.read().wait()
+        read = side.read()
+        read.wait()
+        assert (staging is not None) == read.staged
         wanted = np.zeros(SIZE, np.uint8)
         blocks(wanted)[:] = blocks(pattern(1))
         assert wanted.tobytes() == side.storage.tobytes()
@@ -193,6 +200,37 @@ def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> No
         assert (transfer,) == reaped(rank)
         assert ((), 0, "timeout") == (rank.quarantined, rank.live_handles, transfer.state)
         side.storage[:] = 0
+        side.read().wait()
+        assert np.array_equal(blocks(pattern(1)), side.blocks())
+
+
+def test_staged_transfers_share_the_area_over_sockets(tcp: str) -> None:
+    """Handles that are in the air for long: several transfers, two pieces, every byte right."""
+    with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
+        side = Side(rank, *child.introduce())
+        reads = [side.read_blocks(16 * part, 16, f"{part}") for part in range(4)]
+        for read in reversed(reads):
+            read.wait()
+        assert all(read.staged for read in reads)
+        assert np.array_equal(blocks(pattern(1)), side.blocks())
+        gaps = side.storage.reshape(BLOCKS, 2, BLOCK)[:, 1]
+        assert not gaps.any()
+
+
+def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
+    """What was late arrives in the area, in quarantine; the blocks keep what they had."""
+    with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
+        side = Side(rank, *child.introduce())
+        side.read_blocks(0, 1, "warm").wait()
+        child.stop()
+        late = side.read(0.3, "late")
+        with pytest.raises(TransferError, match="not done after"):
+            late.wait()
+        before = side.storage.copy()
+        assert late.live_handles
+        child.go_on()
+        assert (late,) == reaped(rank)
+        assert before.tobytes() == side.storage.tobytes()
         side.read().wait()
         assert np.array_equal(blocks(pattern(1)), side.blocks())
 

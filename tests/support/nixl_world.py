@@ -23,7 +23,9 @@ class Moving:
     remote: NixlRank
     peer: str
 
-    def start(self, table: DescriptorTable, *, plain: bool = False, timeout: float = 10) -> Transfer:
+    def start(
+        self, table: DescriptorTable, *, plain: bool = False, timeout: float = 10
+    ) -> Transfer:
         """Start to move what a table has of the request, by its selection or by *plain* ids."""
         pulled = self.operation == "READ"
         consumer = self.local.prepare(table.consumer_rows, peer=None if pulled else self.peer)

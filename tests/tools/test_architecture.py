@@ -48,11 +48,12 @@ FOLDERS = (
             " states notices order held pending producer consumer wire seal ."
         ),
     ),
+    ("staging", ". costs ranges"),
     (
         "nixl",
         (
-            "errors rows spans memory introduction living agent"
-            " merging selected order notifications peers transfer flights rank ."
+            "errors rows spans memory introduction living agent area permuting stage"
+            " merging selected order staged notifications peers transfer flights rank ."
         ),
     ),
     ("", "digest"),

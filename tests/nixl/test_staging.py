@@ -1,0 +1,319 @@
+"""The area is shared, bounded and never a way into a cache for what failed, or for anybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvspec import SpecError, TransferError
+from kvspec.memory.regions import Memory
+from kvspec.nixl import Costs, NixlRank, Operation, Staging, Transfer, permuting, stage
+from kvspec.staging.ranges import Moves
+from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
+
+RUN, RUNS = 64, 256
+SIZE = 4 * RUN * RUNS
+PIECE = 4096
+
+
+class Pair:
+    """Two ranks over a fake nixl: runs lie side by side far away, every fourth place near."""
+
+    def __init__(self, area: Any = PIECE, piece: int = PIECE, **options: Any) -> None:
+        settings = Staging(area=area, piece=piece, always=True)
+        self.near = NixlRank(secret=b"", **{"staging": settings} | options)
+        self.far = NixlRank(secret=b"")
+        drawn = np.random.default_rng(0)
+        self.remote = drawn.integers(1, 256, SIZE, dtype=np.uint8)
+        self.local = np.zeros(SIZE, np.uint8)
+        for rank, array in ((self.near, self.local), (self.far, self.remote)):
+            rank.register([Memory(array.ctypes.data, SIZE)], owner=array)
+        self.peer = self.near.connect(self.far.metadata())
+        self.far.introduce(self.near.metadata())
+        rows = [
+            np.array([(array.ctypes.data, RUN, 0, stride, RUNS)], np.uint64)
+            for array, stride in ((self.local, 4 * RUN), (self.remote, RUN))
+        ]
+        self.lists = [self.near.prepare(rows[0]), self.near.prepare(rows[1], peer=self.peer)]
+
+    def move(
+        self, ids: range, operation: Operation = "READ", timeout: float = 10, name: str = "r"
+    ) -> Transfer:
+        """Start to move the runs *ids*, far away in order, near in the order backwards."""
+        order = np.array(ids, np.int32)
+        sides = self.lists[0], order[::-1], self.lists[1], order
+        [transfer] = self.near.move(operation, [sides], request=name, timeout=timeout)
+        return transfer
+
+    def right(self, *moved: range) -> bool:
+        """Whether the near side has what was read, and nothing else."""
+        wanted = np.zeros(SIZE, np.uint8).reshape(RUNS, 4, RUN)
+        for ids in moved:
+            order = np.array(ids)
+            wanted[order[::-1], 0] = self.remote[: RUN * RUNS].reshape(RUNS, RUN)[order]
+        return wanted.tobytes() == self.local.tobytes()
+
+
+def keep(flight: FakeFlight) -> None:
+    """Let what is posted stay in the air."""
+
+
+@pytest.fixture
+def net() -> Iterator[FakeNixl]:
+    """Replace nixl."""
+    with FakeNixl() as made:
+        yield made
+
+
+def in_air(net: FakeNixl) -> FakeFlight:
+    """Return the only handle in the air."""
+    [flight] = net.moving
+    return flight
+
+
+ONE, OTHER = range(64), range(64, 128)  # a piece each
+LONG = range(192)  # three
+
+
+def test_one_piece_is_shared_in_turn(net: FakeNixl) -> None:
+    """Who comes second waits, and gets the piece when the first is done: whoever polls."""
+    pair = Pair()
+    net.fate = keep
+    first, second = pair.move(ONE), pair.move(OTHER, name="s")
+    assert (1, 0) == (first.live_handles, second.live_handles)
+    assert "PROC" == second.poll()
+    in_air(net).land()
+    second.poll()  # nobody polls the first
+    second.poll()
+    assert ("DONE", 1) == (first.state, second.live_handles)
+    in_air(net).land()
+    assert "DONE" == second.poll()
+    assert pair.right(ONE, OTHER)
+
+
+def test_nobody_starves(net: FakeNixl) -> None:
+    """A short transfer is done before a long one that began earlier and is polled more."""
+    pair = Pair()
+    net.fate = keep
+    long, short = pair.move(LONG), pair.move(range(192, 200), name="s")
+    for _ in range(3):
+        in_air(net).land()
+        long.poll()
+        long.poll()
+        short.poll()
+        if short.state == "DONE":
+            break
+    assert ("PROC", "DONE") == (long.state, short.state)
+    while long.poll() == "PROC":
+        if net.moving:
+            in_air(net).land()
+    assert pair.right(LONG, range(192, 200))
+
+
+def test_who_is_not_polled_holds_nobody_up(net: FakeNixl) -> None:
+    """Transfers that wait for a piece, or have one, are moved on by whoever waits."""
+    pair = Pair()
+    idle = [pair.move(range(64 * at, 64 * at + 64), name=f"{at}") for at in range(3)]
+    pair.move(range(192, 256), name="last").wait()
+    assert ["DONE"] * 3 == [transfer.state for transfer in idle]
+    assert pair.right(*(range(64 * at, 64 * at + 64) for at in range(4)))
+
+
+def test_a_late_read_keeps_its_piece_and_never_lands(net: FakeNixl) -> None:
+    """What arrives after the deadline stays in the area; the piece is free when all is there."""
+    pair = Pair()
+    net.fate = keep
+    late = pair.move(ONE, timeout=0.01)
+    with pytest.raises(TransferError, match="quarantine"):
+        late.wait()
+    flight = in_air(net)
+    other = pair.move(OTHER, timeout=0.01, name="s")
+    with pytest.raises(TransferError, match="nothing is in flight"):
+        other.wait()
+    assert (0, ()) == (other.handles, pair.near.reap())
+    flight.land()
+    assert (late,) == pair.near.reap()
+    net.fate = FakeFlight.land
+    pair.move(OTHER, name="t").wait()
+    assert pair.right(OTHER)
+
+
+@pytest.mark.parametrize("how", ["dies", "is given up"])
+def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
+    """Of pieces that were under way nothing reaches the cache, even if their bytes came."""
+    pair = Pair()
+    net.fate = keep
+    transfer = pair.move(ONE)
+    if how == "dies":
+        in_air(net).fail(part=0.9)  # of one range: all bytes, no answer
+    else:
+        transfer.stop("enough", "stopped")
+        in_air(net).land()
+    with pytest.raises(TransferError):
+        transfer.wait()
+    pair.near.reap()
+    assert (0, True) == (transfer.live_handles, pair.right())
+
+
+def test_a_write_that_fails_writes_whole_pieces_only(net: FakeNixl) -> None:
+    """What was never posted is not written."""
+    pair = Pair()
+    pair.local[:] = 7
+    before = pair.remote.copy()
+    net.fate = keep
+    transfer = pair.move(LONG, "WRITE")
+    in_air(net).land()
+    transfer.poll()
+    in_air(net).fail()
+    with pytest.raises(TransferError, match="died"):
+        transfer.wait()
+    wanted = before.copy()
+    wanted[: 64 * RUN] = 7
+    assert wanted.tobytes() == pair.remote.tobytes()
+
+
+def test_an_interrupted_landing_is_done_again(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handle is let go only after its bytes are where they belong."""
+    pair = Pair()
+    net.fate = keep
+    transfer = pair.move(ONE)
+    in_air(net).land()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "copy_runs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.poll()
+    assert (1, True) == (transfer.live_handles, pair.right())
+    transfer.wait()
+    assert pair.right(ONE)
+
+
+def test_closing_leaves_no_area(net: FakeNixl) -> None:
+    """Its registration goes as all others do."""
+    pair = Pair(telemetry=True)
+    before = pair.near.leftovers().registrations
+    transfer = pair.move(LONG)
+    transfer.wait()
+    assert (3, 3) == (transfer.runs, transfer.posted)
+    assert before + 1 == pair.near.leftovers().registrations
+    pair.near.close()
+    assert 0 == pair.near.leftovers().registrations
+
+
+def test_costs_choose(net: FakeNixl) -> None:
+    """Short runs that lie side by side far away are staged; few or long ones are not."""
+    cheap = Staging(costs=Costs(order=0.0, piece=1e-5))
+    for staging, choice in ((cheap, [True, False]), (1 << 20, [True, False]), (None, [False] * 2)):
+        pair = Pair(staging=staging)
+        assert choice == [pair.move(ids).staged for ids in (LONG, range(192, 194))]
+    dear = Staging(costs=Costs(run=1.0))
+    assert not Pair(staging=dear).move(LONG).staged
+
+
+def test_a_run_longer_than_a_piece_goes_directly(net: FakeNixl) -> None:
+    """Of an area smaller than a run nothing is used."""
+    pair = Pair(piece=RUN - 1)
+    transfer = pair.move(LONG)
+    transfer.wait()
+    assert (False, True) == (transfer.staged, pair.right(LONG))
+
+
+READ_ONLY = np.zeros(PIECE, np.uint8)
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"area": 4095}, "staging.area=4095: wanted an int >= 4096"),
+        ({"area": True}, "staging.area"),
+        ({"area": "1 MiB"}, "staging.area='1 MiB': wanted a number of bytes, or a numpy array"),
+        ({"area": np.zeros(PIECE - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
+        ({"area": np.zeros((2, PIECE), np.uint8)}, "one dimension"),
+        ({"area": np.zeros(2 * PIECE, np.uint8)[::2]}, "no gaps"),
+        ({"area": READ_ONLY}, "writable"),
+        ({"piece": 0}, "staging.piece=0"),
+        ({"costs": 3}, "staging.costs=3: wanted a Costs"),
+        ({"always": 1}, "staging.always=1: wanted True or False"),
+    ],
+)
+def test_wrong_settings_are_refused(more: dict[str, Any], words: str) -> None:
+    """Before a rank is made; the value is named."""
+    with pytest.raises(SpecError, match=words):
+        Staging(**more)
+
+
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf"), "1 us", True, 1e3])
+def test_nonsense_costs_are_refused(value: Any) -> None:
+    """Seconds are finite, not negative and fewer than a thousand."""
+    with pytest.raises(SpecError, match="descriptor="):
+        Costs(descriptor=value)
+
+
+def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
+    """It is registered and held; no cache may lie in it."""
+    area = np.zeros(2 * PIECE, np.uint8)
+    pair = Pair(area=area)
+    pair.move(LONG).wait()
+    assert pair.right(LONG)
+    assert area.any()
+    memory = Memory(area.ctypes.data + 8, 8)
+    with pytest.raises(SpecError, match="wanted no staging area"):
+        pair.near.register([memory])
+
+
+def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
+    """Both devices are named; what goes directly is not refused."""
+    pair = Pair(area=np.zeros(2 * PIECE, np.uint8))
+    array = np.zeros(SIZE, np.uint8)
+    pair.near.register([Memory(array.ctypes.data, SIZE, "VRAM", 3)], owner=array)
+    rows = np.array([(array.ctypes.data, RUN, 3, 2 * RUN, RUNS)], np.uint64)
+    pair.lists[0] = pair.near.prepare(rows, "VRAM")
+    with pytest.raises(
+        SpecError, match=r"staging.area='DRAM of device 0': wanted VRAM of device 3"
+    ):
+        pair.move(LONG)
+
+
+def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
+    """The transfer fails; nothing is read into memory that is gone."""
+    torch = pytest.importorskip("torch")
+    area = torch.zeros(2 * PIECE, dtype=torch.uint8)
+    pair = Pair(area=area)
+    pair.move(ONE).wait()
+    area.untyped_storage().resize_(0)
+    with pytest.raises((TransferError, SpecError), match="freed"):
+        pair.move(OTHER).wait()
+    assert pair.right(ONE)
+
+
+@pytest.mark.parametrize("length", [1, 6, 64, 256])
+@pytest.mark.parametrize("inward", [True, False])
+def test_torch_copies_what_numpy_does(length: int, inward: bool) -> None:
+    """The very code that a GPU runs, over tensors of host memory."""
+    pytest.importorskip("torch")
+    drawn = np.random.default_rng(length)
+    near, piece = drawn.integers(0, 256, (2, 64 * length), dtype=np.uint8)
+    moves = Moves(
+        offset=length * drawn.permutation(32),
+        near=near.ctypes.data + length * (2 * drawn.permutation(32)),
+        length=length,
+    )
+    expected = near.copy(), piece.copy()
+    wanted = Moves(
+        offset=moves.offset,
+        near=moves.near - near.ctypes.data + expected[0].ctypes.data,
+        length=length,
+    )
+    permuting.copy_runs(expected[1].ctypes.data, wanted, inward=inward)
+    permuting.copy_by_torch(piece.ctypes.data, moves, inward=inward, device="cpu")
+    assert expected[0].tobytes() == near.tobytes()
+    assert expected[1].tobytes() == piece.tobytes()
