@@ -38,7 +38,6 @@ CONNECTORS: dict[str, dict[str, Any]] = {
     "KvspecConnector": {
         "kv_connector": "KvspecConnector",
         "kv_connector_module_path": "kvspec.adapters.vllm.connector",
-        "kv_connector_extra_config": {"lease": 120.0},  # machines that do more than this are slow
     },
 }
 
@@ -177,7 +176,7 @@ def faults(policy: str, expected: list[Any], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     more = {
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"lease": 5, "timeout": 5},
+        "kv_connector_extra_config": {"hold": 10, "lease": 5, "timeout": 5},
     }
     sides = [side(SCENARIOS[0], "KvspecConnector", which, folder) for which in (0, 1)]
     for *_, connector in sides:
@@ -197,7 +196,7 @@ def faults(policy: str, expected: list[Any], folder: Path) -> str:
         with started(*sides[0]) as producer:
             lost = [answered(5, {**prefilled(5), "remote_addresses": ["127.0.0.1:9"]})]
             late = prefilled(1)
-            time.sleep(7)
+            time.sleep(12)
             lost.append(answered(1, late))
             good = [answered(3, prefilled(3))]
             dead = prefilled(4)

@@ -31,7 +31,8 @@ class Channel(Protocol):
     """What a `Session` sends by: implement it over what an engine has already.
 
     *address*: what others send to; it travels in the introduction. A route is an address, or the
-    channel's own word for where a message came from.
+    channel's own word for where a message came from. One that can tell whether somebody is at a
+    route may have `reaches(route) -> bool`, so that who is not there is not waited for.
     """
 
     @property
@@ -119,6 +120,11 @@ class TcpChannel:
         link.unsent += len(data).to_bytes(_SIZE, "big") + data
         if not link.connecting:
             self._flush(link)
+
+    def reaches(self, route: str) -> bool:
+        """Whether a connection stands."""
+        link = self._links.get(route)
+        return link is not None and not link.connecting
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Return (route, data) of what came; send what could not be sent; cut off who stalls."""

@@ -81,20 +81,32 @@ class Control:
                 self._note(str(error))
 
     def fetch(
-        self, addresses: list[str], timeout: float, step: Callable[[], None], lock: threading.RLock
+        self,
+        addresses: list[str],
+        timeout: float,
+        absent: float,
+        step: Callable[[], None],
+        lock: threading.RLock,
     ) -> list[bytes]:
-        """Ask who is at each of *addresses*, and wait for the introductions."""
-        end, again = time.monotonic() + timeout, 0.0
+        """Ask who is at each of *addresses*, and wait for the introductions.
+
+        At most *timeout* seconds from when somebody is reached, *absent* for whom nobody is.
+        """
+        begun, again = time.monotonic(), 0.0
+        reached: dict[str, float] = {}
         self._asked = dict.fromkeys(addresses)
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
-                if time.monotonic() >= end:
-                    message = f"no introduction from {missing[0]} in {timeout} s: is it there, and"
-                    message += " of the same secret?"
-                    raise TransferError(message, rank=missing[0], state="timeout")
                 with lock:
-                    if time.monotonic() >= again:
-                        again = time.monotonic() + ASK_AGAIN
+                    now = time.monotonic()
+                    for one in filter(self._reached, missing):
+                        reached.setdefault(one, now)
+                    for one in missing:
+                        most = timeout if one in reached else absent
+                        if now - reached.get(one, begun) >= most:
+                            raise _silent(one, most, reached=one in reached)
+                    if now >= again:
+                        again = now + ASK_AGAIN
                         for one in missing:
                             self._channel.send(one, self._secret.seal(QUESTION, b""))
                 self._channel.wait(REST)
@@ -103,8 +115,22 @@ class Control:
         finally:
             self._asked = {}
 
+    def _reached(self, address: str) -> bool:
+        """Whether somebody is there, as far as the channel can tell."""
+        reaches = getattr(self._channel, "reaches", None)
+        return reaches is None or reaches(address)
+
     def _remember(self, party: Party, route: str) -> None:
         self._heard[party] = route
         self._heard.move_to_end(party)
         if len(self._heard) > MAX_ROUTES:
             self._heard.popitem(last=False)
+
+
+def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:
+    """Return that nobody was introduced at *address*."""
+    why = "nobody takes a connection there"
+    if reached:
+        why = "who is there does not answer: it is stopped, too busy, or of another secret"
+    message = f"no introduction from {address} in {seconds} s: {why}"
+    return TransferError(message, rank=address, state="timeout")

@@ -24,6 +24,8 @@ from kvspec.session.introduction import key_of
 from kvspec.session.load import LoadState, SessionLoad
 from kvspec.session.session import Session
 
+ABSENT = 2.0
+"""Seconds for which a producer that nobody is found of is tried: it was there when it answered."""
 _ADDRESSES = "where the producer's ranks are, each a text"
 _TABLE = "the first token, and ids"
 
@@ -149,7 +151,7 @@ class Prompts:
     """What one rank's *session* reads of prompts that other engines hold.
 
     *timeout*: seconds within which a prompt is read once its producer was met. *patience*: seconds,
-    at most as many, for which a producer is waited for; meanwhile no other is met.
+    at most as many, within which a producer that is there answers; meanwhile no other is met.
     """
 
     def __init__(self, session: Session, *, timeout: float, patience: float = 30.0) -> None:
@@ -206,7 +208,9 @@ class Prompts:
         return known
 
     def _meet(self, addresses: tuple[str, ...]) -> None:
-        self.session.meet(self.session.fetch(addresses, self._patience), timeout=self._patience)
+        wait = self._patience
+        found = self.session.fetch(addresses, wait, absent=min(wait, ABSENT))
+        self.session.meet(found, timeout=wait)
 
     def _part(self, addresses: tuple[str, ...], meeting: Future[None]) -> None:
         """Meet a producer anew when it is next asked for, since something of it was lost."""

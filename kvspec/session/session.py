@@ -111,16 +111,21 @@ class Session:
         """What others `meet` this rank by: sealed, not secret."""
         return self._control.introduction
 
-    def fetch(self, addresses: Iterable[str], timeout: float = 10.0) -> list[bytes]:
+    def fetch(
+        self, addresses: Iterable[str], timeout: float = 10.0, *, absent: float | None = None
+    ) -> list[bytes]:
         """Return the introductions of the sessions whose channels are at *addresses*.
 
-        Waits at most *timeout* seconds; then `TransferError` "timeout" names who did not answer.
+        Waits *timeout* seconds for who is there to answer, and *absent* seconds, as long unless
+        given, for somebody to be there; then `TransferError` "timeout" names who is not.
         """
         asked = [
             instance("addresses", one, str) for one in sequence("addresses", addresses, "texts")
         ]
         with self._meeting:
-            return self._control.fetch(asked, seconds("timeout", timeout), self.poll, self._lock)
+            most = seconds("timeout", timeout)
+            least = most if absent is None else seconds("absent", absent)
+            return self._control.fetch(asked, most, least, self.poll, self._lock)
 
     def meet(
         self, introductions: Iterable[bytes], *, role: Role = "producer", timeout: float = 10.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -306,10 +307,21 @@ def test_introductions_are_fetched_over_the_channel(pair: tuple[Side, Side]) -> 
         thread.join()
     with pytest.raises(TransferError, match=r"no introduction from 127.0.0.1:9 in 0.1 s"):
         session.fetch(["127.0.0.1:9"], timeout=0.1)
-    with pytest.raises(TransferError, match="no introduction from nowhere"):
-        session.fetch(["nowhere"], timeout=0.1)
+    with pytest.raises(TransferError, match=r"from nowhere in 0.1 s: nobody takes a conn"):
+        session.fetch(["nowhere"], timeout=5.0, absent=0.1)
     with pytest.raises(SpecError, match="addresses"):
         session.fetch("127.0.0.1:9")
+
+
+def test_who_is_there_is_waited_for_longer(pair: tuple[Side, Side]) -> None:
+    """Who takes a connection and is silent has all the time, and is told from who is not there."""
+    session = next(iter(pair[1].sessions.values()))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(TransferError, match=rf"{address} in 0.5 s: who is there does not answ"):
+            session.fetch([address], timeout=0.5, absent=0.1)
+        assert time.monotonic() - start >= 0.5
 
 
 def test_a_thread_moves_a_session_on(net: FakeNixl) -> None:

@@ -149,7 +149,7 @@ def test_nobody_there_fails_the_request_alone(caplog: pytest.LogCaptureFixture) 
 
 def test_what_is_no_longer_held_fails(caplog: pytest.LogCaptureFixture) -> None:
     """A request whose lease is over is free on the producer, and not to be read."""
-    with Engine("p", lease=0.2) as producer, Engine("d") as consumer:
+    with Engine("p", hold=0.2) as producer, Engine("d") as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         until(lambda: producer.sent, producer)
         assert "p-1 was not read within its lease" in caplog.text
@@ -161,7 +161,7 @@ def test_what_is_no_longer_held_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_does_not_fit_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """Tables too short, blocks that are none: the request fails with the reason, and is let go."""
-    with Engine("p", lease=100.0) as producer, Engine("d") as consumer:
+    with Engine("p") as producer, Engine("d") as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         consumer.decode(Request("d-1", 14, params), [9, 8], [0, 4, 3, 2])
         params = producer.prefill(Request("p-2", 14), *TABLES)
@@ -303,6 +303,7 @@ def test_a_prompt_stops_one_token_early(spec: Any, tokens: int, computed: int) -
     [
         ({"host": 5}, "host"),
         ({"lease": -1}, "lease"),
+        ({"hold": "long"}, "hold"),
         ({"port": 1}, "port"),
         ({"model": ""}, "model"),
     ],

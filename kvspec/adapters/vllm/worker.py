@@ -45,14 +45,16 @@ class Settings:
 
     *host*: where this machine's ranks listen, and *public*: by which name peers reach it, *host*
     unless given. *model*, *revision*: what both engines must have alike, vLLM's names for them
-    unless given. *lease*: seconds for which a request is held after its last reader was heard.
-    *timeout*: seconds within which a request is read.
+    unless given. *hold*: seconds for which a request is held until its first reader is heard, which
+    may have others to serve before; *lease*: after the last time that one was heard. *timeout*:
+    seconds within which a request is read.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
     public: str | None = attrs.field(default=None, validator=_fits)
     model: str = attrs.field(validator=_fits)
     revision: str | None = attrs.field(default=None, validator=_fits)
+    hold: float = attrs.field(default=480.0, validator=_fits)
     lease: float = attrs.field(default=30.0, validator=_fits)
     timeout: float = attrs.field(default=120.0, validator=_fits)
 
@@ -133,7 +135,7 @@ class Serving:
         """Hold, fetch and release what the scheduler says."""
         for request_id, remote_id in step.held:
             try:
-                self._session.ledger.expect(remote_id)
+                self._session.ledger.expect(remote_id, lease=self._settings.hold)
             except SpecError as error:  # who reads it is told that it is void
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
