@@ -258,6 +258,7 @@ def main() -> None:
     print(HEAD, flush=True)
     with contextlib.ExitStack() as stack:
         folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = folder.resolve()  # what is not absolute is a model's name to vLLM
         for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
             failed |= row[1] == "KvspecConnector" and not row[2].startswith("same")
             lines.append(f"| {' | '.join(row)} |")

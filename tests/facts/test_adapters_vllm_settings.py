@@ -284,6 +284,31 @@ def test_a_model_s_groups_have_several_names(name: str, monkeypatch: pytest.Monk
     assert 64 == engine.groups[0].spec.parts[0].units, "row first, vLLM's default"
 
 
+def test_a_worker_s_number_says_which_rank_it_is() -> None:
+    """VLLM's group of an engine is ``arange(pp * pcp * tp).reshape(pp, pcp, tp)``."""
+    sizes = {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 2}
+    for number, (pp, pcp, tp) in enumerate(np.ndindex(2, 2, 3)):
+        given = configured(tensor_parallel_size=3, rank=number, **sizes)
+        assert kvspec.RankId(pp=pp, pcp=pcp, tp=tp) == vllm.rank_of(given)
+
+
+def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
+    """Each knows its own; all describe the whole engine, or say how many are missing."""
+    names = [f"layers.{number}.attn" for number in range(5)]
+    parts = [names[:3], names[3:]]
+    sizes = {"model": Model(layers=5), "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    workers = [
+        (configured(*parts[n // 2], rank=n, **sizes), cached((parts[n // 2], FULL)))
+        for n in range(4)
+    ]
+    told = [vllm.WorkerTold.of(*both) for both in workers]
+    halves = [cached((part, FULL)) for part in parts]
+    whole = vllm.from_vllm(configured(*names, **sizes), halves)
+    assert [whole] * 4 == [vllm.whole_engine(given, told, {}) for given, _ in workers]
+    wanted = "told='3 workers': wanted all 4 of the engine"
+    assert wanted == words(lambda: vllm.whole_engine(workers[0][0], told[:3], {}))
+
+
 def test_pipeline_stages_have_the_layers_of_vllm_s_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """5 layers on 2 stages: 3 and 2, or as the environment says; others are refused by name."""
     names = [f"layers.{number}.attn" for number in range(5)]

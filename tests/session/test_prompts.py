@@ -102,6 +102,8 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
     session = next(iter(consumer.sessions.values()))
     nobody, there = held(), held((*producer.addresses,), tables=asked.producer_blocks)
     with Prompts(session, timeout=0.3) as prompts:
+        prompts.release(nobody)
+        until(prompts._meetings[nobody.addresses].done)
         first = prompts.load(nobody, asked)
         assert "moving" == first.poll()
         assert [] == first.untouched.tolist()

@@ -24,7 +24,6 @@ from vllm_serving import (
 import kvspec
 from kvspec.adapters.vllm import engine_spec
 from kvspec.adapters.vllm.scheduling import Scheduling, Served
-from kvspec.adapters.vllm.told import WorkerTold, whole_engine
 from kvspec.session import HeldPrompt, new_remote_id
 
 pytestmark = pytest.mark.nixl
@@ -198,13 +197,6 @@ def test_pages_of_unknown_order_are_not_moved() -> None:
     WORLDS.append(World(1))
     with pytest.raises(kvspec.SpecError, match=r"other\.Backend"):
         WORLDS[-1].run([lambda: worker.register_kv_caches({})])
-
-
-def test_a_stage_that_says_nothing_is_missed() -> None:
-    """An engine is described by all of its workers, or not at all."""
-    vllm_config, config = configs("p", 0, 1, 4, {}, 2)
-    with pytest.raises(kvspec.SpecError, match="wanted all 2 of the engine"):
-        whole_engine(vllm_config, [WorkerTold.of(vllm_config, config)], {})
 
 
 def test_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
