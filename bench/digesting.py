@@ -1,4 +1,4 @@
-"""What a digest of a request costs, beside copying the same bytes."""
+"""What a digest of a request costs, beside copying as many bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def digested(options: Options) -> Iterator[Row]:
         plan = kvspec.plan_transfer(producer, consumer)
         request = work.request()
         asked = wanted(plan, request)
-        flats = [np.asarray(flat) for flat in storage.values()]
+        flats = [flat[: flat.size * work.used[0] // work.pools[0]] for flat in storage.values()]
         copies = [np.empty_like(flat) for flat in flats]
-        nbytes = sum(flat.size for flat in flats) * work.used[0] // work.pools[0]
+        nbytes = sum(flat.size for flat in flats)
 
         def copied(copies: list[np.ndarray] = copies, flats: list[np.ndarray] = flats) -> None:
             for copy, flat in zip(copies, flats, strict=True):
@@ -36,7 +36,7 @@ def digested(options: Options) -> Iterator[Row]:
             clock(copied),
         )
         speed = f"{nbytes / ours / 1e9:.2f} GB/s"
-        what = f"digest of {nbytes >> 20} MiB, {name}; other: copying them"
+        what = f"digest of {nbytes >> 20} MiB, {name}; other: copying as many"
         ratio = f"{ours / other:.3g}"
         ours_told = f"{told(ours)}, {speed}"
         yield Row(budget="DIGEST", what=what, ours=ours_told, other=told(other), ratio=ratio)
