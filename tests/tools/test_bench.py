@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -23,14 +24,24 @@ def bench(*arguments: str) -> list[str]:
 
 def test_the_table_has_a_row_for_each_budget() -> None:
     """One line names the machine, one the columns; each budget asked for has its rows."""
-    machine, columns, rule, *rows, load = bench("--quick", "--only", "B1,B2,B4")
+    asked = ("B1", "B2", "B4", "B11", "B12", "B13", "DIGEST")
+    machine, columns, rule, *rows, load = bench("--quick", "--only", ",".join(asked))
     assert machine.startswith("machine: ")
     for word in ("cores", "Python", "numpy", "torch", "nixl"):
         assert word in machine
     assert ["budget", "what", "ours", "other", "ratio", "wanted", "met"] == columns.split()
     assert {"-"} == set(rule.replace(" ", ""))
     assert load.startswith("load at the end: ")
-    assert {"B1", "B2", "B4"} == {row.split()[0] for row in rows}
+    assert set(asked) == {row.split()[0] for row in rows}
+
+
+def test_every_budget_is_explained() -> None:
+    """The page has a row for each that there is, in their order."""
+    page = (BENCH / "README.md").read_text("utf-8")
+    source = (BENCH / "run.py").read_text("utf-8")
+    assert re.findall(r'^    "(\w+)": ', source, re.MULTILINE) == re.findall(
+        r"^\| ([A-Z]\w+) \|", page, re.MULTILINE
+    )
 
 
 def test_what_must_not_depend_on_blocks_does_not() -> None:
