@@ -22,9 +22,9 @@ Picked = tuple[Entry, Cells]
 class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tuple
     """The ids of the producer's rows and of the consumer's, as `DescriptorTable.select` picks them.
 
-    Two int32 arrays of equal length. *producer_rows*, *consumer_rows*: the table's own, which the
-    ids count through: lists that were prepared from these two take a selection as it is. *parts*:
-    how the ids repeat, in their order.
+    Two int32 arrays of equal length, read-only. *producer_rows*, *consumer_rows*: the table's own,
+    which the ids count through: lists that were prepared from these two take a selection as it is.
+    *parts*: how the ids repeat, in their order.
     """
 
     producer_rows: npt.NDArray[np.uint64]
@@ -42,6 +42,8 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tu
         ids: Any = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.int32)
         for (entry, cells), start, stop in zip(parts, ends, ends[1:], strict=False):
             entry.write_ids(cells, ids[0][start:stop], ids[1][start:stop])
+        for own in ids:
+            own.flags.writeable = False  # whoever takes the parts for the ids looks at no id again
         found = Selection(ids)
         found.producer_rows, found.consumer_rows = producer_rows, consumer_rows
         found.parts = parts

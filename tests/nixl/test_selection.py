@@ -128,6 +128,16 @@ def test_a_selection_moves_what_its_ids_do(operation: str) -> None:
     assert [] == here.differences()
 
 
+def test_a_selection_cannot_be_changed() -> None:
+    """Its ids are what its parts say, which alone are checked; a copy is ids like any other."""
+    case = asked(PLAIN[0])
+    selection = world(case).table(RankId(), RankId()).select(case.request)
+    for ids in selection:
+        with pytest.raises(ValueError, match="read-only"):
+            ids[0] = 10**6
+        ids.copy()[0] = 10**6
+
+
 def test_a_selection_of_another_table_is_refused() -> None:
     """Ids of equal rows that are not the list's own, and ids beside a selection."""
     case = asked(PLAIN[0])
