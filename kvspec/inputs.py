@@ -6,7 +6,7 @@ was wanted. A bool is no int.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
@@ -74,7 +74,7 @@ def seconds(field: str, value: object) -> float:
     """Return *value* if it is a finite number of seconds, at least 0; else raise `SpecError`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpecError(field, value, "seconds, a number")
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value <= sys.float_info.max:  # neither for nan
         raise SpecError(field, value, "finite seconds >= 0")
     return float(value)
 

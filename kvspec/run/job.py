@@ -17,7 +17,7 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, positive_int
+from kvspec.inputs import instance, positive_int, seconds
 from kvspec.memory.allocation import lay_out
 from kvspec.ownership.election import Election
 from kvspec.ownership.parallel import RankId
@@ -78,8 +78,9 @@ class Job:
         ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
         if ranks > MAX_RANKS:
             raise SpecError("ranks", ranks, f"at most {MAX_RANKS} processes in all")
-        if not 0 < self.timeout <= MAX_TIMEOUT:
-            raise SpecError("timeout", self.timeout, f"seconds from 0 to {MAX_TIMEOUT:.0f}")
+        if not 0 < seconds("timeout", self.timeout) <= MAX_TIMEOUT:
+            wanted = f"seconds, more than 0 and at most {MAX_TIMEOUT:.0f}"
+            raise SpecError("timeout", self.timeout, wanted)
 
     @cached_property
     def plan(self) -> TransferPlan:

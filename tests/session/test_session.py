@@ -93,6 +93,14 @@ def test_a_request_is_loaded_and_freed(either: tuple[Side, Side]) -> None:
         assert (0, 0, 0) == attrs.astuple(session.leftovers())[:3]
 
 
+@pytest.mark.parametrize("wrong", [None, "1", True, -1, float("nan"), float("inf"), 10**400])
+def test_seconds_are_a_finite_number(pair: tuple[Side, Side], wrong: Any) -> None:
+    """Anything else is refused by name, however large an int is."""
+    _, consumer = pair
+    with pytest.raises(SpecError, match="timeout="):
+        consumer.load(request(), new_remote_id("r"), timeout=wrong)
+
+
 def test_what_is_not_written_can_be_zeroed(pair: tuple[Side, Side]) -> None:
     """`untouched` are the bytes of the request's own blocks that hold what others left."""
     producer, consumer = pair
