@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import vllm_like as like
 from vllm_serving import (
     BLOCKS,
+    CONNECTOR,
     SIZE,
     WORLDS,
     Engine,
@@ -347,6 +349,12 @@ def test_a_worker_without_caches_has_nothing_to_tell() -> None:
     worker = made(vllm_config, "WORKER", config)
     assert None is worker.get_handshake_metadata()
     worker.shutdown()
+
+
+def test_an_engine_whose_memory_is_read_does_not_sleep() -> None:
+    """VLLM 0.33 asks: peers know addresses that an engine gives back when it sleeps."""
+    connector = importlib.import_module(CONNECTOR).KvspecConnector
+    assert not connector.supports_sleep_mode(None)
 
 
 def test_one_id_at_a_time_is_held(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,6 +31,11 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         Scheduling.__init__(self, kv_cache_config)
         Serving.__init__(self, vllm_config, kv_cache_config)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ANN401, ARG003
+        """Return False: an engine that sleeps gives memory back that peers read."""
+        return False
+
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ANN401, ARG002
         """Begin what the scheduler wants."""
         self.begin(self._connector_metadata)
