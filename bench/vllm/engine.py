@@ -54,6 +54,7 @@ class Engine:
             disable_log_stats=True,
             **settings,
         )
+        self.llm.collective_rpc("execute_dummy_batch")  # makes what pipeline stages exchange
         self.computed = 0
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         schedule = self.scheduler.schedule
