@@ -21,7 +21,7 @@ from kvspec.nixl.errors import STATES
 from kvspec.staging.costs import Costs
 
 AREA = 32 << 20
-PIECE = 1 << 20  # stays in a core's cache between the transport's copy and the local one
+PIECE = 4 << 20
 LEAST = 4096
 
 
@@ -123,8 +123,11 @@ class User(Protocol):
 class Area:
     """One registered memory in pieces, for those of the rank's *transfers* that go through it."""
 
-    def __init__(self, owner: object, piece: int, transfers: Iterable[User]) -> None:
+    def __init__(
+        self, owner: object, piece: int, transfers: Iterable[User], *, given: bool
+    ) -> None:
         self.memory = memory_of(owner)
+        self._given = given  # by a caller, who may free what is held here
         self.piece = piece
         self.pieces = self.memory.length // self.piece
         self._owner = owner
@@ -133,7 +136,7 @@ class Area:
 
     def address(self, piece: int) -> int:
         """Return where a piece begins; refuse an area that its owner freed."""
-        if memory_of(self._owner) != self.memory:
+        if self._given and memory_of(self._owner) != self.memory:
             message = f"the staging area was freed or moved while in use: {STATES['bug']}"
             raise TransferError(message, state="bug")
         return self.memory.address + piece * self.piece
@@ -199,6 +202,7 @@ class Areas:
         return self._made[memory_type, device]
 
     def _make(self, staging: Staging, owner: object) -> None:
-        area = Area(owner, staging.longest, self._transfers)
+        given = owner is staging.area
+        area = Area(owner, staging.longest, self._transfers, given=given)
         self._register([area.memory], owner)
         self._made[area.memory.memory_type, area.memory.device] = area

@@ -10,6 +10,7 @@ rank's, whose runs may lie anywhere. Ranges stand in the far side's order of add
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -83,7 +84,7 @@ class _Windows:
         apart |= runs.area[1:] != runs.area[:-1]
         begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
         size = max(1, min(longest // 4, longest - int(runs.length.max()) + 1))
-        place = (far - np.repeat(far[begins], np.diff(begins, append=len(far)))) // size
+        place = (far - np.repeat(far[begins], _counts(begins, len(far)))) // size
         first = np.flatnonzero(np.concatenate(([True], apart | (place[1:] != place[:-1]))))
         return _Windows(
             runs=runs, first=first, start=far[first], end=np.maximum.reduceat(end, first)
@@ -107,31 +108,42 @@ class _Windows:
     def moves(self, number: Ints, offset: Ints) -> Iterator[Moves]:
         """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
         window, cell = np.divmod(number, len(self.runs.far_cell))
-        counts = np.diff(self.first, append=len(self.runs.far))
-        if (counts == counts[0]).all():
-            run = self.first[window][:, None] + np.arange(counts[0])
-            begin = (offset - self.start[window])[:, None]
-            near_cell = self.runs.near_cell[cell][:, None]
+        begin, near_cell = offset - self.start[window], self.runs.near_cell[cell]
+        run, repeats = self._runs_of(window)
+        if repeats is None:  # as many runs in each
+            offsets = self.runs.far[run] + begin[:, None]
+            near = self.runs.near[run] + near_cell[:, None]
         else:
-            counts = counts[window]
-            run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
-            run += np.arange(len(run))
-            begin = np.repeat(offset - self.start[window], counts)
-            near_cell = np.repeat(self.runs.near_cell[cell], counts)
-        offsets = (self.runs.far[run] + begin).reshape(-1)
-        near = (self.runs.near[run] + near_cell).reshape(-1)
-        yield from _alike(offsets, near, self.runs.length, run.reshape(-1))
+            offsets = self.runs.far[run] + np.repeat(begin, repeats)
+            near = self.runs.near[run] + np.repeat(near_cell, repeats)
+        offsets, near = offsets.reshape(-1), near.reshape(-1)
+        if len(self._lengths) == 1:
+            yield Moves(offset=offsets, near=near, length=self._lengths[0])
+            return
+        lengths = self.runs.length[run.reshape(-1)]
+        for size in self._lengths:
+            which = lengths == size
+            yield Moves(offset=offsets[which], near=near[which], length=size)
 
+    def _runs_of(self, window: Ints) -> tuple[Ints, Ints | None]:
+        """Return the runs of windows, and how many each has; a row of runs each if all alike."""
+        counts = self._counts
+        if len(counts) == 1 or (counts[1:] == counts[0]).all():
+            return self.first[window][:, None] + np.arange(counts[0]), None
+        counts = counts[window]
+        run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
+        return run + np.arange(len(run)), counts
 
-def _alike(offset: Ints, near: Ints, length: Ints, run: Ints) -> Iterator[Moves]:
-    """Yield runs by their length."""
-    if (length == length[0]).all():
-        yield Moves(offset=offset, near=near, length=int(length[0]))
-        return
-    lengths = length[run]
-    for size in np.unique(lengths).tolist():
-        which = lengths == size
-        yield Moves(offset=offset[which], near=near[which], length=size)
+    @cached_property
+    def _counts(self) -> Ints:
+        return _counts(self.first, len(self.runs.far))
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """The lengths that runs have."""
+        length = self.runs.length
+        alike = (length[1:] == length[0]).all()
+        return [int(length[0])] if alike else np.unique(length).tolist()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -215,7 +227,7 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     length = np.append(reach[first[1:] - 1], reach[-1]) - start[first]
     skipped = start[first] - (np.cumsum(length) - length)
-    of_range = np.repeat(np.arange(len(first)), np.diff(first, append=len(start)))
+    of_range = np.repeat(np.arange(len(first)), _counts(first, len(start)))
     packed = start - skipped[of_range]
     pieces = _pieces(packed, reach - skipped[of_range], of_range, start, longest)
     return Ranges(
@@ -227,6 +239,10 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
         number=number,
         packed=packed,
     )
+
+
+def _counts(first: Ints, total: int) -> Ints:
+    return np.append(first[1:], total) - first
 
 
 def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints]:
