@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 import kvspec
+from kvspec.cli.calibrate import calibrate
 from kvspec.cli.simulate import simulate_command
 from kvspec.cli.slices import slices
 from kvspec.cli.transfer import transfer
@@ -20,6 +21,7 @@ app.command()(transfer)
 app.command()(slices)
 app.command()(verify)
 app.command("simulate")(simulate_command)
+app.command()(calibrate)
 
 
 def _print_version(wanted: bool) -> None:

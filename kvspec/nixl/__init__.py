@@ -1,6 +1,7 @@
 """The execution layer: one rank's NIXL agent, and what it moves."""
 
 from kvspec.nixl.area import Staging
+from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.flights import Event, Leftovers
 from kvspec.nixl.order import Operation, Prepared
 from kvspec.nixl.rank import NixlRank
@@ -16,4 +17,5 @@ __all__ = [
     "Prepared",
     "Staging",
     "Transfer",
+    "calibrated",
 ]

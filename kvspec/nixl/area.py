@@ -17,6 +17,7 @@ import numpy as np
 from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import flag, instance, positive_int
 from kvspec.memory.regions import Memory
+from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.errors import STATES
 from kvspec.staging.costs import Costs
 
@@ -31,13 +32,14 @@ class Staging:
 
     *area*: bytes of memory to allocate where it is first needed, beside what is moved; or memory of
     the caller's, held from then on: a numpy array or a torch tensor of one dimension, without gaps.
-    *piece*: bytes that one handle moves. A transfer is staged where *costs* say that it takes less
-    time, or *always* where it can be. Of an order with a run longer than a piece nothing is staged.
+    *piece*: bytes that one handle moves. A transfer is staged where *costs*, by default those of
+    `calibrated`, say that it takes less time, or *always* where it can be. Of one with a run longer
+    than a piece nothing is staged.
     """
 
     area: Any = AREA
     piece: int = PIECE
-    costs: Costs = attrs.field(factory=Costs)
+    costs: Costs = attrs.field(factory=calibrated)
     always: bool = False
 
     def __attrs_post_init__(self) -> None:

@@ -11,6 +11,7 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
 
+FIGURES = ("handle", "descriptor", "byte", "order", "piece", "run", "run_byte")
 MOST = 1e3
 """Seconds that no single figure reaches: greater ones are nonsense."""
 MAX_GAP = 256 << 10
@@ -30,22 +31,24 @@ class Costs:
     *handle*: one transfer handle made, posted and polled. *descriptor*: each that is posted.
     *byte*: each that the transport moves. Of what is staged, *order*: finding the ranges of a
     transfer; *piece*: permuting one piece, before any run of it; *run*, *run_byte*: each run that
-    is permuted, and each byte of it. The defaults are those of NIXL over shared memory, one core.
+    is permuted, and each byte of it. The defaults are those of NIXL over shared memory, one core;
+    *origin* says where others come from.
     """
 
-    handle: float = attrs.field(default=3e-5, validator=_figure)
-    descriptor: float = attrs.field(default=3.1e-6, validator=_figure)
-    byte: float = attrs.field(default=1 / 8.5e9, validator=_figure)
+    handle: float = attrs.field(default=1.2e-4, validator=_figure)
+    descriptor: float = attrs.field(default=2.4e-6, validator=_figure)
+    byte: float = attrs.field(default=1 / 9e9, validator=_figure)
     order: float = attrs.field(default=2e-4, validator=_figure)
-    piece: float = attrs.field(default=5e-5, validator=_figure)
-    run: float = attrs.field(default=4e-8, validator=_figure)
-    run_byte: float = attrs.field(default=1 / 13e9, validator=_figure)
+    piece: float = attrs.field(default=3e-5, validator=_figure)
+    run: float = attrs.field(default=1e-7, validator=_figure)
+    run_byte: float = attrs.field(default=1 / 9e9, validator=_figure)
+    origin: str = attrs.field(default="the stated defaults", eq=False)
 
     def direct(self, descriptors: int, nbytes: int, handles: int = 1) -> float:
         """Return the seconds of *descriptors* of *nbytes* in all, each posted where it goes.
 
         >>> round(1e3 * Costs().direct(65_536, 16 << 20), 1)  # runs of 256 bytes, in ms
-        205.2
+        159.3
         """
         return handles * self.handle + descriptors * self.descriptor + nbytes * self.byte
 
@@ -54,8 +57,8 @@ class Costs:
 
         *nbytes*: of the runs alone; the rest of the ranges is dropped.
 
-        >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, pieces=18), 1)
-        8.0
+        >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, pieces=5), 1)
+        11.6
         """
         moved = self.direct(ranges, read, pieces) + self.order + pieces * self.piece
         return moved + runs * self.run + nbytes * self.run_byte

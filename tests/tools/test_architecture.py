@@ -48,11 +48,11 @@ FOLDERS = (
             " states notices order held pending producer consumer wire seal ."
         ),
     ),
-    ("staging", ". costs ranges"),
+    ("staging", ". costs fitting ranges"),
     (
         "nixl",
         (
-            "errors rows spans memory introduction living agent area permuting stage"
+            "errors rows spans memory introduction living agent calibration area permuting stage"
             " merging selected order staged notifications peers transfer flights rank ."
         ),
     ),
@@ -83,9 +83,12 @@ FOLDERS = (
     ("adapters.sglang", "ranks pools engine tensors tables ."),
     (
         "run",
-        "limits job report contents notices worker launched conduct served started soak recovery .",
+        (
+            "limits job report contents notices worker launched conduct served started soak"
+            " recovery calibrate ."
+        ),
     ),
-    ("cli", ". options simulate slices transfer verify app __main__"),
+    ("cli", ". options simulate slices transfer verify calibrate app __main__"),
 )
 """Folders and the files in each, from bottom to top; ``.`` is the folder's own ``__init__``."""
 

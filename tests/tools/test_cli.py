@@ -445,3 +445,23 @@ def kvspec_run(producer: EngineSpec, consumer: EngineSpec) -> Report:
     from kvspec.run import run_transfer  # noqa: PLC0415 - the only run of this file
 
     return run_transfer(Job(producer=producer, consumer=consumer))
+
+
+def test_calibrate_measures_and_writes(tmp_path: Path) -> None:
+    """Two processes, a small request of each shape: a table, seven figures and a file of them."""
+    pytest.importorskip("nixl_cu13", reason="needs nixl")
+    file = tmp_path / "calibration.json"
+    result = run("calibrate", "--megabytes", "1", "--tries", "1", "--to", str(file))
+    assert 0 == result.exit_code, result.output
+    figures = json.loads(file.read_text("utf-8"))["seconds"]
+    for name, value in figures.items():
+        assert value > 0
+        assert f"{name}: " in result.stdout
+    assert 7 == len(figures)
+    assert f"written to {file}" in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--tries", "--megabytes"])
+def test_calibrate_refuses_nothing_to_do(option: str) -> None:
+    """At least one try, of at least 1 MiB."""
+    assert 2 == run("calibrate", option, "0").exit_code

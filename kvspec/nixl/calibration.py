@@ -1,0 +1,138 @@
+"""The file that keeps what a machine's transfers cost.
+
+Law: what is read is whole, and of this machine, or it is not used: refused where the caller named
+the file, otherwise the stated defaults, and `Costs.origin` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvspec.errors import SpecError, shown
+from kvspec.inputs import instance
+from kvspec.nixl.agent import package_names
+from kvspec.staging.costs import FIGURES, Costs
+
+VARIABLE = "KVSPEC_CALIBRATION"
+VERSION = 1
+MAX_BYTES = 1 << 16
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """What figures hold for: the processor's name and cores, nixl's version, UCX's transports."""
+
+    cpu: str
+    cores: int
+    nixl: str
+    transports: str
+
+    @staticmethod
+    def here() -> Machine:
+        """Return this machine."""
+        return Machine(
+            cpu=_cpu(),
+            cores=len(os.sched_getaffinity(0)),
+            nixl=_nixl(),
+            transports=os.environ.get("UCX_TLS", ""),
+        )
+
+
+def place() -> Path:
+    """Return where figures are kept: `KVSPEC_CALIBRATION`, or in the user's cache directory."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "kvspec" / "calibration.json"
+
+
+def calibrated(path: str | os.PathLike[str] | None = None) -> Costs:
+    """Return the costs that `kvspec calibrate` wrote to *path*, or where it writes unless told.
+
+    `SpecError` if *path* is given and is not a calibration of this machine. Where it is not given,
+    the defaults stand in, and their `origin` says why.
+    """
+    if path is not None:
+        return _read(Path(path))
+    try:
+        return _read(place())
+    except SpecError as error:
+        return Costs(origin=f"the stated defaults ({error})")
+
+
+def save(costs: Costs, path: Path | None = None) -> Path:
+    """Write *costs* of this machine to *path*, whole or not at all; return where."""
+    path = path or place()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(
+        {
+            "version": VERSION,
+            "machine": attrs.asdict(Machine.here()),
+            "seconds": {name: getattr(costs, name) for name in FIGURES},
+        },
+        indent=2,
+    )
+    partly = path.with_name(f"{path.name}.{os.getpid()}")
+    partly.write_text(text + "\n", encoding="utf-8")
+    partly.replace(path)
+    return path
+
+
+def _read(path: Path) -> Costs:
+    field = f"calibration {path}"
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise SpecError(field, f"over {MAX_BYTES} bytes", "a file of `kvspec calibrate`")
+        held = json.loads(text)
+    except OSError as error:
+        raise SpecError(field, error.strerror, "a file that `kvspec calibrate` wrote") from error
+    except (ValueError, RecursionError) as error:
+        raise SpecError(field, shown(str(error)), "a file of JSON, whole") from error
+    kept = _members(field, held, {"version", "machine", "seconds"})
+    if kept["version"] != VERSION:
+        raise SpecError(f"{field}: version", kept["version"], f"{VERSION}; calibrate again")
+    here = attrs.asdict(Machine.here())
+    there = _members(f"{field}: machine", kept["machine"], set(here))
+    for name, value in here.items():
+        if there[name] != value:
+            raise SpecError(f"{field}: {name}", there[name], f"{value!r}, this machine's")
+    seconds = _members(f"{field}: seconds", kept["seconds"], set(FIGURES))
+    try:
+        return Costs(**seconds, origin=f"measured on this machine ({path})")
+    except SpecError as error:
+        raise SpecError(f"{field}: {error.field}", error.value, error.wanted) from error
+
+
+def _members(field: str, value: object, names: set[str]) -> Mapping[str, Any]:
+    """Return *value* if it is an object with these *names* and no other."""
+    held = instance(field, value, dict)
+    if set(held) != names:
+        raise SpecError(field, sorted(map(str, held)), f"{', '.join(sorted(names))}")
+    return held
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else "unknown"
+
+
+def _nixl() -> str:
+    for name in package_names():
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"

@@ -1,0 +1,178 @@
+"""What transfers of this machine cost: real ones between two processes, direct and staged.
+
+Law: what is measured is what a connector does, a request's read over NIXL; the least of several
+tries counts, since a machine is never wholly one's own. Where the transport copies while it posts,
+time is the processor's own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import attrs
+import numpy as np
+
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.table import build_table
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
+from kvspec.errors import TransferError
+from kvspec.memory.allocation import allocate, lay_out
+from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.ownership.parallel import RankId
+from kvspec.plan.plan import plan_transfer
+from kvspec.specs import FullAttentionSpec
+from kvspec.staging.costs import Costs
+from kvspec.staging.fitting import Sample, fit
+
+RANK = RankId()
+TIMEOUT = 60.0
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """A request of *blocks* shuffled blocks of *tokens*: heads first to *layout*, eight heads.
+
+    Its runs are one head of a token each, or, in the same layout, whole blocks.
+    """
+
+    head_size: int
+    tokens: int
+    blocks: int
+    layout: str = "LBKHNC"
+
+    @property
+    def engines(self) -> tuple[EngineSpec, EngineSpec]:
+        """The producer and the consumer."""
+        spec = FullAttentionSpec(
+            block_size=self.tokens,
+            total_num_kv_heads=8,
+            head_size=self.head_size,
+            dtype="bfloat16",
+        )
+        group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+        producer, consumer = (
+            EngineSpec(groups=[group], layout=layout) for layout in ("LBKHNC", self.layout)
+        )
+        return producer, consumer
+
+    @property
+    def request(self) -> TransferRequest:
+        """All blocks, in an order of its own on the consumer."""
+        shuffled = np.random.default_rng(self.blocks).permutation(self.blocks)
+        return TransferRequest(
+            request_id="calibrate",
+            num_tokens=self.tokens * self.blocks,
+            producer_blocks={"full": range(self.blocks)},
+            consumer_blocks={"full": BlockTable(shuffled)},
+        )
+
+
+def shapes(most: int = 16 << 20) -> Iterator[Shape]:
+    """Yield requests of *most* bytes, of a quarter and a sixteenth, with runs of all lengths."""
+    for nbytes in (most, most // 4, most // 16):
+        for size in (64, 128, 512):
+            blocks = nbytes // (2 * 8 * 2 * size * 16)
+            yield Shape(head_size=size, tokens=16, blocks=blocks, layout="LBKNHC")
+        for block in (1 << 12, 1 << 14, 1 << 16, 1 << 18):
+            tokens = block // (2 * 8 * 2 * 64)
+            yield Shape(head_size=64, tokens=tokens, blocks=max(1, nbytes // block))
+
+
+def serve(pipe: Connection, wanted: tuple[Shape, ...]) -> None:
+    """Be the producer of each shape, until the pipe is closed."""
+    with NixlRank(secret=b"") as rank:
+        for shape in wanted:
+            cache, storage = allocate(shape.engines[0], RANK, shape.blocks)
+            for memory in storage.values():
+                memory[:] = 1  # an untouched page costs the reader a fault
+            rank.register(cache.memory, owner=storage)
+            pipe.send((rank.metadata(), cache.memory[0].address))
+        while not pipe.poll(0.001):
+            rank.notifications()
+
+
+@contextmanager
+def _served(wanted: tuple[Shape, ...]) -> Iterator[list[tuple[bytes, int]]]:
+    """Start the producer's process, and end it; yield what it told of each shape."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=serve, args=(other, wanted), daemon=True)
+    process.start()
+    other.close()
+    try:
+        told = []
+        for _ in wanted:
+            if not pipe.poll(TIMEOUT):
+                raise TransferError(f"the other process was silent for {TIMEOUT} s")
+            told.append(pipe.recv())
+        yield told
+    except EOFError as error:
+        raise TransferError("the other process died") from error
+    finally:
+        pipe.close()
+        process.join(1)
+        process.kill()
+
+
+def measure(
+    wanted: tuple[Shape, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
+) -> list[tuple[Sample, Sample]]:
+    """Return of each shape the least that it took directly and staged."""
+    found = []
+    with _served(wanted) as told:
+        for shape, (metadata, base) in zip(wanted, told, strict=True):
+            found.append(_measured(shape, metadata, base, tries))
+            progress(1)
+    return found
+
+
+def _measured(shape: Shape, metadata: bytes, base: int, tries: int) -> tuple[Sample, Sample]:
+    producer, consumer = shape.engines
+    cache, storage = allocate(consumer, RANK, shape.blocks)
+    for memory in storage.values():
+        memory[:] = 2
+    far = lay_out(producer, RANK, shape.blocks, base)
+    table = build_table(plan_transfer(producer, consumer), far, cache)
+    selection = table.select(shape.request)
+    samples = []
+    for staging in (None, Staging(always=True, costs=Costs())):
+        with NixlRank(secret=b"", polled=True, telemetry=True, staging=staging) as rank:
+            rank.register(cache.memory, owner=storage)
+            peer = rank.connect(metadata, TIMEOUT)
+            sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
+            best = np.inf
+            for _ in range(tries + 1):
+                started = time.perf_counter(), time.process_time()
+                read = rank.read(
+                    sides[0], selection, sides[1], request="calibrate", timeout=TIMEOUT
+                )
+                at_once = not read.live_handles
+                read.wait()
+                taken = time.perf_counter() - started[0], time.process_time() - started[1]
+                best = min(best, taken[at_once])
+            samples.append(_sample(read, best))
+    return samples[0], samples[1]
+
+
+def _sample(read: Transfer, seconds: float) -> Sample:
+    posted, stage = read.posted or read.runs, read.order.stage
+    if stage is None:
+        return Sample(seconds=seconds, descriptors=posted, nbytes=read.nbytes, handles=read.handles)
+    return Sample(
+        seconds=seconds,
+        descriptors=posted,
+        nbytes=stage.ranges.read,
+        handles=read.handles,
+        runs=stage.ranges.runs,
+        permuted=stage.ranges.nbytes,
+    )
+
+
+def fitted(samples: list[tuple[Sample, Sample]]) -> Costs:
+    """Return the costs that fit what was measured."""
+    return fit((one for pair in samples for one in pair), origin="measured just now")
