@@ -76,7 +76,7 @@ def shapes(most: int = 16 << 20) -> Iterator[Shape]:
     """Yield requests of *most* bytes, of a quarter and a sixteenth, with runs of all lengths."""
     for nbytes in (most, most // 4, most // 16):
         for size in (64, 128, 512):
-            blocks = nbytes // (2 * 8 * 2 * size * 16)
+            blocks = max(1, nbytes // (2 * 8 * 2 * size * 16))
             yield Shape(head_size=size, tokens=16, blocks=blocks, layout="LBKNHC")
         for block in (1 << 12, 1 << 14, 1 << 16, 1 << 18):
             tokens = block // (2 * 8 * 2 * 64)
