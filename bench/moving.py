@@ -1,80 +1,184 @@
-"""B7: a whole transfer over NIXL in one machine, against one raw read of the same bytes.
+"""B7, B8, B15: a whole transfer over NIXL in one machine, against one raw read of the same bytes.
 
 The whole transfer is what one consumer rank does for a request: look up the ids of every source,
-read, wait, and tell the producer. The raw read is as many bytes in one descriptor a source.
+read, wait, and tell the producer. The raw read is as many bytes in one descriptor a source. The
+rank stages where costs that were measured just before say so; B8 holds its choice against a rank
+that never stages and one that always does. CPU time decides, since machines are shared: where the
+transport copies while it posts, that is all the time there is.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from statistics import median
 
+import attrs
+import numpy as np
 import works
-from timing import Options, Row, interleaved, told
+from timing import Options, Row, told
 
+import kvspec
 from kvspec import RankId, allocate, build_table, lay_out, plan_transfer
-from kvspec.memory.regions import Memory
+from kvspec.nixl import Costs, NixlRank, Staging, Transfer
+from kvspec.run.calibrate import fitted, measure, shapes
 
 TARGET = RankId()
 TIMEOUT = 60.0
-CASES = (
-    ("blocks of all layers, 256 KiB", ("BLHNC", "BLHNC"), (4, 4), 16, 16, 4096, 1.25),
-    ("blocks of one layer, 64 KiB", ("LBHNC", "LBHNC"), (4, 4), 64, 16, 4096, 2.0),
-    ("heads first to rows first, 256 B", ("LBKHNC", "LKBNHC"), (8, 2), 16, 16, 512, 4.0),
-)
-"""What, layouts, TP sizes, block size, layers, tokens, and the budget: time over a raw read's."""
+SHORT = ("LBKHNC", "LKBNHC")
+"""Heads first to rows first: the worst pair, a run for each head of each token."""
 
 
-def work_of(case: tuple[Any, ...]) -> works.Work:
-    """Return the work of one of `CASES`: 8 heads, blocks shuffled."""
-    name, layouts, sizes, block, layers, tokens, _ = case
-    spec = works.heads(8, block)
+def work_of(
+    name: str, layouts: tuple[str, str], sizes: tuple[int, int], layers: int, tokens: int,
+    spec: kvspec.LayerSpec | None = None,
+) -> works.Work:  # fmt: skip
+    """Return a work of 8 heads in blocks of 16, or of *spec*; blocks are shuffled."""
     return works.Work(
-        name=name, layers=layers, spec=spec, tp_sizes=sizes, tokens=tokens, layouts=layouts
+        name=name,
+        layers=layers,
+        spec=spec or works.heads(8, 16),
+        tp_sizes=sizes,
+        tokens=tokens,
+        layouts=layouts,
     )
 
 
-def b7(options: Options) -> Iterator[Row]:
-    """Whole transfers of long, middling and the shortest runs."""
+PLAIN = ("LBHNC", "LBHNC")
+WHOLE = (
+    (work_of("blocks of all layers, 256 KiB", ("BLHNC", "BLHNC"), (4, 4), 16, 4096), 1.25),
+    (work_of("blocks of one layer, 64 KiB", PLAIN, (4, 4), 16, 4096, works.heads(8, 64)), 2.0),
+    (work_of("heads first to rows first, 256 B", SHORT, (8, 2), 16, 512), 4.0),
+)
+"""B7: works, and how many times a raw read's time they may take."""
+LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
+MIDDLE = (
+    (work_of("latents in blocks of 16, 18 KiB", PLAIN, (8, 1), 61, 1024, LATENT), 2.0),
+    (work_of("blocks of 16, TP 4 -> 4, 16 KiB", PLAIN, (4, 4), 80, 1024), 2.0),
+    (work_of("blocks of 16, TP 8 -> 8, 8 KiB", PLAIN, (8, 8), 80, 1024), 2.2),
+    (work_of("the same, keys apart, 4 KiB", ("LKBHNC", "LKBHNC"), (8, 8), 80, 1024), 3.0),
+)
+"""B15."""
+
+
+def grid(*, quick: bool) -> Iterator[works.Work]:
+    """Yield B8's works: runs of 128 bytes to 256 KiB, from four sources, 16 MiB or more."""
+    for size in (64, 128):
+        spec = attrs.evolve(works.heads(8, 16), head_size=size)
+        yield work_of(f"runs of {2 * size} B", SHORT, (8, 2), 16, 65536 // size, spec)
+    layouts = "LBKHNC", "LBKHNC"
+    for block in (4, 32, 256) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 1024):
+        layers, tokens = (16, 512) if block <= 64 else (4, max(2048, 4 * block))
+        name = f"runs of {block / 4:g} KiB"
+        yield work_of(name, layouts, (8, 2), layers, tokens, works.heads(8, block))
+
+
+@functools.cache
+def costs(*, quick: bool) -> Costs:
+    """Return what transfers cost here, measured now."""
+    wanted = tuple(shapes((4 if quick else 16) << 20))
+    return fitted(measure(wanted, 2 if quick else 7))
+
+
+def nixl_or_row(budget: str) -> Iterator[Row]:
+    """Yield a row that says so, where there is no NIXL."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     try:
         import nixl_cu13  # noqa: F401, PLC0415 - NIXL is optional
     except ImportError:
-        yield Row(budget="B7", what="whole transfer / raw read", ours="", other="no nixl")
+        yield Row(budget=budget, what="whole transfer / raw read", ours="", other="no nixl")
+
+
+def b7(options: Options) -> Iterator[Row]:
+    """Whole transfers of long, middling and the shortest runs."""
+    yield from _whole(options, "B7", WHOLE)
+
+
+def b15(options: Options) -> Iterator[Row]:
+    """Whole transfers of what most engines have: runs of 4 to 18 KiB."""
+    yield from _whole(options, "B15", MIDDLE)
+
+
+def _whole(
+    options: Options, budget: str, cases: tuple[tuple[works.Work, float], ...]
+) -> Iterator[Row]:
+    if rows := list(nixl_or_row(budget)):
+        yield from rows
         return
-    for case in CASES:
-        yield _measured(options, work_of(case), case[-1])
+    for work, limit in cases:
+        with _lanes(work, {"chosen": _staging(options)}) as lanes:
+            raw, whole = _timed(options.times(16), lanes.raw, lanes.whole("chosen"))
+            yield Row(
+                budget=budget,
+                what=f"{work.name}: {lanes.told('chosen')}, {lanes.nbytes / 2**20:.3g} MiB",
+                ours=_both(whole),
+                other=_both(raw),
+                ratio=f"{whole[0] / raw[0]:.3g}",
+                wanted=f"<= {limit}",
+                met=whole[0] <= limit * raw[0],
+            )
 
 
-def _measured(options: Options, work: works.Work, limit: float) -> Row:
-    mine, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=serve, args=(theirs, work), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        whole, raw, count, nbytes = _against(options, work, mine)
-    finally:
-        process.kill()
-        process.join()
-    return Row(
-        budget="B7",
-        what=f"{work.name}: {count} posted, {nbytes / 2**20:.3g} MiB (other: one read a source)",
-        ours=told(whole),
-        other=told(raw),
-        ratio=f"{whole / raw:.3g}",
-        wanted=f"<= {limit}",
-        met=whole <= limit * raw,
-    )
+def b8(options: Options) -> Iterator[Row]:
+    """Compare the choice with both ways, over runs of all lengths."""
+    if rows := list(nixl_or_row("B8")):
+        yield from rows
+        return
+    ways: Ways = {"direct": None, "staged": Staging(always=True), "chosen": _staging(options)}
+    for work in grid(quick=options.quick):
+        with _lanes(work, ways) as lanes:
+            direct, staged, chosen = _timed(options.times(16), *map(lanes.whole, ways))
+            best = min(direct[0], staged[0])
+            yield Row(
+                budget="B8",
+                what=f"{work.name}: {lanes.told('chosen')} (other: direct / always staged)",
+                ours=_both(chosen),
+                other=f"{told(direct[0])} / {told(staged[0])}",
+                ratio=f"{chosen[0] / best:.3g}",
+                wanted="<= 1.15",
+                met=chosen[0] <= 1.15 * best,
+            )
+
+
+def _staging(options: Options) -> Staging:
+    return Staging(costs=costs(quick=options.quick))
+
+
+Ways = dict[str, Staging | None]
+"""How ranks stage, by name."""
+Timer = Callable[[], tuple[float, float]]
+"""Runs one repetition and returns its seconds of CPU time and by the clock."""
+
+
+def _timed(repetitions: int, *timers: Timer) -> list[tuple[float, float]]:
+    """Return the median seconds of each, run in turn after one warm-up."""
+    taken: list[list[tuple[float, float]]] = [[] for _ in timers]
+    for repetition in range(repetitions + 1):
+        for times, timer in zip(taken, timers, strict=True):
+            seconds = timer()
+            if repetition:
+                times.append(seconds)
+    return [(median(c for c, _ in times), median(w for _, w in times)) for times in taken]
+
+
+def _both(seconds: tuple[float, float]) -> str:
+    return f"{told(seconds[0])} (wall {told(seconds[1])})"
+
+
+def clocked(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of one call, of CPU time and by the clock."""
+    started = time.process_time(), time.perf_counter()
+    work()
+    return time.process_time() - started[0], time.perf_counter() - started[1]
 
 
 def serve(pipe: Connection, work: works.Work) -> None:
     """Be the producer: all source ranks of one consumer rank, until the pipe is closed."""
-    from kvspec.nixl import NixlRank  # noqa: PLC0415 - only this process and `_against` need it
-
     producer, consumer = work.engines()
     sources = plan_transfer(producer, consumer).sources(TARGET)
     made = [allocate(producer, source, work.pools[0]) for source in sources]
@@ -84,68 +188,90 @@ def serve(pipe: Connection, work: works.Work) -> None:
                 each[:] = 1  # touched: an untouched page costs the reader a fault
             rank.register(cache.memory, owner=storage)
         pipe.send((rank.metadata(), [cache.memory[0].address for cache, _ in made]))
-        while True:
-            time.sleep(0.001)
+        while not pipe.poll(0.001):
             rank.notifications()
-            if pipe.poll() and pipe.recv() is None:
-                return
 
 
-def _against(options: Options, work: works.Work, pipe: Connection) -> tuple[float, float, int, int]:
-    """Return the seconds of a whole transfer and of a raw read, descriptors posted, and bytes."""
-    from kvspec.nixl import NixlRank  # noqa: PLC0415
+@contextmanager
+def _lanes(work: works.Work, ways: Ways) -> Iterator[Lanes]:
+    """Start a producer, and one consumer rank for each way to stage."""
+    ours, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=serve, args=(theirs, work), daemon=True)
+    process.start()
+    theirs.close()
+    with ExitStack() as stack:
+        stack.callback(process.join)
+        stack.callback(process.kill)
+        yield Lanes(work, ways, ours, stack)
 
-    producer, consumer = work.engines()
-    plan, request = plan_transfer(producer, consumer), work.request()
-    cache, storage = allocate(consumer, TARGET, work.pools[1])
-    for each in storage.values():
-        each[:] = 2
-    with NixlRank(secret=b"", polled=True, telemetry=True) as rank:
-        rank.register(cache.memory, owner=storage)
-        metadata, bases = pipe.recv()
-        peer = rank.connect(metadata)
-        lists = []
-        for source, base in zip(plan.sources(TARGET), bases, strict=True):
-            far = lay_out(producer, source, work.pools[0], base)
-            table = build_table(plan, far, cache)
-            remote = rank.prepare(table.producer_rows, peer=peer)
-            lists.append((table, rank.prepare(table.consumer_rows), remote))
-        posted: list[int] = []
 
-        def whole() -> float:
-            started = time.perf_counter()
-            reads = []
-            for table, local, remote in lists:
-                theirs, ours = table.select(request)
-                reads.append(
-                    rank.read(local, ours, remote, theirs, request="bench", timeout=TIMEOUT)
+class Lanes:
+    """The consumer's ranks, tables and prepared lists of one work; all ranks have one cache."""
+
+    def __init__(self, work: works.Work, ways: Ways, pipe: Connection, stack: ExitStack) -> None:
+        producer, consumer = work.engines()
+        plan, self.request = plan_transfer(producer, consumer), work.request()
+        cache, storage = allocate(consumer, TARGET, work.pools[1])
+        for each in storage.values():
+            each[:] = 2
+        metadata, self.bases = pipe.recv()
+        self.memory = cache.memory[0]
+        self.tables = [
+            build_table(plan, lay_out(producer, source, work.pools[0], base), cache)
+            for source, base in zip(plan.sources(TARGET), self.bases, strict=True)
+        ]
+        self.nbytes = sum(int(table.descriptors(self.request)[:, 2].sum()) for table in self.tables)
+        self.ranks, self.lists, self.reads = {}, {}, dict[str, list[Transfer]]()
+        for way, staging in ways.items():
+            rank = stack.enter_context(
+                NixlRank(secret=b"", polled=True, telemetry=True, staging=staging)
+            )
+            rank.register(cache.memory, owner=storage)
+            self.peer = rank.connect(metadata)
+            self.ranks[way] = rank
+            self.lists[way] = [
+                (
+                    rank.prepare(table.consumer_rows),
+                    rank.prepare(table.producer_rows, peer=self.peer),
                 )
-            for each in reads:
-                each.wait()
-            rank.notify(peer, b"done")
-            posted[:] = [each.posted or 0 for each in reads]
-            return time.perf_counter() - started
+                for table in self.tables
+            ]
+        self.raw = self._raw(next(iter(self.ranks.values())))
 
-        nbytes = sum(int(table.descriptors(request)[:, 2].sum()) for table, _, _ in lists)
-        raw = _raw(rank, peer, cache.memory[0], bases, nbytes)
-        seconds = interleaved(options.times(16), whole, raw)
-        pipe.send(None)
-    return seconds[0], seconds[1], sum(posted), nbytes
+    def whole(self, way: str) -> Timer:
+        """Return a timer of the whole transfer by one way."""
+        rank = self.ranks[way]
 
+        def run() -> None:
+            reads = [
+                rank.read(
+                    local, table.select(self.request), remote, request="bench", timeout=TIMEOUT
+                )
+                for table, (local, remote) in zip(self.tables, self.lists[way], strict=True)
+            ]
+            for read in reads:
+                read.wait()
+            rank.notify(self.peer, b"done")
+            self.reads[way] = reads
 
-def _raw(rank: Any, peer: str, own: Memory, bases: list[int], nbytes: int) -> Any:  # noqa: ANN401
-    """Return a timer of one read of *nbytes*, a descriptor for each source."""
-    import numpy as np  # noqa: PLC0415
+        return lambda: clocked(run)
 
-    share = nbytes // len(bases)
-    far = np.array([[base, share, 0, share, 1] for base in bases], np.uint64)
-    near = np.array([[own.address + i * share, share, 0, share, 1] for i in range(len(bases))])
-    lists = rank.prepare(near.astype(np.uint64)), rank.prepare(far, peer=peer)
-    ids = np.arange(len(bases), dtype=np.int32)
+    def told(self, way: str) -> str:
+        """Say what one way posted, and whether it was staged."""
+        posted = sum(read.posted or 0 for read in self.reads[way])
+        staged = any(read.staged for read in self.reads[way])
+        return f"{posted} posted, {'staged' if staged else 'direct'}"
 
-    def run() -> float:
-        started = time.perf_counter()
-        rank.read(lists[0], ids, lists[1], ids, request="raw", timeout=TIMEOUT).wait()
-        return time.perf_counter() - started
+    def _raw(self, rank: NixlRank) -> Timer:
+        """Return a timer of one read of as many bytes, a descriptor for each source."""
+        share = self.nbytes // len(self.bases)
+        far = np.array([[base, share, 0, share, 1] for base in self.bases], np.uint64)
+        near = far.copy()
+        near[:, 0] = self.memory.address + np.arange(len(near)) * share
+        lists = rank.prepare(near), rank.prepare(far, peer=self.peer)
+        ids = np.arange(len(near), dtype=np.int32)
 
-    return run
+        def run() -> None:
+            rank.read(lists[0], ids, lists[1], ids, request="raw", timeout=TIMEOUT).wait()
+
+        return lambda: clocked(run)

@@ -18,7 +18,7 @@ import mooncake_client
 from digesting import digested
 from growth import b9, b10
 from merging import b6
-from moving import b7
+from moving import b7, b8, b15
 from planning import b3, b4, b5
 from requesting import b11, b12, b13, b14, b16
 from starting import b1, b2
@@ -32,12 +32,14 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B5": b5,
     "B6": b6,
     "B7": b7,
+    "B8": b8,
     "B9": b9,
     "B10": b10,
     "B11": b11,
     "B12": b12,
     "B13": b13,
     "B14": b14,
+    "B15": b15,
     "B16": b16,
     "DIGEST": digested,
 }

@@ -17,12 +17,13 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import TransferError
 from kvspec.memory.allocation import allocate, lay_out
-from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.nixl import NixlRank, Prepared, Staging
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import plan_transfer
 from kvspec.specs import FullAttentionSpec
@@ -138,39 +139,31 @@ def _measured(shape: Shape, metadata: bytes, base: int, tries: int) -> tuple[Sam
         memory[:] = 2
     far = lay_out(producer, RANK, shape.blocks, base)
     table = build_table(plan_transfer(producer, consumer), far, cache)
-    selection = table.select(shape.request)
     samples = []
     for staging in (None, Staging(always=True, costs=Costs())):
         with NixlRank(secret=b"", polled=True, telemetry=True, staging=staging) as rank:
             rank.register(cache.memory, owner=storage)
             peer = rank.connect(metadata, TIMEOUT)
             sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
-            best = np.inf
-            for _ in range(tries + 1):
-                started = time.perf_counter(), time.process_time()
-                read = rank.read(
-                    sides[0], selection, sides[1], request="calibrate", timeout=TIMEOUT
-                )
-                at_once = not read.live_handles
-                read.wait()
-                taken = time.perf_counter() - started[0], time.process_time() - started[1]
-                best = min(best, taken[at_once])
-            samples.append(_sample(read, best))
+            tried = [_timed(rank, table.select(shape.request), sides) for _ in range(tries + 1)]
+            samples.append(min(tried, key=lambda one: one.seconds))
     return samples[0], samples[1]
 
 
-def _sample(read: Transfer, seconds: float) -> Sample:
+def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared]) -> Sample:
+    """Return what one read takes."""
+    started = time.perf_counter(), time.process_time()
+    read = rank.read(sides[0], selection, sides[1], request="calibrate", timeout=TIMEOUT)
+    at_once = not read.live_handles
+    read.wait()
+    seconds = (time.process_time if at_once else time.perf_counter)() - started[at_once]
     posted, stage = read.posted or read.runs, read.order.stage
+    counts = {"descriptors": posted, "handles": read.handles}
     if stage is None:
-        return Sample(seconds=seconds, descriptors=posted, nbytes=read.nbytes, handles=read.handles)
-    return Sample(
-        seconds=seconds,
-        descriptors=posted,
-        nbytes=stage.ranges.read,
-        handles=read.handles,
-        runs=stage.ranges.runs,
-        permuted=stage.ranges.nbytes,
-    )
+        return Sample(seconds=seconds, nbytes=read.nbytes, **counts)
+    ranges = stage.ranges
+    more = {"nbytes": ranges.read, "runs": ranges.runs, "permuted": ranges.nbytes}
+    return Sample(seconds=seconds, **counts, **more)
 
 
 def fitted(samples: list[tuple[Sample, Sample]]) -> Costs:
