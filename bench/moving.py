@@ -26,7 +26,7 @@ from timing import Options, Row, told
 import kvspec
 from kvspec import RankId, allocate, build_table, lay_out, plan_transfer
 from kvspec.nixl import Costs, NixlRank, Staging, Transfer
-from kvspec.run.calibrate import fitted, measure, shapes
+from kvspec.run.calibrate import fitted, measure, probes
 
 TARGET = RankId()
 TIMEOUT = 60.0
@@ -81,7 +81,7 @@ def grid(*, quick: bool) -> Iterator[works.Work]:
 @functools.cache
 def costs(*, quick: bool) -> Costs:
     """Return what transfers cost here, measured now."""
-    wanted = tuple(shapes((4 if quick else 16) << 20))
+    wanted = tuple(probes((4 if quick else 16) << 20))
     return fitted(measure(wanted, 2 if quick else 7))
 
 

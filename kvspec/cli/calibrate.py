@@ -8,7 +8,7 @@ import typer
 
 from kvspec.cli.options import output, progress_bar, refusals, table
 from kvspec.nixl.calibration import save
-from kvspec.run.calibrate import fitted, measure, shapes
+from kvspec.run.calibrate import fitted, measure, probes
 from kvspec.staging.costs import FIGURES
 from kvspec.words import nbytes
 
@@ -26,7 +26,7 @@ def calibrate(
     A rank with a staging area chooses by these figures. Measure on a machine that does nothing
     else, with the environment (`UCX_TLS`, `UCX_NET_DEVICES`) that the engines will have.
     """
-    wanted = tuple(shapes(megabytes << 20))
+    wanted = tuple(probes(megabytes << 20))
     with refusals():
         with progress_bar() as bar:
             task = bar.add_task("requests", total=len(wanted))

@@ -35,7 +35,7 @@ TIMEOUT = 60.0
 
 
 @attrs.frozen(kw_only=True)
-class Shape:
+class Probe:
     """A request of *blocks* shuffled blocks of *tokens*: heads first to *layout*, eight heads.
 
     Its runs are one head of a token each, or, in the same layout, whole blocks.
@@ -73,22 +73,22 @@ class Shape:
         )
 
 
-def shapes(most: int = 16 << 20) -> Iterator[Shape]:
+def probes(most: int = 16 << 20) -> Iterator[Probe]:
     """Yield requests of *most* bytes, of a quarter and a sixteenth, with runs of all lengths."""
     for nbytes in (most, most // 4, most // 16):
         for size in (64, 128, 512):
             blocks = max(1, nbytes // (2 * 8 * 2 * size * 16))
-            yield Shape(head_size=size, tokens=16, blocks=blocks, layout="LBKNHC")
+            yield Probe(head_size=size, tokens=16, blocks=blocks, layout="LBKNHC")
         for block in (1 << 12, 1 << 14, 1 << 16, 1 << 18):
             tokens = block // (2 * 8 * 2 * 64)
-            yield Shape(head_size=64, tokens=tokens, blocks=max(1, nbytes // block))
+            yield Probe(head_size=64, tokens=tokens, blocks=max(1, nbytes // block))
 
 
-def serve(pipe: Connection, wanted: tuple[Shape, ...]) -> None:
-    """Be the producer of each shape, until the pipe is closed."""
+def serve(pipe: Connection, wanted: tuple[Probe, ...]) -> None:
+    """Be the producer of each probe, until the pipe is closed."""
     with NixlRank(secret=b"") as rank:
-        for shape in wanted:
-            cache, storage = allocate(shape.engines[0], RANK, shape.blocks)
+        for probe in wanted:
+            cache, storage = allocate(probe.engines[0], RANK, probe.blocks)
             for memory in storage.values():
                 memory[:] = 1  # an untouched page costs the reader a fault
             rank.register(cache.memory, owner=storage)
@@ -98,8 +98,8 @@ def serve(pipe: Connection, wanted: tuple[Shape, ...]) -> None:
 
 
 @contextmanager
-def _served(wanted: tuple[Shape, ...]) -> Iterator[list[tuple[bytes, int]]]:
-    """Start the producer's process, and end it; yield what it told of each shape."""
+def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
+    """Start the producer's process, and end it; yield what it told of each probe."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=serve, args=(other, wanted), daemon=True)
@@ -121,23 +121,23 @@ def _served(wanted: tuple[Shape, ...]) -> Iterator[list[tuple[bytes, int]]]:
 
 
 def measure(
-    wanted: tuple[Shape, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
+    wanted: tuple[Probe, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
 ) -> list[tuple[Sample, Sample]]:
-    """Return of each shape the least that it took directly and staged."""
+    """Return of each probe the least that it took directly and staged."""
     found = []
     with _served(wanted) as told:
-        for shape, (metadata, base) in zip(wanted, told, strict=True):
-            found.append(_measured(shape, metadata, base, tries))
+        for probe, (metadata, base) in zip(wanted, told, strict=True):
+            found.append(_measured(probe, metadata, base, tries))
             progress(1)
     return found
 
 
-def _measured(shape: Shape, metadata: bytes, base: int, tries: int) -> tuple[Sample, Sample]:
-    producer, consumer = shape.engines
-    cache, storage = allocate(consumer, RANK, shape.blocks)
+def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sample, Sample]:
+    producer, consumer = probe.engines
+    cache, storage = allocate(consumer, RANK, probe.blocks)
     for memory in storage.values():
         memory[:] = 2
-    far = lay_out(producer, RANK, shape.blocks, base)
+    far = lay_out(producer, RANK, probe.blocks, base)
     table = build_table(plan_transfer(producer, consumer), far, cache)
     samples = []
     for staging in (None, Staging(always=True, costs=Costs())):
@@ -145,7 +145,7 @@ def _measured(shape: Shape, metadata: bytes, base: int, tries: int) -> tuple[Sam
             rank.register(cache.memory, owner=storage)
             peer = rank.connect(metadata, TIMEOUT)
             sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
-            tried = [_timed(rank, table.select(shape.request), sides) for _ in range(tries + 1)]
+            tried = [_timed(rank, table.select(probe.request), sides) for _ in range(tries + 1)]
             samples.append(min(tried, key=lambda one: one.seconds))
     return samples[0], samples[1]
 
