@@ -29,13 +29,16 @@ from kvspec.protocol import (
     decode_notice,
     encode_notice,
 )
+from kvspec.protocol.extent import Extent
 
-HEAD = b"kvspec-notice\n\0\1"
 DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
 P, D = ([Party(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode"))
 KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
+EXTENT = Extent(layers=PLACE[1:], parts=("k", "v"), units=range(2), tokens=range(3, 9))
+TRUE = Notice(kind="valid", key=KEYS[0], by=P[0], to=D[0])
+HEAD = encode_notice(TRUE)[: len(b"kvspec-notice\n") + 2]
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 9, 2**20, 2**31, 2**63 - 1, 2**64 - 1, 0.0, 1e9, -1.0, float("nan"),
     float("inf"), None, True, "", "x", "beat", "done", "grant", "valid", "gone", "wrote", "full",
@@ -45,10 +48,15 @@ VALUES: tuple[Any, ...] = (
 
 def true_notice(drawn: random.Random) -> Notice:
     """Return a notice that may well be sent."""
-    kind = drawn.choice(("beat", "done", "grant", "valid", "gone", "wrote"))
-    reads = kind in ("beat", "done")
-    by, to = (D, P) if reads else (P, D)
-    more: dict[str, Any] = {"expected": drawn.choice((1, 2, 3))} if reads else {}
+    kind = drawn.choice(("beat", "done", "grant", "valid", "gone", "wrote", "sum", "summed"))
+    by, to = (D, P) if kind in ("beat", "done", "sum") else (P, D)
+    more: dict[str, Any] = {}
+    if kind in ("beat", "done"):
+        more["expected"] = drawn.choice((1, 2, 3))
+    if kind == "sum":
+        more["extent"] = drawn.choice((EXTENT, *(EXTENT.halves or ())))
+    if kind == "summed":
+        more["total"] = bytes(8)
     if kind == "grant":
         more["lease"] = drawn.choice((0.0, 5.0, 10.0))
     if kind == "wrote":

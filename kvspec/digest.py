@@ -91,19 +91,32 @@ def digest(
         group = engine.group(region.group)
         parts = group.spec.of_layer(region.layer).parts
         part = next(each for each in parts if each.name == region.part)
-        table = _table(tables, group.name)
-        if part.per_token:
-            placed = _token_rows(cache, group, part, table, want)
-        else:
-            placed = _state_rows(group, part, table, want)
-        if len(placed[0]) and not 0 <= placed[0].min() <= placed[0].max() < region.num_blocks:
-            told = f"ids of a pool of {region.num_blocks // group.split} blocks"
-            raise SpecError(f"tables[{group.name!r}]", tables[group.name].block_ids.tolist(), told)
-        units = engine.units(group, part, rank)
-        for unit, total in zip(units, _sums(region, units, *placed), strict=True):
+        placed = rows_of(cache, region, part, tables, want)
+        for own, unit in enumerate(engine.units(group, part, rank)):
             context = engine.context(group, rank).rank if part.per_token else 0
+            total = sum(pieces_of(region, own, unit, *placed)) % 2**64
             sums[region.layer, region.part, unit, context] = total
     return sums
+
+
+def rows_of(
+    cache: RankCache,
+    region: Region,
+    part: Part,
+    tables: Mapping[str, BlockTable],
+    want: Wanted,
+) -> tuple[Ints, Ints, Ints]:
+    """Return block in memory, row and number of the rows of *region* that are wanted."""
+    group = cache.engine.group(region.group)
+    table = _table(tables, group.name)
+    if part.per_token:
+        placed = _token_rows(cache, group, part, table, want)
+    else:
+        placed = _state_rows(group, part, table, want)
+    if len(placed[0]) and not 0 <= placed[0].min() <= placed[0].max() < region.num_blocks:
+        told = f"ids of a pool of {region.num_blocks // group.split} blocks"
+        raise SpecError(f"tables[{group.name!r}]", table.block_ids.tolist(), told)
+    return placed
 
 
 def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tuple[str, str, int]]:
@@ -182,18 +195,21 @@ def _state_rows(
     return np.full(len(row), table.block_ids[slot]), row, row
 
 
-def _sums(region: Region, units: range, block: Ints, row: Ints, number: Ints) -> Iterator[int]:
-    """Yield the sum of each unit of *region* over some rows, of which *number* is the name."""
+def pieces_of(
+    region: Region, own: int, unit: int, block: Ints, row: Ints, number: Ints
+) -> Iterator[int]:
+    """Yield sums of some rows that add up to that of all, of which *number* is the name.
+
+    Of one *unit* of the model, the *own*-th of *region*. Each is some hundred kilobytes of work.
+    """
     many = max(1, MANY_BYTES // region.content_bytes)
     pieces = [_piece(region, piece) for piece in range(region.pieces)]
-    for own, unit in enumerate(units):
-        total, key = 0, _key(region.layer, region.part, unit)
-        for at in range(0, len(block), many):
-            here = slice(at, at + many)
-            content = _word([piece[block[here], own, row[here]] for piece in pieces])
-            name = _mix(number[here].astype(np.uint64) ^ key)
-            total += int(_mix(content ^ name).sum(dtype=np.uint64))
-        yield total % 2**64
+    key = _key(region.layer, region.part, unit)
+    for at in range(0, len(block), many):
+        here = slice(at, at + many)
+        content = _word([piece[block[here], own, row[here]] for piece in pieces])
+        name = _mix(number[here].astype(np.uint64) ^ key)
+        yield int(_mix(content ^ name).sum(dtype=np.uint64))
 
 
 def _word(pieces: list[npt.NDArray[np.uint8]]) -> Words:

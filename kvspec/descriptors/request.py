@@ -125,14 +125,15 @@ Tables = Mapping[str, BlockTable | Sequence[int]]
 
 
 def _producer_tables(value: Tables) -> dict[str, BlockTable]:
-    return _tables("producer_blocks", value)
+    return tables_of("producer_blocks", value)
 
 
 def _consumer_tables(value: Tables) -> dict[str, BlockTable]:
-    return _tables("consumer_blocks", value)
+    return tables_of("consumer_blocks", value)
 
 
-def _tables(field: str, value: Tables) -> dict[str, BlockTable]:
+def tables_of(field: str, value: Tables) -> dict[str, BlockTable]:
+    """Return block tables by group; plain ids start at token 0."""
     given = mapping(field, value, "group names to block tables")
     return {
         group: table if isinstance(table, BlockTable) else BlockTable(table)

@@ -1,6 +1,7 @@
 """What two engines say to each other: the handshake, and who is done with which request."""
 
 from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.extent import Extent
 from kvspec.protocol.fingerprint import fingerprint
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
 from kvspec.protocol.notices import (
@@ -26,6 +27,7 @@ __all__ = [
     "PRODUCER",
     "Closed",
     "ConsumerLedger",
+    "Extent",
     "Failed",
     "Free",
     "Handshake",

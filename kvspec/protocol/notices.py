@@ -13,6 +13,7 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.ownership.parallel import RankId
+from kvspec.protocol.extent import Extent
 from kvspec.protocol.handshake import is_name
 
 NOTICES = {
@@ -25,8 +26,11 @@ NOTICES = {
     "pushed": "a producer has written all that it has for a reader, into its blocks",
     "stopped": "a producer writes no more into a reader's blocks, and has not written all",
     "wrote": "a producer has written a layer of a group up to a token: so far it can be read",
+    "sum": "a reader has it all, and asks for the sum of what the producer holds, to compare",
+    "summed": "answers it: the sum",
+    "unsummed": "answers it: it cannot be summed, by what the producer was told",
 }
-"""Every kind of notice: "beat", "done" and "stop" are a reader's, the others a producer's."""
+"""Every kind of notice: "beat", "done", "stop", "sum" are a reader's, the others a producer's."""
 
 READERS = ("beat", "done")
 MAX_REQUEST = 1024
@@ -34,6 +38,17 @@ MAX_REQUEST = 1024
 NONCE = range(8, 65)
 """Bytes of a nonce."""
 MAX_READERS = 2**20
+SUM = 8
+"""Bytes of a sum."""
+OWN = {
+    "lease": ("grant", 0.0),
+    "group": ("wrote", ""),
+    "layer": ("wrote", ""),
+    "upto": ("wrote", 0),
+    "extent": ("sum", None),
+    "total": ("summed", b""),
+}
+"""Fields of one kind of notice alone, and what they are of the others."""
 
 
 def _request(_: object, at: attrs.Attribute[str], value: object) -> None:
@@ -87,7 +102,7 @@ class Notice:
     about it; an answer has that of its question. *sample*: which of several equal requests of a
     prompt reads. *expected*, of a reader: how many readers *to* will hear of in this attempt, the
     samples counted. *lease*, of a grant: seconds. *group*, *layer*, *upto*, of what was written:
-    every token before position *upto*.
+    every token before position *upto*. *extent*: what is to be summed; *total*: its sum, 8 bytes.
     """
 
     kind: str
@@ -102,6 +117,8 @@ class Notice:
     group: str = ""
     layer: str = ""
     upto: int = attrs.field(default=0, validator=_count)
+    extent: Extent | None = None
+    total: bytes = attrs.field(default=b"", repr=False)
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in NOTICES:
@@ -112,13 +129,19 @@ class Notice:
         positive_int("expected", self.expected, least=least, most=MAX_READERS * least)
         if self.sample and self.sample >= MAX_READERS:
             raise SpecError("sample", self.sample, f"less than {MAX_READERS}")
-        if seconds("lease", self.lease) and self.kind != "grant":
-            raise SpecError("lease", self.lease, "0, but for a grant")
-        for name in ("group", "layer"):
-            if self.kind == "wrote":
+        seconds("lease", self.lease)
+        for name, (owner, none) in OWN.items():
+            if self.kind != owner and getattr(self, name) != none:
+                raise SpecError(name, getattr(self, name), f"{none!r}, but of a {owner!r}")
+        if self.kind == "wrote":
+            for name in ("group", "layer"):
                 is_name(name, getattr(self, name), MAX_REQUEST)
-            elif getattr(self, name) != "" or self.upto:
-                raise SpecError(name, getattr(self, name), "'', but for what was written")
+        elif self.kind == "sum":
+            instance("extent", self.extent, Extent)
+        elif self.kind == "summed" and (
+            not isinstance(self.total, bytes) or len(self.total) != SUM
+        ):
+            raise SpecError("total", self.total, f"{SUM} bytes")
 
     def answer(self, kind: str, **more: Any) -> Notice:  # noqa: ANN401
         """Return the answer to this one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
+import attrs
 import msgspec
 from msgspec import Meta
 
@@ -17,19 +18,22 @@ from kvspec.errors import SpecError, WireError
 from kvspec.inputs import instance
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.stripes import Stripe
+from kvspec.ownership.tokens import Cyclic
+from kvspec.protocol.extent import MAX_NAMES, Extent
 from kvspec.protocol.fingerprint import SIZE
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
-from kvspec.protocol.notices import Key, Notice, Party
+from kvspec.protocol.notices import SUM, Key, Notice, Party
 from kvspec.protocol.plain import Writer
 from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
 
-VERSION = 2
+VERSION = 3
 """The version of the format; any change to it, or to what a default means, takes the next."""
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
 
-MAX_NOTICE = 4096
+MAX_NOTICE = 8192
 """Bytes of one notice; the longest names fit."""
 
 _MAGIC = b"kvspec-handshake\n"
@@ -74,6 +78,16 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 Who = tuple[Text, Count, tuple[Index, Index, Index]]
 
 
+Range = tuple[Count, Count]
+Asked = tuple[
+    Annotated[list[Text], Meta(max_length=MAX_NAMES)],
+    Annotated[list[Text], Meta(max_length=MAX_NAMES)],
+    Range, Range, Range,
+    tuple[Count, Count, Count], tuple[Count, Count, Count],
+    tuple[Count, Count], Count,
+]  # fmt: skip
+
+
 class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=True):
     """A notice as it is sent."""
 
@@ -90,12 +104,16 @@ class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=
     group: Text
     layer: Text
     upto: Count
+    extent: Asked | None
+    total: Annotated[bytes, Meta(max_length=SUM)]
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
 _NOTES = msgspec.msgpack.Decoder(Note)
-_SAME = ("kind", "attempt", "number", "sample", "expected", "lease", "group", "layer", "upto")
+_SAME = (
+    "kind", "attempt", "number", "sample", "expected", "lease", "group", "layer", "upto", "total",
+)  # fmt: skip
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
@@ -207,6 +225,7 @@ def encode_notice(notice: Notice) -> bytes:
         nonce=notice.key.nonce,
         by=_who(notice.by),
         to=_who(notice.to),
+        extent=None if notice.extent is None else _asked(notice.extent),
         **{name: getattr(notice, name) for name in _SAME},
     )
     return _NOTICE + _ENCODER.encode(note)
@@ -223,6 +242,7 @@ def decode_notice(data: bytes) -> Notice:
             key=Key(note.request_id, note.nonce),
             by=_party(note.by),
             to=_party(note.to),
+            extent=None if note.extent is None else _extent(*note.extent),
             **{name: getattr(note, name) for name in _SAME},
         )
     except SpecError as error:
@@ -236,3 +256,29 @@ def _who(party: Party) -> Who:
 def _party(who: Who) -> Party:
     engine_id, epoch, rank = who
     return Party(engine_id, epoch, RankId(*rank))
+
+
+def _asked(extent: Extent) -> Asked:
+    spans = extent.units, extent.tokens, extent.rows
+    units, tokens, rows = ((span.start, span.stop) for span in spans)
+    stripe = extent.stripe.first, extent.stripe.step
+    contexts = attrs.astuple(extent.producer), attrs.astuple(extent.consumer)
+    names = [*extent.layers], [*extent.parts]
+    return (*names, units, tokens, rows, *contexts, stripe, extent.block)
+
+
+def _extent(
+    layers: list[str], parts: list[str], units: Range, tokens: Range, rows: Range,
+    producer: tuple[int, int, int], consumer: tuple[int, int, int], stripe: Range, block: int,
+) -> Extent:  # fmt: skip
+    return Extent(
+        layers=tuple(layers),
+        parts=tuple(parts),
+        units=range(*units),
+        tokens=range(*tokens),
+        rows=range(*rows),
+        producer=Cyclic(*producer),
+        consumer=Cyclic(*consumer),
+        stripe=Stripe(*stripe),
+        block=block,
+    )

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from kvspec.engines.engine import EngineSpec
+from kvspec.descriptors.request import Tables, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
 from kvspec.protocol.notices import Action, Free, Notice, Refused, Tell
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.introduction import key_of
+from kvspec.session.summing import Summing
 
 MAX_FOREIGN = 256
 """Messages that changed nothing, of which is remembered why."""
@@ -48,7 +49,7 @@ class Ledger:
         tell: Callable[[Notice], None],
         step: Callable[[], None],
         foreign: deque[str],
-        engine: EngineSpec,
+        summing: Summing,
         nixl: NixlRank,
     ) -> None:
         self._book = book
@@ -60,7 +61,8 @@ class Ledger:
         self._done: list[str] = []
         self._expired: list[str] = []
         self._foreign = foreign
-        self._engine = engine
+        self._summing = summing
+        self._engine = summing.cache.engine
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -68,21 +70,31 @@ class Ledger:
         return self._book.held
 
     def expect(
-        self, remote_id: str, *, lease: float | None = None, readers: int | None = None
+        self,
+        remote_id: str,
+        *,
+        lease: float | None = None,
+        readers: int | None = None,
+        blocks: Tables | None = None,
     ) -> None:
         """Hold a request until all who read it are done.
 
         *remote_id*: of `new_remote_id`, the same on all ranks. *lease*: seconds within which a
         reader has to come, the session's own unless given; it grows while one reads. *readers*: how
-        many ranks will come to this one, if the engine knows. `SpecError` where it is held already.
+        many ranks will come to this one, if the engine knows. *blocks*: its block tables, by group:
+        for readers that compare a digest. `SpecError` where it is held already.
         """
-        key = key_of(remote_id)
+        key, tables = key_of(remote_id), tables_of("blocks", blocks or {})
+        if strange := sorted(tables.keys() - {group.name for group in self._engine.groups}):
+            raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
         with self._lock:
             self.do(
                 self._book.admit(
                     key.request_id, key.nonce, self._now(), expected=readers, lease=lease
                 )
             )
+            if tables and self._book.holds(key):
+                self._summing.tables[key] = tables
 
     def wrote(self, remote_id: str, upto: int, layers: Iterable[str] | None = None) -> None:
         """Say that *layers*, all unless given, are written up to the position *upto*.

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import attrs
 
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.pushing import Pushing
+from kvspec.session.reading import Reading
+from kvspec.session.remote import Remotes
+from kvspec.session.summing import Summing
+
 
 @attrs.frozen
 class SessionLeftovers:
@@ -11,7 +17,7 @@ class SessionLeftovers:
 
     *loads* of which anything is still said, *steps* that may still write, *pushes* to readers that
     may come again, requests *held* for readers, and *remembered*; *engines* that were met, and
-    starts whose lanes are still *leaving*.
+    starts whose lanes are still *leaving*; *sums* that readers wait for.
     """
 
     loads: int = 0
@@ -21,3 +27,20 @@ class SessionLeftovers:
     remembered: int = 0
     engines: int = 0
     leaving: int = 0
+    sums: int = 0
+
+
+def left_over(
+    reading: Reading, book: ProducerLedger, pushing: Pushing, remotes: Remotes, summing: Summing
+) -> SessionLeftovers:
+    """Count what the parts of a session hold."""
+    return SessionLeftovers(
+        loads=len(reading.book.open),
+        steps=reading.book.steps,
+        pushes=len(pushing.writing),
+        held=len(book.held),
+        remembered=book.remembered,
+        engines=len(remotes),
+        leaving=remotes.leaving,
+        sums=summing.waiting,
+    )

@@ -22,6 +22,7 @@ from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import carried
 from kvspec.protocol.order import Name, Place
+from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine
 
 LoadState = Literal["moving", "done", "failed"]
@@ -133,6 +134,8 @@ class SessionLoad(Progress):
         super().__init__(request, remote_id, remote, step)
         self.flights: dict[RankId | int, Flight] = {}  # by rank, or by step of what is followed
         self.frontiers: dict[tuple[RankId, Place], int] | None = None  # of what is followed
+        self.ends: dict[tuple[RankId, Place], int] | None = None
+        self.audit: Audit | None = None
         self.deadline = 0.0
         self.written = False  # whether any byte of it may have been
         self.asked = 0.0  # when producers are asked again to stop
@@ -141,6 +144,16 @@ class SessionLoad(Progress):
     def cancel(self) -> None:
         """Give it up: it fails as soon as nothing can write its blocks any more."""
         self._cancel(self.request.request_id)
+
+    @property
+    def digest_seconds(self) -> float:
+        """How long this rank has summed what arrived, to compare it."""
+        return 0.0 if self.audit is None else self.audit.seconds
+
+    @property
+    def held_back(self) -> bool:
+        """Whether something has arrived that is still to be compared."""
+        return self.audit is not None and bool(self.audit.steps)
 
     @property
     def undefined(self) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 
 from kvspec.errors import SpecError, TransferError
+from kvspec.inputs import flag
+from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.order import Sides
 from kvspec.ownership.parallel import RankId
@@ -29,13 +31,11 @@ from kvspec.protocol.notices import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import ReadOrder
 from kvspec.protocol.pending import name_of
+from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
-from kvspec.session.introduction import key_of
 from kvspec.session.ledger import refusal
 from kvspec.session.load import Flight, SessionLoad
-from kvspec.session.remote import RemoteEngine
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 LOST = ("peer_lost", "stale_peer")  # states after which a peer has to be connected anew
@@ -47,6 +47,7 @@ class Reading:
 
     book: ConsumerLedger
     nixl: NixlRank
+    cache: RankCache
     now: Callable[[], float]
     tell: Callable[[Notice], None]
     note: Callable[[str], None]
@@ -55,28 +56,8 @@ class Reading:
 
     @property
     def moving(self) -> bool:
-        """Whether anything is in flight."""
-        return any(load.flights for load in self.loads.values())
-
-    def order(
-        self,
-        remote: RemoteEngine,
-        remote_id: str,
-        request_id: str,
-        **more: Any,  # noqa: ANN401
-    ) -> ReadOrder:
-        """Return what is told to the ranks of *remote*; nothing moves yet."""
-        engine_id, epoch = remote.start
-        return ReadOrder.of(
-            remote.plan,
-            self.book.me.rank,
-            {},
-            request_id=request_id,
-            key=key_of(remote_id),
-            engine_id=engine_id,
-            epoch=epoch,
-            **more,
-        )
+        """Whether anything is in flight, or compared."""
+        return any(load.flights or load.held_back for load in self.loads.values())
 
     def begin(
         self,
@@ -85,20 +66,24 @@ class Reading:
         *,
         pushed: bool,
         follow: bool,
+        digest: bool,
         **more: Any,  # noqa: ANN401
     ) -> None:
         """Start *load*: everything is checked before anything is posted.
 
         *pushed*: the producers write, and each of them checks, and says when it has written.
         *follow*: nothing is posted yet, but what a producer says is written, as it says so.
+        *digest*: what arrived is compared with what they hold.
         """
         remote, request = load.remote, load.request
+        if flag("digest", digest):
+            load.audit = Audit(remote, request, self.book.me, self.cache, self.tell)
         if follow and pushed:
             raise SpecError("follow", follow, "False, of what is pushed")
         if follow:
             self._begin_following(load, timeout, **more)
             return
-        order = self.order(remote, load.remote_id, request.request_id, **more)
+        order = remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)
         sides: dict[RankId, Sides | None] = {}
         for rank, lane in remote.lanes.items():
             if pushed:
@@ -121,10 +106,11 @@ class Reading:
 
     def _begin_following(self, load: SessionLoad, timeout: float, **more: Any) -> None:  # noqa: ANN401
         request, ends = load.request, ends_of(load)
-        order = self.order(load.remote, load.remote_id, request.request_id, **more)
+        order = load.remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)
         order = attrs.evolve(order, sources=ends, partial=True)
         self.book.check(order)
-        load.frontiers = {(rank, place): 0 for rank, places in ends.items() for place in places}
+        load.ends = {(rank, place): end for rank in ends for place, end in ends[rank].items()}
+        load.frontiers = dict.fromkeys(load.ends, 0)
         load.name, load.deadline = order.name, self.now() + timeout
         self.loads[request.request_id] = load
         self.do(self.book.expect(order, self.now(), timeout))
@@ -144,12 +130,18 @@ class Reading:
                 self.do(self.book.fail(step, error.message, self.now()))
                 return
             if transfer is None:
-                self.do(self.book.finish(step, self.now()))
+                self._arrived(load, (step,))
             else:
                 load.flights[step] = Flight(rank, transfer, (step,))
 
     def receive(self, notice: Notice) -> None:
         """Take a producer's notice; its own groups may have other names than this engine's."""
+        if notice.kind in ("pushed", "stopped"):
+            self._written(notice)
+            return
+        if notice.kind in ("summed", "unsummed"):
+            self._summed(notice)
+            return
         if notice.kind == "wrote":
             for load in self.loads.values():
                 home = load.remote.plan.consumer.homes.get(notice.layer)
@@ -162,8 +154,10 @@ class Reading:
         for load in list(self.loads.values()):
             if load.frontiers is not None:
                 self._follow(load, load.frontiers)
-        flying = [(load, key) for load in self.loads.values() for key in load.flights]
         end = time.monotonic() + TURN
+        for load in [load for load in self.loads.values() if load.held_back]:
+            self._compare(load, end)
+        flying = [(load, key) for load in self.loads.values() for key in load.flights]
         for place in range(len(flying)):
             load, key = flying[(self._turn + place) % len(flying)]
             flight = load.flights[key]
@@ -175,7 +169,7 @@ class Reading:
                 self._turn += place + 1
                 break
 
-    def heard(self, notice: Notice) -> None:
+    def _written(self, notice: Notice) -> None:
         """Take from a producer that it writes no more: it has written all, or has given up."""
         rank = notice.by.rank
         for load in self.loads.values():
@@ -244,11 +238,37 @@ class Reading:
         """Tell the ledger that nothing of a flight comes any more: all is there, or *why* not."""
         flight = load.flights.pop(key)
         load.written |= flight.transfer is None
-        for step in flight.steps:
-            if why:
-                self.do(self.book.fail(step, why, self.now()))
-            else:
-                self.do(self.book.finish(step, self.now()))
+        if not why:
+            self._arrived(load, flight.steps)
+        for step in flight.steps if why else ():
+            self.do(self.book.fail(step, why, self.now()))
+
+    def _arrived(self, load: SessionLoad, steps: tuple[int, ...]) -> None:
+        """Tell the ledger that all of some steps is there; of what is compared, after that."""
+        if load.audit is not None and load.error is None:
+            load.audit.steps += steps
+            return
+        for step in steps:
+            self.do(self.book.finish(step, self.now()))
+
+    def _compare(self, load: SessionLoad, end: float) -> None:
+        """Compare what arrived with what its producers hold, once all of it has."""
+        if load.audit is None or load.flights or load.frontiers != load.ends:
+            return
+        why = load.audit.move(load.name, self.now(), self.book.beat, end)
+        if why is None:
+            return
+        if why:
+            load.fail(load.audit.source, why, "differs")
+        for step in load.audit.drop():
+            now = self.now()
+            self.do(self.book.fail(step, why, now) if why else self.book.finish(step, now))
+
+    def _summed(self, notice: Notice) -> None:
+        """Take a producer's sum, or that it has none."""
+        audits = [one.audit for one in self.loads.values() if one.name == name_of(notice)]
+        if not any(audit.heard(notice) for audit in audits if audit is not None):
+            self.note(f"{notice.kind} of {notice.by}: nobody asked, or it came twice")
 
     def do(self, actions: Iterable[Action]) -> None:
         """Do what the ledger wants."""
@@ -265,6 +285,8 @@ class Reading:
             load.state = "done"
         elif isinstance(action, Failed):
             load.fail(None, action.why)
+            for step in load.audit.drop() if load.audit is not None else ():
+                self.do(self.book.finish(step, self.now()))
             for flight in load.flights.values():
                 with contextlib.suppress(TransferError):
                     if flight.transfer is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import attrs
 
@@ -23,8 +24,8 @@ from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
-from kvspec.protocol.order import Place
-from kvspec.session.introduction import Introduced, introduced
+from kvspec.protocol.order import Place, ReadOrder
+from kvspec.session.introduction import Introduced, introduced, key_of
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -108,6 +109,26 @@ class RemoteEngine:
     def same(self, other: RemoteEngine) -> bool:
         """Whether nothing has changed since *other* was met."""
         return self.ranks == other.ranks and not other.lost
+
+    def order(
+        self,
+        rank: RankId,
+        remote_id: str,
+        request_id: str,
+        **more: Any,  # noqa: ANN401
+    ) -> ReadOrder:
+        """Return what its ranks are told of a request that consumer *rank* reads, or will not."""
+        engine_id, epoch = self.start
+        return ReadOrder.of(
+            self.plan,
+            rank,
+            {},
+            request_id=request_id,
+            key=key_of(remote_id),
+            engine_id=engine_id,
+            epoch=epoch,
+            **more,
+        )
 
     def connect(self, nixl: NixlRank, timeout: float) -> None:
         """Open a lane to each rank of which there is a table; all or none."""

@@ -28,11 +28,12 @@ from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
-from kvspec.session.leftovers import SessionLeftovers
+from kvspec.session.leftovers import SessionLeftovers, left_over
 from kvspec.session.load import SessionLoad, SessionPush
 from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
 from kvspec.session.remote import Remotes, judged
+from kvspec.session.summing import Summing
 
 
 class Session:
@@ -89,8 +90,9 @@ class Session:
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._control.tell
-        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, cache.engine, nixl)
-        self._reading = Reading(reader, nixl, clock, tell, foreign.append)
+        self._summing = Summing(book, cache, owner, tell, foreign.append)
+        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl)
+        self._reading = Reading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes = Remotes(nixl)
         self._releases = itertools.count()
@@ -167,6 +169,7 @@ class Session:
         engine_id: str | None = None,
         pushed: bool = False,
         follow: bool = False,
+        digest: bool = False,
         attempt: int = 0,
         again: bool = False,
         sample: int = 0,
@@ -175,8 +178,9 @@ class Session:
         """Start reading *request* from all ranks that hold it; or wait for what they have *pushed*.
 
         *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
-        were met. *follow*: read each layer as far as its producer `wrote` it. *attempt*, *again*,
-        *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
+        were met. *follow*: read each layer as far as its producer `wrote` it. *digest*: be done
+        only if what arrived has the sums of what producers hold, who `expect` it with `blocks`.
+        *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
         Raises, before anything is posted, `SpecError` and `MismatchError` as
         `DescriptorTable.select` does, and `TransferError` "busy" where other bytes still move into
         its blocks. Whatever happens later, the load tells.
@@ -186,7 +190,7 @@ class Session:
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
             more = {"attempt": attempt, "again": again, "sample": sample, "samples": samples}
             left = seconds("timeout", timeout)
-            self._reading.begin(load, left, pushed=pushed, follow=follow, **more)
+            self._reading.begin(load, left, pushed=pushed, follow=follow, digest=digest, **more)
             self._reading.move()
         return load
 
@@ -226,7 +230,7 @@ class Session:
             remote = self._remotes.find("producer", engine_id)
             name = f"release {next(self._releases)}"
             more = {"attempt": attempt, "sample": sample, "samples": samples}
-            order = self._reading.order(remote, remote_id, name, **more)
+            order = remote.order(self.me.rank, remote_id, name, **more)
             self._reading.do(self._reading.book.expect(order, self._clock(), 0.0))
 
     def poll(self) -> None:
@@ -237,21 +241,15 @@ class Session:
                 self._heard(notice)
             self._reading.move()
             self._pushing.move()
+            self._summing.move()
             self._reading.do(self._reading.book.tick(self._clock()))
             self._remotes.leave()
 
     def leftovers(self) -> SessionLeftovers:
         """Count what is not over."""
         with self._lock:
-            return SessionLeftovers(
-                loads=len(self._reading.book.open),
-                steps=self._reading.book.steps,
-                pushes=len(self._pushing.writing),
-                held=len(self._book.held),
-                remembered=self._book.remembered,
-                engines=len(self._remotes),
-                leaving=self._remotes.leaving,
-            )
+            parts = self._reading, self._book, self._pushing, self._remotes, self._summing
+            return left_over(*parts)
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
@@ -272,14 +270,15 @@ class Session:
             self._background.stop()
         with self._lock:
             self._remotes.close()
+            self._summing.close()
             self.channel.close()
 
     def _heard(self, notice: Notice) -> None:
         """Give a notice to whom it concerns."""
         if notice.to != self.me:
             self._reading.note(f"{notice.kind} of {notice.by}: it is for {notice.to}")
-        elif notice.kind in ("pushed", "stopped"):
-            self._reading.heard(notice)
+        elif notice.kind == "sum":
+            self._summing.heard(notice)
         elif notice.kind in (*READERS, "stop"):
             self._pushing.heard(notice)
             if notice.kind != "stop":
@@ -288,7 +287,7 @@ class Session:
             self._reading.receive(notice)
 
     def _moving(self) -> bool:
-        return self._reading.moving or self._pushing.moving
+        return self._reading.moving or self._pushing.moving or self._summing.waiting > 0
 
     def _cancel(self, request_id: str) -> None:
         with self._lock:

@@ -63,6 +63,11 @@ class FakeFlight:
                 ctypes.memmove(to, source, length)
             self.state = "done" if part == 1.0 else self.state
 
+    def spoil(self, copy: int = 0) -> None:
+        """Change a byte of what one of its copies has written, as nobody should."""
+        to = self.copies[copy % len(self.copies)][0]
+        ctypes.c_uint8.from_address(to).value ^= 0xFF
+
     def fail(self, part: float = 0.0) -> None:
         """Break off after a *part* of the bytes; the next look at it raises."""
         self.land(part)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvspec import BlockTable, RankCache, SpecError
 from kvspec.digest import Wanted, differing, digest, first_difference, wanted
+from kvspec.session.extents import extents_of, sums_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
@@ -73,6 +74,60 @@ def test_one_wrong_byte_is_found_where_it_lies(data: st.DataObject, case: Case) 
         first = first_difference(equal, asked[layer, part].tokens)
         assert first is not None
         assert int(rows.token[at]) == first // grain * grain
+
+
+def equal(here: World, source: Any, consumer: Any, extent: Any) -> bool:
+    """Return whether a consumer rank and one of its sources have the same sum of an extent."""
+    request = here.case.request
+    own, other = (
+        sum(sums_of(cache, tables, extent)) % 2**64
+        for cache, tables in (
+            (here.consumers[consumer][0], request.consumer_blocks),
+            (here.producers[source][0], request.producer_blocks),
+        )
+    )
+    return own == other
+
+
+def unequal(here: World, consumer: Any) -> list[tuple[Any, Any]]:
+    """Return of which sources and extents a consumer rank's sums differ."""
+    return [
+        (source, extent)
+        for source in here.plan.sources(consumer)
+        for extent in extents_of(here.plan, here.case.request, source, consumer)
+        if not equal(here, source, consumer, extent)
+    ]
+
+
+@given(st.data(), strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
+def test_pairs_of_ranks_find_it_by_halves(data: st.DataObject, case: Case) -> None:
+    """Each source's extents are equal when all has arrived; one wrong byte is found by halves."""
+    here = world(case)
+    here.execute(described)
+    for rank in here.consumers:
+        assert [] == unequal(here, rank)
+    places = []
+    for rank, (_, storage) in here.consumers.items():
+        views = logical_views(case.consumer, rank, storage, case.consumer_pool)
+        tables = case.request.consumer_blocks
+        for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
+            places += [(rank, views[rows.key], rows, at) for at in rows.live.nonzero()[0]]
+    if not places:
+        return
+    rank, view, rows, at = data.draw(st.sampled_from(places))
+    unit = data.draw(st.integers(0, len(rows.units) - 1))
+    view[rows.block[at], unit, rows.row[at], 0] ^= 1
+    ((source, extent),) = unequal(here, rank)
+    while extent.halves is not None:
+        extent = next(half for half in extent.halves if not equal(here, source, rank, half))
+    _, layer, part = rows.key
+    asked = (layer,), (part,), range(rows.units[unit], rows.units[unit] + 1)
+    assert asked == (extent.layers, extent.parts, extent.units)
+    if not rows.part.per_token:
+        assert int(rows.row[at]) == extent.rows.start
+    else:
+        grain = rows.part.tokens_per_state
+        assert int(rows.token[at]) == extent.tokens.start // grain * grain
 
 
 def test_content_that_changes_places_differs() -> None:

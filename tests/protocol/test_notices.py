@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from refused import words
 
 import kvspec
+from kvspec.ownership.stripes import Stripe
+from kvspec.ownership.tokens import Cyclic
 from kvspec.protocol import (
     Closed,
     ConsumerLedger,
@@ -28,6 +30,7 @@ from kvspec.protocol import (
     decode_notice,
     encode_notice,
 )
+from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import NOTICES
 
 P = [Party("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
@@ -50,6 +53,47 @@ def said(kind: str, by: int = 0, **more: Any) -> Notice:
 
 
 @st.composite
+def extents(draw: st.DrawFn) -> Extent:
+    """Draw anything that may be summed."""
+
+    def span(least: int) -> range:
+        start = draw(COUNTS)
+        return range(start, start + draw(st.integers(least, 99)))
+
+    names = st.lists(WORDS, min_size=1, max_size=4, unique=True)
+    contexts = st.builds(Cyclic, COUNTS, st.integers(1, 9), st.just(4))
+    return Extent(
+        layers=draw(names),
+        parts=draw(names),
+        units=span(1),
+        tokens=span(1),
+        rows=span(0),
+        producer=draw(contexts),
+        consumer=draw(contexts),
+        stripe=draw(st.integers(1, 9).map(lambda step: Stripe(step - 1, step))),
+        block=draw(st.integers(1, 99)),
+    )
+
+
+@given(extents())
+def test_halves_are_smaller_and_end(given: Extent) -> None:
+    """Each split is of one field, into two that are all of it; one token of a unit has none."""
+    turns = 0
+    while given.halves is not None:
+        first, second = given.halves
+        split = [
+            name for name in attrs.asdict(given) if getattr(first, name) != getattr(second, name)
+        ]
+        assert 1 == len(split)
+        whole = [*getattr(first, split[0]), *getattr(second, split[0])]
+        assert whole == [*getattr(given, split[0])]
+        given, turns = second, turns + 1
+    assert turns < 2 + 2 + 7 + 7 + 1
+    assert (1, 1, 1) == (len(given.layers), len(given.parts), len(given.units))
+    assert 1 == len(given.rows or given.tokens)
+
+
+@st.composite
 def notices(draw: st.DrawFn) -> Notice:
     """Draw any notice."""
     kind = draw(st.sampled_from(sorted(NOTICES)))
@@ -60,6 +104,10 @@ def notices(draw: st.DrawFn) -> Notice:
         more["lease"] = draw(st.floats(0, 1e6))
     if kind == "wrote":
         more |= {"group": draw(WORDS), "layer": draw(WORDS), "upto": draw(COUNTS)}
+    if kind == "sum":
+        more["extent"] = draw(extents())
+    if kind == "summed":
+        more["total"] = draw(st.binary(min_size=8, max_size=8))
     return Notice(
         kind=kind,
         key=Key(draw(WORDS), draw(st.binary(min_size=8, max_size=64))),
@@ -88,7 +136,19 @@ def changed(at: int, value: Any) -> bytes:
     return data[:HEAD] + msgspec.msgpack.encode(fields)
 
 
-KIND, ID, NONCE, BY, TO, ATTEMPT, NUMBER, SAMPLE, EXPECTED, LEASE, GROUP, LAYER, UPTO = range(13)
+(
+    KIND, ID, NONCE, BY, TO, ATTEMPT, NUMBER, SAMPLE, EXPECTED, LEASE, GROUP, LAYER, UPTO, EXTENT,
+    TOTAL,
+) = range(15)  # fmt: skip
+ASKED = Extent(layers=["l.0"], parts=["k"], units=range(2), tokens=range(9))
+
+
+def asked(at: int, value: Any) -> bytes:
+    """Return the message of a question for a sum with another value."""
+    data = encode_notice(Notice(kind="sum", key=KEY, by=D[0], to=P[0], extent=ASKED))
+    fields = msgspec.msgpack.decode(data[HEAD:])
+    fields[EXTENT][at] = value
+    return data[:HEAD] + msgspec.msgpack.encode(fields)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +158,7 @@ KIND, ID, NONCE, BY, TO, ATTEMPT, NUMBER, SAMPLE, EXPECTED, LEASE, GROUP, LAYER,
         (b"", "notice: got b'', wanted what encode_notice returned"),
         (encode_notice(said("beat"))[:-1], "message: got 'Input data was truncated'"),
         (encode_notice(said("beat")) + b"x", "message: got"),
-        (encode_notice(said("beat")) + bytes(5000), "wanted what encode_notice returned"),
+        (encode_notice(said("beat")) + bytes(9000), "wanted what encode_notice returned"),
         (changed(KIND, "shout"), "notice.kind: got 'shout', wanted one of beat, done"),
         (changed(ID, ""), "notice.request_id: got '', wanted a text of 1 to 1024 bytes"),
         (changed(ID, b"x"), "$[1]: got '`bytes`', wanted Expected `str`"),
@@ -110,9 +170,26 @@ KIND, ID, NONCE, BY, TO, ATTEMPT, NUMBER, SAMPLE, EXPECTED, LEASE, GROUP, LAYER,
         (changed(EXPECTED, 0), "notice.expected: got 0, wanted an int >= 1"),
         (changed(EXPECTED, 2**20 + 1), "notice.expected: got 1048577, wanted at most 1048576"),
         (changed(LEASE, float("nan")), "notice.lease: got nan, wanted finite seconds"),
-        (changed(LEASE, 1.0), "notice.lease: got 1.0, wanted 0, but for a grant"),
-        (changed(LAYER, "x"), "notice.layer: got 'x', wanted '', but for what was written"),
-        (changed(UPTO, 1), "but for what was written"),
+        (changed(LEASE, 1.0), "notice.lease: got 1.0, wanted 0.0, but of a 'grant'"),
+        (changed(LAYER, "x"), "notice.layer: got 'x', wanted '', but of a 'wrote'"),
+        (changed(UPTO, 1), "notice.upto: got 1, wanted 0, but of a 'wrote'"),
+        (changed(TOTAL, bytes(8)), "wanted b'', but of a 'summed'"),
+        (changed(TOTAL, bytes(9)), "$[14]: got"),
+        (changed(KIND, "sum"), "notice.expected: got 2, wanted at most 0"),
+        (asked(0, []), "notice.layers: got (), wanted at least one name, each once"),
+        (asked(0, ["l.0", "l.0"]), "wanted at least one name, each once"),
+        (asked(0, ["é" * 1024]), "wanted a text of 1 to 1024 bytes"),
+        (asked(0, ["x" * 1000 + str(n) for n in range(5)]), "notice.layers: got '5006 bytes'"),
+        (asked(1, [""] * 5000), "$[13][1]: got"),
+        (asked(2, [2, 2]), "notice.units: got range(2, 2), wanted a range of at least 1"),
+        (asked(3, [0, 2**63 - 1]), "notice.tokens: got range(0, 9223372036854775807), wanted"),
+        (asked(3, [9, 0]), "notice.tokens: got range(9, 0), wanted a range of at least 1"),
+        (asked(4, [1, 0]), "notice.rows: got range(1, 0), wanted a range of at least 0"),
+        (asked(5, [0, 0, 1]), "notice.producer.size: got 0, wanted an int >= 1"),
+        (asked(6, [0, 1, 0]), "notice.consumer.interleave: got 0, wanted an int >= 1"),
+        (asked(7, [1, 1]), "notice.stripe.first: got 1, wanted less than step=1"),
+        (asked(8, 0), "notice.block: got 0, wanted an int >= 1"),
+        (asked(8, -1), "$[13][8]: got"),
     ],
 )
 def test_other_bytes_are_refused(data: Any, wanted: str) -> None:
@@ -132,6 +209,10 @@ def test_a_notice_that_cannot_be_sent_is_refused() -> None:
     far = [attrs.evolve(party, engine_id="e" * 255, epoch=2**62) for party in (P[0], D[0])]
     data = encode_notice(attrs.evolve(long, by=far[0], to=far[1]))
     assert 3500 < len(data) < 4096
+    most = attrs.evolve(ASKED, layers=["x" * 1024, "y" * 1024], parts=["k" * 1024, "v" * 1024])
+    key = Key("x" * 1024, bytes(64))
+    asking = Notice(kind="sum", key=key, by=far[1], to=far[0], extent=most)
+    assert 5500 < len(encode_notice(asking)) < 8192
 
 
 def held(**more: Any) -> ProducerLedger:

@@ -10,6 +10,7 @@ from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
 from kvspec.protocol import Key, Notice, Party, encode_notice
+from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import NOTICES
 from kvspec.protocol.seal import Secret
 from kvspec.session.control import NOTICE, QUESTION
@@ -37,6 +38,18 @@ def notices(draw: st.DrawFn) -> bytes:
         more["lease"] = draw(st.sampled_from((0.0, 1.0, 1e6)))
     if kind == "wrote":
         more |= {"group": "full", "layer": "l.0", "upto": draw(SMALL)}
+    if kind == "sum":
+        units, tokens = (range(draw(SMALL), draw(SMALL)) for _ in range(2))
+        try:
+            more["extent"] = Extent(
+                layers=("l.0",), parts=("k",), units=units, tokens=tokens, rows=range(draw(SMALL))
+            )
+        except kvspec.SpecError:
+            more["extent"] = Extent(
+                layers=("l.0", "w.0"), parts=("k",), units=range(1), tokens=range(1)
+            )
+    if kind == "summed":
+        more["total"] = draw(st.binary(min_size=8, max_size=8))
     notice = Notice(
         kind=kind,
         key=draw(KEYS),

@@ -140,9 +140,14 @@ class World:
     """A producer "P", a consumer "D", and what lies between them."""
 
     def __init__(
-        self, net: FakeNixl, pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec], mode: Mode = "pull"
+        self,
+        net: FakeNixl,
+        pair: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
+        mode: Mode = "pull",
+        *,
+        digest: bool = False,
     ) -> None:
-        self.nixl, self.pair, self.now = net, pair, 0.0
+        self.nixl, self.pair, self.now, self.digest = net, pair, 0.0, digest
         self.pushed, self.follow = mode == "push", mode == "follow"
         net.fate = self.posted
         self.moved = set[int]()  # the bytes of the consumer that were asked for
@@ -235,7 +240,9 @@ class World:
         if self.to_hold:
             asked, rank = self.to_hold.pop(at % len(self.to_hold))
             ledger = self.engines["P"].sessions[rank].ledger
-            ledger.expect(asked.remote_id)
+            ledger.expect(
+                asked.remote_id, blocks=asked.request.producer_blocks if self.digest else None
+            )
             asked.held.add(rank)
             for (of, layer), upto in asked.written.items():
                 if of == rank and self.held(asked, rank):
@@ -325,7 +332,7 @@ class World:
             try:
                 load = session.load(
                     asked.request, remote_id=asked.remote_id, timeout=TIMEOUT,
-                    pushed=self.pushed, follow=self.follow,
+                    pushed=self.pushed, follow=self.follow, digest=self.digest,
                 )  # fmt: skip
             except TransferError as error:
                 raise AssertionError("its blocks were free, and are written") from error
@@ -359,7 +366,7 @@ class World:
             yield key, ids, right, counts & (rows < request.cached(key[0], spec))
 
     def land(self, at: int, how: str) -> None:
-        """Let something in flight arrive, or break off."""
+        """Let something in flight arrive, with a wrong byte where that is found, or break off."""
         moving = self.nixl.moving
         if moving:
             flight = moving[at % len(moving)]
@@ -367,6 +374,8 @@ class World:
                 flight.fail(0.5)
             else:
                 flight.land(0.5 if how == "part" else 1.0)
+            if how == "flip" and self.digest:
+                flight.spoil(at)
             self.look()
 
     def deliver(self, at: int, how: str = "once") -> None:

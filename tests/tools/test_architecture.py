@@ -44,7 +44,7 @@ FOLDERS = (
     (
         "protocol",
         (
-            "fingerprint plain reading regions handshake"
+            "fingerprint plain reading regions handshake extent"
             " states notices order held pending producer consumer wire seal ."
         ),
     ),
@@ -60,8 +60,8 @@ FOLDERS = (
     (
         "session",
         (
-            "background channel introduction control ledger remote load following reading pushing"
-            " leftovers session prompts ."
+            "background channel introduction control extents summing ledger remote audit load"
+            " following reading pushing leftovers session prompts ."
         ),
     ),
     ("", "."),  # kvspec/__init__.py, which names the public values

@@ -1,0 +1,146 @@
+"""Does a reader hold what its producers do: sums of both, compared before a load is done.
+
+Law: equal are the sums of all that moved, asked for when it has arrived; where they differ the load
+fails, and halves are compared until one token of a unit is named, or the time is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from kvspec.descriptors.request import TransferRequest
+from kvspec.errors import SpecError
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.parallel import RankId
+from kvspec.protocol.extent import Extent
+from kvspec.protocol.notices import Notice, Party
+from kvspec.protocol.order import Name
+from kvspec.session.extents import extents_of, sums_of
+from kvspec.session.remote import RemoteEngine
+from kvspec.session.summing import Work
+
+
+@attrs.define(eq=False)
+class Question:
+    """An extent, this rank's own sum of it, and what producer *rank* answered, once it has."""
+
+    rank: RankId
+    extent: Extent
+    work: Work
+    answer: int | None = None
+    again: float = 0.0
+
+
+@attrs.define(eq=False)
+class Audit:
+    """The comparison of one load; *steps*: the ledger's that have arrived, and end with it.
+
+    *differs*: what is known to differ. *seconds*: how long this rank summed.
+    """
+
+    remote: RemoteEngine
+    request: TransferRequest
+    me: Party
+    cache: RankCache
+    tell: Callable[[Notice], None]
+    steps: tuple[int, ...] = ()
+    differs: str = ""
+    source: RankId | None = None
+    seconds: float = 0.0
+    _open: dict[int, Question] | None = None
+    _rest: Extent | None = None
+    _number: int = 0
+    _refused: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        for region in self.cache.regions:
+            if region.memory_type != "DRAM":
+                raise SpecError("digest", True, f"host memory, DRAM, not {region.memory_type}")  # noqa: FBT003
+
+    def drop(self) -> tuple[int, ...]:
+        """Compare nothing any more; return the ledger's steps that were held back."""
+        steps, self.steps = self.steps, ()
+        self._open = dict[int, Question]()
+        return steps
+
+    def move(self, name: Name, now: float, beat: float, end: float) -> str | None:
+        """Compare what notices name by *name*, until the time is *end*.
+
+        Return "" once all is equal, what differs once that is known, and None before.
+        """
+        try:
+            questions = self._begun()
+            for number, question in questions.items():
+                if question.answer is None and now >= question.again:
+                    question.again = now + beat
+                    self.tell(self._notice(name, number, question))
+            for number, question in list(questions.items()):
+                before = question.work.seconds
+                summed = question.work.go_on(end)
+                self.seconds += question.work.seconds - before
+                if summed and question.answer is not None:
+                    del questions[number]
+                    if question.work.total != question.answer:
+                        return self._narrow(question.rank, question.extent)
+                if not summed:
+                    break
+        except SpecError as error:
+            return str(error)
+        return self._refused or (None if questions else self._equal())
+
+    def heard(self, notice: Notice) -> bool:
+        """Take a producer's answer; return whether it was waited for."""
+        question = (self._open or {}).get(notice.number)
+        if question is None or question.rank != notice.by.rank:
+            return False
+        if notice.kind == "summed":
+            question.answer = int.from_bytes(notice.total, "little")
+        else:
+            self._refused = f"{notice.by} cannot sum it: `ledger.expect` it with `blocks`"
+        return True
+
+    def _begun(self) -> dict[int, Question]:
+        """Return what is open; at first, all that moves."""
+        if self._open is None:
+            self._open = {}
+            for rank in self.remote.tables:
+                own = self.remote.plan, self.request, rank, self.cache.rank
+                for extent in extents_of(*own):
+                    self._ask(rank, extent)
+        return self._open
+
+    def _ask(self, rank: RankId, extent: Extent) -> None:
+        self._number += 1
+        work = Work(sums_of(self.cache, self.request.consumer_blocks, extent))
+        self._begun()[self._number] = Question(rank, extent, work)
+
+    def _notice(self, name: Name, number: int, question: Question) -> Notice:
+        key, attempt, sample, engine_id, epoch = name
+        return Notice(
+            kind="sum",
+            key=key,
+            by=self.me,
+            to=Party(engine_id, epoch, question.rank),
+            attempt=attempt,
+            number=number,
+            sample=sample,
+            extent=question.extent,
+        )
+
+    def _equal(self) -> str | None:
+        """Take that all is equal that was asked for: the other half differs, or nothing."""
+        if self._rest is None or self.source is None:
+            return ""
+        return self._narrow(self.source, self._rest)
+
+    def _narrow(self, rank: RankId, extent: Extent) -> str | None:
+        """Look into an extent that differs; return its name if it cannot be halved."""
+        self.source, self.differs = rank, f"{extent}: what arrived is not what {rank} holds"
+        self._open, self._rest = dict[int, Question](), None
+        if extent.halves is None:
+            return self.differs
+        first, self._rest = extent.halves
+        self._ask(rank, first)
+        return None

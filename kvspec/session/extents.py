@@ -1,0 +1,127 @@
+"""Extents of what one pair of ranks moves of a request, and their sums.
+
+Law: the extents of all sources of a consumer rank are all that a request moves to it, nothing
+twice; of equal contents both ranks have equal sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.digest import Wanted, pieces_of, rows_of
+from kvspec.errors import SpecError
+from kvspec.memory.regions import RankCache
+from kvspec.ownership.intervals import EMPTY
+from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.tokens import Ints
+from kvspec.plan.edges import Edge
+from kvspec.plan.plan import TransferPlan
+from kvspec.protocol.extent import MAX_NAMES, Extent
+
+Names = tuple[str, ...]
+Alike = tuple[Names, range, range]
+"""Parts, tokens and rows of layers that are summed together."""
+
+
+def extents_of(
+    plan: TransferPlan, request: TransferRequest, producer: RankId, consumer: RankId
+) -> Iterator[Extent]:
+    """Yield what *request* moves from *producer* to *consumer*, in messages' sizes."""
+    for edge in plan.between(producer, consumer):
+        groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
+        contexts = (
+            plan.producer.context(groups[0], producer),
+            plan.consumer.context(groups[1], consumer),
+        )
+        block = plan.consumer.virtual_block(groups[1])
+        for one in edge.slices:
+            for (every, tokens, rows), alike in _alike(plan, request, edge, one, block):
+                for layers, parts in _sized(alike, every):
+                    yield Extent(
+                        layers=layers,
+                        parts=parts,
+                        units=one.global_range,
+                        tokens=tokens,
+                        rows=rows,
+                        producer=contexts[0],
+                        consumer=contexts[1],
+                        stripe=one.stripe,
+                        block=block,
+                    )
+
+
+def _alike(
+    plan: TransferPlan, request: TransferRequest, edge: Edge, one: TPTransferSlice, block: int
+) -> Iterator[tuple[Alike, list[str]]]:
+    """Yield the layers of a slice of which the same parts, tokens and rows move."""
+    specs, held = plan.pair_of(edge).specs, plan.producer.group(edge.producer_group).spec
+    layers: dict[Alike, list[str]] = {}
+    for layer in one.layers:
+        tokens = request.wanted(edge.group, specs[layer])
+        states = {part.name: part.states for part in held.of_layer(layer).parts}
+        parts: dict[range, list[str]] = {}
+        for part in specs[layer].parts if tokens else ():
+            rows = EMPTY if part.per_token else range(min(part.states, states[part.name]))
+            if part.name in one.parts and (not rows or one.stripe.holds(tokens.start // block)):
+                parts.setdefault(rows, []).append(part.name)
+        for rows, names in parts.items():
+            layers.setdefault((tuple(names), tokens, rows), []).append(layer)
+    yield from layers.items()
+
+
+def _sized(layers: Sequence[str], parts: Sequence[str]) -> Iterator[tuple[Names, Names]]:
+    """Yield all layers with all parts, cut where the names are too many for a message."""
+    size = sum(len(name.encode()) for name in (*layers, *parts))
+    half = len(layers) // 2
+    if size <= MAX_NAMES or len(layers) == len(parts) == 1:
+        yield tuple(layers), tuple(parts)
+    elif half:
+        yield from _sized(layers[:half], parts)
+        yield from _sized(layers[half:], parts)
+    else:
+        half = len(parts) // 2
+        yield from _sized(layers, parts[:half])
+        yield from _sized(layers, parts[half:])
+
+
+def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) -> Iterator[int]:
+    """Yield sums that add up, modulo 2**64, to that of what this rank holds of *extent*.
+
+    Each is a little work, so that a caller may rest between. *tables*: the request's, of this
+    engine's groups. `SpecError` for what the rank does not hold, or cannot read.
+    """
+    placed: dict[tuple[str, int, int], tuple[Ints, Ints, Ints]] = {}
+    for layer in extent.layers:
+        for name in extent.parts:
+            region = cache.region(layer, name)
+            if region.memory_type != "DRAM":
+                raise SpecError("digest", region.memory_type, "host memory, DRAM")
+            group = cache.engine.group(region.group)
+            part = next(p for p in group.spec.of_layer(layer).parts if p.name == name)
+            units = cache.engine.units(group, part, cache.rank)
+            if extent.units.start < units.start or units.stop < extent.units.stop:
+                raise SpecError("units", extent.units, f"units that the rank holds, {units}")
+            key = group.name, part.tokens_per_state, region.num_blocks
+            if key not in placed:
+                placed[key] = _placed(cache, layer, part, tables, extent)
+            for unit in extent.units:
+                yield from pieces_of(region, unit - units.start, unit, *placed[key])
+
+
+def _placed(
+    cache: RankCache, layer: str, part: Part, tables: Mapping[str, BlockTable], extent: Extent
+) -> tuple[Ints, Ints, Ints]:
+    """Return block in memory, row and number of the rows of *extent*."""
+    region = cache.region(layer, part.name)
+    want = Wanted(extent.tokens, extent.rows.stop)
+    block, row, number = rows_of(cache, region, part, tables, want)
+    if part.per_token:
+        keep = extent.stripe.holds(number // extent.block)
+        for context in (extent.producer, extent.consumer):
+            keep &= context.owns(number)
+    else:
+        keep = row >= extent.rows.start
+    return block[keep], row[keep], number[keep]

@@ -1,0 +1,107 @@
+"""What a producer rank sums of what it holds, for readers that compare.
+
+Law: a sum is of what the producer's own engine said where it lies, and is told only while that is
+held. A poll takes a bounded time; who was not answered asks again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+
+from kvspec.descriptors.request import BlockTable
+from kvspec.errors import SpecError
+from kvspec.memory.regions import RankCache
+from kvspec.protocol.extent import Extent
+from kvspec.protocol.notices import SUM, Key, Notice
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.extents import sums_of
+
+TURN = 0.02  # seconds that a poll sums, and some hundred kilobytes more
+MAX_ASKED = 4096
+"""Questions that wait, and sums that are kept of one request; more are asked again."""
+
+
+@attrs.define(eq=False)
+class Work:
+    """A sum on its way: what is still to be added, and the *total* so far; *seconds* it took."""
+
+    left: Iterator[int]
+    total: int = 0
+    over: bool = False
+    seconds: float = 0.0
+
+    def go_on(self, end: float) -> bool:
+        """Add until all is added, or the time is *end*; return whether it is all."""
+        began = time.monotonic()
+        while not self.over:
+            piece = next(self.left, None)
+            self.over = piece is None
+            self.total = (self.total + (piece or 0)) % 2 ** (8 * SUM)
+            if time.monotonic() >= end:
+                break
+        self.seconds += time.monotonic() - began
+        return self.over
+
+
+@attrs.define(eq=False)
+class Summing:
+    """The sums that one rank is asked for. *tables*: where requests lie, as far as was said."""
+
+    book: ProducerLedger
+    cache: RankCache
+    owner: object
+    tell: Callable[[Notice], None]
+    note: Callable[[str], None]
+    tables: dict[Key, Mapping[str, BlockTable]] = attrs.field(factory=dict)
+    _asked: dict[Notice, Work] = attrs.field(factory=dict)
+    _known: dict[Key, dict[Extent, bytes]] = attrs.field(factory=dict)
+
+    @property
+    def waiting(self) -> int:
+        """How many sums are asked for, and not told yet."""
+        return len(self._asked)
+
+    def heard(self, notice: Notice) -> None:
+        """Take a question; of a request that is not held yet, or no more, it is not answered."""
+        extent, key = notice.extent, notice.key
+        if extent is None or not self.book.holds(key) or notice in self._asked:
+            return
+        total = self._known.get(key, {}).get(extent)
+        if total is not None:
+            self.tell(notice.answer("summed", total=total))
+        elif len(self._asked) < MAX_ASKED:
+            sums = sums_of(self.cache, self.tables.get(key, {}), extent)
+            self._asked[notice] = Work(sums)
+
+    def move(self) -> None:
+        """Sum for a while, and forget what is not held any more."""
+        for key in [key for key in self.tables if not self.book.holds(key)]:
+            del self.tables[key]
+            self._known.pop(key, None)
+        end = time.monotonic() + TURN
+        for notice, work in list(self._asked.items()):
+            if self.book.holds(notice.key):
+                try:
+                    if not work.go_on(end):
+                        return
+                    self._sum(notice, work.total.to_bytes(SUM, "little"))
+                except SpecError as error:
+                    self.note(f"{notice.kind} of {notice.by}: {error}")
+                    self.tell(notice.answer("unsummed"))
+            del self._asked[notice]
+            if time.monotonic() >= end:
+                return
+
+    def _sum(self, notice: Notice, total: bytes) -> None:
+        known = self._known.setdefault(notice.key, {})
+        if notice.extent is not None and len(known) < MAX_ASKED:
+            known[notice.extent] = total
+        self.tell(notice.answer("summed", total=total))
+
+    def close(self) -> None:
+        """Sum nothing any more, and let the memory go."""
+        self._asked.clear()
+        self.owner = None

@@ -1,0 +1,214 @@
+"""Loads that compare what arrived with what is held: equal, or they fail and say where."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+import kvspec
+from kvspec.errors import SpecError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+from sessions import BLOCKS, Side, engine, new_remote_id, request, until
+
+from kvspec.session import SessionLoad
+from kvspec.testing import FakeFlight, FakeNixl, logical_views
+
+SIZES = {
+    "two of four": (engine(4, state=True), engine(2, state=True)),
+    "blocks of two": (engine(2, 6), engine(3, 6, block=2)),
+    "contexts": (engine(2, 1, dcp_size=2, interleave_size=2), engine(1, 1)),
+}
+
+
+@contextlib.contextmanager
+def met(sizes: tuple[Any, Any], **more: Any) -> Iterator[tuple[Side, Side]]:
+    """Yield a producer and a consumer that met."""
+    given: dict[str, Any] = {"beat": 0.05} | more
+    with (
+        Side("P", sizes[0], polled=False, lease=5.0) as producer,
+        Side("D", sizes[1], polled=True, **given) as consumer,
+    ):
+        consumer.meet(producer)
+        yield producer, consumer
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nixl)])
+def nixl(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let ranks be over memory, and over nixl."""
+    if request.param == "real":
+        pytest.importorskip("nixl_cu13", reason="needs nixl")
+    with FakeNixl() if request.param == "fake" else contextlib.nullcontext():
+        yield
+
+
+def asked_of(sides: tuple[Side, Side], tokens: int = 14, cached: int = 3) -> Any:
+    """Return a request in blocks of both sides' sizes, their order reversed on the consumer's."""
+    tables = []
+    for side in sides:
+        group = side.spec.groups[0]
+        count = -(-tokens // side.spec.virtual_block(group))
+        tables.append({each.name: [*range(1, count + 1)] for each in side.spec.groups})
+    consumer = {name: ids[::-1] for name, ids in tables[1].items()}
+    return request(
+        tokens=tokens, cached=cached, producer_blocks=tables[0], consumer_blocks=consumer
+    )
+
+
+def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[SessionLoad]]:
+    """Hold and load a request."""
+    producer, consumer = sides
+    asked, remote_id = asked_of(sides), new_remote_id("r")
+    producer.fill(asked)
+    consumer.spoil(asked)
+    producer.expect(remote_id, blocks=asked.producer_blocks)
+    return asked, consumer.load(asked, remote_id, digest=True, **more)
+
+
+def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+    """Wait until all of *loads* ended, and return how; then nothing is summed any more."""
+    until(lambda: all(load.state != "moving" for load in loads), *sides)
+    sessions = [session for side in sides for session in side.sessions.values()]
+    until(lambda: not any(s.leftovers().sums + s.leftovers().loads for s in sessions), *sides)
+    return [load.state for load in loads]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
+    """Sums do not depend on sizes, blocks, contexts; and the request is freed as ever."""
+    with met(SIZES[sizes]) as sides:
+        producer, consumer = sides
+        asked, loads = begin(sides)
+        assert ["done"] * len(loads) == ended(loads, *sides)
+        assert [] == consumer.wrong(asked)
+        assert all(load.digest_seconds > 0 for load in loads)
+        done: list[str] = []
+        until(lambda: done.extend(producer.settled()[0]) or len(done) == len(producer.sessions))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layer", "part", "token"),
+    [
+        ("two of four", "l.1", "v", 9),
+        ("two of four", "s.0", "conv_x", None),
+        ("blocks of two", "w.0", "k", 13),
+        ("contexts", "l.0", "k", 10),
+    ],
+)
+def test_one_wrong_byte_is_named(
+    nixl: None, sizes: str, layer: str, part: str, token: int | None
+) -> None:
+    """By layer, part, unit and token, and whose it is; the other ranks' loads are done."""
+    with met(SIZES[sizes]) as sides:
+        consumer = sides[1]
+        asked, loads = begin(sides)
+        until(lambda: all(load.held_back and not load.flights for load in loads), consumer)
+        rank = consumer.spec.parallel.ranks[-1]
+        views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
+        group = next(group for group in consumer.spec.groups if layer in group.layers)
+        slot, row = divmod(13 if token is None else token, group.spec.block_size)
+        block = asked.consumer_blocks[group.name].block_ids[slot]
+        views[group.name, layer, part][block, -1, 1 if token is None else row, 0] ^= 16
+        assert ["done"] * (len(loads) - 1) + ["failed"] == ended(loads, *sides)
+        unit = consumer.spec.units(group, group.spec.parts[0], rank).stop - 1
+        where = "rows 1..1" if token is None else f"tokens {token}..{token}"
+        error = loads[-1].error
+        assert error is not None
+        words = f"layers {layer}, {part} units {unit}..{unit}, {where}: what arrived is not what "
+        assert error.message.startswith(words)
+        assert f"P {error.message.removeprefix(words).split()[0]}" == error.rank
+        assert "differs" == error.state
+        assert asked.consumer_blocks.keys() == loads[-1].undefined.keys()
+
+
+def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
+    """The producer sums where its own engine says that the request lies."""
+    with FakeNixl(), met(SIZES["blocks of two"]) as sides:
+        producer, consumer = sides
+        asked, remote_id = asked_of(sides), new_remote_id("r")
+        producer.fill(asked)
+        producer.expect(remote_id, blocks=asked.producer_blocks)
+        wrong = attrs.evolve(asked, producer_blocks={"full": [1, 3, 2, 4], "window": [1, 2, 3, 4]})
+        loads = consumer.load(wrong, remote_id, digest=True)
+        assert {"failed"} == set(ended(loads, *sides))
+        assert all("tokens 4..4: what arrived is not" in str(load.error) for load in loads)
+
+
+def test_who_cannot_be_asked_fails_the_load() -> None:
+    """A producer that was not told the blocks; one that was told too few; one that is silent."""
+    with FakeNixl(), met(SIZES["two of four"]) as sides:
+        producer, consumer = sides
+        asked = asked_of(sides)
+        for told in ({}, {"blocks": {name: [1] for name in asked.producer_blocks}}):
+            remote_id = new_remote_id("r")
+            producer.expect(remote_id, **told)
+            loads = consumer.load(asked, remote_id, digest=True)
+            assert ["failed"] * 2 == ended(loads, *sides)
+            assert all("cannot sum it: `ledger.expect` it with `blocks`" in str(load.error)
+                       for load in loads)  # fmt: skip
+            until(lambda: not any(s.ledger.held for s in producer.sessions.values()), *sides)
+        loads = consumer.load(asked, new_remote_id("r"), digest=True, timeout=0.2)
+        until(lambda: all(load.state == "failed" for load in loads), consumer)
+        assert {"timeout"} == {load.error.state for load in loads if load.error}
+        session = next(iter(producer.sessions.values()))
+        for blocks, words in (({"else": [1]}, "block tables of the engine's"), ([1], "mapping")):
+            with pytest.raises(SpecError, match=words):
+                session.ledger.expect(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="digest=7"):
+            consumer.load(asked, new_remote_id("r"), digest=7)
+
+
+def test_memory_of_a_device_is_not_summed() -> None:
+    """Refused before anything moves: a digest reads bytes where they lie."""
+    with FakeNixl(), met(SIZES["two of four"]) as sides:
+        reading = next(iter(sides[1].sessions.values()))._reading
+        gpu = [attrs.evolve(region, memory_type="VRAM") for region in reading.cache.regions]
+        memory = [attrs.evolve(each, memory_type="VRAM") for each in reading.cache.memory]
+        cache = reading.cache
+        reading.cache = kvspec.RankCache(cache.engine, cache.rank, gpu, memory)
+        with pytest.raises(SpecError, match="digest=True: wanted host memory, DRAM, not VRAM"):
+            begin(sides)
+
+
+@pytest.mark.parametrize("how", ["follow", "pushed"])
+def test_what_follows_or_is_pushed_is_compared_too(how: str) -> None:
+    """When all of it is there, and never before."""
+    flips: list[FakeFlight] = []
+
+    def land(flight: FakeFlight) -> None:
+        flight.land()
+        flips.append(flight)
+
+    with FakeNixl(land) as net, met(SIZES["two of four"]) as sides:
+        producer, consumer = sides
+        if how == "pushed":
+            for session in producer.sessions.values():
+                session.meet(consumer.introductions, role="consumer")
+        for broken in (False, True):
+            if broken:
+                net.fate = corrupt
+            asked, loads = begin(sides, **{how: True})
+            for session in producer.sessions.values():
+                if how == "pushed":
+                    remote_id = loads[0].remote_id
+                    session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
+                else:
+                    session.ledger.wrote(loads[0].remote_id, 7)
+                    producer.poll()
+                    consumer.poll()
+                    session.ledger.wrote(loads[0].remote_id, 14)
+            assert [["done", "done"], ["failed", "failed"]][broken] == ended(loads, *sides)
+            assert broken == any(load.error for load in loads)
+            assert broken or [] == consumer.wrong(asked)
+
+
+def corrupt(flight: FakeFlight) -> None:
+    """Land, with one byte wrong."""
+    flight.land()
+    flight.spoil()
