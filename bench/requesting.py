@@ -1,23 +1,27 @@
 """What one request costs the host until it is posted, beside the arithmetic it replaces.
 
-CPU time: an engine's own thread pays it. `by_hand` imitates the fast path of vLLM's NIXL connector:
-equal block sizes and layouts, so that a descriptor's id is its region times the blocks of a pool,
-plus the block; whole blocks only, nothing checked. It is written afresh, for these works alone.
+CPU time: an engine's own thread pays it. `by_hand` imitates the fast path of vLLM 0.32's NIXL
+connector for blocks and layouts that are equal: where each region's ids begin is summed up for each
+request and side, block ids come as lists, a descriptor's id is its region's first and the block;
+whole blocks only, nothing checked, one handle. It is written afresh, for these works alone.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import cast
 
 import attrs
 import numpy as np
 import works
 from planning import first_ranks
-from timing import Options, Row, cpu, interleaved, told
+from timing import Options, Row, Timer, cpu, interleaved, told
 
 import kvspec
 from kvspec import DescriptorTable
+from kvspec.nixl import NixlRank
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.order import Prepared, order_of
 from kvspec.nixl.rows import checked_rows
@@ -47,13 +51,17 @@ class NoAgent:
 
 
 class Lanes:
-    """All tables of one consumer rank, and their lists, prepared."""
+    """All tables of one consumer rank, and their lists, prepared: by nobody, or by NIXL."""
 
-    def __init__(self, work: works.Work) -> None:
+    def __init__(self, work: works.Work, stack: ExitStack | None = None) -> None:
         self.work = work
         producer, consumer = work.engines()
         plan = kvspec.plan_transfer(producer, consumer)
         target = consumer.parallel.ranks[0]
+        self.blocks = tuple(each.tolist() for each in work.tables())
+        if stack is not None:
+            self._allocated(plan, target, stack)
+            return
         sources, targets = (
             dict(works.caches(engine, pool, side))
             for side, (engine, pool) in enumerate(
@@ -66,7 +74,6 @@ class Lanes:
             for source in plan.sources(target)
         ]
         self.lists = [self._lists(table) for table in self.tables]
-        self.blocks = work.tables()
 
     def _lists(self, table: DescriptorTable) -> tuple[Prepared, Prepared]:
         local, remote = (
@@ -74,6 +81,25 @@ class Lanes:
             for rows, peer in ((table.consumer_rows, None), (table.producer_rows, "peer"))
         )
         return local, remote
+
+    def _allocated(
+        self, plan: kvspec.TransferPlan, target: kvspec.RankId, stack: ExitStack
+    ) -> None:
+        near, far = (stack.enter_context(NixlRank(secret=b"")) for _ in range(2))
+        cache, storage = kvspec.allocate(plan.consumer, target, self.work.pools[1])
+        near.register(cache.memory, owner=storage)
+        sources = []
+        for source in plan.sources(target):
+            made, owner = kvspec.allocate(plan.producer, source, self.work.pools[0])
+            far.register(made.memory, owner=owner)
+            sources.append(made)
+        peer = near.connect(far.metadata())
+        self.agent = near._agent  # noqa: SLF001 - what makes handles, and posts none
+        self.tables = [kvspec.build_table(plan, source, cache) for source in sources]
+        self.lists = [
+            (near.prepare(table.consumer_rows), near.prepare(table.producer_rows, peer=peer))
+            for table in self.tables
+        ]
 
     def request(self) -> kvspec.TransferRequest:
         """Return the request, as a connector makes it."""
@@ -84,35 +110,53 @@ class Lanes:
             consumer_blocks={works.GROUP: self.blocks[1]},
         )
 
-    def whole(self) -> int:
-        """Ask, pick, check, join and make every handle; return how many there are."""
-        request, made = self.request(), 0
+    def whole(self) -> list[int]:
+        """Ask, pick, check, join and make every handle; return them."""
+        request, made = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
             order = order_of(
                 self.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
             )
-            made += sum(order.make(self.agent, piece) for piece in order.pairs.pieces)
+            made += [order.make(self.agent, piece) for piece in order.pairs.pieces]
         return made
 
-    def by_hand(self) -> int:
+    def by_hand(self) -> list[int]:
         """Do what a connector does that assumes all is alike: ids by arithmetic, and one handle."""
-        regions, made = np.arange(self.work.layers)[:, None], 0
-        for _ in self.tables:
-            remote, local = (
-                (regions * pool + np.asarray(blocks)).ravel()
-                for pool, blocks in zip(self.work.pools, self.blocks, strict=True)
-            )
-            made += self.agent.make("READ", (1, local), (1, remote), ("", "r"))
+        made, regions = [], self.work.layers
+        for local, remote in self.lists:
+            sides = []
+            for pool, blocks in zip(self.work.pools, self.blocks, strict=True):
+                begins = np.cumsum([0, *([pool] * regions)[:-1]])
+                block_ids = np.concatenate([np.asarray(each, np.int32) for each in (blocks,)])
+                sides.append((begins[:, None] + block_ids).ravel())
+            handles = local.handle(self.agent), remote.handle(self.agent)
+            pairs = (handles[0], sides[1]), (handles[1], sides[0])
+            made.append(self.agent.make("READ", *pairs, ("", "r")))
         return made
+
+    def timed(self, work: Callable[[], list[int]]) -> Timer:
+        """Return a timer of *work* in this thread's CPU time; its handles are released after."""
+
+        def run() -> float:
+            started = time.thread_time()
+            made = work()
+            taken = time.thread_time() - started
+            for handle in made:
+                self.agent.release(handle)
+            return taken
+
+        return run
 
 
 def b11(options: Options) -> Iterator[Row]:
-    """Time one request until it is made, beside the same by hand."""
+    """Time one request until its handles are made by NIXL, beside the same by hand."""
     for work, limit in ((PLAIN, 1.5), (LATENT, 1.5), (FOUR, 2.0)):
         for order, fragments in (("in order", 0), ("shuffled", 1)):
-            lanes = Lanes(attrs.evolve(work, fragments=fragments))
-            ours, other = interleaved(options.times(80), cpu(lanes.whole), cpu(lanes.by_hand))
+            with ExitStack() as stack:
+                lanes = Lanes(attrs.evolve(work, fragments=fragments), stack)
+                timers = lanes.timed(lanes.whole), lanes.timed(lanes.by_hand)
+                ours, other = interleaved(options.times(400), *timers)
             yield Row(
                 budget="B11",
                 what=f"one request, {work.name}, {order}; other: by hand, unchecked",

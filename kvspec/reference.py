@@ -131,8 +131,7 @@ class _Place:
         if len(null):
             missing = range(int(null[0]), int(null[0]) + 1)
             check_no_null(self.side, self.group.name, self.null_block, missing, wanted)
-        field = f"{self.side}_blocks[{self.group.name!r}]"
-        check_ids(field, ids, self.num_blocks // self.group.split)
+        check_ids(self.side, self.group.name, ids, self.num_blocks // self.group.split)
 
 
 def _view(

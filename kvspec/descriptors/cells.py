@@ -8,11 +8,11 @@ leaves those out where that takes no more rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvspec.descriptors.paging import Geometry, RowKind
 from kvspec.descriptors.pool import Pool
@@ -28,12 +28,17 @@ before it, counted from the first token of the table; of a state, its place in t
 
 @attrs.frozen(eq=False)
 class Cells:
-    """Descriptors of one set of rows, by block in memory and place in the block, on both sides."""
+    """Descriptors of one set of rows, by block in memory and place in the block, on both sides.
+
+    And by id, counted from a run's first.
+    """
 
     producer_block: Ints
     producer_cell: Ints
+    producer_ids: Ints
     consumer_block: Ints
     consumer_cell: Ints
+    consumer_ids: Ints
 
     def __len__(self) -> int:
         return len(self.producer_block)
@@ -55,9 +60,12 @@ def begins(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begi
             (tables.consumer, geometry.consumer),
         )
     ]
+    found = _cut(tables, geometry, frame).items()
+    if alike and before == [0, 0]:
+        return {kind: (begin, begin) for kind, begin in found}
     return {
         kind: (frame.producer.local(begin) - before[0], frame.consumer.local(begin) - before[1])
-        for kind, begin in _cut(tables, geometry, frame).items()
+        for kind, begin in found
     }
 
 
@@ -69,26 +77,27 @@ def cells(
     pools: tuple[Pool, Pool],
 ) -> Cells:
     """Return the descriptors of rows of one kind for what they take, ordered by producer id."""
-    columns: list[Ints] = []
-    sides = reversed(tables.sides(geometry))
-    for (side, group, table, paging), begin, pool in zip(sides, taken, pools, strict=True):
-        if geometry.cell:
-            place, token = np.divmod(begin, paging.block_size)
-            part, token = np.divmod(token, paging.memory_block_size)
-            cell = (token - kind.skip) // kind.period
-        else:
-            place, part, cell = begin, 0 * begin, 0 * begin
-        # What runs on into later blocks has ids that follow the first, so its last is greatest.
-        last = (begin + kind.tokens - 1) // paging.block_size if geometry.cell else begin
-        ids = table.block_ids[place]
-        for ends in (ids, table.block_ids[last]):
-            check_ids(f"{side}_blocks[{group!r}]", ends, pool.num_blocks // paging.split)
-        columns += [ids * paging.split + part, cell]
-    order = pools[0].ids(columns[0], columns[1])
-    if (order[:-1] < order[1:]).all():
-        return Cells(*columns)
-    ascending = np.argsort(order, kind="stable")
-    return Cells(*(column[ascending] for column in columns))
+    columns = np.zeros((6, len(taken[0])), np.int64)
+    sides, rows = tables.sides(geometry)[::-1], (columns[:3], columns[3:])
+    for (side, group, table, paging), begin, pool, row in zip(
+        sides, taken, pools, rows, strict=True
+    ):
+        place, part, cell = paging.places(begin, kind) if geometry.cell else (begin, None, None)
+        block = table.block_ids[place]
+        blocks = pool.num_blocks // paging.split
+        check_ids(side, group, block, blocks)
+        if kind.tokens > geometry.cell:
+            # What runs on into later blocks has ids that follow the first, so its last is greatest.
+            last = (begin + kind.tokens - 1) // paging.block_size
+            check_ids(side, group, table.block_ids[last], blocks)
+        row[0] = block if part is None else block * paging.split + part
+        if cell is not None:
+            row[1] = cell
+        row[2] = pool.ids(row[0], row[1])
+    order = columns[2]
+    if np.count_nonzero(order[:-1] > order[1:]):
+        columns = columns[:, order.argsort(kind="stable")]
+    return Cells(*columns)
 
 
 def _state(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begins:
@@ -127,9 +136,10 @@ def _own_counts(tables: Tables, geometry: Geometry) -> _Frame:
     local, wanted = geometry.consumer.context.local, tables.wanted
     own = range(local(wanted.start), local(wanted.stop))
     tokens = tables.tokens and range(local(tables.tokens.start), local(tables.tokens.stop))
-    return _Frame(
-        own, tokens, local(tables.cached), geometry.consumer.block_size, Cyclic(), Cyclic()
-    )
+    return _Frame(own, tokens, local(tables.cached), geometry.consumer.block_size, _ALL, _ALL)
+
+
+_ALL = Cyclic()
 
 
 def _positions(tables: Tables, geometry: Geometry) -> _Frame:
@@ -154,37 +164,51 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[RowKind, Int
     every = np.arange(wanted.start // cell * cell, wanted.stop, cell, dtype=np.int64)
     first, last = int(every[0]), int(every[-1])
     live = -(-wanted.stop // geometry.grain) * geometry.grain - last  # tokens of the last cell
-    keep = _moving(tables, geometry, frame, every)
+    every = _moving(tables, geometry, frame, every)
     parts: list[tuple[RowKind, Ints]] = []
     if first < frame.cached:
         start = _after_cached(tables, geometry, frame) - first
         # By scale a row begins or ends where its cell does: there is none from within to within.
         within = first == last and geometry.open and not geometry.scale
-        if keep[0]:
+        if len(every) and every[0] == first:
             parts += _part(geometry, first, start, live if within else cell)
-        every, keep = every[1:], keep[1:]
-    begin, count = _joined(tables, geometry, frame, every[keep])
-    if geometry.open and live < cell and len(begin) and begin[-1] == last:
+            every = every[1:]
+    begins, counts = _joined(tables, geometry, frame, every)
+    if geometry.open and live < cell and len(begins) and begins[-1] == last:
         end = _part(geometry, last, 0, live)
         parts += end
-        begin, count = (begin[:-1], count[:-1]) if end else (begin, count)
-    parts += [(RowKind(cell, 0, n * cell), begin[count == n]) for n in np.unique(count).tolist()]
+        if end:
+            begins, counts = begins[:-1], None if counts is None else counts[:-1]
+    parts += _by_count(cell, begins, counts)
+    if len(parts) == 1:
+        return dict(parts)
     taken: dict[RowKind, list[Ints]] = {}
-    for kind, begins in parts:
-        taken.setdefault(kind, []).append(begins)
-    return {kind: np.concatenate(begins) for kind, begins in taken.items()}
+    for kind, some in parts:
+        taken.setdefault(kind, []).append(some)
+    return {kind: np.concatenate(some) for kind, some in taken.items()}
 
 
-def _moving(
-    tables: Tables, geometry: Geometry, frame: _Frame, every: Ints
-) -> npt.NDArray[np.bool_]:
-    """Return which of the cells *every* move over this edge, and in this step of the request."""
-    keep = frame.producer.owns(every) & frame.consumer.owns(every)
-    keep &= geometry.stripe.holds(every // frame.block)
+def _by_count(cell: int, begins: Ints, counts: Ints | None) -> Iterator[tuple[RowKind, Ints]]:
+    """Yield the rows of whole cells, by how many each takes; None: one each."""
+    if counts is None:
+        if len(begins):
+            yield RowKind(cell, 0, cell), begins
+        return
+    for count in np.unique(counts).tolist():
+        yield RowKind(cell, 0, count * cell), begins[counts == count]
+
+
+def _moving(tables: Tables, geometry: Geometry, frame: _Frame, every: Ints) -> Ints:
+    """Return those of the cells *every* that move over this edge, in this step of the request."""
+    for owner in (frame.producer, frame.consumer):
+        if owner.size > 1:
+            every = every[owner.owns(every)]
+    if not geometry.stripe.whole:
+        every = every[geometry.stripe.holds(every // frame.block)]
     if frame.tokens is not None:
         stop = every + geometry.cell
-        keep &= (stop > frame.tokens.start) & (tables.last | (stop <= frame.tokens.stop))
-    return keep
+        every = every[(stop > frame.tokens.start) & (tables.last | (stop <= frame.tokens.stop))]
+    return every
 
 
 def _part(geometry: Geometry, cell: int, start: int, stop: int) -> list[tuple[RowKind, Ints]]:
@@ -218,8 +242,10 @@ def _after_cached(tables: Tables, geometry: Geometry, frame: _Frame) -> int:
     return start
 
 
-def _joined(tables: Tables, geometry: Geometry, frame: _Frame, every: Ints) -> tuple[Ints, Ints]:
-    """Return which of the cells *every* begin a row, and how many each takes.
+def _joined(
+    tables: Tables, geometry: Geometry, frame: _Frame, every: Ints
+) -> tuple[Ints, Ints | None]:
+    """Return which of the cells *every* begin a row, and how many each takes; None: one each.
 
     Cells follow in memory inside a block, and from block to block where rows flow on and the ids
     follow each other. Two cells, each a block of a producer whose rows flow, and half a block of
@@ -229,7 +255,7 @@ def _joined(tables: Tables, geometry: Geometry, frame: _Frame, every: Ints) -> t
         consumer    | 3             |                 | 3             |
     """
     if geometry.spans == 1 or len(every) < 2:  # noqa: PLR2004 - it takes two
-        return every, np.ones(len(every), np.int64)
+        return every, None
     follows = np.ones(len(every) - 1, np.bool_)
     owners = frame.consumer, frame.producer
     for (_, _, table, paging), owner in zip(tables.sides(geometry), owners, strict=True):

@@ -29,9 +29,9 @@ class Entry:
 
     @cached_property
     def starts(self) -> tuple[RowIds, RowIds]:
-        """The first id of each run, on both sides."""
+        """The first id of each run, on both sides, in columns."""
         producer, consumer = (
-            (first + np.arange(len(self.rows)) * pool.ids_per_run).astype(np.int32)
+            (first + np.arange(len(self.rows))[:, None] * pool.ids_per_run).astype(np.int32)
             for pool, first in (
                 (self.rows.producer, self.producer_first),
                 (self.rows.consumer, self.consumer_first),
@@ -41,20 +41,17 @@ class Entry:
 
     def write_ids(self, cells: Cells, producer: RowIds, consumer: RowIds) -> None:
         """Write the ids of *cells* on both sides, row by row."""
-        rows = self.rows
-        for pool, starts, block, cell, ids in (
-            (rows.producer, self.starts[0], cells.producer_block, cells.producer_cell, producer),
-            (rows.consumer, self.starts[1], cells.consumer_block, cells.consumer_cell, consumer),
+        for starts, own, ids in (
+            (self.starts[0], cells.producer_ids, producer),
+            (self.starts[1], cells.consumer_ids, consumer),
         ):
-            own = pool.ids(block, cell).astype(np.int32)
-            np.add(starts[:, None], own, out=ids.reshape(len(rows), len(cells)))
+            np.add(starts, own.astype(np.int32), out=ids.reshape(len(starts), len(own)))
 
     def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
         """Return (producer address, consumer address, length) of *cells*, row by row."""
         rows = self.rows
         found = np.empty((len(rows), len(cells), 3), np.int64)
-        sources = rows.producer.offsets(cells.producer_block, cells.producer_cell)
-        targets = rows.consumer.offsets(cells.consumer_block, cells.consumer_cell)
+        sources, targets = rows.offsets(cells)
         found[:, :, 0] = rows.producer_address[:, None] + sources
         found[:, :, 1] = rows.consumer_address[:, None] + targets
         found[:, :, 2] = rows.length[:, None]

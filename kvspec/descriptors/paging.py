@@ -13,7 +13,7 @@ from typing import NamedTuple
 import attrs
 
 from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import Cyclic, Ints
 
 
 @attrs.frozen
@@ -40,6 +40,19 @@ class Paging:
     def virtual_block(self) -> int:
         """The token positions that one block of the table stands for."""
         return self.block_size * self.context.size
+
+    def places(self, own: Ints, kind: RowKind) -> tuple[Ints, Ints | None, Ints | None]:
+        """Return where rows of *kind* lie that begin at *own* tokens, counted from the first.
+
+        Block of the table, block in memory of these, cell in it; None where there is but one.
+        """
+        token, part, cell = own, None, None
+        if kind.period < self.memory_block_size:
+            token = own % self.memory_block_size
+            cell = (token - kind.skip) // kind.period
+        if self.split > 1:
+            part = own // self.memory_block_size % self.split
+        return own // self.block_size, part, cell
 
 
 class RowKind(NamedTuple):

@@ -78,6 +78,11 @@ class Pool:
         """The ids of one run's rows together."""
         return sum(self.counts)
 
+    @property
+    def rows_per_run(self) -> int:
+        """The rows of one run: those that have an id."""
+        return len(self.counts) - self.counts.count(0)
+
     def ids(self, block: Ints, cell: Ints) -> Ints:
         """Return the ids that begin at cells, counted from a run's first id."""
         if not self.coalesced:

@@ -50,7 +50,7 @@ def _array(value: object) -> npt.NDArray[Any] | None:
     except (ValueError, TypeError):
         return None
     if isinstance(value, Sequence) and ids.ndim == 1 and ids.dtype.kind in "iu":
-        small = np.flatnonzero((ids == 0) | (ids == 1))
+        small = np.flatnonzero(ids >> 1 == 0)  # 0 and 1
         if any(isinstance(value[at], (bool, np.bool_)) for at in small.tolist()):
             return None
     return ids
@@ -114,11 +114,12 @@ class BlockTable:
         return (token - self.first_token) // block_size
 
 
-def check_ids(field: str, ids: Ids, num_blocks: int) -> None:
+def check_ids(side: Role, group: str, ids: Ids, num_blocks: int) -> None:
     """Raise `SpecError` naming the first of *ids* that a pool of *num_blocks* does not have."""
-    wrong = ids[(ids < 0) | (ids >= num_blocks)]
-    if len(wrong):
-        raise SpecError(field, int(wrong[0]), f"block ids from 0 to {num_blocks - 1}")
+    wrong = ids.view(np.uint64) >= num_blocks  # below 0, too
+    if np.count_nonzero(wrong):
+        wanted = f"block ids from 0 to {num_blocks - 1}"
+        raise SpecError(f"{side}_blocks[{group!r}]", int(ids[wrong.argmax()]), wanted)
 
 
 Tables = Mapping[str, BlockTable | Sequence[int]]

@@ -12,6 +12,7 @@ from math import gcd
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvspec.descriptors.boxes import (
     Boxes,
@@ -22,6 +23,7 @@ from kvspec.descriptors.boxes import (
     pool_of,
     row_stride,
 )
+from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.paging import Geometry, Paging, RowKind, scale_of
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
@@ -55,10 +57,52 @@ class RowSet:
         """How many ids the rows of each side take."""
         return len(self) * self.producer.ids_per_run, len(self) * self.consumer.ids_per_run
 
+    @cached_property
+    def alike(self) -> tuple[object, ...]:
+        """What its cells' ids depend on, among rows of one kind that are cut alike."""
+        return tuple((pool.num_blocks, pool.coalesced) for pool in (self.producer, self.consumer))
+
+    @cached_property
+    def size(self) -> int | None:
+        """Bytes of one cell of each run; None where they differ."""
+        size = int(self.length[0])
+        return size if (self.length == size).all() else None
+
+    def offsets(self, cells: Cells) -> tuple[Ints, Ints]:
+        """Return the bytes from a run's address to each of *cells*: producer, consumer."""
+        return (
+            self.producer.offsets(cells.producer_block, cells.producer_cell),
+            self.consumer.offsets(cells.consumer_block, cells.consumer_cell),
+        )
+
+    def next_ids(self, cells: Cells) -> npt.NDArray[np.bool_]:
+        """Whether each of *cells* but the first has the next id of the same row, on both sides."""
+        follows = np.ones(len(cells) - 1, np.bool_)
+        for pool, block, cell, ids in (
+            (self.producer, cells.producer_block, cells.producer_cell, cells.producer_ids),
+            (self.consumer, cells.consumer_block, cells.consumer_cell, cells.consumer_ids),
+        ):
+            follows &= ids[1:] - ids[:-1] == 1
+            if pool.rows_per_run > 1:
+                row = pool.row(block, cell)
+                follows &= row[1:] == row[:-1]
+        return follows
+
     @property
     def touching(self) -> bool:
         """Whether consecutive ids of a row are consecutive bytes on both sides: NIXL joins them."""
         return all((self.length == side.stride).all() for side in (self.producer, self.consumer))
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether cells of one run that touch on both sides have ids that follow each other.
+
+        Then NIXL joins all that touches, or nothing touches at all.
+        """
+        pools = self.producer, self.consumer
+        if any(pool.span > 1 or not pool.coalesced for pool in pools):
+            return False
+        return self.touching or any((self.length < pool.stride).all() for pool in pools)
 
     @property
     def dense(self) -> bool:

@@ -38,10 +38,13 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tu
         consumer_rows: npt.NDArray[np.uint64],
     ) -> Selection:
         """Return *parts* with their ids."""
-        ends = np.cumsum([0, *(len(entry.rows) * len(cells) for entry, cells in parts)]).tolist()
-        ids: Any = np.empty(ends[-1], np.int32), np.empty(ends[-1], np.int32)
-        for (entry, cells), start, stop in zip(parts, ends, ends[1:], strict=False):
+        total = sum(len(entry.rows) * len(cells) for entry, cells in parts)
+        ids: Any = np.empty(total, np.int32), np.empty(total, np.int32)
+        start = 0
+        for entry, cells in parts:
+            stop = start + len(entry.rows) * len(cells)
             entry.write_ids(cells, ids[0][start:stop], ids[1][start:stop])
+            start = stop
         for own in ids:
             own.flags.writeable = False  # whoever takes the parts for the ids looks at no id again
         found = Selection(ids)

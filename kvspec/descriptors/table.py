@@ -33,6 +33,7 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.mismatches import differing
 from kvspec.plan.plan import TransferPlan
+from kvspec.specs import LayerSpec
 
 Rows = npt.NDArray[np.uint64]
 MAX_IDS = 2**31
@@ -95,14 +96,8 @@ class DescriptorTable:
         posted = 0
         for entry, chosen in self.cells(request):
             rows = entry.rows
-            joined = np.full(max(len(chosen) - 1, 0), rows.touching)
-            for pool, block, cell in (
-                (rows.producer, chosen.producer_block, chosen.producer_cell),
-                (rows.consumer, chosen.consumer_block, chosen.consumer_cell),
-            ):
-                joined &= np.diff(pool.ids(block, cell)) == 1
-                joined &= np.diff(pool.row(block, cell)) == 0
-            posted += len(rows) * (len(chosen) - int(joined.sum()))
+            joined = int(rows.next_ids(chosen).sum()) if rows.touching else 0
+            posted += len(rows) * (len(chosen) - joined)
         return posted, len(self.descriptors(request))
 
     def explain(
@@ -130,6 +125,10 @@ class DescriptorTable:
         return untouched(pair, request, self.descriptors(request))
 
     @cached_property
+    def _groups(self) -> tuple[str, ...]:
+        return tuple(group.name for group in self.plan.consumer.groups)
+
+    @cached_property
     def _pools(self) -> tuple[frozenset[str], ...]:
         return sharing(self.consumer)
 
@@ -138,13 +137,13 @@ class DescriptorTable:
     ) -> Iterator[tuple[Entry, Cells]]:
         """Yield what of each set of rows *request* moves, or one step of it; raise as `select`."""
         instance("request", request, TransferRequest)
-        groups = [group.name for group in self.plan.consumer.groups]
+        groups = self._groups
         request.check_groups(groups)
         if tokens is not None:
             check_tokens(tokens, groups)
-        check_shared(self.plan, request, self._pools)
-        for edge, families in self._families:
-            spec = self.plan.pair_of(edge).specs[edge.layers[0]]
+        if self._pools:
+            check_shared(self.plan, request, self._pools)
+        for edge, spec, families in self._families:
             tables = Tables.of(request, edge, spec, tokens, whole=not families[0][0].cell)
             if not tables.reached:
                 continue
@@ -154,7 +153,9 @@ class DescriptorTable:
                     yield from _placed(tables, entries[kind], taken)
 
     @cached_property
-    def _families(self) -> list[tuple[Edge, list[tuple[Geometry, dict[RowKind, list[Entry]]]]]]:
+    def _families(
+        self,
+    ) -> list[tuple[Edge, LayerSpec, list[tuple[Geometry, dict[RowKind, list[Entry]]]]]]:
         """The entries by edge, by how they are cut and by kind of row."""
         edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[RowKind, list[Entry]]]]]] = {}
         for entry in self.entries:
@@ -162,7 +163,10 @@ class DescriptorTable:
             _, families = edges.setdefault(id(entry.edge), (entry.edge, {}))
             _, kinds = families.setdefault(id(geometry), (geometry, {}))
             kinds.setdefault(entry.rows.kind, []).append(entry)
-        return [(edge, list(families.values())) for edge, families in edges.values()]
+        return [
+            (edge, self.plan.pair_of(edge).specs[edge.layers[0]], list(families.values()))
+            for edge, families in edges.values()
+        ]
 
     def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
         """Return a picture of one block as SVG text; see `kvspec.draw.table_svg`."""
@@ -178,12 +182,10 @@ def _placed(
     tables: Tables, entries: list[Entry], taken: tuple[Ints, Ints]
 ) -> Iterator[tuple[Entry, Cells]]:
     """Yield what each of *entries*, of one kind of row, moves: found once for pools alike."""
-    known: dict[tuple[object, ...], Cells] = {}
+    known: dict[object, Cells] = {}
     for entry in entries:
         rows = entry.rows
-        # Cells stand in the producer's order, and ids are checked against both pools.
-        key = rows.producer.num_blocks, rows.producer.coalesced, rows.consumer.num_blocks
-        if key not in known:
+        if (key := rows.alike) not in known:
             pools = rows.producer, rows.consumer
             known[key] = cells(tables, rows.geometry, rows.kind, taken, pools)
         if len(known[key]):

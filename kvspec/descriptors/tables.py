@@ -93,17 +93,20 @@ class Tables:
     def _check_tokens(self, sides: tuple[Side, Side]) -> None:
         wanted = self.reached
         for side, group, table, paging in sides:
-            table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
+            if table.first_token:
+                table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
         for side, group, table, paging in sides:
             held = table.tokens(paging.virtual_block)
+            if _inside(wanted, held):
+                continue
             if side == "producer":
                 check_producer_holds(group, held, wanted)
-            elif not _inside(wanted, held):
-                told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
-                raise SpecError(f"{side}_blocks[{group!r}]", held, told)
+            told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
+            raise SpecError(f"{side}_blocks[{group!r}]", held, told)
         for side, group, table, paging in sides:
-            missing = table.without_block(wanted, paging.virtual_block, paging.null_block)
-            check_no_null(side, group, paging.null_block, missing, wanted)
+            if paging.null_block is not None:
+                missing = table.without_block(wanted, paging.virtual_block, paging.null_block)
+                check_no_null(side, group, paging.null_block, missing, wanted)
         for side, group, table, paging in sides:
             # Of all that moves, not of this edge alone: another may read a block's other place.
             _check_once(side, group, table, table.blocks_of(wanted, paging.virtual_block))
@@ -168,6 +171,7 @@ def _check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
     if side == "consumer" and len(ids) < len(table.block_ids):
         ids = table.block_ids[np.isin(table.block_ids, ids)]
     used = np.sort(ids)
-    twice = used[:-1][used[:-1] == used[1:]]
-    if len(twice):
-        raise SpecError(f"{side}_blocks[{group!r}]", int(twice[0]), "each block once")
+    twice = used[:-1] == used[1:]
+    if np.count_nonzero(twice):
+        value = int(used[twice.argmax()])
+        raise SpecError(f"{side}_blocks[{group!r}]", value, "each block once")

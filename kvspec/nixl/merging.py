@@ -15,7 +15,7 @@ second merge joined is given to NIXL as plain descriptors. Pure arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -23,14 +23,12 @@ import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
+from kvspec.nixl import pieces
 from kvspec.nixl.rows import Ids, Ints, StridedRows
 from kvspec.nixl.spans import Spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-MAX_DESCRIPTORS = 4096  # posted descriptors of one handle: about 13 ms that nothing can interrupt
-MAX_BYTES = 64 << 20
 
 LIMIT = 1.15
 """How many times what merging across rows would leave may be posted without it.
@@ -65,23 +63,40 @@ class PlainDescriptors:
     remote: NDArray[np.uint64]
 
 
-@attrs.frozen(kw_only=True, eq=False)
+def _nothing() -> tuple[tuple[Ints, Ints], Spans]:
+    return (np.empty(0, np.int64),) * 2, Spans()
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class Pairing:
     """Checked pairs of ids, cut into pieces that fit one handle each.
 
     *runs* is what nixl should post. Where runs of different rows were merged, *joined* has them,
-    and *pieces* are slices of it; else of the ids. Bytes of *source* (where runs begin and end)
-    become bytes of *written*.
+    and *pieces* are slices of it; else of the ids. *spans*: makes `source` and `written`, which
+    are only needed where other bytes move too.
     """
 
     local_ids: Ids
     remote_ids: Ids
-    source: tuple[Ints, Ints] = attrs.field(factory=lambda: (np.empty(0, np.int64),) * 2)
-    written: Spans = attrs.field(factory=Spans)
+    spans: Callable[[], tuple[tuple[Ints, Ints], Spans]] = _nothing
     nbytes: int = 0
     runs: int = 0
     pieces: tuple[slice, ...] = ()
     joined: PlainDescriptors | None = None
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[Ints, Ints], Spans]:
+        return self.spans()
+
+    @property
+    def source(self) -> tuple[Ints, Ints]:
+        """Where begins and ends what is read, in any order."""
+        return self._spans[0]
+
+    @property
+    def written(self) -> Spans:
+        """What is written."""
+        return self._spans[1]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -174,18 +189,17 @@ def pair(
     if continues.any():
         continues &= continues_in_memory(source, order)
     spared, joined, length = int(continues.sum()), None, ids[0].nbytes
-    if spared >= SPARED or len(first) > LIMIT * (len(first) - spared):
+    if merges(len(first), spared):
         joined = _joined(runs, order, _starts(continues))
         length = nbytes = joined.local[:, 1].astype(np.int64)
         first = np.arange(len(nbytes))
     return Pairing(
         local_ids=local_ids,
         remote_ids=remote_ids,
-        source=(source.address, source.address + source.nbytes),
-        written=written,
+        spans=lambda: ((source.address, source.address + source.nbytes), written),
         nbytes=int(nbytes.sum()),
         runs=len(first),
-        pieces=tuple(cut(first, np.cumsum(nbytes), length)),
+        pieces=tuple(pieces.cut(pieces.Each(first, np.cumsum(nbytes), length))),
         joined=joined,
     )
 
@@ -219,26 +233,14 @@ def _starts(continues: NDArray[np.bool_]) -> Ints:
 def _joined(runs: list[Runs], order: Ints, starts: Ints) -> PlainDescriptors:
     """Return the runs in *order*, from each of *starts* to the next as one that a handle takes."""
     total = np.add.reduceat(runs[0].nbytes[order], starts)
-    cuts = -(-total // MAX_BYTES)
+    cuts = -(-total // pieces.MAX_BYTES)
     run = np.repeat(np.arange(len(starts)), cuts)
-    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * MAX_BYTES
-    length = np.minimum(total[run] - skipped, MAX_BYTES)
+    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * pieces.MAX_BYTES
+    length = np.minimum(total[run] - skipped, pieces.MAX_BYTES)
     local, remote = (side.plain(order[starts[run]], skipped, length) for side in runs)
     return PlainDescriptors(local=local, remote=remote)
 
 
-def cut(first: Ints, reached: Ints, length: Ints) -> Iterable[slice]:
-    """Yield slices of the pairs: runs start at *first* and have *reached* so many bytes in all."""
-    ends = np.append(first[1:], len(length))
-    run, done = 0, 0
-    while run < len(first):
-        stop = int(np.searchsorted(reached, done + MAX_BYTES, side="right"))
-        stop = min(stop, run + MAX_DESCRIPTORS)
-        if stop > run:
-            yield slice(int(first[run]), int(ends[stop - 1]))
-        else:  # one run that is too long for a handle: its parts are long enough to be cheap
-            stop = run + 1
-            step = max(1, MAX_BYTES // int(length[first[run]]))
-            for begin in range(int(first[run]), int(ends[run]), step):
-                yield slice(begin, min(begin + step, int(ends[run])))
-        run, done = stop, int(reached[stop - 1])
+def merges(posted: int, spared: int) -> bool:
+    """Whether it pays to merge across rows what would be *posted*, and *spared* by that."""
+    return spared >= SPARED or posted > LIMIT * (posted - spared)

@@ -7,6 +7,7 @@ refusal names the row, its value and what was wanted. Pure: numbers in, numbers 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import attrs
 import numpy as np
@@ -28,6 +29,7 @@ class StridedRows:
     table: NDArray[np.uint64]  # (N, 5): address, length, device, stride, count
     start: Ints  # (N,): first id of each row
     total: int  # ids of all rows
+    known: dict[object, Any] = attrs.field(init=False, factory=dict)  # what was worked out of it
 
     @property
     def length(self) -> Ints:
@@ -61,6 +63,15 @@ class StridedRows:
             area[rows] = areas + np.concatenate(([0], np.cumsum(apart)))
             areas += len(rows)
         return area
+
+    def areas(self, first: int, runs: int, per_run: int) -> Ints | None:
+        """Return the `area` of each of some *runs* of *per_run* rows, from the id *first* on.
+
+        None if one lies in two.
+        """
+        row = int(self.start.searchsorted(first, side="right")) - 1
+        area = self.area[row : row + per_run * runs].reshape(runs, per_run)
+        return None if (area != area[:, :1]).any() else area[:, 0]
 
     def row_of(self, ids: Ids) -> Ints:
         """Return the row of each id."""

@@ -1,218 +1,266 @@
 """Pairs of a whole selection: checked and joined by run and by cell, not by run times cell.
 
-Law: what is returned is what `pair` returns of the same ids. Only the plain case is worked out:
-runs of one length, each in one registered memory, whose cells are joined by NIXL or not at all.
-For any other the answer is None, and `pair` has to look at the ids one by one.
+Law: what is returned moves what `pair` would of the same ids, in as many descriptors. Only where
+nothing is to be merged across rows is it worked out: for any other selection the answer is None,
+and `pair` has to look at the ids one by one. That no byte is written twice, `select` has seen to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
+from kvspec.descriptors.cells import Cells
+from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.selection import Picked, Selection
-from kvspec.nixl.merging import LIMIT, MAX_BYTES, MAX_DESCRIPTORS, SPARED, Pairing, cut
+from kvspec.nixl.lattice import Bunches, Lattice, Marks
+from kvspec.nixl.merging import Pairing, merges
+from kvspec.nixl.pieces import cut, fits, how_many_fit
 from kvspec.nixl.rows import Ints, StridedRows
-from kvspec.nixl.spans import Spans
+from kvspec.nixl.spans import Spans, spans_of
 from kvspec.ownership.election import Role
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvspec.descriptors.cells import Cells
-    from kvspec.descriptors.entries import Entry
-
 
 @attrs.frozen(eq=False)
-class _Side:
-    """One side of a part: the address and area of each run, the offset, id and row of each cell."""
+class _Part:
+    """Some runs, and the same cells of each, joined where they touch; *size*: bytes of one cell.
 
-    address: Ints
-    area: Ints
-    offset: Ints
-    ids: Ints
-    row: Ints | None
+    *runs*, *joined*: ascending in the goal, the joined of *nbytes*. *posted*: the first cells of
+    what NIXL joins, in the order of ids: no cells of different rows. Of cells 1, 2, 3, 5 of the
+    origin that go to 8, 9, 6, 7:
 
-
-@attrs.frozen(eq=False)
-class _Joined:
-    """A part whose cells are joined, in each run alike: where they touch, and as NIXL posts them.
-
-    *offsets* (origin, goal) and *nbytes*: of those that touch, ascending in the goal. *posted*: the
-    first cells of what NIXL joins, in the order of ids: no cells of different rows. There are
-    *cells* of *size* bytes. Of cells 1, 2, 3, 5 of the origin that go to 8, 9, 6, 7:
-
-        offsets    3 to 6, 5 to 7, 1 to 8    nbytes size, size, 2 size
+        joined     3 to 6, 5 to 7, 1 to 8    nbytes size, size, 2 size
         posted     0, 2, 3                   1 and 2 are one descriptor
     """
 
-    origin: _Side
-    goal: _Side
-    offsets: tuple[Ints, Ints]
+    runs: Bunches
+    joined: Marks
     nbytes: Ints
     posted: Ints
     cells: int
     size: int
 
     @property
-    def runs(self) -> int:
-        """Runs of the part's rows."""
-        return len(self.goal.address)
-
-    def begins(self) -> tuple[Ints, Ints]:
-        """Return where the joined begin, run by run: origin, goal."""
-        origin = self.origin.address[:, None] + self.offsets[0]
-        goal = self.goal.address[:, None] + self.offsets[1]
-        return origin.reshape(-1), goal.reshape(-1)
-
-    def repeated(self, by_cell: Ints) -> Ints:
-        """Return a number of each of a run's joined cells, of all runs."""
-        return np.broadcast_to(by_cell, (self.runs, len(by_cell))).reshape(-1)
+    def repeats(self) -> int:
+        """How many runs there are."""
+        return len(self.runs.every)
 
 
 def pair_selection(
     selection: Selection, rows: dict[Role, StridedRows], target: Role, local: Role
 ) -> Pairing | None:
-    """Return the pairs of *selection*, whose bytes go to *target*; None where it is not plain."""
-    found: list[_Joined] = []
-    for picked in selection.parts:
-        joined = _joined(picked, rows, target)
-        if joined is None:
-            return None
-        found.append(joined)
-    if not found:
+    """Return the pairs of *selection*, whose bytes go to *target*; None where runs may merge."""
+    picked = selection.parts
+    worked_out = _alone(*picked[0]) if len(picked) == 1 else None
+    if worked_out is None:
+        worked_out = _several(picked, rows, target)
+    if worked_out is None:
         return None
-    begins = [part.begins() for part in found]
-    source, start = _together([one for one, _ in begins]), _together([one for _, one in begins])
-    nbytes = _together([part.repeated(part.nbytes) for part in found])
-    end, order = start + nbytes, None
-    if (end[:-1] > start[1:]).any():
-        order = np.argsort(start, kind="stable")
-        start, end = start[order], end[order]
-        if (end[:-1] > start[1:]).any():
-            return None  # written twice, which `pair` says in words
-    posted = sum(part.runs * len(part.posted) for part in found)
-    spared = _touching(found, source, (start, end), order) + posted - len(start)
-    if spared >= SPARED or posted > LIMIT * (posted - spared):
-        return None
-    total = sum(part.runs * part.cells * part.size for part in found)
+    posted, nbytes, pieces = worked_out
     ids = selection if local == "producer" else selection[::-1]
     return Pairing(
         local_ids=ids[0],
         remote_ids=ids[1],
-        source=(source, source + nbytes),
-        written=Spans(start, end),
-        nbytes=total,
+        spans=lambda: _spans(picked, target),
+        nbytes=nbytes,
         runs=posted,
-        pieces=tuple(_pieces(found, len(ids[0]), posted, total)),
+        pieces=pieces or (slice(0, len(ids[0])),),
     )
 
 
-def _together(arrays: list[Ints]) -> Ints:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+_WorkedOut = tuple[int, int, tuple[slice, ...]]
+"""Descriptors posted, bytes, and the pieces of the ids; no pieces where one handle takes all."""
 
 
-def _joined(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Joined | None:
+def _alone(entry: Entry, cells: Cells) -> _WorkedOut | None:
+    """Return what becomes of one part of which NIXL joins all that touches; None of another."""
+    rows, size, count = entry.rows, entry.rows.size, len(cells)
+    if size is None or not rows.plain:
+        return None
+    total, nbytes = len(rows) * count, len(rows) * count * size
+    posted = total
+    if rows.touching:
+        posted -= len(rows) * int(np.count_nonzero(rows.next_ids(cells)))
+    if fits(posted, nbytes):
+        return posted, nbytes, ()
+    repeats = how_many_fit(count, count * size)  # NIXL never joins two rows
+    if not repeats:
+        return None
+    step = repeats * count
+    pieces = tuple(slice(first, min(first + step, total)) for first in range(0, total, step))
+    return posted, nbytes, pieces
+
+
+def _several(
+    picked: Sequence[Picked], rows: dict[Role, StridedRows], target: Role
+) -> _WorkedOut | None:
+    """Return what becomes of any parts; None where something is to be merged, or may be."""
+    parts: list[_Part] = []
+    for one in picked:
+        part = _part(one, rows, target)
+        if part is None:
+            return None
+        parts.append(part)
+    joined = _joined(parts)
+    posted = nbytes = 0
+    for part in parts:
+        posted += part.repeats * len(part.posted)
+        nbytes += part.repeats * part.cells * part.size
+    if not joined or merges(posted, posted - joined):
+        return None
+    return posted, nbytes, () if fits(posted, nbytes) else tuple(cut(_Posted(parts)))
+
+
+def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part | None:
     """Return one part with its cells joined; None where its runs or memories differ."""
     entry, cells = picked
-    length, size = entry.rows.length, int(entry.rows.length[0])
-    goal = _side(rows[target], target, entry, cells)
-    other: Role = "producer" if target == "consumer" else "consumer"
-    origin = _side(rows[other], other, entry, cells)
-    if goal is None or origin is None or (length != size).any():
+    goal, origin = rows["consumer"], rows["producer"]
+    if target == "producer":
+        goal, origin = origin, goal
+    if (entry, origin) not in goal.known:
+        goal.known[entry, origin] = _runs(entry, rows, target)
+    runs, size = goal.known[entry, origin], entry.rows.size
+    if runs is None or size is None:
         return None
-    begins = origin.offset, goal.offset
-    follows = _follows(begins, size)
-    posted = _first(follows & _next_id(goal) & _next_id(origin) if follows.any() else follows)
-    apart = goal.offset[1:] - goal.offset[:-1]
-    if (apart < size).any():
-        order = np.argsort(goal.offset, kind="stable")
-        begins = origin.offset[order], goal.offset[order]
-        if (begins[1][1:] - begins[1][:-1] < size).any():
-            return None
-        follows = _follows(begins, size)
-    if not follows.any():
-        nbytes = np.full(len(cells), size)
-        return _Joined(origin, goal, begins, nbytes, posted, len(cells), size)
-    first = _first(follows)
-    nbytes = _counts(first, len(cells)) * size
-    offsets = begins[0][first], begins[1][first]
-    return _Joined(origin, goal, offsets, nbytes, posted, len(cells), size)
+    sides, count = entry.rows.offsets(cells), len(cells)
+    marks = Marks.of(*(sides if target == "producer" else sides[::-1]))
+    posted, nbytes = np.arange(count), np.full(count, size)
+    if marks.apart < 0 or marks.apart == size:
+        follows = marks.follows(size, size)
+        if np.count_nonzero(follows):
+            posted = _first(follows & entry.rows.next_ids(cells))
+        if marks.apart < 0:
+            marks, _ = marks.ascending()
+            follows = marks.follows(size, size)
+        if np.count_nonzero(follows):
+            first = _first(follows)
+            nbytes, marks = np.diff(first, append=count) * size, marks.take(first)
+    if marks.apart < size:
+        return None  # written twice, which `pair` says in words
+    return _Part(runs, marks, nbytes, posted, count, size)
 
 
-def _side(rows: StridedRows, side: Role, entry: Entry, cells: Cells) -> _Side | None:
-    """Return one *side* of a part; None if a run lies in two memories."""
-    first, pool = entry.producer_first, entry.rows.producer
-    address, block, cell = entry.rows.producer_address, cells.producer_block, cells.producer_cell
-    if side == "consumer":
-        first, pool = entry.consumer_first, entry.rows.consumer
-        address = entry.rows.consumer_address
-        block, cell = cells.consumer_block, cells.consumer_cell
-    per_run = len(pool.counts) - pool.counts.count(0)
-    start = int(rows.start.searchsorted(first, side="right")) - 1
-    area = rows.area[start : start + per_run * len(address)].reshape(len(address), per_run)
-    if per_run > 1 and (area != area[:, :1]).any():
+def _runs(entry: Entry, rows: dict[Role, StridedRows], target: Role) -> Bunches | None:
+    """Return the runs of an entry, in order of the goal; None if one lies in two memories."""
+    pools = entry.rows.consumer, entry.rows.producer
+    starts = entry.rows.consumer_address, entry.rows.producer_address
+    goal = rows["consumer"].areas(entry.consumer_first, len(entry.rows), pools[0].rows_per_run)
+    origin = rows["producer"].areas(entry.producer_first, len(entry.rows), pools[1].rows_per_run)
+    if origin is None or goal is None:
         return None
-    row = pool.row(block, cell) if per_run > 1 else None
-    return _Side(address, area[:, 0], pool.offsets(block, cell), pool.ids(block, cell), row)
+    if target == "producer":
+        pools, starts, goal, origin = pools[::-1], starts[::-1], origin, goal
+    pool = pools[0]
+    extent = (pool.num_blocks - 1) * pool.block_stride + pool.cells * pool.cell_stride
+    return Bunches.of(Marks.of(*starts, goal, origin), extent)
 
 
-def _follows(begins: tuple[Ints, Ints], size: int) -> NDArray[np.bool_]:
-    """Whether each cell but the first begins where the one before ends, on both sides."""
-    one, other = (offset[1:] - offset[:-1] == size for offset in begins)
-    return np.asarray(one & other)
-
-
-def _next_id(side: _Side) -> NDArray[np.bool_]:
-    """Whether each cell but the first has the next id of the same row."""
-    follows = side.ids[1:] - side.ids[:-1] == 1
-    return np.asarray(follows if side.row is None else follows & (side.row[1:] == side.row[:-1]))
-
-
-def _first(follows: NDArray[np.bool_]) -> Ints:
+def _first(follows: npt.NDArray[np.bool_]) -> Ints:
     return np.concatenate(([0], np.flatnonzero(~follows) + 1))
 
 
-def _counts(first: Ints, total: int) -> Ints:
-    return np.diff(first, append=total)
+def _joined(parts: list[_Part]) -> int | None:
+    """Return how few descriptors *parts* could be; None where they make no lattices apart.
+
+    Parts whose bunches of runs lie alike in those of another are one lattice.
+    """
+    bunched: list[tuple[Bunches, list[tuple[_Part, Marks]]]] = []
+    for part in parts:
+        for runs, others in bunched:
+            if (pattern := runs.inside(part.runs)) is not None:
+                others.append((part, pattern))
+                break
+        else:
+            bunched.append((part.runs, [(part, part.runs.pattern)]))
+    found: list[tuple[int, int]] = []
+    joined = 0
+    for runs, some in bunched:
+        if len(some) == 1:
+            lattice, touching = Lattice.of(runs, some[0][0].joined, some[0][0].nbytes), 0
+        else:
+            lattice, touching = _together(runs, some)
+        if lattice is None:
+            return None
+        found.append(lattice.extent)
+        joined += len(lattice) - touching
+    if any(one[1] >= other[0] for one, other in pairwise(sorted(found))):
+        return None
+    return joined
 
 
-def _touching(
-    found: list[_Joined], source: Ints, spans: tuple[Ints, Ints], order: Ints | None
-) -> int:
-    """Return how many begin where the one before ends, on both sides, each in one memory."""
-    start, end = spans
-    touches = end[:-1] == start[1:]
-    if not touches.any():
-        return 0
-    areas = [
-        np.concatenate([np.repeat(side.area, len(part.nbytes)) for part, side in sides])
-        for sides in ([(p, p.origin) for p in found], [(p, p.goal) for p in found])
-    ]
-    if order is not None:
-        source, areas = source[order], [area[order] for area in areas]
-    touches &= source[:-1] + (end - start)[:-1] == source[1:]
-    for area in areas:
-        touches &= area[:-1] == area[1:]
-    return int(touches.sum())
+def _together(runs: Bunches, some: list[tuple[_Part, Marks]]) -> tuple[Lattice | None, int]:
+    """Return the lattice of several parts of one pattern each, and how many touch of its spans."""
+    columns = [part.joined.plus(pattern).columns for part, pattern in some]
+    nbytes = np.concatenate([part.nbytes.repeat(len(pattern)) for part, pattern in some])
+    inner, order = Marks(np.concatenate(columns, axis=1)).ascending()
+    nbytes = nbytes[order]
+    if np.count_nonzero(inner.gaps < nbytes[:-1]):
+        return None, 0
+    touching = int(inner.follows(nbytes[:-1], nbytes[:-1]).sum())
+    return Lattice.bunched(runs, inner, nbytes), len(runs.begins) * touching
 
 
-def _pieces(found: list[_Joined], ids: int, posted: int, nbytes: int) -> Iterator[slice]:
-    """Yield slices of the ids that fit one handle each."""
-    if posted <= MAX_DESCRIPTORS and nbytes <= MAX_BYTES:
-        yield slice(0, ids)
-        return
-    first: list[Ints] = []
-    sizes: list[Ints] = []
-    length: list[Ints] = []
-    place = 0
-    for part in found:
-        begins = place + np.arange(part.runs)[:, None] * part.cells + part.posted
-        first.append(begins.reshape(-1))
-        sizes.append(part.repeated(_counts(part.posted, part.cells) * part.size))
-        length.append(np.full(part.runs * part.cells, part.size))
-        place += part.runs * part.cells
-    yield from cut(_together(first), np.cumsum(_together(sizes)), _together(length))
+def _spans(picked: Sequence[Picked], target: Role) -> tuple[tuple[Ints, Ints], Spans]:
+    """Return begin and end of all that is read, and of all that is written."""
+    found = np.concatenate([entry.addresses(cells) for entry, cells in picked])
+    read, written = (spans_of(found[:, side], found[:, 2]) for side in (0, 1))
+    if target == "producer":
+        read, written = written, read
+    return (read.start, read.end), written
+
+
+class _Posted:
+    """What NIXL posts of all parts, in the order of ids: part by part, run by run."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+        self._count = [len(part.posted) for part in parts]
+        self._nbytes = [part.cells * part.size for part in parts]
+        self._first = [part.posted.tolist() for part in parts]
+        self._before: tuple[list[int], ...] = [0], [0], [0]
+        for part, many, nbytes in zip(parts, self._count, self._nbytes, strict=True):
+            for before, one in zip(self._before, (many, part.cells, nbytes), strict=True):
+                before.append(before[-1] + part.repeats * one)
+
+    def __len__(self) -> int:
+        return self._before[0][-1]
+
+    def _split(self, run: int) -> tuple[int, int, int]:
+        """Return part, run of it, and which of this run's is the *run*-th that is posted."""
+        part = bisect_right(self._before[0], run, hi=len(self._parts)) - 1
+        return part, *divmod(run - self._before[0][part], self._count[part])
+
+    def first(self, run: int) -> int:
+        """Return the place of its first id."""
+        if run == len(self):
+            return self._before[1][-1]
+        part, repeat, place = self._split(run)
+        cell: int = self._first[part][place]
+        return self._before[1][part] + repeat * self._parts[part].cells + cell
+
+    def reached(self, run: int) -> int:
+        """Return the bytes of all before it."""
+        if run == len(self):
+            return self._before[2][-1]
+        part, repeat, place = self._split(run)
+        here: int = repeat * self._parts[part].cells + self._first[part][place]
+        return self._before[2][part] + here * self._parts[part].size
+
+    def within(self, nbytes: int) -> int:
+        """Return how many, from the first on, take no more than *nbytes* together."""
+        if nbytes >= self._before[2][-1]:
+            return len(self)
+        part = bisect_right(self._before[2], nbytes, hi=len(self._parts)) - 1
+        repeat, left = divmod(nbytes - self._before[2][part], self._nbytes[part])
+        cells = left // self._parts[part].size
+        place = bisect_right(self._first[part], cells) - 1
+        return self._before[0][part] + repeat * self._count[part] + place
+
+    def length(self, run: int) -> int:
+        """Return the bytes of one of its ids."""
+        return self._parts[self._split(run)[0]].size

@@ -49,3 +49,11 @@ class Spans:
             return Spans()
         places = np.searchsorted(self.start, other.start)
         return Spans(np.delete(self.start, places), np.delete(self.end, places))
+
+
+def spans_of(start: Ints, nbytes: Ints) -> Spans:
+    """Return disjoint spans of *nbytes* from *start* on, in any order: those that touch as one."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], (start + nbytes)[order]
+    apart = np.flatnonzero(start[1:] != end[:-1])
+    return Spans(start[np.append(0, apart + 1)], end[np.append(apart, len(end) - 1)])

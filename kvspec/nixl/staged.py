@@ -97,28 +97,21 @@ def repeated(parts: Sequence[Picked], far: Role, rows: StridedRows) -> tuple[Rep
 def _repeated(picked: Picked, far: Role, rows: StridedRows) -> Repeated | None:
     entry, cells = picked
     sets = entry.rows
-    producer = (
-        sets.producer_address,
-        sets.producer.offsets(cells.producer_block, cells.producer_cell),
-    )
-    consumer = (
-        sets.consumer_address,
-        sets.consumer.offsets(cells.consumer_block, cells.consumer_cell),
+    producer, consumer = zip(
+        (sets.producer_address, sets.consumer_address), sets.offsets(cells), strict=True
     )
     pool, first, sides = sets.producer, entry.producer_first, (producer, consumer)
     if far == "consumer":
         pool, first, sides = sets.consumer, entry.consumer_first, (consumer, producer)
-    per_run = len(pool.counts) - pool.counts.count(0)
-    start = int(rows.start.searchsorted(first, side="right")) - 1
-    area = rows.area[start : start + per_run * len(sets)].reshape(len(sets), per_run)
-    if per_run > 1 and (area != area[:, :1]).any():
+    area = rows.areas(first, len(sets), pool.rows_per_run)
+    if area is None:
         return None
     (address, offset), (near, near_offset) = sides
     return Repeated(
         far=address,
         near=near,
         length=sets.length,
-        area=area[:, 0],
+        area=area,
         far_cell=offset,
         near_cell=near_offset,
     )

@@ -14,6 +14,7 @@ import kvspec
 from kvspec.descriptors.table import build_table
 from kvspec.errors import SpecError
 from kvspec.nixl import merging as pairs
+from kvspec.nixl import pieces
 from kvspec.nixl.rows import StridedRows, checked_rows
 from kvspec.testing import strategies
 from kvspec.testing.world import finest, world
@@ -99,8 +100,8 @@ def test_descriptors_are_the_bytes_that_the_ids_name(
         for pair in zip(one, other, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "MAX_BYTES", most_bytes)
-        patch.setattr(pairs, "MAX_DESCRIPTORS", most)
+        patch.setattr(pieces, "MAX_BYTES", most_bytes)
+        patch.setattr(pieces, "MAX_DESCRIPTORS", most)
         written = [pair[destination == "remote"] for pair in wanted]
         twice = len(set(written)) < len(written)
         sent = local.rows, local.ids, remote.rows, remote.ids, destination

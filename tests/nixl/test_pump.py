@@ -18,7 +18,7 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from nixl_pair import Pair
 
-from kvspec.nixl import Event, Leftovers, NixlRank, Transfer, merging, notifications
+from kvspec.nixl import Event, Leftovers, NixlRank, Transfer, notifications, pieces
 
 pytestmark = pytest.mark.nixl
 
@@ -174,7 +174,7 @@ def test_an_end_is_told_once() -> None:
 
 def test_a_pump_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several long transfers and the inbox get on together, whatever the budget."""
-    monkeypatch.setattr(merging, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
     with NixlRank(polled=True) as near, NixlRank() as far:
         ranks = Pair(near, far)
         far.connect(near.metadata())

@@ -19,10 +19,9 @@ import pytest
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.memory.regions import Memory
-from kvspec.nixl import NixlRank, Prepared
+from kvspec.nixl import NixlRank, Prepared, pieces
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import errors as nixl_states
-from kvspec.nixl import merging as nixl_pairs
 from kvspec.nixl.memory import check_inside
 from kvspec.nixl.notifications import HELLO
 from kvspec.nixl.rank import PROBES
@@ -115,7 +114,7 @@ def test_runs_of_several_rows_are_posted_as_one(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """Rows that share memory are joined where their runs touch; the bytes are right, none else."""
-    monkeypatch.setattr(nixl_pairs, "MAX_BYTES", 9 * 512)
+    monkeypatch.setattr(pieces, "MAX_BYTES", 9 * 512)
     rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # whole cells, and their eighths
     lists = ranks.lists(rows, [(at + 512, *rest) for at, *rest in rows])
     ids = np.array([*range(64 + 8 * 3 - 5, 64 + 8 * 3), *range(3, 20), 40, 41, 30])
@@ -161,8 +160,8 @@ def test_neither_gaps_nor_rows_are_merged_over(ranks: Pair) -> None:
 
 def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No handle passes the bounds, no run is cut unless it alone is too long, nothing is lost."""
-    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 3)
-    monkeypatch.setattr(nixl_pairs, "MAX_BYTES", 40 * 512)
+    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 3)
+    monkeypatch.setattr(pieces, "MAX_BYTES", 40 * 512)
     lists = ranks.lists([(0, 512, 512, 1000)], [(0, 512, 512, 1000)])
     lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]  # pieces: 10+10+10, 10, 39+1, 2, 40, 40, 20, 5
     ids = np.concatenate([np.arange(n) + 101 * k for k, n in enumerate(lengths)])
@@ -178,7 +177,7 @@ def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.Mo
 
 def test_poll_posts_piece_after_piece(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """`poll` never waits: a long transfer is "PROC" in between and "DONE" at the end."""
-    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     ids = np.arange(100)
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
@@ -487,7 +486,7 @@ def test_a_transfer_that_is_late_posts_no_more(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past its deadline a transfer fails, even when the next piece would be quick."""
-    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
@@ -533,7 +532,7 @@ def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
 
 def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crashes after `close`: each use is an error, closing again is not."""
-    monkeypatch.setattr(nixl_pairs, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     local, remote = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     rank = ranks.near

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import attrs
 import builders
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import kvspec
 from kvspec import DescriptorTable, RankId, SpecError
-from kvspec.nixl import NixlRank
-from kvspec.nixl.merging import Pairing, checked_ids, pair
+from kvspec.nixl import NixlRank, pieces
+from kvspec.nixl.merging import Pairing, checked_ids, continues_in_row, pair, runs_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.selected import pair_selection
+from kvspec.nixl.spans import spans_of
 from kvspec.ownership.election import Role
 from kvspec.testing import Case, strategies
 from kvspec.testing.world import world
+
+UNLIMITED = 1 << 40
+
+
+def rows_of(table: DescriptorTable) -> dict[Role, Any]:
+    """Return the rows of both sides, as NIXL has checked them."""
+    return {
+        "producer": checked_rows(table.producer_rows),
+        "consumer": checked_rows(table.consumer_rows),
+    }
 
 
 def both(
     table: DescriptorTable, request: kvspec.TransferRequest, target: Role
 ) -> tuple[Pairing | None, Pairing]:
     """Return what is worked out by cell, and what of the ids one by one, written to *target*."""
-    selection = table.select(request)
-    rows: dict[Role, Any] = {
-        "producer": checked_rows(table.producer_rows),
-        "consumer": checked_rows(table.consumer_rows),
-    }
+    selection, rows = table.select(request), rows_of(table)
     ids = [
         checked_ids("ids", each, rows[side].total)
         for side, each in zip(("producer", "consumer"), selection, strict=True)
@@ -39,14 +49,27 @@ def both(
     return pair_selection(selection, rows, target, local), one_by_one
 
 
-def spans(pairing: Pairing) -> list[tuple[int, ...]]:
-    """Return (begin, end) of what is read, ascending."""
-    return sorted(zip(*(each.tolist() for each in pairing.source), strict=True))
+def moved(pairing: Pairing) -> tuple[list[tuple[int, int]], ...]:
+    """Return what is read and what is written, as spans that do not touch."""
+    read, written = pairing.source, (pairing.written.start, pairing.written.end)
+    found = (spans_of(start, end - start) for start, end in (read, written))
+    return tuple([*zip(each.start.tolist(), each.end.tolist(), strict=True)] for each in found)
+
+
+def posted(rows: dict[Role, Any], pairing: Pairing) -> int:
+    """Return what NIXL posts of the *pairing*'s pieces: it joins what follows in one dense row."""
+    count = 0
+    for piece in pairing.pieces:
+        sides = zip(rows.values(), (pairing.remote_ids, pairing.local_ids), strict=True)
+        runs = [runs_of(one, ids[piece]) for one, ids in sides]
+        joined = continues_in_row(runs[0]) & continues_in_row(runs[1])
+        count += len(runs[0].ids) - int(joined.sum())
+    return count
 
 
 @given(strategies.cases() | strategies.sharing_cases())
 def test_by_cell_is_one_by_one(case: Case) -> None:
-    """Bytes, runs, pieces, what is read and what is written, pulled and pushed."""
+    """Bytes, what is posted, what is read and what is written, pulled and pushed."""
     here = world(case)
     for _, _, table in here.tables():
         for target in ("consumer", "producer"):
@@ -54,12 +77,32 @@ def test_by_cell_is_one_by_one(case: Case) -> None:
             if found is None:
                 continue
             assert (expected.nbytes, expected.runs) == (found.nbytes, found.runs)
-            assert expected.pieces == found.pieces
             assert None is expected.joined
-            assert np.array_equal(expected.written.start, found.written.start)
-            assert np.array_equal(expected.written.end, found.written.end)
-            total = [sum(b - a for a, b in spans(each)) for each in (expected, found)]
-            assert total[0] == total[1]
+            assert moved(expected) == moved(found)
+            assert found.runs == posted(rows_of(table), found)
+            ends = [0, *(piece.stop for piece in found.pieces)]
+            assert [slice(*each) for each in pairwise(ends)] == [*found.pieces]
+            assert len(found.local_ids) == ends[-1]
+
+
+@given(strategies.cases(), st.integers(1, 9), st.integers(1, 4096) | st.just(UNLIMITED))
+def test_pieces_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
+    """However little one handle takes, and no two of them share what NIXL would join."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MAX_DESCRIPTORS", descriptors)
+        patch.setattr(pieces, "MAX_BYTES", nbytes)
+        for _, _, table in world(case).tables():
+            found, _ = both(table, case.request, "consumer")
+            if found is None:
+                continue
+            rows = rows_of(table)
+            length = runs_of(rows["consumer"], found.local_ids).nbytes
+            for piece in found.pieces:
+                one = attrs.evolve(found, pieces=(piece,))
+                assert posted(rows, one) <= descriptors
+                assert length[piece].sum() <= nbytes or piece.stop - piece.start == 1
+            if nbytes == UNLIMITED:  # else a run may be cut within that is too long for one handle
+                assert found.runs == posted(rows, found)
 
 
 def asked(layouts: tuple[str, str], **more: Any) -> Case:

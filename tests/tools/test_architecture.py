@@ -34,7 +34,7 @@ FOLDERS = (
     (
         "descriptors",
         (
-            ". request shared paging pool boxes runs tables cells entries selection"
+            ". request shared paging pool boxes tables cells runs entries selection"
             " untouched table explain"
         ),
     ),
@@ -53,7 +53,8 @@ FOLDERS = (
         "nixl",
         (
             "errors rows spans memory introduction living agent calibration area permuting stage"
-            " merging selected order staged notifications peers transfer flights rank ."
+            " pieces merging lattice selected order staged"
+            " notifications peers transfer flights rank ."
         ),
     ),
     ("", "digest"),

@@ -1,0 +1,183 @@
+"""Spans of bytes that repeat: those of each cell in each run, as sums of two numbers.
+
+Law: what is told of a lattice is true of its spans one by one, but takes as long as its two sides
+together, not as their product.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.inputs import MOST
+from kvspec.nixl.rows import Ints
+
+
+@attrs.frozen(eq=False)
+class Marks:
+    """Where something begins: int64 of shape (4, n), addresses or bytes from there on.
+
+    Rows: in the goal; in the origin; a number of the memory in the goal; and of that in the origin.
+    """
+
+    columns: Ints
+
+    @staticmethod
+    def of(goal: Ints, origin: Ints, *areas: Ints) -> Marks:
+        """Return marks in such *areas*, none of which matters unless given."""
+        columns = np.zeros((4, len(goal)), np.int64)
+        columns[0], columns[1] = goal, origin
+        for row, area in enumerate(areas, 2):
+            columns[row] = area
+        return Marks(columns)
+
+    def __len__(self) -> int:
+        return len(self.goal)
+
+    @property
+    def goal(self) -> Ints:
+        """Where they begin in the goal."""
+        return np.asarray(self.columns[0])
+
+    @cached_property
+    def gaps(self) -> Ints:
+        """From the begin of each in the goal to that of the next."""
+        return np.asarray(self.goal[1:] - self.goal[:-1])
+
+    @cached_property
+    def apart(self) -> int:
+        """The least of the gaps; more than any number if there is none."""
+        return int(self.gaps.min()) if len(self) > 1 else MOST
+
+    def follows(self, goal: int | Ints, origin: int | Ints) -> npt.NDArray[np.bool_]:
+        """Whether each but the first begins so many bytes on, on both sides, in one memory."""
+        follows = self.gaps == goal
+        for row, wanted in ((1, origin), (2, 0), (3, 0)):
+            if not np.count_nonzero(follows):
+                break
+            column = self.columns[row]
+            follows &= column[1:] - column[:-1] == wanted
+        return np.asarray(follows)
+
+    def disjoint(self, goal: int, origin: int) -> bool:
+        """Whether what reaches so far from each, in order, shares no byte, and none follows."""
+        apart = self.apart
+        return apart > goal or (apart == goal and not np.count_nonzero(self.follows(goal, origin)))
+
+    def reach(self, size: int) -> tuple[int, int]:
+        """Return the bytes from the first begin to the last end, of *size*: goal, origin."""
+        goal, origin = (self.columns[:2, -1] - self.columns[:2, 0]).tolist()
+        return goal + size, origin + size
+
+    def ascending(self) -> tuple[Marks, Ints]:
+        """Return them in order of the goal, and that order."""
+        order = self.goal.argsort(kind="stable")
+        return self.take(order), order
+
+    def take(self, which: Ints) -> Marks:
+        """Return some of them."""
+        return Marks(self.columns[:, which])
+
+    def plus(self, other: Marks) -> Marks:
+        """Return the sums of each of these and all of *other*."""
+        return Marks((self.columns[:, :, None] + other.columns[:, None]).reshape(4, -1))
+
+    def less(self, other: Marks) -> Marks | None:
+        """Return what is added to all of *other* to be these, as one mark; None if that differs."""
+        if len(self) != len(other):
+            return None
+        shift = self.columns - other.columns
+        return None if (shift != shift[:, :1]).any() else Marks(shift[:, :1])
+
+
+@attrs.frozen(eq=False)
+class Bunches:
+    """Where runs begin, *every* one, in order of the goal, and the sums that they are.
+
+    Of runs at 0 4, 100 104, 200 204, a bunch *begins* at 0, 100, 200, each a *pattern* of 0 4.
+    """
+
+    every: Marks
+    begins: Marks
+    pattern: Marks
+    _inside: dict[Bunches, Marks | None] = attrs.field(init=False, factory=dict)
+
+    @staticmethod
+    def of(starts: Marks, apart: int) -> Bunches:
+        """Return runs in order, in bunches of those less than *apart* bytes from each other."""
+        if starts.apart < 0:
+            starts, _ = starts.ascending()
+        new = np.flatnonzero(starts.gaps >= apart)
+        many = int(new[0]) + 1 if len(new) else len(starts)
+        first = starts.take(np.arange(many))
+        pattern = Marks(first.columns - first.columns[:, :1])
+        bunches = Marks(starts.columns[:, ::many])
+        if len(starts) % many or (bunches.plus(pattern).columns != starts.columns).any():
+            return Bunches(starts, starts, _ZERO)
+        return Bunches(starts, bunches, pattern)
+
+    def inside(self, other: Bunches) -> Marks | None:
+        """Return the pattern of *other*, counted from these bunches; worked out once.
+
+        None where its bunches do not lie alike in these.
+        """
+        if other not in self._inside:
+            shift = other.begins.less(self.begins)
+            self._inside[other] = shift and shift.plus(other.pattern)
+        return self._inside[other]
+
+
+_ZERO = Marks(np.zeros((4, 1), np.int64))
+
+
+@attrs.frozen(eq=False)
+class Lattice:
+    """Spans of *nbytes* at outer + inner, each outer farther from the next than the inners reach.
+
+    Of cells 1, 2, 4 of runs A, B and runs a, b of bunches X, Y, the outer are A and B, or 1, 2 and
+    4, or X and Y:
+
+        A1 A2 A4 ....... B1 B2 B4 .......
+        A1 B1 .. A2 B2 .. ..... A4 B4 ...
+        Xa1 Xb1 . Xa2 Xb2 ..... Xa4 Xb4 ....... Ya1 Yb1 . Ya2 Yb2 ..... Ya4 Yb4
+    """
+
+    outer: Marks
+    inner: Marks
+    nbytes: Ints
+
+    @staticmethod
+    def of(runs: Bunches, cells: Marks, nbytes: Ints) -> Lattice | None:
+        """Return the lattice of *runs* and *cells* of *nbytes*; None where they make none.
+
+        Cells ascend in the goal, none over another.
+        """
+        size = int(nbytes[-1])
+        if runs.every.disjoint(*cells.reach(size)):
+            return Lattice(runs.every, cells, nbytes)
+        if np.count_nonzero(nbytes != size):
+            return None
+        if runs.every.disjoint(size, size) and cells.disjoint(*runs.every.reach(size)):
+            return Lattice(cells, runs.every, np.full(len(runs.every), size))
+        if runs.pattern.disjoint(size, size) and cells.disjoint(*runs.pattern.reach(size)):
+            inner = cells.plus(runs.pattern)
+            return Lattice.bunched(runs, inner, np.full(len(inner), size))
+        return None
+
+    @staticmethod
+    def bunched(runs: Bunches, inner: Marks, nbytes: Ints) -> Lattice | None:
+        """Return the lattice of the bunches of *runs* and what is *inner* to them, in order."""
+        fits = runs.begins.disjoint(*inner.reach(int(nbytes[-1])))
+        return Lattice(runs.begins, inner, nbytes) if fits else None
+
+    def __len__(self) -> int:
+        return len(self.outer) * len(self.inner)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Where the first span begins, and where the last ends."""
+        last = self.outer.goal[-1] + self.inner.goal[-1] + self.nbytes[-1]
+        return int(self.outer.goal[0] + self.inner.goal[0]), int(last)
