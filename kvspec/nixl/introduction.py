@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
 import uuid
 import warnings
 
@@ -27,6 +28,12 @@ _MAGIC = b"kvspec-nixl-2\n"
 _HEAD = struct.Struct("<IQ")  # length of the name, address of the probe
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
+UNSEALED = (
+    "a rank is introduced by a message that anybody could have written: set KVSPEC_SECRET for all"
+    " ranks, or pass secret=b'' if the channel is trusted"
+)
+_WARNED: dict[str, tuple[str, int]] = {}
+_SHOWN: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 @attrs.frozen(kw_only=True)
@@ -91,13 +98,23 @@ def opened(sealed: object, secret: bytes | None) -> Envelope:
     if inner != title:
         raise WireError("metadata.agent", inner[:MAX_NAME], f"{name!r}, as on the envelope")
     if secret is None:
-        warnings.warn(
-            f"{name!r} is introduced by a message that anybody could have written: set"
-            " KVSPEC_SECRET for all ranks, or pass secret=b'' if the channel is trusted",
-            RuntimeWarning,
-            stacklevel=4,  # who called the rank's method,
-        )
+        _warn()
     return Envelope(name=name, metadata=metadata, probe=probe)
+
+
+def _warn() -> None:
+    """Warn of a missing secret where the first caller is, so that Python shows it once."""
+    warnings.warn_explicit(
+        UNSEALED, RuntimeWarning, *_WARNED.setdefault("at", _caller()), registry=_SHOWN
+    )
+
+
+def _caller() -> tuple[str, int]:
+    """Return file and line of whoever called this package."""
+    frame = sys._getframe()  # noqa: SLF001 - as `warnings` does
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "kvspec":
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _name(path: str, title: bytes) -> str:

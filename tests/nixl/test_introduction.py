@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -94,6 +97,31 @@ def test_no_secret_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(RuntimeWarning, match=r"anybody could have written.*KVSPEC_SECRET"):
             near.connect(far.metadata())
         assert (far.name,) == near.peers
+
+
+TWO_PEERS = """
+from kvspec.nixl import NixlRank
+from kvspec.testing import FakeNixl
+with FakeNixl(), NixlRank(polled=True) as near, NixlRank() as far, NixlRank() as further:
+    near.connect(far.metadata())
+    near.connect(further.metadata())
+    far.connect(near.metadata())
+"""
+
+
+def test_no_secret_is_said_once(tmp_path: Path) -> None:
+    """However many ranks are introduced where; and it points at who called, not into kvspec."""
+    script = tmp_path / "engine.py"
+    script.write_text(TWO_PEERS)
+    environment = {k: v for k, v in os.environ.items() if k != "KVSPEC_SECRET"}
+    for strict, told in (((), 1), (("-W", "error"), 0)):
+        done = subprocess.run(  # noqa: S603 - a script of this test
+            [sys.executable, *strict, script],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert told == done.stderr.count(f"{script}:5: RuntimeWarning: a rank is introduced")
+        assert 1 == done.stderr.count("anybody could have written")
+        assert bool(strict) == bool(done.returncode)
 
 
 @pytest.mark.parametrize("secret", ["", "short", b"fifteen bytes..", 7, ["x"]])
