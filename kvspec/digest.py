@@ -173,12 +173,12 @@ def _token_rows(
     """Return block in memory, row and first token of the rank's own rows that are wanted."""
     grain, context = part.tokens_per_state, cache.engine.context(group, cache.rank)
     first = want.tokens.start // grain * grain
-    position = np.arange(first, want.tokens.stop, grain, dtype=np.int64)
-    position = position[context.owns(position)]
     held = table.tokens(cache.engine.virtual_block(group))
-    if len(position) and not (held.start <= position[0] and position[-1] < held.stop):
+    if want.tokens and not held.start <= first < want.tokens.stop <= held.stop:
         tokens = f"{want.tokens.start}..{want.tokens.stop - 1}"
         raise SpecError(f"tables[{group.name!r}]", held, f"blocks for tokens {tokens}")
+    position = np.arange(first, want.tokens.stop, grain, dtype=np.int64)
+    position = position[context.owns(position)]
     local = context.local(position) - table.first_token // context.size
     place, token = np.divmod(local, group.spec.block_size)
     split, token = np.divmod(token, group.memory_block_size)

@@ -135,7 +135,7 @@ class ServedRank:
         given = self.engine, self.rank, request.producer_blocks, request, seed
         for key, ids, right, _ in truth(*given, producer=True):
             self.views[key][0][ids] = right
-        self.session.ledger.expect(remote_id, lease=lease)
+        self.session.ledger.expect(remote_id, lease=lease, blocks=request.producer_blocks)
         self.held[remote_id.rpartition("#")[0]] = request
 
     def drop(self, remote_id: str) -> None:
@@ -157,10 +157,13 @@ class ServedRank:
         timeout: float,
         *,
         pushed: bool = False,
+        digest: bool = False,
     ) -> None:
         """Start to load a request."""
         self._spoil(request.consumer_blocks)
-        load = self.session.load(request, remote_id=remote_id, timeout=timeout, pushed=pushed)
+        load = self.session.load(
+            request, remote_id=remote_id, timeout=timeout, pushed=pushed, digest=digest
+        )
         self.loads[request.request_id] = load, seed
 
     def push(self, request: TransferRequest, remote_id: str, timeout: float, epoch: int) -> None:

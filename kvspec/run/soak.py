@@ -149,11 +149,12 @@ class Soak:
                 self.free[side][name] = free | ids if back else free - ids
 
     def move(self, flying: Flying, seed: int) -> Asked:
-        """Load a request, and push it; return who owes an answer."""
+        """Load a request, every second with a digest, and push it; return who owes an answer."""
         asked: Asked = [(rank, place) for place, rank in enumerate(self.engines["consumer"].ranks)]
         given = flying.request, flying.remote_id
         for rank, _ in asked:
-            rank.tell("load", *given, seed, self.timeout, pushed=self.pushed)
+            more = {"pushed": self.pushed, "digest": seed % 2 == 1}
+            rank.tell("load", *given, seed, self.timeout, **more)
         if self.pushed:
             self.collect(flying, asked)
             asked = [(rank, None) for rank in self.engines["producer"].ranks]

@@ -17,7 +17,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
+from kvspec.protocol import Extent
 from kvspec.session import SessionLoad
+from kvspec.session.extents import sums_of
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
 
 SIZES = {
@@ -162,6 +164,28 @@ def test_who_cannot_be_asked_fails_the_load() -> None:
                 session.ledger.expect(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
         with pytest.raises(SpecError, match="digest=7"):
             consumer.load(asked, new_remote_id("r"), digest=7)
+
+
+def test_what_cannot_be_summed_is_refused() -> None:
+    """Whatever a peer asks for: layers and units that the rank lacks, more tokens than memory."""
+    spec = engine(2)
+    cache, _storage = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
+    tables = kvspec.BlockTable([1, 2]), kvspec.BlockTable([1, BLOCKS])
+    whole: dict[str, Any] = {
+        "layers": ["l.0"], "parts": ["k"], "units": range(1), "tokens": range(8)
+    }  # fmt: skip
+    for table, change, words in (
+        (tables[0], {"layers": ["l.0", "l.9"]}, "a part of a layer that tp0 has"),
+        (tables[0], {"parts": ["conv"]}, "a part of a layer that tp0 has"),
+        (tables[0], {"units": range(1, 2)}, "units that the rank holds"),
+        (tables[0], {"tokens": range(9)}, "blocks for tokens 0..8"),
+        (tables[0], {"tokens": range(2**62)}, "blocks for tokens"),
+        (tables[1], {}, "ids of a pool of 8 blocks"),
+    ):
+        extent = Extent(**whole | change)
+        with pytest.raises(SpecError, match=words):
+            sum(sums_of(cache, {"full": table}, extent))
+    assert sum(sums_of(cache, {"full": tables[0]}, Extent(**whole)))
 
 
 def test_memory_of_a_device_is_not_summed() -> None:
