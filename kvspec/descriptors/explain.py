@@ -13,6 +13,7 @@ import numpy as np
 
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.memory.regions import Region
@@ -58,7 +59,21 @@ def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
         moved = int(table.descriptors(request)[:, 2].sum())
         told = f"{len(table.select(request)[0]):,} ids, {merged:,} after NIXL's merging"
         lines.append(f"  {request.request_id}: {moved:,} bytes; {told}, {fewest:,} the fewest")
+        if moved:
+            lines += _ways(table.select(request), fewest, moved)
     return "\n".join(lines)
+
+
+def _ways(selection: Selection, descriptors: int, moved: int) -> Iterator[str]:
+    """Say what a request costs either way, read or written: see `kvspec.nixl.Staging`."""
+    from kvspec.nixl.choice import Choice  # noqa: PLC0415 - it reads tables
+
+    read, write = (
+        Choice.of(selection, operation, descriptors, moved) for operation in ("READ", "WRITE")
+    )
+    yield f"  read {read}"
+    yield f"  written {write}"
+    yield f"  by {read.costs.origin}"
 
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:

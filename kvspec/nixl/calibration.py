@@ -61,10 +61,12 @@ def calibrated(path: str | os.PathLike[str] | None = None) -> Costs:
     """
     if path is not None:
         return _read(Path(path))
+    if not place().exists():
+        return Costs(origin="the stated defaults: `kvspec calibrate` was not run here")
     try:
         return _read(place())
     except SpecError as error:
-        return Costs(origin=f"the stated defaults ({error})")
+        return Costs(origin=f"the stated defaults: {error}")
 
 
 def save(costs: Costs, path: Path | None = None) -> Path:

@@ -11,6 +11,7 @@ from builders import engine
 
 import kvspec
 from kvspec import RankId
+from kvspec.nixl import Costs
 
 WORDS = re.compile(r"  (\S+) (\S+): units? (\S+), consumer's block (\d+), tokens? (.+)")
 
@@ -155,7 +156,26 @@ def test_a_table_in_words() -> None:
     request = kvspec.TransferRequest(request_id="r", num_tokens=12, cached_tokens=2, **blocks)
     # Of each layer two tokens of 128 bytes and two blocks of 512, all of it side by side.
     told = "  r: 2,560 bytes; 8 ids, 4 after NIXL's merging, 2 the fewest"
+    # Two ranges too, of which every run is permuted: that never pays for two descriptors.
+    costs = Costs()
+    direct, staged = 1e3 * costs.direct(2, 2560), 1e3 * costs.staged(2, 2560, 8, 2560)
+    ways = f"directly: {direct:.3g} ms (staged: {staged:.3g} ms, 2 ranges of 2,560 B)"
+    told += f"\n  read {ways}\n  written {ways}\n  by {costs.origin}"
+    told += ": `kvspec calibrate` was not run here"
     assert f"{rows}\n{told}" == table.explain(request=request)
+
+
+def test_a_table_says_when_the_area_is_cheaper() -> None:
+    """Heads first to rows first: the producer has whole blocks, the consumer a head of a token."""
+    engines = heads("LBHNC", 16), heads("LBNHC", 16)
+    caches = (kvspec.allocate(each, RankId(), 70)[0] for each in engines)
+    table = kvspec.build_table(kvspec.plan_transfer(*engines), *caches)
+    blocks = {"producer_blocks": {"g": range(64)}, "consumer_blocks": {"g": range(1, 65)}}
+    request = kvspec.TransferRequest(request_id="r", num_tokens=1024, **blocks)
+    *_, read, written, _ = table.explain(request=request).splitlines()
+    for line, way in ((read, "read"), (written, "written")):
+        assert line.startswith(f"  {way} staged: ")
+        assert ", 2 ranges of 256 KiB (directly: " in line
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**9, True, "0"])

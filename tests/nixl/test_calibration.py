@@ -101,6 +101,7 @@ def test_a_file_that_cannot_be_read_is_no_crash(file: Path, kind: str) -> None:
     """Missing, or no file."""
     if kind == "folder":
         file.mkdir(parents=True)
+    assert ("was not run here" in calibrated().origin) == (kind == "missing")
     with pytest.raises(SpecError, match="wanted a file that `kvspec calibrate` wrote"):
         calibrated(file)
     assert Costs() == calibrated()

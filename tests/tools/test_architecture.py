@@ -53,7 +53,7 @@ FOLDERS = (
         "nixl",
         (
             "errors rows spans memory introduction living agent calibration area permuting stage"
-            " pieces merging lattice selected order staged"
+            " pieces merging lattice selected order staged choice"
             " notifications peers transfer flights rank ."
         ),
     ),
@@ -108,6 +108,7 @@ UPWARD = {
     ("kvspec.memory.regions", "kvspec.memory.tensors"): "RankCache.from_tensors",
     ("kvspec.descriptors.table", "kvspec.descriptors.explain"): "a table tells of a descriptor",
     ("kvspec.descriptors.table", "kvspec.draw"): "a table draws itself",
+    ("kvspec.descriptors.explain", "kvspec.nixl.choice"): "a table tells what a request costs",
     ("kvspec.protocol.handshake", "kvspec"): "the library's version",
     ("kvspec.cli", "kvspec.cli.app"): "the entry point says which extra is missing",
 }

@@ -59,6 +59,16 @@ def test_our_count_is_nixls_rule() -> None:
     assert ["0", "0", "yes"] == agreed[-3:]
 
 
+def test_the_choice_is_beside_both_ways() -> None:
+    """B8 calibrates, and moves short runs through the area and long ones directly."""
+    pytest.importorskip("nixl_cu13", reason="needs nixl")
+    rows = [row for row in bench("--quick", "--only", "B8") if row.startswith("B8")]
+    assert "runs of 128 B" in rows[0]
+    assert "runs of 64 KiB" in rows[-1]
+    for row, way in ((rows[0], "staged (other"), (rows[-1], "direct (other")):
+        assert way in row
+
+
 def test_an_unknown_budget_is_refused() -> None:
     """A budget that does not exist is named, with those that do."""
     with pytest.raises(subprocess.CalledProcessError) as caught:

@@ -1,0 +1,60 @@
+"""What both ways of a request cost, before a rank moves it: directly, or through the area.
+
+Law: the same ranges and the same costs as a rank's own choice, of a `Staging` with the defaults.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.descriptors.selection import Selection
+from kvspec.nixl.area import PIECE
+from kvspec.nixl.calibration import calibrated
+from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.staged import cost_of, repeated
+from kvspec.staging.costs import Costs
+from kvspec.staging.ranges import Ranges, ranges_of
+from kvspec.words import counted, nbytes
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """*descriptors* of *size* bytes in all, or *ranges* that are permuted; None: it cannot be."""
+
+    descriptors: int
+    size: int
+    ranges: Ranges | None
+    costs: Costs
+
+    @staticmethod
+    def of(selection: Selection, operation: str, descriptors: int, size: int) -> Choice:
+        """Return the ways of what *selection* moves, as a reading or a writing rank would see them.
+
+        Ranges are the producer's where the consumer reads, else the consumer's.
+        """
+        costs, pulled = calibrated(), operation == "READ"
+        rows = checked_rows(selection.producer_rows if pulled else selection.consumer_rows)
+        found = repeated(selection.parts, "producer" if pulled else "consumer", rows)
+        ranges = None if found is None else ranges_of(found, PIECE, costs.gap if pulled else 0)
+        return Choice(descriptors=descriptors, size=size, ranges=ranges, costs=costs)
+
+    @property
+    def direct(self) -> float:
+        """Seconds directly."""
+        return self.costs.direct(self.descriptors, self.size)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the area is the cheaper way."""
+        return self.ranges is not None and cost_of(self.ranges, self.costs) < self.direct
+
+    def __str__(self) -> str:
+        """Return both ways in words, the cheaper one first."""
+        direct = f"{1e3 * self.direct:.3g} ms"
+        if self.ranges is None:
+            return f"directly: {direct} (nothing can be staged)"
+        staged = f"{1e3 * cost_of(self.ranges, self.costs):.3g} ms, "
+        staged += f"{counted(self.ranges.ranges, 'range')} of {nbytes(self.ranges.read)}"
+        if self.staged:
+            return f"staged: {staged} (directly: {direct})"
+        return f"directly: {direct} (staged: {staged})"
