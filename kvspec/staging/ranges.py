@@ -123,7 +123,8 @@ class _Windows:
         lengths = self.runs.length[run.reshape(-1)]
         for size in self._lengths:
             which = lengths == size
-            yield Moves(offset=offsets[which], near=near[which], length=size)
+            if which.any():
+                yield Moves(offset=offsets[which], near=near[which], length=size)
 
     def _runs_of(self, window: Ints) -> tuple[Ints, Ints | None]:
         """Return the runs of windows, and how many each has; a row of runs each if all alike."""

@@ -68,6 +68,7 @@ def found(ranges: Ranges) -> Counter[tuple[int, int, int]]:
         assert len(far) == piece.nbytes
         assert piece.offset.tolist() == [0, *np.cumsum(piece.length)[:-1].tolist()]
         for moves in ranges.moves(piece):
+            assert len(moves.offset)
             for offset, near in zip(moves.offset, moves.near, strict=True):
                 bytes_ = far[offset : offset + moves.length]
                 assert np.array_equal(bytes_, np.arange(bytes_[0], bytes_[0] + moves.length))
