@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ FORK = multiprocessing.get_context("fork")
 LOGPROBS = 5
 REST = 0.05
 """Seconds between two steps while nobody asks."""
+REST_OF_WORKERS = 1e-3
+"""Seconds for which a worker that waits sleeps. vLLM's own yield and try again: where they are more
+than the cores, they kept everybody else from running for minutes (Linux 6.18)."""
 
 
 class Engine:
@@ -37,9 +41,11 @@ class Engine:
     def __init__(self, settings: dict[str, Any], connector: dict[str, Any] | None) -> None:
         from vllm import LLM  # noqa: PLC0415 - after the environment is set
         from vllm.config import KVTransferConfig  # noqa: PLC0415
+        from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415
         from vllm.v1.executor import multiproc_executor  # noqa: PLC0415
 
         multiproc_executor.get_mp_context = lambda: FORK
+        shm_broadcast.sched_yield = lambda: time.sleep(REST_OF_WORKERS)
         if connector is not None:
             settings = {**settings, "kv_transfer_config": KVTransferConfig(**connector)}
         self.llm = LLM(
