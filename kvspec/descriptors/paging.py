@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 import attrs
@@ -96,6 +97,7 @@ class Geometry:
     tokens of one of the part's own rows. *spans*: up to how many cells one row takes. *scale*: the
     sizes whose multiples are rows of a part of a cell; () where that moves grain by grain. *open*:
     whether the last cell moves without its dead tokens, where no more rows are needed for that.
+    *cached_in*: tokens of which cached prefixes are whole multiples.
     """
 
     stripe: Stripe
@@ -106,6 +108,15 @@ class Geometry:
     spans: int = 1
     scale: tuple[int, ...] = ()
     open: bool = False
+    cached_in: int = 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether a cell may begin with cached tokens, counted by who owns them."""
+        cell, context = self.cell, self.consumer.context
+        if context.size > 1 and context.alike(self.producer.context):
+            cell = lcm(cell, context.interleave) * context.size
+        return self.cached_in % cell > 0
 
     def row_kinds(self) -> Iterator[RowKind]:
         """Yield the kinds of rows that a request may take."""
@@ -114,10 +125,12 @@ class Geometry:
             return
         for cells in range(1, self.spans + 1):
             yield RowKind(self.cell, 0, cells * self.cell)
-        if self.cell > self.grain and not self.scale:
+        begun = self.begun
+        if self.cell > self.grain and not self.scale and (begun or self.open):
             yield RowKind(self.grain, 0, self.grain)
         for size, period in pairwise(self.scale):
             for tokens in range(size, period, size):
-                yield RowKind(period, period - tokens, tokens)
+                if begun:
+                    yield RowKind(period, period - tokens, tokens)
                 if self.open:
                     yield RowKind(period, 0, tokens)

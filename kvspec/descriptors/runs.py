@@ -116,11 +116,13 @@ def row_sets(
     producer: RankCache,
     consumer: RankCache,
     layers: frozenset[str] | None = None,
+    cached_in: int = 1,
 ) -> tuple[RowSet, ...]:
     """Return the runs of one edge, all *layers* or some, between the two sides' *groups*.
 
     For each family of layers and parts that are cut alike: rows for whole cells, rows for several
-    cells in one where that makes longer runs, and rows for a part of a cell.
+    cells in one where that makes longer runs, and rows for a part of a cell; no cell begins with
+    cached tokens where *cached_in* is a multiple of it.
     """
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
     families: dict[tuple[object, ...], tuple[Geometry, _Contents]] = {}
@@ -131,10 +133,8 @@ def row_sets(
         sizes = source.paging.memory_block_size, target.paging.memory_block_size
         family = (one.stripe.first, one.stripe.step, cell, part.tokens_per_state, sizes)
         if family not in families:
-            grain = part.tokens_per_state
-            families[family] = (
-                Geometry(one.stripe, cell, grain, source.paging, target.paging), {},
-            )  # fmt: skip
+            cut = one.stripe, cell, part.tokens_per_state, source.paging, target.paging
+            families[family] = Geometry(*cut, cached_in=cached_in), {}
         _, contents = families[family]
         alike = len(one.global_range), source.repeats, target.repeats
         _, first = contents.setdefault(alike, ((source, target), []))

@@ -27,7 +27,7 @@ from kvspec.descriptors.tables import Positions, Tables, check_tokens
 from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import instance, sequence
+from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
@@ -46,7 +46,8 @@ class DescriptorTable:
 
     *producer_rows*, *consumer_rows*: uint64 of shape (rows, 5), one row ``(address, length,
     device, stride, count)``. A descriptor's id counts through the rows' counts in order. All rows
-    of a side lie in one type of memory. *layers*: the only ones whose rows these are.
+    of a side lie in one type of memory. *layers*: the only ones whose rows these are. *cached_in*:
+    tokens of which the cached prefixes of its requests are multiples.
     """
 
     plan: TransferPlan
@@ -58,6 +59,7 @@ class DescriptorTable:
     producer_memory_type: str
     consumer_memory_type: str
     layers: frozenset[str] | None = None
+    cached_in: int = 1
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
         """Return the ids of the descriptors that *request* moves: producer's, consumer's.
@@ -147,6 +149,9 @@ class DescriptorTable:
             tables = Tables.of(request, edge, spec, tokens, whole=not families[0][0].cell)
             if not tables.reached:
                 continue
+            if tables.cached % self.cached_in:
+                told = f"a multiple of cached_in={self.cached_in}, as the table was promised"
+                raise SpecError("cached_tokens", tables.cached, told)
             tables.check(families[0][0])
             for geometry, entries in families:
                 for kind, taken in begins(request, tables, geometry).items():
@@ -198,8 +203,12 @@ def build_table(
     consumer_cache: RankCache,
     *,
     layers: Iterable[str] | None = None,
+    cached_in: int = 1,
 ) -> DescriptorTable:
     """Make the descriptor rows of one pair of ranks, of all *layers* unless given.
+
+    *cached_in*: a promise that cached prefixes are multiples of so many tokens, as where an engine
+    caches whole blocks. There are far fewer rows then; `select` refuses what breaks it.
 
     The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
     not one of the plan's, or if the ids of one side would not fit an int32; `SpecError` for a layer
@@ -208,6 +217,7 @@ def build_table(
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
     instance("consumer_cache", consumer_cache, RankCache)
+    positive_int("cached_in", cached_in)
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
     only = None if layers is None else _known(plan, layers)
@@ -215,7 +225,7 @@ def build_table(
     at = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
-        for rows in row_sets(edge, groups, producer_cache, consumer_cache, only):
+        for rows in row_sets(edge, groups, producer_cache, consumer_cache, only, cached_in):
             entries.append(Entry(edge, rows, *at))
             used = rows.ids_used
             at = at[0] + used[0], at[1] + used[1]
@@ -243,6 +253,7 @@ def build_table(
         producer_memory_type=producer_type,
         consumer_memory_type=consumer_type,
         layers=only,
+        cached_in=cached_in,
     )
 
 

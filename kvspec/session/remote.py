@@ -51,7 +51,8 @@ class Lane:
         """Return the rows of one layer alone; made once."""
         if layer not in self.layers:
             whole = self.table
-            table = build_table(whole.plan, whole.producer, whole.consumer, layers=[layer])
+            caches = whole.producer, whole.consumer
+            table = build_table(whole.plan, *caches, layers=[layer], cached_in=whole.cached_in)
             role: Role = "producer" if self.consumer.peer is None else "consumer"
             agent = self.producer.peer or self.consumer.peer or ""
             self.layers[layer] = Lane.open(nixl, table, agent, role)
@@ -108,7 +109,8 @@ class RemoteEngine:
 
     def same(self, other: RemoteEngine) -> bool:
         """Whether nothing has changed since *other* was met."""
-        return self.ranks == other.ranks and not other.lost
+        told = [(x.ranks, {table.cached_in for table in x.tables.values()}) for x in (self, other)]
+        return told[0] == told[1] and not other.lost
 
     def order(
         self,
@@ -154,7 +156,7 @@ class RemoteEngine:
 
 
 def judged(
-    own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role
+    own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role, cached_in: int
 ) -> RemoteEngine:
     """Return who is introduced, not connected yet; each thing that does not fit is refused.
 
@@ -179,7 +181,8 @@ def judged(
     tables = {}
     for rank in partners:
         caches = ranks[rank].cache, own.handshake.cache
-        tables[rank] = build_table(plan, *(caches if role == "producer" else caches[::-1]))
+        producer, consumer = caches if role == "producer" else caches[::-1]
+        tables[rank] = build_table(plan, producer, consumer, cached_in=cached_in)
     by_rank = {member.rank: member for member in members}
     return RemoteEngine(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
 

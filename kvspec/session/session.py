@@ -121,25 +121,30 @@ class Session:
         Waits *timeout* seconds for who is there to answer, and *absent* seconds, as long unless
         given, for somebody to be there; then `TransferError` "timeout" names who is not.
         """
-        asked = [
-            instance("addresses", one, str) for one in sequence("addresses", addresses, "texts")
-        ]
+        texts = sequence("addresses", addresses, "texts")
+        asked = [instance("addresses", one, str) for one in texts]
         with self._meeting:
             most = seconds("timeout", timeout)
             least = most if absent is None else seconds("absent", absent)
             return self._control.fetch(asked, most, least, self.poll, self._lock)
 
     def meet(
-        self, introductions: Iterable[bytes], *, role: Role = "producer", timeout: float = 10.0
+        self,
+        introductions: Iterable[bytes],
+        *,
+        role: Role = "producer",
+        cached_in: int = 1,
+        timeout: float = 10.0,
     ) -> TransferPlan:
         """Meet an engine by the introductions of all of its ranks, and return the plan with it.
 
-        *role*: what it is to this rank. Whatever does not fit is refused by name before anything is
-        connected, as `judged` tells; `SpecError` for a start before the one that was met. A new
-        start replaces the last one, whose loads fail. Connecting waits *timeout* seconds at most.
+        *role*: what it is to this rank. *cached_in*: as `build_table` has it. Whatever does not fit
+        is refused by name before anything is connected, as `judged` tells; `SpecError` for a start
+        before the one that was met. A new start replaces the last one, whose loads fail. Connecting
+        waits *timeout* seconds at most.
         """
         with self._meeting:
-            remote = judged(self._own, self.nixl, introductions, role)
+            remote = judged(self._own, self.nixl, introductions, role, cached_in)
             name, epoch = remote.start
             with self._lock:
                 if (known := self._remotes.known(remote)) is not None:

@@ -135,6 +135,35 @@ def test_a_full_hit_and_a_release_move_nothing(pair: tuple[Side, Side]) -> None:
     assert ["given up"] * 4 + ["hit"] * 4 == sorted(done)
 
 
+def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> None:
+    """The same bytes move; who breaks it is refused by name, and it can be taken back."""
+    producer, consumer = pair
+    session, other = consumer.sessions.values()
+
+    def rows() -> int:
+        found = session._remotes.find("producer", None).tables.values()
+        return sum(len(table.consumer_rows) for table in found)
+
+    plain = rows()
+    for one in (session, other):
+        one.meet(producer.introductions, cached_in=4)
+    assert rows() < plain
+    asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
+    producer.fill(asked)
+    consumer.spoil(asked)
+    producer.expect(remote_id)
+    loads = consumer.load(asked, remote_id)
+    assert ["done", "done"] == ended(loads, producer, consumer)
+    assert [] == consumer.wrong(asked)
+    with pytest.raises(SpecError, match="cached_tokens=7: wanted a multiple of cached_in=4"):
+        session.load(request(cached=7), remote_id=new_remote_id("r"), timeout=1.0)
+    with pytest.raises(SpecError, match="cached_in=0"):
+        session.meet(producer.introductions, cached_in=0)
+    quiet(producer, consumer)
+    session.meet(producer.introductions)
+    assert plain == rows()
+
+
 def test_samples_of_a_prompt_are_counted(pair: tuple[Side, Side]) -> None:
     """A request that two samples read is held until both did."""
     producer, consumer = pair
