@@ -1,9 +1,10 @@
 """What one request costs the host until it is posted, beside the arithmetic it replaces.
 
 CPU time: an engine's own thread pays it. `by_hand` imitates the fast path of vLLM 0.32's NIXL
-connector for blocks and layouts that are equal: where each region's ids begin is summed up for each
-request and side, block ids come as lists, a descriptor's id is its region's first and the block;
-whole blocks only, nothing checked, one handle. It is written afresh, for these works alone.
+connector for blocks and layouts that are equal: for each request and side, block ids come as lists,
+the groups of all regions become an array, where their ids begin is summed up, and a descriptor's id
+is its region's first and the block; whole blocks only, nothing checked but that both sides have as
+many, one handle. It is written afresh, for these works alone.
 """
 
 from __future__ import annotations
@@ -125,11 +126,15 @@ class Lanes:
         """Do what a connector does that assumes all is alike: ids by arithmetic, and one handle."""
         made, regions = [], self.work.layers
         for local, remote in self.lists:
-            sides = []
+            sides, checked = [], []
             for pool, blocks in zip(self.work.pools, self.blocks, strict=True):
-                begins = np.cumsum([0, *([pool] * regions)[:-1]])
+                blocks_of, groups = [pool] * regions, np.asarray([0] * regions, np.int32)
+                begins, total = np.cumsum([0, *blocks_of[:-1]]), sum(blocks_of)
                 block_ids = np.concatenate([np.asarray(each, np.int32) for each in (blocks,)])
-                sides.append((begins[:, None] + block_ids).ravel())
+                sides.append((begins[:, None] + block_ids[None, :]).ravel())
+                checked.append((len(groups), total, len(sides[-1])))
+            if checked[0][2] != checked[1][2]:
+                raise ValueError(checked)
             handles = local.handle(self.agent), remote.handle(self.agent)
             pairs = (handles[0], sides[1]), (handles[1], sides[0])
             made.append(self.agent.make("READ", *pairs, ("", "r")))

@@ -28,20 +28,17 @@ before it, counted from the first token of the table; of a state, its place in t
 
 @attrs.frozen(eq=False)
 class Cells:
-    """Descriptors of one set of rows, by block in memory and place in the block, on both sides.
+    """Descriptors of one set of rows, by *block* in memory and *cell* in the block, and by *ids*.
 
-    And by id, counted from a run's first.
+    Int64 of shape (2, n): of the producer, and of the consumer. Ids count from a run's first.
     """
 
-    producer_block: Ints
-    producer_cell: Ints
-    producer_ids: Ints
-    consumer_block: Ints
-    consumer_cell: Ints
-    consumer_ids: Ints
+    block: Ints
+    cell: Ints
+    ids: Ints
 
     def __len__(self) -> int:
-        return len(self.producer_block)
+        return len(self.ids[0])
 
 
 def begins(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begins:
@@ -77,27 +74,25 @@ def cells(
     pools: tuple[Pool, Pool],
 ) -> Cells:
     """Return the descriptors of rows of one kind for what they take, ordered by producer id."""
-    columns = np.zeros((6, len(taken[0])), np.int64)
-    sides, rows = tables.sides(geometry)[::-1], (columns[:3], columns[3:])
-    for (side, group, table, paging), begin, pool, row in zip(
-        sides, taken, pools, rows, strict=True
-    ):
-        place, part, cell = paging.places(begin, kind) if geometry.cell else (begin, None, None)
-        block = table.block_ids[place]
-        blocks = pool.num_blocks // paging.split
-        check_ids(side, group, block, blocks)
+    block, cell, ids = found = np.zeros((3, 2, len(taken[0])), np.int64)
+    sides = tables.sides(geometry)[::-1]
+    for row, (side, group, table, paging) in enumerate(sides):
+        begin, blocks = taken[row], pools[row].num_blocks // paging.split
+        place, part, inner = paging.places(begin, kind) if geometry.cell else (begin, None, None)
+        block[row] = table.block_ids[place]
+        check_ids(side, group, block[row], blocks)
         if kind.tokens > geometry.cell:
             # What runs on into later blocks has ids that follow the first, so its last is greatest.
             last = (begin + kind.tokens - 1) // paging.block_size
             check_ids(side, group, table.block_ids[last], blocks)
-        row[0] = block if part is None else block * paging.split + part
-        if cell is not None:
-            row[1] = cell
-        row[2] = pool.ids(row[0], row[1])
-    order = columns[2]
-    if np.count_nonzero(order[:-1] > order[1:]):
-        columns = columns[:, order.argsort(kind="stable")]
-    return Cells(*columns)
+        if part is not None:
+            block[row] = block[row] * paging.split + part
+        if inner is not None:
+            cell[row] = inner
+        ids[row] = pools[row].ids(block[row], cell[row])
+    if np.count_nonzero(ids[0, :-1] > ids[0, 1:]):
+        found = found[:, :, ids[0].argsort(kind="stable")]
+    return Cells(*found)
 
 
 def _state(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begins:

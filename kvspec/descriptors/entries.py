@@ -28,24 +28,17 @@ class Entry:
     consumer_first: int
 
     @cached_property
-    def starts(self) -> tuple[RowIds, RowIds]:
-        """The first id of each run, on both sides, in columns."""
-        producer, consumer = (
-            (first + np.arange(len(self.rows))[:, None] * pool.ids_per_run).astype(np.int32)
-            for pool, first in (
-                (self.rows.producer, self.producer_first),
-                (self.rows.consumer, self.consumer_first),
-            )
-        )
-        return producer, consumer
+    def starts(self) -> RowIds:
+        """The first id of each run: int32 of shape (2, runs, 1), producer and consumer."""
+        pools = self.rows.producer, self.rows.consumer
+        step = np.array([pool.ids_per_run for pool in pools])
+        starts = np.array([self.producer_first, self.consumer_first])[:, None]
+        return (starts + step[:, None] * np.arange(len(self.rows))).astype(np.int32)[:, :, None]
 
-    def write_ids(self, cells: Cells, producer: RowIds, consumer: RowIds) -> None:
-        """Write the ids of *cells* on both sides, row by row."""
-        for starts, own, ids in (
-            (self.starts[0], cells.producer_ids, producer),
-            (self.starts[1], cells.consumer_ids, consumer),
-        ):
-            np.add(starts, own.astype(np.int32), out=ids.reshape(len(starts), len(own)))
+    def write_ids(self, cells: Cells, ids: RowIds) -> None:
+        """Write the ids of *cells*, of both sides, row by row, into *ids* of shape (2, n)."""
+        own = cells.ids.astype(np.int32)[:, None]
+        np.add(self.starts, own, out=ids.reshape(2, len(self.rows), len(cells)))
 
     def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
         """Return (producer address, consumer address, length) of *cells*, row by row."""

@@ -49,9 +49,13 @@ def _array(value: object) -> npt.NDArray[Any] | None:
         ids = np.asarray(value)
     except (ValueError, TypeError):
         return None
-    if isinstance(value, Sequence) and ids.ndim == 1 and ids.dtype.kind in "iu":
-        small = np.flatnonzero(ids >> 1 == 0)  # 0 and 1
-        if any(isinstance(value[at], (bool, np.bool_)) for at in small.tolist()):
+    # What has a type of narrower ints hides no bool.
+    wide = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.itemsize == np.int64().itemsize
+    if wide and isinstance(value, Sequence):
+        small = ids.view(np.uint64) < 2  # noqa: PLR2004 - 0 and 1
+        if np.count_nonzero(small) and any(
+            isinstance(value[at], (bool, np.bool_)) for at in np.flatnonzero(small).tolist()
+        ):
             return None
     return ids
 

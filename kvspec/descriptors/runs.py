@@ -68,27 +68,27 @@ class RowSet:
         size = int(self.length[0])
         return size if (self.length == size).all() else None
 
-    def offsets(self, cells: Cells) -> tuple[Ints, Ints]:
-        """Return the bytes from a run's address to each of *cells*: producer, consumer."""
-        return (
-            self.producer.offsets(cells.producer_block, cells.producer_cell),
-            self.consumer.offsets(cells.consumer_block, cells.consumer_cell),
-        )
+    def offsets(self, cells: Cells) -> Ints:
+        """Return the bytes from a run's address to each of *cells*: shape (2, n), as theirs."""
+        offsets: Ints = cells.block * self._strides[0] + cells.cell * self._strides[1]
+        return offsets
+
+    @cached_property
+    def _strides(self) -> Ints:
+        pools = self.producer, self.consumer
+        strides = [[pool.block_stride for pool in pools], [pool.cell_stride for pool in pools]]
+        return np.array(strides)[:, :, None]
 
     def next_ids(self, cells: Cells) -> npt.NDArray[np.bool_]:
         """Whether each of *cells* but the first has the next id of the same row, on both sides."""
-        follows = np.ones(len(cells) - 1, np.bool_)
-        for pool, block, cell, ids in (
-            (self.producer, cells.producer_block, cells.producer_cell, cells.producer_ids),
-            (self.consumer, cells.consumer_block, cells.consumer_cell, cells.consumer_ids),
-        ):
-            follows &= ids[1:] - ids[:-1] == 1
+        next_ = cells.ids[:, 1:] - cells.ids[:, :-1] == 1
+        for side, pool in enumerate((self.producer, self.consumer)):
             if pool.rows_per_run > 1:
-                row = pool.row(block, cell)
-                follows &= row[1:] == row[:-1]
-        return follows
+                row = pool.row(cells.block[side], cells.cell[side])
+                next_[side] &= row[1:] == row[:-1]
+        return np.asarray(next_[0] & next_[1])
 
-    @property
+    @cached_property
     def touching(self) -> bool:
         """Whether consecutive ids of a row are consecutive bytes on both sides: NIXL joins them."""
         return all((self.length == side.stride).all() for side in (self.producer, self.consumer))

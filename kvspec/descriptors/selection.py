@@ -7,7 +7,6 @@ that by run and by cell, not by run times cell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,15 +37,13 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tu
         consumer_rows: npt.NDArray[np.uint64],
     ) -> Selection:
         """Return *parts* with their ids."""
-        total = sum(len(entry.rows) * len(cells) for entry, cells in parts)
-        ids: Any = np.empty(total, np.int32), np.empty(total, np.int32)
+        sizes = [len(entry.rows) * len(cells) for entry, cells in parts]
+        ids = np.empty((2, sum(sizes)), np.int32)
         start = 0
-        for entry, cells in parts:
-            stop = start + len(entry.rows) * len(cells)
-            entry.write_ids(cells, ids[0][start:stop], ids[1][start:stop])
-            start = stop
-        for own in ids:
-            own.flags.writeable = False  # whoever takes the parts for the ids looks at no id again
+        for (entry, cells), size in zip(parts, sizes, strict=True):
+            entry.write_ids(cells, ids[:, start : start + size])
+            start += size
+        ids.flags.writeable = False  # whoever takes the parts for the ids looks at no id again
         found = Selection(ids)
         found.producer_rows, found.consumer_rows = producer_rows, consumer_rows
         found.parts = parts

@@ -170,7 +170,8 @@ def _check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
     """
     if side == "consumer" and len(ids) < len(table.block_ids):
         ids = table.block_ids[np.isin(table.block_ids, ids)]
-    used = np.sort(ids)
+    used = ids.copy()
+    used.sort()
     twice = used[:-1] == used[1:]
     if np.count_nonzero(twice):
         value = int(used[twice.argmax()])
