@@ -51,7 +51,7 @@ def rows() -> Iterator[tuple[str, Callable[[], Work]]]:
 
     def asked(name: str, work: works.Work) -> Work:
         made, request = table(work)(), work.request()
-        return lambda: getattr(made, name)(request)
+        return lambda: getattr(made, name)(works.afresh(request))
 
     yield "get_tp_transfer_slices, TP 48 -> 64, warm", slices
     for work in (works.W1, works.W2, works.W3, works.W4, works.W5, works.W6):

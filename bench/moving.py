@@ -243,6 +243,7 @@ class Lanes:
         rank = self.ranks[way]
 
         def run() -> None:
+            works.afresh(self.request)
             reads = [
                 rank.read(
                     local, table.select(self.request), remote, request="bench", timeout=TIMEOUT

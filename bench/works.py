@@ -129,6 +129,13 @@ class Work:
         )
 
 
+def afresh(request: TransferRequest) -> TransferRequest:
+    """Return *request* as one that no table was asked for yet."""
+    if hasattr(request, "known"):  # an older checkout that is compared remembers nothing
+        request.known.clear()
+    return request
+
+
 def heads(num: int, block_size: int) -> FullAttentionSpec:
     """Return the common spec: *num* KV heads of 128, bfloat16."""
     return FullAttentionSpec(

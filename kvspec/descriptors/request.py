@@ -146,6 +146,13 @@ def tables_of(field: str, value: Tables) -> dict[str, BlockTable]:
     }
 
 
+class Known(dict[object, Any]):
+    """What was worked out of a request; not copied, nor sent, with it."""
+
+    def __reduce__(self) -> tuple[type[Known], tuple[()]]:
+        return Known, ()
+
+
 @attrs.frozen(kw_only=True)
 class TransferRequest:
     """One request: how many tokens, how many the consumer has, and both sides' block tables.
@@ -155,7 +162,8 @@ class TransferRequest:
     of the prompt's tokens, so of an encoder's none are cached unless its group says so. Tables are
     keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
     *encoder_tokens*: the encoder's own count, which cross attention needs. *state_tokens*: how
-    many tokens the producer's recurrent states have seen, `num_tokens` unless given.
+    many tokens the producer's recurrent states have seen, `num_tokens` unless given. *known*: what
+    tables found of it, so that it is cut once for all sources.
     """
 
     request_id: str
@@ -165,6 +173,7 @@ class TransferRequest:
     cached_tokens: int | Mapping[str, int] = 0
     encoder_tokens: int | None = None
     state_tokens: int | None = None
+    known: dict[object, Any] = attrs.field(init=False, eq=False, repr=False, factory=Known)
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:

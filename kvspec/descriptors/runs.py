@@ -59,8 +59,11 @@ class RowSet:
 
     @cached_property
     def alike(self) -> tuple[object, ...]:
-        """What its cells' ids depend on, among rows of one kind that are cut alike."""
-        return tuple((pool.num_blocks, pool.coalesced) for pool in (self.producer, self.consumer))
+        """What the ids of its cells depend on, beside the request and how it is cut."""
+        return tuple(
+            (pool.num_blocks, pool.cells, pool.coalesced, pool.span)
+            for pool in (self.producer, self.consumer)
+        )
 
     @cached_property
     def size(self) -> int | None:

@@ -15,25 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.boxes import coalesce
-from kvspec.descriptors.cells import Cells, begins, cells
+from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.entries import Entry
-from kvspec.descriptors.paging import Geometry, RowKind
+from kvspec.descriptors.families import RowFamily
 from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.shared import check_shared, sharing
-from kvspec.descriptors.tables import Positions, Tables, check_tokens
+from kvspec.descriptors.tables import Positions, check_tokens
 from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.tokens import Ints
-from kvspec.plan.edges import Edge
 from kvspec.plan.mismatches import differing
 from kvspec.plan.plan import TransferPlan
-from kvspec.specs import LayerSpec
 
 Rows = npt.NDArray[np.uint64]
 MAX_IDS = 2**31
@@ -145,33 +143,12 @@ class DescriptorTable:
             check_tokens(tokens, groups)
         if self._pools:
             check_shared(self.plan, request, self._pools)
-        for edge, spec, families in self._families:
-            tables = Tables.of(request, edge, spec, tokens, whole=not families[0][0].cell)
-            if not tables.reached:
-                continue
-            if tables.cached % self.cached_in:
-                told = f"a multiple of cached_in={self.cached_in}, as the table was promised"
-                raise SpecError("cached_tokens", tables.cached, told)
-            tables.check(families[0][0])
-            for geometry, entries in families:
-                for kind, taken in begins(request, tables, geometry).items():
-                    yield from _placed(tables, entries[kind], taken)
+        for family in self._families:
+            yield from family.picked(request, tokens)
 
     @cached_property
-    def _families(
-        self,
-    ) -> list[tuple[Edge, LayerSpec, list[tuple[Geometry, dict[RowKind, list[Entry]]]]]]:
-        """The entries by edge, by how they are cut and by kind of row."""
-        edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[RowKind, list[Entry]]]]]] = {}
-        for entry in self.entries:
-            geometry = entry.rows.geometry
-            _, families = edges.setdefault(id(entry.edge), (entry.edge, {}))
-            _, kinds = families.setdefault(id(geometry), (geometry, {}))
-            kinds.setdefault(entry.rows.kind, []).append(entry)
-        return [
-            (edge, self.plan.pair_of(edge).specs[edge.layers[0]], list(families.values()))
-            for edge, families in edges.values()
-        ]
+    def _families(self) -> list[RowFamily]:
+        return RowFamily.of(self.plan, self.entries, self.cached_in)
 
     def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
         """Return a picture of one block as SVG text; see `kvspec.draw.table_svg`."""
@@ -181,20 +158,6 @@ class DescriptorTable:
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
-
-
-def _placed(
-    tables: Tables, entries: list[Entry], taken: tuple[Ints, Ints]
-) -> Iterator[tuple[Entry, Cells]]:
-    """Yield what each of *entries*, of one kind of row, moves: found once for pools alike."""
-    known: dict[object, Cells] = {}
-    for entry in entries:
-        rows = entry.rows
-        if (key := rows.alike) not in known:
-            pools = rows.producer, rows.consumer
-            known[key] = cells(tables, rows.geometry, rows.kind, taken, pools)
-        if len(known[key]):
-            yield entry, known[key]
 
 
 def build_table(

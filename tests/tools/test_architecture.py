@@ -34,7 +34,7 @@ FOLDERS = (
     (
         "descriptors",
         (
-            ". request shared paging pool boxes tables cells runs entries selection"
+            ". request shared paging pool boxes tables cells runs entries families selection"
             " untouched table explain"
         ),
     ),

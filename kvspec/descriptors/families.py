@@ -1,0 +1,106 @@
+"""What one request moves of rows that are cut alike.
+
+Law: a request is cut once. Tables of other ranks, whose rows are cut as those of the first, take
+what was found of it; so all sources of one consumer rank do, as a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+import attrs
+
+from kvspec.descriptors.cells import Begins, Cells, begins, cells
+from kvspec.descriptors.entries import Entry
+from kvspec.descriptors.paging import Geometry, RowKind
+from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.tables import Positions, Tables
+from kvspec.errors import SpecError
+from kvspec.plan.edges import Edge
+from kvspec.plan.plan import TransferPlan
+from kvspec.specs import LayerSpec
+
+
+@attrs.frozen(eq=False)
+class _Cut:
+    """What was found of a request: its tables, and what begins in them, by geometry."""
+
+    tables: Tables
+    begins: tuple[Begins, ...]
+    cells: dict[object, Cells] = attrs.field(init=False, factory=dict)
+
+
+@attrs.frozen(eq=False)
+class RowFamily:
+    """The entries of one edge, by how they are cut and by kind of row.
+
+    *cached_in*: what the ends of cached prefixes are multiples of, as its table was promised.
+    *likeness*: one thing for all families that cut any request alike, whosever they are.
+    """
+
+    edge: Edge
+    spec: LayerSpec
+    cached_in: int
+    entries: tuple[tuple[Geometry, dict[RowKind, list[Entry]]], ...]
+    likeness: object
+
+    @staticmethod
+    def of(plan: TransferPlan, entries: Iterable[Entry], cached_in: int) -> list[RowFamily]:
+        """Return the families of a table's *entries*."""
+        edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[RowKind, list[Entry]]]]]] = {}
+        for entry in entries:
+            geometry = entry.rows.geometry
+            _, cuts = edges.setdefault(id(entry.edge), (entry.edge, {}))
+            _, kinds = cuts.setdefault(id(geometry), (geometry, {}))
+            kinds.setdefault(entry.rows.kind, []).append(entry)
+        found = []
+        for edge, cuts in edges.values():
+            spec = plan.pair_of(edge).specs[edge.layers[0]]
+            numbers = tuple(attrs.astuple(geometry, recurse=False) for geometry, _ in cuts.values())
+            likeness = _likeness((edge.producer_group, edge.group, spec, cached_in, numbers))
+            found.append(RowFamily(edge, spec, cached_in, tuple(cuts.values()), likeness))
+        return found
+
+    def picked(
+        self, request: TransferRequest, tokens: Positions | None
+    ) -> Iterator[tuple[Entry, Cells]]:
+        """Yield what *request* moves of each entry, or one step of it; raise as `select`."""
+        cut = self._cut(request, tokens)
+        if cut is None:
+            return
+        for place, (geometry, kinds) in enumerate(self.entries):
+            for kind, taken in cut.begins[place].items():
+                for entry in kinds[kind]:
+                    rows = entry.rows
+                    key = place, kind, rows.alike
+                    found = cut.cells.get(key)
+                    if found is None:
+                        pools = rows.producer, rows.consumer
+                        found = cells(cut.tables, geometry, kind, taken, pools)
+                        cut.cells[key] = found
+                    if len(found):
+                        yield entry, found
+
+    def _cut(self, request: TransferRequest, tokens: Positions | None) -> _Cut | None:
+        """Return *request* cut, or one step of it; None where it moves nothing."""
+        if tokens is None and self.likeness in request.known:
+            known: _Cut | None = request.known[self.likeness]
+            return known
+        first = self.entries[0][0]
+        tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.cell)
+        cut = None
+        if tables.reached:
+            if tables.cached % self.cached_in:
+                told = f"a multiple of cached_in={self.cached_in}, as the table was promised"
+                raise SpecError("cached_tokens", tables.cached, told)
+            tables.check(first)
+            cut = _Cut(tables, tuple(begins(request, tables, each) for each, _ in self.entries))
+        if tokens is None:
+            request.known[self.likeness] = cut
+        return cut
+
+
+@lru_cache(maxsize=4096)
+def _likeness(numbers: tuple[object, ...]) -> object:  # noqa: ARG001 - equal ones are one object
+    return object()
