@@ -128,6 +128,9 @@ def test_what_is_written_is_read_back(given: Notice) -> None:
     assert len(data) < 400
 
 
+BEAT = encode_notice(said("beat"))
+
+
 def changed(at: int, value: Any) -> bytes:
     """Return a beat's message with another value."""
     data = encode_notice(said("beat"))
@@ -159,6 +162,10 @@ def asked(at: int, value: Any) -> bytes:
         (encode_notice(said("beat"))[:-1], "message: got 'Input data was truncated'"),
         (encode_notice(said("beat")) + b"x", "message: got"),
         (encode_notice(said("beat")) + bytes(9000), "wanted what encode_notice returned"),
+        (b"kvspec-notice\n\0\2" + BEAT[HEAD:], "returned, of version 3"),
+        (BEAT[:HEAD] + b"\x91" * 5000, "message: got"),
+        (BEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
+        (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]: got"),
         (changed(KIND, "shout"), "notice.kind: got 'shout', wanted one of beat, done"),
         (changed(ID, ""), "notice.request_id: got '', wanted a text of 1 to 1024 bytes"),
         (changed(ID, b"x"), "$[1]: got '`bytes`', wanted Expected `str`"),

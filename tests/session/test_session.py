@@ -22,7 +22,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank
+from kvspec.protocol import encode_handshake
 from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
+from kvspec.session.introduction import INTRODUCTION
 from kvspec.testing import FakeFlight, FakeNixl
 
 
@@ -257,9 +259,9 @@ def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
         ledger.expect(new_remote_id("r"))
     ledger.drop(new_remote_id("r"))
     assert ("r",) == ledger.held
-    for name in ("", "x" * 1025, "\ud800"):
+    for name in ("", "x" * 1025, "\ud800", b"binary", None):
         with pytest.raises(SpecError, match="request_id"):
-            new_remote_id(name)
+            new_remote_id(name)  # type: ignore[arg-type]
 
 
 def own(session: Session, **changes: Any) -> bytes:
@@ -281,7 +283,17 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
     salted, peers = kvspec.Election("spread", 3), session.nixl.peers
     with NixlRank("other", secret=b"another secret, long enough") as other:
         foreign = first._own.seal(other.secret)
+    shake = encode_handshake(first._own.handshake)
+    other_version = shake.replace(b"kvspec-handshake\n\0\3", b"kvspec-handshake\n\0\2")
+    assert shake != other_version
+    versioned, short, lying = (
+        session.nixl.secret.seal(INTRODUCTION, body)
+        for body in (b"\0\1P" + other_version, b"\0\1P" + shake[:-1], b"\xff\xffP" + shake)
+    )
     for introductions, error, words in (
+        ([versioned, *others], WireError, "version: got 2, wanted 3; both engines need the same"),
+        ([short, *others], WireError, "message: got 'Input data was truncated'"),
+        ([lying, *others], WireError, "introduction.address"),
         ([foreign, *others], WireError, "damaged or of another secret"),
         ([good[:-1], *others], WireError, "damaged"),
         ([b"rubbish", *others], WireError, "what Session.introduction returned"),
