@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+import numpy as np
+import pytest
+from builders import case, engine, gqa, request
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nixl_world import moving
 
+from kvspec import DescriptorTable, RankId, TransferRequest
 from kvspec.nixl import Costs, Staging
-from kvspec.testing import Case, strategies
+from kvspec.nixl import staged as choosing
+from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.staged import repeated
+from kvspec.ownership.election import Role
+from kvspec.staging.ranges import ranges_of
+from kvspec.testing import Case, laws, strategies
 from kvspec.testing.fake_nixl import FakeNixl
-from kvspec.testing.world import world
+from kvspec.testing.laws import LAWS, System
+from kvspec.testing.world import Copy, World, described, world
 
+GAPS = (0, 7, 300, 1 << 16)
 OPERATIONS = st.sampled_from(["READ", "WRITE"])
 
 
@@ -26,9 +37,9 @@ def stagings(draw: st.DrawFn) -> Staging:
 
 
 @given(strategies.cases() | strategies.sharing_cases(), stagings(), OPERATIONS, st.booleans())
-def test_staged_bytes_are_right(case: Case, staging: Staging, operation: Any, plain: bool) -> None:
+def test_staged_bytes_are_right(drawn: Case, staging: Staging, operation: Any, plain: bool) -> None:
     """Law 1 over what is pulled and pushed through the area, by selections and by plain ids."""
-    here = world(case)
+    here = world(drawn)
     with FakeNixl(), moving(here, operation, staging=staging, telemetry=True) as both:
         for transfer in both.start_all(plain=plain):
             transfer.wait()
@@ -42,3 +53,69 @@ def test_staged_bytes_are_right(case: Case, staging: Staging, operation: Any, pl
 def _longest(transfer: Any) -> int:
     rows = transfer.order.local.rows
     return int(rows.length[rows.row_of(transfer.order.pairs.local_ids)].max())
+
+
+def through_ranges(far: Role, longest: int, gap: int) -> System:
+    """Return kvspec with the copies that pieces make: a range to the area, and from there on."""
+
+    def copies(table: DescriptorTable, wanted: TransferRequest, tokens: Any = None) -> list[Copy]:
+        selection = table.select(wanted, tokens=tokens)
+        rows = selection.producer_rows if far == "producer" else selection.consumer_rows
+        families = repeated(selection.parts, far, checked_rows(rows))
+        ranges = None if families is None else ranges_of(families, longest, gap)
+        if ranges is None:  # some run is longer than a piece: nothing is staged
+            return described(table, wanted, tokens)
+        found = []
+        for piece in ranges.pieces:
+            place = np.concatenate(
+                [np.arange(a, a + n) for a, n in zip(piece.address, piece.length, strict=True)]
+            )
+            for moves in ranges.moves(piece):
+                for offset, near in zip(moves.offset.tolist(), moves.near.tolist(), strict=True):
+                    sides = int(place[offset]), near
+                    found.append((*sides[:: 1 if far == "producer" else -1], moves.length))
+        return found
+
+    def whole(here: World, p: RankId, c: RankId) -> list[Copy]:
+        exchanged = here.plan.between(p, c)
+        return copies(here.table(p, c), here.case.request) if exchanged else []
+
+    def step(
+        here: World, p: RankId, c: RankId, layers: frozenset[str], tokens: range
+    ) -> list[Copy]:
+        exchanged = here.plan.between(p, c)
+        return copies(here.table(p, c, layers), here.case.request, tokens) if exchanged else []
+
+    return System(name="staged", descriptors=whole, steps=step)
+
+
+OF_BYTES = [law for law in LAWS if law.number in {1, 4, 9, 10, 11, 13}]
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    strategies.twins(),
+    st.sampled_from(["producer", "consumer"]),
+    st.sampled_from([200, 1000, 1 << 20]),
+    st.sampled_from(GAPS),
+)
+def test_staged_bytes_keep_the_laws(
+    twins: tuple[Case, Case], far: Any, longest: int, gap: int
+) -> None:
+    """All laws of bytes but those of long runs, over pieces of any size, read and written."""
+    system = through_ranges(far, longest, gap if far == "producer" else 0)
+    assert [] == laws.broken(system, *twins, of=OF_BYTES)
+
+
+@pytest.mark.parametrize("gap", [0, 1 << 16])
+def test_a_gap_that_is_written_is_found(gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle sees every byte beside a request's own: blocks that lie between its blocks."""
+    sides = [engine(gqa(4), tp=tp, layout=layout) for tp, layout in ((2, "LBNHC"), (1, "LBHNC"))]
+    here = world(case(*sides, request(48, [0, 2, 4], [1, 3, 5])))
+    monkeypatch.setattr(
+        choosing, "ranges_of", lambda runs, longest, _: ranges_of(runs, longest, gap)
+    )
+    with FakeNixl(), moving(here, "WRITE", staging=Staging(always=True)) as both:
+        for transfer in both.start_all():
+            transfer.wait()
+    assert (gap == 0) == (here.differences() == [])
