@@ -56,11 +56,15 @@ class Leftovers:
 
 @attrs.frozen(eq=False)
 class _Live:
-    """*transfers* that are known, those that are not over, and the bytes these write, by place."""
+    """*transfers* that are known, those that are not over, and the bytes these write, by place.
+
+    *fresh*: those of the latter whose bytes are not in *written* yet: nobody asked for them.
+    """
 
     transfers: tuple[Transfer, ...] = ()
     moving: tuple[Transfer, ...] = ()
     written: Mapping[tuple[str, str], Spans] = attrs.field(factory=dict)
+    fresh: tuple[Transfer, ...] = ()
 
     def swept(self) -> _Live:
         """Return what is left without what is over."""
@@ -70,20 +74,29 @@ class _Live:
             if not transfer.over:
                 moving.append(transfer)
                 continue
-            place = transfer.order.target_place
-            written[place] = written[place].minus(transfer.order.pairs.written)
+            if transfer not in self.fresh:
+                place = transfer.order.target_place
+                written[place] = written[place].minus(transfer.order.pairs.written)
         known = tuple(transfer for transfer in self.transfers if not transfer.forgotten)
-        return _Live(known, tuple(moving), written)
+        fresh = tuple(transfer for transfer in self.fresh if not transfer.over)
+        return _Live(known, tuple(moving), written, fresh)
 
     def plus(self, transfer: Transfer) -> _Live:
         """Return this and *transfer*, which `refuse` let through."""
-        place = transfer.order.target_place
-        written = self.written.get(place, Spans()).plus(transfer.order.pairs.written)
         return _Live(
             (*self.transfers, transfer),
             (*self.moving, transfer),
-            {**self.written, place: written},
+            self.written,
+            (*self.fresh, transfer),
         )
+
+    def asked(self) -> _Live:
+        """Return the same with the bytes of all that move."""
+        written = dict(self.written)
+        for transfer in self.fresh:
+            place = transfer.order.target_place
+            written[place] = written.get(place, Spans()).plus(transfer.order.pairs.written)
+        return _Live(self.transfers, self.moving, written)
 
     def refuse(self, order: Order) -> None:
         """Refuse *order* if it moves bytes that another transfer writes, or writes what one reads.
@@ -137,7 +150,9 @@ class Flights:
             live = self._live.swept()
             started: list[Transfer] = []
             for order in orders:
-                live.refuse(order)
+                if live.moving:
+                    live = live.asked()
+                    live.refuse(order)
                 started.append(Transfer(self._agent, order))
                 live = live.plus(started[-1])
             self._live = live

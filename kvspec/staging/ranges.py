@@ -90,31 +90,28 @@ class _Windows:
             runs=runs, first=first, start=far[first], end=np.maximum.reduceat(end, first)
         )
 
-    def chunks(self) -> tuple[Ints, Ints]:
-        """Return where each window of each cell begins, ascending, and which it is.
-
-        Window *w* of cell *c* has the number `w * cells + c`.
-        """
+    def chunks(self) -> tuple[Ints, Ints, Ints]:
+        """Return where the windows of all cells begin, ascending, which they are, of which cell."""
         cells = self.runs.far_cell
         starts = self.start[:, None] + cells
-        numbers = np.arange(starts.size).reshape(starts.shape)
-        for ordered, which in ((starts, numbers), (starts.T, numbers.T)):
-            flat = ordered.reshape(-1)
-            if (flat[1:] >= flat[:-1]).all():
-                return flat, which.reshape(-1)
+        window = np.broadcast_to(np.arange(len(self.start))[:, None], starts.shape)
+        cell = np.broadcast_to(np.arange(len(cells)), starts.shape)
+        for turned in (False, True):
+            found = [(each.T if turned else each).reshape(-1) for each in (starts, window, cell)]
+            if (found[0][1:] >= found[0][:-1]).all():
+                return found[0], found[1], found[2]
         order = np.argsort(starts.reshape(-1), kind="stable")
-        return starts.reshape(-1)[order], order
+        return starts.reshape(-1)[order], window.reshape(-1)[order], cell.reshape(-1)[order]
 
-    def moves(self, number: Ints, offset: Ints) -> Iterator[Moves]:
+    def moves(self, window: Ints, cell: Ints, offset: Ints) -> Iterator[Moves]:
         """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
-        window, cell = np.divmod(number, len(self.runs.far_cell))
-        begin, near_cell = offset - self.start[window], self.runs.near_cell[cell]
+        near_cell = self.runs.near_cell[cell]
         run, repeats = self._runs_of(window)
         if repeats is None:  # as many runs in each
-            offsets = self.runs.far[run] + begin[:, None]
+            offsets = self._inside[run] + offset[:, None]
             near = self.runs.near[run] + near_cell[:, None]
         else:
-            offsets = self.runs.far[run] + np.repeat(begin, repeats)
+            offsets = self._inside[run] + np.repeat(offset, repeats)
             near = self.runs.near[run] + np.repeat(near_cell, repeats)
         offsets, near = offsets.reshape(-1), near.reshape(-1)
         if len(self._lengths) == 1:
@@ -128,16 +125,26 @@ class _Windows:
 
     def _runs_of(self, window: Ints) -> tuple[Ints, Ints | None]:
         """Return the runs of windows, and how many each has; a row of runs each if all alike."""
-        counts = self._counts
-        if len(counts) == 1 or (counts[1:] == counts[0]).all():
-            return self.first[window][:, None] + np.arange(counts[0]), None
-        counts = counts[window]
+        if self._alike:
+            return self.first[window][:, None] + np.arange(self._alike), None
+        counts = self._counts[window]
         run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
         return run + np.arange(len(run)), counts
 
     @cached_property
     def _counts(self) -> Ints:
         return _counts(self.first, len(self.runs.far))
+
+    @cached_property
+    def _alike(self) -> int:
+        """How many runs each window has, or 0."""
+        counts = self._counts
+        return int(counts[0]) if (counts[1:] == counts[0]).all() else 0
+
+    @cached_property
+    def _inside(self) -> Ints:
+        """Where in its window each run begins."""
+        return self.runs.far - np.repeat(self.start, self._counts)
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -175,7 +182,8 @@ class Ranges:
     nbytes: int
     _windows: tuple[_Windows, ...]
     _family: Ints
-    _number: Ints
+    _window: Ints
+    _cell: Ints
     _packed: Ints
 
     @property
@@ -190,14 +198,15 @@ class Ranges:
 
     def moves(self, piece: Batch) -> Iterator[Moves]:
         """Yield the runs of a piece."""
-        family, number = self._family[piece.chunks], self._number[piece.chunks]
+        window, cell = self._window[piece.chunks], self._cell[piece.chunks]
         offset = self._packed[piece.chunks] - self._packed[piece.chunks.start]
         if len(self._windows) == 1:
-            yield from self._windows[0].moves(number, offset)
+            yield from self._windows[0].moves(window, cell, offset)
             return
+        family = self._family[piece.chunks]
         for place in np.unique(family).tolist():
             which = family == place
-            yield from self._windows[place].moves(number[which], offset[which])
+            yield from self._windows[place].moves(window[which], cell[which], offset[which])
 
 
 def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | None:
@@ -215,14 +224,14 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
             runs=0,
             nbytes=0,
             windows=(),
-            **dict.fromkeys(("family", "number", "packed"), np.empty(0, np.int64)),
+            **dict.fromkeys(("family", "window", "cell", "packed"), np.empty(0, np.int64)),
         )
-    start, family, number = _chunks(windows)
-    cells = np.array([len(runs.far_cell) for runs in families])
-    firsts = np.cumsum([0, *(len(each.start) for each in windows)])
-    window = firsts[family] + number // cells[family]
-    span = np.concatenate([each.end - each.start for each in windows])[window]
-    area = np.concatenate([each.runs.area[each.first] for each in windows])[window]
+    start, family, window, cell = _chunks(windows)
+    place = window
+    if len(windows) > 1:
+        place = window + np.cumsum([0, *(len(each.start) for each in windows)])[family]
+    span = np.concatenate([each.end - each.start for each in windows])[place]
+    area = np.concatenate([each.runs.area[each.first] for each in windows])[place]
     reach = np.maximum.accumulate(start + span)
     apart = (start[1:] - reach[:-1] > gap) | (area[1:] != area[:-1])
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
@@ -237,7 +246,8 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
         nbytes=sum(runs.nbytes for runs in families),
         windows=windows,
         family=family,
-        number=number,
+        window=window,
+        cell=cell,
         packed=packed,
     )
 
@@ -246,16 +256,15 @@ def _counts(first: Ints, total: int) -> Ints:
     return np.append(first[1:], total) - first
 
 
-def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints]:
-    """Return where every chunk begins, ascending; whose it is, and which."""
+def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return where every chunk begins, ascending; of which family, window and cell it is."""
     found = [each.chunks() for each in windows]
-    start = np.concatenate([one for one, _ in found])
-    number = np.concatenate([which for _, which in found])
-    family = np.repeat(np.arange(len(found)), [len(one) for one, _ in found])
-    if (start[1:] >= start[:-1]).all():
-        return start, family, number
+    if len(found) == 1:
+        return found[0][0], np.empty(0, np.int64), *found[0][1:]
+    start, window, cell = (np.concatenate(each) for each in zip(*found, strict=True))
+    family = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
     order = np.argsort(start, kind="stable")
-    return start[order], family[order], number[order]
+    return start[order], family[order], window[order], cell[order]
 
 
 def _pieces(
