@@ -90,21 +90,23 @@ class Control:
     ) -> list[bytes]:
         """Ask who is at each of *addresses*, and wait for the introductions.
 
-        At most *timeout* seconds from when somebody is reached, *absent* for whom nobody is.
+        At most *timeout* seconds while somebody is reached, *absent* while nobody is, and never
+        more than both.
         """
         begun, again = time.monotonic(), 0.0
-        reached: dict[str, float] = {}
+        reached = dict.fromkeys(addresses, (False, begun))
         self._asked = dict.fromkeys(addresses)
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
                 with lock:
                     now = time.monotonic()
-                    for one in filter(self._reached, missing):
-                        reached.setdefault(one, now)
                     for one in missing:
-                        most = timeout if one in reached else absent
-                        if now - reached.get(one, begun) >= most:
-                            raise _silent(one, most, reached=one in reached)
+                        there, since = reached[one]
+                        if self._reached(one) != there:
+                            there, since = reached[one] = not there, now
+                        most = timeout if there else absent
+                        if now - since >= most or now - begun >= timeout + absent:
+                            raise _silent(one, most, reached=there)
                     if now >= again:
                         again = now + ASK_AGAIN
                         for one in missing:

@@ -373,6 +373,31 @@ def test_who_is_there_is_waited_for_longer(pair: tuple[Side, Side]) -> None:
         assert time.monotonic() - start >= 0.5
 
 
+def test_who_hangs_up_is_not_waited_for(pair: tuple[Side, Side]) -> None:
+    """A listener that lets go of each connection, and one that is gone meanwhile."""
+    session = next(iter(pair[1].sessions.values()))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(TransferError, match=rf"no introduction from {address}"):
+            session.fetch([address], timeout=1.0, absent=0.2)
+        assert time.monotonic() - start < 5.0
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    start = time.monotonic()
+    with pytest.raises(TransferError, match=rf"{address} in 0.2 s: nobody takes a connection"):
+        session.fetch([address], timeout=60.0, absent=0.2)
+    assert time.monotonic() - start < 5.0
+
+
 def test_a_thread_moves_a_session_on(net: FakeNixl) -> None:
     """With a thread of its own nobody has to poll: questions are answered, loads end."""
     before = threading.active_count()
