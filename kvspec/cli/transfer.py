@@ -89,6 +89,9 @@ def transfer(
         "--tamper",
         help="Change one byte before the comparison, to see it found (exit status 1).",
     ),
+    staging: int = of_run(
+        0, metavar="MIB", help="Let all go through an area of so many MiB that can, on each rank."
+    ),
     kill: int = of_run(
         0,
         metavar="COUNT",
@@ -126,6 +129,7 @@ def transfer(
             seed=seed,
             timeout=timeout,
             tamper=tamper,
+            staging=staging,
         )
         names = package_names()
         if not any(map(find_spec, names)):

@@ -31,6 +31,7 @@ SPARE_BLOCKS = 3
 """Blocks of each pool that no request owns: nobody may write them."""
 MAX_TIMEOUT = 24 * 3600.0
 MAX_TOKENS = 10**9
+MAX_STAGING = 1 << 16
 MAX_RANKS = 256
 """Processes of one run, each with an agent."""
 _SEED_STEP = 16  # apart from each other by more than the oracle's own uses of a seed
@@ -43,7 +44,8 @@ class Job:
     *cached*: leading tokens that the consumer already holds. *mode*: consumers read (``pull``) or
     producers write (``push``). *device*: where the caches lie, ``cpu``, ``cuda`` (ranks take turns
     on the GPUs there are) or one such as ``cuda:0``. *timeout*: seconds for the whole run.
-    *tamper*: change one byte of the first consumer rank before it compares.
+    *tamper*: change one byte of the first consumer rank before it compares. *staging*: MiB of an
+    area for each rank that moves bytes, through which all goes that can; 0 is none.
     """
 
     producer: EngineSpec
@@ -57,11 +59,13 @@ class Job:
     seed: int = 0
     timeout: float = 120.0
     tamper: bool = False
+    staging: int = 0
 
     def __attrs_post_init__(self) -> None:
         positive_int("tokens", self.tokens)
         positive_int("requests", self.requests)
         positive_int("seed", self.seed, least=0)
+        positive_int("staging", self.staging, least=0, most=MAX_STAGING)
         if self.tokens * self.requests > MAX_TOKENS:
             wanted = f"at most {MAX_TOKENS} in all {self.requests} requests"
             raise SpecError("tokens", self.tokens, wanted)

@@ -28,6 +28,8 @@ def check_kills(job: Job, kills: int) -> list[Job]:
     """
     if positive_int("kill", kills, least=0) > job.requests:
         raise SpecError("kill", kills, f"at most requests={job.requests}, one kill in each")
+    if job.staging:
+        raise SpecError("kill", kills, "a run without staging")
     if job.tamper:
         raise SpecError("kill", kills, "a run without tamper, which is of one that ends whole")
     if job.device != "cpu":

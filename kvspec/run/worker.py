@@ -27,7 +27,7 @@ from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
 from kvspec.memory.regions import RankCache
-from kvspec.nixl import NixlRank, Prepared, Transfer
+from kvspec.nixl import NixlRank, Prepared, Staging, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents, Storage
 from kvspec.run.job import Job, Side
@@ -147,7 +147,11 @@ class RankRun:
         engine, blocks = self.job.engine(self.side), self.job.num_blocks(self.side)
         cache, storage = allocate(engine, self.rank, blocks, self.device)
         name = f"{self.side}-{self.rank}-"  # no secret where the parent's pipes introduce ranks
-        with NixlRank(prefix=name, secret=self.secret, polled=self.active) as agent:
+        area = self.active and self.job.staging << 20
+        staging = Staging(area=area, always=True) if area else None
+        with NixlRank(
+            prefix=name, secret=self.secret, polled=self.active, staging=staging
+        ) as agent:
             agent.register(cache.memory, owner=storage)
             introductions = yield Introduction(self.side, self.rank, agent.metadata(), cache)
             before = self.contents.before({name: len(flat) for name, flat in storage.items()})

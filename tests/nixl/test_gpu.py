@@ -61,10 +61,16 @@ CASES: dict[str, tuple[Sequence[LayerSpec], tuple[int, int], tuple[str, str]]] =
 }
 
 
+@pytest.mark.parametrize("staging", [0, 4], ids=["direct", "staged"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_byte_on_a_gpu_is_right(case: str, mode: Literal["pull", "push"]) -> None:
-    """Ranks of both engines, each a process, move device memory; all of it is compared."""
+def test_every_byte_on_a_gpu_is_right(
+    case: str, mode: Literal["pull", "push"], staging: int
+) -> None:
+    """Ranks of both engines, each a process, move device memory; all of it is compared.
+
+    Staged, it is permuted by the device: one kernel that gathers, one that puts.
+    """
     specs, tp_sizes, layouts = CASES[case]
     groups = [
         KVCacheGroup(name=f"g{at}", layers=[f"g{at}.0", f"g{at}.1"], spec=spec)
@@ -75,7 +81,13 @@ def test_every_byte_on_a_gpu_is_right(case: str, mode: Literal["pull", "push"]) 
         for size, layout in zip(tp_sizes, layouts, strict=True)
     )
     job = Job(
-        producer=producer, consumer=consumer, tokens=300, mode=mode, device="cuda:0", timeout=180.0
+        producer=producer,
+        consumer=consumer,
+        tokens=300,
+        mode=mode,
+        device="cuda:0",
+        timeout=180.0,
+        staging=staging,
     )
     report = run_transfer(job)
     assert () == report.faults

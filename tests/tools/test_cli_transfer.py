@@ -106,6 +106,10 @@ CASES = {
         [heads(1)], (3, 2), election=Election("first"), mode="push"
     ),
     "HND to NHD, 3 to 2": pair([heads(5)], (3, 2), layouts=NHD_HND[::-1]),
+    "HND to NHD, 3 to 2, staged": pair([heads(5)], (3, 2), layouts=NHD_HND[::-1], staging=1),
+    "attention and states, 2 to 3, pushed, staged": pair(
+        [heads(3), mamba2(6, 2)], (2, 3), mode="push", staging=1
+    ),
     "planes of K and V, 2 to 3": pair([heads(4)], (2, 3), layouts=("LBKHNC", "LKBNHC")),
     "blocks across layers, 2 to 1, pushed": pair(
         [heads(4)], (2, 1), layouts=("BLKHNC", "BHLNC"), mode="push"
@@ -361,6 +365,7 @@ def test_requests_that_are_not_sent_in_time_are_lost() -> None:
         (("--kill", "3"), "at most requests=2"),
         (("--kill", "-1"), "wanted an int >= 0"),
         (("--kill", "1", "--tamper"), "a run without tamper"),
+        (("--kill", "1", "--staging", "1"), "a run without staging"),
         (("--kill", "1", "--device", "cuda"), "device cpu, not cuda"),
         (("--kill", "1", "--launcher", "torchrun"), "no launcher=torchrun"),
     ],
