@@ -24,6 +24,7 @@ from kvspec.protocol import (
     Notice,
     Party,
     ProducerLedger,
+    Pushed,
     ReadOrder,
     Tell,
     decode_notice,
@@ -48,13 +49,17 @@ VALUES: tuple[Any, ...] = (
 
 def true_notice(drawn: random.Random) -> Notice:
     """Return a notice that may well be sent."""
-    kind = drawn.choice(("beat", "done", "grant", "valid", "gone", "wrote", "sum", "summed"))
+    kind = drawn.choice(
+        ("beat", "done", "grant", "valid", "gone", "wrote", "sum", "summed", "pushed")
+    )
     by, to = (D, P) if kind in ("beat", "done", "sum") else (P, D)
     more: dict[str, Any] = {}
     if kind in ("beat", "done"):
         more["expected"] = drawn.choice((1, 2, 3))
     if kind == "sum":
         more["extent"] = drawn.choice((EXTENT, *(EXTENT.halves or ())))
+    if kind == "pushed":
+        more["pushed"] = Pushed(drawn.randrange(9), 0, drawn.randrange(2), bytes(16), bytes(16))
     if kind == "summed":
         more["total"] = bytes(8)
     if kind == "grant":

@@ -19,6 +19,7 @@ from kvspec.protocol.notices import (
 from kvspec.protocol.order import ReadOrder
 from kvspec.protocol.plain import register
 from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.states import CONSUMER, PRODUCER, Row
 from kvspec.protocol.wire import decode_handshake, decode_notice, encode_handshake, encode_notice
 
@@ -35,6 +36,7 @@ __all__ = [
     "Notice",
     "Party",
     "ProducerLedger",
+    "Pushed",
     "ReadOrder",
     "Ready",
     "Refused",

@@ -15,6 +15,7 @@ from kvspec.inputs import instance, positive_int, seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.handshake import is_name
+from kvspec.protocol.pushed import Pushed
 
 NOTICES = {
     "beat": "a reader lives, and reads or is about to: it asks for more time",
@@ -23,7 +24,7 @@ NOTICES = {
     "valid": "answers a reader that is done: all that it read was still held",
     "gone": "answers either: the blocks are freed, or about to be; what was read is void",
     "stop": "a reader wants no more of what is pushed to it; answered once nothing of it can move",
-    "pushed": "a producer has written all that it has for a reader, into its blocks",
+    "pushed": "a producer has written all that it has for a reader, and sums up what that was",
     "stopped": "a producer writes no more into a reader's blocks, and has not written all",
     "wrote": "a producer has written a layer of a group up to a token: so far it can be read",
     "sum": "a reader has it all, and asks for the sum of what the producer holds, to compare",
@@ -47,6 +48,7 @@ OWN = {
     "upto": ("wrote", 0),
     "extent": ("sum", None),
     "total": ("summed", b""),
+    "pushed": ("pushed", None),
 }
 """Fields of one kind of notice alone, and what they are of the others."""
 
@@ -103,6 +105,7 @@ class Notice:
     prompt reads. *expected*, of a reader: how many readers *to* will hear of in this attempt, the
     samples counted. *lease*, of a grant: seconds. *group*, *layer*, *upto*, of what was written:
     every token before position *upto*. *extent*: what is to be summed; *total*: its sum, 8 bytes.
+    *pushed*: what was written for the reader.
     """
 
     kind: str
@@ -119,6 +122,7 @@ class Notice:
     upto: int = attrs.field(default=0, validator=_count)
     extent: Extent | None = None
     total: bytes = attrs.field(default=b"", repr=False)
+    pushed: Pushed | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in NOTICES:
@@ -133,15 +137,20 @@ class Notice:
         for name, (owner, none) in OWN.items():
             if self.kind != owner and getattr(self, name) != none:
                 raise SpecError(name, getattr(self, name), f"{none!r}, but of a {owner!r}")
+        self._check_own()
+
+    def _check_own(self) -> None:
+        """Check what only this kind has."""
         if self.kind == "wrote":
             for name in ("group", "layer"):
                 is_name(name, getattr(self, name), MAX_REQUEST)
-        elif self.kind == "sum":
-            instance("extent", self.extent, Extent)
         elif self.kind == "summed" and (
             not isinstance(self.total, bytes) or len(self.total) != SUM
         ):
             raise SpecError("total", self.total, f"{SUM} bytes")
+        for name, kind in (("extent", Extent), ("pushed", Pushed)):
+            if self.kind == OWN[name][0]:
+                instance(name, getattr(self, name), kind)
 
     def answer(self, kind: str, **more: Any) -> Notice:  # noqa: ANN401
         """Return the answer to this one."""

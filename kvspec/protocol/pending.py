@@ -6,6 +6,8 @@ is open may still write.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from kvspec.ownership.parallel import RankId
@@ -67,3 +69,10 @@ class Pending:
 def name_of(answer: Notice) -> Name:
     """Return what a producer's notice names a request by."""
     return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
+
+
+def notice_of(name: Name, kind: str, by: Party, rank: RankId, **more: Any) -> Notice:  # noqa: ANN401
+    """Return a reader's notice about the request of that *name*, to a producer *rank* of it."""
+    key, attempt, sample, engine_id, epoch = name
+    to = Party(engine_id, epoch, rank)
+    return Notice(kind=kind, key=key, by=by, to=to, attempt=attempt, sample=sample, **more)

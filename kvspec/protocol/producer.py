@@ -60,6 +60,14 @@ class ProducerLedger:
         """Return whether the blocks of just this request are not free."""
         return self._open.get(key.request_id) == key
 
+    def finished(self, key: Key, attempt: int, sample: int, reader: Party) -> bool:
+        """Return whether *reader* reads no more of a request in this attempt, or a later one."""
+        request = self._requests.get(key)
+        start = request.starts.get((reader.engine_id, reader.epoch)) if request else None
+        seen = start.readers.get((reader, sample)) if start else None
+        last = seen.notice.attempt if seen else -1
+        return last > attempt or (last == attempt and seen is not None and seen.done)
+
     @property
     def remembered(self) -> int:
         """How many requests there is anything about: held, freed lately, or not admitted yet."""

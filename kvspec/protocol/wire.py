@@ -25,10 +25,12 @@ from kvspec.protocol.fingerprint import SIZE
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
 from kvspec.protocol.notices import SUM, Key, Notice, Party
 from kvspec.protocol.plain import Writer
+from kvspec.protocol.pushed import SUM as PUSHED_SUM
+from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
 
-VERSION = 3
+VERSION = 4
 """The version of the format; any change to it, or to what a default means, takes the next."""
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
@@ -88,6 +90,10 @@ Asked = tuple[
 ]  # fmt: skip
 
 
+Sum = Annotated[bytes, Meta(max_length=PUSHED_SUM)]
+Written = tuple[Count, Count, Count, Sum, Sum]
+
+
 class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=True):
     """A notice as it is sent."""
 
@@ -106,6 +112,7 @@ class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=
     upto: Count
     extent: Asked | None
     total: Annotated[bytes, Meta(max_length=SUM)]
+    pushed: Written | None
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -226,6 +233,7 @@ def encode_notice(notice: Notice) -> bytes:
         by=_who(notice.by),
         to=_who(notice.to),
         extent=None if notice.extent is None else _asked(notice.extent),
+        pushed=None if notice.pushed is None else attrs.astuple(notice.pushed),
         **{name: getattr(notice, name) for name in _SAME},
     )
     return _NOTICE + _ENCODER.encode(note)
@@ -243,6 +251,7 @@ def decode_notice(data: bytes) -> Notice:
             by=_party(note.by),
             to=_party(note.to),
             extent=None if note.extent is None else _extent(*note.extent),
+            pushed=None if note.pushed is None else Pushed(*note.pushed),
             **{name: getattr(note, name) for name in _SAME},
         )
     except SpecError as error:

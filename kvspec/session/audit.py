@@ -17,6 +17,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.order import Name
+from kvspec.protocol.pending import notice_of
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.summing import Work
@@ -75,7 +76,8 @@ class Audit:
             for number, question in questions.items():
                 if question.answer is None and now >= question.again:
                     question.again = now + beat
-                    self.tell(self._notice(name, number, question))
+                    more = {"number": number, "extent": question.extent}
+                    self.tell(notice_of(name, "sum", self.me, question.rank, **more))
             for number, question in list(questions.items()):
                 before = question.work.seconds
                 summed = question.work.go_on(end)
@@ -115,19 +117,6 @@ class Audit:
         self._number += 1
         work = Work(sums_of(self.cache, self.request.consumer_blocks, extent))
         self._begun()[self._number] = Question(rank, extent, work)
-
-    def _notice(self, name: Name, number: int, question: Question) -> Notice:
-        key, attempt, sample, engine_id, epoch = name
-        return Notice(
-            kind="sum",
-            key=key,
-            by=self.me,
-            to=Party(engine_id, epoch, question.rank),
-            attempt=attempt,
-            number=number,
-            sample=sample,
-            extent=question.extent,
-        )
 
     def _equal(self) -> str | None:
         """Take that all is equal that was asked for: the other half differs, or nothing."""

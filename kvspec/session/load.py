@@ -6,8 +6,9 @@ written again. Until then its blocks belong to it, also when it has failed alrea
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
@@ -16,14 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import TransferError
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import carried
+from kvspec.protocol.notices import Notice
 from kvspec.protocol.order import Name, Place
+from kvspec.protocol.pushed import Pushed
 from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine
+from kvspec.session.written import Blocks, blocks_of
 
 LoadState = Literal["moving", "done", "failed"]
 VOID = (
@@ -36,14 +40,22 @@ _STATES = {"not there in time": "timeout", "cancelled": "stopped"}
 class Flight:
     """What moves of a load from one *rank*, and the ledger's *steps* that it ends.
 
-    *transfer*: None where the producer writes. *told*: the ledger knows that it failed, although it
-    may still write.
+    *transfer*: None where the producer writes, and *pushed* what that is to be. *told*: the ledger
+    knows that it failed, although it may still write.
     """
 
     rank: RankId
     transfer: Transfer | None
     steps: tuple[int, ...]
+    pushed: Pushed | None = None
     told: bool = False
+
+    def wrong(self, notice: Notice) -> str:
+        """Say what is wrong with what *notice* says was pushed, if anything is."""
+        if notice.pushed is None or self.pushed is None:
+            return f"{notice.by} gave up writing"
+        differs = notice.pushed.differs(self.pushed)
+        return f"{notice.by} pushed another request: {differs}" if differs else ""
 
 
 class Progress:
@@ -136,6 +148,7 @@ class SessionLoad(Progress):
         self.frontiers: dict[tuple[RankId, Place], int] | None = None  # of what is followed
         self.ends: dict[tuple[RankId, Place], int] | None = None
         self.audit: Audit | None = None
+        self.owner = 0  # what its blocks belong to
         self.deadline = 0.0
         self.written = False  # whether any byte of it may have been
         self.asked = 0.0  # when producers are asked again to stop
@@ -144,6 +157,13 @@ class SessionLoad(Progress):
     def cancel(self) -> None:
         """Give it up: it fails as soon as nothing can write its blocks any more."""
         self._cancel(self.request.request_id)
+
+    def stop(self) -> None:
+        """Post nothing more of what is read."""
+        for flight in self.flights.values():
+            with contextlib.suppress(TransferError):
+                if flight.transfer is not None:
+                    flight.transfer.stop("its load has failed", "stopped")
 
     @property
     def digest_seconds(self) -> float:
@@ -162,12 +182,14 @@ class SessionLoad(Progress):
         Empty where it is done, and where it failed before anything was moved.
         """
         moves = any(f.transfer is None or f.transfer.handles for f in self.flights.values())
-        return self.wanted if self.error is not None and (self.written or moves) else {}
+        if self.error is None or not (self.written or moves):
+            return {}
+        return {group: tuple(ids.tolist()) for group, ids in self.blocks.items()}
 
     @cached_property
-    def wanted(self) -> dict[str, tuple[int, ...]]:
+    def blocks(self) -> Blocks:
         """By group, the consumer's blocks that it is to write."""
-        return {group: ids for group, ids in _written(self.remote, self.request) if ids}
+        return blocks_of(self.remote.plan.consumer, self.request)
 
     @property
     def untouched(self) -> npt.NDArray[np.uint64]:
@@ -178,26 +200,3 @@ class SessionLoad(Progress):
         lanes = self.remote.tables.values()
         left = [table.untouched(self.request) for table in lanes]
         return np.concatenate([np.empty((0, 2), np.uint64), *left])
-
-
-def _written(
-    remote: RemoteEngine, request: TransferRequest
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield, by the consumer's group, the blocks that hold what *request* wants."""
-    engine = remote.plan.consumer
-    for group in engine.groups:
-        if group.name not in request.consumer_blocks:
-            continue
-        table, ids = request.table("consumer", group.name), set[int]()
-        for spec, _ in group.alike:
-            wanted, size = request.wanted(group.name, spec), engine.virtual_block(group)
-            if wanted and any(part.per_token for part in spec.parts):
-                held = table.tokens(size)
-                if wanted.start < held.start or held.stop < wanted.stop:
-                    told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
-                    raise SpecError(f"consumer_blocks[{group.name!r}]", held, told)
-                ids |= set(table.blocks_of(wanted, size).tolist())
-            elif wanted:
-                slot = table.state_block(group.name, spec.block_size, wanted.start)
-                ids.add(int(table.block_ids[slot]))
-        yield group.name, tuple(sorted(ids - {engine.null_block}))

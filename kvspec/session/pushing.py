@@ -15,9 +15,11 @@ from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.protocol.notices import Key, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.pushed import Pushed
 from kvspec.session.introduction import key_of
 from kvspec.session.load import SessionPush
 from kvspec.session.reading import LOST
+from kvspec.session.written import pushed_of
 
 Reader = tuple[Key, int, int, Party]
 """A request, attempt and sample, and the rank that reads it."""
@@ -31,6 +33,7 @@ class Writing:
 
     push: SessionPush
     transfer: Transfer | None
+    pushed: Pushed
     told: str = ""
 
 
@@ -63,10 +66,10 @@ class Pushing:
         }
         if any(reader in self.writing for reader in readers.values()):
             raise SpecError("remote_id", push.remote_id, "an attempt that is not pushed already")
-        open_ = {rank: one for rank, one in readers.items() if one not in self.fences}
+        open_ = {rank: one for rank, one in readers.items() if not self._gave_up(one)}
         try:
-            sides = {rank: remote.lanes[rank].sides(request) for rank in open_}
-            moved = {rank: one for rank, one in sides.items() if len(one[1][0])}
+            moved = remote.sides(request, open_)
+            pushed = {rank: pushed_of(remote.lanes[rank].table, request) for rank in open_}
             name = request.request_id
             transfers = self.nixl.move("WRITE", moved.values(), request=name, timeout=timeout)
         except KVSpecError:
@@ -75,7 +78,7 @@ class Pushing:
             raise
         started = dict(zip(moved, transfers, strict=True))
         for rank, reader in open_.items():
-            self.writing[reader] = Writing(push, started.get(rank))
+            self.writing[reader] = Writing(push, started.get(rank), pushed[rank])
         if len(open_) < len(readers):
             push.fail(None, "a reader gave it up, or it was refused before", "stopped")
         self.move()
@@ -100,10 +103,14 @@ class Pushing:
             if notice.kind != "done":
                 self._fence(reader)
         elif each is not None and each.told:
-            self._tell(reader, each.told)
+            self._tell(reader, each.told, each)
         elif each is not None and notice.kind == "stop" and each.transfer is not None:
             with contextlib.suppress(TransferError):
                 each.transfer.stop(f"{notice.by} gave it up", "stopped")
+
+    def _gave_up(self, reader: Reader) -> bool:
+        """Whether nothing may be written to a reader, by what it said."""
+        return reader in self.fences or self.book.finished(*reader)
 
     def _fence(self, reader: Reader) -> None:
         """Never write to a reader, and tell it so."""
@@ -127,7 +134,7 @@ class Pushing:
                 if transfer is not None:
                     transfer.free()
             each.told = "stopped"
-        self._tell(reader, each.told)
+        self._tell(reader, each.told, each)
         self._conclude(push)
 
     def _conclude(self, push: SessionPush) -> None:
@@ -135,8 +142,16 @@ class Pushing:
         if all(each.told for each in self.writing.values() if each.push is push):
             push.state = "done" if push.error is None else "failed"
 
-    def _tell(self, reader: Reader, kind: str) -> None:
+    def _tell(self, reader: Reader, kind: str, each: Writing | None = None) -> None:
         key, attempt, sample, to = reader
         self.tell(
-            Notice(kind=kind, key=key, by=self.book.me, to=to, attempt=attempt, sample=sample)
+            Notice(
+                kind=kind,
+                key=key,
+                by=self.book.me,
+                to=to,
+                attempt=attempt,
+                sample=sample,
+                pushed=each.pushed if each is not None and kind == "pushed" else None,
+            )
         )

@@ -17,7 +17,6 @@ from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import flag
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.order import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.notices import (
@@ -25,17 +24,18 @@ from kvspec.protocol.notices import (
     Closed,
     Failed,
     Notice,
-    Party,
     Ready,
     Refused,
     Release,
     Tell,
 )
-from kvspec.protocol.pending import name_of
+from kvspec.protocol.order import ReadOrder
+from kvspec.protocol.pending import name_of, notice_of
 from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
 from kvspec.session.load import Flight, SessionLoad
+from kvspec.session.written import Claims, pushed_of
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 LOST = ("peer_lost", "stale_peer")  # states after which a peer has to be connected anew
@@ -53,6 +53,7 @@ class Reading:
     note: Callable[[str], None]
     loads: dict[str, SessionLoad] = attrs.field(factory=dict)
     _turn: int = 0
+    _claims: Claims = attrs.Factory(lambda self: Claims(self.cache), takes_self=True)
 
     @property
     def moving(self) -> bool:
@@ -84,34 +85,40 @@ class Reading:
             self._begin_following(load, timeout, **more)
             return
         order = remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)
-        sides: dict[RankId, Sides | None] = {}
-        for rank, lane in remote.lanes.items():
-            if pushed:
-                if load.wanted:
-                    sides[rank] = None
-            elif len((one := lane.sides(request))[1][0]):
-                sides[rank] = one
-        order = attrs.evolve(order, sources={rank: remote.lanes[rank].places for rank in sides})
-        self.book.check(order)
-        reads = [one for one in sides.values() if one is not None]
-        transfers: Iterable[Transfer | None] = self.nixl.move(
-            "READ", reads, request=request.request_id, timeout=timeout
-        )
-        load.name, self.loads[request.request_id] = order.name, load
+        lanes = remote.lanes
+        pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if pushed}
+        sides = remote.sides(request, () if pushed else lanes)
+        sources = {rank: lanes[rank].places for rank in (*sides, *pushes)}
+        order = attrs.evolve(order, sources=sources)
+        self._own(load, order)
+        try:
+            name = request.request_id
+            transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
+        except BaseException:
+            self._claims.give(load.owner, load.blocks)
+            raise
+        self.loads[name] = load
         self.do(self.book.expect(order, self.now(), timeout))
-        for rank, transfer in zip(sides, [None] * len(sides) if pushed else transfers, strict=True):
-            groups = dict.fromkeys(group for group, _ in remote.lanes[rank].places)
-            steps = tuple(self.book.start(request.request_id, rank, group) for group in groups)
-            load.flights[rank] = Flight(rank, transfer, steps)
+        moved = dict(zip(sides, transfers, strict=True))
+        for rank, places in sources.items():
+            groups = dict.fromkeys(group for group, _ in places)
+            steps = tuple(self.book.start(name, rank, group) for group in groups)
+            load.flights[rank] = Flight(rank, moved.get(rank), steps, pushes.get(rank))
+
+    def _own(self, load: SessionLoad, order: ReadOrder) -> None:
+        """Let its blocks belong to *load*, if it may begin and no other load is to write them."""
+        self.book.check(order)
+        load.owner = self._claims.take(load.request.request_id, load.blocks)
+        load.name = order.name
 
     def _begin_following(self, load: SessionLoad, timeout: float, **more: Any) -> None:  # noqa: ANN401
         request, ends = load.request, ends_of(load)
         order = load.remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)
         order = attrs.evolve(order, sources=ends, partial=True)
-        self.book.check(order)
+        self._own(load, order)
         load.ends = {(rank, place): end for rank in ends for place, end in ends[rank].items()}
         load.frontiers = dict.fromkeys(load.ends, 0)
-        load.name, load.deadline = order.name, self.now() + timeout
+        load.deadline = self.now() + timeout
         self.loads[request.request_id] = load
         self.do(self.book.expect(order, self.now(), timeout))
 
@@ -175,9 +182,9 @@ class Reading:
         for load in self.loads.values():
             flight = load.flights.get(rank) if load.name == name_of(notice) else None
             if flight is not None and flight.transfer is None:
-                if notice.kind == "stopped":
-                    load.fail(rank, f"{notice.by} gave up writing", "stopped")
-                self._end(load, rank, "" if notice.kind == "pushed" else "not all was written")
+                if why := flight.wrong(notice):
+                    load.fail(rank, why, "differs" if notice.pushed else "stopped")
+                self._end(load, rank, why)
                 return
         self.note(f"{notice.kind} of {notice.by}: nothing that it pushes is waited for")
 
@@ -205,12 +212,8 @@ class Reading:
     def _stop(self, load: SessionLoad) -> None:
         """Ask the producers that push to stop, again and again until they answer."""
         load.asked = self.now() + self.book.beat
-        key, attempt, sample, engine_id, epoch = load.name
         for flight in load.flights.values():
-            to = Party(engine_id, epoch, flight.rank)
-            self.tell(
-                Notice(kind="stop", key=key, by=self.book.me, to=to, attempt=attempt, sample=sample)
-            )
+            self.tell(notice_of(load.name, "stop", self.book.me, flight.rank))
 
     def _settle(
         self, load: SessionLoad, key: RankId | int, flight: Flight, transfer: Transfer
@@ -281,16 +284,15 @@ class Reading:
                 self._change(load, action)
 
     def _change(self, load: SessionLoad, action: Action) -> None:
+        if isinstance(action, Ready | Release):
+            self._claims.give(load.owner, load.blocks)
         if isinstance(action, Ready):
             load.state = "done"
         elif isinstance(action, Failed):
             load.fail(None, action.why)
             for step in load.audit.drop() if load.audit is not None else ():
                 self.do(self.book.finish(step, self.now()))
-            for flight in load.flights.values():
-                with contextlib.suppress(TransferError):
-                    if flight.transfer is not None:
-                        flight.transfer.stop("its load has failed", "stopped")
+            load.stop()
         elif isinstance(action, Release):
             load.state = "failed"
         elif isinstance(action, Closed):

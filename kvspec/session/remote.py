@@ -144,12 +144,19 @@ class RemoteEngine:
                 self.leave(nixl)
             raise
 
+    def sides(self, request: TransferRequest, ranks: Iterable[RankId]) -> dict[RankId, Sides]:
+        """Return what *request* moves between this rank and others, of whom it moves anything.
+
+        Raises as `DescriptorTable.select` does.
+        """
+        every = {rank: self.lanes[rank].sides(request) for rank in ranks}
+        return {rank: sides for rank, sides in every.items() if len(sides[1][0])}
+
     def leave(self, nixl: NixlRank, keep: Iterable[str] = ()) -> None:
         """Disconnect all agents but those to *keep*; `TransferError` "busy" while bytes move."""
         for agent in self.agents.difference(keep):
             if agent in nixl.peers:
                 nixl.disconnect(agent)
-            self.agents.discard(agent)
         for lane in self.lanes.values():
             lane.release()
         self.lanes.clear()

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
+import attrs
+
 from kvspec.descriptors.request import TransferRequest
 from kvspec.inputs import instance, seconds, sequence
 from kvspec.memory.regions import RankCache
@@ -70,20 +72,19 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.nixl = instance("nixl", nixl, NixlRank)
-        start = epoch_of(epoch, cache)
-        nixl.register(cache.memory, owner=owner)
         shake = Handshake(
             engine_id=engine_id,
-            epoch=start,
+            epoch=epoch_of(epoch, cache),
             cache=cache,
             election=election or Election(),
             model=model,
             revision=revision,
-            transport=nixl.metadata(),
         )
         self.me = Party(shake.engine_id, shake.epoch, shake.rank)
         book = ProducerLedger(self.me, lease=lease, longest=longest)
         reader = ConsumerLedger(self.me, beat=beat, patience=patience)
+        nixl.register(cache.memory, owner=owner)
+        shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(handshake=shake, address=self.channel.address)
         self._lock, self._meeting, self._clock = threading.RLock(), threading.Lock(), clock
@@ -94,8 +95,7 @@ class Session:
         self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl)
         self._reading = Reading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
-        self._remotes = Remotes(nixl)
-        self._releases = itertools.count()
+        self._remotes, self._releases = Remotes(nixl), itertools.count()
         rest = self.channel.wait
         self._background = Background(self.poll, self._moving, rest) if background else None
 
@@ -187,8 +187,8 @@ class Session:
         only if what arrived has the sums of what producers hold, who `expect` it with `blocks`.
         *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
         Raises, before anything is posted, `SpecError` and `MismatchError` as
-        `DescriptorTable.select` does, and `TransferError` "busy" where other bytes still move into
-        its blocks. Whatever happens later, the load tells.
+        `DescriptorTable.select` does, and `TransferError` "busy" where a load that is not over is
+        to write its blocks. Whatever happens later, the load tells.
         """
         with self._lock:
             remote = self._remotes.find("producer", engine_id)
@@ -213,7 +213,8 @@ class Session:
         """Start writing this rank's part of *request* into the blocks of all that need it.
 
         The ledger has to expect it. *engine_id*, *epoch*: whose blocks they are, of which start.
-        All its ranks load with `pushed`. Raises as `load` does; loads of this attempt fail then.
+        All its ranks load the same request with `pushed`, what they have cached whole too, or
+        `release` it. Raises as `load` does; loads of this attempt fail then.
         """
         with self._lock:
             remote = self._remotes.find("consumer", engine_id, epoch)
@@ -264,9 +265,8 @@ class Session:
         that is given away before its lease is over may be read, and called done, a lease long.
         """
         end = time.monotonic() + seconds("drain", drain)
-        with self._lock:
-            for name in list(self._reading.loads):
-                self._cancel(name)
+        for name in list(self._reading.loads):
+            self._cancel(name)
         self.poll()
         while self._moving() and time.monotonic() < end:
             time.sleep(BUSY)

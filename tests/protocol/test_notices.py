@@ -23,6 +23,7 @@ from kvspec.protocol import (
     Notice,
     Party,
     ProducerLedger,
+    Pushed,
     ReadOrder,
     Refused,
     Release,
@@ -106,6 +107,10 @@ def notices(draw: st.DrawFn) -> Notice:
         more |= {"group": draw(WORDS), "layer": draw(WORDS), "upto": draw(COUNTS)}
     if kind == "sum":
         more["extent"] = draw(extents())
+    if kind == "pushed":
+        more["pushed"] = Pushed(
+            *draw(st.tuples(*[COUNTS] * 3, *[st.binary(min_size=16, max_size=16)] * 2))
+        )
     if kind == "summed":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     return Notice(
@@ -141,17 +146,30 @@ def changed(at: int, value: Any) -> bytes:
 
 (
     KIND, ID, NONCE, BY, TO, ATTEMPT, NUMBER, SAMPLE, EXPECTED, LEASE, GROUP, LAYER, UPTO, EXTENT,
-    TOTAL,
-) = range(15)  # fmt: skip
+    TOTAL, PUSHED,
+) = range(16)  # fmt: skip
 ASKED = Extent(layers=["l.0"], parts=["k"], units=range(2), tokens=range(9))
+
+
+DONE = Pushed(num_tokens=9, encoder_tokens=0, state_tokens=9, cached=bytes(16), blocks=bytes(16))
+
+
+def within(notice: Notice, field: int, at: int, value: Any) -> bytes:
+    """Return a message with another value inside one of its fields."""
+    data = encode_notice(notice)
+    fields = msgspec.msgpack.decode(data[HEAD:])
+    fields[field][at] = value
+    return data[:HEAD] + msgspec.msgpack.encode(fields)
 
 
 def asked(at: int, value: Any) -> bytes:
     """Return the message of a question for a sum with another value."""
-    data = encode_notice(Notice(kind="sum", key=KEY, by=D[0], to=P[0], extent=ASKED))
-    fields = msgspec.msgpack.decode(data[HEAD:])
-    fields[EXTENT][at] = value
-    return data[:HEAD] + msgspec.msgpack.encode(fields)
+    return within(said("sum", by=0, extent=ASKED), EXTENT, at, value)
+
+
+def wrote(at: int, value: Any) -> bytes:
+    """Return the message of who pushed, with another value of what."""
+    return within(said("pushed", pushed=DONE), PUSHED, at, value)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +180,7 @@ def asked(at: int, value: Any) -> bytes:
         (encode_notice(said("beat"))[:-1], "message: got 'Input data was truncated'"),
         (encode_notice(said("beat")) + b"x", "message: got"),
         (encode_notice(said("beat")) + bytes(9000), "wanted what encode_notice returned"),
-        (b"kvspec-notice\n\0\2" + BEAT[HEAD:], "returned, of version 3"),
+        (b"kvspec-notice\n\0\2" + BEAT[HEAD:], "returned, of version 4"),
         (BEAT[:HEAD] + b"\x91" * 5000, "message: got"),
         (BEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
         (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]: got"),
@@ -183,6 +201,12 @@ def asked(at: int, value: Any) -> bytes:
         (changed(TOTAL, bytes(8)), "wanted b'', but of a 'summed'"),
         (changed(TOTAL, bytes(9)), "$[14]: got"),
         (changed(KIND, "sum"), "notice.expected: got 2, wanted at most 0"),
+        (changed(PUSHED, [1, 0, 0, bytes(16), bytes(16)]), "wanted None, but of a 'pushed'"),
+        (wrote(0, -1), "$[15][0]: got"),
+        (wrote(1, 2**63 - 1), "notice.pushed.encoder_tokens: got 9223372036854775807, wanted at"),
+        (wrote(2, 1.0), "$[15][2]: got"),
+        (wrote(3, bytes(15)), "notice.pushed.cached: got"),
+        (wrote(4, bytes(17)), "$[15][4]: got"),
         (asked(0, []), "notice.layers: got (), wanted at least one name, each once"),
         (asked(0, ["l.0", "l.0"]), "wanted at least one name, each once"),
         (asked(0, ["é" * 1024]), "wanted a text of 1 to 1024 bytes"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
-from kvspec.protocol import Key, Notice, Party, encode_notice
+from kvspec.protocol import Key, Notice, Party, Pushed, encode_notice
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import NOTICES
 from kvspec.protocol.seal import Secret
@@ -30,7 +30,7 @@ SMALL = st.sampled_from((0, 1, 2, 3, 2**62, 2**63 - 1))
 @st.composite
 def notices(draw: st.DrawFn) -> bytes:
     """Draw a notice that anybody who knows the secret could send, much like a true one."""
-    kind = draw(st.sampled_from(sorted(set(NOTICES) - {"pushed"})))
+    kind = draw(st.sampled_from(sorted(NOTICES)))
     more: dict[str, Any] = {}
     if kind in ("beat", "done"):
         more["expected"] = draw(st.integers(1, 3))
@@ -48,6 +48,8 @@ def notices(draw: st.DrawFn) -> bytes:
             more["extent"] = Extent(
                 layers=("l.0", "w.0"), parts=("k",), units=range(1), tokens=range(1)
             )
+    if kind == "pushed":
+        more["pushed"] = Pushed(draw(SMALL) % 2**62, 0, 0, bytes(16), bytes(16))
     if kind == "summed":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
     notice = Notice(

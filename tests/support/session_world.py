@@ -303,14 +303,20 @@ class World:
             self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
         self.look()
 
-    def push(self, at: int) -> None:
-        """Let one producer rank write a request to whoever needs it, if it is held still."""
+    def push(self, at: int, *, short: bool = False) -> None:
+        """Let one producer rank write a request to whoever needs it, if it is held still.
+
+        *short*: by mistake, one of a token less.
+        """
         if self.to_push:
             asked, rank = self.to_push.pop(at % len(self.to_push))
+            request = asked.request
+            if short:
+                request = attrs.evolve(request, num_tokens=request.num_tokens - 1)
             if self.held(asked, rank):
                 try:
                     self.engines["P"].sessions[rank].push(
-                        asked.request, remote_id=asked.remote_id, timeout=TIMEOUT, epoch=asked.to
+                        request, remote_id=asked.remote_id, timeout=TIMEOUT, epoch=asked.to
                     )
                 except TransferError as error:
                     raise AssertionError("its blocks were free, and are written") from error

@@ -44,7 +44,7 @@ FOLDERS = (
     (
         "protocol",
         (
-            "fingerprint plain reading regions handshake extent"
+            "fingerprint plain reading regions handshake extent pushed"
             " states notices order held pending producer consumer wire seal ."
         ),
     ),
@@ -61,8 +61,8 @@ FOLDERS = (
     (
         "session",
         (
-            "background channel introduction control extents summing ledger remote audit load"
-            " following reading pushing leftovers session prompts ."
+            "background channel introduction control extents summing ledger remote written audit"
+            " load following reading pushing leftovers session prompts ."
         ),
     ),
     ("", "."),  # kvspec/__init__.py, which names the public values

@@ -1,0 +1,124 @@
+"""What a request writes on the consumer: which of its blocks, and how much of them.
+
+Law: a block belongs to one load until that is over; both sides sum up alike what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from kvspec.descriptors.request import Ids, TransferRequest, check_ids
+from kvspec.descriptors.shared import sharing
+from kvspec.descriptors.table import DescriptorTable
+from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
+from kvspec.errors import SpecError, TransferError
+from kvspec.memory.regions import RankCache
+from kvspec.protocol.pushed import SUM, Pushed
+
+Blocks = Mapping[str, Ids]
+"""By group, the ids of blocks, each once."""
+
+
+def placed(
+    engine: EngineSpec, group: KVCacheGroup, request: TransferRequest
+) -> Iterator[tuple[range, Ids]]:
+    """Yield what *request* wants of each kind of layer in *group*, and the blocks for it, in order.
+
+    `SpecError` where the consumer's table has none for it.
+    """
+    for spec, _ in group.alike:
+        wanted, size = request.wanted(group.name, spec), engine.virtual_block(group)
+        if not wanted:
+            continue
+        table = request.table("consumer", group.name)
+        if any(part.per_token for part in spec.parts):
+            held = table.tokens(size)
+            if wanted.start < held.start or held.stop < wanted.stop:
+                told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
+                raise SpecError(f"consumer_blocks[{group.name!r}]", held, told)
+            yield wanted, table.blocks_of(wanted, size)
+        else:
+            slot = table.state_block(group.name, spec.block_size, wanted.start)
+            yield wanted, table.block_ids[slot : slot + 1]
+
+
+def blocks_of(engine: EngineSpec, request: TransferRequest) -> Blocks:
+    """Return the blocks that hold what *request* wants, of the groups that it has tables of."""
+    found = {}
+    for group in engine.groups:
+        if group.name in request.consumer_blocks:
+            some = [ids for _, ids in placed(engine, group, request)]
+            ids = np.unique(np.concatenate([np.empty(0, np.int64), *some]))
+            found[group.name] = ids if engine.null_block is None else ids[ids != engine.null_block]
+    return {group: ids for group, ids in found.items() if len(ids)}
+
+
+def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
+    """Return what *request* writes by *table*; `SpecError` where it has no blocks for it."""
+    engine, ranks = table.plan.consumer, (table.producer.rank, table.consumer.rank)
+    groups = dict.fromkeys(edge.group for edge in table.plan.between(*ranks))
+    request.check_groups([group.name for group in engine.groups])
+    cached, blocks, counts = blake2b(digest_size=SUM), blake2b(digest_size=SUM), {"prompt"}
+    for group in map(engine.group, groups):
+        for wanted, ids in placed(engine, group, request):
+            first = request.table("consumer", group.name).first_token
+            cached.update(f"{group.name!r} {wanted.start};".encode())
+            blocks.update(f"{group.name!r} {first % group.spec.block_size} {len(ids)};".encode())
+            blocks.update(ids.astype("<i8").tobytes())
+        for spec, _ in group.alike:
+            counts.add("prompt" if spec.counts_prompt else "encoder")
+            counts |= {"state" for part in spec.parts if not part.per_token}
+    seen = request.num_tokens if request.state_tokens is None else request.state_tokens
+    return Pushed(
+        num_tokens=request.num_tokens,
+        encoder_tokens=(request.encoder_tokens or 0) if "encoder" in counts else 0,
+        state_tokens=seen if "state" in counts else 0,
+        cached=cached.digest(),
+        blocks=blocks.digest(),
+    )
+
+
+class Claims:
+    """Which load of a rank each block of its *cache* belongs to, until that is over."""
+
+    def __init__(self, cache: RankCache) -> None:
+        splits = {group.name: group.split for group in cache.engine.groups}
+        self._pools: dict[str, npt.NDArray[np.int64]] = {}
+        for region in cache.regions:
+            count = region.num_blocks // splits[region.group]
+            self._pools.setdefault(region.group, np.zeros(count, np.int64))
+        for groups in sharing(cache):
+            pool = max((self._pools[name] for name in groups), key=len)
+            self._pools |= dict.fromkeys(groups, pool)
+        self._names: dict[int, str] = {}
+        self._last = 0
+
+    def take(self, request_id: str, blocks: Blocks) -> int:
+        """Return a number for `give`; `TransferError` "busy" where a block belongs to another.
+
+        `SpecError` for ids that the cache does not have.
+        """
+        own = {group: ids for group, ids in blocks.items() if group in self._pools}
+        for group, ids in own.items():
+            pool = self._pools[group]
+            check_ids("consumer", group, ids, len(pool))
+            for block in ids[pool[ids] != 0][:1].tolist():
+                owner = self._names[int(pool[block])]
+                message = f"block {block} of group {group} belongs to {owner!r} until that is over"
+                raise TransferError(message, request=request_id, state="busy")
+        self._last += 1
+        self._names[self._last] = request_id
+        for group, ids in own.items():
+            self._pools[group][ids] = self._last
+        return self._last
+
+    def give(self, number: int, blocks: Blocks) -> None:
+        """Take that a load is over."""
+        if self._names.pop(number, None) is not None:
+            for group in blocks.keys() & self._pools.keys():
+                self._pools[group][blocks[group]] = 0

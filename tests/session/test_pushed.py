@@ -1,0 +1,208 @@
+"""What is pushed is what the load asked for, or the load fails and says which field differs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+import kvspec
+from kvspec.errors import SpecError, TransferError
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+from sessions import Side, engine, new_remote_id, request, until
+
+from kvspec.session import SessionLoad, SessionPush
+from kvspec.testing import FakeFlight, FakeNixl
+
+
+@contextlib.contextmanager
+def pushing(producers: int = 2, consumers: int = 1, **more: Any) -> Iterator[tuple[Side, Side]]:
+    """Yield a producer that met the consumer, and is met by it."""
+    with (
+        Side("P", engine(producers, **more), polled=True) as producer,
+        Side("D", engine(consumers, **more), polled=False, beat=0.05) as consumer,
+    ):
+        consumer.meet(producer)
+        for session in producer.sessions.values():
+            session.meet(consumer.introductions, role="consumer")
+        yield producer, consumer
+
+
+@pytest.fixture
+def net() -> Iterator[FakeNixl]:
+    """Replace nixl."""
+    with FakeNixl() as fake:
+        yield fake
+
+
+def push(side: Side, asked: kvspec.TransferRequest, remote_id: str) -> list[SessionPush]:
+    """Push a request from every rank."""
+    given: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0, "epoch": 1}
+    return [session.push(asked, **given) for session in side.sessions.values()]
+
+
+def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+    """Wait until all of *loads* ended, and return how."""
+    until(lambda: all(load.state != "moving" for load in loads), *sides)
+    return [load.state for load in loads]
+
+
+def blocks(*ids: int) -> dict[str, list[int]]:
+    """Return the table of every group."""
+    return {group: [*ids] for group in ("full", "window", "state")}
+
+
+BASE: dict[str, Any] = {
+    "tokens": 14, "cached": 3, "producer_blocks": blocks(1, 2, 3, 4),
+    "consumer_blocks": blocks(4, 3, 2, 1),
+}  # fmt: skip
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": 8}, "num_tokens=8, wanted 14, state_tokens=8, wanted 14"),
+    ({"tokens": 15}, "num_tokens=15, wanted 14"),
+    ({"cached": 2}, "other cached_tokens"),
+    ({"cached": 14}, "other cached_tokens"),
+    ({"cached": {"full": 4, "window": 3, "state": 3}}, "other cached_tokens"),
+    ({"consumer_blocks": blocks(4, 3, 2, 5)}, "other consumer_blocks"),
+    ({"consumer_blocks": blocks(3, 4, 2, 1)}, "other consumer_blocks"),
+    ({"consumer_blocks": blocks(4, 3, 2, 1) | {"state": [7]}}, "other consumer_blocks"),
+]
+
+
+@pytest.mark.parametrize("first", ["load", "push"])
+@pytest.mark.parametrize(("other", "words"), OTHERS, ids=range(len(OTHERS)))
+def test_another_request_is_not_done(
+    net: FakeNixl, other: dict[str, Any], words: str, first: str
+) -> None:
+    """Fewer tokens, more, others cached, other blocks or order: whoever comes first, it fails."""
+    with pushing(state=True) as (producer, consumer):
+        wanted, pushed = request(**BASE), request(**BASE | other)
+        remote_id = new_remote_id("r")
+        producer.fill(wanted)
+        producer.expect(remote_id)
+        pushes = push(producer, pushed, remote_id) if first == "push" else []
+        loads = consumer.load(wanted, remote_id, pushed=True)
+        pushes = pushes or push(producer, pushed, remote_id)
+        assert ["failed"] == ended(loads, producer, consumer)
+        assert f"P tp0 pushed another request: {words}" in str(loads[0].error)
+        assert "differs" == loads[0].error.state  # type: ignore[union-attr]
+        assert {"full", "window", "state"} == set(loads[0].undefined)
+        assert ["done"] * 2 == [one.poll() for one in pushes]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {},
+        {"cached": {"full": 3, "window": 0, "state": 13}},  # the window's begin is live anyhow
+        {"consumer_blocks": blocks(4, 3, 2, 1, 6)},
+        {"producer_blocks": blocks(4, 1, 3, 2)},
+        {"state_tokens": 14, "encoder_tokens": 5},
+    ],
+    ids=repr,
+)
+def test_the_same_request_in_other_words_is_done(net: FakeNixl, same: dict[str, Any]) -> None:
+    """What writes the same tokens into the same blocks is the same, and every byte is right."""
+    with pushing(state=True) as (producer, consumer):
+        wanted, pushed = request(**BASE), request(**BASE | same)
+        remote_id = new_remote_id("r")
+        producer.fill(pushed)
+        consumer.spoil(wanted)
+        producer.expect(remote_id)
+        loads = consumer.load(wanted, remote_id, pushed=True)
+        push(producer, pushed, remote_id)
+        assert ["done"] == ended(loads, producer, consumer)
+        assert [] == consumer.wrong(wanted)
+
+
+def test_what_is_cached_whole_waits_for_what_is_pushed(net: FakeNixl) -> None:
+    """Nothing is wanted, and nothing may come: a push of more than that is no hit."""
+    with pushing() as (producer, consumer):
+        for pushed, state in ((20, "done"), (0, "failed")):
+            remote_id = new_remote_id("r")
+            producer.expect(remote_id)
+            (load,) = consumer.load(request(cached=14), remote_id, pushed=True)
+            assert "moving" == load.poll()
+            push(producer, request(cached=pushed), remote_id)
+            assert [state] == ended([load], producer, consumer)
+            assert {} == load.undefined
+            until(lambda: not producer.settled()[0], producer, consumer)
+
+
+def test_who_released_a_request_is_not_pushed_to(net: FakeNixl) -> None:
+    """Its blocks are another's by then; the other readers get theirs."""
+    with pushing(producers=1, consumers=2) as (producer, consumer):
+        remote_id, asked = new_remote_id("r"), request()
+        producer.expect(remote_id)
+        producer.fill(asked)
+        consumer.spoil(asked)
+        gone, reads = consumer.sessions.values()
+        gone.release(remote_id)
+        for _ in range(9):
+            producer.poll()
+            consumer.poll()
+        load = reads.load(asked, remote_id=remote_id, timeout=9.0, pushed=True)
+        (pushed,) = push(producer, asked, remote_id)
+        assert ["done"] == ended([load], producer, consumer)
+        assert "failed" == pushed.poll()
+        assert "a reader gave it up" in str(pushed.error)
+        wrong = consumer.wrong(asked)
+        assert wrong
+        assert all(line.startswith("tp0") for line in wrong)
+        first = kvspec.RankId()
+        for name, flat in consumer.storage[first].items():
+            assert (flat == consumer.before[first][name]).all(), "written after its release"
+
+
+@pytest.mark.parametrize("second", ["pull", "push", "follow"])
+@pytest.mark.parametrize("first", ["pull", "push", "follow"])
+def test_blocks_belong_to_one_load(net: FakeNixl, first: str, second: str) -> None:
+    """Who is to be written into blocks that an open load waits for is refused, and named."""
+    with pushing() as (producer, consumer):
+        net.fate = lambda _: None
+        names = [new_remote_id(name) for name in "ab"]
+        for name in names:
+            producer.expect(name)
+        modes = {"pull": {}, "push": {"pushed": True}, "follow": {"follow": True}}
+        (open_,) = consumer.load(request("a"), names[0], **modes[first])
+        for flight in net.moving:
+            flight.land()  # and nobody has looked
+        (session,) = consumer.sessions.values()
+        elsewhere = request("b", tokens=4, consumer_blocks=blocks(5))
+        one = request("b", tokens=8, consumer_blocks=blocks(5, 2))
+        for wrong in (request("b"), one):
+            with pytest.raises(TransferError, match=r"block \d of group full belongs to 'a'.*busy"):
+                consumer.load(wrong, names[1], **modes[second])
+        assert 1 == session.leftovers().loads
+        net.fate = FakeFlight.land
+        consumer.load(elsewhere, names[1], **modes[second])
+        open_.cancel()
+        for name in names[:1] if first == "push" else ():
+            push(producer, request("a"), name)
+        assert ["failed"] == ended([open_], producer, consumer)
+        consumer.load(attrs.evolve(one, consumer_blocks=blocks(2, 1), request_id="c"), names[0],
+                      attempt=1, **modes[second])  # fmt: skip
+
+
+def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
+    """Ids that are none are refused by name in every mode; what was refused can be asked anew."""
+    with pushing() as (producer, consumer):
+        for mode in ({}, {"pushed": True}, {"follow": True}):
+            name = f"r{mode}"
+            for wrong in (8, -1):
+                bad = request(name, consumer_blocks=blocks(1, 2, 3, wrong))
+                with pytest.raises(SpecError, match=r"consumer_blocks\['full'\].*0 to 7"):
+                    consumer.load(bad, new_remote_id("r"), **mode)
+            with pytest.raises(SpecError, match="timeout="):
+                consumer.load(request(name), new_remote_id("r"), timeout=None, **mode)
+            (load,) = consumer.load(request(name), new_remote_id("r"), **mode)
+            load.cancel()
+            for session in consumer.sessions.values():
+                session.part("P")
+            assert "failed" == load.poll()
+            consumer.meet(producer)
