@@ -9,7 +9,7 @@ import attrs
 import builders
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvspec import RankId, SpecError, allocate, build_table, plan_transfer
@@ -18,6 +18,7 @@ from kvspec.testing.world import selected, world
 
 
 @given(st.data(), strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
+@settings(max_examples=settings.default.max_examples // 2)
 def test_the_same_bytes_move(data: st.DataObject, case: Case) -> None:
     """Of any request that keeps the promise, whether or not cells are whole multiples of it."""
     here, cached = world(case), case.request.cached_tokens
