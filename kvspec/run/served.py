@@ -191,6 +191,11 @@ class ServedRank:
         """Close the rank, and with it what it registered; the session goes on."""
         self.nixl.close(drain=0.0)
 
+    def close(self, drain: float) -> None:
+        """Close the session and the rank."""
+        self.session.close(drain=drain)
+        self.nixl.close(drain=drain)
+
     def left(self) -> Left:
         """Return what is left over."""
         return Left(self.session.leftovers(), self.nixl.leftovers(), threading.active_count())
@@ -215,6 +220,7 @@ COMMANDS = {
         ServedRank.cancel,
         ServedRank.state,
         ServedRank.shut,
+        ServedRank.close,
         ServedRank.left,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
@@ -23,9 +24,9 @@ TIMES = {"lease": 2.0, "beat": 0.3, "patience": 2.0}
 def started(
     name: str, spec: kvspec.EngineSpec, epoch: int, *, tls: str = "all", **more: Any
 ) -> StartedEngine:
-    """Start an engine: the consumer, "D", starts the transfers."""
+    """Start an engine: all but the producer, "P", start transfers."""
     given = {"blocks": 12} | more
-    return StartedEngine(spec, Launch(name=name, epoch=epoch, polled=name == "D", **given), tls)
+    return StartedEngine(spec, Launch(name=name, epoch=epoch, polled=name != "P", **given), tls)
 
 
 def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
@@ -76,6 +77,50 @@ def test_a_killed_consumer_leaves_nothing_behind() -> None:
             assert [{"done"}] == producer.settled("again")
             consumer.quiet()
             producer.quiet()
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_over_tcp_a_reader_costs_at_most_the_producers_process(end: str) -> None:
+    """One that is killed in mid-read: UCX may end who is read. One that is closed, drained: never.
+
+    Either way other readers' loads are done or fail by name, and the next start is served.
+    """
+    spec = engine(1, heads=2, block=16, size=512)
+    tokens, sizes = 16 * 800, dict[str, Any]({"blocks": 804, "tls": "tcp", **TIMES})
+    scattered = {name: [*range(1, 801, 2), *range(2, 801, 2)] for name in ("full", "window")}
+    ordered = {name: [*range(1, 801)] for name in ("full", "window")}
+    with started("E", spec, 1, **sizes) as other:
+        producer = started("P", spec, 1, **sizes)
+        for turn in (1, 2):
+            other.meet(producer)
+            with started("D", spec, turn, **sizes) as consumer:
+                consumer.meet(producer)
+                for reader in (consumer, other):
+                    name = f"{turn} {reader.ranks[0].name}"
+                    request = kvspec.TransferRequest(
+                        request_id=name, num_tokens=tokens, producer_blocks=scattered,
+                        consumer_blocks=ordered,
+                    )  # fmt: skip
+                    remote_id = new_remote_id(name)
+                    producer.ask("hold", remote_id, request, 7, lease=60.0)
+                    reader.ask("load", request, remote_id, 7, 60.0)
+                time.sleep(2e-2 * turn)
+                if end == "close":
+                    consumer.ask("close", 20.0)
+            ((state, error, _, wrong),) = other.ended(f"{turn} E tp0")
+            assert 0 == wrong
+            process = producer.ranks[0].process
+            if state == "failed":
+                assert "kill" == end
+                assert "state=peer_lost" in error
+                assert process.wait(10.0) in {-signal.SIGSEGV, -signal.SIGABRT}
+            if process.poll() is not None:
+                producer.kill()
+                producer = started("P", spec, turn + 1, **sizes)
+        with producer:
+            other.meet(producer)
+            assert [DONE] == load(producer, other, "last")
+            other.quiet()
 
 
 def test_a_producer_may_die_before_during_and_after() -> None:
