@@ -276,6 +276,8 @@ def test_an_interrupt_ends_every_process_quietly() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_whatever_ends_the_parent_leaves_no_process(tmp_path: Path, number: int) -> None:
     """Nor a folder, unless it is killed: the parent alone is told to end, and does not hang."""
+    # Who runs these tests under nohup ignores SIGHUP, and would hand that down.
+    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     with subprocess.Popen(  # noqa: S603 - our own command
         command("--requests", "9"),
         env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
@@ -283,6 +285,7 @@ def test_whatever_ends_the_parent_leaves_no_process(tmp_path: Path, number: int)
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heard,  # noqa: PLW1509 - no thread has been started here
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
