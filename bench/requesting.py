@@ -17,7 +17,6 @@ from typing import cast
 import attrs
 import numpy as np
 import works
-from planning import first_ranks
 from timing import Options, Row, Timer, cpu, interleaved, told
 
 import kvspec
@@ -186,7 +185,7 @@ def b12(options: Options) -> Iterator[Row]:
 
     (ours,) = interleaved(options.times(16), cpu(joined))
     what = f"check and join W1, shuffled: {len(selection[0]):,} ids of one source"
-    yield _budget("B12", what, ours, 4e-3)
+    yield budgeted("B12", what, ours, 4e-3)
 
 
 def b13(options: Options) -> Iterator[Row]:
@@ -195,46 +194,18 @@ def b13(options: Options) -> Iterator[Row]:
     request, table = lanes.request(), lanes.tables[0]
     many = len(table.select(request)[0])
     (ours,) = interleaved(options.times(16), cpu(lambda: table.select(works.afresh(request))))
-    yield _budget("B13", "select W1, a descriptor", ours / many, 2.5e-9)
-
-
-def b14(options: Options) -> Iterator[Row]:
-    """Time tables of large blocks, and count their rows."""
-    spec = works.heads(8, 16)
-    base = attrs.evolve(works.W1, tokens=4_096)
-    rows = len(_table(base)().producer_rows)
-    for size in (16, 128, 256):
-        make = _table(attrs.evolve(base, spec=attrs.evolve(spec, block_size=size)))
-        (ours,) = interleaved(options.times(16), cpu(make))
-        yield _budget("B14", f"build_table, 80 layers, TP 8 -> 4, blocks of {size}", ours, 8e-3)
-        found = len(make().producer_rows)
-        yield Row(
-            budget="B14",
-            what="  its rows; other: of blocks of 16",
-            ours=f"{found:,}",
-            other=f"{rows:,}",
-            ratio=f"{found / rows:.2f}",
-            wanted="<= 3",
-            met=found <= 3 * rows,
-        )
+    yield budgeted("B13", "select W1, a descriptor", ours / many, 2.5e-9)
 
 
 def b16(options: Options) -> Iterator[Row]:
     """Time a very long request."""
     lanes = Lanes(LONG)
     (ours,) = interleaved(options.times(8), cpu(lanes.whole))
-    yield _budget("B16", f"{LONG.name}, TP 8 -> 4, shuffled, until posted", ours, 0.1)
+    yield budgeted("B16", f"{LONG.name}, TP 8 -> 4, shuffled, until posted", ours, 0.1)
 
 
-def _table(work: works.Work) -> Callable[[], DescriptorTable]:
-    plan = kvspec.plan_transfer(*work.engines())
-    ranks = first_ranks(plan)
-    producer = kvspec.lay_out(plan.producer, ranks[0], work.pools[0], 1 << 40)
-    consumer = kvspec.lay_out(plan.consumer, ranks[1], work.pools[1], 2 << 40)
-    return lambda: kvspec.build_table(plan, producer, consumer)
-
-
-def _budget(name: str, what: str, seconds: float, limit: float) -> Row:
+def budgeted(name: str, what: str, seconds: float, limit: float) -> Row:
+    """Return the row of a figure that has a limit of its own."""
     return Row(
         budget=name,
         what=what,

@@ -20,8 +20,9 @@ from growth import b9, b10
 from merging import b6
 from moving import b7, b8, b15
 from planning import b3, b4, b5
-from requesting import b11, b12, b13, b14, b16
+from requesting import b11, b12, b13, b16
 from starting import b1, b2
+from tabling import b14
 from timing import Options, Row
 
 BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {

@@ -1,0 +1,117 @@
+"""B14: tables of large blocks, of groups of states, and what a table is made of.
+
+Law: neither time nor rows grow with a block, since rows of a part of one are cut by scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+import works
+from planning import first_ranks
+from requesting import budgeted
+from timing import Options, Row, cpu, interleaved, told
+
+import kvspec
+from kvspec import DescriptorTable, EngineSpec, ParallelConfig, catalogue, models
+
+LIMIT = 8e-3
+HYBRID = "Nemotron-H-8B"
+HYBRID_BLOCK = 1_056
+"""Tokens of a block whose page is as large as a state, which an engine may choose for a hybrid."""
+ONE_TOKEN = works.Work(
+    name="128 tokens a block, rows first, TP 2 -> 1",
+    layers=1,
+    spec=works.heads(8, 128),
+    tp_sizes=(2, 1),
+    tokens=129,
+    layouts=("LKBNHC", "LKBNHC"),
+)
+
+
+def b14(options: Options) -> Iterator[Row]:
+    """Time tables of large blocks, and count their rows."""
+    spec = works.heads(8, 16)
+    base = attrs.evolve(works.W1, tokens=4_096)
+    rows = len(_table(base)().producer_rows)
+    for size in (16, 64, 128, 256):
+        make = _table(attrs.evolve(base, spec=attrs.evolve(spec, block_size=size)))
+        (ours,) = interleaved(options.times(16), cpu(make))
+        yield budgeted("B14", f"build_table, 80 layers, TP 8 -> 4, blocks of {size}", ours, LIMIT)
+        found = len(make().producer_rows)
+        yield Row(
+            budget="B14",
+            what="  its rows; other: of blocks of 16",
+            ours=f"{found:,}",
+            other=f"{rows:,}",
+            ratio=f"{found / rows:.2f}",
+            wanted="<= 3",
+            met=found <= 3 * rows,
+        )
+    yield from _hybrid(options)
+    yield from _last_block()
+    yield from _caches(options)
+
+
+def _hybrid(options: Options) -> Iterator[Row]:
+    groups = models.from_config(catalogue.config(HYBRID), block_size=HYBRID_BLOCK)
+    producer, consumer = (
+        EngineSpec(groups=groups, parallel=ParallelConfig(tp_size=size), layout="LBHNC")
+        for size in (8, 4)
+    )
+    make = _between(producer, consumer, (64, 64))
+    (ours,) = interleaved(options.times(16), cpu(make))
+    what = f"build_table, {HYBRID}, TP 8 -> 4, blocks of {HYBRID_BLOCK:,}"
+    yield budgeted("B14", what, ours, LIMIT)
+
+
+def _last_block() -> Iterator[Row]:
+    moved = _table(ONE_TOKEN)().descriptors(attrs.evolve(ONE_TOKEN, cached=128).request())
+    yield Row(
+        budget="B14",
+        what="one token of a last block of 128, rows first, TP 2 -> 1: descriptors, bytes",
+        ours=f"{len(moved)}, {int(moved[:, 2].sum()):,}",
+        wanted="2, 2,048",
+        met=(len(moved), int(moved[:, 2].sum())) == (2, 2048),
+    )
+
+
+def _caches(options: Options) -> Iterator[Row]:
+    try:
+        import torch  # noqa: PLC0415 - torch is optional
+    except ImportError:
+        yield Row(budget="B14", what="RankCache.from_tensors", ours="", other="no torch")
+        return
+    engine, _ = attrs.evolve(works.W1, layouts=("LKBHNC", "LKBHNC")).engines()
+    rank = engine.parallel.ranks[0]
+    tensors = {
+        layer: torch.empty((2, 4, 1, 16, 128), dtype=torch.bfloat16)
+        for layer in engine.groups[0].layers
+    }
+    ours, other = interleaved(
+        options.times(16),
+        cpu(lambda: kvspec.RankCache.from_tensors(engine, rank, tensors, "KBHNC")),
+        cpu(lambda: kvspec.lay_out(engine, rank, 4, 1 << 40)),
+    )
+    yield Row(
+        budget="B14",
+        what="RankCache.from_tensors, 80 layers; other: lay_out, which looks at no tensor",
+        ours=told(ours),
+        other=told(other),
+        ratio=f"{ours / other:.2f}",
+    )
+
+
+def _table(work: works.Work) -> Callable[[], DescriptorTable]:
+    return _between(*work.engines(), work.pools)
+
+
+def _between(
+    producer: EngineSpec, consumer: EngineSpec, pools: tuple[int, int]
+) -> Callable[[], DescriptorTable]:
+    plan = kvspec.plan_transfer(producer, consumer)
+    ranks = first_ranks(plan)
+    source = kvspec.lay_out(producer, ranks[0], pools[0], 1 << 40)
+    target = kvspec.lay_out(consumer, ranks[1], pools[1], 2 << 40)
+    return lambda: kvspec.build_table(plan, source, target)
