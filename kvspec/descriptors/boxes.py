@@ -160,10 +160,14 @@ def coalesce(runs: Iterable[Ints], seams: Seams) -> tuple[Ints, Ints, Ints]:
     Takes arrays of shape (n, 3); returns three columns, ascending in the producer's address. None
     is joined over a seam of either side: see `RankCache.seams`.
     """
-    table = np.concatenate(list(runs))
-    source, target, length = table[np.argsort(table[:, 0], kind="stable")].T
-    touches = (source[:-1] + length[:-1] == source[1:]) & (target[:-1] + length[:-1] == target[1:])
-    if not touches.any():
+    source, target, length = columns = np.concatenate([run.T for run in runs], axis=1)
+    if np.count_nonzero(source[:-1] > source[1:]):
+        order = np.argsort(source, kind="stable")
+        source, target, length = (column[order] for column in columns)
+    touches = source[:-1] + length[:-1] == source[1:]
+    if np.count_nonzero(touches):
+        touches &= target[:-1] + length[:-1] == target[1:]
+    if not np.count_nonzero(touches):
         return source, target, length
     for begins, seam in zip((source[1:], target[1:]), seams, strict=True):
         if seam:

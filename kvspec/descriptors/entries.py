@@ -41,11 +41,17 @@ class Entry:
         np.add(self.starts, own, out=ids.reshape(2, len(self.rows), len(cells)))
 
     def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
-        """Return (producer address, consumer address, length) of *cells*, row by row."""
-        rows = self.rows
-        found = np.empty((len(rows), len(cells), 3), np.int64)
-        sources, targets = rows.offsets(cells)
-        found[:, :, 0] = rows.producer_address[:, None] + sources
-        found[:, :, 1] = rows.consumer_address[:, None] + targets
-        found[:, :, 2] = rows.length[:, None]
-        return found.reshape(-1, 3)
+        """Return (producer address, consumer address, length) of *cells* of all rows, in any order.
+
+        Of shape (n, 3), where the longer of the two makes ascending stretches of addresses.
+        """
+        rows, sides = self.rows, self.rows.offsets(cells)
+        starts = rows.producer_address, rows.consumer_address
+        by_cell = len(rows) > len(cells)
+        shape = (len(cells), len(rows)) if by_cell else (len(rows), len(cells))
+        found = np.empty((3, *shape), np.int64)
+        for column, start, offsets in zip(found[:2], starts, sides, strict=True):
+            outer, inner = (offsets, start) if by_cell else (start, offsets)
+            np.add(outer[:, None], inner, out=column)
+        found[2] = rows.length if by_cell else rows.length[:, None]
+        return found.reshape(3, -1).T

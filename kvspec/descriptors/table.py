@@ -86,7 +86,11 @@ class DescriptorTable:
         if not found:
             return np.empty((0, 3), np.uint64)
         seams = self.producer.seams, self.consumer.seams
-        return np.stack(coalesce(found, seams), axis=1).astype(np.uint64)
+        columns = coalesce(found, seams)
+        rows = np.empty((len(columns[0]), 3), np.uint64)
+        for place, column in enumerate(columns):
+            rows[:, place] = column
+        return rows
 
     def counts(self, request: TransferRequest) -> tuple[int, int]:
         """Return how many descriptors NIXL posts for `select`, and the fewest there could be.
