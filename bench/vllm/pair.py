@@ -24,10 +24,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import attrs
 import engine
 from models import make
 from process import Failed, reason, started
 from scenarios import SCENARIOS, Scenario, beginnings
+
+from kvspec.session import HeldPrompt
 
 TOKENS = 16
 CLOSE = 1e-3
@@ -194,7 +197,8 @@ def faults(policy: str, expected: list[Any], folder: Path) -> str:
 
     with started(*sides[1]) as consumer:
         with started(*sides[0]) as producer:
-            lost = [answered(5, {**prefilled(5), "remote_addresses": ["127.0.0.1:9"]})]
+            away = attrs.evolve(HeldPrompt.of(prefilled(5)), addresses=("127.0.0.1:9",))
+            lost = [answered(5, {"do_remote_prefill": True, **away.plain()})]
             late = prefilled(1)
             time.sleep(12)
             lost.append(answered(1, late))

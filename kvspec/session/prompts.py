@@ -1,15 +1,21 @@
 """Prompts that engines hold for others: how they are told of over a router, and how they are read.
 
-Law: what a router passes on is what was said, or refused by name. A producer is met when a prompt
-of it is first asked for; nothing waits for that, and nothing raises. Whatever becomes of a prompt,
-its producer is told, or its lease is over.
+Law: what a router passes on is what was said, or refused by name: a producer seals it by the secret
+that the engines share; with none, whoever can write to the router is believed. A producer is met
+when a prompt of it is first asked for; nothing waits for that, and nothing raises. Whatever becomes
+of a prompt, its producer is told, or its lease is over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self
 
 import attrs
@@ -17,9 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.inputs import mapping, positive_int, seconds, sequence
+from kvspec.nixl.introduction import secret_of
+from kvspec.nixl.notifications import LAST_WAIT
 from kvspec.protocol.handshake import is_name
+from kvspec.protocol.seal import MAC, Secret
 from kvspec.session.introduction import key_of
 from kvspec.session.load import LoadState, SessionLoad
 from kvspec.session.session import Session
@@ -28,6 +37,8 @@ ABSENT = 2.0
 """Seconds for which a producer that nobody is found of is tried: it was there when it answered."""
 _ADDRESSES = "where the producer's ranks are, each a text"
 _TABLE = "the first token, and ids"
+_SEAL = "what the producer sealed, with the same secret, all as it said it"
+PROMPT = b"kvspec-prompt-1\n"
 
 
 @attrs.frozen(kw_only=True)
@@ -44,8 +55,14 @@ class HeldPrompt:
     num_tokens: int
     tables: Mapping[str, BlockTable]
 
-    def plain(self) -> dict[str, Any]:
-        """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON."""
+    def plain(self, secret: str | bytes | None = None) -> dict[str, Any]:
+        """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON.
+
+        *secret*: as a `NixlRank` has it, the environment's `KVSPEC_SECRET` unless given.
+        """
+        return {**self._said(), "remote_seal": self._mac(secret).hex()}
+
+    def _said(self) -> dict[str, Any]:
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
         return {
             "remote_engine_id": self.engine_id,
@@ -55,9 +72,18 @@ class HeldPrompt:
             "remote_block_ids": tables,
         }
 
+    def _mac(self, secret: str | bytes | None) -> bytes:
+        """Return the code by which who knows *secret* knows that nothing of this was changed."""
+        body = json.dumps(self._said(), sort_keys=True).encode()
+        return Secret(secret_of(secret) or b"").seal(PROMPT, body)[len(PROMPT) :][:MAC]
+
     @staticmethod
-    def of(given: Mapping[str, Any]) -> HeldPrompt:
-        """Return what *given* says, beside anything else; `SpecError` for what no producer said."""
+    def of(given: Mapping[str, Any], secret: str | bytes | None = None) -> HeldPrompt:
+        """Return what *given* says, beside anything else; `SpecError` for what no producer said.
+
+        Nor for what was changed since, or sealed by another *secret* than the producer's: without
+        any, that shows what was changed by accident only.
+        """
         addresses = sequence("remote_addresses", given.get("remote_addresses"), _ADDRESSES)
         if not addresses or not all(isinstance(address, str) for address in addresses):
             raise SpecError("remote_addresses", addresses, _ADDRESSES)
@@ -69,13 +95,17 @@ class HeldPrompt:
             if len(pair) != 2:  # noqa: PLR2004 - as `plain` writes it
                 raise SpecError(f"{field}[{group!r}]", pair, _TABLE)
             tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
-        return HeldPrompt(
+        said = HeldPrompt(
             engine_id=is_name("remote_engine_id", given.get("remote_engine_id")),
             addresses=addresses,
             remote_id=str(remote_id),
             num_tokens=positive_int("remote_num_tokens", given.get("remote_num_tokens")),
             tables=tables,
         )
+        seal = given.get("remote_seal")
+        if not hmac.compare_digest(said._mac(secret).hex().encode(), str(seal).encode()):
+            raise SpecError("remote_seal", seal, _SEAL)
+        return said
 
     def request(
         self, request_id: str, num_tokens: int, blocks: Mapping[str, BlockTable], cached: int = 0
@@ -105,18 +135,25 @@ class PromptLoad:
         request: TransferRequest,
         meeting: Future[None],
         begin: Callable[[], SessionLoad],
+        release: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self.request = request
         self.load: SessionLoad | None = None
         self._refused: Exception | None = None
-        self._begin, self._failed = begin, failed
+        self._begin, self._release, self._failed = begin, release, failed
+        self._lock = threading.Lock()
         meeting.add_done_callback(self._met)
 
     def __repr__(self) -> str:
         return (
             f"<PromptLoad {self.request.request_id!r}: {self.load or self._refused or 'to meet'}>"
         )
+
+    @property
+    def undefined(self) -> dict[str, tuple[int, ...]]:
+        """As a `SessionLoad` has it; of one that did not begin, nothing."""
+        return {} if self.load is None else self.load.undefined
 
     @property
     def untouched(self) -> npt.NDArray[np.uint64]:
@@ -137,13 +174,33 @@ class PromptLoad:
             self._failed()
         return state
 
+    def wait(self) -> None:
+        """Poll until it is done; raise `error` if it failed."""
+        while self.poll() == "moving":
+            time.sleep(LAST_WAIT)
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """Give it up: it fails as soon as nothing can write its blocks any more, or at once."""
+        with self._lock:
+            if self.load is None and self._refused is None:
+                name = self.request.request_id
+                self._refused = TransferError("cancelled", request=name, state="stopped")
+        if self.load is not None:
+            self.load.cancel()
+
     def _met(self, meeting: Future[None]) -> None:
         """Begin after a *meeting*; what is wrong with it, or then, is the error."""
         try:
             meeting.result()
-            self.load = self._begin()
+            with self._lock:
+                if self._refused is None:
+                    self.load = self._begin()
+            if self.load is None:
+                self._release()
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this request alone
-            self._refused = error
+            self._refused = self._refused or error
             self._failed()
 
 
@@ -182,11 +239,15 @@ class Prompts:
                     timeout=self._timeout,
                 )
             except BaseException:
-                self._release(prompt)
+                release()
                 raise
 
+        def release() -> None:
+            self._release(prompt)
+
         meeting = self._meeting(prompt.addresses)
-        return PromptLoad(request, meeting, begin, lambda: self._part(prompt.addresses, meeting))
+        part = partial(self._part, prompt.addresses, meeting)
+        return PromptLoad(request, meeting, begin, release, part)
 
     def release(self, prompt: HeldPrompt) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import kvspec
-from kvspec.errors import KVSpecError, SpecError
+from kvspec.errors import KVSpecError, SpecError, TransferError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
@@ -48,6 +49,38 @@ def test_what_no_producer_said_is_refused(name: str, value: object) -> None:
         return
     with pytest.raises(SpecError, match=r"remote_|block_ids|first_token"):
         HeldPrompt.of({**held().plain(), name: value})
+
+
+LEGAL: dict[str, Any] = {
+    "remote_engine_id": "Q",
+    "remote_addresses": ["127.0.0.1:10"],
+    "remote_request_id": new_remote_id("p-1"),
+    "remote_num_tokens": 8,
+    "remote_block_ids": {"full": [0, [2, 1]], "window": [4, [3]]},
+    "remote_seal": "0" * 64,
+}
+
+
+@pytest.mark.parametrize("secret", [None, b"", b"another secret, as long"])
+@pytest.mark.parametrize("name", [*LEGAL])
+def test_what_was_changed_on_the_way_is_refused(name: str, secret: bytes | None) -> None:
+    """Another request's blocks, or count, or name, however legal; also where there is no secret."""
+    said = held().plain(secret)
+    assert set(LEGAL) == set(said)
+    HeldPrompt.of(said, secret)
+    for changed in (LEGAL[name], held(num_tokens=9).plain(secret)[name]):
+        if changed != said[name]:
+            with pytest.raises(SpecError, match=r"remote_seal='.*what the producer sealed"):
+                HeldPrompt.of(said | {name: changed}, secret)
+
+
+def test_who_does_not_know_the_secret_is_not_believed() -> None:
+    """Neither who has another, nor who has none; and none is taken for the environment's."""
+    said = held()
+    assert said == HeldPrompt.of(said.plain(), os.environ["KVSPEC_SECRET"])
+    for own, other in ((None, b""), (b"", None), (b"another secret, as long", None)):
+        with pytest.raises(SpecError, match="remote_seal"):
+            HeldPrompt.of(said.plain(own), other)
 
 
 def test_a_request_names_what_moves() -> None:
@@ -126,6 +159,39 @@ def test_who_was_not_met_yet_is_not_met_after_the_end(sides: tuple[Side, Side]) 
         first, second = (prompts.load(held((f"127.0.0.1:{n}",)), asked) for n in (9, 7))
     assert "failed" == second.poll()
     until(lambda: first.poll() == "failed")
+
+
+def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
+    """As a load: waited for until it is done, cancelled before its producer is met and after."""
+    producer, consumer = sides
+    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+    prompts = [
+        held((*producer.addresses,), remote_id=new_remote_id(name), tables=asked.producer_blocks)
+        for name in ("early", "read", "late")
+    ]
+    for prompt in prompts:
+        producer.expect(prompt.remote_id)
+    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
+    for reader in readers:
+        reader._thread.submit(time.sleep, 0.2)
+    early = [reader.load(prompts[0], asked) for reader in readers]
+    for load in early:
+        load.cancel()
+        load.cancel()
+        assert ("failed", {}) == (load.poll(), load.undefined)
+        with pytest.raises(TransferError, match=r"cancelled.*state=stopped"):
+            load.wait()
+    for load in [reader.load(prompts[1], asked) for reader in readers]:
+        load.wait()
+        assert ("done", None, {}) == (load.poll(), load.error, load.undefined)
+    late = [reader.load(prompts[2], asked) for reader in readers]
+    for load in late:
+        load.cancel()
+        until(lambda load=load: load.poll() != "moving")
+        assert load.load is None or load.undefined == load.load.undefined
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 6)
+    assert ["early", "early", "late", "late", "read", "read"] == sorted(done)
 
 
 def test_what_does_not_fit_fails_and_is_released(sides: tuple[Side, Side]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import vllm_like as like
 from vllm_serving import (
@@ -41,17 +42,21 @@ def vllm() -> Iterator[None]:
 TABLES = [1, 2, 3, 4], [0, 5, 6, 7]
 """Of 14 tokens in blocks of 4: the first query reads the window of 8 from token 6 on."""
 OTHERS = [9, 8, 7, 6], [0, 4, 3, 2]
-HELD = {
-    "do_remote_prefill": True,
-    **HeldPrompt(
+
+
+def said(num_tokens: int = 7) -> dict[str, Any]:
+    """Return what a producer says of a request."""
+    prompt = HeldPrompt(
         engine_id="p",
         addresses=("127.0.0.1:9",),
         remote_id=new_remote_id("p-1"),
-        num_tokens=7,
+        num_tokens=num_tokens,
         tables={"group0": kvspec.BlockTable([1, 2])},
-    ).plain(),
-}
-"""What a producer says of a request."""
+    )
+    return {"do_remote_prefill": True, **prompt.plain()}
+
+
+HELD = said()
 
 
 def asked(num_tokens: int = 13, cached: int = 0, tables: Any = OTHERS) -> kvspec.TransferRequest:
@@ -139,8 +144,8 @@ def test_nobody_there_fails_the_request_alone(caplog: pytest.LogCaptureFixture) 
     with Engine("p") as producer, Engine("d", timeout=0.3) as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         assert params is not None
-        lost = {**params, "remote_addresses": ["127.0.0.1:9"]}
-        consumer.decode(Request("d-1", 14, lost), *OTHERS)
+        lost = attrs.evolve(HeldPrompt.of(params), addresses=("127.0.0.1:9",)).plain()
+        consumer.decode(Request("d-1", 14, {**params, **lost}), *OTHERS)
         until(lambda: consumer.failed, consumer)
         assert "d-1: TransferError: no introduction from 127.0.0.1:9" in caplog.text
         consumer.decode(Request("d-2", 14, params), *OTHERS)
@@ -227,8 +232,11 @@ def scheduling(spec: Any = None, *, ready: bool = True) -> Scheduling:
     ("params", "count"),
     [
         (HELD, 7),
-        ({**HELD, "remote_num_tokens": 14}, 13),  # all but the last, which vLLM computes
-        ({**HELD, "remote_num_tokens": 20}, 13),
+        (said(14), 13),  # all but the last, which vLLM computes
+        (said(20), 13),
+        ({**HELD, "remote_num_tokens": 14}, 0),
+        ({**HELD, "remote_block_ids": {"group0": [0, [3, 4]]}}, 0),
+        ({**HELD, "remote_request_id": said()["remote_request_id"]}, 0),
         ({**HELD, "remote_num_tokens": -1}, 0),
         ({**HELD, "remote_addresses": None}, 0),
         ({**HELD, "do_remote_prefill": False}, 0),
@@ -237,7 +245,7 @@ def scheduling(spec: Any = None, *, ready: bool = True) -> Scheduling:
     ],
 )
 def test_how_many_tokens_are_fetched(params: dict[str, Any] | None, count: int) -> None:
-    """A router's nonsense neither ends the engine nor makes a request wait."""
+    """A router's nonsense, or true words changed, end no engine and make no request wait."""
     one, request = scheduling(), Request("d-1", 14, params)
     one.on_new_request(request)
     assert (count, count > 0) == one.get_num_new_matched_tokens(request, 0)
