@@ -3,7 +3,7 @@
 Law: positions decide. A cell is named by the tokens it holds; each side's block table turns that
 into a block and a place in it. A cell that begins with cached tokens moves its end only, so that
 no cached byte is ever written. Any other cell moves whole, dead tokens and all; but the last one
-leaves those out where that takes no more rows.
+leaves those out where that takes no more rows, or where they take longer than a row more.
 """
 
 from __future__ import annotations
@@ -164,12 +164,12 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[RowKind, Int
     if first < frame.cached:
         start = _after_cached(tables, geometry, frame) - first
         # By scale a row begins or ends where its cell does: there is none from within to within.
-        within = first == last and geometry.open and not geometry.scale
+        within = first == last and geometry.open > 0 and not geometry.scale
         if len(every) and every[0] == first:
             parts += _part(geometry, first, start, live if within else cell)
             every = every[1:]
     begins, counts = _joined(tables, geometry, frame, every)
-    if geometry.open and live < cell and len(begins) and begins[-1] == last:
+    if geometry.open and cell - live >= geometry.open and len(begins) and begins[-1] == last:
         end = _part(geometry, last, 0, live)
         parts += end
         if end:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import attrs
+import numpy as np
 
 from kvspec.descriptors.cells import Begins, Cells, begins, cells
 from kvspec.descriptors.entries import Entry
@@ -81,6 +82,21 @@ class RowFamily:
                         cut.cells[key] = found
                     if len(found):
                         yield entry, found
+
+    def dead(self, request: TransferRequest) -> int:
+        """Return how many bytes *request* moves of tokens behind its last."""
+        cut, total = self._cut(request, None), 0
+        for place, (geometry, kinds) in enumerate(self.entries):
+            if cut is None or not geometry.cell:
+                continue
+            context, grain = geometry.consumer.context, geometry.grain
+            stop = -(-context.local(cut.tables.wanted.stop) // grain) * grain
+            stop -= cut.tables.consumer.first_token // context.size
+            for kind, (_, begin) in cut.begins[place].items():
+                tokens = int(np.clip(begin + kind.tokens - stop, 0, kind.tokens).sum())
+                lengths = sum(int(entry.rows.length.sum()) for entry in kinds[kind])
+                total += tokens * lengths // kind.tokens
+        return total
 
     def _cut(self, request: TransferRequest, tokens: Positions | None) -> _Cut | None:
         """Return *request* cut, or one step of it; None where it moves nothing."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple
 
 import attrs
 
+from kvspec.errors import Mismatch, MismatchError
+from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic, Ints
 
@@ -96,7 +98,7 @@ class Geometry:
     *cell*: tokens that all tables, memory blocks and interleaves cut alike, 0 for states; *grain*:
     tokens of one of the part's own rows. *spans*: up to how many cells one row takes. *scale*: the
     sizes whose multiples are rows of a part of a cell; () where that moves grain by grain. *open*:
-    whether the last cell moves without its dead tokens, where no more rows are needed for that.
+    of how many dead tokens on the last cell moves without them; 0: it never does.
     *cached_in*: tokens of which cached prefixes are whole multiples.
     """
 
@@ -107,7 +109,7 @@ class Geometry:
     consumer: Paging
     spans: int = 1
     scale: tuple[int, ...] = ()
-    open: bool = False
+    open: int = 0
     cached_in: int = 1
 
     @property
@@ -134,3 +136,16 @@ class Geometry:
                     yield RowKind(period, period - tokens, tokens)
                 if self.open:
                     yield RowKind(period, 0, tokens)
+
+
+def cell_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
+    """Return the tokens of a cell: the gcd of everything that cuts the token axis."""
+    cell = gcd(producer.memory_block_size, consumer.memory_block_size)
+    if not producer.context.alike(consumer.context):
+        for context in (producer.context, consumer.context):
+            cell = gcd(cell, context.interleave) if context.size > 1 else cell
+    if cell % part.tokens_per_state:
+        why = "blocks or interleaves would cut a row that stands for several tokens"
+        field = f"{layer}.{part.name}.tokens_per_state"
+        raise MismatchError([Mismatch(field, part.tokens_per_state, cell, why, ("row", "cut"))])
+    return cell

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from math import gcd
 
 import attrs
 import numpy as np
@@ -24,10 +23,9 @@ from kvspec.descriptors.boxes import (
     row_stride,
 )
 from kvspec.descriptors.cells import Cells
-from kvspec.descriptors.paging import Geometry, Paging, RowKind, scale_of
+from kvspec.descriptors.paging import Geometry, RowKind, cell_tokens, scale_of
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
-from kvspec.errors import Mismatch, MismatchError
 from kvspec.memory.region import Region, common_pieces
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
@@ -35,6 +33,9 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
+from kvspec.staging.costs import Costs
+
+DEAR = 3 * Costs().gap // 2  # bytes that take as long as a descriptor more, with the host's part
 
 
 @attrs.frozen(eq=False)
@@ -132,7 +133,7 @@ def row_sets(
     for one, layer, part in _parts(edge, groups[1].spec, layers):
         source = sides[0].part(layer, part.name, one.remote_range.start)
         target = sides[1].part(layer, part.name, one.local_range.start)
-        cell = _cell_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
+        cell = cell_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
         sizes = source.paging.memory_block_size, target.paging.memory_block_size
         family = (one.stripe.first, one.stripe.step, cell, part.tokens_per_state, sizes)
         if family not in families:
@@ -181,19 +182,6 @@ def _parts(
             for part in spec.of_layer(layer).parts:
                 if part.name in one.parts:
                     yield one, layer, part
-
-
-def _cell_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
-    """Return the tokens of a cell: the gcd of everything that cuts the token axis."""
-    cell = gcd(producer.memory_block_size, consumer.memory_block_size)
-    if not producer.context.alike(consumer.context):
-        for context in (producer.context, consumer.context):
-            cell = gcd(cell, context.interleave) if context.size > 1 else cell
-    if cell % part.tokens_per_state:
-        why = "blocks or interleaves would cut a row that stands for several tokens"
-        field = f"{layer}.{part.name}.tokens_per_state"
-        raise MismatchError([Mismatch(field, part.tokens_per_state, cell, why, ("row", "cut"))])
-    return cell
 
 
 def _family(geometry: Geometry, boxes: tuple[Boxes, ...], seams: Seams) -> list[RowSet]:
@@ -264,24 +252,29 @@ def _longer(rows: Callable[[RowKind], list[RowSet]], one: RowKind, two: RowKind)
 
 def _open(
     geometry: Geometry, boxes: tuple[Boxes, ...], rows: Callable[[RowKind], list[RowSet]]
-) -> bool:
-    """Return whether the last cell may leave its dead tokens out: where no more rows do the rest.
+) -> int:
+    """Return of how many dead tokens on the last cell leaves them out; 0 where it never does.
 
-    A block of 8 tokens, one cell, of which the first three are live:
+    Of one on, where no more rows do the rest. A block of 8 tokens, one cell, of which three live:
 
         one head moves      a0 a1 a2 . . . . .   b0 b1 ...              yes: one row, as all 8 are
         two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     no: two rows; all 8 are one
 
-    Not where NIXL joins whole cells: a part of one would be apart.
+    Where NIXL joins whole cells, a part of one is apart: there of as many as take longer than that.
     """
     cell, grain = geometry.cell, geometry.grain
-    whole, one = (RowKind(period=size, skip=0, tokens=size) for size in (cell, grain))
-    if cell == grain or any(each.touching for each in rows(whole)):
-        return False
+    if cell == grain:
+        return 0
+    kinds = [RowKind(period=size, skip=0, tokens=size) for size in (cell, grain)]
+    whole, part = map(rows, kinds)
+    if any(each.touching for each in whole):
+        nbytes = sum(int(each.length.sum()) for each in part)
+        dead = grain * -(-DEAR * sum(map(len, part)) // nbytes)
+        return dead if dead < cell and all(each.touching for each in part) else 0
     times = 1 if geometry.scale else cell // grain
-    counts = [(len(box.runs(whole)), len(box.runs(one)) * times) for box in boxes]
-    counts.append((sum(map(len, rows(whole))), sum(map(len, rows(one))) * times))
-    return all(of_whole == of_part for of_whole, of_part in counts)
+    counts = [[len(box.runs(kind)) for kind in kinds] for box in boxes]
+    counts.append([sum(map(len, each)) for each in (whole, part)])
+    return int(all(of_whole == times * of_part for of_whole, of_part in counts))
 
 
 def _rows(

@@ -117,6 +117,13 @@ class DescriptorTable:
             return summary(self, request)
         return describe(self, consumer_id, request)
 
+    def dead(self, request: TransferRequest) -> int:
+        """Return how many of the bytes that *request* moves are of tokens behind its last.
+
+        The last block is cut where that takes no more descriptors, or fewer seconds.
+        """
+        return sum(family.dead(request) for family in self._families)
+
     def untouched(self, request: TransferRequest) -> Rows:
         """Return (address, length) of the consumer's bytes that *request* leaves in its own blocks.
 

@@ -31,6 +31,7 @@ FOLDERS = (
     ("engines", ". letters group stages engine"),
     ("plan", ". mismatches shares edges cover plan explain"),
     ("memory", ". layout region aliasing regions allocation arrays axes tensors"),
+    ("staging", ". costs fitting ranges"),
     (
         "descriptors",
         (
@@ -48,7 +49,6 @@ FOLDERS = (
             " states notices order held pending producer consumer wire seal ."
         ),
     ),
-    ("staging", ". costs fitting ranges"),
     (
         "nixl",
         (

@@ -130,7 +130,7 @@ LAWS = (
         8,
         "maximal",
         "No two descriptors touch on both sides; no ids move a block without a live byte, or as"
-        " several what one longer row has.",
+        " several what one longer row has with less than 16 KiB more.",
         (runs.maximal, runs.minimal),
     ),
     Law(

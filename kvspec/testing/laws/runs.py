@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvspec.testing.laws.system import Trial
 
 
+DEAR = 16 << 10
+"""Bytes more from which on one longer copy may be worse than several."""
+
+
 def maximal(trial: Trial) -> Iterator[str]:
     """Yield each two descriptors of one group that touch on both sides."""
     for (p, c), copies in dict(trial.copies()).get("descriptors", {}).items():
@@ -115,7 +119,7 @@ def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int
                 found.add((*wide, total))
     for x, y, total in found:
         within = (source - x == place - y) & (source >= x) & (source + length <= x + total)
-        if within.sum() > 1:
+        if within.sum() > 1 and total - length[within].sum() < DEAR:
             yield (x, y, total), int(within.sum())
 
 
