@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
 
 import numpy as np
 import works
-from timing import Options, Row, clock, interleaved, told
+from timing import Options, Row, clock, cpu, interleaved, told
 
 import kvspec
 from kvspec.digest import digest, wanted
+from kvspec.nixl import NixlRank
+from kvspec.session import Session, new_remote_id
 
 
 def digested(options: Options) -> Iterator[Row]:
@@ -40,3 +46,42 @@ def digested(options: Options) -> Iterator[Row]:
         ratio = f"{ours / other:.3g}"
         ours_told = f"{told(ours)}, {speed}"
         yield Row(budget="DIGEST", what=what, ours=ours_told, other=told(other), ratio=ratio)
+    if find_spec("nixl_cu13") or find_spec("nixl_cu12"):
+        yield _loaded(options)
+
+
+def _loaded(options: Options) -> Row:
+    """Load over NIXL with a digest and without, both ranks in this process: CPU time of both."""
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    work = works.Work(
+        name="loaded", layers=8, spec=works.heads(8, 16), tp_sizes=(1, 1), tokens=4096, fragments=0
+    )
+    sessions, numbers, pools = dict[str, Session](), itertools.count(), work.pools
+    with ExitStack() as stack:
+        for name, engine, blocks in zip("PD", work.engines(), pools, strict=True):
+            cache, storage = kvspec.allocate(engine, kvspec.RankId(), blocks)
+            for flat in storage.values():
+                flat[:] = 7
+            nixl = stack.enter_context(NixlRank(prefix=f"{name}-", polled=name == "D", secret=b""))
+            session = Session(nixl, cache, engine_id=name, owner=storage)
+            sessions[name] = stack.enter_context(session)
+        producer, consumer = sessions.values()
+        consumer.meet([producer.introduction])
+
+        def load(*, digest: bool) -> None:
+            request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")
+            producer.ledger.expect(remote_id, blocks=request.producer_blocks)
+            one = consumer.load(request, remote_id=remote_id, timeout=60.0, digest=digest)
+            while one.poll() == "moving" or consumer.leftovers().loads:
+                producer.poll()
+                consumer.poll()
+            if one.error is not None:
+                raise one.error
+
+        ours, other = interleaved(
+            options.times(16), cpu(lambda: load(digest=True)), cpu(lambda: load(digest=False))
+        )
+    nbytes = 2 * work.layers * 8 * 128 * 2 * work.tokens  # K and V of 8 heads of 256 bytes
+    what = f"a load of {nbytes >> 20} MiB that compares a digest; other: without, CPU time of both"
+    ratio = f"{ours / other:.3g}"
+    return Row(budget="DIGEST", what=what, ours=told(ours), other=told(other), ratio=ratio)

@@ -13,6 +13,7 @@ import attrs
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError
 from kvspec.memory.regions import RankCache
+from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import Notice, Party
@@ -44,6 +45,7 @@ class Audit:
     remote: RemoteEngine
     request: TransferRequest
     me: Party
+    nixl: NixlRank
     cache: RankCache
     tell: Callable[[Notice], None]
     steps: tuple[int, ...] = ()
@@ -71,6 +73,8 @@ class Audit:
 
         Return "" once all is equal, what differs once that is known, and None before.
         """
+        if not self.nixl.leftovers().registrations:
+            return "the rank was closed before what arrived could be compared"
         try:
             questions = self._begun()
             for number, question in questions.items():

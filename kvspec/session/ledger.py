@@ -137,6 +137,7 @@ class Ledger:
         """
         now = self._now()
         if self._book.held and not self._nixl.leftovers().registrations:
+            self._summing.close()
             for name in self._book.held:
                 self.do(self._book.abort(name, now))
         self.do(self._book.tick(now))

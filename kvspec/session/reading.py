@@ -78,7 +78,7 @@ class Reading:
         """
         remote, request = load.remote, load.request
         if flag("digest", digest):
-            load.audit = Audit(remote, request, self.book.me, self.cache, self.tell)
+            load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.tell)
         if follow and pushed:
             raise SpecError("follow", follow, "False, of what is pushed")
         if follow:

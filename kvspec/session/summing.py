@@ -104,4 +104,6 @@ class Summing:
     def close(self) -> None:
         """Sum nothing any more, and let the memory go."""
         self._asked.clear()
+        self.tables.clear()
+        self._known.clear()
         self.owner = None

@@ -146,7 +146,7 @@ def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
 def test_anything_may_happen_to_sessions() -> None:
     """Whatever happens, no assertion of the world fails; and everything that may happen does."""
     for mode in MODES:
-        worlds = [chaos(seed, mode, digest=seed % 3 == 0) for seed in range(12)]
+        worlds = [chaos(seed, mode, digest=seed % 2 == 0) for seed in range(8)]
         assert {"done", "failed"} == set().union(*(world.outcomes for world in worlds))
         why = {why for world in worlds for asked in world.asked for why in asked.freed.values()}
         assert {"done", "expired"} == why

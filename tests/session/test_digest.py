@@ -188,6 +188,22 @@ def test_what_cannot_be_summed_is_refused() -> None:
     assert sum(sums_of(cache, {"full": tables[0]}, Extent(**whole)))
 
 
+@pytest.mark.parametrize("side", [0, 1], ids=["producer", "consumer"])
+def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
+    """Its memory may be gone: the load fails, and says so."""
+    with FakeNixl(), met(SIZES["two of four"]) as sides:
+        _, loads = begin(sides)
+        until(lambda: all(load.held_back and not load.flights for load in loads), sides[1])
+        for session in sides[side].sessions.values():
+            session.nixl.close()
+        assert ["failed"] * 2 == ended(loads, *sides)
+        words = (
+            ("cannot sum it", "let it go"),
+            ("the rank was closed before", "the rank was closed"),
+        )
+        assert any(word in str(load.error) for load in loads for word in words[side])
+
+
 def test_memory_of_a_device_is_not_summed() -> None:
     """Refused before anything moves: a digest reads bytes where they lie."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
