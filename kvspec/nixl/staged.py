@@ -22,6 +22,9 @@ from kvspec.ownership.election import Role
 from kvspec.staging.costs import Costs
 from kvspec.staging.ranges import Ranges, Repeated, ranges_of
 
+WORTH = 0.9
+"""What share of the direct cost the best staged one must be below, for ranges to be looked for."""
+
 
 def orders_of(
     agent: Agent,
@@ -46,8 +49,9 @@ def staged(order: Order, selection: object, areas: Areas) -> Order:
         return order
     costs, always = staging.costs, staging.always and pairs.nbytes > 0
     direct = costs.direct(pairs.runs, pairs.nbytes, len(pairs.pieces))
-    least = costs.staged(1, pairs.nbytes, pairs.runs, pairs.nbytes)
-    if not always and direct <= least:
+    pieces = -(-pairs.nbytes // staging.longest)
+    least = costs.staged(1, pairs.nbytes, pairs.runs, pairs.nbytes, pieces)
+    if not always and WORTH * direct <= least:
         return order
     devices = [_device(each.rows) for each in (order.local, order.remote)]
     if None in devices:

@@ -106,30 +106,28 @@ class _Windows:
     def moves(self, window: Ints, cell: Ints, offset: Ints) -> Iterator[Moves]:
         """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
         near_cell = self.runs.near_cell[cell]
-        run, repeats = self._runs_of(window)
-        if repeats is None:  # as many runs in each
-            offsets = self._inside[run] + offset[:, None]
-            near = self.runs.near[run] + near_cell[:, None]
+        if self._alike:  # as many runs in each
+            inside, places, length = (
+                each.reshape(-1, self._alike)[window]
+                for each in (self._inside, self.runs.near, self.runs.length)
+            )
+            offsets = (inside + offset[:, None]).reshape(-1)
+            near = (places + near_cell[:, None]).reshape(-1)
+            lengths = length.reshape(-1)
         else:
-            offsets = self._inside[run] + np.repeat(offset, repeats)
-            near = self.runs.near[run] + np.repeat(near_cell, repeats)
-        offsets, near = offsets.reshape(-1), near.reshape(-1)
+            counts = self._counts[window]
+            run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
+            run += np.arange(len(run))
+            offsets = self._inside[run] + np.repeat(offset, counts)
+            near = self.runs.near[run] + np.repeat(near_cell, counts)
+            lengths = self.runs.length[run]
         if len(self._lengths) == 1:
             yield Moves(offset=offsets, near=near, length=self._lengths[0])
             return
-        lengths = self.runs.length[run.reshape(-1)]
         for size in self._lengths:
             which = lengths == size
             if which.any():
                 yield Moves(offset=offsets[which], near=near[which], length=size)
-
-    def _runs_of(self, window: Ints) -> tuple[Ints, Ints | None]:
-        """Return the runs of windows, and how many each has; a row of runs each if all alike."""
-        if self._alike:
-            return self.first[window][:, None] + np.arange(self._alike), None
-        counts = self._counts[window]
-        run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
-        return run + np.arange(len(run)), counts
 
     @cached_property
     def _counts(self) -> Ints:
