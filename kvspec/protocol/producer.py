@@ -128,11 +128,16 @@ class ProducerLedger:
         if key is None:
             raise SpecError("request_id", request_id, "one that is held")
         request = self._requests[key]
-        if upto < request.written.get((group, layer), 0):
+        if upto < self.written(request_id, group, layer):
             raise SpecError("upto", upto, "a frontier that does not go back")
         request.written[group, layer] = upto
         told = (n.answer("wrote", group=group, layer=layer, upto=upto) for n in request.reading())
         return actions + [Tell(notice) for notice in told]
+
+    def written(self, request_id: str, group: str, layer: str) -> int:
+        """Return up to where a layer of a group is written, as far as was said."""
+        key = self._open.get(request_id)
+        return self._requests[key].written.get((group, layer), 0) if key is not None else 0
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """Fence a request: whoever reads it is told so; what may be read is not freed yet."""

@@ -100,7 +100,8 @@ class Ledger:
         """Say that *layers*, all unless given, are written up to the position *upto*.
 
         Loads that follow read that far; of a state, `num_tokens` is the only frontier, and of what
-        counts an encoder's tokens, their count. `SpecError` where a frontier goes back.
+        counts an encoder's tokens, their count. `SpecError` where one's frontier goes back;
+        then none is moved.
         """
         key, homes = key_of(remote_id), self._engine.homes
         named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
@@ -108,11 +109,16 @@ class Ledger:
             raise SpecError("layers", strange[:3], f"layers of the engine, as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
         with self._lock:
+            now = self._now()
+            self.do(self._book.tick(now))
             if not self._book.holds(key):
                 raise SpecError("remote_id", remote_id, "a request that is held")
-            for layer in named:
-                group = homes[layer].name
-                self.do(self._book.wrote(key.request_id, group, layer, upto, self._now()))
+            places = [(homes[layer].name, layer) for layer in named]
+            for place in places:
+                if upto < (before := self._book.written(key.request_id, *place)):
+                    raise SpecError("upto", upto, f"at least {before}, as {place[1]} has it")
+            for place in places:
+                self.do(self._book.wrote(key.request_id, *place, upto, now))
 
     def drop(self, remote_id: str) -> None:
         """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""

@@ -35,7 +35,7 @@ def left_over(
 ) -> SessionLeftovers:
     """Count what the parts of a session hold."""
     return SessionLeftovers(
-        loads=len(reading.book.open),
+        loads=len({*reading.book.open, *reading.loads}),
         steps=reading.book.steps,
         pushes=len(pushing.writing),
         held=len(book.held),

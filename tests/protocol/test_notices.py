@@ -432,6 +432,13 @@ def test_ready_when_the_source_held_it_afterwards() -> None:
     assert ({}, 0, None) == (ledger.open, ledger.steps, ledger.due)
 
 
+def test_what_was_held_when_the_last_byte_came_is_sound() -> None:
+    """Answered at the very time: the source held it, and it is ready."""
+    ledger = moving()
+    asked = ledger.finish(ledger.start("mine", P[0].rank, "full"), 3.0)
+    assert ["Ready"] == kinds(ledger.receive(answers(asked, "valid")[0], 3.0))
+
+
 @pytest.mark.parametrize(("now", "ready"), [(9.0, True), (10.5, False)])
 def test_a_lease_counts_from_before_it_was_asked(now: float, ready: bool) -> None:
     """Granted ten seconds at second 4, asked at second 0: what came before second 10 was held."""

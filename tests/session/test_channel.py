@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -125,6 +126,34 @@ def test_who_stalls_is_cut_off(
     silent.close()
     slow.close()
     until(lambda: far.receive() or not len(far))
+
+
+def test_who_takes_nothing_is_cut_off(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is sent to; but its time begins with what it does not take, not before."""
+    near, _ = pair
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        near.send(address, b"")
+        until(lambda: near.receive() or near.reaches(address))
+        link = near._links[address].socket
+        monkeypatch.setattr(channel, "STALL", 0.2)
+        for _ in range(3):  # until nothing more is taken, nor a while later
+            time.sleep(0.1)
+            with contextlib.suppress(BlockingIOError):
+                while link.send(bytes(1 << 16)):
+                    pass
+        near.send(address, b"x")
+        near.receive()
+        assert 1 == len(near)
+        start = time.monotonic()
+        while len(near):
+            assert time.monotonic() - start < 5.0
+            near.send(address, bytes(1000))
+            near.receive()
+            time.sleep(0.01)
+        assert time.monotonic() - start > 0.1
 
 
 def test_connections_are_bounded(

@@ -226,6 +226,45 @@ def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> Non
         consumer.load(short, prefill.remote_id, follow=True)
 
 
+def test_a_frontier_that_goes_back_moves_no_other(pair: tuple[Side, Side]) -> None:
+    """Of several layers all advance or none: readers are told nothing of what was refused."""
+    producer, consumer = pair
+    prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
+    loads = follow(consumer, prefill)
+    (ledger, *_) = (session.ledger for session in producer.sessions.values())
+    ledger.wrote(prefill.remote_id, 9, ["w.0"])
+    for layers in (["l.0", "w.0"], None):
+        with pytest.raises(SpecError, match=r"upto=8: wanted at least 9, as w.0 has it"):
+            ledger.wrote(prefill.remote_id, 8, layers)
+    ledger.wrote(prefill.remote_id, 1, ["l.0"])
+    for load in loads:
+        load.cancel()
+
+
+def test_a_failure_in_quarantine_stops_what_follows() -> None:
+    """A step that is late may write still: the load fails by then, and starts no other step."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True, clock=lambda: 0.0) as consumer,
+    ):
+        consumer.meet(producer)
+        prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
+        net.fate = lambda _: None
+        (load,) = follow(consumer, prefill, timeout=0.05)
+        prefill.compute(4, *LAYERS)
+        until(lambda: load.error, producer, consumer)
+        assert ("moving", "timeout") == (load.poll(), load.error and load.error.state)
+        (late,) = net.moving
+        prefill.compute(14, *LAYERS)
+        for _ in range(20):
+            producer.poll()
+            consumer.poll()
+        assert [late] == net.moving
+        late.land()
+        assert ["failed"] == ended([load], producer, consumer)
+
+
 def test_a_step_that_fails_fails_the_load_alone() -> None:
     """Its lists were given back meanwhile: the load says why, and other sessions go on."""
     with FakeNixl(), two() as sides:

@@ -206,3 +206,34 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
                 session.part("P")
             assert "failed" == load.poll()
             consumer.meet(producer)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
+    """A lane that broke is opened again when its engine is met; one that was late stays."""
+    with pushing(producers=1) as (producer, consumer):
+        (session,) = producer.sessions.values()
+        known = session.meet(consumer.introductions, role="consumer")
+        remote_id = new_remote_id("r")
+        producer.expect(remote_id)
+        net.fate = lambda _: None
+        push_ = session.push(request(), remote_id=remote_id, timeout=0.05, epoch=1)
+        if lost:
+            net.moving[0].fail()
+        until(lambda: push_.error, producer)
+        assert push_.error is not None
+        assert ("peer_lost" if lost else "timeout") == push_.error.state
+        for flight in net.moving:
+            flight.land()
+        until(lambda: push_.poll() == "failed", producer)
+        net.fate = FakeFlight.land
+        assert lost is (session.meet(consumer.introductions, role="consumer") is not known)
+        producer.poll()
+        again, asked = new_remote_id("again"), request()
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.expect(again)
+        loads = consumer.load(asked, again, pushed=True)
+        push(producer, asked, again)
+        assert ["done"] == ended(loads, producer, consumer)
+        assert [] == consumer.wrong(asked)

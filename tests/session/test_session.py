@@ -24,7 +24,7 @@ from sessions import Side, engine, new_remote_id, request, until
 from kvspec.nixl import NixlRank
 from kvspec.protocol import encode_handshake
 from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
-from kvspec.session.introduction import INTRODUCTION
+from kvspec.session.introduction import INTRODUCTION, introduced
 from kvspec.testing import FakeFlight, FakeNixl
 
 
@@ -826,6 +826,22 @@ def test_an_address_that_cannot_travel_is_refused(net: FakeNixl) -> None:
         Session(nixl, cache, engine_id="D", owner=storage, channel=channel)
     channel.send(channel.address, b"x")
     assert 1 == channel.lost
+
+
+@pytest.mark.parametrize("address", [b"", b"h" * 256, b"h\n:1", b"\xff:1"])
+def test_an_address_that_is_none_is_refused(pair: tuple[Side, Side], address: bytes) -> None:
+    """Of a peer that knows the secret, too: none, too long, not to be shown, no text."""
+    session = next(iter(pair[0].sessions.values()))
+    shake = encode_handshake(session._own.handshake)
+
+    def told(address: bytes) -> str:
+        body = len(address).to_bytes(2, "big") + address + shake
+        sealed = session.nixl.secret.seal(INTRODUCTION, body)
+        return introduced(sealed, session.nixl.secret).address
+
+    assert ["h:1", "h" * 255] == [told(b"h:1"), told(b"h" * 255)]
+    with pytest.raises(WireError, match=r"introduction.address"):
+        told(address)
 
 
 def test_many_threads_may_load_at_once(net: FakeNixl) -> None:
