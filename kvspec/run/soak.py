@@ -22,7 +22,9 @@ from kvspec.run.started import StartedEngine, StartedRank
 from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
-FAULTS = (*KILLS, "stop producer", "stop consumer", "drop", "cancel", "late")
+FAULTS = (
+    *KILLS, "stop producer", "stop consumer", "deregister producer", "drop", "cancel", "late",
+)  # fmt: skip
 """What may break while a request is under way."""
 LEASE, BEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
 MOST = 8  # requests under way
@@ -213,6 +215,12 @@ class Soak:
             rank.stop()
             time.sleep(self.drawn.choice((0.3, 5.0)))  # longer than the lease
             rank.go_on()
+        elif verb == "deregister":
+            self.collect(flying, asked)
+            self.drawn.choice(self.engines[side].ranks).ask("shut")
+            time.sleep(0.3)
+            self.look()
+            self.start(side)
         elif verb == "drop":
             self.engines["producer"].ask("drop", flying.remote_id)
         elif verb == "cancel":
