@@ -45,9 +45,9 @@ class Settings:
 
     *host*: where this machine's ranks listen, and *public*: by which name peers reach it, *host*
     unless given. *model*, *revision*: what both engines must have alike, vLLM's names for them
-    unless given. *hold*: seconds for which a request is held until its first reader is heard, which
-    may have others to serve before; *lease*: after the last time that one was heard. *timeout*:
-    seconds within which a request is read.
+    unless given. *hold*: seconds for which a request is held for its readers, who may have others
+    to serve before; *lease*: for which it is held beyond that, after one was last heard.
+    *timeout*: seconds within which a request is read.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
