@@ -261,9 +261,10 @@ class Remotes:
         """
         for remote in tuple(self._leaving):
             others = [other for other in self._met.values() if other.agents & remote.agents]
-            for other in others:
-                other.lost |= remote.lost
             keep = set[str]() if remote.lost else set[str]().union(*(o.agents for o in others))
+            for other in others if remote.lost else ():
+                other.lost = True
+                other.agents -= remote.agents  # which who is met anew connects
             with contextlib.suppress(TransferError):
                 remote.leave(self._nixl, keep)
                 self._leaving.remove(remote)

@@ -791,6 +791,10 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
         load = far.load(request("pushed"), pushed=True, **asked)
         assert ["done"] == ended([load], one, other)
         assert [] == other.wrong(request("pushed"))
+        asked["remote_id"] = new_remote_id("again")
+        far.ledger.expect(asked["remote_id"])
+        load = near.load(request("again"), **asked)
+        assert ["done"] == ended([load], one, other)
         quiet(one, other)
         near.part("B")
         assert () == near.nixl.peers
