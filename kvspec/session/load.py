@@ -184,7 +184,7 @@ class SessionLoad(Progress):
         moves = any(f.transfer is None or f.transfer.handles for f in self.flights.values())
         if self.error is None or not (self.written or moves):
             return {}
-        return {group: tuple(ids.tolist()) for group, ids in self.blocks.items()}
+        return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> Blocks:

@@ -21,7 +21,7 @@ from kvspec.memory.regions import RankCache
 from kvspec.protocol.pushed import SUM, Pushed
 
 Blocks = Mapping[str, Ids]
-"""By group, the ids of blocks, each once."""
+"""By group, the ids of blocks, in any order."""
 
 
 def placed(
@@ -53,7 +53,7 @@ def blocks_of(engine: EngineSpec, request: TransferRequest) -> Blocks:
     for group in engine.groups:
         if group.name in request.consumer_blocks:
             some = [ids for _, ids in placed(engine, group, request)]
-            ids = np.unique(np.concatenate([np.empty(0, np.int64), *some]))
+            ids = some[0] if len(some) == 1 else np.concatenate([np.empty(0, np.int64), *some])
             found[group.name] = ids if engine.null_block is None else ids[ids != engine.null_block]
     return {group: ids for group, ids in found.items() if len(ids)}
 
@@ -107,7 +107,8 @@ class Claims:
         for group, ids in own.items():
             pool = self._pools[group]
             check_ids("consumer", group, ids, len(pool))
-            for block in ids[pool[ids] != 0][:1].tolist():
+            owners = pool[ids]
+            for block in ids[owners != 0][:1].tolist() if owners.any() else ():
                 owner = self._names[int(pool[block])]
                 message = f"block {block} of group {group} belongs to {owner!r} until that is over"
                 raise TransferError(message, request=request_id, state="busy")
