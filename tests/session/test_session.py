@@ -21,7 +21,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Side, engine, new_remote_id, request, until
 
-from kvspec.nixl import NixlRank
+from kvspec.nixl import NixlRank, Staging
 from kvspec.protocol import encode_handshake
 from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
 from kvspec.session.introduction import INTRODUCTION, introduced
@@ -29,11 +29,11 @@ from kvspec.testing import FakeFlight, FakeNixl
 
 
 @contextlib.contextmanager
-def two() -> Iterator[tuple[Side, Side]]:
+def two(staging: Staging | None = None) -> Iterator[tuple[Side, Side]]:
     """Yield a producer of four ranks, two of which are read, and a consumer of two."""
     with (
-        Side("P", engine(4), polled=False, lease=5.0) as producer,
-        Side("D", engine(2), polled=True, beat=0.2) as consumer,
+        Side("P", engine(4), polled=False, lease=5.0, staging=staging) as producer,
+        Side("D", engine(2), polled=True, beat=0.2, staging=staging) as consumer,
     ):
         consumer.meet(producer)
         yield producer, consumer
@@ -53,12 +53,14 @@ def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
         yield sides
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nixl)])
+@pytest.fixture(params=["fake", "staged", pytest.param("real", marks=pytest.mark.nixl)])
 def either(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    """Return two engines over memory, and over nixl."""
+    """Return two engines over memory, also through areas of two pieces, and over nixl."""
+    staging = Staging(area=4096, piece=2048, always=True) if request.param == "staged" else None
     if request.param == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
-    with FakeNixl() if request.param == "fake" else contextlib.nullcontext(), two() as sides:
+    nixl = contextlib.nullcontext() if request.param == "real" else FakeNixl()
+    with nixl, two(staging) as sides:
         yield sides
 
 

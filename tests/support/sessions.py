@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import kvspec
-from kvspec.nixl import NixlRank
+from kvspec.nixl import NixlRank, Staging
 from kvspec.session import Session, SessionLoad, new_remote_id
 from kvspec.testing import oracle
 
@@ -68,7 +68,14 @@ class Side:
     """One engine of this process: a session and a storage for each rank."""
 
     def __init__(
-        self, name: str, spec: kvspec.EngineSpec, *, epoch: int = 1, polled: bool, **session: Any
+        self,
+        name: str,
+        spec: kvspec.EngineSpec,
+        *,
+        epoch: int = 1,
+        polled: bool,
+        staging: Staging | None = None,
+        **session: Any,
     ) -> None:
         self.name, self.spec = name, spec
         self.sessions: dict[kvspec.RankId, Session] = {}
@@ -76,7 +83,7 @@ class Side:
         self.before: dict[kvspec.RankId, dict[str, np.ndarray]] = {}
         for rank in spec.parallel.ranks:
             cache, storage = kvspec.allocate(spec, rank, num_blocks=BLOCKS)
-            nixl = NixlRank(prefix=f"{name}-{rank}-", polled=polled)
+            nixl = NixlRank(prefix=f"{name}-{rank}-", polled=polled, staging=staging)
             self.sessions[rank] = Session(
                 nixl, cache, engine_id=name, epoch=epoch, owner=storage, **session
             )
