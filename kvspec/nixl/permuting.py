@@ -27,15 +27,18 @@ class _Shown:
         self.__array_interface__ = self.__cuda_array_interface__ = interface | {"strides": strides}
 
 
-def copy_runs(base: int, moves: Moves, *, inward: bool, memory_type: str = "DRAM") -> None:
+def copy_runs(
+    base: int, moves: Moves, *, inward: bool, place: tuple[str, int] = ("DRAM", 0)
+) -> None:
     """Copy *moves* from the piece that begins at *base* to the near side, or back.
 
-    *inward*: as a read does, from the piece. *memory_type*: of both.
+    *inward*: as a read does, from the piece. *place*: memory type and device of both.
     """
+    memory_type, device = place
     if memory_type == "DRAM":
         _copy_on_host(base, moves, inward=inward)
     else:
-        copy_by_torch(base, moves, inward=inward)
+        copy_by_torch(base, moves, inward=inward, device=f"cuda:{device}")
 
 
 def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
@@ -60,8 +63,8 @@ def _items(address: int, count: int, length: int, stride: int) -> NDArray[np.voi
     return np.asarray(_Shown(address, (count,), f"|V{length}", (stride,)))
 
 
-def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: Any = "cuda") -> None:  # noqa: ANN401 - torch's
-    """Copy as `copy_runs` with tensors of *device*, also of host memory ("cpu")."""
+def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: str) -> None:
+    """Copy as `copy_runs` with tensors of *device*: "cuda:0", or "cpu" for host memory."""
     import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
     low = int(moves.near.min())
@@ -78,7 +81,7 @@ def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: Any = "cuda"
     taken, put = (torch.from_numpy(which).to(device) for which in (taken, put))
     target.index_copy_(0, put, source.index_select(0, taken))
     if device != "cpu":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _rows(places: Ints, length: int, grain: int) -> Ints:

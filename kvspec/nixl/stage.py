@@ -59,8 +59,10 @@ class Stage:
             self._copy(piece, self.area.address(room))
 
     def _copy(self, piece: Batch, base: int) -> None:
+        memory = self.area.memory
+        place = memory.memory_type, memory.device
         for moves in self.ranges.moves(piece):
-            copy_runs(base, moves, inward=self.inward, memory_type=self.area.memory.memory_type)
+            copy_runs(base, moves, inward=self.inward, place=place)
 
 
 def _descriptors(address: Ints, length: Ints, device: int) -> NDArray[np.uint64]:
