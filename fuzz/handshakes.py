@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec.protocol import Handshake, decode_handshake, encode_handshake
 
-HEAD = b"kvspec-handshake\n\0\1"
 DRAWN = st.randoms(use_true_random=False)
 SCALARS: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 7, 255, 2**16, 2**22, 2**31, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63),
@@ -81,6 +80,7 @@ def messages() -> list[bytes]:
 
 
 MESSAGES = messages()
+HEAD = MESSAGES[0][: len(b"kvspec-handshake\n") + 2]
 
 
 def place(drawn: random.Random, node: Any) -> tuple[Any, Any]:  # noqa: ANN401

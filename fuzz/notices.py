@@ -2,7 +2,8 @@
 
 Notices are true ones with values changed at any place, bytes flipped, or no notices at all. What
 decodes is given to both ledgers, which never raise, and keep no more than what they were told of.
-`python fuzz/notices.py SECONDS SEED` tries as many as it can, without looking at coverage.
+`python fuzz/notices.py SECONDS SEED` tries as many as it can, without looking at coverage; with a
+third word, `decode`, bytes flipped and cut alone, and the decoder alone.
 """
 
 from __future__ import annotations
@@ -218,5 +219,28 @@ def flood(seconds: float, seed: int) -> None:
     print(f"seed {seed}: {tried} inputs, {valid} of them notices")
 
 
+def decode(seconds: float, seed: int) -> None:
+    """Decode true notices with a few bytes changed or cut for *seconds*, and print how many."""
+    drawn = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    true = [encode_notice(true_notice(drawn)) for _ in range(4096)]
+    end, tried, valid = time.monotonic() + seconds, 0, 0
+    chance = drawn.random
+    while time.monotonic() < end:
+        for kept in true:
+            changed = bytearray(kept)
+            for _ in range(1 + int(3 * chance())):
+                at = len(HEAD) + int(chance() * (len(kept) - len(HEAD)))
+                changed[at] = int(256 * chance())
+            data = bytes(changed if chance() < 0.9 else changed[: int(chance() * len(kept))])  # noqa: PLR2004
+            try:
+                valid += check(data)
+            except BaseException:
+                print(f"seed {seed}, input {tried}: {data.hex()}")
+                raise
+            tried += 1
+    print(f"seed {seed}: {tried} inputs decoded, {valid} of them notices")
+
+
 if __name__ == "__main__":
-    flood(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)  # noqa: PLR2004
+    way = decode if sys.argv[3:] == ["decode"] else flood
+    way(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)  # noqa: PLR2004

@@ -158,6 +158,12 @@ class SessionLoad(Progress):
         """Give it up: it fails as soon as nothing can write its blocks any more."""
         self._cancel(self.request.request_id)
 
+    def fail(self, rank: RankId | None, why: str, state: str | None = None) -> None:
+        """Keep the first reason why it fails, and what is known to differ by then."""
+        differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
+        more = f"; {differs}" if differs else ""
+        super().fail(rank, f"{why}{more}", state or _STATES.get(why, "gone"))
+
     def stop(self) -> None:
         """Post nothing more of what is read."""
         for flight in self.flights.values():

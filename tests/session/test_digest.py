@@ -188,6 +188,21 @@ def test_what_cannot_be_summed_is_refused() -> None:
     assert sum(sums_of(cache, {"full": tables[0]}, Extent(**whole)))
 
 
+def test_what_is_known_by_then_is_said() -> None:
+    """A producer that falls silent while halves are compared: so far the sums have come."""
+    with FakeNixl(corrupt), met(SIZES["blocks of two"], patience=0.1) as sides:
+        consumer = sides[1]
+        _, loads = begin(sides, timeout=1.0)
+        until(lambda: all(load.audit and load.audit.differs for load in loads), *sides)
+        until(lambda: all(load.state == "failed" for load in loads), consumer)
+        for load in loads:
+            assert load.error is not None
+            assert "timeout" == load.error.state
+            assert "not there in time; layers l.0" in load.error.message
+            assert "what arrived is not what tp" in load.error.message
+        until(lambda: not any(s.leftovers().loads for s in consumer.sessions.values()), *sides)
+
+
 @pytest.mark.parametrize("side", [0, 1], ids=["producer", "consumer"])
 def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
     """Its memory may be gone: the load fails, and says so."""
