@@ -5,7 +5,7 @@ from kvspec.session.introduction import new_remote_id
 from kvspec.session.ledger import Ledger, Settled
 from kvspec.session.leftovers import SessionLeftovers
 from kvspec.session.load import LoadState, Progress, SessionLoad, SessionPush
-from kvspec.session.prompts import HeldPrompt, PromptLoad, Prompts
+from kvspec.session.prompts import HeldPrompt, PromptLoad, Prompts, content_of
 from kvspec.session.session import Session
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "SessionPush",
     "Settled",
     "TcpChannel",
+    "content_of",
     "new_remote_id",
 ]

@@ -9,11 +9,12 @@ of a prompt, its producer is told, or its lease is over.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import KVSpecError, SpecError, TransferError
-from kvspec.inputs import mapping, positive_int, seconds, sequence
+from kvspec.inputs import instance, mapping, positive_int, seconds, sequence
 from kvspec.nixl.introduction import secret_of
 from kvspec.nixl.notifications import LAST_WAIT
 from kvspec.protocol.handshake import is_name
@@ -47,6 +48,7 @@ class HeldPrompt:
 
     *engine_id*: the producer's name; *addresses*: of its ranks' channels; *remote_id*: of
     `new_remote_id`; *num_tokens*: how many have gone through its model; *tables*: by its groups.
+    *content*: of `content_of` the prompt's tokens, as far as they are among those; or "".
     """
 
     engine_id: str
@@ -54,6 +56,15 @@ class HeldPrompt:
     remote_id: str
     num_tokens: int
     tables: Mapping[str, BlockTable]
+    content: str = ""
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raise `SpecError` if another prompt than *token_ids* is held, as far as was said."""
+        own = content_of(token_ids[: self.num_tokens])
+        if self.content not in ("", own):
+            raise SpecError(
+                "remote_content", self.content, f"{own}, of the prompt that is asked for"
+            )
 
     def plain(self, secret: str | bytes | None = None) -> dict[str, Any]:
         """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON.
@@ -70,6 +81,7 @@ class HeldPrompt:
             "remote_request_id": self.remote_id,
             "remote_num_tokens": self.num_tokens,
             "remote_block_ids": tables,
+            "remote_content": self.content,
         }
 
     def _mac(self, secret: str | bytes | None) -> bytes:
@@ -101,6 +113,7 @@ class HeldPrompt:
             remote_id=str(remote_id),
             num_tokens=positive_int("remote_num_tokens", given.get("remote_num_tokens")),
             tables=tables,
+            content=instance("remote_content", given.get("remote_content"), str),
         )
         seal = given.get("remote_seal")
         if not hmac.compare_digest(said._mac(secret).hex().encode(), str(seal).encode()):
@@ -122,6 +135,12 @@ class HeldPrompt:
             producer_blocks=self.tables,
             consumer_blocks=blocks,
         )
+
+
+def content_of(token_ids: Sequence[int]) -> str:
+    """Return a sum of a prompt's tokens, by which a prompt that a router mixed up is found."""
+    ids = np.asarray(token_ids, np.int64).astype("<i8")
+    return hashlib.sha256(ids.tobytes()).hexdigest()[:32]
 
 
 class PromptLoad:

@@ -17,7 +17,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Side, engine, new_remote_id, request, until
 
-from kvspec.session import HeldPrompt, Prompts
+from kvspec.session import HeldPrompt, Prompts, content_of
 from kvspec.testing import FakeNixl
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
@@ -44,8 +44,8 @@ WRONG = [None, 5, "", [], [1], {"group0": [0]}, {"group0": 5}, {"group0": [0, ["
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 @pytest.mark.parametrize("name", [*held().plain()])
 def test_what_no_producer_said_is_refused(name: str, value: object) -> None:
-    """By the name of what is wrong; a count of 5 is one."""
-    if (name, value) == ("remote_num_tokens", 5):
+    """By the name of what is wrong; a count of 5 is one, and to say nothing of the content."""
+    if (name, value) in (("remote_num_tokens", 5), ("remote_content", "")):
         return
     with pytest.raises(SpecError, match=r"remote_|block_ids|first_token"):
         HeldPrompt.of({**held().plain(), name: value})
@@ -57,6 +57,7 @@ LEGAL: dict[str, Any] = {
     "remote_request_id": new_remote_id("p-1"),
     "remote_num_tokens": 8,
     "remote_block_ids": {"full": [0, [2, 1]], "window": [4, [3]]},
+    "remote_content": content_of([5]),
     "remote_seal": "0" * 64,
 }
 
@@ -81,6 +82,18 @@ def test_who_does_not_know_the_secret_is_not_believed() -> None:
     for own, other in ((None, b""), (b"", None), (b"another secret, as long", None)):
         with pytest.raises(SpecError, match="remote_seal"):
             HeldPrompt.of(said.plain(own), other)
+
+
+def test_another_prompt_is_refused() -> None:
+    """The first tokens have to be those that are held; nothing said of them fits any."""
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    prompt = held(content=content_of(tokens[:7]))
+    prompt.check(tokens)
+    prompt.check([*tokens[:7], 7])
+    held().check([])
+    for wrong in ([0, *tokens[1:]], [*tokens[:6], 0], tokens[:6], []):
+        with pytest.raises(SpecError, match=r"remote_content='.*of the prompt that is asked for"):
+            prompt.check(wrong)
 
 
 def test_a_request_names_what_moves() -> None:

@@ -251,6 +251,17 @@ def test_how_many_tokens_are_fetched(params: dict[str, Any] | None, count: int) 
     assert (count, count > 0) == one.get_num_new_matched_tokens(request, 0)
 
 
+def test_another_prompt_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:
+    """A router that gives a request the answer of another: it is not read, nor released."""
+    with Engine("p") as producer, Engine("d") as consumer:
+        params = producer.prefill(Request("p-1", 14), *TABLES)
+        other = Request("d-1", 14, params)
+        other.prompt_token_ids[3] = 99
+        consumer.scheduler.on_new_request(other)
+        assert (0, False) == consumer.scheduler.get_num_new_matched_tokens(other, 0)
+        assert "d-1 is computed here: remote_content=" in caplog.text
+
+
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
 def test_only_a_whole_prompt_is_held(status: str) -> None:
     """Of a request that was aborted nobody is told."""

@@ -2,7 +2,7 @@
 
 Law: a consumer fetches all of a prompt but its last token, once, and whatever becomes of that, the
 producer is told once. Of what a router passes on nothing is believed: what is not a producer's
-answer is computed here, as if it had never come.
+answer, or is one about another prompt, is computed here, as if it had never come.
 """
 
 # ruff: noqa: ANN401 - requests, blocks and configs are of vLLM's classes, which are not imported
@@ -17,7 +17,7 @@ from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.session import HeldPrompt, new_remote_id
+from kvspec.session import HeldPrompt, content_of, new_remote_id
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,9 @@ class Scheduling:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             try:
-                self._prompts[request.request_id] = HeldPrompt.of(params)
+                prompt = HeldPrompt.of(params)
+                prompt.check(request.prompt_token_ids or ())
+                self._prompts[request.request_id] = prompt
             except SpecError as error:
                 log.warning("%s is computed here: %s", request.request_id, error)
         elif params.get("do_remote_decode") and self._ranks:
@@ -136,6 +138,7 @@ class Scheduling:
             addresses=tuple(rank.address for rank in self._ranks),
             remote_id=new_remote_id(request.request_id),
             num_tokens=computed,
+            content=content_of((request.prompt_token_ids or ())[:computed]),
         )
 
     def _tables(self, block_ids: Any, num_tokens: int) -> dict[str, Any]:
