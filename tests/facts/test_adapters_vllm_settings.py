@@ -296,17 +296,18 @@ def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
     """Each knows its own; all describe the whole engine, or say how many are missing."""
     names = [f"layers.{number}.attn" for number in range(5)]
     parts = [names[:3], names[3:]]
-    sizes = {"model": Model(layers=5), "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    sizes: dict[str, Any] = {"model": Model(layers=5), "tensor_parallel_size": 2}
+    sizes |= {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 2}
     workers = [
-        (configured(*parts[n // 2], rank=n, **sizes), cached((parts[n // 2], FULL)))
-        for n in range(4)
+        (configured(*parts[n // 4], rank=n, **sizes), cached((parts[n // 4], FULL)))
+        for n in range(8)
     ]
     told = [vllm.WorkerTold.of(*both) for both in workers]
     halves = [cached((part, FULL)) for part in parts]
     whole = vllm.from_vllm(configured(*names, **sizes), halves)
-    assert [whole] * 4 == [vllm.whole_engine(given, told, {}) for given, _ in workers]
-    wanted = "told='3 workers': wanted all 4 of the engine"
-    assert wanted == words(lambda: vllm.whole_engine(workers[0][0], told[:3], {}))
+    assert [whole] * 8 == [vllm.whole_engine(given, told, {}) for given, _ in workers]
+    wanted = "told='7 workers': wanted all 8 of the engine"
+    assert wanted == words(lambda: vllm.whole_engine(workers[0][0], told[:7], {}))
 
 
 def test_pipeline_stages_have_the_layers_of_vllm_s_rule(monkeypatch: pytest.MonkeyPatch) -> None:

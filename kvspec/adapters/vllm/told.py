@@ -52,17 +52,16 @@ def whole_engine(
     """Return the engine of a worker, from what all of its workers have *told*, in order of rank.
 
     *tensors*: the worker's own, as `register_kv_caches` got them. The layers of each stage are as
-    its worker with the same TP and PCP rank tells.
+    its first worker with the same TP rank tells.
     """
-    parallel, rank = Given("vllm_config", vllm_config).get("parallel_config"), rank_of(vllm_config)
-    column = parallel.get("tensor_parallel_size").size()
-    column *= parallel.get("prefill_context_parallel_size").size(1)
-    count = column * parallel.get("pipeline_parallel_size").size(1)
+    sizes, rank = Given("vllm_config", vllm_config).get("parallel_config"), rank_of(vllm_config)
+    column = sizes.get("tensor_parallel_size").size()
+    column *= sizes.get("prefill_context_parallel_size").size(1)
+    count = column * sizes.get("pipeline_parallel_size").size(1)
     everybody = sequence("told", told, "what workers tell")
     if len(everybody) != count:
         raise SpecError("told", f"{len(everybody)} workers", f"all {count} of the engine")
-    size = parallel.get("tensor_parallel_size").size()
-    stages: Sequence[WorkerTold] = everybody[rank.pcp * size + rank.tp :: column]
+    stages: Sequence[WorkerTold] = everybody[rank.tp :: column]
     return from_vllm(
         vllm_config,
         [each.config for each in stages],
