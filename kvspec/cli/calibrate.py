@@ -59,4 +59,4 @@ def told(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9), ("ns", 1e-12)):
         if seconds >= size:
             return f"{seconds / max(size, 1e-9):.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return "0 s"

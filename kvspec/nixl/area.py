@@ -7,6 +7,7 @@ a free piece goes to who waits longest, and nobody waits for a transfer that nob
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -126,19 +127,21 @@ class Area:
     """One registered memory in pieces, for those of the rank's *transfers* that go through it."""
 
     def __init__(
-        self, owner: object, piece: int, transfers: Iterable[User], *, given: bool
+        self, memory: Memory, piece: int, transfers: Iterable[User], given: object = None
     ) -> None:
-        self.memory = memory_of(owner)
-        self._given = given  # by a caller, who may free what is held here
+        self.memory = memory
         self.piece = piece
         self.pieces = self.memory.length // self.piece
-        self._owner = owner
+        self._given = given  # by a caller, who may free what is held here
         self._transfers = transfers
         self._tickets = itertools.count()
 
     def address(self, piece: int) -> int:
         """Return where a piece begins; refuse an area that its owner freed."""
-        if self._given and memory_of(self._owner) != self.memory:
+        if self._given is not None:
+            with contextlib.suppress(SpecError):
+                if memory_of(self._given) == self.memory:
+                    return self.memory.address + piece * self.piece
             message = f"the staging area was freed or moved while in use: {STATES['bug']}"
             raise TransferError(message, state="bug")
         return self.memory.address + piece * self.piece
@@ -186,7 +189,7 @@ class Areas:
     def open(self) -> None:
         """Register the memory that was given, if any."""
         if self.staging is not None and not isinstance(self.staging.area, int):
-            self._make(self.staging, self.staging.area)
+            self._make(self.staging, memory_of(self.staging.area), self.staging.area)
 
     @property
     def memories(self) -> tuple[Memory, ...]:
@@ -200,11 +203,12 @@ class Areas:
                 told = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
                 wanted = f"{memory_type} of device {device}, where the local list lies"
                 raise SpecError("staging.area", told, wanted)
-            self._make(staging, _allocated(staging.area, memory_type, device))
+            owner = _allocated(staging.area, memory_type, device)
+            self._make(staging, attrs.evolve(memory_of(owner), device=device), owner)
         return self._made[memory_type, device]
 
-    def _make(self, staging: Staging, owner: object) -> None:
-        given = owner is staging.area
-        area = Area(owner, staging.longest, self._transfers, given=given)
-        self._register([area.memory], owner)
-        self._made[area.memory.memory_type, area.memory.device] = area
+    def _make(self, staging: Staging, memory: Memory, owner: object) -> None:
+        given = None if isinstance(staging.area, int) else owner
+        area = Area(memory, staging.longest, self._transfers, given)
+        self._register([memory], owner)
+        self._made[memory.memory_type, memory.device] = area

@@ -284,15 +284,44 @@ def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
 
 
 def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
-    """The transfer fails; nothing is read into memory that is gone."""
+    """What is under way fails, and no byte of it reaches the cache; what comes later is refused."""
     torch = pytest.importorskip("torch")
     area = torch.zeros(2 * PIECE, dtype=torch.uint8)
     pair = Pair(area=area)
     pair.move(ONE).wait()
+    net.fate = keep
+    transfer = pair.move(OTHER)
+    in_air(net).land()
     area.untyped_storage().resize_(0)
-    with pytest.raises((TransferError, SpecError), match="freed"):
-        pair.move(OTHER).wait()
-    assert pair.right(ONE)
+    with pytest.raises(TransferError, match="freed or moved while in use"):
+        transfer.wait()
+    with pytest.raises(SpecError, match=r"staging.area='0 bytes': wanted 8192 bytes, not freed"):
+        pair.move(OTHER, name="s")
+    assert (True, 0) == (pair.right(ONE), pair.near.live_handles)
+
+
+def test_host_memory_of_any_device_has_an_area(net: FakeNixl) -> None:
+    """Nixl numbers devices of host memory too; the area has the number of what it is beside."""
+    pair = Pair()
+    array = np.zeros(SIZE, np.uint8)
+    pair.near.register([Memory(array.ctypes.data, SIZE, "DRAM", 3)], owner=array)
+    pair.lists[0] = pair.near.prepare(
+        np.array([(array.ctypes.data, RUN, 3, 4 * RUN, RUNS)], np.uint64)
+    )
+    transfer = pair.move(LONG)
+    transfer.wait()
+    pair.local = array
+    assert (True, True) == (transfer.staged, pair.right(LONG))
+
+
+def test_a_pump_moves_all_to_their_ends(net: FakeNixl) -> None:
+    """Transfers that share one piece are done, each told once."""
+    pair = Pair()
+    for at in range(3):
+        pair.move(range(64 * at, 64 * at + 64), name=f"{at}")
+    ends = [event.kind for _ in range(9) for event in pair.near.pump(0.01)]
+    assert (["done"] * 3, 0) == (ends, pair.near.leftovers().transfers)
+    assert pair.right(*(range(64 * at, 64 * at + 64) for at in range(3)))
 
 
 @pytest.mark.parametrize("length", [1, 6, 64, 256])
