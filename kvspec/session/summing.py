@@ -20,8 +20,8 @@ from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.extents import sums_of
 
 TURN = 0.02  # seconds that a poll sums, and some hundred kilobytes more
-MAX_ASKED = 4096
-"""Questions that wait, and sums that are kept of one request; more are asked again."""
+MAX_ASKED, MAX_KNOWN = 4096, 512
+"""Questions that wait, more are asked again; sums that are kept of one request."""
 
 
 @attrs.define(eq=False)
@@ -97,7 +97,7 @@ class Summing:
 
     def _sum(self, notice: Notice, total: bytes) -> None:
         known = self._known.setdefault(notice.key, {})
-        if notice.extent is not None and len(known) < MAX_ASKED:
+        if notice.extent is not None and len(known) < MAX_KNOWN:
             known[notice.extent] = total
         self.tell(notice.answer("summed", total=total))
 

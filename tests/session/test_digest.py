@@ -219,6 +219,15 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
         assert any(word in str(load.error) for load in loads for word in words[side])
 
 
+def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit is not kept, and asked again: the load is done all the same."""
+    monkeypatch.setattr("kvspec.session.summing.MAX_ASKED", 1)
+    monkeypatch.setattr("kvspec.session.summing.MAX_KNOWN", 1)
+    with FakeNixl(), met(SIZES["two of four"]) as sides:
+        _, loads = begin(sides)
+        assert ["done"] * 2 == ended(loads, *sides)
+
+
 def test_memory_of_a_device_is_not_summed() -> None:
     """Refused before anything moves: a digest reads bytes where they lie."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
