@@ -20,10 +20,11 @@ from kvspec.inputs import flag, instance, positive_int
 from kvspec.memory.regions import Memory
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.errors import STATES
+from kvspec.nixl.permuting import SPARE
 from kvspec.staging.costs import Costs
 
 AREA = 32 << 20
-PIECE = 4 << 20
+PIECE = 8 << 20
 LEAST = 4096
 
 
@@ -92,7 +93,7 @@ def memory_of(area: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
 
 def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN401 - numpy's or torch's
     if memory_type == "DRAM":
-        return np.empty(nbytes, np.uint8)
+        return np.empty(SPARE + nbytes + SPARE, np.uint8)
     import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
     return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
@@ -124,14 +125,20 @@ class User(Protocol):
 
 
 class Area:
-    """One registered memory in pieces, for those of the rank's *transfers* that go through it."""
+    """One registered memory in pieces, for those of the rank's *transfers* that go through it.
+
+    *spares*: where bytes begin that are no piece's, before and behind all pieces; see `copy_runs`.
+    """
 
     def __init__(
         self, memory: Memory, piece: int, transfers: Iterable[User], given: object = None
     ) -> None:
         self.memory = memory
         self.piece = piece
-        self.pieces = self.memory.length // self.piece
+        margin = SPARE if given is None and memory.memory_type == "DRAM" else 0
+        self.spares = (memory.address, memory.end - margin) if margin else ()
+        self.pieces = (memory.length - 2 * margin) // piece
+        self._first = memory.address + margin
         self._given = given  # by a caller, who may free what is held here
         self._transfers = transfers
         self._tickets = itertools.count()
@@ -141,10 +148,10 @@ class Area:
         if self._given is not None:
             with contextlib.suppress(SpecError):
                 if memory_of(self._given) == self.memory:
-                    return self.memory.address + piece * self.piece
+                    return self._first + piece * self.piece
             message = f"the staging area was freed or moved while in use: {STATES['bug']}"
             raise TransferError(message, state="bug")
-        return self.memory.address + piece * self.piece
+        return self._first + piece * self.piece
 
     def ticket(self) -> int:
         """Return a place in the line."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WORD = 8  # bytes: what torch copies at a time where all runs allow it
+SPARE = 64 << 10
+MOST = 1.5  # items of a piece for each run, for copying all of them
 
 
 class _Shown:
@@ -28,15 +30,22 @@ class _Shown:
 
 
 def copy_runs(
-    base: int, moves: Moves, *, inward: bool, place: tuple[str, int] = ("DRAM", 0)
+    base: int,
+    moves: Moves,
+    *,
+    inward: bool,
+    place: tuple[str, int] = ("DRAM", 0),
+    spares: tuple[int, ...] = (),
 ) -> None:
     """Copy *moves* from the piece that begins at *base* to the near side, or back.
 
-    *inward*: as a read does, from the piece. *place*: memory type and device of both.
+    *inward*: as a read does, from the piece. *place*: memory type and device of both. *spares*:
+    where `SPARE` bytes begin that are nobody's, below the piece and above it.
     """
     memory_type, device = place
     if memory_type == "DRAM":
-        _copy_on_host(base, moves, inward=inward)
+        if not (inward and spares and _copied_whole(base, moves, spares)):
+            _copy_on_host(base, moves, inward=inward)
     else:
         copy_by_torch(base, moves, inward=inward, device=f"cuda:{device}")
 
@@ -56,6 +65,34 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
         near[places] = piece[where]
     else:
         piece[where] = near[places]
+
+
+def _copied_whole(base: int, moves: Moves, spares: tuple[int, ...]) -> bool:
+    """Copy the piece as items of a run's length, those between the runs to a spare place.
+
+    That takes one pass where picking runs takes two. False where it cannot be: runs that do not lie
+    on items, or that are few; near memory on both sides of the piece, or numpy would copy it first.
+    """
+    length, low, high = moves.length, int(moves.near.min()), int(moves.near.max())
+    first, last = int(moves.offset[0]), int(moves.offset[-1])
+    count, uneven = divmod(last - first, length)
+    count += 1
+    if not len(moves.offset) < count < MOST * len(moves.offset) or uneven or length > SPARE:
+        return False
+    item = (moves.offset - first) // length
+    if int(moves.offset.min()) != first or int(moves.offset.max()) != last:
+        return False
+    if not base + first + count * length <= low and not high + length <= base:
+        return False
+    if not np.array_equal(item * length, moves.offset - first):
+        return False
+    spare = spares[high > base]
+    start = min(low, spare)
+    places = np.full(count, spare - start)
+    places[item] = moves.near - start
+    near = _items(start, max(high, spare) - start + 1, length, 1)
+    near[places] = _items(base + first, count, length, length)
+    return True
 
 
 def _items(address: int, count: int, length: int, stride: int) -> NDArray[np.void]:

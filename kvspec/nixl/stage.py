@@ -62,7 +62,7 @@ class Stage:
         memory = self.area.memory
         place = memory.memory_type, memory.device
         for moves in self.ranges.moves(piece):
-            copy_runs(base, moves, inward=self.inward, place=place)
+            copy_runs(base, moves, inward=self.inward, place=place, spares=self.area.spares)
 
 
 def _descriptors(address: Ints, length: Ints, device: int) -> NDArray[np.uint64]:

@@ -346,3 +346,27 @@ def test_torch_copies_what_numpy_does(length: int, inward: bool) -> None:
     permuting.copy_by_torch(piece.ctypes.data, moves, inward=inward, device="cpu")
     assert expected[0].tobytes() == near.tobytes()
     assert expected[1].tobytes() == piece.tobytes()
+
+
+@pytest.mark.parametrize("length", [3, 64, 4096])
+@pytest.mark.parametrize("side", ["below", "above", "both"])
+def test_what_lies_between_runs_goes_to_a_spare_place(length: int, side: str) -> None:
+    """Runs of a piece with gaps arrive whether or not they are copied in one pass; nothing else."""
+    spare, items = permuting.SPARE, 40
+    sizes = [items * length, spare, items * length, spare, items * length]
+    below, _, base, above, end = np.cumsum([0, *sizes[:-1]]).tolist()
+    held = np.random.default_rng(length).integers(0, 256, sum(sizes), dtype=np.uint8)
+    item = np.delete(np.arange(items), [3, 4, 20, 33])
+    order = np.random.default_rng(1).permutation(items)[: len(item)]
+    place = {"below": below + 0 * item, "above": end + 0 * item, "both": (item % 2) * end}[side]
+    expected = held.copy()
+    for one, other in zip(item, place + order * length, strict=True):
+        start = base + one * length
+        expected[other : other + length] = held[start : start + length]
+    address = held.ctypes.data
+    moves = Moves(offset=item * length, near=address + place + order * length, length=length)
+    spares = address + sizes[0], address + above
+    assert (side != "both") == permuting._copied_whole(address + base, moves, spares)
+    permuting.copy_runs(address + base, moves, inward=True, spares=spares)
+    for each in (slice(0, sizes[0]), slice(base, above), slice(end, None)):
+        assert expected[each].tobytes() == held[each].tobytes()

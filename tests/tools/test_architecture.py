@@ -52,7 +52,7 @@ FOLDERS = (
     (
         "nixl",
         (
-            "errors rows spans memory introduction living agent calibration area permuting stage"
+            "errors rows spans memory introduction living agent calibration permuting area stage"
             " pieces merging lattice selected order staged choice"
             " notifications peers transfer flights rank ."
         ),
