@@ -231,7 +231,7 @@ class Session:
         sample: int = 0,
         samples: int = 1,
     ) -> None:
-        """Tell the producer that this rank will not load a request, nor is it to be pushed."""
+        """Tell the producer that this rank will not load a request, before any of it is pushed."""
         with self._lock:
             remote = self._remotes.find("producer", engine_id)
             name = f"release {next(self._releases)}"

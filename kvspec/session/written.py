@@ -35,15 +35,16 @@ def placed(
         wanted, size = request.wanted(group.name, spec), engine.virtual_block(group)
         if not wanted:
             continue
-        table = request.table("consumer", group.name)
+        field, table = f"consumer_blocks[{group.name!r}]", request.table("consumer", group.name)
         if any(part.per_token for part in spec.parts):
+            table.check_start(field, size)
             held = table.tokens(size)
             if wanted.start < held.start or held.stop < wanted.stop:
                 told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
-                raise SpecError(f"consumer_blocks[{group.name!r}]", held, told)
+                raise SpecError(field, held, told)
             yield wanted, table.blocks_of(wanted, size)
         else:
-            slot = table.state_block(group.name, spec.block_size, wanted.start)
+            slot = table.state_block(field, spec.block_size, wanted.start)
             yield wanted, table.block_ids[slot : slot + 1]
 
 
@@ -66,9 +67,7 @@ def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
     cached, blocks, counts = blake2b(digest_size=SUM), blake2b(digest_size=SUM), {"prompt"}
     for group in map(engine.group, groups):
         for wanted, ids in placed(engine, group, request):
-            first = request.table("consumer", group.name).first_token
             cached.update(f"{group.name!r} {wanted.start};".encode())
-            blocks.update(f"{group.name!r} {first % group.spec.block_size} {len(ids)};".encode())
             blocks.update(ids.astype("<i8").tobytes())
         for spec, _ in group.alike:
             counts.add("prompt" if spec.counts_prompt else "encoder")
@@ -120,6 +119,6 @@ class Claims:
 
     def give(self, number: int, blocks: Blocks) -> None:
         """Take that a load is over."""
-        if self._names.pop(number, None) is not None:
-            for group in blocks.keys() & self._pools.keys():
-                self._pools[group][blocks[group]] = 0
+        del self._names[number]
+        for group in blocks.keys() & self._pools.keys():
+            self._pools[group][blocks[group]] = 0
