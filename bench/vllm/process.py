@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ class Failed(Exception):  # noqa: N818 - an outcome, not an error of this progra
 
 _SAID = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b(: .*)?)$")
 _SHARED = re.compile(r"/dev/shm/[\w:\[\]-]+$", re.MULTILINE)  # noqa: S108 - what a process has mapped
+_MET = re.compile(r"\bvllm_dist_\w+")  # what the ranks of an engine met by
+_PLACES = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - where vLLM puts it
 _WHO = re.compile(r"^\(.*?\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
 """What vLLM puts before a line."""
 
@@ -50,6 +53,7 @@ class Process:
         connector: dict[str, Any] | None,
     ) -> None:
         self._pipe, other = engine.FORK.Pipe()
+        self._log = log
         given = (other, log, environment, settings, connector)
         self._process = engine.FORK.Process(target=engine.run, args=given)
         self._process.start()
@@ -82,7 +86,7 @@ class Process:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """End it and its workers, and remove the memory that they shared, which vLLM leaves."""
+        """End it and its workers, and remove what they shared, which vLLM leaves."""
         shared = self._shared()
         self._pipe.close()
         self._process.join(ENDING)
@@ -93,8 +97,9 @@ class Process:
             path.unlink(missing_ok=True)
 
     def _shared(self) -> set[Path]:
-        """Return the shared memory that its processes have mapped."""
-        found: set[Path] = set()
+        """Return the memory that its processes have mapped, and what its log names as shared."""
+        names = set(_MET.findall(self._log.read_text(errors="replace")))
+        found = {path for name in names for place in _PLACES for path in place.glob(f"{name}*")}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
                 if os.getpgid(int(maps.parent.name)) == self._process.pid:
