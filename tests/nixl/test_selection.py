@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import attrs
@@ -85,6 +85,22 @@ def test_by_cell_is_one_by_one(case: Case) -> None:
             assert len(found.local_ids) == ends[-1]
 
 
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (12, 4), (8, 12), (4, 4)])
+@pytest.mark.parametrize("tp_sizes", [(2, 2), (4, 2), (2, 1)])
+def test_unequal_blocks_are_posted_as_nixl_joins_them(
+    sizes: tuple[int, int], tp_sizes: tuple[int, int]
+) -> None:
+    """Cells in order, and not: what is told of the plain ones is what NIXL posts."""
+    names = ("LBHNC", "LBNHC", "LKBHNC", "BLHNC", "LHBNC")
+    for layouts in product(names, repeat=2):
+        case = unequal(layouts, sizes, tp_sizes)
+        for _, _, table in world(case).tables():
+            found, expected = both(table, case.request, "consumer")
+            if found is not None:
+                assert (expected.nbytes, expected.runs) == (found.nbytes, found.runs)
+                assert found.runs == posted(rows_of(table), found)
+
+
 @given(strategies.cases(), st.integers(1, 9), st.integers(1, 4096) | st.just(UNLIMITED))
 def test_pieces_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
     """However little one handle takes, and no two of them share what NIXL would join."""
@@ -103,6 +119,18 @@ def test_pieces_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> 
                 assert length[piece].sum() <= nbytes or piece.stop - piece.start == 1
             if nbytes == UNLIMITED:  # else a run may be cut within that is too long for one handle
                 assert found.runs == posted(rows, found)
+
+
+def unequal(layouts: tuple[str, str], sizes: tuple[int, int], tp_sizes: tuple[int, int]) -> Case:
+    """Return a request of 24 tokens in blocks of unequal *sizes*, some of which follow."""
+    sides = [
+        builders.engine(
+            builders.gqa(4, block_size=size), layers=("l.0", "l.1"), tp=tp, layout=layout
+        )
+        for size, tp, layout in zip(sizes, tp_sizes, layouts, strict=True)
+    ]
+    tables = [[1, 2, 0, 5, 4, 3][: -(-24 // size)] for size in sizes]
+    return builders.case(*sides, builders.request(24, *tables))
 
 
 def asked(layouts: tuple[str, str], **more: Any) -> Case:

@@ -1,0 +1,89 @@
+"""What is told of a lattice is true of its spans one by one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from kvspec.nixl.lattice import Bunches, Marks
+from kvspec.nixl.selected import _joined, _Part
+
+Spans = list[tuple[int, int, int, int, int]]
+"""Begin, end, source, memory of the goal, memory of the origin."""
+
+
+@st.composite
+def strides(draw: st.DrawFn, sizes: tuple[int, ...], nbytes: int, inner: list[int]) -> list[int]:
+    """Draw how far apart the things of axes of *sizes* are, *inner* first: dense or padded."""
+    found, reached = [0] * len(sizes), nbytes
+    for axis in inner:
+        found[axis] = reached
+        reached = reached * sizes[axis] + draw(st.sampled_from([0, 0, 1, nbytes]))
+    return found
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> list[_Part]:
+    """Draw one part, or two of the same runs, of other cells: whole ones, and the head of each."""
+    sizes = tuple(draw(st.integers(1, 4)) for _ in range(3))
+    nbytes = draw(st.sampled_from([2, 4]))
+    order = draw(st.permutations(range(3)))
+    apart = [
+        draw(strides(sizes, nbytes, inner))
+        for inner in (order, order if draw(st.booleans()) else draw(st.permutations(range(3))))
+    ]
+    bunches = [np.add.outer(np.arange(sizes[1]) * a[1], np.arange(sizes[2]) * a[2]) for a in apart]
+    areas = [np.full(bunches[0].size, draw(st.integers(0, 1))) for _ in range(2)]
+    if draw(st.booleans()):
+        areas[draw(st.integers(0, 1))] = np.repeat(np.arange(sizes[1]), sizes[2])
+    runs = Marks.of(*(each.reshape(-1) for each in bunches), *areas)
+    which = [draw(st.sampled_from([0, 0, 0, 1])) for _ in range(sizes[0])]
+    found = []
+    for part, size in enumerate((nbytes, nbytes // draw(st.sampled_from([1, 2])))):
+        cells = np.array([cell for cell, one in enumerate(which) if one == part], np.int64)
+        if len(cells):
+            marks = Marks.of(*(cells * each[0] for each in apart))
+            found.append(_joined_part(runs, draw(st.sampled_from([2, 8, 16, 64])), marks, size))
+    return found
+
+
+def _joined_part(runs: Marks, apart: int, cells: Marks, size: int) -> _Part:
+    """Return the part of *cells* in *runs*, those that touch made one."""
+    cells, _ = cells.ascending()
+    first = np.flatnonzero(np.append(True, ~cells.follows(size, size)))
+    nbytes = np.diff(first, append=len(cells)) * size
+    return _Part(Bunches.of(runs, apart), cells.take(first), nbytes, first, len(cells), size)
+
+
+def one_by_one(some: list[_Part]) -> Spans:
+    """Return the spans of all parts in order of the goal."""
+    found = []
+    for part in some:
+        for run in part.runs.every.columns.T.tolist():
+            for cell, nbytes in zip(
+                part.joined.columns.T.tolist(), part.nbytes.tolist(), strict=True
+            ):
+                begin, source, goal, origin = (a + b for a, b in zip(run, cell, strict=True))
+                found.append((begin, begin + nbytes, source, goal, origin))
+    return sorted(found)
+
+
+def joined(spans: Spans) -> int:
+    """Return how many are left when those are one that touch on both sides, in one memory."""
+    return len(spans) - sum(
+        a[1] == b[0] and a[2] + a[1] - a[0] == b[2] and a[3:] == b[3:] for a, b in pairwise(spans)
+    )
+
+
+@given(parts())
+@settings(max_examples=500)
+def test_a_lattice_counts_what_is_left_of_its_spans(some: list[_Part]) -> None:
+    """Wherever it is one, of spans that share no byte, as those of a selection never do."""
+    spans = one_by_one(some)
+    assume(all(a[1] <= b[0] for a, b in pairwise(spans)))
+    left = _joined(some)
+    event(f"{len(some)} parts, {'no lattice' if left is None else 'a lattice'}")
+    assert left in (None, joined(spans))
