@@ -99,14 +99,11 @@ class RowSet:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether cells of one run that touch on both sides have ids that follow each other.
+        """Whether each run is one row on either side: what touches has ids that follow each other.
 
-        Then NIXL joins all that touches, or nothing touches at all.
+        So NIXL joins all that touches on both sides, in one run of cells of one length.
         """
-        pools = self.producer, self.consumer
-        if any(pool.span > 1 or not pool.coalesced for pool in pools):
-            return False
-        return self.touching or any((self.length < pool.stride).all() for pool in pools)
+        return all(pool.coalesced and pool.span == 1 for pool in (self.producer, self.consumer))
 
     @property
     def dense(self) -> bool:

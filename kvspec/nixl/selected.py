@@ -140,8 +140,6 @@ def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part 
         if np.count_nonzero(follows):
             first = _first(follows)
             nbytes, marks = np.diff(first, append=count) * size, marks.take(first)
-    if marks.apart < size:
-        return None  # written twice, which `pair` says in words
     return _Part(runs, marks, nbytes, posted, count, size)
 
 
@@ -199,8 +197,6 @@ def _together(runs: Bunches, some: list[tuple[_Part, Marks]]) -> tuple[Lattice |
     nbytes = np.concatenate([part.nbytes.repeat(len(pattern)) for part, pattern in some])
     inner, order = Marks(np.concatenate(columns, axis=1)).ascending()
     nbytes = nbytes[order]
-    if np.count_nonzero(inner.gaps < nbytes[:-1]):
-        return None, 0
     touching = int(inner.follows(nbytes[:-1], nbytes[:-1]).sum())
     return Lattice.bunched(runs, inner, nbytes), len(runs.begins) * touching
 

@@ -46,7 +46,9 @@ def parts(draw: st.DrawFn) -> list[_Part]:
         cells = np.array([cell for cell, one in enumerate(which) if one == part], np.int64)
         if len(cells):
             marks = Marks.of(*(cells * each[0] for each in apart))
-            found.append(_joined_part(runs, draw(st.sampled_from([2, 8, 16, 64])), marks, size))
+            skip = np.array([draw(st.integers(0, 9)), draw(st.integers(0, 9)), 0, 0])[:, None]
+            starts, marks = Marks(runs.columns - skip), Marks(marks.columns + skip)
+            found.append(_joined_part(starts, draw(st.sampled_from([2, 8, 16, 64])), marks, size))
     return found
 
 
