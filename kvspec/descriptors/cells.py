@@ -75,18 +75,16 @@ def cells(
 ) -> Cells:
     """Return the descriptors of rows of one kind for what they take, ordered by producer id."""
     block, cell, ids = found = np.zeros((3, 2, len(taken[0])), np.int64)
-    sides = tables.sides(geometry)[::-1]
-    for row, (side, group, table, paging) in enumerate(sides):
+    for row, (side, group, table, paging) in enumerate(tables.sides(geometry)[::-1]):
         begin, blocks = taken[row], pools[row].num_blocks // paging.split
         place, part, inner = paging.places(begin, kind) if geometry.cell else (begin, None, None)
-        block[row] = table.block_ids[place]
-        check_ids(side, group, block[row], blocks)
+        own = table.block_ids[place]
+        check_ids(side, group, own, blocks)
         if kind.tokens > geometry.cell:
             # What runs on into later blocks has ids that follow the first, so its last is greatest.
             last = (begin + kind.tokens - 1) // paging.block_size
             check_ids(side, group, table.block_ids[last], blocks)
-        if part is not None:
-            block[row] = block[row] * paging.split + part
+        block[row] = own if part is None else own * paging.split + part
         if inner is not None:
             cell[row] = inner
         ids[row] = pools[row].ids(block[row], cell[row])

@@ -85,6 +85,8 @@ class Pool:
 
     def ids(self, block: Ints, cell: Ints) -> Ints:
         """Return the ids that begin at cells, counted from a run's first id."""
+        if self.cells == self.span == 1:
+            return block
         if not self.coalesced:
             return cell * self.num_blocks + block
         number = block * self.cells + cell
