@@ -40,7 +40,7 @@ def calibrate(
             *(f"{1e3 * one.seconds:.2f}" for one in (direct, staged)),
             *(f"{1e3 * one.expected(costs):.2f}" for one in (direct, staged)),
         )
-        for direct, staged in samples
+        for direct, staged, *_ in samples
     ]
     columns = ("runs", "bytes", "direct, ms", "staged, ms", "fitted", "fitted")
     console = output()

@@ -32,6 +32,7 @@ from kvspec.staging.fitting import Sample, fit
 
 RANK = RankId()
 TIMEOUT = 60.0
+SMALL = 1 << 20  # bytes of a piece, so that what each costs is known from what an order costs
 
 
 @attrs.frozen(kw_only=True)
@@ -122,8 +123,8 @@ def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
 
 def measure(
     wanted: tuple[Probe, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
-) -> list[tuple[Sample, Sample]]:
-    """Return of each probe the least that it took directly and staged."""
+) -> list[tuple[Sample, ...]]:
+    """Return of each probe the least that it took directly, staged, and staged in small pieces."""
     found = []
     with _served(wanted) as told:
         for probe, (metadata, base) in zip(wanted, told, strict=True):
@@ -132,7 +133,7 @@ def measure(
     return found
 
 
-def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sample, Sample]:
+def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sample, ...]:
     producer, consumer = probe.engines
     cache, storage = allocate(consumer, RANK, probe.blocks)
     for memory in storage.values():
@@ -140,14 +141,20 @@ def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sam
     far = lay_out(producer, RANK, probe.blocks, base)
     table = build_table(plan_transfer(producer, consumer), far, cache)
     samples = []
-    for staging in (None, Staging(always=True, costs=Costs())):
+    costs = Costs()
+    ways = (
+        None,
+        Staging(always=True, costs=costs),
+        Staging(always=True, costs=costs, piece=SMALL),
+    )
+    for staging in ways:
         with NixlRank(secret=b"", polled=True, telemetry=True, staging=staging) as rank:
             rank.register(cache.memory, owner=storage)
             peer = rank.connect(metadata, TIMEOUT)
             sides = rank.prepare(table.consumer_rows), rank.prepare(table.producer_rows, peer=peer)
             tried = [_timed(rank, table.select(probe.request), sides) for _ in range(tries + 1)]
             samples.append(min(tried, key=lambda one: one.seconds))
-    return samples[0], samples[1]
+    return tuple(samples)
 
 
 def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared]) -> Sample:
@@ -166,6 +173,6 @@ def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared
     return Sample(seconds=seconds, **counts, **more)
 
 
-def fitted(samples: list[tuple[Sample, Sample]]) -> Costs:
+def fitted(samples: list[tuple[Sample, ...]]) -> Costs:
     """Return the costs that fit what was measured."""
     return fit((one for pair in samples for one in pair), origin="measured just now")

@@ -38,9 +38,9 @@ class Costs:
     handle: float = attrs.field(default=1e-4, validator=_figure)
     descriptor: float = attrs.field(default=2.4e-6, validator=_figure)
     byte: float = attrs.field(default=1 / 9e9, validator=_figure)
-    order: float = attrs.field(default=5e-5, validator=_figure)
-    piece: float = attrs.field(default=2e-4, validator=_figure)
-    run: float = attrs.field(default=1.1e-7, validator=_figure)
+    order: float = attrs.field(default=2e-4, validator=_figure)
+    piece: float = attrs.field(default=3e-5, validator=_figure)
+    run: float = attrs.field(default=1.2e-7, validator=_figure)
     run_byte: float = attrs.field(default=1 / 14e9, validator=_figure)
     origin: str = attrs.field(default="the stated defaults", eq=False)
 
@@ -58,7 +58,7 @@ class Costs:
         *nbytes*: of the runs alone; the rest of the ranges is dropped.
 
         >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, pieces=3), 1)
-        11.6
+        11.9
         """
         moved = self.direct(ranges, read, pieces) + self.order + pieces * self.piece
         return moved + runs * self.run + nbytes * self.run_byte
