@@ -98,9 +98,10 @@ def test_a_prompt_arrives_but_for_its_last_token(
         assert [] == consumer.wrong(wanted)
 
 
-def test_blocks_may_differ() -> None:
-    """Blocks of 4 tokens are read into blocks of 8."""
-    with Engine("p", 2, 4) as producer, Engine("d", 1, 8) as consumer:
+@pytest.mark.parametrize("staging", [0, 4])
+def test_blocks_may_differ(staging: int) -> None:
+    """Blocks of 4 tokens are read into blocks of 8, also by a rank that may stage."""
+    with Engine("p", 2, 4) as producer, Engine("d", 1, 8, staging=staging) as consumer:
         wanted = asked(tables=([3, 5], [0, 4]))
         wanted = kvspec.TransferRequest(
             request_id="d",
@@ -318,6 +319,8 @@ def test_a_prompt_stops_one_token_early(spec: Any, tokens: int, computed: int) -
         ({"lease": -1}, "lease"),
         ({"hold": "long"}, "hold"),
         ({"port": 1}, "port"),
+        ({"staging": -1}, "staging"),
+        ({"staging": 1.5}, "staging"),
         ({"model": ""}, "model"),
     ],
 )

@@ -21,7 +21,7 @@ from kvspec.adapters.vllm.settings import rank_of
 from kvspec.adapters.vllm.tensors import rank_cache
 from kvspec.adapters.vllm.told import WorkerTold, whole_engine
 from kvspec.errors import SpecError
-from kvspec.inputs import seconds
+from kvspec.inputs import positive_int, seconds
 from kvspec.nixl import NixlRank
 from kvspec.protocol.handshake import is_name
 from kvspec.session import PromptLoad, Prompts, Session, TcpChannel
@@ -31,10 +31,12 @@ log = logging.getLogger(__name__)
 
 
 def _fits(_: object, at: attrs.Attribute[Any], value: object) -> None:
-    """Check a number of seconds, or a text that may be left out where its default is None."""
+    """Check a number of seconds or MiB, or a text that may be left out if its default is None."""
     field = f"kv_connector_extra_config[{at.name!r}]"
     if isinstance(at.default, float):
         seconds(field, value)
+    elif isinstance(at.default, int):
+        positive_int(field, value, least=0, most=1 << 20)
     elif value is not None or at.default is not None:
         is_name(field, value)
 
@@ -47,7 +49,8 @@ class Settings:
     unless given. *model*, *revision*: what both engines must have alike, vLLM's names for them
     unless given. *hold*: seconds for which a request is held for its readers, who may have others
     to serve before; *lease*: for which it is held beyond that, after one was last heard.
-    *timeout*: seconds within which a request is read.
+    *timeout*: seconds within which a request is read. *staging*: MiB of host memory through which
+    short runs move where that is cheaper; 0: none do.
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
@@ -57,6 +60,7 @@ class Settings:
     hold: float = attrs.field(default=480.0, validator=_fits)
     lease: float = attrs.field(default=30.0, validator=_fits)
     timeout: float = attrs.field(default=120.0, validator=_fits)
+    staging: int = attrs.field(default=0, validator=_fits)
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
@@ -94,7 +98,8 @@ class Serving:
         (epoch, _), *_ = told = self._everybody(own)
         engine = whole_engine(self._vllm_config, [each for _, each in told], kv_caches)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
-        nixl = NixlRank(prefix=f"{engine_id[:64]}-")
+        staging = settings.staging << 20 or None
+        nixl = NixlRank(prefix=f"{engine_id[:64]}-", staging=staging)
         self._open.callback(nixl.close)
         self._tensors = tuple(kv_caches.values())
         self._session = Session(
