@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 
 import kvspec
@@ -47,8 +48,9 @@ def test_what_no_producer_said_is_refused(name: str, value: object) -> None:
     """By the name of what is wrong; a count of 5 is one, and to say nothing of the content."""
     if (name, value) in (("remote_num_tokens", 5), ("remote_content", "")):
         return
-    with pytest.raises(SpecError, match=r"remote_|block_ids|first_token"):
+    with pytest.raises(SpecError, match=r"remote_|block_ids|first_token") as caught:
         HeldPrompt.of({**held().plain(), name: value})
+    assert ("remote_seal" in str(caught.value)) == (name == "remote_seal")
 
 
 LEGAL: dict[str, Any] = {
@@ -158,11 +160,25 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         again = prompts.load(nobody, asked)
         assert "moving" == again.poll()
         lost = prompts.load(there, asked)  # it is not held any more
+        met = prompts._meetings[there.addresses]
         until(lambda: lost.poll() == "failed", producer)
         assert "failed" == again.poll()
+        assert there.addresses not in prompts._meetings
         producer.expect(there.remote_id)
         last = prompts.load(there, asked)
+        anew = prompts._meetings[there.addresses]
+        assert anew is not met
         until(lambda: last.poll() == "done", producer)
+        prompts.release(there)
+        assert anew is prompts._meetings[there.addresses]
+        session.part("P")
+        refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))
+        assert "failed" == refused.poll()
+        assert "producers that were met" in str(refused.error)
+        after = attrs.evolve(there, remote_id=new_remote_id("p-2"))
+        producer.expect(after.remote_id)
+        once_more = prompts.load(after, attrs.evolve(asked, request_id="r-3"))
+        until(lambda: once_more.poll() == "done", producer)
 
 
 def test_who_was_not_met_yet_is_not_met_after_the_end(sides: tuple[Side, Side]) -> None:
