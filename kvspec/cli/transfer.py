@@ -207,10 +207,10 @@ def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -
     where = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
     console.print(Text.assemble((model, "bold"), f"  {groups}"), soft_wrap=True)
-    console.print(Text.assemble((engines, "bold"), f", {who}, {where}"), soft_wrap=True)
+    console.print(Text.assemble((engines, "bold")), soft_wrap=True)
     least, each = ("1 to ", "at most") if killed else ("", "each")
     tokens, size = f"{least}{job.tokens:,} tokens{cached}", nbytes(job.request_bytes)
-    console.print(f"{count} of {tokens}; {size} {each}", soft_wrap=True)
+    console.print(f"{count} of {tokens}; {size} {each}; {who}, {where}", soft_wrap=True)
 
 
 def _engine(engine: EngineSpec) -> str:
