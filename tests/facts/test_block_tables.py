@@ -325,3 +325,25 @@ def test_what_kvspec_itself_asks_for_uses_no_null_block() -> None:
         plan = kvspec.plan_transfer(engine(null, g=FULL), engine(g=FULL))
         without = kvspec.plan_transfer(engine(None, g=FULL), engine(None, g=FULL))
         assert without.traffic(12).total == plan.traffic(12).total
+
+
+@pytest.mark.parametrize("pool", [1_200, 5_000, 200_000])
+@pytest.mark.parametrize("blocks", [900, 1_100])
+def test_ids_of_a_long_shuffled_table_ascend(pool: int, blocks: int) -> None:
+    """However many, near or far: each pair stays one, and the producer's ids are in order."""
+    spec = kvspec.FullAttentionSpec(
+        block_size=16, total_num_kv_heads=1, head_size=8, dtype="float32"
+    )
+    both = engine(None, full=spec)
+    caches = [kvspec.lay_out(both, RANK, pool, base << 40) for base in (1, 2)]
+    table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
+    drawn = [np.random.default_rng(seed).permutation(pool)[:blocks] for seed in (3, 4)]
+    asked = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=16 * blocks,
+        producer_blocks={"full": drawn[0]},
+        consumer_blocks={"full": drawn[1]},
+    )
+    order = np.argsort(drawn[0])
+    for expected, ids in zip(drawn, table.select(asked), strict=True):
+        assert np.array_equal(expected[order], ids)
