@@ -21,6 +21,10 @@ from kvspec.descriptors.tables import Tables
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.ownership.tokens import Cyclic, Ints
 
+ALL = Cyclic()
+"""Who owns every token."""
+MANY, FAR = 1000, 8
+"""How many ids, and within how many times as many, take less time to place than to sort."""
 Begins = dict[RowKind, tuple[Ints, Ints]]
 """Of each kind of row, where what it takes begins: the producer's and the consumer's own tokens
 before it, counted from the first token of the table; of a state, its place in the table."""
@@ -108,9 +112,6 @@ def _ascending(ids: Ints) -> Ints:
     return ids.argsort(kind="stable")
 
 
-MANY, FAR = 1000, 8  # from where on, and to where, that takes less time than sorting
-
-
 def _state(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begins:
     seen = request.num_tokens if request.state_tokens is None else request.state_tokens
     if seen != request.num_tokens:
@@ -147,10 +148,7 @@ def _own_counts(tables: Tables, geometry: Geometry) -> _Frame:
     local, wanted = geometry.consumer.context.local, tables.wanted
     own = range(local(wanted.start), local(wanted.stop))
     tokens = tables.tokens and range(local(tables.tokens.start), local(tables.tokens.stop))
-    return _Frame(own, tokens, local(tables.cached), geometry.consumer.block_size, _ALL, _ALL)
-
-
-_ALL = Cyclic()
+    return _Frame(own, tokens, local(tables.cached), geometry.consumer.block_size, ALL, ALL)
 
 
 def _positions(tables: Tables, geometry: Geometry) -> _Frame:

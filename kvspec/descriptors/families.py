@@ -36,18 +36,16 @@ class _Cut:
 class RowFamily:
     """The entries of one edge, by how they are cut and by kind of row.
 
-    *cached_in*: what the ends of cached prefixes are multiples of, as its table was promised.
     *likeness*: one thing for all families that cut any request alike, whosever they are.
     """
 
     edge: Edge
     spec: LayerSpec
-    cached_in: int
     entries: tuple[tuple[Geometry, dict[RowKind, list[Entry]]], ...]
     likeness: object
 
     @staticmethod
-    def of(plan: TransferPlan, entries: Iterable[Entry], cached_in: int) -> list[RowFamily]:
+    def of(plan: TransferPlan, entries: Iterable[Entry]) -> list[RowFamily]:
         """Return the families of a table's *entries*."""
         edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[RowKind, list[Entry]]]]]] = {}
         for entry in entries:
@@ -59,8 +57,8 @@ class RowFamily:
         for edge, cuts in edges.values():
             spec = plan.pair_of(edge).specs[edge.layers[0]]
             numbers = tuple(attrs.astuple(geometry, recurse=False) for geometry, _ in cuts.values())
-            likeness = _likeness((edge.producer_group, edge.group, spec, cached_in, numbers))
-            found.append(RowFamily(edge, spec, cached_in, tuple(cuts.values()), likeness))
+            likeness = _likeness((edge.producer_group, edge.group, spec, numbers))
+            found.append(RowFamily(edge, spec, tuple(cuts.values()), likeness))
         return found
 
     def picked(
@@ -107,8 +105,8 @@ class RowFamily:
         tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.cell)
         cut = None
         if tables.reached:
-            if tables.cached % self.cached_in:
-                told = f"a multiple of cached_in={self.cached_in}, as the table was promised"
+            if tables.cached % first.cached_in:
+                told = f"a multiple of cached_in={first.cached_in}, as the table was promised"
                 raise SpecError("cached_tokens", tables.cached, told)
             tables.check(first)
             cut = _Cut(tables, tuple(begins(request, tables, each) for each, _ in self.entries))

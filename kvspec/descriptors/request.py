@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import mapping, positive_int
+from kvspec.inputs import Frozen, mapping, positive_int
 from kvspec.ownership.election import Role
 from kvspec.ownership.intervals import EMPTY
 from kvspec.specs import LayerSpec
@@ -129,21 +129,27 @@ def check_ids(side: Role, group: str, ids: Ids, num_blocks: int) -> None:
 Tables = Mapping[str, BlockTable | Sequence[int]]
 
 
-def _producer_tables(value: Tables) -> dict[str, BlockTable]:
+def _producer_tables(value: Tables) -> Mapping[str, BlockTable]:
     return tables_of("producer_blocks", value)
 
 
-def _consumer_tables(value: Tables) -> dict[str, BlockTable]:
+def _consumer_tables(value: Tables) -> Mapping[str, BlockTable]:
     return tables_of("consumer_blocks", value)
 
 
-def tables_of(field: str, value: Tables) -> dict[str, BlockTable]:
-    """Return block tables by group; plain ids start at token 0."""
+def tables_of(field: str, value: Tables) -> Mapping[str, BlockTable]:
+    """Return block tables by group, which never change; plain ids start at token 0."""
     given = mapping(field, value, "group names to block tables")
-    return {
-        group: table if isinstance(table, BlockTable) else BlockTable(table)
-        for group, table in given.items()
-    }
+    return Frozen(
+        {
+            group: table if isinstance(table, BlockTable) else BlockTable(table)
+            for group, table in given.items()
+        }
+    )
+
+
+def _frozen(value: int | Mapping[str, int]) -> int | Mapping[str, int]:
+    return Frozen(value) if isinstance(value, Mapping) else value
 
 
 class Known(dict[object, Any]):
@@ -170,7 +176,7 @@ class TransferRequest:
     num_tokens: int
     producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_producer_tables)
     consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_consumer_tables)
-    cached_tokens: int | Mapping[str, int] = 0
+    cached_tokens: int | Mapping[str, int] = attrs.field(default=0, converter=_frozen)
     encoder_tokens: int | None = None
     state_tokens: int | None = None
     known: dict[object, Any] = attrs.field(init=False, eq=False, repr=False, factory=Known)

@@ -159,7 +159,7 @@ class DescriptorTable:
 
     @cached_property
     def _families(self) -> list[RowFamily]:
-        return RowFamily.of(self.plan, self.entries, self.cached_in)
+        return RowFamily.of(self.plan, self.entries)
 
     def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
         """Return a picture of one block as SVG text; see `kvspec.draw.table_svg`."""

@@ -1,4 +1,4 @@
-"""What a transfer costs, directly and staged: five figures of a machine, and arithmetic.
+"""What a transfer costs, directly and staged: seven figures of a machine, and arithmetic.
 
 Law: the same figures decide everything that is a matter of cost, and whoever is asked why can show
 them. Pure: nothing is measured here.

@@ -347,3 +347,25 @@ def test_ids_of_a_long_shuffled_table_ascend(pool: int, blocks: int) -> None:
     order = np.argsort(drawn[0])
     for expected, ids in zip(drawn, table.select(asked), strict=True):
         assert np.array_equal(expected[order], ids)
+
+
+def test_a_request_never_changes() -> None:
+    """Not when what it was made of does, nor if told to: tables remember what they found."""
+    both = engine(None, full=WINDOW)
+    caches = [kvspec.lay_out(both, RANK, NUM_BLOCKS, base << 40) for base in (1, 2)]
+    table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
+    cached, blocks = {"full": 32}, {"full": [3, 4]}
+    asked = kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=64,
+        cached_tokens=cached,
+        producer_blocks=blocks,
+        consumer_blocks=blocks,
+    )
+    expected = table.select(asked)[1].tolist()
+    cached["full"], blocks["full"] = 0, [5, 6]
+    for fresh in (asked, attrs.evolve(asked)):
+        assert expected == table.select(fresh)[1].tolist()
+    for held in (asked.cached_tokens, asked.producer_blocks, asked.consumer_blocks):
+        with pytest.raises(TypeError, match="item assignment"):
+            held["full"] = 0  # type: ignore[index]
