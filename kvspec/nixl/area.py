@@ -17,9 +17,13 @@ import numpy as np
 
 from kvspec.errors import SpecError, TransferError
 from kvspec.inputs import flag, instance, positive_int
+from kvspec.memory.arrays import check_tensor
 from kvspec.memory.regions import Memory
+from kvspec.nixl import living
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.errors import STATES
+from kvspec.nixl.living import Held
+from kvspec.nixl.memory import overlap, text_of
 from kvspec.nixl.permuting import SPARE
 from kvspec.staging.costs import Costs
 
@@ -70,14 +74,15 @@ class Staging:
 def memory_of(area: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
     """Return the memory of a numpy array or a torch tensor, all of whose bytes are its own."""
     wanted = f"a number of bytes, or a numpy array or torch tensor of at least {LEAST} bytes"
+    if not isinstance(area, np.ndarray) and not hasattr(area, "data_ptr"):
+        raise SpecError("staging.area", area, wanted)
+    check_tensor("staging.area", area)
     if isinstance(area, np.ndarray):
         whole, writable = area.flags.c_contiguous, area.flags.writeable
         if area.ndim != 1 or not whole or not writable or area.nbytes < LEAST:
             shape = f"{area.dtype}{area.shape}"
             raise SpecError("staging.area", shape, f"{wanted}, of one dimension, writable, no gaps")
         return Memory(area.ctypes.data, area.nbytes)
-    if not hasattr(area, "data_ptr") or not hasattr(area, "device"):
-        raise SpecError("staging.area", area, wanted)
     nbytes = area.numel() * area.element_size()
     storage = area.untyped_storage().nbytes() - area.storage_offset() * area.element_size()
     if not area.is_contiguous() or nbytes < LEAST:
@@ -92,11 +97,15 @@ def memory_of(area: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
 
 
 def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN401 - numpy's or torch's
-    if memory_type == "DRAM":
-        return np.empty(SPARE + nbytes + SPARE, np.uint8)
-    import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
+    try:
+        if memory_type == "DRAM":
+            return np.empty(SPARE + nbytes + SPARE, np.uint8)
+        import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
-    return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+        return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+    except (MemoryError, ValueError, RuntimeError) as error:  # of torch: what does not fit, too
+        wanted = f"what fits into {memory_type} of device {device}"
+        raise SpecError("staging.area", f"{nbytes} bytes", wanted) from error
 
 
 Register = Callable[[Iterable[Memory], object], None]
@@ -186,22 +195,28 @@ class Areas:
     """
 
     def __init__(
-        self, staging: Staging | None, register: Register, transfers: Iterable[User]
+        self,
+        staging: Staging | None,
+        register: Register,
+        transfers: Iterable[User],
+        held: Held,
     ) -> None:
         self.staging = staging
         self._register = register
         self._transfers = transfers
+        self._held = held
         self._made: dict[tuple[str, int], Area] = {}
 
     def open(self) -> None:
-        """Register the memory that was given, if any."""
-        if self.staging is not None and not isinstance(self.staging.area, int):
-            self._make(self.staging, memory_of(self.staging.area), self.staging.area)
-
-    @property
-    def memories(self) -> tuple[Memory, ...]:
-        """The memory of each."""
-        return tuple(area.memory for area in self._made.values())
+        """Register the memory that was given, if any; refuse what another live rank has."""
+        if self.staging is None or isinstance(self.staging.area, int):
+            return
+        memory = memory_of(self.staging.area)
+        for other in living.memories():
+            if overlap(memory, other):
+                wanted = f"memory that no other rank has, as {text_of(other)}"
+                raise SpecError("staging.area", text_of(memory), wanted)
+        self._make(self.staging, memory, self.staging.area)
 
     def beside(self, staging: Staging, memory_type: str, device: int) -> Area:
         """Return the area of a kind of memory and device; refuse another than was given."""
@@ -218,4 +233,5 @@ class Areas:
         given = None if isinstance(staging.area, int) else owner
         area = Area(memory, staging.longest, self._transfers, given)
         self._register([memory], owner)
+        self._held.areas += (memory,)
         self._made[memory.memory_type, memory.device] = area

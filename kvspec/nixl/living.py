@@ -1,6 +1,6 @@
-"""The ranks that live in this process: no two of one name, and none when the interpreter ends.
+"""The ranks that live in this process: no two of one name, none of whose areas is another's memory.
 
-Threads that still wait for NIXL while the interpreter ends would make it abort.
+None when the interpreter ends: threads that still wait for NIXL then would make it abort.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import threading
 import weakref
 from typing import Protocol
 
+import attrs
+
 from kvspec.errors import SpecError
+from kvspec.memory.regions import Memory
 
 
 class Living(Protocol):
@@ -26,22 +29,47 @@ class Living(Protocol):
         """Let go of everything."""
 
 
+@attrs.define(eq=False)
+class Held:
+    """The *memories* that a rank has registered; *areas*: those that it stages through."""
+
+    memories: tuple[Memory, ...] = ()
+    areas: tuple[Memory, ...] = ()
+
+    @property
+    def caches(self) -> tuple[Memory, ...]:
+        """Those that are no area."""
+        return tuple(memory for memory in self.memories if memory not in self.areas)
+
+
 _RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
+_HELD: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
-def enter(rank: Living) -> None:
-    """Let *rank* live; refuse a name that a live rank has or knows."""
+def enter(rank: Living, held: Held) -> None:
+    """Let *rank* live, and its memory be known; refuse a name that a live rank has or knows."""
     with _LOCK:
         if any(rank.name in {other.name, *other.peers} for other in tuple(_RANKS.values())):
             raise SpecError("name", rank.name, "a name that no live rank of this process knows")
-        _RANKS[rank.name] = rank
+        _RANKS[rank.name], _HELD[rank.name] = rank, held
 
 
 def leave(rank: Living) -> None:
     """Free the name of *rank*."""
     if _RANKS.get(rank.name) is rank:
         del _RANKS[rank.name]
+        _HELD.pop(rank.name, None)
+
+
+def areas() -> tuple[Memory, ...]:
+    """Return what ranks that live stage through."""
+    return tuple(area for held in tuple(_HELD.values()) for area in held.areas)
+
+
+def memories() -> tuple[Memory, ...]:
+    """Return what ranks that live have registered."""
+    return tuple(memory for held in tuple(_HELD.values()) for memory in held.memories)
 
 
 @atexit.register

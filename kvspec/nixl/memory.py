@@ -32,10 +32,8 @@ def new_memories(
     """
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(memories)]
     for memory, area in product(wanted, areas):
-        if _device(memory) == _device(area) and max(memory.address, area.address) < min(
-            memory.end, area.end
-        ):
-            raise SpecError("memories", _text(memory), f"no staging area: {_text(area)}")
+        if overlap(memory, area):
+            raise SpecError("memories", text_of(memory), f"no staging area: {text_of(area)}")
     every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []
@@ -43,7 +41,7 @@ def new_memories(
     for memory, known in every:
         if last is not None and _device(last) == _device(memory) and memory.address < last.end:
             if known or memory.end > last.end:
-                raise SpecError("memories", _text(memory), f"no overlap with {_text(last)}")
+                raise SpecError("memories", text_of(memory), f"no overlap with {text_of(last)}")
             continue
         last = memory
         if not known:
@@ -63,7 +61,14 @@ def _device(memory: Memory) -> tuple[str, int]:
     return memory.memory_type, memory.device
 
 
-def _text(memory: Memory) -> str:
+def overlap(memory: Memory, other: Memory) -> bool:
+    """Whether two memories share a byte."""
+    first, last = max(memory.address, other.address), min(memory.end, other.end)
+    return _device(memory) == _device(other) and first < last
+
+
+def text_of(memory: Memory) -> str:
+    """Return *memory* as a message shows it."""
     where = f"[{memory.address:#x}, {memory.end:#x})"
     return f"{memory.memory_type} {where} of device {memory.device}"
 
@@ -83,6 +88,6 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         near = min(gaps, key=lambda each: (gaps[each], abs(each.address - start)), default=None)
         raise TransferError(
             f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) is not inside registered"
-            f" {memory_type} memory; nearest: {_text(near) if near else 'nothing'}",
+            f" {memory_type} memory; nearest: {text_of(near) if near else 'nothing'}",
             state="not_registered",
         )

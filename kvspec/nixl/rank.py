@@ -71,18 +71,18 @@ class NixlRank:
         key = secret_of(secret)
         self._agent = Agent(self.name, progress_thread=not polled, telemetry=telemetry)
         self.secret = Secret(key or b"")
-        self._memories: tuple[Memory, ...] = ()
+        self._held = living.Held()
         self._registered: list[object] = []
         self._inbox = Inbox(self._agent)
         self._peers = Peers(self._agent, self._inbox, key)
         self._flights = Flights(self._agent, self._inbox)
-        self._areas = Areas(Staging.of(staging), self.register, self._flights)
+        self._areas = Areas(Staging.of(staging), self.register, self._flights, self._held)
         self._aborted = False  # whether handles were released in flight: only the agent's end helps
         self._probe = np.zeros(PROBES, np.uint8)  # peers read the first byte, this rank the others
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
         self._areas.open()
-        living.enter(self)
+        living.enter(self, self._held)
 
     def __repr__(self) -> str:
         return f"<NixlRank {self.name!r}: {len(self.peers)} peers, {self.live_handles} in flight>"
@@ -128,14 +128,14 @@ class NixlRank:
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:
         """Register *memories*, each once, and hold *owner* (what owns their bytes) until closed.
 
-        A memory inside a registered one is covered; any other overlap is a `SpecError`. Metadata
-        taken before does not tell of them.
+        A memory inside a registered one is covered; any other overlap, also with another rank's
+        area, is a `SpecError`. Metadata taken before does not tell of them.
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
-            for memory in new_memories(self._memories, memories, self._areas.memories):
+            for memory in new_memories(self._held.memories, memories, living.areas()):
                 self._registered.append(self._agent.register(memory))
-                self._memories += (memory,)
+                self._held.memories += (memory,)
 
     def metadata(self) -> bytes:
         """Return what a peer's `connect` takes: send it to them."""
@@ -189,7 +189,7 @@ class NixlRank:
         checked = checked_rows(rows)
         with self._agent.locked():
             if peer is None:
-                check_inside(checked, memory_type, self._memories)
+                check_inside(checked, memory_type, self._held.caches)
             else:
                 self._peers.check(peer)
             handle = self._agent.prepare(peer, memory_type, checked) if checked.total else None

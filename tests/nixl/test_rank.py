@@ -341,14 +341,14 @@ def test_each_byte_is_registered_once() -> None:
         rank.register([Memory(at + 64, 64), Memory(at, 4096), Memory(at, 4096)], array)
         rank.register([memory(array[:4096]), Memory(at + 4000, 96)])
         assert [4096, PROBES] == sorted(
-            (each.end - each.address for each in rank._memories), reverse=True
+            (each.end - each.address for each in rank._held.memories), reverse=True
         )
         rank.register([Memory(at + 4096, 64)])
-        assert 3 == len(rank._memories) == len(rank._registered)  # one is the probe
+        assert 3 == len(rank._held.memories) == len(rank._registered)  # one is the probe
         for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
             with pytest.raises(SpecError, match=r"memories=.*wanted no overlap with"):
                 rank.register([Memory(at + start, length)])
-        assert 3 == len(rank._memories)
+        assert 3 == len(rank._held.memories)
 
 
 @pytest.mark.parametrize(

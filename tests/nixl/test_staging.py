@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,11 @@ READ_ONLY.flags.writeable = False
         ({"area": np.zeros((2, PIECE), np.uint8)}, "one dimension"),
         ({"area": np.zeros(2 * PIECE, np.uint8)[::2]}, "no gaps"),
         ({"area": READ_ONLY}, "writable"),
+        ({"area": np.empty(PIECE, object)}, r"staging.area.dtype='object': wanted plain bytes"),
+        (
+            {"area": SimpleNamespace(data_ptr=None)},
+            "SimpleNamespace': wanted a torch",
+        ),
         ({"piece": 0}, "staging.piece=0"),
         ({"costs": 3}, "staging.costs=3: wanted a Costs"),
         ({"always": 1}, "staging.always=1: wanted True or False"),
@@ -268,6 +274,39 @@ def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
     memory = Memory(area.ctypes.data + 8, 8)
     with pytest.raises(SpecError, match="wanted no staging area"):
         pair.near.register([memory])
+
+
+def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
+    """Each would write over what the other has on its way: refused while the first rank lives."""
+    area = np.zeros(2 * PIECE, np.uint8)
+    first = Pair(area=area)
+    for part in (area, area[PIECE:], area.view(np.uint16)):
+        with pytest.raises(SpecError, match=r"staging.area='DRAM .*wanted memory that no other"):
+            NixlRank(secret=b"", staging=Staging(area=part))
+    first.near.close()
+    NixlRank(secret=b"", staging=Staging(area=area)).close()
+
+
+def test_no_area_is_a_cache(net: FakeNixl) -> None:
+    """Not of the same rank, nor of a peer in the process: reading would write to what is read."""
+    area = np.zeros(2 * PIECE, np.uint8)
+    pair = Pair(area=area)
+    for rank in (pair.near, pair.far):
+        with pytest.raises(SpecError, match="wanted no staging area"):
+            rank.register([Memory(area.ctypes.data, PIECE)])
+    with pytest.raises(SpecError, match="wanted memory that no other rank has"):
+        NixlRank(secret=b"", staging=Staging(area=pair.remote))
+    rows = np.array([(area.ctypes.data, RUN, 0, RUN, 4)], np.uint64)
+    with pytest.raises(TransferError, match="is not inside registered DRAM memory"):
+        pair.near.prepare(rows)
+
+
+def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
+    """By name, when it is first needed; nothing is posted."""
+    pair = Pair(area=1 << 60)
+    with pytest.raises(SpecError, match=r"staging.area='1152921504606846976 bytes': wanted what"):
+        pair.move(LONG)
+    assert (0, True) == (pair.near.live_handles, pair.right())
 
 
 def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
