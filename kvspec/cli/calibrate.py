@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from kvspec.cli.options import output, progress_bar, refusals, table
-from kvspec.nixl.calibration import save
+from kvspec.nixl.calibration import save, writable
 from kvspec.run.calibrate import fitted, measure, probes
 from kvspec.staging.costs import FIGURES
 from kvspec.words import nbytes
@@ -28,11 +28,12 @@ def calibrate(
     """
     wanted = tuple(probes(megabytes << 20))
     with refusals():
+        place = None if dry else writable(to)  # before minutes are spent on what cannot be kept
         with progress_bar() as bar:
             task = bar.add_task("requests", total=len(wanted))
             samples = measure(wanted, tries, lambda done: bar.update(task, advance=done))
         costs = fitted(samples)
-        written = None if dry else save(costs, to)
+        written = None if place is None else save(costs, place)
     rows = [
         (
             nbytes(staged.permuted / staged.runs),

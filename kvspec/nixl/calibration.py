@@ -6,8 +6,10 @@ the file, otherwise the stated defaults, and `Costs.origin` says why.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.errors import SpecError, shown
+from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.nixl.agent import package_names
 from kvspec.staging.costs import FIGURES, Costs
@@ -46,11 +48,17 @@ class Machine:
 
 
 def place() -> Path:
-    """Return where figures are kept: `KVSPEC_CALIBRATION`, or in the user's cache directory."""
+    """Return where figures are kept: `KVSPEC_CALIBRATION`, or in the user's cache directory.
+
+    `SpecError` where neither is known, as of a user who has no home.
+    """
     if named := os.environ.get(VARIABLE):
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "kvspec" / "calibration.json"
+    try:
+        return Path(cache).expanduser() / "kvspec" / "calibration.json"
+    except RuntimeError as error:
+        raise SpecError(VARIABLE, None, "a path, since this user has no home") from error
 
 
 def calibrated(path: str | os.PathLike[str] | None = None) -> Costs:
@@ -60,19 +68,42 @@ def calibrated(path: str | os.PathLike[str] | None = None) -> Costs:
     the defaults stand in, and their `origin` says why.
     """
     if path is not None:
-        return _read(Path(path))
-    if not place().exists():
-        return Costs(origin="the stated defaults: `kvspec calibrate` was not run here")
+        try:
+            named = Path(path)
+        except TypeError as error:
+            raise SpecError("path", path, "a path") from error
+        return _read(named)
     try:
         return _read(place())
     except SpecError as error:
-        return Costs(origin=f"the stated defaults: {error}")
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        why = "`kvspec calibrate` was not run here" if missing else error
+        return Costs(origin=f"the stated defaults: {why}")
+
+
+def writable(path: Path | None = None) -> Path:
+    """Return where figures are to be kept, *path* or `place`; `SpecError` if none can be."""
+    path = place() if path is None else path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder, free = path.is_dir(), os.access(path.parent, os.W_OK)
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+    if folder or not free:
+        raise _unwritable(path, "this is a folder" if folder else "nothing may be written there")
+    return path
+
+
+def _unwritable(path: Path, why: object) -> SpecError:
+    return SpecError("calibration", str(path), f"a file that can be written: {why}")
 
 
 def save(costs: Costs, path: Path | None = None) -> Path:
-    """Write *costs* of this machine to *path*, whole or not at all; return where."""
-    path = path or place()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write *costs* of this machine to *path*, whole or not at all; return where.
+
+    `SpecError` if that cannot be.
+    """
+    path = writable(path)
     text = json.dumps(
         {
             "version": VERSION,
@@ -82,23 +113,23 @@ def save(costs: Costs, path: Path | None = None) -> Path:
         indent=2,
     )
     partly = path.with_name(f"{path.name}.{os.getpid()}")
-    partly.write_text(text + "\n", encoding="utf-8")
-    partly.replace(path)
+    try:
+        partly.write_text(text + "\n", encoding="utf-8")
+        partly.replace(path)
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):
+            partly.unlink()
+        raise _unwritable(path, error) from error
     return path
 
 
 def _read(path: Path) -> Costs:
     field = f"calibration {path}"
+    text = _bytes(field, path)
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise SpecError(field, f"over {MAX_BYTES} bytes", "a file of `kvspec calibrate`")
         held = json.loads(text)
-    except OSError as error:
-        raise SpecError(field, error.strerror, "a file that `kvspec calibrate` wrote") from error
     except (ValueError, RecursionError) as error:
-        raise SpecError(field, shown(str(error)), "a file of JSON, whole") from error
+        raise SpecError(field, str(error), "a file of JSON, whole") from error
     kept = _members(field, held, {"version", "machine", "seconds"})
     if kept["version"] != VERSION:
         raise SpecError(f"{field}: version", kept["version"], f"{VERSION}; calibrate again")
@@ -112,6 +143,21 @@ def _read(path: Path) -> Costs:
         return Costs(**seconds, origin=f"measured on this machine ({path})")
     except SpecError as error:
         raise SpecError(f"{field}: {error.field}", error.value, error.wanted) from error
+
+
+def _bytes(field: str, path: Path) -> bytes:
+    """Return what the file at *path* has."""
+    wanted, text, why = "a file that `kvspec calibrate` wrote", b"", "no plain file"
+    try:
+        if stat.S_ISREG(path.stat().st_mode):  # who opens a pipe waits for who writes
+            with path.open("rb") as file:
+                text = file.read(MAX_BYTES + 1)
+            why = f"over {MAX_BYTES} bytes" if len(text) > MAX_BYTES else ""
+    except (OSError, ValueError) as error:
+        raise SpecError(field, getattr(error, "strerror", str(error)), wanted) from error
+    if why:
+        raise SpecError(field, why, wanted)
+    return text
 
 
 def _members(field: str, value: object, names: set[str]) -> Mapping[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from kvspec import SpecError
 from kvspec.nixl import Costs, Staging, calibrated
-from kvspec.nixl.calibration import VARIABLE, place, save
+from kvspec.nixl.calibration import VARIABLE, place, save, writable
 from kvspec.staging.costs import FIGURES
 
 MEASURED = Costs(handle=1e-5, descriptor=2e-6, byte=1e-10, run=5e-8)
@@ -96,15 +98,63 @@ def test_a_damaged_file_is_refused_or_replaced(
     assert costs.origin.startswith("the stated defaults")
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "below a file"])
 def test_a_file_that_cannot_be_read_is_no_crash(file: Path, kind: str) -> None:
-    """Missing, or no file."""
+    """Missing, or no file; nobody waits for who never writes."""
     if kind == "folder":
         file.mkdir(parents=True)
+    if kind == "pipe":
+        file.parent.mkdir()
+        os.mkfifo(file)
+    if kind == "below a file":
+        file.parent.write_text("")
     assert ("was not run here" in calibrated().origin) == (kind == "missing")
     with pytest.raises(SpecError, match="wanted a file that `kvspec calibrate` wrote"):
         calibrated(file)
     assert Costs() == calibrated()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "nul\0"])
+def test_a_name_that_no_file_has_is_no_crash(file: Path, name: str) -> None:
+    """Neither to read nor to write."""
+    with pytest.raises(SpecError, match="wanted a file that `kvspec calibrate` wrote"):
+        calibrated(file.with_name(name))
+    with pytest.raises(SpecError, match=r"calibration=.*wanted a file that can be written"):
+        save(MEASURED, file.with_name(name))
+
+
+def test_a_long_name_in_the_environment_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defaults stand in."""
+    monkeypatch.setenv(VARIABLE, "a" * 300)
+    assert "File name too long" in calibrated().origin
+
+
+def test_who_has_no_home_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the user of a container, of whom the machine knows a number alone."""
+    for name in (VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert "KVSPEC_CALIBRATION=None: wanted a path, since this user has no home" in (
+        calibrated().origin
+    )
+    with pytest.raises(SpecError, match="KVSPEC_CALIBRATION=None"):
+        save(MEASURED)
+
+
+def test_nothing_is_left_where_nothing_can_be_written(file: Path) -> None:
+    """A folder is refused by name, and before anything is measured."""
+    file.mkdir(parents=True)
+    for refused in (writable, partial(save, MEASURED)):
+        with pytest.raises(SpecError, match="a file that can be written: this is a folder"):
+            refused(path=file)
+    assert [file] == list(file.parent.iterdir())
+
+
+def test_a_path_is_a_path(file: Path) -> None:
+    """No number."""
+    wrong: Any = 3
+    with pytest.raises(SpecError, match="path=3: wanted a path"):
+        calibrated(wrong)
 
 
 def test_all_figures_are_kept() -> None:

@@ -461,6 +461,14 @@ def test_calibrate_measures_and_writes(tmp_path: Path) -> None:
     assert f"written to {file}" in result.stdout
 
 
+def test_calibrate_measures_nothing_that_cannot_be_kept(tmp_path: Path) -> None:
+    """A folder is refused in a line, before anything is measured."""
+    result = run("calibrate", "--to", str(tmp_path))
+    assert 2 == result.exit_code
+    assert "wanted a file that can be written: this is a folder" in result.stderr
+    assert not result.stdout
+
+
 @pytest.mark.parametrize("option", ["--tries", "--megabytes"])
 def test_calibrate_refuses_nothing_to_do(option: str) -> None:
     """At least one try, of at least 1 MiB."""
