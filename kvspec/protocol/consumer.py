@@ -205,7 +205,8 @@ class ConsumerLedger:
                 load.untold.clear()
                 actions += self._told(load)
             elif load.state != "draining" and self._now >= load.next_tell:
-                actions += self._tell(load, "beat" if load.state == "moving" else "done")
+                moves = load.state == "moving"
+                actions += self._tell(load, "beat" if moves else "done", again=not moves)
         waiting = (load.due for load in self._loads.values() if load.state != "draining")
         self._due = min(waiting, default=math.inf)
         return actions
@@ -225,15 +226,16 @@ class ConsumerLedger:
         return None
 
     def _hold(self, load: Pending, rank: RankId, until: float) -> None:
-        source = load.sources.get(rank)
-        if source is not None:
+        if source := load.sources.get(rank):
             source.held = max(source.held, until)
 
-    def _tell(self, load: Pending, kind: str) -> list[Action]:
-        """Tell every producer rank that has not answered for good."""
+    def _tell(self, load: Pending, kind: str, *, again: bool = False) -> list[Action]:
+        """Tell every producer rank that has not answered for good; *again*: by the same number."""
+        if not again:
+            self._numbers += 1
+            load.number = self._numbers
         load.next_tell = self._now + self.beat
         self._due = min(self._due, load.due)
-        load.number += 1
         actions: list[Action] = []
         for rank in sorted(load.untold):
             asked = load.asked.setdefault(rank, {})

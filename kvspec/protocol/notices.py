@@ -100,12 +100,12 @@ class Key:
 class Notice:
     """One message of *by* to *to* about the request *key*; *kind* is one of `NOTICES`.
 
-    *attempt* grows with each attempt to read the request, *number* with each notice of a sender
-    about it; an answer has that of its question. *sample*: which of several equal requests of a
-    prompt reads. *expected*, of a reader: how many readers *to* will hear of in this attempt, the
-    samples counted. *lease*, of a grant: seconds. *group*, *layer*, *upto*, of what was written:
-    every token before position *upto*. *extent*: what is to be summed; *total*: its sum, 8 bytes.
-    *pushed*: what was written for the reader.
+    *attempt* grows with each attempt to read the request, *number* with each question of a reader,
+    about any; asked again, it has the same, and so has its answer. *sample*: which of several equal
+    requests of a prompt reads. *expected*, of a reader: how many readers *to* will hear of in this
+    attempt, the samples counted. *lease*, of a grant: seconds. *group*, *layer*, *upto*, of what
+    was written: every token before position *upto*. *extent*: what is to be summed; *total*: its
+    sum, 8 bytes. *pushed*: what was written for the reader.
     """
 
     kind: str

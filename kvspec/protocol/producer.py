@@ -258,12 +258,17 @@ class ProducerLedger:
 
 
 def _again(seen: Seen | None, notice: Notice) -> bool:
-    """Return whether the reader said before that it is done with this attempt."""
-    return seen is not None and seen.done and seen.notice.attempt == notice.attempt
+    """Return whether the reader said this before, or before it was done with this attempt.
+
+    What it says after that, it says of another load: what was valid for the first may be gone.
+    """
+    if seen is None or not seen.done:
+        return False
+    return seen.notice.attempt == notice.attempt and notice.number <= seen.notice.number
 
 
-def _order(notice: Notice) -> tuple[int, bool, int]:
-    return notice.attempt, notice.kind == "done", notice.number
+def _order(notice: Notice) -> tuple[int, int]:
+    return notice.attempt, notice.number
 
 
 _ACTS: dict[str, Callable[..., list[Action]]] = {

@@ -40,9 +40,9 @@ PRODUCER: dict[tuple[str, str], Row] = {
     ("freed", "again"): Row("freed", "repeat", "what was valid when it was read stays so"),
     ("freed", "time"): Row("forgotten", "", "who comes later is unknown, and told the same"),
 }
-"""By state and event. *again*: a reader that is done already. *complete*: all readers that will
-come are done, and none is undone. *time*: the lease is over, or a freed request was remembered as
-long."""
+"""By state and event. *again*: what a reader that is done said before. *complete*: all readers that
+will come are done, and none is undone. *time*: the lease is over, or a freed request was remembered
+as long."""
 
 CONSUMER: dict[tuple[str, str], Row] = {
     ("moving", "whole"): Row("asking", "ask", "every source and group arrived: was it valid?"),

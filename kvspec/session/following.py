@@ -16,7 +16,6 @@ from kvspec.nixl.order import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.order import Place
 from kvspec.session.load import SessionLoad
-from kvspec.session.remote import Lane
 
 Frontiers = dict[tuple[RankId, Place], int]
 """By rank, group and layer: up to where it was asked for."""
@@ -79,14 +78,16 @@ def advances(readable: Mapping[RankId, Ends], frontiers: Frontiers) -> Iterator[
                         yield Advance(rank, group, (layer,), tokens, whole=False)
 
 
-def start(
-    nixl: NixlRank, load: SessionLoad, lane: Lane, advance: Advance, timeout: float
-) -> Transfer | None:
+def start(nixl: NixlRank, load: SessionLoad, advance: Advance, timeout: float) -> Transfer | None:
     """Start to read one step; None where nothing of it is this rank's.
 
     Whatever is wrong is a `TransferError`: the load fails, not the session.
     """
-    tokens = {advance.group: advance.tokens}
+    tokens, rank = {advance.group: advance.tokens}, str(advance.rank)
+    lane = load.remote.lanes.get(advance.rank)
+    if lane is None:
+        message = f"{load.remote.start[0]} was met anew meanwhile"
+        raise TransferError(message, rank=rank, state="stale_peer")
     try:
         own = lane if advance.whole else lane.of_layer(nixl, advance.layers[0])
         sides: Sides = own.sides(load.request, tokens)
@@ -97,4 +98,4 @@ def start(
     except TransferError:
         raise
     except KVSpecError as error:
-        raise TransferError(str(error), rank=str(advance.rank), state="bug") from error
+        raise TransferError(str(error), rank=rank, state="bug") from error

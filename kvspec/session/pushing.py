@@ -92,8 +92,10 @@ class Pushing:
                 self._settle(reader, each)
             elif not self.book.holds(reader[0]):
                 del self.writing[reader]
-        for reader in [one for one, until in self.fences.items() if until <= now]:
-            del self.fences[reader]
+        late = [reader for reader, until in self.fences.items() if until <= now]
+        for reader in late:
+            if not self.book.holds(reader[0]):
+                del self.fences[reader]
 
     def heard(self, notice: Notice) -> None:
         """Take a reader's beat or stop: it has not heard how it ended, or wants no more."""
@@ -103,6 +105,8 @@ class Pushing:
             if notice.kind != "done":
                 self._fence(reader)
         elif each is not None and each.told:
+            if notice.kind == "beat" and self.book.finished(*reader):
+                each.told = "stopped"  # it was done: another load of this attempt gets nothing
             self._tell(reader, each.told, each)
         elif each is not None and notice.kind == "stop" and each.transfer is not None:
             with contextlib.suppress(TransferError):

@@ -129,9 +129,8 @@ class Reading:
             rank, upto = advance.rank, advance.tokens.stop
             step = self.book.start(name, rank, advance.group, advance.layers, upto)
             frontiers |= dict.fromkeys(advance.places, upto)
-            left, lane = load.deadline - self.now(), load.remote.lanes[rank]
             try:
-                transfer = start(self.nixl, load, lane, advance, left)
+                transfer = start(self.nixl, load, advance, load.deadline - self.now())
             except TransferError as error:
                 load.fail(rank, error.message, error.state)
                 self.do(self.book.fail(step, error.message, self.now()))

@@ -263,7 +263,7 @@ def test_free_after_the_last_reader() -> None:
     ledger = held()
     assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", number=2), 2.0))
-    assert ["valid"] == kinds(ledger.receive(said("done", number=3), 2.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", number=2), 2.0))
     assert (KEY.request_id,) == ledger.held
     actions = ledger.receive(said("done", 1), 3.0)
     assert ["valid", "Free"] == kinds(actions)
@@ -272,6 +272,20 @@ def test_free_after_the_last_reader() -> None:
     assert ["gone"] == kinds(ledger.receive(said("done", 2), 4.0))
     assert [] == ledger.tick(13.0)
     assert (0, None) == (ledger.remembered, ledger.due)
+
+
+def test_what_was_valid_for_one_load_is_not_for_the_next() -> None:
+    """A reader that beats after it was done reads again: it is waited for, and late if it is."""
+    ledger = held()
+    assert ["valid"] == kinds(ledger.receive(said("done", number=2), 1.0))
+    assert ["valid"] == kinds(ledger.receive(said("beat", number=1), 1.0))  # came late
+    assert ["grant"] == kinds(ledger.receive(said("beat", number=3), 1.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", 1), 2.0))
+    assert (KEY.request_id,) == ledger.held
+    assert ["valid", "Free"] == kinds(ledger.receive(said("done", number=4), 3.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", number=4), 3.0))
+    assert ["gone"] == kinds(ledger.receive(said("beat", number=5), 4.0))
+    assert ["gone"] == kinds(ledger.receive(said("done", number=6), 4.0))
 
 
 def test_an_early_notice_counts() -> None:
@@ -447,6 +461,21 @@ def test_a_lease_counts_from_before_it_was_asked(now: float, ready: bool) -> Non
     assert [] == ledger.receive(grant, 4.0)
     step = ledger.start("mine", P[0].rank, "full")
     assert ready == ("Ready" in kinds(ledger.finish(step, now)))
+
+
+def test_a_question_has_one_number_however_often_it_is_asked() -> None:
+    """And none that a question of another load had, of the same attempt or not."""
+    ledger = moving()
+    later = ledger.finish(ledger.start("mine", P[0].rank, "full"), 3.0)
+    first, *_ = [action.notice for action in later]
+    again = [action.notice for action in ledger.tick(8.0)]
+    assert ({first.number}, 2) == ({notice.number for notice in again}, len(again))
+    for notice in again:
+        ledger.receive(notice.answer("valid"), 9.0)
+    assert {} == ledger.open
+    beats = [action.notice for action in ledger.expect(reads(), 9.0, 20.0)]
+    assert all(notice.number > first.number for notice in beats)
+    assert "Refused" in kinds(ledger.receive(first.answer("valid"), 9.0))
 
 
 def test_gone_fails_by_name() -> None:

@@ -265,6 +265,25 @@ def test_a_failure_in_quarantine_stops_what_follows() -> None:
         assert ["failed"] == ended([load], producer, consumer)
 
 
+def test_a_producer_that_is_met_anew_fails_what_follows_it() -> None:
+    """Its lists went with the first meeting: the load says so, and the session goes on."""
+    with FakeNixl(), two() as sides:
+        producer, consumer = sides
+        prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
+        loads = follow(consumer, prefill)
+        for session in consumer.sessions.values():
+            session.meet(producer.introductions, cached_in=4)
+        prefill.compute(14, *LAYERS)
+        assert ["failed"] * 2 == ended(loads, *sides)
+        assert all("P was met anew meanwhile" in str(load.error) for load in loads)
+        again = Prefill(producer, request("again", 14), new_remote_id("again"))
+        consumer.spoil(again.asked)
+        loads = follow(consumer, again)
+        again.compute(14, *LAYERS)
+        assert ["done"] * 2 == ended(loads, *sides)
+        assert [] == consumer.wrong(again.asked)
+
+
 def test_a_step_that_fails_fails_the_load_alone() -> None:
     """Its lists were given back meanwhile: the load says why, and other sessions go on."""
     with FakeNixl(), two() as sides:

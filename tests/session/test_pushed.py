@@ -208,6 +208,38 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
             consumer.meet(producer)
 
 
+def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> None:
+    """A lease may be longer than what readers that are gone are remembered for else."""
+    now = 0.0
+    with (
+        Side("P", engine(1), polled=True, longest=60.0, clock=lambda: now) as producer,
+        Side("D", engine(1), polled=False, beat=0.05) as consumer,
+    ):
+        consumer.meet(producer)
+        (session,) = producer.sessions.values()
+        session.meet(consumer.introductions, role="consumer")
+        held, unknown = new_remote_id("held"), new_remote_id("unknown")
+        producer.expect(held, lease=100.0)
+        loads = [
+            *consumer.load(request("a", tokens=4), held, pushed=True, again=True),
+            *consumer.load(request("b", tokens=4, consumer_blocks=blocks(5)), unknown,
+                           pushed=True, again=True),
+        ]  # fmt: skip
+        for load in loads:
+            load.cancel()
+        assert ["failed"] * 2 == ended(loads, producer, consumer)
+        assert 2 == len(session._pushing.fences)
+        now = 61.0
+        session.poll()
+        assert 1 == len(session._pushing.fences)
+        (pushed,) = push(producer, request("a", tokens=4), held)
+        assert ("failed", 0) == (pushed.poll(), len(net.moving))
+        now = 101.0
+        session.poll()
+        session.poll()
+        assert 0 == len(session._pushing.fences)
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
     """A lane that broke is opened again when its engine is met; one that was late stays."""

@@ -52,7 +52,7 @@ class Request:
 
 @attrs.define(eq=False)
 class Load:
-    """One rank's attempt to read a request."""
+    """One rank's attempt to read a request; *reread*: it has read it in this attempt before."""
 
     request: Request
     rank: Rank
@@ -62,6 +62,7 @@ class Load:
     outcome: str = ""
     released: bool = False
     closed: bool = False
+    reread: bool = False
 
 
 @attrs.define(eq=False)
@@ -197,7 +198,8 @@ class World:
         left = {
             (s, *place): end for s, ends in order.sources.items() for place, end in ends.items()
         }
-        self.loads.append(Load(request, rank, order, left))
+        reread = any(load.order.name == order.name for load in self.loads if load.rank == rank)
+        self.loads.append(Load(request, rank, order, left, reread=reread))
         self.acted(self.consumers[rank].expect(order, self.now, TIMEOUT), "D", rank)
 
     def start(self, at: int, upto: int) -> None:
@@ -339,6 +341,20 @@ class World:
             request.attempt += 1
             self.expected(request)
 
+    def reread(self, at: int) -> None:
+        """Let a rank read again, as the same attempt, what it has read or given up."""
+        ended = [load for load in self.loads if load.closed and not load.request.lost]
+        if ended:
+            load = ended[at % len(ended)]
+            name = load.request, load.rank, load.order.sample
+            still = [
+                (other.request, other.rank, other.order.sample)
+                for other in self.loads
+                if not other.closed
+            ]
+            if name not in (*still, *self.to_expect):
+                self.to_expect.append(name)
+
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self.now += seconds
@@ -388,7 +404,11 @@ class World:
         to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}
         missing = to_come - request.done.get(rank, set())
         assert not missing, f"{name} is freed on {rank} before {missing} are done"
-        reading = [s for s in self.steps.values() if s.source == rank and s.load.request is request]
+        reading = [
+            step
+            for step in self.steps.values()
+            if step.source == rank and step.load.request is request and not step.load.reread
+        ]
         assert not reading, f"{name} is freed on {rank} while it is read"
 
     def loaded(self, action: Ready | Failed | Release | Closed) -> None:
