@@ -164,12 +164,13 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         until(lambda: lost.poll() == "failed", producer)
         assert "failed" == again.poll()
         assert there.addresses not in prompts._meetings
-        producer.expect(there.remote_id)
-        last = prompts.load(there, asked)
+        back = attrs.evolve(there, remote_id=new_remote_id("p-1"))
+        producer.expect(back.remote_id)
+        last = prompts.load(back, attrs.evolve(asked, request_id="r-1"))
         anew = prompts._meetings[there.addresses]
         assert anew is not met
         until(lambda: last.poll() == "done", producer)
-        prompts.release(there)
+        prompts.release(back)
         assert anew is prompts._meetings[there.addresses]
         session.part("P")
         refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))
