@@ -42,6 +42,12 @@ class Control:
         self._addresses: dict[tuple[str, int], dict[Party, str]] = {}  # of engines that were met
         self._heard: OrderedDict[Party, str] = OrderedDict()
         self._asked: dict[str, bytes | None] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """Close the channel; who waits for an introduction gets none."""
+        self._closed = True
+        self._channel.close()
 
     def meet(self, ranks: Iterable[Introduced]) -> None:
         """Know where the *ranks* of one start of an engine are."""
@@ -99,6 +105,8 @@ class Control:
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
                 with lock:
+                    if self._closed:
+                        raise TransferError("the session was closed", state="closed")
                     now = time.monotonic()
                     for one in missing:
                         there, since = reached[one]

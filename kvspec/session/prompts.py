@@ -1,146 +1,49 @@
-"""Prompts that engines hold for others: how they are told of over a router, and how they are read.
+"""Prompts that other engines hold: who holds them is met, and they are read.
 
-Law: what a router passes on is what was said, or refused by name: a producer seals it by the secret
-that the engines share; with none, whoever can write to the router is believed. A producer is met
-when a prompt of it is first asked for; nothing waits for that, and nothing raises. Whatever becomes
-of a prompt, its producer is told, or its lease is over.
+Law: a producer is met when a prompt of it is first asked for; nothing waits for that, and nothing
+raises. Whatever becomes of a prompt, its producer is told, or its lease is over. Of producers that
+are gone for good no more stay met than were asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.errors import KVSpecError, SpecError, TransferError
-from kvspec.inputs import instance, mapping, positive_int, seconds, sequence
-from kvspec.nixl.introduction import secret_of
+from kvspec.descriptors.request import TransferRequest
+from kvspec.errors import KVSpecError, TransferError
+from kvspec.inputs import positive_int, seconds
 from kvspec.nixl.notifications import LAST_WAIT
-from kvspec.protocol.handshake import is_name
-from kvspec.protocol.seal import MAC, Secret
-from kvspec.session.introduction import key_of
+from kvspec.session.heldprompt import HeldPrompt
 from kvspec.session.load import LoadState, SessionLoad
 from kvspec.session.session import Session
 
+T = TypeVar("T")
 ABSENT = 2.0
 """Seconds for which a producer that nobody is found of is tried: it was there when it answered."""
-_ADDRESSES = "where the producer's ranks are, each a text"
-_TABLE = "the first token, and ids"
-_SEAL = "what the producer sealed, with the same secret, all as it said it"
-PROMPT = b"kvspec-prompt-1\n"
 
 
-@attrs.frozen(kw_only=True)
-class HeldPrompt:
-    """A request that all ranks of a producer hold, as its scheduler tells whoever is to read it.
+@attrs.frozen(eq=False)
+class Meeting:
+    """That a producer's ranks at some *addresses* are *met*, or will be."""
 
-    *engine_id*: the producer's name; *addresses*: of its ranks' channels; *remote_id*: of
-    `new_remote_id`; *num_tokens*: how many have gone through its model; *tables*: by its groups.
-    *content*: of `content_of` the prompt's tokens, as far as they are among those; or "".
-    """
-
-    engine_id: str
     addresses: tuple[str, ...]
-    remote_id: str
-    num_tokens: int
-    tables: Mapping[str, BlockTable]
-    content: str = ""
+    met: Future[object]
 
-    def check(self, token_ids: Sequence[int]) -> None:
-        """Raise `SpecError` if another prompt than *token_ids* is held, as far as was said."""
-        own = content_of(token_ids[: self.num_tokens])
-        if self.content not in ("", own):
-            raise SpecError(
-                "remote_content", self.content, f"{own}, of the prompt that is asked for"
-            )
-
-    def plain(self, secret: str | bytes | None = None) -> dict[str, Any]:
-        """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON.
-
-        *secret*: as a `NixlRank` has it, the environment's `KVSPEC_SECRET` unless given.
-        """
-        return {**self._said(), "remote_seal": self._mac(secret).hex()}
-
-    def _said(self) -> dict[str, Any]:
-        tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
-        return {
-            "remote_engine_id": self.engine_id,
-            "remote_addresses": list(self.addresses),
-            "remote_request_id": self.remote_id,
-            "remote_num_tokens": self.num_tokens,
-            "remote_block_ids": tables,
-            "remote_content": self.content,
-        }
-
-    def _mac(self, secret: str | bytes | None) -> bytes:
-        """Return the code by which who knows *secret* knows that nothing of this was changed."""
-        body = json.dumps(self._said(), sort_keys=True).encode()
-        return Secret(secret_of(secret) or b"").seal(PROMPT, body)[len(PROMPT) :][:MAC]
-
-    @staticmethod
-    def of(given: Mapping[str, Any], secret: str | bytes | None = None) -> HeldPrompt:
-        """Return what *given* says, beside anything else; `SpecError` for what no producer said.
-
-        Nor for what was changed since, or sealed by another *secret* than the producer's: without
-        any, that shows what was changed by accident only.
-        """
-        addresses = sequence("remote_addresses", given.get("remote_addresses"), _ADDRESSES)
-        if not addresses or not all(isinstance(address, str) for address in addresses):
-            raise SpecError("remote_addresses", addresses, _ADDRESSES)
-        remote_id, field = given.get("remote_request_id"), "remote_block_ids"
-        key_of(remote_id)
-        tables = {}
-        for group, table in mapping(field, given.get(field), "groups to tables").items():
-            pair = sequence(f"{field}[{group!r}]", table, _TABLE)
-            if len(pair) != 2:  # noqa: PLR2004 - as `plain` writes it
-                raise SpecError(f"{field}[{group!r}]", pair, _TABLE)
-            tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
-        said = HeldPrompt(
-            engine_id=is_name("remote_engine_id", given.get("remote_engine_id")),
-            addresses=addresses,
-            remote_id=str(remote_id),
-            num_tokens=positive_int("remote_num_tokens", given.get("remote_num_tokens")),
-            tables=tables,
-            content=instance("remote_content", given.get("remote_content"), str),
-        )
-        seal = given.get("remote_seal")
-        if not hmac.compare_digest(said._mac(secret).hex().encode(), str(seal).encode()):
-            raise SpecError("remote_seal", seal, _SEAL)
-        return said
-
-    def request(
-        self, request_id: str, num_tokens: int, blocks: Mapping[str, BlockTable], cached: int = 0
-    ) -> TransferRequest:
-        """Return what a consumer moves of it into *blocks*: the first *num_tokens*, less *cached*.
-
-        Raises as `TransferRequest` does.
-        """
-        return TransferRequest(
-            request_id=request_id,
-            num_tokens=num_tokens,
-            cached_tokens=cached,
-            state_tokens=self.num_tokens,
-            producer_blocks=self.tables,
-            consumer_blocks=blocks,
-        )
-
-
-def content_of(token_ids: Sequence[int]) -> str:
-    """Return a sum of a prompt's tokens, by which a prompt that a router mixed up is found."""
-    ids = np.asarray(token_ids, np.int64).astype("<i8")
-    return hashlib.sha256(ids.tobytes()).hexdigest()[:32]
+    @property
+    def failed(self) -> bool:
+        """Whether it was not met, and will not be by this."""
+        return self.met.done() and (self.met.cancelled() or self.met.exception() is not None)
 
 
 class PromptLoad:
@@ -152,7 +55,7 @@ class PromptLoad:
     def __init__(
         self,
         request: TransferRequest,
-        meeting: Future[None],
+        meeting: Future[object],
         begin: Callable[[], SessionLoad],
         release: Callable[[], None],
         failed: Callable[[], None],
@@ -209,7 +112,7 @@ class PromptLoad:
         if self.load is not None:
             self.load.cancel()
 
-    def _met(self, meeting: Future[None]) -> None:
+    def _met(self, meeting: Future[object]) -> None:
         """Begin after a *meeting*; what is wrong with it, or then, is the error."""
         try:
             meeting.result()
@@ -218,6 +121,10 @@ class PromptLoad:
                     self.load = self._begin()
             if self.load is None:
                 self._release()
+        except CancelledError:
+            message = "its producer is not met any more: `Prompts` was closed"
+            name = self.request.request_id
+            self._refused = self._refused or TransferError(message, request=name, state="closed")
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this request alone
             self._refused = self._refused or error
             self._failed()
@@ -228,14 +135,20 @@ class Prompts:
 
     *timeout*: seconds within which a prompt is read once its producer was met. *patience*: seconds,
     at most as many, within which a producer that is there answers; meanwhile no other is met.
+    *most*: producers that stay met; of more, the session parts from who was not asked for the
+    longest, so that those that are gone for good take no memory for ever.
     """
 
-    def __init__(self, session: Session, *, timeout: float, patience: float = 30.0) -> None:
+    def __init__(
+        self, session: Session, *, timeout: float, patience: float = 30.0, most: int = 256
+    ) -> None:
         self.session = session
         self._timeout = seconds("timeout", timeout)
         self._patience = min(self._timeout, seconds("patience", patience))
+        self._most = positive_int("most", most)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-meet")
-        self._meetings: dict[tuple[str, ...], Future[None]] = {}
+        self._meetings: OrderedDict[str, Meeting] = OrderedDict()  # by producer
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -264,13 +177,13 @@ class Prompts:
         def release() -> None:
             self._release(prompt)
 
-        meeting = self._meeting(prompt.addresses)
-        part = partial(self._part, prompt.addresses, meeting)
-        return PromptLoad(request, meeting, begin, release, part)
+        meeting = self._meeting(prompt)
+        forget = partial(self._forget, prompt.engine_id, meeting)
+        return PromptLoad(request, meeting.met, begin, release, forget)
 
     def release(self, prompt: HeldPrompt) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
-        self._meeting(prompt.addresses).add_done_callback(lambda _: self._release(prompt))
+        self._meeting(prompt).met.add_done_callback(lambda _: self._release(prompt))
 
     def close(self) -> None:
         """Meet nobody any more; the session is the caller's to close."""
@@ -280,19 +193,35 @@ class Prompts:
         with contextlib.suppress(KVSpecError):
             self.session.release(prompt.remote_id, engine_id=prompt.engine_id)
 
-    def _meeting(self, addresses: tuple[str, ...]) -> Future[None]:
+    def _meeting(self, prompt: HeldPrompt) -> Meeting:
         """Return when a producer is met, or was; one that could not be met is tried again."""
-        known = self._meetings.get(addresses)
-        if known is None or (known.done() and (known.cancelled() or known.exception())):
-            known = self._meetings[addresses] = self._thread.submit(self._meet, addresses)
+        name = prompt.engine_id
+        with self._lock:
+            known = self._meetings.get(name)
+            if known is None or known.addresses != prompt.addresses or known.failed:
+                known = Meeting(prompt.addresses, self._submit(self._meet, prompt.addresses))
+            self._meetings[name] = known
+            self._meetings.move_to_end(name)
+            if len(self._meetings) > self._most:
+                self._submit(self.session.part, self._meetings.popitem(last=False)[0])
         return known
+
+    def _submit(self, act: Callable[[T], object], given: T) -> Future[object]:
+        """Let the thread *act*; what comes after the end is cancelled, as what still waits then."""
+        try:
+            return self._thread.submit(act, given)
+        except RuntimeError:
+            never = Future[object]()
+            never.cancel()
+            return never
 
     def _meet(self, addresses: tuple[str, ...]) -> None:
         wait = self._patience
         found = self.session.fetch(addresses, wait, absent=min(wait, ABSENT))
         self.session.meet(found, timeout=wait)
 
-    def _part(self, addresses: tuple[str, ...], meeting: Future[None]) -> None:
+    def _forget(self, engine_id: str, meeting: Meeting) -> None:
         """Meet a producer anew when it is next asked for, since something of it was lost."""
-        if self._meetings.get(addresses) is meeting:
-            del self._meetings[addresses]
+        with self._lock:
+            if self._meetings.get(engine_id) is meeting:
+                del self._meetings[engine_id]

@@ -140,8 +140,9 @@ class Session:
 
         *role*: what it is to this rank. *cached_in*: as `build_table` has it. Whatever does not fit
         is refused by name before anything is connected, as `judged` tells; `SpecError` for a start
-        before the one that was met. A new start replaces the last one, whose loads fail. Connecting
-        waits *timeout* seconds at most.
+        before the one that was met. It stays met, with its connections and lists, until `part`, or
+        a new start takes its place: loads from it fail then. Connecting waits *timeout* seconds at
+        most.
         """
         with self._meeting:
             remote = judged(self._own, self.nixl, introductions, role, cached_in)
@@ -254,8 +255,7 @@ class Session:
     def leftovers(self) -> SessionLeftovers:
         """Count what is not over."""
         with self._lock:
-            parts = self._reading, self._book, self._pushing, self._remotes, self._summing
-            return left_over(*parts)
+            return left_over(self._reading, self._book, self._pushing, self._remotes, self._summing)
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
@@ -276,7 +276,7 @@ class Session:
         with self._lock:
             self._remotes.close()
             self._summing.close()
-            self.channel.close()
+            self._control.close()
 
     def _heard(self, notice: Notice) -> None:
         """Give a notice to whom it concerns."""

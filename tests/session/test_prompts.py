@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -148,10 +150,11 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
     producer, consumer = sides
     asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
     session = next(iter(consumer.sessions.values()))
-    nobody, there = held(), held((*producer.addresses,), tables=asked.producer_blocks)
+    nobody = held(engine_id="nobody")
+    there = held((*producer.addresses,), tables=asked.producer_blocks)
     with Prompts(session, timeout=0.3) as prompts:
         prompts.release(nobody)
-        until(prompts._meetings[nobody.addresses].done)
+        until(prompts._meetings["nobody"].met.done)
         first = prompts.load(nobody, asked)
         assert "moving" == first.poll()
         assert [] == first.untouched.tolist()
@@ -160,18 +163,18 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         again = prompts.load(nobody, asked)
         assert "moving" == again.poll()
         lost = prompts.load(there, asked)  # it is not held any more
-        met = prompts._meetings[there.addresses]
+        met = prompts._meetings["P"]
         until(lambda: lost.poll() == "failed", producer)
         assert "failed" == again.poll()
-        assert there.addresses not in prompts._meetings
+        assert "P" not in prompts._meetings
         back = attrs.evolve(there, remote_id=new_remote_id("p-1"))
         producer.expect(back.remote_id)
         last = prompts.load(back, attrs.evolve(asked, request_id="r-1"))
-        anew = prompts._meetings[there.addresses]
+        anew = prompts._meetings["P"]
         assert anew is not met
         until(lambda: last.poll() == "done", producer)
         prompts.release(back)
-        assert anew is prompts._meetings[there.addresses]
+        assert anew is prompts._meetings["P"]
         session.part("P")
         refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))
         assert "failed" == refused.poll()
@@ -187,8 +190,72 @@ def test_who_was_not_met_yet_is_not_met_after_the_end(sides: tuple[Side, Side]) 
     asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
     with Prompts(next(iter(sides[1].sessions.values())), timeout=0.3) as prompts:
         first, second = (prompts.load(held((f"127.0.0.1:{n}",)), asked) for n in (9, 7))
-    assert "failed" == second.poll()
+    third = prompts.load(held(), asked)
+    for late in (second, third):
+        assert "failed" == late.poll()
+        with pytest.raises(TransferError, match=r"not met any more.*request=r, state=closed"):
+            late.wait()
     until(lambda: first.poll() == "failed")
+
+
+def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
+    """Engines that are gone for good do not add up; one that is asked for again is met again."""
+    with FakeNixl(), contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        producers = [enter(Side(name, engine(1), polled=False, background=True)) for name in "PQR"]
+        consumer = enter(Side("D", engine(1), polled=True, beat=0.2, background=True))
+        (session,) = consumer.sessions.values()
+        prompts = enter(Prompts(session, timeout=10.0, most=2))
+
+        def read(number: int, name: str) -> None:
+            producer = producers[number]
+            remote_id = new_remote_id(name)
+            asked = request(name, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+            producer.expect(remote_id)
+            address = (*producer.addresses,)
+            prompts.load(held(address, engine_id="PQR"[number], remote_id=remote_id), asked).wait()
+
+        def met() -> set[str]:
+            until(lambda: prompts._submit(lambda _: None, None).result() or True)
+            return {engine_id for _, engine_id in session._remotes._met}
+
+        for number in (0, 1, 0, 2):
+            read(number, f"first {number}")
+        assert {"P", "R"} == met()
+        read(0, "second")
+        read(1, "again")
+        assert {"P", "Q"} == met()
+        (first,) = producers[0].sessions.values()
+        until(lambda: not first.leftovers().held)
+        assert {f"{name}" for name in "PQ"} == {*prompts._meetings}
+
+
+def test_a_producer_that_moved_is_met_where_it_is(sides: tuple[Side, Side]) -> None:
+    """Its name is the same, its addresses are others; where it was takes nothing any more."""
+    producer, consumer = sides
+    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+    with Prompts(next(iter(consumer.sessions.values())), timeout=0.3) as prompts:
+        before = prompts.load(held(), asked)
+        prompt = held((*producer.addresses,))
+        producer.expect(prompt.remote_id)
+        now = prompts.load(prompt, asked)
+        until(lambda: now.poll() == "done", producer)
+        assert ("failed", ["P"]) == (before.poll(), [*prompts._meetings])
+
+
+def test_nobody_is_waited_for_by_a_session_that_is_closed() -> None:
+    """The thread that meets ends, however patient it is: else its process would not."""
+    with FakeNixl(), Side("D", engine(1), polled=True, background=True) as consumer:
+        (session,) = consumer.sessions.values()
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            prompts = Prompts(session, timeout=60.0)
+            load = prompts.load(held((address,)), request())
+            until(lambda: session.channel.reaches(address))  # type: ignore[attr-defined]
+            prompts.close()
+            session.close()
+            until(lambda: load.poll() == "failed", seconds=5.0)
+        assert "the session was closed" in str(load.error)
 
 
 def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:

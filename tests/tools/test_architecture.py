@@ -62,7 +62,7 @@ FOLDERS = (
         "session",
         (
             "background channel introduction control extents summing ledger remote written audit"
-            " load following reading pushing leftovers session prompts ."
+            " load following reading pushing leftovers session heldprompt prompts ."
         ),
     ),
     ("", "."),  # kvspec/__init__.py, which names the public values
