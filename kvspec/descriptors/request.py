@@ -23,17 +23,16 @@ Ids = npt.NDArray[np.int64]
 MAX_ID = 2**63 - 1
 MAX_TOKENS = 2**62
 """The greatest position: the end of its block is still a signed 64-bit number."""
+_BOOLS = {bool, np.bool_}
 
 
 def _block_ids(value: object) -> Ids:
-    ids = _array(value)
-    if ids is not None and ids.size == 0:
-        ids = ids.astype(np.int64)
-    fits = ids is not None and ids.ndim == 1 and ids.dtype.kind in "iu"
-    if ids is None or not fits or (ids.dtype.kind == "u" and ids.max(initial=0) > MAX_ID):
+    given = _array(value)
+    fits = given is not None and given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
+    if given is None or not fits or (given.dtype.kind == "u" and given.max(initial=0) > MAX_ID):
         raise SpecError("block_ids", value, "a sequence of ints")
-    ids = ids.astype(np.int64)
-    ids.flags.writeable = False
+    ids = given.astype(np.int64)
+    ids.setflags(write=False)
     return ids
 
 
@@ -41,23 +40,15 @@ def _array(value: object) -> npt.NDArray[Any] | None:
     """Return *value* as an array, or None if it has no order or hides a bool among ints."""
     if isinstance(value, np.ndarray):
         return value
-    if isinstance(value, (str, bytes)) or not (
-        isinstance(value, Sequence) or hasattr(value, "__array__")
-    ):
+    if isinstance(value, Sequence):
+        if isinstance(value, (str, bytes)) or not _BOOLS.isdisjoint(map(type, value)):
+            return None
+    elif not hasattr(value, "__array__"):
         return None
     try:
-        ids = np.asarray(value)
+        return np.asarray(value)
     except (ValueError, TypeError):
         return None
-    # What has a type of narrower ints hides no bool.
-    wide = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.itemsize == np.int64().itemsize
-    if wide and isinstance(value, Sequence):
-        small = ids.view(np.uint64) < 2  # noqa: PLR2004 - 0 and 1
-        if np.count_nonzero(small) and any(
-            isinstance(value[at], (bool, np.bool_)) for at in np.flatnonzero(small).tolist()
-        ):
-            return None
-    return ids
 
 
 @attrs.frozen
