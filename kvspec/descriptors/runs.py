@@ -92,6 +92,11 @@ class RowSet:
                 next_[side] &= row[1:] == row[:-1]
         return np.asarray(next_[0] & next_[1])
 
+    def posted(self, cells: Cells) -> int:
+        """Return how many descriptors NIXL posts for *cells* of all runs."""
+        joined = np.count_nonzero(self.next_ids(cells)) if self.touching else 0
+        return len(self) * (len(cells) - int(joined))
+
     @cached_property
     def touching(self) -> bool:
         """Whether consecutive ids of a row are consecutive bytes on both sides: NIXL joins them."""

@@ -97,11 +97,7 @@ class DescriptorTable:
 
         NIXL joins neighbours of the list whose ids follow each other in one dense row.
         """
-        posted = 0
-        for entry, chosen in self.cells(request):
-            rows = entry.rows
-            joined = int(rows.next_ids(chosen).sum()) if rows.touching else 0
-            posted += len(rows) * (len(chosen) - joined)
+        posted = sum(entry.rows.posted(chosen) for entry, chosen in self.cells(request))
         return posted, len(self.descriptors(request))
 
     def explain(

@@ -71,22 +71,27 @@ def _nothing() -> tuple[tuple[Ints, Ints], Spans]:
 class Pairing:
     """Checked pairs of ids, cut into pieces that fit one handle each.
 
-    *runs* is what nixl should post. Where runs of different rows were merged, *joined* has them,
-    and *pieces* are slices of it; else of the ids. *spans*: makes `source` and `written`, which
-    are only needed where other bytes move too.
+    Where runs of different rows were merged, *joined* has them, and *pieces* are slices of it; else
+    of the ids. *spans* makes `source` and `written`, which are only needed where other bytes move
+    too; *posts* counts `runs`, which only who asks for them needs.
     """
 
     local_ids: Ids
     remote_ids: Ids
     spans: Callable[[], tuple[tuple[Ints, Ints], Spans]] = _nothing
     nbytes: int = 0
-    runs: int = 0
+    posts: Callable[[], int] = int
     pieces: tuple[slice, ...] = ()
     joined: PlainDescriptors | None = None
 
     @cached_property
     def _spans(self) -> tuple[tuple[Ints, Ints], Spans]:
         return self.spans()
+
+    @cached_property
+    def runs(self) -> int:
+        """How many descriptors nixl should post."""
+        return self.posts()
 
     @property
     def source(self) -> tuple[Ints, Ints]:
@@ -198,7 +203,7 @@ def pair(
         remote_ids=remote_ids,
         spans=lambda: ((source.address, source.address + source.nbytes), written),
         nbytes=int(nbytes.sum()),
-        runs=len(first),
+        posts=lambda: len(first),
         pieces=tuple(pieces.cut(pieces.Each(first, np.cumsum(nbytes), length))),
         joined=joined,
     )

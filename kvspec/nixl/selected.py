@@ -8,7 +8,8 @@ and `pair` has to look at the ids one by one. That no byte is written twice, `se
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -61,20 +62,20 @@ def pair_selection(
         worked_out = _several(picked, rows, target)
     if worked_out is None:
         return None
-    posted, nbytes, pieces = worked_out
+    posts, nbytes, pieces = worked_out
     ids = selection if local == "producer" else selection[::-1]
     return Pairing(
         local_ids=ids[0],
         remote_ids=ids[1],
         spans=lambda: _spans(picked, target),
         nbytes=nbytes,
-        runs=posted,
+        posts=posts,
         pieces=pieces or (slice(0, len(ids[0])),),
     )
 
 
-_WorkedOut = tuple[int, int, tuple[slice, ...]]
-"""Descriptors posted, bytes, and the pieces of the ids; no pieces where one handle takes all."""
+_WorkedOut = tuple[Callable[[], int], int, tuple[slice, ...]]
+"""Counts descriptors posted; bytes, and the pieces of the ids: none where one handle takes all."""
 
 
 def _alone(entry: Entry, cells: Cells) -> _WorkedOut | None:
@@ -83,17 +84,15 @@ def _alone(entry: Entry, cells: Cells) -> _WorkedOut | None:
     if size is None or not rows.plain:
         return None
     total, nbytes = len(rows) * count, len(rows) * count * size
-    posted = total
-    if rows.touching:
-        posted -= len(rows) * int(np.count_nonzero(rows.next_ids(cells)))
-    if fits(posted, nbytes):
-        return posted, nbytes, ()
+    posts = partial(rows.posted, cells)
+    if fits(total, nbytes) or (fits(1, nbytes) and fits(posts(), nbytes)):
+        return posts, nbytes, ()
     repeats = how_many_fit(count, count * size)  # NIXL never joins two rows
     if not repeats:
         return None
     step = repeats * count
     pieces = tuple(slice(first, min(first + step, total)) for first in range(0, total, step))
-    return posted, nbytes, pieces
+    return posts, nbytes, pieces
 
 
 def _several(
@@ -113,7 +112,7 @@ def _several(
         nbytes += part.repeats * part.cells * part.size
     if not joined or merges(posted, posted - joined):
         return None
-    return posted, nbytes, () if fits(posted, nbytes) else tuple(cut(_Posted(parts)))
+    return lambda: posted, nbytes, () if fits(posted, nbytes) else tuple(cut(_Posted(parts)))
 
 
 def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part | None:

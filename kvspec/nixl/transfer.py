@@ -25,10 +25,9 @@ TURN = 0.01  # seconds after which a poll of what is staged ends: its pieces are
 class Transfer:
     """A read or write under way. `poll` or `wait` until it is "DONE"; both raise if it fails.
 
-    *request*, *peer*, *descriptors* (pairs of ids), *runs* (what merging should leave of them),
-    *nbytes*, *handles* (pieces posted so far), *error* (None unless it failed) and, if the rank
-    captures telemetry, *posted*: the descriptors that nixl did post. *staged*: whether it goes
-    through the area; its runs are then ranges of the peer.
+    *request*, *peer*, *descriptors* (pairs of ids), *nbytes*, *handles* (pieces posted so far),
+    *error* (None unless it failed) and, if the rank captures telemetry, *posted*: the descriptors
+    that nixl did post. *staged*: whether it goes through the area.
     """
 
     def __init__(self, agent: Agent, order: Order) -> None:
@@ -39,7 +38,6 @@ class Transfer:
         self.staged = order.stage is not None
         self.area = None if order.stage is None else order.stage.area
         self.ticket: int | None = None  # its place in the line for a piece of the area
-        self.runs = order.pairs.runs if order.stage is None else order.stage.ranges.ranges
         self.nbytes = order.pairs.nbytes
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
@@ -63,6 +61,11 @@ class Transfer:
         if self.error is not None:
             return self.error.state or "bug"
         return "PROC" if self._in_flight or self._pending else "DONE"
+
+    @property
+    def runs(self) -> int:
+        """What merging should leave of its pairs; of what is staged: ranges of the peer."""
+        return self.order.pairs.runs if self.order.stage is None else self.order.stage.ranges.ranges
 
     @property
     def live_handles(self) -> int:
