@@ -42,7 +42,8 @@ class Cells:
     ids: Ints
 
     def __len__(self) -> int:
-        return len(self.ids[0])
+        count: int = self.ids.shape[1]
+        return count
 
 
 def begins(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begins:
@@ -52,18 +53,14 @@ def begins(request: TransferRequest, tables: Tables, geometry: Geometry) -> Begi
     """
     if not geometry.cell:
         return _state(request, tables, geometry)
-    alike = geometry.producer.context.alike(geometry.consumer.context)
+    producer, consumer = geometry.producer.context, geometry.consumer.context
+    alike = producer.alike(consumer)
     frame = (_own_counts if alike else _positions)(tables, geometry)
-    before = [
-        table.first_token // paging.context.size
-        for table, paging in (
-            (tables.producer, geometry.producer),
-            (tables.consumer, geometry.consumer),
-        )
-    ]
     found = _cut(tables, geometry, frame).items()
-    if alike and before == [0, 0]:
+    first = tables.producer.first_token, tables.consumer.first_token
+    if alike and first == (0, 0):
         return {kind: (begin, begin) for kind, begin in found}
+    before = first[0] // producer.size, first[1] // consumer.size
     return {
         kind: (frame.producer.local(begin) - before[0], frame.consumer.local(begin) - before[1])
         for kind, begin in found
@@ -78,23 +75,25 @@ def cells(
     pools: tuple[Pool, Pool],
 ) -> Cells:
     """Return the descriptors of rows of one kind for what they take, ordered by producer id."""
-    block, cell, ids = found = np.zeros((3, 2, len(taken[0])), np.int64)
+    found = np.zeros((3, 2, len(taken[0])), np.int64)
+    block, cell, ids = found[0], found[1], found[2]
     for row, (side, group, table, paging) in enumerate(tables.sides(geometry)[::-1]):
-        begin, blocks = taken[row], pools[row].num_blocks // paging.split
+        begin, pool = taken[row], pools[row]
         place, part, inner = paging.places(begin, kind) if geometry.cell else (begin, None, None)
-        own = table.block_ids[place]
-        check_ids(side, group, own, blocks)
-        if kind.tokens > geometry.cell:
-            # What runs on into later blocks has ids that follow the first, so its last is greatest.
-            last = (begin + kind.tokens - 1) // paging.block_size
-            check_ids(side, group, table.block_ids[last], blocks)
+        own, blocks = table.block_ids[place], pool.num_blocks // paging.split
+        if not table.inside(blocks):
+            check_ids(side, group, own, blocks)
+            if kind.tokens > geometry.cell:
+                # What runs on has ids that follow the first, so its last is the greatest.
+                last = (begin + kind.tokens - 1) // paging.block_size
+                check_ids(side, group, table.block_ids[last], blocks)
         block[row] = own if part is None else own * paging.split + part
         if inner is not None:
             cell[row] = inner
-        ids[row] = pools[row].ids(block[row], cell[row])
+        ids[row] = pool.ids(block[row], cell[row])
     if np.count_nonzero(ids[0, :-1] > ids[0, 1:]):
-        found = found[:, :, _ascending(ids[0])]
-    return Cells(*found)
+        block, cell, ids = found.take(_ascending(ids[0]), axis=2)
+    return Cells(block, cell, ids)
 
 
 def _ascending(ids: Ints) -> Ints:

@@ -7,6 +7,7 @@ layout or the ranks that they came from.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 from typing import NamedTuple
@@ -34,12 +35,12 @@ class Paging:
     flows: bool = False
     null_block: int | None = None
 
-    @property
+    @cached_property
     def split(self) -> int:
         """Blocks in memory for each block of the table."""
         return self.block_size // self.memory_block_size
 
-    @property
+    @cached_property
     def virtual_block(self) -> int:
         """The token positions that one block of the table stands for."""
         return self.block_size * self.context.size

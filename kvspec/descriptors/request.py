@@ -58,14 +58,18 @@ class BlockTable:
     Block ``i`` holds the tokens ``first_token + i * block_size`` and on; where C context ranks
     share the tokens, it stands for a virtual block of ``block_size * C`` of them. The table of a
     group of state layers is the one slot that holds the state; of a longer one, the state is in
-    the block of the last token.
+    the block of the last token. *ordered*: its ids in ascending order.
     """
 
     block_ids: Ids = attrs.field(converter=_block_ids, eq=attrs.cmp_using(eq=np.array_equal))
     first_token: int = attrs.field(default=0)
+    ordered: Ids = attrs.field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         positive_int("first_token", self.first_token, least=0, most=MAX_TOKENS)
+        ordered = self.block_ids.copy()
+        ordered.sort()
+        object.__setattr__(self, "ordered", ordered)
 
     def tokens(self, block_size: int) -> range:
         """Return the token positions that the table holds, for blocks of *block_size* tokens."""
@@ -89,6 +93,10 @@ class BlockTable:
         return range(
             max(at + first * block_size, tokens.start), min(at + last * block_size, tokens.stop)
         )
+
+    def inside(self, num_blocks: int) -> bool:
+        """Whether a pool of *num_blocks* has all of its ids, of which there is one or more."""
+        return self.ordered.item(0) >= 0 and self.ordered.item(-1) < num_blocks
 
     def check_start(self, field: str, block_size: int) -> None:
         """Raise `SpecError` unless the table begins where a block of *block_size* tokens does."""
@@ -139,7 +147,7 @@ def tables_of(field: str, value: Tables) -> Mapping[str, BlockTable]:
     )
 
 
-def _frozen(value: int | Mapping[str, int]) -> int | Mapping[str, int]:
+def _frozen(value: int | Mapping[str, int]) -> int | Frozen[str, int]:
     return Frozen(value) if isinstance(value, Mapping) else value
 
 
@@ -167,7 +175,7 @@ class TransferRequest:
     num_tokens: int
     producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_producer_tables)
     consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_consumer_tables)
-    cached_tokens: int | Mapping[str, int] = attrs.field(default=0, converter=_frozen)
+    cached_tokens: int | Frozen[str, int] = attrs.field(default=0, converter=_frozen)
     encoder_tokens: int | None = None
     state_tokens: int | None = None
     known: dict[object, Any] = attrs.field(init=False, eq=False, repr=False, factory=Known)
@@ -177,7 +185,7 @@ class TransferRequest:
             raise SpecError("request_id", self.request_id, "a non-empty str")
         positive_int("num_tokens", self.num_tokens, least=0, most=MAX_TOKENS)
         cached: Any = self.cached_tokens
-        for value in cached.values() if isinstance(cached, Mapping) else (cached,):
+        for value in cached.values() if isinstance(cached, Frozen) else (cached,):
             positive_int("cached_tokens", value, least=0, most=MAX_TOKENS)
         for field in ("encoder_tokens", "state_tokens"):
             if getattr(self, field) is not None:
@@ -185,7 +193,7 @@ class TransferRequest:
 
     def check_groups(self, groups: Iterable[str]) -> None:
         """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""
-        if isinstance(self.cached_tokens, Mapping):
+        if isinstance(self.cached_tokens, Frozen):
             strange = sorted(set(self.cached_tokens) - set(groups), key=repr)
             if strange:
                 raise SpecError(
@@ -203,7 +211,7 @@ class TransferRequest:
 
     def cached(self, group: str, spec: LayerSpec) -> int:
         """Return the leading tokens of *group*, layers of *spec*, that the consumer holds."""
-        if isinstance(self.cached_tokens, Mapping):
+        if isinstance(self.cached_tokens, Frozen):
             return self.cached_tokens.get(group, 0)
         return self.cached_tokens if spec.counts_prompt else 0
 

@@ -43,8 +43,8 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tu
         for (entry, cells), size in zip(parts, sizes, strict=True):
             entry.write_ids(cells, ids[:, start : start + size])
             start += size
-        ids.flags.writeable = False  # whoever takes the parts for the ids looks at no id again
-        found = Selection(ids)
+        ids.setflags(write=False)  # whoever takes the parts for the ids looks at no id again
+        found = Selection((ids[0], ids[1]))
         found.producer_rows, found.consumer_rows = producer_rows, consumer_rows
         found.parts = parts
         return found

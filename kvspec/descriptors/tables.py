@@ -168,10 +168,9 @@ def _check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
     A block that is written may stand nowhere else in its table; one that is only read may, where
     nothing of it moves.
     """
-    if side == "consumer" and len(ids) < len(table.block_ids):
-        ids = table.block_ids[np.isin(table.block_ids, ids)]
-    used = ids.copy()
-    used.sort()
+    used = table.ordered
+    if len(ids) < len(used):
+        used = used[np.isin(used, ids)] if side == "consumer" else np.sort(ids)
     twice = used[:-1] == used[1:]
     if np.count_nonzero(twice):
         value = int(used[twice.argmax()])

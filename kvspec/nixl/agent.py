@@ -13,10 +13,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvspec.memory.regions import Memory
 
+T = TypeVar("T")
 Subject = tuple[str, str]  # peer and request, for errors
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 PROGRESS_DELAY_US = 1000  # 0, the default of nixl's own Python class, takes a whole core while idle
@@ -89,10 +90,12 @@ class Agent:
         config.syncMode = nb.NIXL_THREAD_SYNC_STRICT
         config.captureTelemetry = telemetry
         self._native: Any = True  # None is closed
-        with self.step("create"):
-            self._native = nb.nixlAgent(name, config)
-            self._native.createBackend("UCX", {})
+        self._step("create", lambda: self._create(config))
         _AGENTS.add(self)
+
+    def _create(self, config: object) -> None:
+        self._native = self._nb.nixlAgent(self.name, config)
+        self._native.createBackend("UCX", {})
 
     def __del__(self) -> None:
         self.drop()
@@ -113,9 +116,12 @@ class Agent:
         """Hold the agent still; refuse one that is closed."""
         self.check_process()
         with self._lock:
-            if self._native is None:
-                raise TransferError("the rank is closed", rank=self.name, state="closed")
+            self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._native is None:
+            raise TransferError("the rank is closed", rank=self.name, state="closed")
 
     @contextmanager
     def waiting(self) -> Generator[None, None, None]:
@@ -127,14 +133,15 @@ class Agent:
         finally:
             self.waiters.discard(thread)
 
-    @contextmanager
-    def step(
-        self, step: str, peer: str | None = None, request: str | None = None
-    ) -> Generator[None, None, None]:
-        """Hold the agent for *step*, and put its errors into kvspec's words."""
-        with self.locked():
+    def _step(
+        self, step: str, work: Callable[[], T], peer: str | None = None, request: str | None = None
+    ) -> T:
+        """Return what *work* does while the agent is held, its errors in kvspec's words."""
+        self.check_process()
+        with self._lock:
+            self._check_open()
             try:
-                yield
+                return work()
             except KVSpecError:
                 raise
             except self._errors as error:
@@ -153,53 +160,57 @@ class Agent:
     def register(self, memory: Memory) -> object:
         """Register *memory*; return what `deregister` takes."""
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
-        with self.step("register"):
+
+        def registered() -> object:
             descs = self._nb.nixlRegDList(self._segment(memory.memory_type), row)
             self._native.registerMem(descs, [])
             return descs
 
+        return self._step("register", registered)
+
     def deregister(self, descs: object) -> None:
         """Undo one `register`. No fence: peers may still reach the memory."""
-        with self.step("deregister"):
-            self._native.deregisterMem(descs, [])
+        self._step("deregister", lambda: self._native.deregisterMem(descs, []))
 
     def metadata(self) -> bytes:
         """Return nixl's bytes for peers: how to reach the memory registered so far."""
-        with self.step("metadata"):
-            return bytes(self._native.getLocalMD())
+        return self._step("metadata", lambda: bytes(self._native.getLocalMD()))
 
     def connect(self, peer: str, metadata: bytes) -> None:
         """Load nixl's *metadata* of *peer*, which must be its own: nixl forgets no half of it."""
-        with self.step("connect", peer):
-            self._native.loadRemoteMD(metadata)
+        self._step("connect", lambda: self._native.loadRemoteMD(metadata), peer)
 
     def disconnect(self, peer: str) -> None:
         """Forget *peer*."""
-        with self.step("disconnect", peer):
-            self._native.invalidateRemoteMD(peer)
+        self._step("disconnect", lambda: self._native.invalidateRemoteMD(peer), peer)
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
         """Return a list handle for *rows* of *peer*, None being this agent's own side."""
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
-        with self.step("prepare", peer):
-            segment = self._segment(memory_type)
+        segment = self._segment(memory_type)
+
+        def prepared() -> int:
             if self.strided:
                 return int(self._native.prepXferDlist(name, segment, rows.table, []))
             descs = self._nb.nixlXferDList(segment, rows.expanded())
             return int(self._native.prepXferDlist(name, descs, []))
 
+        return self._step("prepare", prepared, peer)
+
     def release_list(self, handle: int) -> None:
         """Release a list handle; transfers made from it go on."""
-        with self.step("release"):
-            self._native.releasedDlistH(handle)
+        self._step("release", lambda: self._native.releasedDlistH(handle))
 
     def make(
         self, operation: str, local: tuple[int, Ids], remote: tuple[int, Ids], subject: Subject
     ) -> int:
         """Return a handle for *operation* ("READ" or "WRITE") over (list handle, ids) pairs."""
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
-        with self.step("make", *subject):
-            return int(self._native.makeXferReq(verb, *local, *remote, "", [], False))  # noqa: FBT003
+        return self._step(
+            "make",
+            lambda: int(self._native.makeXferReq(verb, *local, *remote, "", [], False)),  # noqa: FBT003
+            *subject,
+        )
 
     def make_plain(
         self,
@@ -213,18 +224,21 @@ class Agent:
         sides = [
             self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
         ]
-        with self.step("make", *subject):
-            return int(self._native.createXferReq(verb, *sides, subject[0], "", []))
+        return self._step(
+            "make",
+            lambda: int(self._native.createXferReq(verb, *sides, subject[0], "", [])),
+            *subject,
+        )
 
     def post(self, handle: int, subject: Subject) -> bool:
         """Start *handle*; whether it is done already."""
-        with self.step("post", *subject):
-            return self._is_done(self._native.postXferReq(handle))
+        return self._step("post", lambda: self._is_done(self._native.postXferReq(handle)), *subject)
 
     def check(self, handle: int, subject: Subject) -> bool:
         """Whether the posted *handle* is done; makes progress."""
-        with self.step("check", *subject):
-            return self._is_done(self._native.getXferStatus(handle))
+        return self._step(
+            "check", lambda: self._is_done(self._native.getXferStatus(handle)), *subject
+        )
 
     def terminal(self, handle: int) -> bool:
         """Whether no byte of *handle* can move any more."""
@@ -236,24 +250,22 @@ class Agent:
 
     def posted(self, handle: int) -> int:
         """Return how many descriptors a finished *handle* had after merging (needs telemetry)."""
-        with self.step("telemetry"):
-            return int(self._native.getXferTelemetry(handle).descCount)
+        return self._step("telemetry", lambda: int(self._native.getXferTelemetry(handle).descCount))
 
     def release(self, handle: int) -> None:
         """Release a terminal *handle*. It must never be named again: nixl would crash."""
-        with self.step("release"):
-            self._native.releaseXferReq(handle)
+        self._step("release", lambda: self._native.releaseXferReq(handle))
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload* to *peer*; returns before it arrives."""
-        with self.step("notify", peer):
-            self._native.genNotif(peer, payload)
+        self._step("notify", lambda: self._native.genNotif(peer, payload), peer)
 
     def notifications(self) -> dict[str, list[bytes]]:
         """Return what came since the last call, by peer; makes progress."""
-        with self.step("notifications"):
-            received: dict[str, list[bytes]] = self._native.getNotifs({}, [])
-            return received
+        received: dict[str, list[bytes]] = self._step(
+            "notifications", lambda: self._native.getNotifs({}, [])
+        )
+        return received
 
     def drop(self) -> None:
         """Destroy the agent: whatever is in flight stops. Only then are the owners let go."""
