@@ -147,7 +147,7 @@ def tables_of(field: str, value: Tables) -> Mapping[str, BlockTable]:
     )
 
 
-def _frozen(value: int | Mapping[str, int]) -> int | Frozen[str, int]:
+def _frozen(value: int | Mapping[str, int]) -> int | Mapping[str, int]:
     return Frozen(value) if isinstance(value, Mapping) else value
 
 
@@ -175,7 +175,7 @@ class TransferRequest:
     num_tokens: int
     producer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_producer_tables)
     consumer_blocks: Mapping[str, BlockTable] = attrs.field(converter=_consumer_tables)
-    cached_tokens: int | Frozen[str, int] = attrs.field(default=0, converter=_frozen)
+    cached_tokens: int | Mapping[str, int] = attrs.field(default=0, converter=_frozen)
     encoder_tokens: int | None = None
     state_tokens: int | None = None
     known: dict[object, Any] = attrs.field(init=False, eq=False, repr=False, factory=Known)
@@ -193,12 +193,11 @@ class TransferRequest:
 
     def check_groups(self, groups: Iterable[str]) -> None:
         """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""
-        if isinstance(self.cached_tokens, Frozen):
-            strange = sorted(set(self.cached_tokens) - set(groups), key=repr)
-            if strange:
-                raise SpecError(
-                    "cached_tokens", strange, f"groups of the consumer: {', '.join(groups)}"
-                )
+        if isinstance(self.cached_tokens, int):
+            return
+        if strange := sorted(set(self.cached_tokens) - set(groups), key=repr):
+            wanted = f"groups of the consumer: {', '.join(groups)}"
+            raise SpecError("cached_tokens", strange, wanted)
 
     def table(self, side: Role, group: str) -> BlockTable:
         """Return the block table of a *side*'s group; raise `SpecError` if there is none."""
@@ -211,7 +210,7 @@ class TransferRequest:
 
     def cached(self, group: str, spec: LayerSpec) -> int:
         """Return the leading tokens of *group*, layers of *spec*, that the consumer holds."""
-        if isinstance(self.cached_tokens, Frozen):
+        if not isinstance(self.cached_tokens, int):
             return self.cached_tokens.get(group, 0)
         return self.cached_tokens if spec.counts_prompt else 0
 
