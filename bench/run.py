@@ -20,6 +20,7 @@ from growth import b9, b10
 from merging import b6
 from moving import b7, b8, b15
 from planning import b3, b4, b5
+from posting import read_cost
 from requesting import b11, b12, b13, b16
 from starting import b1, b2
 from tabling import b14
@@ -42,6 +43,7 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "B14": b14,
     "B15": b15,
     "B16": b16,
+    "READ": read_cost,
     "DIGEST": digested,
 }
 COLUMNS = ("budget", "what", "ours", "other", "ratio", "wanted", "met")

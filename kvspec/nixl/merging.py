@@ -44,6 +44,9 @@ spared: 184 us against 169), and each that is posted 1.5 to 3 us (256 of 512 spa
 """
 
 
+_FIRST = np.zeros(1, np.int64)
+
+
 def checked_ids(field: str, ids: object, total: int) -> Ids:
     """Return *ids* as int32: one-dimensional integers (not bools), each in [0, *total*)."""
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -149,8 +152,9 @@ def continues_in_row(runs: Runs) -> NDArray[np.bool_]:
     >>> continues_in_memory(left, order=np.arange(3)).tolist()
     [True, False]
     """
-    same_row = (np.diff(runs.ids) == 1) & (np.diff(runs.row) == 0)
-    return np.asarray(same_row & runs.rows.dense[runs.row[1:]])
+    row = runs.row
+    same_row = (runs.ids[1:] - runs.ids[:-1] == 1) & (row[1:] == row[:-1])
+    return np.asarray(same_row & runs.rows.dense[row[1:]])
 
 
 def continues_in_memory(runs: Runs, order: Ints) -> NDArray[np.bool_]:
@@ -188,7 +192,7 @@ def pair(
     nbytes = np.add.reduceat(ids[0].nbytes, first)
     runs = [side.take(first, nbytes) for side in ids]
     target, source = runs[:: -1 if destination == "remote" else 1]
-    order = np.argsort(target.address, kind="stable")
+    order = target.address.argsort(kind="stable")
     written = _disjoint(f"{destination}_ids", target, order)
     continues = continues_in_memory(target, order)
     if continues.any():
@@ -204,7 +208,7 @@ def pair(
         spans=lambda: ((source.address, source.address + source.nbytes), written),
         nbytes=int(nbytes.sum()),
         posts=lambda: len(first),
-        pieces=tuple(pieces.cut(pieces.Each(first, np.cumsum(nbytes), length))),
+        pieces=tuple(pieces.cut(pieces.Each(first, nbytes.cumsum(), length))),
         joined=joined,
     )
 
@@ -232,7 +236,7 @@ def _disjoint(field: str, target: Runs, order: Ints) -> Spans:
 
 
 def _starts(continues: NDArray[np.bool_]) -> Ints:
-    return np.concatenate(([0], np.flatnonzero(~continues) + 1))
+    return np.concatenate((_FIRST, (~continues).nonzero()[0] + 1))
 
 
 def _joined(runs: list[Runs], order: Ints, starts: Ints) -> PlainDescriptors:

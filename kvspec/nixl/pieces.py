@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
-
 from kvspec.nixl.rows import Ints
 
 MAX_DESCRIPTORS = 4096  # posted descriptors of one handle: about 13 ms that nothing can interrupt
@@ -53,7 +51,7 @@ class Each:
 
     def within(self, nbytes: int) -> int:
         """Return how many, from the first on, take no more than *nbytes* together."""
-        return int(np.searchsorted(self._reached, nbytes, side="right"))
+        return int(self._reached.searchsorted(nbytes, side="right"))
 
     def length(self, run: int) -> int:
         """Return the bytes of one of its ids."""

@@ -36,7 +36,7 @@ class StridedRows:
         """Bytes of one id, by row."""
         return self.table[:, 1].view(np.int64)
 
-    @property
+    @cached_property
     def dense(self) -> NDArray[np.bool_]:
         """Whether neighbouring ids touch, by row."""
         return np.asarray(self.table[:, 1] == self.table[:, 3])
@@ -75,8 +75,11 @@ class StridedRows:
 
     def row_of(self, ids: Ids) -> Ints:
         """Return the row of each id."""
-        ends = self.start[1:].astype(np.int32)
-        return np.asarray(np.searchsorted(ends, ids, side="right"), dtype=np.int64)
+        return np.asarray(self._ends.searchsorted(ids, side="right"), dtype=np.int64)
+
+    @cached_property
+    def _ends(self) -> Ids:
+        return self.start[1:].astype(np.int32)
 
     def address_of(self, ids: Ids, row: Ints) -> Ints:
         """Return the address of each id, which lies in *row*."""

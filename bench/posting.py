@@ -1,0 +1,100 @@
+"""What one `read` costs the thread that asks for it, beside NIXL's own two calls.
+
+CPU time of one descriptor of one token, until the call returns: what every read pays, whatever it
+moves. Waiting for it, and releasing its handle, are not in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import works
+from requesting import PLAIN
+from timing import Options, Row, Timer, interleaved, told
+
+import kvspec
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl.agent import Agent
+
+ONE = attrs.evolve(PLAIN, layers=1, spec=works.heads(1, 1), tp_sizes=(1, 1), tokens=1)
+SECONDS = 10.0
+
+
+def read_cost(options: Options) -> Iterator[Row]:
+    """Time `read` of one descriptor: asked for by a selection, and by ids."""
+    producer, consumer = ONE.engines()
+    plan = kvspec.plan_transfer(producer, consumer)
+    rank = consumer.parallel.ranks[0]
+    with NixlRank(secret=b"") as far, NixlRank(secret=b"") as near:
+        caches = []
+        for engine, pool, side in zip((producer, consumer), ONE.pools, (far, near), strict=True):
+            cache, storage = kvspec.allocate(engine, rank, pool)
+            side.register(cache.memory, owner=storage)
+            caches.append(cache)
+        table = kvspec.build_table(plan, *caches)
+        peer = near.connect(far.metadata())
+        local = near.prepare(table.consumer_rows)
+        remote = near.prepare(table.producer_rows, peer=peer)
+        selection = table.select(_request())
+        ids = selection[1], selection[0]
+
+        def by_selection() -> Transfer:
+            return near.read(local, selection, remote, request="r", timeout=SECONDS)
+
+        def by_ids() -> Transfer:
+            return near.read(local, ids[0], remote, ids[1], request="r", timeout=SECONDS)
+
+        agent = near._agent  # noqa: SLF001 - NIXL itself, with nothing around it
+        sides = (local.handle(agent), ids[0]), (remote.handle(agent), ids[1])
+        timers = _posted(by_selection), _posted(by_ids), _raw(agent, *sides)
+        one, plain, other = interleaved(options.times(1000), *timers)
+    for what, ours in (("a selection", one), ("ids", plain)):
+        yield Row(
+            budget="READ",
+            what=f"read() of one descriptor, by {what}, until posted; other: NIXL's own two calls",
+            ours=told(ours),
+            other=told(other),
+            ratio=f"{ours / other:.2f}",
+        )
+
+
+def _request() -> kvspec.TransferRequest:
+    return kvspec.TransferRequest(
+        request_id="r",
+        num_tokens=ONE.tokens,
+        producer_blocks={works.GROUP: [0]},
+        consumer_blocks={works.GROUP: [0]},
+    )
+
+
+def _posted(read: Callable[[], Transfer]) -> Timer:
+    """Return a timer of *read*, which is waited for after."""
+
+    def run() -> float:
+        started = time.thread_time()
+        transfer = read()
+        taken = time.thread_time() - started
+        transfer.wait()
+        return taken
+
+    return run
+
+
+def _raw(agent: Agent, *sides: tuple[int, Any]) -> Timer:
+    """Return a timer of making and posting one handle of NIXL's, and nothing else."""
+    nixl, native = agent._nb, agent._native  # noqa: SLF001 - NIXL itself
+
+    def run() -> float:
+        started = time.thread_time()
+        handle = native.makeXferReq(nixl.NIXL_READ, *sides[0], *sides[1], "", [], False)  # noqa: FBT003
+        native.postXferReq(handle)
+        taken = time.thread_time() - started
+        while native.getXferStatus(handle) != nixl.NIXL_SUCCESS:
+            pass
+        native.releaseXferReq(handle)
+        return taken
+
+    return run
