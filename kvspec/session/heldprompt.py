@@ -1,7 +1,8 @@
-"""A prompt that an engine holds for others, as its scheduler tells of it over a router.
+"""What a producer's scheduler tells, over a router, of a prompt that all its ranks hold.
 
 Law: what a router passes on is what was said, or refused by name: a producer seals it by the secret
-that the engines share; with none, whoever can write to the router is believed.
+that the engines share; with none, whoever can write to the router is believed. Nothing is asked of
+a prompt that is not held.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import BlockTable, Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence
 from kvspec.nixl.introduction import secret_of
@@ -23,10 +25,30 @@ from kvspec.protocol.handshake import is_name
 from kvspec.protocol.seal import MAC, Secret
 from kvspec.session.introduction import key_of
 
+_SAID = {
+    "engine_id": "remote_engine_id",
+    "addresses": "remote_addresses",
+    "remote_id": "remote_request_id",
+    "num_tokens": "remote_num_tokens",
+    "tables": "remote_block_ids",
+    "content": "remote_content",
+}
+"""How a router has each field."""
 _ADDRESSES = "where the producer's ranks are, each a text"
 _TABLE = "the first token, and ids"
 _SEAL = "what the producer sealed, with the same secret, all as it said it"
 PROMPT = b"kvspec-prompt-1\n"
+
+
+def _tables(value: Tables) -> Mapping[str, BlockTable]:
+    return tables_of("tables", value)
+
+
+def _addresses(value: object) -> tuple[str, ...]:
+    given = sequence("addresses", value, _ADDRESSES)
+    if not given or not all(isinstance(address, str) for address in given):
+        raise SpecError("addresses", given, _ADDRESSES)
+    return given
 
 
 @attrs.frozen(kw_only=True)
@@ -39,19 +61,40 @@ class HeldPrompt:
     """
 
     engine_id: str
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...] = attrs.field(converter=_addresses)
     remote_id: str
     num_tokens: int
-    tables: Mapping[str, BlockTable]
+    tables: Mapping[str, BlockTable] = attrs.field(converter=_tables)
     content: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        is_name("engine_id", self.engine_id)
+        key_of(self.remote_id)
+        positive_int("num_tokens", self.num_tokens)
+        instance("content", self.content, str)
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Raise `SpecError` if another prompt than *token_ids* is held, as far as was said."""
-        own = content_of(token_ids[: self.num_tokens])
+        own = _sum(_tokens(token_ids)[: self.num_tokens])
         if self.content not in ("", own):
             raise SpecError(
                 "remote_content", self.content, f"{own}, of the prompt that is asked for"
             )
+
+    def check_held(self, request: TransferRequest) -> None:
+        """Raise `SpecError` if *request* asks for tokens or blocks that are not this prompt's."""
+        self._check_count(request.num_tokens)
+        asked = request.producer_blocks
+        if asked != self.tables:
+            names = {**self.tables, **asked}
+            name = next(name for name in names if asked.get(name) != self.tables.get(name))
+            wanted = "the table of the prompt that is held"
+            raise SpecError(f"producer_blocks[{name!r}]", asked.get(name), wanted)
+
+    def _check_count(self, num_tokens: int) -> None:
+        positive_int("num_tokens", num_tokens, least=0)
+        if num_tokens > self.num_tokens:
+            raise SpecError("num_tokens", num_tokens, f"at most {self.num_tokens}, as are held")
 
     def plain(self, secret: str | bytes | None = None) -> dict[str, Any]:
         """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON.
@@ -61,15 +104,9 @@ class HeldPrompt:
         return {**self._said(), "remote_seal": self._mac(secret).hex()}
 
     def _said(self) -> dict[str, Any]:
+        said = {name: getattr(self, field) for field, name in _SAID.items()}
         tables = {name: [t.first_token, t.block_ids.tolist()] for name, t in self.tables.items()}
-        return {
-            "remote_engine_id": self.engine_id,
-            "remote_addresses": list(self.addresses),
-            "remote_request_id": self.remote_id,
-            "remote_num_tokens": self.num_tokens,
-            "remote_block_ids": tables,
-            "remote_content": self.content,
-        }
+        return said | {"remote_addresses": list(self.addresses), "remote_block_ids": tables}
 
     def _mac(self, secret: str | bytes | None) -> bytes:
         """Return the code by which who knows *secret* knows that nothing of this was changed."""
@@ -83,37 +120,32 @@ class HeldPrompt:
         Nor for what was changed since, or sealed by another *secret* than the producer's: without
         any, that shows what was changed by accident only.
         """
-        addresses = sequence("remote_addresses", given.get("remote_addresses"), _ADDRESSES)
-        if not addresses or not all(isinstance(address, str) for address in addresses):
-            raise SpecError("remote_addresses", addresses, _ADDRESSES)
-        remote_id, field = given.get("remote_request_id"), "remote_block_ids"
-        key_of(remote_id)
-        tables = {}
-        for group, table in mapping(field, given.get(field), "groups to tables").items():
+        told = mapping("remote", given, "names to what a producer said")
+        said: dict[str, Any] = {field: told.get(name) for field, name in _SAID.items()}
+        field, tables = _SAID["tables"], dict[str, BlockTable]()
+        for group, table in mapping(field, said["tables"], "groups to tables").items():
             pair = sequence(f"{field}[{group!r}]", table, _TABLE)
             if len(pair) != 2:  # noqa: PLR2004 - as `plain` writes it
                 raise SpecError(f"{field}[{group!r}]", pair, _TABLE)
             tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
-        said = HeldPrompt(
-            engine_id=is_name("remote_engine_id", given.get("remote_engine_id")),
-            addresses=addresses,
-            remote_id=str(remote_id),
-            num_tokens=positive_int("remote_num_tokens", given.get("remote_num_tokens")),
-            tables=tables,
-            content=instance("remote_content", given.get("remote_content"), str),
-        )
-        seal = given.get("remote_seal")
-        if not hmac.compare_digest(said._mac(secret).hex().encode(), str(seal).encode()):
+        try:
+            prompt = HeldPrompt(**said | {"tables": tables})
+        except SpecError as error:
+            name = _SAID.get(error.field, error.field)
+            raise SpecError(name, error.value, error.wanted) from error
+        seal = told.get("remote_seal")
+        if not hmac.compare_digest(prompt._mac(secret).hex().encode(), str(seal).encode()):
             raise SpecError("remote_seal", seal, _SEAL)
-        return said
+        return prompt
 
     def request(
         self, request_id: str, num_tokens: int, blocks: Mapping[str, BlockTable], cached: int = 0
     ) -> TransferRequest:
         """Return what a consumer moves of it into *blocks*: the first *num_tokens*, less *cached*.
 
-        Raises as `TransferRequest` does.
+        Raises as `TransferRequest` does, and for more tokens than are held.
         """
+        self._check_count(num_tokens)
         return TransferRequest(
             request_id=request_id,
             num_tokens=num_tokens,
@@ -126,5 +158,19 @@ class HeldPrompt:
 
 def content_of(token_ids: Sequence[int]) -> str:
     """Return a sum of a prompt's tokens, by which a prompt that a router mixed up is found."""
-    ids = np.asarray(token_ids, np.int64).astype("<i8")
-    return hashlib.sha256(ids.tobytes()).hexdigest()[:32]
+    return _sum(_tokens(token_ids))
+
+
+def _tokens(value: object) -> npt.NDArray[Any]:
+    """Return a prompt's tokens; `SpecError` for what are none, which a sum could take for some."""
+    try:
+        ids = np.asarray(value)
+    except (ValueError, TypeError):
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise SpecError("token_ids", value, "a sequence of ints")
+    return ids
+
+
+def _sum(ids: npt.NDArray[Any]) -> str:
+    return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:32]

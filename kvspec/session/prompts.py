@@ -1,8 +1,8 @@
 """Prompts that other engines hold: who holds them is met, and they are read.
 
 Law: a producer is met when a prompt of it is first asked for; nothing waits for that, and nothing
-raises. Whatever becomes of a prompt, its producer is told, or its lease is over. Of producers that
-are gone for good no more stay met than were asked for.
+raises. Nothing is read but what is held. Whatever becomes of a prompt, its producer is told, or its
+lease is over. Of producers that are gone for good no more stay met than were asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import KVSpecError, TransferError
-from kvspec.inputs import positive_int, seconds
+from kvspec.inputs import instance, positive_int, seconds
 from kvspec.nixl.notifications import LAST_WAIT
 from kvspec.session.heldprompt import HeldPrompt
 from kvspec.session.load import LoadState, SessionLoad
@@ -142,7 +142,7 @@ class Prompts:
     def __init__(
         self, session: Session, *, timeout: float, patience: float = 30.0, most: int = 256
     ) -> None:
-        self.session = session
+        self.session = instance("session", session, Session)
         self._timeout = seconds("timeout", timeout)
         self._patience = min(self._timeout, seconds("patience", patience))
         self._most = positive_int("most", most)
@@ -159,11 +159,13 @@ class Prompts:
     def load(self, prompt: HeldPrompt, request: TransferRequest) -> PromptLoad:
         """Start reading *request*, of `HeldPrompt.request`; its producer is met before, if need be.
 
-        Never raises: what is wrong is the load's error, and the producer is told.
+        Never raises, of a `HeldPrompt`: what is wrong is the load's error, the producer is told.
         """
+        instance("prompt", prompt, HeldPrompt)
 
         def begin() -> SessionLoad:
             try:
+                prompt.check_held(instance("request", request, TransferRequest))
                 return self.session.load(
                     request,
                     remote_id=prompt.remote_id,

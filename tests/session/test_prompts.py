@@ -28,9 +28,8 @@ BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 
 def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> HeldPrompt:
     """Return what a producer's scheduler says."""
-    tables = {"full": kvspec.BlockTable([1, 2]), "window": kvspec.BlockTable([3], first_token=4)}
     given = {"engine_id": "P", "addresses": addresses, "remote_id": new_remote_id("p-1")}
-    return HeldPrompt(**{**given, "num_tokens": 7, "tables": tables, **changed})
+    return HeldPrompt(**{**given, "num_tokens": 14, "tables": BLOCKS, **changed})
 
 
 def test_what_a_router_passes_on_is_what_was_said() -> None:
@@ -59,7 +58,7 @@ LEGAL: dict[str, Any] = {
     "remote_engine_id": "Q",
     "remote_addresses": ["127.0.0.1:10"],
     "remote_request_id": new_remote_id("p-1"),
-    "remote_num_tokens": 8,
+    "remote_num_tokens": 15,
     "remote_block_ids": {"full": [0, [2, 1]], "window": [4, [3]]},
     "remote_content": content_of([5]),
     "remote_seal": "0" * 64,
@@ -91,7 +90,7 @@ def test_who_does_not_know_the_secret_is_not_believed() -> None:
 def test_another_prompt_is_refused() -> None:
     """The first tokens have to be those that are held; nothing said of them fits any."""
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    prompt = held(content=content_of(tokens[:7]))
+    prompt = held(num_tokens=7, content=content_of(tokens[:7]))
     prompt.check(tokens)
     prompt.check([*tokens[:7], 7])
     held().check([])
@@ -104,8 +103,56 @@ def test_a_request_names_what_moves() -> None:
     """The first tokens of the prompt, less what is cached; its states have seen all of it."""
     tables = {"full": kvspec.BlockTable([9, 8])}
     asked = held().request("d-1", 6, tables, 2)
-    assert (6, 2, 7) == (asked.num_tokens, asked.cached_tokens, asked.state_tokens)
+    assert (6, 2, 14) == (asked.num_tokens, asked.cached_tokens, asked.state_tokens)
     assert (held().tables, tables) == (asked.producer_blocks, asked.consumer_blocks)
+
+
+def test_no_more_is_asked_for_than_is_held() -> None:
+    """What lies behind a prompt's last token was never computed."""
+    tables = {"full": kvspec.BlockTable([9, 8])}
+    assert 14 == held().request("d-1", 14, tables).num_tokens
+    with pytest.raises(SpecError, match="num_tokens=15: wanted at most 14, as are held"):
+        held().request("d-1", 15, tables)
+
+
+def test_what_is_held_does_not_change() -> None:
+    """Nor is it told otherwise, whatever becomes of the mapping that it was made of."""
+    tables = {"full": kvspec.BlockTable([1, 2], first_token=4)}
+    prompt = held(tables=tables)
+    said = prompt.plain()
+    tables["full"] = kvspec.BlockTable([7])
+    assert said == prompt.plain()
+    assert [1, 2] == prompt.tables["full"].block_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("engine_id", 3), ("engine_id", ""), ("addresses", "127.0.0.1:9"), ("addresses", []),
+        ("addresses", [3]), ("remote_id", "p-1"), ("num_tokens", 0), ("num_tokens", True),
+        ("tables", None), ("tables", {"full": 3}), ("content", None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused(name: str, value: object) -> None:
+    """By name, before it is told to anybody."""
+    with pytest.raises(SpecError, match="block_ids=3" if value == {"full": 3} else f"^{name}="):
+        held(**{name: value})
+
+
+@pytest.mark.parametrize("given", [None, [], "x", 3, [("remote_num_tokens", 3)]], ids=repr)
+def test_what_is_no_mapping_was_said_by_nobody(given: Any) -> None:
+    """Whatever a router passes on."""
+    with pytest.raises(SpecError, match="wanted a mapping from names to what a producer said"):
+        HeldPrompt.of(given)
+
+
+@pytest.mark.parametrize("tokens", [[1.5], ["1"], None, 3, [2**70], [[1, 2], [3, 4]], [[1], []]])
+def test_what_are_no_tokens_have_no_sum(tokens: Any) -> None:
+    """1.5 would have that of 1, and two rows that of one."""
+    with pytest.raises(SpecError, match=r"token_ids=.*wanted a sequence of ints"):
+        content_of(tokens)
+    with pytest.raises(SpecError, match="token_ids="):
+        held().check(tokens)
 
 
 @pytest.fixture
@@ -291,10 +338,56 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
     assert ["early", "early", "late", "late", "read", "read"] == sorted(done)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"producer_blocks": BLOCKS | {"full": [1, 2, 3, 5]}},
+            r"producer_blocks\['full'\]=.*of the prompt that is held",
+        ),
+        ({"num_tokens": 15}, "num_tokens=15: wanted at most 14, as are held"),
+    ],
+)
+def test_a_request_of_another_prompt_is_not_read(
+    sides: tuple[Side, Side], changed: dict[str, Any], words: str
+) -> None:
+    """It would be done, with another prompt's bytes; the producer is told that none is read."""
+    producer, consumer = sides
+    asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+    tables = asked.producer_blocks
+    prompt = held((*producer.addresses,), tables=tables, remote_id=new_remote_id("p-1"))
+    producer.expect(prompt.remote_id)
+    consumer.spoil(asked)
+    readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
+    loads = [reader.load(prompt, attrs.evolve(asked, **changed)) for reader in readers]
+    until(lambda: all(load.poll() == "failed" for load in loads), producer)
+    for load in loads:
+        with pytest.raises(SpecError, match=words):
+            load.wait()
+    for rank, storage in consumer.storage.items():
+        for name, flat in storage.items():
+            assert consumer.before[rank][name].tobytes() == flat.tobytes()
+    done: list[str] = []
+    until(lambda: done.extend(producer.settled()[0]) or len(done) == 2)
+
+
+def test_what_is_no_request_is_refused(sides: tuple[Side, Side]) -> None:
+    """A prompt at once, since nobody can be told; a request as the load's error."""
+    wrong: Any = None
+    with Prompts(next(iter(sides[1].sessions.values())), timeout=1.0) as prompts:
+        with pytest.raises(SpecError, match="prompt=None: wanted a HeldPrompt"):
+            prompts.load(wrong, request())
+        load = prompts.load(held((*sides[0].addresses,)), wrong)
+        until(lambda: load.poll() == "failed")
+    assert "request=None: wanted a TransferRequest" in str(load.error)
+    with pytest.raises(SpecError, match="session=None: wanted a Session"):
+        Prompts(wrong, timeout=1.0)
+
+
 def test_what_does_not_fit_fails_and_is_released(sides: tuple[Side, Side]) -> None:
     """A request whose tables are short is the load's error; the producer's rank is free."""
     producer, consumer = sides
-    prompt = held((*producer.addresses,))
+    prompt = held((*producer.addresses,), tables={"full": [1, 2], "window": [3, 4]})
     short = prompt.request("d-1", 14, BLOCKS)
     producer.expect(prompt.remote_id)
     readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
