@@ -72,7 +72,7 @@ def flag(field: str, value: object) -> bool:
 
 def seconds(field: str, value: object) -> float:
     """Return *value* if it is a finite number of seconds, at least 0; else raise `SpecError`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SpecError(field, value, "seconds, a number")
     if not 0 <= value <= sys.float_info.max:  # neither for nan
         raise SpecError(field, value, "finite seconds >= 0")

@@ -28,7 +28,7 @@ class _Cut:
     """What was found of a request: its tables, and what begins in them, by geometry."""
 
     tables: Tables
-    begins: tuple[Begins, ...]
+    begins: list[Begins]
     cells: dict[object, Cells] = attrs.field(init=False, factory=dict)
 
 
@@ -109,7 +109,7 @@ class RowFamily:
                 told = f"a multiple of cached_in={first.cached_in}, as the table was promised"
                 raise SpecError("cached_tokens", tables.cached, told)
             tables.check(first)
-            cut = _Cut(tables, tuple(begins(request, tables, each) for each, _ in self.entries))
+            cut = _Cut(tables, [begins(request, tables, each) for each, _ in self.entries])
         if tokens is None:
             request.known[self.likeness] = cut
         return cut

@@ -202,11 +202,11 @@ class TransferRequest:
     def table(self, side: Role, group: str) -> BlockTable:
         """Return the block table of a *side*'s group; raise `SpecError` if there is none."""
         tables = self.producer_blocks if side == "producer" else self.consumer_blocks
-        found = tables.get(group)
-        if found is None:
+        try:
+            return tables[group]
+        except KeyError:
             wanted = f"a block table for group {group!r}"
-            raise SpecError(f"{side}_blocks", sorted(tables, key=repr), wanted)
-        return found
+            raise SpecError(f"{side}_blocks", sorted(tables, key=repr), wanted) from None
 
     def cached(self, group: str, spec: LayerSpec) -> int:
         """Return the leading tokens of *group*, layers of *spec*, that the consumer holds."""
