@@ -98,6 +98,8 @@ class ReadOrder:
                 if end:
                     layers = {(edge.group, layer): end for layer in edge.layers}
                     sources.setdefault(producer, {}).update(layers)
+        most = positive_int("samples", samples, most=MAX_READERS) - 1
+        positive_int("sample", rest.get("sample", 0), least=0, most=most)
         told = plan.notifies(rank)
         expected = {producer: len(plan.notifiers(producer)) * samples for producer in told}
         return ReadOrder(sources=sources, expected=expected, **rest)

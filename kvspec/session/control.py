@@ -11,7 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from kvspec.errors import TransferError, WireError
+from kvspec.errors import SpecError, TransferError, WireError
+from kvspec.inputs import instance, sequence
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.seal import Secret
 from kvspec.protocol.wire import decode_notice, encode_notice
@@ -88,7 +89,7 @@ class Control:
 
     def fetch(
         self,
-        addresses: list[str],
+        addresses: Iterable[str],
         timeout: float,
         absent: float,
         step: Callable[[], None],
@@ -100,8 +101,9 @@ class Control:
         more than both.
         """
         begun, again = time.monotonic(), 0.0
-        reached = dict.fromkeys(addresses, (False, begun))
-        self._asked = dict.fromkeys(addresses)
+        asked = _addresses(addresses)
+        reached = dict.fromkeys(asked, (False, begun))
+        self._asked = dict.fromkeys(asked)
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
                 with lock:
@@ -121,7 +123,7 @@ class Control:
                             self._channel.send(one, self._secret.seal(QUESTION, b""))
                 self._channel.wait(REST)
                 step()
-            return [answer for one in addresses if (answer := self._asked[one]) is not None]
+            return [answer for one in asked if (answer := self._asked[one]) is not None]
         finally:
             self._asked = {}
 
@@ -135,6 +137,14 @@ class Control:
         self._heard.move_to_end(party)
         if len(self._heard) > MAX_ROUTES:
             self._heard.popitem(last=False)
+
+
+def _addresses(value: object) -> tuple[str, ...]:
+    found: tuple[str, ...] = sequence("addresses", value, "texts, one for each rank")
+    for address in found:
+        if found.count(instance("addresses", address, str)) > 1:
+            raise SpecError("addresses", address, "each rank's once")
+    return found
 
 
 def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:

@@ -15,7 +15,7 @@ from kvspec.descriptors.request import Tables, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
-from kvspec.protocol.notices import Action, Free, Notice, Refused, Tell
+from kvspec.protocol.notices import MAX_READERS, Action, Free, Notice, Refused, Tell
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.introduction import key_of
 from kvspec.session.summing import Summing
@@ -85,6 +85,8 @@ class Ledger:
         for readers that compare a digest. `SpecError` where it is held already.
         """
         key, tables = key_of(remote_id), tables_of("blocks", blocks or {})
+        if readers is not None:
+            positive_int("readers", readers, most=MAX_READERS)
         if strange := sorted(tables.keys() - {group.name for group in self._engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
         with self._lock:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError
+from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
@@ -71,7 +72,7 @@ class Progress:
         remote: RemoteEngine,
         step: Callable[[], None],
     ) -> None:
-        self.request = request
+        self.request = instance("request", request, TransferRequest)
         self.remote_id = remote_id
         self.remote = remote
         self.state: LoadState = "moving"

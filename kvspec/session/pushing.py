@@ -12,8 +12,9 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.errors import KVSpecError, SpecError, TransferError
+from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.protocol.notices import Key, Notice, Party
+from kvspec.protocol.notices import MAX_READERS, Key, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.introduction import key_of
@@ -59,6 +60,8 @@ class Pushing:
         Where that refuses it, its readers are told: this attempt is never pushed.
         """
         key, remote, request = key_of(push.remote_id), push.remote, push.request
+        positive_int("attempt", attempt, least=0)
+        positive_int("sample", sample, least=0, most=MAX_READERS - 1)
         if not self.book.holds(key):
             raise SpecError("remote_id", push.remote_id, "a request that `ledger.expect` holds")
         readers = {

@@ -79,9 +79,9 @@ class Reading:
         remote, request = load.remote, load.request
         if flag("digest", digest):
             load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.tell)
-        if follow and pushed:
+        if flag("pushed", pushed) and flag("follow", follow):
             raise SpecError("follow", follow, "False, of what is pushed")
-        if follow:
+        if flag("follow", follow):
             self._begin_following(load, timeout, **more)
             return
         order = remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)

@@ -17,7 +17,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tables import Positions
 from kvspec.errors import MismatchError, SpecError, TransferError
-from kvspec.inputs import sequence
+from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank, Prepared
 from kvspec.nixl.order import Sides
 from kvspec.ownership.election import Role
@@ -201,6 +201,7 @@ class Remotes:
         self._nixl = nixl
         self._met: dict[tuple[Role, str], RemoteEngine] = {}
         self._leaving: list[RemoteEngine] = []
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._met)
@@ -212,23 +213,32 @@ class Remotes:
 
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the one that was met, if *remote* tells nothing new."""
+        self._check_open()
         old = self._met.get((remote.role, remote.start[0]))
         return old if old is not None and remote.same(old) else None
 
-    def find(self, role: Role, engine_id: str | None, epoch: int | None = None) -> RemoteEngine:
-        """Return the engine of a *role* that was met, the only one unless named."""
+    def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
+        """Return the engine of a *role* that was met, the only one unless named.
+
+        *epoch*: of a consumer, the start whose blocks the caller knows.
+        """
+        self._check_open()
         met = sorted(name for other, name in self._met if other == role)
         name = met[0] if engine_id is None and len(met) == 1 else engine_id
         if name is None or (role, name) not in self._met:
             wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
         remote = self._met[role, name]
-        if epoch not in (None, remote.start[1]):
+        if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
             raise SpecError("epoch", epoch, f"{remote.start[1]}, the start that was met")
         return remote
 
     def replace(self, remote: RemoteEngine) -> None:
-        """Keep *remote*."""
+        """Keep *remote*; let it go where the session was closed meanwhile."""
+        if self._closed:
+            self._leaving.append(remote)
+            self.leave()
+        self._check_open()
         self._met[remote.role, remote.start[0]] = remote
 
     def drop(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
@@ -249,8 +259,13 @@ class Remotes:
             raise TransferError(message, rank=engine_id, state="busy")
         return {old.start for old in dropped}
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError("the session was closed", state="closed")
+
     def close(self) -> None:
-        """Forget every engine."""
+        """Forget every engine, and know none any more."""
+        self._closed = True
         for _, engine_id in tuple(self._met):
             self.drop(engine_id)
 

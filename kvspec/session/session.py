@@ -16,7 +16,7 @@ from typing import Self
 import attrs
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.inputs import instance, seconds, sequence
+from kvspec.inputs import instance, seconds
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.election import Election, Role
@@ -121,12 +121,10 @@ class Session:
         Waits *timeout* seconds for who is there to answer, and *absent* seconds, as long unless
         given, for somebody to be there; then `TransferError` "timeout" names who is not.
         """
-        texts = sequence("addresses", addresses, "texts")
-        asked = [instance("addresses", one, str) for one in texts]
         with self._meeting:
             most = seconds("timeout", timeout)
             least = most if absent is None else seconds("absent", absent)
-            return self._control.fetch(asked, most, least, self.poll, self._lock)
+            return self._control.fetch(addresses, most, least, self.poll, self._lock)
 
     def meet(
         self,
@@ -145,6 +143,7 @@ class Session:
         most.
         """
         with self._meeting:
+            most = seconds("timeout", timeout)
             remote = judged(self._own, self.nixl, introductions, role, cached_in)
             name, epoch = remote.start
             with self._lock:
@@ -153,7 +152,7 @@ class Session:
                 self._reading.meet(name, epoch)
                 self._book.meet(name, epoch)
                 self._control.part(self._remotes.drop(name, remote))
-            remote.connect(self.nixl, timeout)
+            remote.connect(self.nixl, most)
             with self._lock:
                 self._remotes.replace(remote)
                 self._control.meet(remote.ranks.values())

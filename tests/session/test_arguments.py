@@ -1,0 +1,126 @@
+"""What a session is asked for wrongly is refused by name, before anything moves or is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sessions import Side, engine, new_remote_id, request, until
+
+from kvspec.errors import SpecError, TransferError
+from kvspec.session import Session
+from kvspec.testing import FakeNixl
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Side, Side]]:
+    """Return two engines over memory, each a producer and a consumer of the other."""
+    with (
+        FakeNixl(),
+        Side("P", engine(2), polled=False) as producer,
+        Side("D", engine(1), polled=False) as consumer,
+    ):
+        consumer.meet(producer)
+        for session in producer.sessions.values():
+            session.meet(consumer.introductions, role="consumer")
+        yield producer, consumer
+
+
+def first(side: Side) -> Session:
+    """Return the session of a side's first rank."""
+    return next(iter(side.sessions.values()))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"request": None}, "request=None: wanted a TransferRequest"),
+        ({"pushed": 1}, "pushed=1: wanted True or False"),
+        ({"follow": "no"}, "follow='no': wanted True or False"),
+        ({"digest": None}, "digest=None: wanted True or False"),
+        ({"samples": 0}, "samples=0: wanted an int >= 1"),
+        ({"samples": 2.0}, "samples=2.0: wanted an int >= 1"),
+        ({"sample": 1}, "sample=1: wanted at most 0"),
+        ({"sample": 2, "samples": 2}, "sample=2: wanted at most 1"),
+        ({"attempt": "1"}, "attempt='1': wanted an int >= 0"),
+    ],
+)
+def test_a_load_that_is_no_load_is_refused(
+    pair: tuple[Side, Side], more: dict[str, Any], words: str
+) -> None:
+    """Nothing is posted, and the next one has its blocks."""
+    remote_id = new_remote_id("r")
+    pair[0].expect(remote_id)
+    given = {"request": request(), "remote_id": remote_id, "timeout": 5.0}
+    with pytest.raises(SpecError, match=words):
+        first(pair[1]).load(**given | more)
+    assert 0 == first(pair[1]).leftovers().loads
+    (load,) = pair[1].load(request(), remote_id)
+    until(lambda: load.poll() == "done", *pair)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"request": None}, "request=None: wanted a TransferRequest"),
+        ({"epoch": None}, "epoch=None: wanted an int >= 0"),
+        ({"epoch": True}, "epoch=True: wanted an int >= 0"),
+        ({"epoch": 2}, "epoch=2: wanted 1, the start that was met"),
+        ({"attempt": "1"}, "attempt='1': wanted an int >= 0"),
+        ({"sample": None}, "sample=None: wanted an int >= 0"),
+    ],
+)
+def test_a_push_that_is_no_push_is_refused(
+    pair: tuple[Side, Side], more: dict[str, Any], words: str
+) -> None:
+    """One that does not say of which start the blocks are, too: they could be written anew."""
+    remote_id = new_remote_id("r")
+    pair[0].expect(remote_id)
+    given = {"request": request(), "remote_id": remote_id, "timeout": 5.0, "epoch": 1}
+    with pytest.raises(SpecError, match=words):
+        first(pair[0]).push(**given | more)
+    assert 0 == first(pair[0]).leftovers().pushes
+
+
+def test_readers_are_counted(pair: tuple[Side, Side]) -> None:
+    """By the name that they were given by."""
+    for wrong in (0, True, 1.0):
+        with pytest.raises(SpecError, match=f"readers={wrong}: wanted an int >= 1"):
+            first(pair[0]).ledger.expect(new_remote_id("r"), readers=wrong)
+
+
+def test_an_address_is_a_rank_s(pair: tuple[Side, Side]) -> None:
+    """Asked once: who is asked twice at once would answer once."""
+    for wrong, words in (
+        (pair[0].addresses * 2, "wanted each rank's once"),
+        (pair[0].addresses[0], "wanted a sequence of texts"),
+        ([3], "addresses=3: wanted a str"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            first(pair[1]).fetch(wrong)
+
+
+def test_meeting_takes_seconds(pair: tuple[Side, Side]) -> None:
+    """Also where it would not have waited."""
+    for wrong in (-1, None, float("nan")):
+        with pytest.raises(SpecError, match="timeout="):
+            first(pair[1]).meet(pair[0].introductions, timeout=wrong)
+
+
+def test_a_closed_session_does_nothing_any_more(pair: tuple[Side, Side]) -> None:
+    """It says so, connects to nobody, and can be closed again."""
+    session, remote_id = first(pair[1]), new_remote_id("r")
+    session.close()
+    for act in (
+        lambda: session.load(request(), remote_id=remote_id, timeout=1.0),
+        lambda: session.push(request(), remote_id=remote_id, timeout=1.0, epoch=1),
+        lambda: session.release(remote_id),
+        lambda: session.meet(pair[0].introductions),
+        lambda: session.fetch(pair[0].addresses),
+    ):
+        with pytest.raises(TransferError, match=r"the session was closed \(state=closed\)"):
+            act()
+    assert () == session.nixl.peers
+    session.poll()
+    session.close()
