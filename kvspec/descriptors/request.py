@@ -69,6 +69,7 @@ class BlockTable:
         positive_int("first_token", self.first_token, least=0, most=MAX_TOKENS)
         ordered = self.block_ids.copy()
         ordered.sort()
+        ordered.setflags(write=False)
         object.__setattr__(self, "ordered", ordered)
 
     def tokens(self, block_size: int) -> range:

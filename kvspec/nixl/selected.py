@@ -85,6 +85,7 @@ def _alone(entry: Entry, cells: Cells) -> _WorkedOut | None:
         return None
     total, nbytes = len(rows) * count, len(rows) * count * size
     posts = partial(rows.posted, cells)
+    # What is posted is counted only where that decides.
     if fits(total, nbytes) or (fits(1, nbytes) and fits(posts(), nbytes)):
         return posts, nbytes, ()
     repeats = how_many_fit(count, count * size)  # NIXL never joins two rows

@@ -103,7 +103,7 @@ def test_unequal_blocks_are_posted_as_nixl_joins_them(
 
 @given(strategies.cases(), st.integers(1, 9), st.integers(1, 4096) | st.just(UNLIMITED))
 def test_pieces_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
-    """However little one handle takes, and no two of them share what NIXL would join."""
+    """However little one takes; no two share what NIXL would join, and one takes all that fits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "MAX_DESCRIPTORS", descriptors)
         patch.setattr(pieces, "MAX_BYTES", nbytes)
@@ -117,6 +117,8 @@ def test_pieces_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> 
                 one = attrs.evolve(found, pieces=(piece,))
                 assert posted(rows, one) <= descriptors
                 assert length[piece].sum() <= nbytes or piece.stop - piece.start == 1
+            if pieces.fits(found.runs, found.nbytes):
+                assert len(found.pieces) == 1
             if nbytes == UNLIMITED:  # else a run may be cut within that is too long for one handle
                 assert found.runs == posted(rows, found)
 
