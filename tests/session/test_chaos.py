@@ -59,6 +59,10 @@ class Machine(RuleBasedStateMachine):
     def read(self, at: int, how: str) -> None:
         self.world.read(at, how)
 
+    @rule(at=AT)
+    def reread(self, at: int) -> None:
+        self.world.reread(at)
+
     @rule(at=AT, short=st.sampled_from((False, False, False, True)))
     def push(self, at: int, short: bool) -> None:
         self.world.push(at, short=short)
@@ -121,6 +125,7 @@ def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
             "hold": (6, lambda: world.hold(small())),
             "read": (12, lambda: world.read(
                 small(), "release" if drawn.random() < 0.1 else "load")),
+            "reread": (4, lambda: world.reread(small())),
             "push": (15 * world.pushed, lambda: world.push(
                 small(), short=drawn.random() < 0.1)),
             "write": (25 * world.follow, lambda: world.write(
@@ -214,6 +219,30 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 def deceive(answer: Any) -> Any:
     """Return *answer*, which says valid for gone."""
     return lambda self, kind, **more: answer(self, "valid" if kind == "gone" else kind, **more)
+
+
+def remembering(patch: pytest.MonkeyPatch) -> None:
+    """Take what a reader says of another load for what it said of the first."""
+    patch.setattr("kvspec.protocol.producer._again", _was_done)
+
+
+def _was_done(seen: Any, notice: Notice) -> bool:
+    return seen is not None and seen.done and seen.notice.attempt == notice.attempt
+
+
+def repeating(patch: pytest.MonkeyPatch) -> None:
+    """Tell every load of an attempt what the first was told that was pushed."""
+    heard = Pushing.heard
+
+    def told(self: Any, notice: Notice) -> None:
+        reader = notice.key, notice.attempt, notice.sample, notice.by
+        each = self.writing.get(reader)
+        if each is not None and each.told:
+            self._tell(reader, each.told, each)
+        else:
+            heard(self, notice)
+
+    patch.setattr(Pushing, "heard", told)
 
 
 def never_freed(patch: pytest.MonkeyPatch) -> None:
@@ -343,8 +372,9 @@ def too_early(patch: pytest.MonkeyPatch) -> None:
 BROKEN: dict[Mode | Literal["digest"], tuple[Any, ...]] = {
     "pull": (
         unasked, hasty, one_source, unsealed, free_on_abort, unmarked, never_freed, told_twice,
+        remembering,
     ),
-    "push": (early, unfenced, trusting),
+    "push": (early, unfenced, trusting, repeating),
     "follow": (ahead, back, states_early, other_layers, half_way),
     "digest": (believing, first_alone, ends_alone, too_early),
 }  # fmt: skip

@@ -87,17 +87,19 @@ class Asked:
     freed: dict[Rank, str] = attrs.field(factory=dict)
     held: set[Rank] = attrs.field(factory=set)
     written: dict[tuple[Rank, str], int] = attrs.field(factory=dict)
+    read: set[Rank] = attrs.field(factory=set)
     lost: bool = False
 
 
 @attrs.define(eq=False)
 class Reader:
-    """One rank's load of a request, and its blocks' bytes when it was over."""
+    """One rank's load of a request, and its blocks' bytes when it was over; *again*: not its first."""
 
     asked: Asked
     rank: Rank
     start: int
     load: SessionLoad | None
+    again: bool
     after: dict[Any, Any] | None = None
 
 
@@ -344,8 +346,26 @@ class World:
                 raise AssertionError("its blocks were free, and are written") from error
             if how == "release":
                 load.cancel()
-        self.readers.append(Reader(asked, rank, self.starts["D"], load))
+        again = rank in asked.read
+        asked.read.add(rank)
+        self.readers.append(Reader(asked, rank, self.starts["D"], load, again))
         self.look()
+
+    def reread(self, at: int) -> None:
+        """Let a rank whose load is over load the same again, as the same attempt."""
+        sessions = self.engines["D"].sessions
+        ended = [
+            reader
+            for reader in self.readers
+            if reader.after is not None and not reader.asked.lost
+            if reader.asked.request.request_id not in sessions[reader.rank]._reading.book.open
+        ]
+        if ended:
+            reader = ended[at % len(ended)]
+            self.readers.remove(reader)
+            self.to_read.append((reader.asked, reader.rank))
+            if self.pushed:
+                self.spoil(reader.asked, reader.rank)
 
     def spoil(self, asked: Asked, rank: Rank) -> None:
         """Put rubbish into a request's blocks, but for what the consumer has already."""
@@ -459,7 +479,8 @@ class World:
         Who reads after the lease reads what may be another request's by then.
         """
         for reader in self.readers:
-            if reader.asked is asked and reader.load is not None and reader.after is None:
+            open_ = reader.load is not None and reader.after is None
+            if reader.asked is asked and open_ and not reader.again:
                 tables = asked.request.producer_blocks, asked.request.consumer_blocks
                 views = self.engines["P"].views[rank], self.engines["D"].views[reader.rank]
                 source, target = (spans(*one) for one in zip(views, tables, strict=True))
