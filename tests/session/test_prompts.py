@@ -38,6 +38,10 @@ def test_what_a_router_passes_on_is_what_was_said() -> None:
     read = HeldPrompt.of(json.loads(json.dumps({**said.plain(), "more": 1})))
     assert said == read
     assert said.plain() == read.plain()
+    plain = said.plain()
+    tables = dict(reversed(plain["remote_block_ids"].items()))
+    other = dict(reversed((plain | {"remote_block_ids": tables}).items()))
+    assert said == HeldPrompt.of(other), "in another order, which JSON does not keep"
 
 
 WRONG = [None, 5, "", [], [1], {"group0": [0]}, {"group0": 5}, {"group0": [0, ["x"]]}, -1]
@@ -382,6 +386,49 @@ def test_what_is_no_request_is_refused(sides: tuple[Side, Side]) -> None:
     assert "request=None: wanted a TransferRequest" in str(load.error)
     with pytest.raises(SpecError, match="session=None: wanted a Session"):
         Prompts(wrong, timeout=1.0)
+
+
+def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
+    """The cancelled one tells what its session's load does, also that it failed."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, beat=0.2, background=True) as consumer,
+    ):
+        (session,) = consumer.sessions.values()
+        asked = request(producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+        prompt = held((*producer.addresses,), tables=asked.producer_blocks)
+        producer.expect(prompt.remote_id)
+        with Prompts(session, timeout=10.0) as prompts:
+            until(prompts._meeting(prompt).met.done)
+            net.fate = lambda _: None
+            load = prompts.load(prompt, asked)
+            assert ("moving", "<PromptLoad 'r': <SessionLoad 'r': moving>>") == (
+                load.poll(),
+                repr(load),
+            )
+            load.cancel()
+            assert ("moving", True) == (load.poll(), "cancelled" in str(load.error))
+            for flight in net.moving:
+                flight.land()
+            until(lambda: load.poll() == "failed")
+            assert {"full", "window"} == set(load.undefined)
+
+
+def test_who_takes_connections_and_says_nothing_is_waited_for_as_long_as_a_load() -> None:
+    """No longer than *timeout*, however patient; what failed so is not cancelled afterwards."""
+    with FakeNixl(), Side("D", engine(1), polled=True, background=True) as consumer:
+        (session,) = consumer.sessions.values()
+        with (
+            socket.create_server(("127.0.0.1", 0)) as silent,
+            Prompts(session, timeout=0.1, patience=9.0) as prompts,
+        ):
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            load = prompts.load(held((address,)), request())
+            until(lambda: load.poll() == "failed", seconds=5.0)
+        load.cancel()
+        told = f"no introduction from {address} in 0.1 s: who is there does not answer"
+        assert told in str(load.error)
 
 
 def test_what_does_not_fit_fails_and_is_released(sides: tuple[Side, Side]) -> None:

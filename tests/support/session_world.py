@@ -93,7 +93,7 @@ class Asked:
 
 @attrs.define(eq=False)
 class Reader:
-    """One rank's load of a request, and its blocks' bytes when it was over; *again*: not its first."""
+    """One rank's load of a request, *again* or not, and its blocks' bytes when it was over."""
 
     asked: Asked
     rank: Rank
