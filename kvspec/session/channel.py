@@ -16,13 +16,14 @@ from typing import Protocol
 import attrs
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.inputs import positive_int
+from kvspec.inputs import instance, positive_int
 
 MAX_MESSAGE = 8 << 20  # bytes of one message: an introduction is the longest
 MAX_QUESTION = 64 << 10  # of one that comes from who dialled: anybody can
 MAX_UNSENT = 2 * MAX_MESSAGE  # that wait for one peer; what does not fit is lost
 MAX_ACCEPTED = 1024  # connections of others; the one that was silent longest makes room
 STALL = 10.0  # seconds in which a connection stands, and a message that has begun goes on
+EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - hosts to listen on, and none to be reached by
 _CHUNK = 256 << 10
 _SIZE = 4  # bytes that tell a message's length
 
@@ -73,13 +74,17 @@ class _Link:
 class TcpChannel:
     """Messages over TCP: listens on *host* and *port* (0: any), dials whom it sends to.
 
-    *public*: the host by which others reach this one, *host* unless given. IP addresses are best:
-    a name is looked up at every dial. Answers go back over the connection on which the question
-    came. No thread: it works inside its methods, one at a time; a `Session` sees to that.
+    *public*: the host by which others reach this one, *host* unless given; it has to be where that
+    is everywhere. IP addresses are best: a name is looked up at every dial. Answers go back over
+    the connection on which the question came. No thread: it works inside its methods, one at a
+    time; a `Session` sees to that.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, public: str = "") -> None:
         positive_int("port", port, least=0, most=65535)
+        instance("public", public, str)
+        if not public and instance("host", host, str) in EVERYWHERE:
+            raise SpecError("public", public, f"where others reach what listens on {host!r}")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)

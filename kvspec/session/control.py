@@ -72,8 +72,9 @@ class Control:
 
     def receive(self) -> Iterator[Notice]:
         """Yield the notices that came; answer questions, and keep what answers one."""
-        for route, data in self._channel.receive():
+        for route, came in self._channel.receive():
             try:
+                data = _bytes(came)
                 if data.startswith(NOTICE):
                     body = self._secret.unseal("notice", NOTICE, data, "a notice, sealed")
                     notice = decode_notice(body)
@@ -137,6 +138,13 @@ class Control:
         self._heard.move_to_end(party)
         if len(self._heard) > MAX_ROUTES:
             self._heard.popitem(last=False)
+
+
+def _bytes(came: object) -> bytes:
+    """Return a message that a channel has received, as whatever buffer it hands it on."""
+    if not isinstance(came, bytes | bytearray | memoryview):
+        raise WireError("message", type(came).__name__, "bytes, of the channel's `receive`")
+    return bytes(came)
 
 
 def _addresses(value: object) -> tuple[str, ...]:

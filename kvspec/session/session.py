@@ -16,7 +16,7 @@ from typing import Self
 import attrs
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.inputs import instance, seconds
+from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.election import Election, Role
@@ -71,7 +71,7 @@ class Session:
         background: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.nixl = instance("nixl", nixl, NixlRank)
+        self.nixl, threaded = instance("nixl", nixl, NixlRank), flag("background", background)
         shake = Handshake(
             engine_id=engine_id,
             epoch=epoch_of(epoch, cache),
@@ -97,7 +97,7 @@ class Session:
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes, self._releases = Remotes(nixl), itertools.count()
         rest = self.channel.wait
-        self._background = Background(self.poll, self._moving, rest) if background else None
+        self._background = Background(self.poll, self._moving, rest) if threaded else None
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"

@@ -9,7 +9,7 @@ import pytest
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.session import Session
+from kvspec.session import Session, TcpChannel
 from kvspec.testing import FakeNixl
 
 
@@ -81,6 +81,50 @@ def test_a_push_that_is_no_push_is_refused(
     with pytest.raises(SpecError, match=words):
         first(pair[0]).push(**given | more)
     assert 0 == first(pair[0]).leftovers().pushes
+
+
+def test_a_thread_is_wanted_or_not() -> None:
+    """A word is neither."""
+    wrong: Any = "no"
+    with (
+        FakeNixl(),
+        pytest.raises(SpecError, match="background='no': wanted True or False"),
+    ):
+        Side("P", engine(1), polled=False, background=wrong)
+
+
+class Handing:
+    """A channel that hands on what came as some other type."""
+
+    def __init__(self, kind: Any) -> None:
+        self.inner, self.kind = TcpChannel(), kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def receive(self) -> list[tuple[str, Any]]:
+        """Return what came."""
+        return [(route, self.kind(data)) for route, data in self.inner.receive()]
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, bytes.hex, len])
+def test_a_channel_hands_on_bytes(kind: Any) -> None:
+    """Of any type that is some; anything else is noted, and breaks nothing."""
+    handing: Any = Handing(kind)
+    with (
+        FakeNixl(),
+        Side("P", engine(2), polled=False) as producer,
+        Side("D", engine(1), polled=False, channel=handing) as consumer,
+    ):
+        consumer.meet(producer)
+        remote_id, asked = new_remote_id("r"), request()
+        producer.expect(remote_id)
+        (load,) = consumer.load(asked, remote_id, timeout=1.0)
+        until(lambda: load.poll() != "moving", producer)
+        foreign = " ".join(first(consumer).ledger.poll().foreign)
+        right = kind in (bytearray, memoryview)
+        assert ("done" if right else "failed") == load.state
+        assert right != ("wanted bytes, of the channel's `receive`" in foreign)
 
 
 def test_readers_are_counted(pair: tuple[Side, Side]) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,6 +185,26 @@ def test_a_port_in_use_is_named() -> None:
         with pytest.raises(SpecError, match="port="):
             TcpChannel(port=port)
     one.close()
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # noqa: S104 - that is refused
+def test_who_listens_everywhere_says_where_it_is_reached(host: str) -> None:
+    """Nobody else reaches 0.0.0.0: who dials it reaches itself."""
+    with pytest.raises(SpecError, match=f"public='': wanted where others reach what.*{host!r}"):
+        TcpChannel(host)
+    if host != "::":
+        reached = TcpChannel(host, public="127.0.0.1")
+        assert reached.address.startswith("127.0.0.1:")
+        reached.close()
+
+
+@pytest.mark.parametrize("wrong", [3, None, b"127.0.0.1"])
+def test_a_host_is_a_name(wrong: Any) -> None:
+    """To listen on, and to be reached by."""
+    with pytest.raises(SpecError, match="host="):
+        TcpChannel(wrong)
+    with pytest.raises(SpecError, match="public="):
+        TcpChannel(public=wrong)
 
 
 def test_a_closed_channel_leaves_nothing() -> None:
