@@ -29,8 +29,8 @@ from kvspec.protocol.order import Frontiers, Name, Place, ReadOrder
 from kvspec.protocol.pending import Pending, Source, name_of
 from kvspec.protocol.states import CONSUMER
 
-MARGIN = 1e-3
-"""Seconds by which a promised lease counts less: two clocks round differently."""
+MARGIN, DRIFT = 1e-3, 1e-3
+"""Seconds, and share, by which a promised lease counts less: no two clocks round or run alike."""
 
 
 class ConsumerLedger:
@@ -168,7 +168,7 @@ class ConsumerLedger:
             return actions
         asked = load.asked[rank].pop(notice.number)
         if notice.kind == "grant":
-            self._hold(load, rank, asked + notice.lease - MARGIN)
+            self._hold(load, rank, asked + notice.lease * (1 - DRIFT) - MARGIN)
         else:
             load.untold.discard(rank)
             if notice.kind == "valid":
