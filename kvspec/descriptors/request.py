@@ -38,8 +38,8 @@ def _block_ids(value: object) -> Ids:
 
 def _array(value: object) -> npt.NDArray[Any] | None:
     """Return *value* as an array, or None if it has no order or hides a bool among ints."""
-    if isinstance(value, np.ndarray):
-        return value
+    if isinstance(value, np.ndarray):  # one with a mask hides what it does not compare
+        return None if isinstance(value, np.ma.MaskedArray) else value
     if isinstance(value, Sequence):
         if isinstance(value, (str, bytes)) or not _BOOLS.isdisjoint(map(type, value)):
             return None
@@ -61,7 +61,9 @@ class BlockTable:
     the block of the last token. *ordered*: its ids in ascending order.
     """
 
-    block_ids: Ids = attrs.field(converter=_block_ids, eq=attrs.cmp_using(eq=np.array_equal))
+    block_ids: Ids = attrs.field(
+        converter=_block_ids, eq=attrs.cmp_using(eq=np.array_equal), hash=False
+    )
     first_token: int = attrs.field(default=0)
     ordered: Ids = attrs.field(init=False, eq=False, repr=False)
 

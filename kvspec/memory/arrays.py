@@ -37,6 +37,8 @@ def check_tensor(field: str, tensor: Any, name: str | None = None) -> None:  # n
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:
             raise SpecError(f"{name}.dtype", str(tensor.dtype), "plain bytes, such as bfloat16")
+        if not tensor.dtype.isnative:
+            raise SpecError(f"{name}.dtype", str(tensor.dtype), "this machine's order of bytes")
         return
     for needed in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "layout"):
         if not hasattr(tensor, needed):

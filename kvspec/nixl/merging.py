@@ -49,7 +49,8 @@ _FIRST = np.zeros(1, np.int64)
 
 def checked_ids(field: str, ids: object, total: int) -> Ids:
     """Return *ids* as int32: one-dimensional integers (not bools), each in [0, *total*)."""
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+    masked = isinstance(ids, np.ma.MaskedArray)  # of which what is masked would not be compared
+    if not isinstance(ids, np.ndarray) or masked or ids.ndim != 1 or ids.dtype.kind not in "iu":
         kind = f"{ids.dtype}{ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise SpecError(field, kind, "a one-dimensional numpy array of integers")
     if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < total):

@@ -115,6 +115,7 @@ IDS: list[Any] = [
     (0.5,), (1, 2.0), (True, False), np.array([True]), np.array([1.0]), [[1, 2], [3, 4]],
     np.zeros((2, 2), int), "12", ("1",), (None,), (2**64,), (1, True), (7, False, 8), None, 5,
     [[1], [2, 3]], b"ab", {1, 2}, {1: 2}, (2**63,), np.array([2**63], np.uint64),
+    np.ma.array([1, -5], mask=[False, True]),
 ]  # fmt: skip
 
 
@@ -124,6 +125,12 @@ def test_block_ids_are_plain_ints(value: Any) -> None:
     wanted = f"block_ids={value!r}: wanted a sequence of ints"
     assert wanted == words(lambda: BlockTable(value))
     assert wanted == words(lambda: ask(consumer_blocks={"g": value}))
+
+
+def test_requests_are_values_that_hash() -> None:
+    """Equal ones are one key."""
+    assert 1 == len({ask(), ask()})
+    assert 2 == len({BlockTable((1, 2)), BlockTable([1, 2]), BlockTable([2, 1])})
 
 
 ONCE = "consumer_blocks['g']={}: wanted each block once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,9 @@ NAMES = [
       for n in ("k", "nonsense", "l", 3, None)),
     case(lambda: read(np.empty((6, 4, 4, 16), object)),
          f"{KV}.dtype='object': wanted plain bytes, such as bfloat16"),
+    case(lambda: read(z(6, 4, 4, 16, dtype=">u2" if sys.byteorder == "little" else "<u2")),
+         f"{KV}.dtype='{'>' if sys.byteorder == 'little' else '<'}u2': wanted this machine's order"
+         " of bytes"),
     case(lambda: kvspec.RankCache.from_tensors("e", RankId(), {}),  # type: ignore[arg-type]
          "engine='e': wanted an EngineSpec"),
 ]  # fmt: skip

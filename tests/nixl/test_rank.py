@@ -209,6 +209,7 @@ BAD_IDS = {
     "negative": (np.array([1, 2, -1]), r"local_ids\[2\]=-1"),
     "floats": (np.array([1.7]), r"local_ids='float64\(1,\)': wanted a one-dim.* integers"),
     "bools": (np.array([True]), "bool"),
+    "behind a mask": (np.ma.array([1, 9], mask=[False, True]), r"int64\(2,\)': wanted a one-dim"),
     "a square": (np.array([[1]]), r"int64\(1, 1\)"),
     "a list": ([1], "list"),
     "another number": (np.array([0, 1]), "local_ids=2: wanted as many as remote_ids, 1"),
