@@ -38,8 +38,8 @@ def _block_ids(value: object) -> Ids:
 
 def _array(value: object) -> npt.NDArray[Any] | None:
     """Return *value* as an array, or None if it has no order or hides a bool among ints."""
-    if isinstance(value, np.ndarray):  # one with a mask hides what it does not compare
-        return None if isinstance(value, np.ma.MaskedArray) else value
+    if isinstance(value, np.ndarray):  # numpy.ma, which takes long to import, compares no masked id
+        return None if hasattr(value, "mask") else value
     if isinstance(value, Sequence):
         if isinstance(value, (str, bytes)) or not _BOOLS.isdisjoint(map(type, value)):
             return None

@@ -49,7 +49,7 @@ _FIRST = np.zeros(1, np.int64)
 
 def checked_ids(field: str, ids: object, total: int) -> Ids:
     """Return *ids* as int32: one-dimensional integers (not bools), each in [0, *total*)."""
-    masked = isinstance(ids, np.ma.MaskedArray)  # of which what is masked would not be compared
+    masked = hasattr(ids, "mask")  # as numpy.ma has it, which compares no masked id
     if not isinstance(ids, np.ndarray) or masked or ids.ndim != 1 or ids.dtype.kind not in "iu":
         kind = f"{ids.dtype}{ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise SpecError(field, kind, "a one-dimensional numpy array of integers")
