@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
@@ -15,6 +16,7 @@ from kvspec.protocol.notices import NOTICES
 from kvspec.protocol.seal import Secret
 from kvspec.session.control import NOTICE, QUESTION
 from kvspec.session.introduction import INTRODUCTION, key_of
+from kvspec.session.ledger import MAX_FOREIGN
 from kvspec.testing import FakeNixl
 
 REMOTE_ID = new_remote_id("r")
@@ -92,8 +94,6 @@ def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
             stranger.send(to, data)
             producer.poll()
             assert load.poll() != "done"
-            foreign = producer.sessions[RANK].ledger.poll().foreign
-            assert len(foreign) < 300
         answers = {data[:20] for _, data in stranger.receive()}
         assert all(each.startswith((NOTICE, INTRODUCTION[:20])) for each in answers)
 
@@ -110,3 +110,38 @@ def test_who_does_not_know_the_secret_learns_nothing() -> None:
         stranger.send("P", producer.sessions[RANK].nixl.secret.seal(QUESTION, b""))
         producer.poll()
         assert producer.introductions == [data for _, data in stranger.receive()]
+
+
+def test_of_what_changed_nothing_the_last_is_remembered() -> None:
+    """So many, and each is told once."""
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        stranger, ledger = Direct("stranger"), producer.sessions[RANK].ledger
+        for number in range(MAX_FOREIGN + 9):
+            stranger.send("P", bytes(number))
+        producer.poll()
+        foreign = ledger.poll().foreign
+        assert (MAX_FOREIGN, ()) == (len(foreign), ledger.poll().foreign)
+        assert f"{MAX_FOREIGN + 8} bytes" in foreign[-1]
+
+
+def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many; who is heard again is the last, and who is forgotten is not answered."""
+    monkeypatch.setattr("kvspec.session.control.MAX_ROUTES", 2)
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        (session,) = producer.sessions.values()
+        producer.expect(REMOTE_ID)
+        ranks = [Direct(name) for name in "abc"]
+
+        def beat(at: int) -> None:
+            """Let one rank say that it lives, and not look for the answer."""
+            by = Party("D", 1, kvspec.RankId(tp=at))
+            notice = Notice(kind="beat", key=key_of(REMOTE_ID), by=by, to=session.me, expected=3)
+            ranks[at].send("P", session.nixl.secret.seal(NOTICE, encode_notice(notice)))
+            session.poll()
+
+        for at in (0, 1, 0, 2):
+            beat(at)
+        for rank in ranks:
+            rank.receive()
+        session.ledger.wrote(REMOTE_ID, 1, ["l.0"])
+        assert [1, 0, 1] == [len(rank.receive()) for rank in ranks]
