@@ -1,5 +1,8 @@
 """Fuzz the laws of one file, guided by coverage: `python fuzz/run.py TARGET [libFuzzer flags]`.
 
+`python fuzz/run.py TARGET flood SECONDS [SEED [WAY]]` gives a target that has a `check` the inputs of
+one of its `FLOODS`, the first unless named, as fast as it can.
+
 TARGET is the name of a file of this folder (such as `contexts`) or
 the path of any file with Hypothesis laws, such as `tests/laws/test_transfer.py`. The first byte of
 an input chooses the law, Hypothesis decodes the rest; what a law raises is a crash. A folder among
@@ -12,6 +15,7 @@ import importlib.util
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,8 @@ SEEDS = 64
 Law = Callable[[bytes], bytes | None]
 
 
-def laws_of(target: str) -> dict[str, Law]:
-    """Return the laws of *target* by name, each as a function of bytes.
-
-    A law returns None for bytes that decode to nothing, and raises where it does not hold.
-    """
+def load(target: str) -> dict[str, Any]:
+    """Return what *target* has, by name."""
     path = FOLDER / f"{target}.py" if target in TARGETS else Path(target)
     spec = importlib.util.spec_from_file_location(f"fuzzed_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -37,10 +38,17 @@ def laws_of(target: str) -> dict[str, Law]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found: dict[str, Any] = vars(module)
+    return vars(module)
+
+
+def laws_of(target: str) -> dict[str, Law]:
+    """Return the laws of *target* by name, each as a function of bytes.
+
+    A law returns None for bytes that decode to nothing, and raises where it does not hold.
+    """
     return {
         name: value.hypothesis.fuzz_one_input
-        for name, value in sorted(found.items())
+        for name, value in sorted(load(target).items())
         if hasattr(value, "hypothesis") and not hasattr(value, "pytestmark")
     }
 
@@ -77,8 +85,30 @@ def with_corpus(flags: list[str]) -> list[str]:
     return [f"-max_len={LONGEST}", "-len_control=0", *flags, *([] if folders else [str(folder)])]
 
 
+def flood(target: str, seconds: float, seed: int = 0, way: str = "") -> str:
+    """Check inputs for *seconds*; return how many, how many were valid, and how long one took."""
+    found = load(target)
+    inputs_of = found["FLOODS"][way or next(iter(found["FLOODS"]))]
+    given = inputs_of(random.Random(seed))  # noqa: S311 - repeatable on purpose
+    end, tried, valid, slowest, data = time.monotonic() + seconds, 0, 0, 0.0, b""
+    while (began := time.monotonic()) < end:
+        try:
+            data, *more = next(given)
+            valid += found["check"](data, *more)
+        except BaseException:
+            print(f"seed {seed}, input {tried}: {data.hex()}")
+            raise
+        tried += 1
+        slowest = max(slowest, time.monotonic() - began)
+    return f"seed {seed}: {tried} inputs, {valid} of them valid; slowest {slowest:.3f} s"
+
+
 def main() -> None:
     """Fuzz what the command line names."""
+    if sys.argv[2:3] == ["flood"]:
+        target, _, seconds, *rest = sys.argv[1:]
+        print(flood(target, float(seconds), *map(int, rest[:1]), *rest[1:]))
+        return
     try:
         import atheris  # noqa: PLC0415 - only fuzzing needs it
     except ImportError:
