@@ -1,7 +1,7 @@
 """Fuzz the laws of one file, guided by coverage: `python fuzz/run.py TARGET [libFuzzer flags]`.
 
-`python fuzz/run.py TARGET flood SECONDS [SEED [WAY]]` gives a target that has a `check` the inputs of
-one of its `FLOODS`, the first unless named, as fast as it can.
+`python fuzz/run.py TARGET flood SECONDS [SEED [WAY]]` gives a target's `check` the inputs of one of
+its `FLOODS`, the first unless named, as fast as it can.
 
 TARGET is the name of a file of this folder (such as `contexts`) or
 the path of any file with Hypothesis laws, such as `tests/laws/test_transfer.py`. The first byte of

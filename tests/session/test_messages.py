@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
@@ -18,6 +17,9 @@ from kvspec.session.control import NOTICE, QUESTION
 from kvspec.session.introduction import INTRODUCTION, key_of
 from kvspec.session.ledger import MAX_FOREIGN
 from kvspec.testing import FakeNixl
+
+if TYPE_CHECKING:
+    import pytest
 
 REMOTE_ID = new_remote_id("r")
 RANK = kvspec.RankId()
