@@ -28,7 +28,9 @@ from kvspec.inputs import instance, mapping, sequence
 from kvspec.memory.region import Region
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
+from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
+from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 
 __all__ = ["Wanted", "differing", "digest", "first_difference", "wanted"]
@@ -54,19 +56,26 @@ def wanted(plan: TransferPlan, request: TransferRequest) -> dict[tuple[str, str]
     """Return what *request* moves by *plan*, by layer and part: both sides digest that."""
     instance("plan", plan, TransferPlan)
     instance("request", request, TransferRequest)
-    found = {}
-    for edge in plan.edges:
-        specs = plan.pair_of(edge).specs
-        held = plan.producer.group(edge.producer_group).spec
-        for one in edge.slices:
-            for layer in one.layers:
-                tokens = request.wanted(edge.group, specs[layer])
-                states = {part.name: part.states for part in held.of_layer(layer).parts}
-                for part in specs[layer].parts:
-                    if part.name in one.parts and tokens:
-                        rows = 0 if part.per_token else min(part.states, states[part.name])
-                        found[layer, part.name] = Wanted(tokens, rows)
-    return found
+    return {
+        (layer, part.name): want
+        for edge in plan.edges
+        for one in edge.slices
+        for layer, part, want in wanted_of(plan, request, edge, one)
+    }
+
+
+def wanted_of(
+    plan: TransferPlan, request: TransferRequest, edge: Edge, one: TPTransferSlice
+) -> Iterator[tuple[str, Part, Wanted]]:
+    """Yield layer, part and what of it *request* moves by one slice of an *edge*, if anything."""
+    specs, held = plan.pair_of(edge).specs, plan.producer.group(edge.producer_group).spec
+    for layer in one.layers:
+        tokens = request.wanted(edge.group, specs[layer])
+        states = {part.name: part.states for part in held.of_layer(layer).parts}
+        for part in specs[layer].parts if tokens else ():
+            if part.name in one.parts:
+                rows = 0 if part.per_token else min(part.states, states[part.name])
+                yield layer, part, Wanted(tokens, rows)
 
 
 def digest(
@@ -86,17 +95,23 @@ def digest(
         want = mapping("asked", asked, "(layer, part) to Wanted").get((region.layer, region.part))
         if want is None:
             continue
-        if region.memory_type != "DRAM":
-            raise SpecError("memory_type", region.memory_type, "DRAM: copy the blocks to it first")
-        group = engine.group(region.group)
-        parts = group.spec.of_layer(region.layer).parts
-        part = next(each for each in parts if each.name == region.part)
+        part, units = readable(cache, region)
         placed = rows_of(cache, region, part, tables, want)
-        for own, unit in enumerate(engine.units(group, part, rank)):
-            context = engine.context(group, rank).rank if part.per_token else 0
+        context = engine.context(engine.group(region.group), rank).rank if part.per_token else 0
+        for own, unit in enumerate(units):
             total = sum(pieces_of(region, own, unit, *placed)) % 2**64
             sums[region.layer, region.part, unit, context] = total
     return sums
+
+
+def readable(cache: RankCache, region: Region) -> tuple[Part, range]:
+    """Return the part and the units of the model of a *region*; `SpecError` of other than DRAM."""
+    if region.memory_type != "DRAM":
+        raise SpecError("memory_type", region.memory_type, "DRAM: copy the blocks to it first")
+    group = cache.engine.group(region.group)
+    parts = group.spec.of_layer(region.layer).parts
+    part = next(each for each in parts if each.name == region.part)
+    return part, cache.engine.units(group, part, cache.rank)
 
 
 def rows_of(

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.digest import Wanted, pieces_of, rows_of
+from kvspec.digest import Wanted, pieces_of, readable, rows_of, wanted_of
 from kvspec.errors import SpecError
 from kvspec.memory.regions import RankCache
-from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
@@ -22,8 +21,8 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.extent import MAX_NAMES, Extent
 
 Names = tuple[str, ...]
-Alike = tuple[Names, range, range]
-"""Parts, tokens and rows of layers that are summed together."""
+Alike = tuple[Names, Wanted]
+"""Parts of layers that are summed together, and what of them."""
 
 
 def extents_of(
@@ -38,14 +37,14 @@ def extents_of(
         )
         block = plan.consumer.virtual_block(groups[1])
         for one in edge.slices:
-            for (every, tokens, rows), alike in _alike(plan, request, edge, one, block):
+            for (every, want), alike in _alike(plan, request, edge, one, block).items():
                 for layers, parts in _sized(alike, every):
                     yield Extent(
                         layers=layers,
                         parts=parts,
                         units=one.global_range,
-                        tokens=tokens,
-                        rows=rows,
+                        tokens=want.tokens,
+                        rows=range(want.rows),
                         producer=contexts[0],
                         consumer=contexts[1],
                         stripe=one.stripe,
@@ -55,21 +54,16 @@ def extents_of(
 
 def _alike(
     plan: TransferPlan, request: TransferRequest, edge: Edge, one: TPTransferSlice, block: int
-) -> Iterator[tuple[Alike, list[str]]]:
-    """Yield the layers of a slice of which the same parts, tokens and rows move."""
-    specs, held = plan.pair_of(edge).specs, plan.producer.group(edge.producer_group).spec
+) -> dict[Alike, list[str]]:
+    """Return the layers of a slice by what moves of them: the same of the same parts."""
+    parts: dict[tuple[str, Wanted], list[str]] = {}
+    for layer, part, want in wanted_of(plan, request, edge, one):
+        if part.per_token or one.stripe.holds(want.tokens.start // block):
+            parts.setdefault((layer, want), []).append(part.name)
     layers: dict[Alike, list[str]] = {}
-    for layer in one.layers:
-        tokens = request.wanted(edge.group, specs[layer])
-        states = {part.name: part.states for part in held.of_layer(layer).parts}
-        parts: dict[range, list[str]] = {}
-        for part in specs[layer].parts if tokens else ():
-            rows = EMPTY if part.per_token else range(min(part.states, states[part.name]))
-            if part.name in one.parts and (not rows or one.stripe.holds(tokens.start // block)):
-                parts.setdefault(rows, []).append(part.name)
-        for rows, names in parts.items():
-            layers.setdefault((tuple(names), tokens, rows), []).append(layer)
-    yield from layers.items()
+    for (layer, want), names in parts.items():
+        layers.setdefault((tuple(names), want), []).append(layer)
+    return layers
 
 
 def _sized(layers: Sequence[str], parts: Sequence[str]) -> Iterator[tuple[Names, Names]]:
@@ -97,14 +91,12 @@ def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) 
     for layer in extent.layers:
         for name in extent.parts:
             region = cache.region(layer, name)
-            if region.memory_type != "DRAM":
-                raise SpecError("digest", region.memory_type, "host memory, DRAM")
-            group = cache.engine.group(region.group)
-            part = next(p for p in group.spec.of_layer(layer).parts if p.name == name)
-            units = cache.engine.units(group, part, cache.rank)
+            part, units = readable(cache, region)
             if extent.units.start < units.start or units.stop < extent.units.stop:
                 raise SpecError("units", extent.units, f"units that the rank holds, {units}")
-            key = group.name, part.tokens_per_state, region.num_blocks
+            if not part.per_token and part.states < extent.rows.stop:
+                raise SpecError("rows", extent.rows, f"rows of {name}, which has {part.states}")
+            key = region.group, part.tokens_per_state, region.num_blocks
             if key not in placed:
                 placed[key] = _placed(cache, layer, part, tables, extent)
             for unit in extent.units:

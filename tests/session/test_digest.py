@@ -17,9 +17,10 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Extent
+from kvspec.protocol import Extent, Notice, Party
 from kvspec.session import SessionLoad
 from kvspec.session.extents import sums_of
+from kvspec.session.introduction import key_of
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
 
 SIZES = {
@@ -186,6 +187,30 @@ def test_what_cannot_be_summed_is_refused() -> None:
         with pytest.raises(SpecError, match=words):
             sum(sums_of(cache, {"full": table}, extent))
     assert sum(sums_of(cache, {"full": tables[0]}, Extent(**whole)))
+
+
+@pytest.mark.parametrize("parts", [("conv_x", "ssm"), ("ssm", "conv_x"), ("ssm",)])
+def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
+    """Of parts that have not as many; neither fewer are summed, nor does a question end a rank."""
+    spec = kvspec.MambaSpec.mamba2(
+        num_heads=4, head_dim=2, n_groups=2, state_size=2, conv_kernel=4, dtype="float16"
+    )
+    group = kvspec.KVCacheGroup(name="s", layers=["s.0"], spec=spec)
+    one = kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=1))
+    extent = Extent(layers=["s.0"], parts=parts, units=range(1), tokens=range(8), rows=range(3))
+    with FakeNixl(), Side("P", one, polled=False) as producer:
+        (session,) = producer.sessions.values()
+        remote_id = new_remote_id("r")
+        session.ledger.expect(remote_id, blocks={"s": [1]})
+        question = Notice(
+            kind="sum", key=key_of(remote_id), by=Party("D", 1, session.me.rank), to=session.me,
+            extent=extent,
+        )  # fmt: skip
+        session._summing.heard(question)
+        session.poll()
+        (why,) = session.ledger.poll().foreign
+        assert "rows=range(0, 3): wanted rows of ssm, which has 1" in why
+        assert 0 == session.leftovers().sums
 
 
 def test_what_is_known_by_then_is_said() -> None:
