@@ -5,7 +5,7 @@ Law: strides alone decide; a box knows no request, and no other box until runs a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import attrs
@@ -154,23 +154,26 @@ def pool_of(region: Region, kind: RowKind, grain: int, *, flows: bool) -> Pool:
     )
 
 
-def coalesce(runs: Iterable[Ints], seams: Seams) -> tuple[Ints, Ints, Ints]:
+def coalesce(runs: Sequence[Ints], seams: Seams) -> Ints:
     """Join runs (producer address, consumer address, length) that touch on both sides.
 
-    Takes arrays of shape (n, 3); returns three columns, ascending in the producer's address. None
+    Takes arrays of shape (n, 3); returns one of (3, m), ascending in the producer's address. None
     is joined over a seam of either side: see `RankCache.seams`.
     """
-    source, target, length = columns = np.concatenate([run.T for run in runs], axis=1)
+    columns = runs[0].T if len(runs) == 1 else np.concatenate([run.T for run in runs], axis=1)
+    source = columns[0]
     if np.count_nonzero(source[:-1] > source[1:]):
-        order = np.argsort(source, kind="stable")
-        source, target, length = (column[order] for column in columns)
+        columns = columns.take(source.argsort(kind="stable"), axis=1)
+    source, target, length = columns
     touches = source[:-1] + length[:-1] == source[1:]
     if np.count_nonzero(touches):
         touches &= target[:-1] + length[:-1] == target[1:]
     if not np.count_nonzero(touches):
-        return source, target, length
+        return np.asarray(columns)
     for begins, seam in zip((source[1:], target[1:]), seams, strict=True):
         if seam:
             touches &= ~np.isin(begins, seam)
     starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
-    return source[starts], target[starts], np.add.reduceat(length, starts)
+    joined = columns.take(starts, axis=1)
+    joined[2] = np.add.reduceat(length, starts)
+    return np.asarray(joined)

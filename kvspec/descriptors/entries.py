@@ -40,18 +40,25 @@ class Entry:
         own = cells.ids.astype(np.int32)[:, None]
         np.add(self.starts, own, out=ids.reshape(2, len(self.rows), len(cells)))
 
+    @cached_property
+    def bunch(self) -> int:
+        """How many runs lie among each other, all of whose cells lie before the next run's."""
+        rows, pool = self.rows, self.rows.producer
+        extent = (pool.num_blocks - 1) * pool.block_stride + pool.cells * pool.cell_stride
+        starts = rows.producer_address
+        apart = np.flatnonzero(starts[1:] - starts[:-1] >= extent)
+        many = int(apart[0]) + 1 if len(apart) else len(rows)
+        return len(rows) if len(rows) % many else many
+
     def addresses(self, cells: Cells) -> npt.NDArray[np.int64]:
         """Return (producer address, consumer address, length) of *cells* of all rows, in any order.
 
-        Of shape (n, 3), where the longer of the two makes ascending stretches of addresses.
+        Of shape (n, 3): bunch by bunch, of these cell by cell, so that many are in order.
         """
-        rows, sides = self.rows, self.rows.offsets(cells)
+        rows, bunch = self.rows, self.bunch
+        found = np.empty((3, len(rows) // bunch, len(cells), bunch), np.int64)
         starts = rows.producer_address, rows.consumer_address
-        by_cell = len(rows) > len(cells)
-        shape = (len(cells), len(rows)) if by_cell else (len(rows), len(cells))
-        found = np.empty((3, *shape), np.int64)
-        for column, start, offsets in zip(found[:2], starts, sides, strict=True):
-            outer, inner = (offsets, start) if by_cell else (start, offsets)
-            np.add(outer[:, None], inner, out=column)
-        found[2] = rows.length if by_cell else rows.length[:, None]
+        for column, start, offsets in zip(found, starts, rows.offsets(cells), strict=False):
+            np.add(start.reshape(-1, 1, bunch), offsets[:, None], out=column)
+        found[2] = rows.length.reshape(-1, 1, bunch)
         return found.reshape(3, -1).T

@@ -85,12 +85,7 @@ class DescriptorTable:
         found = [entry.addresses(chosen) for entry, chosen in self.cells(request, tokens)]
         if not found:
             return np.empty((0, 3), np.uint64)
-        seams = self.producer.seams, self.consumer.seams
-        columns = coalesce(found, seams)
-        rows = np.empty((len(columns[0]), 3), np.uint64)
-        for place, column in enumerate(columns):
-            rows[:, place] = column
-        return rows
+        return coalesce(found, (self.producer.seams, self.consumer.seams)).T.view(np.uint64)
 
     def counts(self, request: TransferRequest) -> tuple[int, int]:
         """Return how many descriptors NIXL posts for `select`, and the fewest there could be.

@@ -47,7 +47,7 @@ def untouched(
         left = address[~moved]
         found.append(np.column_stack([left, left, np.full(len(left), content)]))
     seams = pair.consumer.seams  # coalesce joins on two sides: here both are the consumer
-    return np.stack(coalesce(found, (seams, seams))[1:], axis=1).astype(np.uint64)
+    return coalesce(found, (seams, seams))[1:].T.view(np.uint64)
 
 
 def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
