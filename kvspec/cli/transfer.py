@@ -208,8 +208,8 @@ def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -
     count = counted(job.requests, "request")
     console.print(Text.assemble((model, "bold"), f"  {groups}"), soft_wrap=True)
     console.print(Text.assemble((engines, "bold")), soft_wrap=True)
-    least, each = ("1 to ", "at most") if killed else ("", "each")
-    tokens, size = f"{least}{job.tokens:,} tokens{cached}", nbytes(job.request_bytes)
+    least, each = ("1 to " if job.tokens > 1 else "", "at most") if killed else ("", "each")
+    tokens, size = f"{least}{counted(job.tokens, 'token')}{cached}", nbytes(job.request_bytes)
     console.print(f"{count} of {tokens}; {size} {each}; {who}, {where}", soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ import attrs
 
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import SIDES, Job, Side
+from kvspec.words import counted
 
 DIED = "its process died"
 
@@ -139,7 +140,7 @@ class Report:
         yield from map(str, self.failures)
         if self.wrong:
             where = ", ".join(f"{e.side} {e.rank}" for e in self.ranks if e.compared.wrong)
-            yield f"{self.wrong:,} wrong bytes, on {where}"
+            yield f"{counted(self.wrong, 'wrong byte')}, on {where}"
         for name, (done, wanted) in (("sending", self.sending), ("receiving", self.receiving)):
             if done != wanted:
                 yield f"finished {name} {done} times, not {wanted}"
@@ -191,8 +192,11 @@ class Figures:
     died: str = ""
 
     def __str__(self) -> str:
-        counts = attrs.asdict(self, filter=attrs.filters.exclude("died"))
-        return ", ".join(f"{value} {name}" for name, value in counts.items())
+        loads = counted(self.done + self.failed + self.gone, "load")
+        ends = f"{self.done} done, {self.failed} failed, {self.gone} gone"
+        found = f"{self.lost} lost, {self.wrong} wrong, {self.leaked} leaked"
+        sent = f"{counted(self.requests, 'request')}, {counted(self.faults, 'fault')}"
+        return f"{sent}; of {loads} {ends}; {found}; {self.seconds} seconds"
 
     @property
     def ok(self) -> bool:

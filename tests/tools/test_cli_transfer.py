@@ -156,7 +156,7 @@ def test_what_a_request_moves_is_what_its_live_tokens_hold() -> None:
 def test_one_changed_byte_is_found_and_told() -> None:
     """The comparison can fail: a byte of the last token is named with both values."""
     report = ended(run_transfer(pair([heads(2)], (1, 2), tamper=True)))
-    assert ("1 wrong bytes, on consumer tp0",) == report.faults
+    assert ("1 wrong byte, on consumer tp0",) == report.faults
     (line,) = report.lines
     assert "request-0: tp0 group g layer l.0 part k unit 0 token 18" in line
     assert not report.ok
@@ -245,7 +245,7 @@ def test_a_wrong_byte_is_exit_status_one_and_json_tells_it() -> None:
     assert (1, "") == (done.returncode, done.stderr)
     told = json.loads(done.stdout)
     assert (False, 1) == (told["ok"], told["wrong_bytes"])
-    assert ["1 wrong bytes, on consumer tp0"] == told["faults"]
+    assert ["1 wrong byte, on consumer tp0"] == told["faults"]
     # One KV head: both producer ranks hold it, and the three consumer ranks read evenly.
     pairs = [(each["producer"], each["consumer"]) for each in told["pairs"]]
     assert [("tp0", "tp0"), ("tp0", "tp1"), ("tp1", "tp2")] == pairs
@@ -351,6 +351,9 @@ def test_a_run_in_which_nothing_was_served_is_wrong() -> None:
     """Loads that all fail lose and leak nothing; yet who survives serves on."""
     served = Figures(requests=3, done=1, failed=4, gone=1, faults=1)
     assert served.ok
+    loads = "of 6 loads 1 done, 4 failed, 1 gone"
+    words = f"3 requests, 1 fault; {loads}; 0 lost, 0 wrong, 0 leaked; 0.0 seconds"
+    assert words == str(served)
     assert ("no load was done",) == attrs.evolve(served, done=0, failed=5).wrongs
     assert attrs.evolve(served, requests=1, done=0, failed=0, gone=2).ok
 
