@@ -70,6 +70,17 @@ def test_messages_come_whole_in_order_and_are_answered(pair: tuple[TcpChannel, T
     assert (1, 1) == (len(near), len(far))
 
 
+def test_who_is_reached_is_known(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    """When a connection stands: not before anything was sent, nor as soon as it was."""
+    near, far = pair
+    assert not near.reaches(far.address)
+    near.send(far.address, b"x")
+    assert not near.reaches(far.address)
+    until(lambda: near.receive() or near.reaches(far.address))
+    far.close()
+    until(lambda: near.receive() or not near.reaches(far.address))
+
+
 def test_what_is_too_long_is_refused(
     pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,13 +173,25 @@ def test_connections_are_bounded(
 ) -> None:
     """The one that was silent longest makes room."""
     monkeypatch.setattr(channel, "MAX_ACCEPTED", 3)
-    _, far = pair
-    opened = []
-    for _ in range(6):
-        opened.append(raw(far.address))
-        opened[-1].sendall(b"\0\0\0\x01x")
+    near, far = pair
+    far.send(near.address, b"dialled, so it does not count")
+    opened: list[socket.socket] = []
+
+    def speak(at: int) -> None:
+        """Let a connection say something, a new one perhaps."""
+        if at == len(opened):
+            opened.append(raw(far.address))
+        opened[at].sendall(b"\0\0\0\x01x")
         received(far, count=1)
-    assert 3 == len(far)
+
+    for at in (0, 1, 2, 0, 3):
+        speak(at)
+    assert 1 + 3 == len(far)
+    with opened.pop(1) as silent:
+        assert b"" == silent.recv(1)
+    for at in (0, 1, 2, 3):
+        speak(at)
+    assert b"" == opened[0].recv(1)
     for each in opened:
         each.close()
 

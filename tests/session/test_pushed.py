@@ -15,7 +15,7 @@ from kvspec.errors import SpecError, TransferError
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
-from sessions import Side, engine, new_remote_id, request, until
+from sessions import Direct, Side, engine, new_remote_id, request, until
 
 from kvspec.session import SessionLoad, SessionPush
 from kvspec.testing import FakeFlight, FakeNixl
@@ -206,6 +206,29 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
                 session.part("P")
             assert "failed" == load.poll()
             consumer.meet(producer)
+
+
+def test_who_does_not_answer_is_asked_to_stop_once_a_beat(net: FakeNixl) -> None:
+    """At once when the load has failed, and again until it says that it writes no more."""
+    now = 0.0
+    with (
+        Side("P", engine(1), polled=True, channel=Direct("P")) as producer,
+        Side(
+            "D", engine(1), polled=False, channel=Direct("D"), beat=1.0, clock=lambda: now
+        ) as consumer,
+    ):
+        consumer.meet(producer)
+        (session,) = producer.sessions.values()
+        session.meet(consumer.introductions, role="consumer")
+        (load,) = consumer.load(request(), new_remote_id("r"), pushed=True)
+        load.cancel()
+        asked = []
+        for later in (0.0, 0.0, 0.9, 1.0, 1.0, 2.5, 3.0, 3.5):
+            now = later
+            consumer.poll()
+            asked.append(sum(b"stop" in data for _, data in Direct.channels["P"].came))
+        assert [1, 1, 1, 2, 2, 3, 3, 4] == asked
+        assert ["failed"] == ended([load], producer, consumer)
 
 
 def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> None:

@@ -373,6 +373,21 @@ def test_a_worker_without_caches_has_nothing_to_tell() -> None:
     worker.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [
+        ({}, "127.0.0.1"),
+        ({"host": "127.0.0.2"}, "127.0.0.2"),
+        ({"public": "localhost"}, "localhost"),
+    ],
+)
+def test_peers_are_told_where_a_rank_is(settings: dict[str, str], host: str) -> None:
+    """Where it listens, unless it says by which name others reach that."""
+    with Engine("p", **settings) as engine:
+        told = engine.workers[0].get_handshake_metadata()
+        assert host == told.address.rpartition(":")[0]
+
+
 def test_an_engine_whose_memory_is_read_does_not_sleep() -> None:
     """VLLM 0.33 asks: peers know addresses that an engine gives back when it sleeps."""
     connector = importlib.import_module(CONNECTOR).KvspecConnector
