@@ -57,11 +57,16 @@ class Envelope:
 def name_of(name: object, prefix: str) -> str:
     """Return *name*, of None one that no other incarnation has: host-pid-uuid after *prefix*."""
     if name is None:
+        instance("prefix", prefix, str)
         name = f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
     elif prefix:
         raise SpecError("name", name, "a name or a prefix, not both")
-    if not 0 < len(instance("name", name, str).encode()) <= MAX_NAME:
-        raise SpecError("name", name, f"1 to {MAX_NAME} bytes")
+    try:
+        size = len(instance("name", name, str).encode())
+    except UnicodeEncodeError:
+        size = 0
+    if not 0 < size <= MAX_NAME:
+        raise SpecError("name", name, f"a text of 1 to {MAX_NAME} bytes")
     return str(name)
 
 

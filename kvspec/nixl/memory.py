@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.inputs import instance, positive_int
+from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.regions import MEMORY_TYPES, Memory
 from kvspec.nixl.rows import ID_END, StridedRows
 
@@ -30,7 +30,8 @@ def new_memories(
     A memory inside a registered one is already covered. One that overlaps another without lying
     inside it is refused: a row over the seam would lie in neither. So is one in staging *areas*.
     """
-    wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(memories)]
+    given = sequence("memories", memories, "Memories")
+    wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
     for memory, area in product(wanted, areas):
         if overlap(memory, area):
             raise SpecError("memories", text_of(memory), f"no staging area: {text_of(area)}")

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import TransferError
-from kvspec.inputs import seconds
+from kvspec.inputs import flag, seconds
 from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
@@ -67,9 +67,9 @@ class NixlRank:
         staging: Staging | int | None = None,
     ) -> None:
         self.name = name_of(name, prefix)
-        self.polled = polled
+        self.polled, timed = flag("polled", polled), flag("telemetry", telemetry)
         key = secret_of(secret)
-        self._agent = Agent(self.name, progress_thread=not polled, telemetry=telemetry)
+        self._agent = Agent(self.name, progress_thread=not polled, telemetry=timed)
         self.secret = Secret(key or b"")
         self._held = living.Held()
         self._registered: list[object] = []

@@ -12,6 +12,8 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.selection import Picked, Selection
+from kvspec.errors import SpecError
+from kvspec.inputs import sequence
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.area import Areas
 from kvspec.nixl.merging import Pairing
@@ -22,6 +24,8 @@ from kvspec.ownership.election import Role
 from kvspec.staging.costs import Costs
 from kvspec.staging.ranges import Ranges, Repeated, ranges_of
 
+OPERATIONS = ("READ", "WRITE")
+SIDES = "tuples of a local list, ids, a remote list and ids"
 WORTH = 0.9
 """What share of the direct cost the best staged one must be below, for ranges to be looked for."""
 
@@ -35,8 +39,12 @@ def orders_of(
     timeout: object,
 ) -> tuple[Order, ...]:
     """Return the checked order of each (local, ids, remote, ids); nothing is posted yet."""
+    if operation not in OPERATIONS:  # what is no read would move the other way
+        raise SpecError("operation", operation, " or ".join(OPERATIONS))
     found = []
-    for each in pairs:
+    for each in sequence("pairs", pairs, SIDES):
+        if not isinstance(each, tuple) or len(each) != 4:  # noqa: PLR2004 - as `SIDES` are
+            raise SpecError("pairs", each, SIDES)
         order = order_of(agent, operation, each[:2], each[2:], request=request, timeout=timeout)
         found.append(staged(order, each[1], areas))
     return tuple(found)

@@ -233,6 +233,25 @@ def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -
     assert ranks.near.live_handles == 0
 
 
+@pytest.mark.parametrize("operation", ["read", "Write", "COPY", "", None, 3])
+def test_what_is_neither_read_nor_written_is_refused(ranks: Pair, operation: Any) -> None:
+    """By name: it is not guessed which way the bytes shall go."""
+    sides = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    local, remote = ranks.local.copy(), ranks.remote.copy()
+    pair = sides[0], np.arange(4), sides[1], np.arange(4)
+    for pairs in ([pair], []):
+        with pytest.raises(SpecError, match=f"operation={operation!r}: wanted READ or WRITE"):
+            ranks.near.move(operation, pairs, request="r", timeout=5)
+    assert (local.tobytes(), remote.tobytes()) == (ranks.local.tobytes(), ranks.remote.tobytes())
+
+
+@pytest.mark.parametrize("pairs", [None, 3, [3], [()], ["four"], [(1, 2, 3)]])
+def test_what_are_no_pairs_are_refused(ranks: Pair, pairs: Any) -> None:
+    """Of each, all four."""
+    with pytest.raises(SpecError, match=r"pairs=.*a local list, ids, a remote list and ids"):
+        ranks.near.move("READ", pairs, request="r", timeout=5)
+
+
 def test_a_source_may_be_named_twice(ranks: Pair) -> None:
     """Only destinations must differ: the remote side of a write, the local side of a read."""
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
@@ -370,6 +389,13 @@ def test_impossible_memory_is_refused(ranks: Pair, bad: tuple[Any, ...], words: 
         ranks.near.register([Memory(*bad)])
 
 
+@pytest.mark.parametrize("wrong", [None, 3, Memory(4096, 4096)])
+def test_memories_are_several(ranks: Pair, wrong: Any) -> None:
+    """One is a list of one."""
+    with pytest.raises(SpecError, match=r"memories=.*wanted a sequence of Memories"):
+        ranks.near.register(wrong)
+
+
 def test_what_is_no_memory_is_refused(ranks: Pair) -> None:
     """Only a `Memory`, whose numbers were checked, is registered."""
     with pytest.raises(SpecError, match=r"memories\[0\]=\(8, 8\): wanted a Memory"):
@@ -425,10 +451,18 @@ def test_names_are_unique_while_they_live() -> None:
             ({"name": ""}, "1 to 255 bytes"),
             ({"name": "x" * 256}, "1 to 255 bytes"),
             ({"prefix": "y" * 256}, "1 to 255 bytes"),
+            ({"name": "\ud800"}, "1 to 255 bytes"),
             ({"name": 7}, "wanted a str"),
             ({"name": "x", "prefix": "y"}, "not both"),
         ):
             with pytest.raises(SpecError, match=f"name=.*{words}"):
+                NixlRank(**bad)
+        for bad, words in (
+            ({"prefix": 3}, "prefix=3: wanted a str"),
+            ({"polled": 1}, "polled=1: wanted True or False"),
+            ({"telemetry": "no"}, "telemetry='no': wanted True or False"),
+        ):
+            with pytest.raises(SpecError, match=words):
                 NixlRank(**bad)
     NixlRank("one", polled=True).close()
 
