@@ -188,7 +188,8 @@ class SessionLoad(Progress):
 
         Empty where it is done, and where it failed before anything was moved.
         """
-        moves = any(f.transfer is None or f.transfer.handles for f in self.flights.values())
+        flights = tuple(self.flights.values())  # at once: another thread may end some meanwhile
+        moves = any(f.transfer is None or f.transfer.handles for f in flights)
         if self.error is None or not (self.written or moves):
             return {}
         return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}

@@ -291,7 +291,8 @@ class Session:
             self._reading.receive(notice)
 
     def _moving(self) -> bool:
-        return self._reading.moving or self._pushing.moving or self._summing.waiting > 0
+        with self._lock:
+            return self._reading.moving or self._pushing.moving or self._summing.waiting > 0
 
     def _cancel(self, request_id: str) -> None:
         with self._lock:

@@ -850,6 +850,18 @@ def test_an_address_that_is_none_is_refused(pair: tuple[Side, Side], address: by
         told(address)
 
 
+def test_what_moves_is_counted_while_nothing_changes(pair: tuple[Side, Side]) -> None:
+    """The session's own thread asks that between polls, while others begin loads and end them."""
+    session = next(iter(pair[1].sessions.values()))
+    asks = threading.Thread(target=session._moving)
+    with session._lock:
+        asks.start()
+        asks.join(0.05)
+        assert asks.is_alive()
+    asks.join(5.0)
+    assert not asks.is_alive()
+
+
 def test_many_threads_may_load_at_once(net: FakeNixl) -> None:
     """Beside the session's own thread: each load is done, every request freed, nothing is left."""
     with (
