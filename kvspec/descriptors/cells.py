@@ -8,7 +8,6 @@ leaves those out where that takes no more rows, or where they take longer than a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import attrs
@@ -196,14 +195,14 @@ def _cut(tables: Tables, geometry: Geometry, frame: _Frame) -> dict[RowKind, Int
     return {kind: np.concatenate(some) for kind, some in taken.items()}
 
 
-def _by_count(cell: int, begins: Ints, counts: Ints | None) -> Iterator[tuple[RowKind, Ints]]:
-    """Yield the rows of whole cells, by how many each takes; None: one each."""
+def _by_count(cell: int, begins: Ints, counts: Ints | None) -> list[tuple[RowKind, Ints]]:
+    """Return the rows of whole cells, by how many each takes; None: one each."""
     if counts is None:
-        if len(begins):
-            yield RowKind(cell, 0, cell), begins
-        return
-    for count in np.unique(counts).tolist():
-        yield RowKind(cell, 0, count * cell), begins[counts == count]
+        return [(RowKind(cell, 0, cell), begins)] if len(begins) else []
+    return [
+        (RowKind(cell, 0, count * cell), begins[counts == count])
+        for count in np.unique(counts).tolist()
+    ]
 
 
 def _moving(tables: Tables, geometry: Geometry, frame: _Frame, every: Ints) -> Ints:

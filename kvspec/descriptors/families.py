@@ -6,7 +6,7 @@ what was found of it; so all sources of one consumer rank do, as a rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 
 import attrs
@@ -63,11 +63,11 @@ class RowFamily:
 
     def picked(
         self, request: TransferRequest, tokens: Positions | None
-    ) -> Iterator[tuple[Entry, Cells]]:
-        """Yield what *request* moves of each entry, or one step of it; raise as `select`."""
-        cut = self._cut(request, tokens)
+    ) -> list[tuple[Entry, Cells]]:
+        """Return what *request* moves of each entry, or one step of it; raise as `select`."""
+        cut, picked = self._cut(request, tokens), list[tuple[Entry, Cells]]()
         if cut is None:
-            return
+            return picked
         for place, (geometry, kinds) in enumerate(self.entries):
             for kind, taken in cut.begins[place].items():
                 for entry in kinds[kind]:
@@ -79,7 +79,8 @@ class RowFamily:
                         found = cells(cut.tables, geometry, kind, taken, pools)
                         cut.cells[key] = found
                     if len(found):
-                        yield entry, found
+                        picked.append((entry, found))
+        return picked
 
     def dead(self, request: TransferRequest) -> int:
         """Return how many bytes *request* moves of tokens behind its last."""

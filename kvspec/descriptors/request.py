@@ -190,9 +190,12 @@ class TransferRequest:
         cached: Any = self.cached_tokens
         for value in cached.values() if isinstance(cached, Frozen) else (cached,):
             positive_int("cached_tokens", value, least=0, most=MAX_TOKENS)
-        for field in ("encoder_tokens", "state_tokens"):
-            if getattr(self, field) is not None:
-                positive_int(field, getattr(self, field), least=0, most=MAX_TOKENS)
+        for field, count in (
+            ("encoder_tokens", self.encoder_tokens),
+            ("state_tokens", self.state_tokens),
+        ):
+            if count is not None:
+                positive_int(field, count, least=0, most=MAX_TOKENS)
 
     def check_groups(self, groups: Iterable[str]) -> None:
         """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""

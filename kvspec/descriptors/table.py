@@ -6,7 +6,7 @@ byte lies in exactly one selected descriptor, and a cached byte in none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 
@@ -136,8 +136,8 @@ class DescriptorTable:
 
     def cells(
         self, request: TransferRequest, tokens: Positions | None = None
-    ) -> Iterator[tuple[Entry, Cells]]:
-        """Yield what of each set of rows *request* moves, or one step of it; raise as `select`."""
+    ) -> list[tuple[Entry, Cells]]:
+        """Return what of each set of rows *request* moves, or one step of it; raise as `select`."""
         instance("request", request, TransferRequest)
         groups = self._groups
         request.check_groups(groups)
@@ -145,8 +145,7 @@ class DescriptorTable:
             check_tokens(tokens, groups)
         if self._pools:
             check_shared(self.plan, request, self._pools)
-        for family in self._families:
-            yield from family.picked(request, tokens)
+        return [one for family in self._families for one in family.picked(request, tokens)]
 
     @cached_property
     def _families(self) -> list[RowFamily]:

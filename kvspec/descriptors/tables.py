@@ -95,7 +95,6 @@ class Tables:
         for side, group, table, paging in sides:
             if table.first_token:
                 table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
-        for side, group, table, paging in sides:
             held = table.tokens(paging.virtual_block)
             if _inside(wanted, held):
                 continue
@@ -107,7 +106,6 @@ class Tables:
             if paging.null_block is not None:
                 missing = table.without_block(wanted, paging.virtual_block, paging.null_block)
                 check_no_null(side, group, paging.null_block, missing, wanted)
-        for side, group, table, paging in sides:
             # Of all that moves, not of this edge alone: another may read a block's other place.
             _check_once(side, group, table, table.blocks_of(wanted, paging.virtual_block))
 
