@@ -43,7 +43,7 @@ def calibrate(
         )
         for direct, staged, *_ in samples
     ]
-    columns = ("runs", "bytes", "direct, ms", "staged, ms", "fitted", "fitted")
+    columns = ("mean run", "bytes", "direct, ms", "staged, ms", "fitted", "fitted")
     console = output()
     console.print(table(columns, rows))
     for name in FIGURES:

@@ -72,6 +72,9 @@ def simulate_command(
         print_json({"model": model, **whole})
     else:
         _show(model, simulation)
+        links = f"links of {out_speed:g} GB/s out, {in_speed:g} in"
+        least = f"predicted: the greatest of load / speed over all {links}; a lower bound"
+        output().print(least, style="dim", soft_wrap=True)
 
 
 def _speed(field: str, value: float) -> float:
@@ -87,7 +90,9 @@ def _show(model: str, simulation: Simulation) -> None:
     engines = f"{counted(simulation.consumers, 'engine')} of {counted(len(first.into), 'rank')}"
     moved = f"{simulation.num_tokens:,} tokens each: {nbytes(int(first.into.sum()))} to each engine"
     ranks = counted(len(first.out), "producer rank")
-    console.print(Text.assemble((model, "bold"), f"  {ranks} -> {engines}, {moved}"))
+    console.print(
+        Text.assemble((model, "bold"), f"  {ranks} -> {engines}, {moved}"), soft_wrap=True
+    )
     numbers = ("predicted", "busiest out", "max / mean")
     best = simulation.best.seconds
     loads = (_loads(load, best=load.seconds == best) for load in simulation.policies)
@@ -97,8 +102,6 @@ def _show(model: str, simulation: Simulation) -> None:
     most = max(int(load.out.max()) for load in simulation.policies)
     bars = ((load.replicas, _bars(load, step, most)) for load in simulation.policies)
     console.print(table(("replicas", f"bytes out of {ranks}"), bars))
-    least = "predicted: the greatest of load / speed over all links, a lower bound"
-    console.print(least, style="dim")
 
 
 def _loads(load: PolicyLoad, *, best: bool) -> tuple[str | Text, ...]:

@@ -429,10 +429,12 @@ def command(*words: str) -> tuple[int, str]:
 
 
 def test_the_command_tells_every_policy() -> None:
-    """A table names each policy, its time and the bytes out of every rank."""
-    status, told = command("--model", "DeepSeek-V3", "--producer", "tp=4", "--consumer", "tp=1")
+    """A table names each policy, its time and bytes out of every rank; and how fast links are."""
+    engines = ("--producer", "tp=4", "--consumer", "tp=1")
+    status, told = command("--model", "DeepSeek-V3", *engines, "--in-speed", "12.5")
     assert 0 == status
-    for word in ("spread", "first", "stripe", "ms", "lower bound", "█···"):
+    speeds = "all links of 50 GB/s out, 12.5 in; a lower bound"
+    for word in ("spread", "first", "stripe", "ms", speeds, "█···"):
         assert word in told
 
 
