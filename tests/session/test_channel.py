@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,6 +167,22 @@ def test_who_takes_nothing_is_cut_off(
             near.receive()
             time.sleep(0.01)
         assert time.monotonic() - start > 0.1
+
+
+def test_who_broke_off_is_dropped_when_it_is_sent_to(pair: tuple[TcpChannel, TcpChannel]) -> None:
+    """What it does not take is lost, and nothing raises; it is dialled again for the next."""
+    near, _ = pair
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        near.send(address, b"")
+        until(lambda: near.receive() or near.reaches(address))
+        gone = server.accept()[0]
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        until(lambda: near.send(address, b"x") or near.lost)
+        assert 0 == len(near)
+        near.send(address, b"again")
+        until(lambda: near.receive() or near.reaches(address))
 
 
 def test_connections_are_bounded(

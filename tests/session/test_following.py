@@ -17,7 +17,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
+from kvspec.protocol import Notice
 from kvspec.session import SessionLoad
+from kvspec.session.introduction import key_of
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.positions import rows_of
 
@@ -199,6 +201,22 @@ def test_groups_of_other_names_are_told_apart_by_their_layers() -> None:
             prefill.compute(14, *LAYERS)
             assert {"done"} == set(ended(loads, producer, consumer))
             assert [] == consumer.wrong(asked)
+
+
+def test_what_is_said_of_no_layer_moves_nothing(pair: tuple[Side, Side]) -> None:
+    """A producer that has layers which this engine has not may say how far they are."""
+    producer, consumer = pair
+    prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
+    loads = follow(consumer, prefill)
+    some(pair)
+    for load, session in zip(loads, consumer.sessions.values(), strict=True):
+        by = next(iter(producer.sessions.values())).me
+        more: dict[str, Any] = {"group": "full", "layer": "l.9", "upto": 14}
+        key = key_of(prefill.remote_id)
+        session._reading.receive(Notice(kind="wrote", key=key, by=by, to=session.me, **more))
+        assert ("moving", {0}) == (load.poll(), {*(load.frontiers or {}).values()})
+    prefill.compute(14, *LAYERS)
+    assert {"done"} == set(ended(loads, *pair))
 
 
 def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> None:

@@ -850,6 +850,16 @@ def test_an_address_that_is_none_is_refused(pair: tuple[Side, Side], address: by
         told(address)
 
 
+def test_a_session_of_which_nothing_moves_is_closed_at_once(pair: tuple[Side, Side]) -> None:
+    """However long it might wait; what it holds for readers that may come is no reason to."""
+    pair[0].expect(new_remote_id("r"))
+    began = time.monotonic()
+    for side in pair:
+        for session in side.sessions.values():
+            session.close(drain=5.0)
+    assert time.monotonic() - began < 5.0
+
+
 def test_what_moves_is_counted_while_nothing_changes(pair: tuple[Side, Side]) -> None:
     """The session's own thread asks that between polls, while others begin loads and end them."""
     session = next(iter(pair[1].sessions.values()))
