@@ -148,11 +148,8 @@ class Reading:
         if notice.kind in ("summed", "unsummed"):
             self._summed(notice)
             return
-        if notice.kind == "wrote":
-            for load in self.loads.values():
-                home = load.remote.plan.consumer.homes.get(notice.layer)
-                if load.frontiers is not None and home and load.name == name_of(notice):
-                    notice = attrs.evolve(notice, group=home.name)
+        if notice.kind == "wrote" and (home := self.cache.engine.homes.get(notice.layer)):
+            notice = attrs.evolve(notice, group=home.name)
         self.do(self.book.receive(notice, self.now()))
 
     def move(self) -> None:

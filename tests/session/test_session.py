@@ -22,9 +22,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank, Staging
-from kvspec.protocol import encode_handshake
+from kvspec.protocol import Notice, encode_handshake
 from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
-from kvspec.session.introduction import INTRODUCTION, introduced
+from kvspec.session.introduction import INTRODUCTION, introduced, key_of
 from kvspec.testing import FakeFlight, FakeNixl
 
 
@@ -587,6 +587,48 @@ def test_one_of_several_sources_fails_the_load(net: FakeNixl) -> None:
         quiet(producer, consumer)
 
 
+@pytest.mark.parametrize("more", [{}, {"follow": True}], ids=repr)
+def test_who_is_parted_from_fails_its_loads(
+    net: FakeNixl, pair: tuple[Side, Side], more: dict[str, Any]
+) -> None:
+    """Those of it alone, by name, each when nothing of it moves any more."""
+    _, consumer = pair
+    session = next(iter(consumer.sessions.values()))
+    with Side("Q", engine(4), polled=False) as other:
+        session.meet(other.introductions)
+        hang(net)
+        given: dict[str, Any] = {"timeout": 9.0, **more}
+        gone = session.load(request("a"), remote_id=new_remote_id("a"), engine_id="P", **given)
+        asked = request("b", 4, consumer_blocks={"full": [7], "window": [7]})
+        stays = session.load(asked, remote_id=new_remote_id("b"), engine_id="Q", **given)
+        moving = [flight for flight in net.moving if flight.copies[0][2]]
+        session.part("P")
+        assert "P was parted from" in str(gone.error)
+        assert (None, "moving") == (stays.error, stays.poll())
+        assert ("failed" if more else "moving") == gone.poll()
+        for flight in moving:
+            flight.land()
+        assert ["failed"] == ended([gone], consumer)
+        with pytest.raises(SpecError, match="producers that were met: Q"):
+            session.load(request("c"), remote_id=new_remote_id("c"), engine_id="P", **given)
+
+
+def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
+    """Answers and words about pushes that came twice, or to nobody: each is told once, and why."""
+    producer, consumer = pair
+    (by, *_), (session, *_) = producer.sessions.values(), consumer.sessions.values()
+    for kind, why in (
+        ("valid", "'r': of no request that is open, or not for this rank"),
+        ("stopped", "nothing that it pushes is waited for"),
+        ("unsummed", "nobody asked, or it came twice"),
+    ):
+        key = key_of(new_remote_id("r"))
+        notice = Notice(kind=kind, key=key, by=by.me, to=session.me)
+        session._heard(notice)
+        (told,) = session.ledger.poll().foreign
+        assert (kind, True) == (told.split()[0], why in told)
+
+
 def test_a_killed_producer_fails_its_loads(net: FakeNixl, pair: tuple[Side, Side]) -> None:
     """Whether it dies while it is read, or after; and the consumer serves on."""
     producer, consumer = pair
@@ -858,6 +900,18 @@ def test_a_session_of_which_nothing_moves_is_closed_at_once(pair: tuple[Side, Si
         for session in side.sessions.values():
             session.close(drain=5.0)
     assert time.monotonic() - began < 5.0
+
+
+def test_one_load_that_moves_is_moving(net: FakeNixl, pair: tuple[Side, Side]) -> None:
+    """Beside one of which nothing does, whichever came first."""
+    session = next(iter(pair[1].sessions.values()))
+    hang(net)
+    remote_ids = [new_remote_id(name) for name in "abc"]
+    for number, remote_id in enumerate(remote_ids):
+        assert (number > 1) is session._moving()
+        asked = request(remote_id[0], cached=0 if number == 1 else 14)
+        session.load(asked, remote_id=remote_id, timeout=9.0)
+    assert session._moving()
 
 
 def test_what_moves_is_counted_while_nothing_changes(pair: tuple[Side, Side]) -> None:
