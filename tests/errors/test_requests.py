@@ -127,6 +127,12 @@ def test_block_ids_are_plain_ints(value: Any) -> None:
     assert wanted == words(lambda: ask(consumer_blocks={"g": value}))
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.uint32, np.int64, np.uint64])
+def test_block_ids_are_ints_of_any_type(kind: type[np.integer]) -> None:
+    """An array of any width, with sign or without, is the same ids."""
+    assert BlockTable((7, 0, 100)) == BlockTable(np.array([7, 0, 100], kind))  # type: ignore[arg-type]
+
+
 def test_requests_are_values_that_hash() -> None:
     """Equal ones are one key."""
     assert 1 == len({ask(), ask()})
