@@ -208,6 +208,30 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
             consumer.meet(producer)
 
 
+def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
+    """Another engine, or the same start again: what is to be written may be written still."""
+    with (
+        pushing(producers=1) as (producer, consumer),
+        Side("Q", engine(1), polled=True, epoch=9) as before,
+        Side("Q", engine(1), polled=True, epoch=10) as after,
+    ):
+        remote_id, asked = new_remote_id("r"), request()
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.expect(remote_id)
+        (load,) = consumer.load(asked, remote_id, pushed=True)
+        for other in (before, producer, after):
+            consumer.meet(other)
+            assert ("moving", None) == (load.poll(), load.error)
+        for session in consumer.sessions.values():
+            session.meet(producer.introductions, cached_in=4)
+            session.part("Q")
+        assert ("moving", None) == (load.poll(), load.error)
+        push(producer, asked, remote_id)
+        assert ["done"] == ended([load], producer, consumer)
+        assert [] == consumer.wrong(asked)
+
+
 def test_who_does_not_answer_is_asked_to_stop_once_a_beat(net: FakeNixl) -> None:
     """At once when the load has failed, and again until it says that it writes no more."""
     now = 0.0

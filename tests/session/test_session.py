@@ -559,7 +559,7 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
     quiet(producer, consumer)
     net.fate = FakeFlight.land
     session = list(consumer.sessions.values())[1]
-    session.meet(producer.introductions)  # connected anew, since the lane was lost
+    assert load.remote.plan is not session.meet(producer.introductions), "its lane was lost"
     asked, again = request("again"), new_remote_id("again")
     producer.fill(asked)
     producer.expect(again)
@@ -627,6 +627,9 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
         session._heard(notice)
         (told,) = session.ledger.poll().foreign
         assert (kind, True) == (told.split()[0], why in told)
+    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
+    session._heard(Notice(kind="unsummed", key=load.name[0], by=by.me, to=session.me))
+    assert "nobody asked" in session.ledger.poll().foreign[-1]
 
 
 def test_a_killed_producer_fails_its_loads(net: FakeNixl, pair: tuple[Side, Side]) -> None:
