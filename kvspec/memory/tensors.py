@@ -7,10 +7,11 @@ layout says about them is checked, and every contradiction is an error that name
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from math import prod
 from typing import Any, NoReturn
 
 import attrs
-import numpy as np
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
@@ -213,17 +214,17 @@ class _Reader:
     array: Array
 
     def __attrs_post_init__(self) -> None:
-        for letter, count, _ in self._dims():
+        for letter, count, _ in self._dims:
             if not count:
                 self._refuse(f"at least 1 {NOUNS[letter]} along {letter}")
         step = self.array.itemsize
-        for letter, count, stride in reversed(self._dims()):
+        for letter, count, stride in reversed(self._dims):
             if letter != "C":
                 break
             if count > 1 and stride != step:
                 raise SpecError(f"{self.field}.stride", stride, f"contiguous content, {step} bytes")
             step *= count
-        order = [each for each in self._dims() if each[1] > 1]
+        order = [each for each in self._dims if each[1] > 1]
         by_stride = sorted(order, key=lambda each: -each[2])
         said = [letter for letter in self.layout if letter in self.axes]
         seen = [each[0] for each in by_stride if each[0] in said]
@@ -231,17 +232,18 @@ class _Reader:
             wanted = f"strides in the order of layout {self.layout}, outermost first"
             raise SpecError(f"{self.field}.stride", self.array.strides, wanted)
 
-    def _dims(self) -> list[tuple[str, int, int]]:
-        return list(zip(self.axes, self.array.shape, self.array.strides, strict=True))
+    @cached_property
+    def _dims(self) -> tuple[tuple[str, int, int], ...]:
+        return tuple(zip(self.axes, self.array.shape, self.array.strides, strict=True))
 
     def extent(self, letter: str) -> int:
         """Return how long the tensor is along *letter*; content in bytes."""
-        found = [count for axis, count, _ in self._dims() if axis == letter]
-        return int(np.prod(found)) * (self.array.itemsize if letter == "C" else 1)
+        found = [count for axis, count, _ in self._dims if axis == letter]
+        return prod(found) * (self.array.itemsize if letter == "C" else 1)
 
     def stride(self, letter: str) -> int:
         """Return the bytes from one index of *letter* to the next."""
-        return next((stride for axis, _, stride in self._dims() if axis == letter), 0)
+        return next((stride for axis, _, stride in self._dims if axis == letter), 0)
 
     def regions(self, layer: str, parts: Mapping[Part, int]) -> Iterator[Region]:
         """Yield the regions of the tensor's *parts*, of which the rank has so many units each.
