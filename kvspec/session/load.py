@@ -41,15 +41,13 @@ _STATES = {"not there in time": "timeout", "cancelled": "stopped"}
 class Flight:
     """What moves of a load from one *rank*, and the ledger's *steps* that it ends.
 
-    *transfer*: None where the producer writes, and *pushed* what that is to be. *told*: the ledger
-    knows that it failed, although it may still write.
+    *transfer*: None where the producer writes, and *pushed* what that is to be.
     """
 
     rank: RankId
     transfer: Transfer | None
     steps: tuple[int, ...]
     pushed: Pushed | None = None
-    told: bool = False
 
     def wrong(self, notice: Notice) -> str:
         """Say what is wrong with what *notice* says was pushed, if anything is."""

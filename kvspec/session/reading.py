@@ -224,9 +224,7 @@ class Reading:
             load.fail(flight.rank, why, error.state)
             load.remote.lost |= error.state in LOST
             if not transfer.over:
-                if not flight.told:
-                    flight.told = True
-                    self.do(self.book.fail(flight.steps[0], why, self.now(), quiet=False))
+                self.do(self.book.fail(flight.steps[0], why, self.now(), quiet=False))
                 return
             with contextlib.suppress(TransferError):  # of a rank that is closed
                 transfer.free()

@@ -567,6 +567,33 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
     assert ["done"] == ended([load], producer, consumer)
 
 
+def test_a_load_of_which_nothing_was_posted_leaves_its_blocks_as_they_were(net: FakeNixl) -> None:
+    """It waits for room in the area: nothing of it is undefined when it is given up."""
+    staging = Staging(area=4096, piece=4096, always=True)
+    with (
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True, staging=staging) as consumer,
+    ):
+        consumer.meet(producer)
+        (session,) = consumer.sessions.values()
+        hang(net)
+        first, second = (
+            session.load(
+                request(name, 4, consumer_blocks={"full": [block], "window": [block]}),
+                remote_id=new_remote_id(name), timeout=9.0,
+            )
+            for name, block in (("a", 1), ("b", 2))
+        )  # fmt: skip
+        for load in (first, second):
+            load.cancel()
+        assert ({}, "failed") == (second.undefined, second.poll())
+        assert ({}, {"full": (1,), "window": (1,)}) == (second.undefined, first.undefined)
+        for flight in net.moving:
+            flight.land()
+        assert ["failed"] == ended([first], producer, consumer)
+        assert {"full": (1,), "window": (1,)} == first.undefined
+
+
 def test_one_of_several_sources_fails_the_load(net: FakeNixl) -> None:
     """The others are broken off, and nothing is called done."""
     with (
