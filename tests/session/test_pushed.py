@@ -17,7 +17,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
+from kvspec.protocol import Notice
 from kvspec.session import SessionLoad, SessionPush
+from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeFlight, FakeNixl
 
 
@@ -208,6 +210,35 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
             consumer.meet(producer)
 
 
+def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beats, before anything is pushed and while it is, are no reason not to."""
+    with pushing(producers=1) as (producer, consumer):
+        remote_id, asked = new_remote_id("r"), request()
+        producer.fill(asked)
+        consumer.spoil(asked)
+        producer.expect(remote_id)
+        (session,), (reader,) = producer.sessions.values(), consumer.sessions.values()
+        beats, heard = list[Notice](), Pushing.heard
+
+        def hear(self: Pushing, notice: Notice) -> None:
+            heard(self, notice)
+            beats.append(notice)
+
+        monkeypatch.setattr(Pushing, "heard", hear)
+        (load,) = consumer.load(asked, remote_id, pushed=True)
+        until(lambda: beats, producer, consumer)
+        assert (False, True) == (session._moving(), reader._moving())
+        net.fate = lambda _: None
+        (pushed,) = push(producer, asked, remote_id)
+        beats.clear()
+        until(lambda: beats, producer, consumer)
+        assert (True, "moving") == (session._moving(), pushed.poll())
+        for flight in net.moving:
+            flight.land()
+        assert ["done"] == ended([load], producer, consumer)
+        assert ("done", [], False) == (pushed.poll(), consumer.wrong(asked), session._moving())
+
+
 def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
     """Another engine, or the same start again: what is to be written may be written still."""
     with (
@@ -305,6 +336,7 @@ def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
         for flight in net.moving:
             flight.land()
         until(lambda: push_.poll() == "failed", producer)
+        assert (0, 0) == (session.nixl.leftovers().transfers, session.nixl.leftovers().handles)
         net.fate = FakeFlight.land
         assert lost is (session.meet(consumer.introductions, role="consumer") is not known)
         producer.poll()
