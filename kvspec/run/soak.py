@@ -261,7 +261,7 @@ class Soak:
                 engine.quiet()
             except TimeoutError:
                 self.figures.leaked += 1
-        left: list[Left] = self.engines["producer"].ask("left")
+        left: list[Left] = [one for engine in self.engines.values() for one in engine.ask("left")]
         for one in left:
             held, threads = one.session.held + one.nixl.transfers, one.threads > THREADS
             self.figures.leaked += held + threads

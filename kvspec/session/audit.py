@@ -6,6 +6,7 @@ fails, and halves are compared until one token of a unit is named, or the time i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import attrs
@@ -22,6 +23,9 @@ from kvspec.protocol.pending import notice_of
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.summing import Work
+
+_NUMBERS = itertools.count(1)
+"""Of questions: an answer to one of an earlier load is none to a later one's."""
 
 
 @attrs.define(eq=False)
@@ -54,7 +58,6 @@ class Audit:
     seconds: float = 0.0
     _open: dict[int, Question] | None = None
     _rest: Extent | None = None
-    _number: int = 0
     _refused: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -118,9 +121,8 @@ class Audit:
         return self._open
 
     def _ask(self, rank: RankId, extent: Extent) -> None:
-        self._number += 1
         work = Work(sums_of(self.cache, self.request.consumer_blocks, extent))
-        self._begun()[self._number] = Question(rank, extent, work)
+        self._begun()[next(_NUMBERS)] = Question(rank, extent, work)
 
     def _equal(self) -> str | None:
         """Take that all is equal that was asked for: the other half differs, or nothing."""

@@ -213,6 +213,25 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         assert 0 == session.leftovers().sums
 
 
+def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
+    """Which asks for other tokens, perhaps, of the same request in the same attempt."""
+    with FakeNixl(), met(SIZES["blocks of two"]) as sides:
+        consumer = sides[1]
+        asked, loads = begin(sides)
+        until(lambda: all(load.held_back and not load.flights for load in loads), consumer)
+        (session, *_), (first, *_) = consumer.sessions.values(), loads
+        assert first.audit is not None
+        numbers = {*first.audit._begun()}
+        first.cancel()
+        until(lambda: not session.leftovers().loads, *sides)
+        other = attrs.evolve(asked, request_id="again", cached_tokens=7)
+        again = session.load(other, remote_id=first.remote_id, timeout=9.0, digest=True)
+        until(lambda: again.held_back and not again.flights, consumer)
+        assert again.audit is not None
+        assert numbers.isdisjoint(again.audit._begun())
+        assert ["done"] == ended([again], *sides)
+
+
 def test_what_is_known_by_then_is_said() -> None:
     """A producer that falls silent while halves are compared: so far the sums have come."""
     with FakeNixl(corrupt), met(SIZES["blocks of two"], patience=0.1) as sides:
