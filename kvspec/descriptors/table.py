@@ -113,6 +113,7 @@ class DescriptorTable:
 
         The last block is cut where that takes no more descriptors, or fewer seconds.
         """
+        instance("request", request, TransferRequest)
         return sum(family.dead(request) for family in self._families)
 
     def untouched(self, request: TransferRequest) -> Rows:

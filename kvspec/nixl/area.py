@@ -38,6 +38,7 @@ class Staging:
 
     *area*: bytes of memory to allocate where it is first needed, beside what is moved; or memory of
     the caller's, held from then on: a numpy array or a torch tensor of one dimension, without gaps.
+    No other rank may have it, nor any cache lie in it: what this process knows of is refused.
     *piece*: bytes that one handle moves. A transfer is staged where *costs*, by default those of
     `calibrated`, say that it takes less time, or *always* where it can be. Of one with a run longer
     than a piece nothing is staged.

@@ -79,7 +79,10 @@ def secret_of(secret: object) -> bytes | None:
         secret = os.environ.get("KVSPEC_SECRET")
         if secret is None:
             return None
-    key = secret.encode() if isinstance(secret, str) else secret
+    try:
+        key = secret.encode() if isinstance(secret, str) else secret
+    except UnicodeEncodeError:
+        raise SpecError("secret", "a str", "one that UTF-8 has bytes for") from None
     if not isinstance(key, bytes):
         raise SpecError("secret", type(secret).__name__, "a str or bytes")
     if secret != b"" and len(key) < MIN_SECRET:

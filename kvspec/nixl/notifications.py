@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.inputs import seconds
+from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent
 
 MAX_NOTIFICATION = 64 << 10  # bytes; a notification blocks its sender for as long as it takes
@@ -66,6 +66,9 @@ class Inbox:
 
     def wait(self, payload: bytes, timeout: float, peer: str | None) -> str:
         """Take one that equals *payload*, within *timeout* seconds; return its sender."""
+        check_payload(payload)
+        if peer is not None:
+            instance("peer", peer, str)
         deadline, rest = time.monotonic() + seconds("timeout", timeout), FIRST_WAIT
         with self._agent.waiting():
             while True:

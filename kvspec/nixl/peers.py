@@ -60,7 +60,7 @@ class Peers:
 
     def forget(self, peer: str) -> None:
         """Forget *peer*, its lists and what it sent; refuse who is neither connected nor heard."""
-        if peer not in self._inbox.introduced:
+        if not isinstance(peer, str) or peer not in self._inbox.introduced:
             self.check(peer)
         self._inbox.forget(peer)
         if peer in self._lists:
@@ -74,7 +74,7 @@ class Peers:
 
     def check(self, peer: str) -> None:
         """Refuse who is not connected."""
-        if peer not in self.names:
+        if not isinstance(peer, str) or peer not in self.names:
             raise TransferError(f"{peer!r} is not connected", rank=peer, state="stale_peer")
 
     def keep(self, prepared: Prepared) -> Prepared:

@@ -24,7 +24,7 @@ from kvspec.ownership.election import Role
 from kvspec.staging.costs import Costs
 from kvspec.staging.ranges import Ranges, Repeated, ranges_of
 
-OPERATIONS = ("READ", "WRITE")
+OPERATIONS = ("READ", "WRITE")  # whatever else would move one of the two ways
 SIDES = "tuples of a local list, ids, a remote list and ids"
 WORTH = 0.9
 """What share of the direct cost the best staged one must be below, for ranges to be looked for."""
@@ -39,7 +39,9 @@ def orders_of(
     timeout: object,
 ) -> tuple[Order, ...]:
     """Return the checked order of each (local, ids, remote, ids); nothing is posted yet."""
-    if operation not in OPERATIONS:  # what is no read would move the other way
+    if (
+        not isinstance(operation, str) or operation not in OPERATIONS
+    ):  # what is no read would move the other way
         raise SpecError("operation", operation, " or ".join(OPERATIONS))
     found = []
     for each in sequence("pairs", pairs, SIDES):

@@ -84,7 +84,7 @@ class Ledger:
         many ranks will come to this one, if the engine knows. *blocks*: its block tables, by group:
         for readers that compare a digest. `SpecError` where it is held already.
         """
-        key, tables = key_of(remote_id), tables_of("blocks", blocks or {})
+        key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
         if readers is not None:
             positive_int("readers", readers, most=MAX_READERS)
         if strange := sorted(tables.keys() - {group.name for group in self._engine.groups}):

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.inputs import flag
+from kvspec.inputs import flag, instance
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
@@ -191,6 +191,7 @@ class Reading:
 
     def part(self, engine_id: str) -> None:
         """Forget an engine that is no more: loads from it fail."""
+        instance("engine_id", engine_id, str)
         for name, load in list(self.loads.items()):
             if load.remote.start[0] == engine_id:
                 self.do(self.book.cancel(name, self.now(), f"{engine_id} was parted from"))

@@ -170,7 +170,7 @@ def judged(
     `WireError`: what was not sealed by the secret, or is damaged. `SpecError`: ranks missing or
     twice. `MismatchError`: engines, models, elections or starts that differ.
     """
-    if role not in ("producer", "consumer"):
+    if not isinstance(role, str) or role not in ("producer", "consumer"):
         raise SpecError("role", role, "'producer' or 'consumer'")
     wanted = "introductions, one of each rank of an engine"
     members = [
@@ -225,7 +225,7 @@ class Remotes:
         self._check_open()
         met = sorted(name for other, name in self._met if other == role)
         name = met[0] if engine_id is None and len(met) == 1 else engine_id
-        if name is None or (role, name) not in self._met:
+        if not isinstance(name, str) or (role, name) not in self._met:
             wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
         remote = self._met[role, name]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sessions import Side, engine, new_remote_id, request, until
+from strange import STRANGE
 
-from kvspec.errors import SpecError, TransferError
-from kvspec.session import Session, TcpChannel
+from kvspec.errors import KVSpecError, SpecError, TransferError
+from kvspec.session import Session, SessionLoad, SessionPush, TcpChannel
 from kvspec.testing import FakeNixl
 
 
@@ -168,3 +170,88 @@ def test_a_closed_session_does_nothing_any_more(pair: tuple[Side, Side]) -> None
     assert () == session.nixl.peers
     session.poll()
     session.close()
+
+
+class Asking:
+    """What two sessions can be asked, and all that is right to say with it; each time anew."""
+
+    def __init__(self, pair: tuple[Side, Side]) -> None:
+        self.pair, self.producer, self.consumer = pair, first(pair[0]), first(pair[1])
+
+    def held(self) -> str:
+        """Return a request that the producer's ranks hold."""
+        remote_id = new_remote_id(f"r{time.monotonic_ns()}")
+        self.pair[0].expect(remote_id, lease=2.0)
+        return remote_id
+
+    def load(self) -> tuple[Any, dict[str, Any]]:
+        """Of a consumer."""
+        flags = {"pushed": False, "follow": False, "digest": False, "again": False, "samples": 1}
+        return self.consumer.load, self.asked("P") | flags
+
+    def push(self) -> tuple[Any, dict[str, Any]]:
+        """Of a producer."""
+        return self.producer.push, self.asked("D") | {"epoch": 1}
+
+    def asked(self, engine_id: str) -> dict[str, Any]:
+        """Return what both have."""
+        given = {"request": request(), "remote_id": self.held(), "timeout": 5.0}
+        return given | {"engine_id": engine_id, "attempt": 0, "sample": 0}
+
+    def release(self) -> tuple[Any, dict[str, Any]]:
+        """Of a consumer."""
+        given = {"remote_id": self.held(), "engine_id": "P", "attempt": 0, "sample": 0}
+        return self.consumer.release, given | {"samples": 1}
+
+    def meet(self) -> tuple[Any, dict[str, Any]]:
+        """Of a consumer."""
+        given = {"introductions": self.pair[0].introductions, "role": "producer"}
+        return self.consumer.meet, given | {"cached_in": 1, "timeout": 1.0}
+
+    def fetch(self) -> tuple[Any, dict[str, Any]]:
+        """Of a consumer; nobody is there."""
+        return self.consumer.fetch, {"addresses": [], "timeout": 0.01, "absent": 0.01}
+
+    def part(self) -> tuple[Any, dict[str, Any]]:
+        """Of a consumer."""
+        return self.consumer.part, {"engine_id": "Q"}
+
+    def expect(self) -> tuple[Any, dict[str, Any]]:
+        """Of a producer."""
+        given = {"remote_id": new_remote_id("e"), "lease": 0.01, "readers": 1, "blocks": {}}
+        return self.producer.ledger.expect, given
+
+    def wrote(self) -> tuple[Any, dict[str, Any]]:
+        """Of a producer."""
+        given = {"remote_id": self.held(), "upto": 3, "layers": ["l.0"]}
+        return self.producer.ledger.wrote, given
+
+    def drop(self) -> tuple[Any, dict[str, Any]]:
+        """Of a producer."""
+        return self.producer.ledger.drop, {"remote_id": self.held()}
+
+
+CALLS = ("load", "push", "release", "meet", "fetch", "part", "expect", "wrote", "drop")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_is_given_is_taken_or_refused(pair: tuple[Side, Side], name: str) -> None:
+    """By an error of the library, whatever it is; and the session serves on."""
+    asking = Asking(pair)
+    for argument in getattr(asking, name)()[1]:
+        for value in STRANGE:
+            call, given = getattr(asking, name)()
+            try:
+                made = call(**given | {argument: value})
+            except KVSpecError:
+                continue
+            if isinstance(made, SessionLoad | SessionPush):
+                if isinstance(made, SessionLoad):
+                    made.cancel()
+                until(lambda made=made: made.poll() != "moving", *pair)
+    asked, remote_id = request("last"), asking.held()
+    pair[0].fill(asked)
+    pair[1].spoil(asked)
+    (load,) = pair[1].load(asked, remote_id)
+    until(lambda: load.poll() == "done", *pair)
+    assert [] == pair[1].wrong(asked)

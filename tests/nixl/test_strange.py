@@ -1,0 +1,143 @@
+"""Whatever a rank, a table or a request is given by mistake is taken, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import engine, gqa
+from builders import request as ask
+from nixl_pair import Pair
+from strange import STRANGE
+
+import kvspec
+from kvspec import KVSpecError, RankId
+from kvspec.nixl import Costs, NixlRank, Staging, calibrated
+from kvspec.session import HeldPrompt, TcpChannel, content_of, new_remote_id
+from kvspec.testing import FakeNixl
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Pair]:
+    """Return two ranks over memory."""
+    with FakeNixl(), NixlRank(secret=b"") as near, NixlRank(secret=b"") as far:
+        yield Pair(near, far)
+
+
+def of_a_rank(ranks: Pair) -> dict[str, Call]:
+    """Return what a rank can be asked, with arguments that are right."""
+    local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
+    near, ids = ranks.near, np.arange(4)
+    sides = {"local": local, "local_ids": ids, "remote": remote, "remote_ids": ids}
+    more = {"request": "r", "timeout": 5.0}
+    rows = np.zeros((0, 5), np.uint64)
+    return {
+        "register": (near.register, {"memories": []}),
+        "introduce": (near.introduce, {"metadata": ranks.far.metadata()}),
+        "connect": (near.connect, {"metadata": ranks.far.metadata()}),
+        "disconnect": (near.disconnect, {"peer": "x"}),
+        "prepare": (near.prepare, {"rows": rows, "memory_type": "DRAM", "peer": None}),
+        "read": (near.read, sides | more),
+        "write": (near.write, sides | more),
+        "move": (near.move, {"operation": "READ", "pairs": [tuple(sides.values())]} | more),
+        "pump": (near.pump, {"budget": 0.0}),
+        "notify": (near.notify, {"peer": ranks.peer, "payload": b"x"}),
+        "wait": (near.wait_notification, {"payload": b"x", "timeout": 0.0, "peer": None}),
+    }
+
+
+RANK = (
+    "register",
+    "introduce",
+    "connect",
+    "disconnect",
+    "prepare",
+    "read",
+    "write",
+    "move",
+)
+
+
+def wrong(call: Callable[..., Any], given: dict[str, Any]) -> list[str]:
+    """Return what is neither taken nor refused by an error of the library."""
+    found = []
+    for argument in given:
+        waits = argument == "budget" or (argument == "timeout" and "payload" in given)
+        for value in STRANGE:
+            if waits and type(value) in (int, float) and value > 0:
+                continue  # it would wait so long
+            try:
+                call(**given | {argument: value})
+            except KVSpecError:
+                continue
+            except Exception as error:  # noqa: BLE001 - that is what is looked for
+                found.append(f"{argument}={value!r}: {error!r}")
+    return found
+
+
+@pytest.mark.parametrize("name", [*RANK, "pump", "notify", "wait"])
+def test_a_rank_serves_on_whatever_it_is_given(ranks: Pair, name: str) -> None:
+    """And what is right is read after it."""
+    calls = of_a_rank(ranks)
+    assert [] == wrong(*calls[name])
+    ranks.near.pump(0.01)
+    ranks.near.notifications()
+    ranks.local[:] = 0
+    ranks.read(0, 8).wait()
+    assert ranks.right(0, 8)
+
+
+P, C = engine(gqa(), tp=2), engine(gqa())
+PLAN = kvspec.plan_transfer(P, C)
+CACHES = kvspec.lay_out(P, RankId(), 8, 4096), kvspec.lay_out(C, RankId(), 8, 1 << 30)
+TABLE = kvspec.build_table(PLAN, *CACHES)
+ASKED = ask(20, [1, 2], [3, 4])
+PROMPT: dict[str, Any] = {
+    "engine_id": "P", "addresses": ["a:1"], "remote_id": new_remote_id("p"), "num_tokens": 20,
+    "tables": {"g": [1, 2]}, "content": "",
+}  # fmt: skip
+HELD = HeldPrompt(**PROMPT)
+PLAIN: dict[str, Call] = {
+    "request": (kvspec.TransferRequest, {
+        "request_id": "r", "num_tokens": 20, "producer_blocks": {"g": [1, 2]},
+        "consumer_blocks": {"g": [3, 4]}, "cached_tokens": 0, "encoder_tokens": None,
+        "state_tokens": None,
+    }),
+    "block table": (kvspec.BlockTable, {"block_ids": [1, 2], "first_token": 0}),
+    "build_table": (kvspec.build_table, {
+        "plan": PLAN, "producer_cache": CACHES[0], "consumer_cache": CACHES[1], "layers": None,
+        "cached_in": 1,
+    }),
+    "select": (TABLE.select, {"request": ASKED, "tokens": None}),
+    "descriptors": (TABLE.descriptors, {"request": ASKED, "tokens": None}),
+    "untouched": (TABLE.untouched, {"request": ASKED}),
+    "dead": (TABLE.dead, {"request": ASKED}),
+    "counts": (TABLE.counts, {"request": ASKED}),
+    "explain": (TABLE.explain, {"consumer_id": None, "request": None}),
+    "traffic": (PLAN.traffic, {"num_tokens": 20}),
+    "verify": (kvspec.verify, {
+        "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": ASKED,
+    }),
+    "staging": (Staging, {"area": 4096, "piece": 4096, "costs": Costs(), "always": False}),
+    "costs": (Costs, {"handle": 0.0, "byte": 0.0, "run": 0.0}),
+    "calibrated": (calibrated, {"path": "/nowhere"}),
+    "held prompt": (HeldPrompt, PROMPT),
+    "of": (HeldPrompt.of, {"given": HELD.plain(), "secret": None}),
+    "its request": (HELD.request, {
+        "request_id": "r", "num_tokens": 20, "blocks": {"g": [3, 4]}, "cached": 0,
+    }),
+    "its tokens": (HELD.check, {"token_ids": [1, 2]}),
+    "content_of": (content_of, {"token_ids": [1, 2]}),
+    "new_remote_id": (new_remote_id, {"request_id": "r"}),
+    "channel": (lambda **given: TcpChannel(**given).close(), {"port": 0, "public": ""}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PLAIN])
+def test_what_describes_a_request_is_right_or_refused(name: str) -> None:
+    """By an error of the library."""
+    assert [] == wrong(*PLAIN[name])
