@@ -239,6 +239,25 @@ def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) 
         assert ("done", [], False) == (pushed.poll(), consumer.wrong(asked), session._moving())
 
 
+def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
+    """And not when it next asks, which is in minutes."""
+    with (
+        Side("P", engine(1), polled=True) as producer,
+        Side("D", engine(1), polled=False, beat=600.0) as consumer,
+    ):
+        consumer.meet(producer)
+        (session,) = producer.sessions.values()
+        session.meet(consumer.introductions, role="consumer")
+        remote_id = new_remote_id("r")
+        producer.expect(remote_id)
+        loads = consumer.load(request(), remote_id, pushed=True)
+        (reader,) = consumer.sessions.values()
+        asked = reader._reading.book._loads["r"].asked[kvspec.RankId()]
+        until(lambda: not asked, producer, consumer)  # its first beat is answered
+        push(producer, request(), remote_id)
+        assert ["done"] == ended(loads, producer, consumer)
+
+
 def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
     """Another engine, or the same start again: what is to be written may be written still."""
     with (
