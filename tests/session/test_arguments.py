@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,10 +177,11 @@ class Asking:
 
     def __init__(self, pair: tuple[Side, Side]) -> None:
         self.pair, self.producer, self.consumer = pair, first(pair[0]), first(pair[1])
+        self.names = map("r{}".format, itertools.count())
 
     def held(self) -> str:
         """Return a request that the producer's ranks hold."""
-        remote_id = new_remote_id(f"r{time.monotonic_ns()}")
+        remote_id = new_remote_id(next(self.names))
         self.pair[0].expect(remote_id, lease=2.0)
         return remote_id
 
@@ -195,7 +196,7 @@ class Asking:
 
     def asked(self, engine_id: str) -> dict[str, Any]:
         """Return what both have."""
-        given = {"request": request(), "remote_id": self.held(), "timeout": 5.0}
+        given = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
         return given | {"engine_id": engine_id, "attempt": 0, "sample": 0}
 
     def release(self) -> tuple[Any, dict[str, Any]]:
@@ -218,7 +219,12 @@ class Asking:
 
     def expect(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
-        given = {"remote_id": new_remote_id("e"), "lease": 0.01, "readers": 1, "blocks": {}}
+        given = {
+            "remote_id": new_remote_id(next(self.names)),
+            "lease": 0.01,
+            "readers": 1,
+            "blocks": {},
+        }
         return self.producer.ledger.expect, given
 
     def wrote(self) -> tuple[Any, dict[str, Any]]:
