@@ -39,9 +39,7 @@ def orders_of(
     timeout: object,
 ) -> tuple[Order, ...]:
     """Return the checked order of each (local, ids, remote, ids); nothing is posted yet."""
-    if (
-        not isinstance(operation, str) or operation not in OPERATIONS
-    ):  # what is no read would move the other way
+    if not isinstance(operation, str) or operation not in OPERATIONS:
         raise SpecError("operation", operation, " or ".join(OPERATIONS))
     found = []
     for each in sequence("pairs", pairs, SIDES):
