@@ -17,7 +17,8 @@ reader is done or when the lease is over, and who reads later is told; what fail
 readable.
 
 A notice names its request by id, nonce and attempt, who sends it and to whom; a reader's says how
-many readers will come."""
+many readers will come, and has a number that nothing else it asks has, so that a load is not told
+what held for an earlier one of the same attempt."""
 Table = dict[tuple[str, str], Row]
 
 

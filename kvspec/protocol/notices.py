@@ -1,7 +1,8 @@
 """What two ranks tell each other about one request.
 
 Law: a notice names its request by id, nonce and attempt, who sends it and to whom, each of one
-start; so none is taken for another's, another attempt's or an earlier start's.
+start; so none is taken for another's, another attempt's or an earlier start's. What a reader asks
+has a number of its own; so no answer is taken for that to an earlier load's question.
 """
 
 from __future__ import annotations
