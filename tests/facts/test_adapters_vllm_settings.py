@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -267,6 +268,60 @@ def test_what_a_backend_s_name_leaves_open_is_asked_of_the_layer() -> None:
     del cpu.isa
     told = "variants['layers.0.attn']=None: wanted one of vec, vec16, amx"
     assert words(lambda: vllm.from_vllm(given, both)).startswith(told)
+
+
+FP8 = replace(FULL, dtype="uint8", kv_quant_mode=like.KVQuantMode.FP8_PER_TENSOR)
+"""What vLLM has for ``fp8_e4m3`` and ``fp8_e5m2`` alike, on every platform."""
+
+PLATFORMS = [
+    ("fp8", "torch.float8_e4m3fn", "float8_e4m3fn"),
+    ("fp8_e4m3", "torch.float8_e4m3fnuz", "float8_e4m3fnuz"),
+    ("fp8_e5m2", "torch.float8_e4m3fn", "float8_e5m2"),
+    ("fp8_per_token_head", "torch.float8_e4m3fn", "float8_e4m3fn"),
+]
+
+
+def fp8(monkeypatch: pytest.MonkeyPatch, cache: Any, usual: str) -> kvspec.EngineSpec:
+    """Return the engine of a worker whose layer has a *cache*, on a platform with *usual* fp8."""
+    platform = SimpleNamespace(fp8_dtype=lambda: usual)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    given, one = configured("layers.0.attn"), cached((["layers.0.attn"], FP8))
+    made = given.compilation_config.static_forward_context
+    made["layers.0.attn"].kv_cache_dtype = cache
+    engine = vllm.from_vllm(given, one)
+    assert engine == vllm.whole_engine(given, [vllm.WorkerTold.of(given, one)], {})
+    return engine
+
+
+@pytest.mark.parametrize(("cache", "usual", "elements"), PLATFORMS)
+def test_which_fp8_a_cache_is_the_layer_and_its_platform_say(
+    cache: str, usual: str, elements: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spec says ``uint8`` of each: between two that differ nothing moves, by name."""
+    engine = fp8(monkeypatch, cache, usual)
+    assert elements == engine.groups[0].spec.dtype  # type: ignore[attr-defined]
+    other = like.engine_spec(
+        config((["layers.0.attn"], FP8)), layout="LBNHC", fp8_dtype="float8_e5m2fnuz"
+    )
+    told = words(lambda: kvspec.plan_transfer(engine, other), kvspec.MismatchError)
+    assert "dtype" in told
+    assert elements in told
+
+
+def test_an_fp8_of_which_nobody_says_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a layer without a choice, nor one that its platform has otherwise, is guessed."""
+    wanted = "wanted the elements of its cache, of which kv_cache_groups[0].kv_cache_spec says only"
+    for cache in (None, "auto", "fp8_new", []):
+        told = words(lambda cache=cache: fp8(monkeypatch, cache, "torch.float8_e4m3fn"))
+        assert f"fp8_dtype['layers.0.attn']=None: {wanted} fp8" == told
+    assert wanted in words(lambda: fp8(monkeypatch, "fp8_e5m2", "torch.float8_e4m3fnuz"))
+    both = config((["layers.0.attn"], FP8))
+    assert wanted in words(lambda: like.engine_spec(both))
+    assert wanted in words(lambda: like.engine_spec(both, fp8_dtype="bfloat16"))
+    assert wanted in words(lambda: like.engine_spec(both, fp8_dtype={"layers.1.attn": "fp8"}))
+    monkeypatch.delitem(sys.modules, "vllm.platforms")
+    given = configured("layers.0.attn")
+    assert wanted in words(lambda: vllm.from_vllm(given, cached((["layers.0.attn"], FP8))))
 
 
 @pytest.mark.parametrize("name", ["mamba_n_groups", "n_groups", "mamba_ngroups"])

@@ -33,6 +33,7 @@ class KVQuantMode(Enum):
     NONE = 0
     NVFP4 = 4
     INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TENSOR = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ FOLDERS = (
     (
         "adapters.vllm",
         (
-            "config backends packing states specs memory arrays tensors engine settings told"
+            "config backends packing states specs memory arrays tensors engine made settings told"
             " tables scheduling worker connector ."
         ),
     ),

@@ -48,6 +48,7 @@ def engine_spec(
     excluded: Iterable[str] = (),
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
     variants: str | Mapping[str, str] | None = None,
+    fp8_dtype: str | Mapping[str, str] | None = None,
 ) -> EngineSpec:
     """Return the engine that vLLM's `KVCacheConfig` of one rank belongs to.
 
@@ -64,7 +65,8 @@ def engine_spec(
     that as a tuple or a dotted name; by layer, or one for all. Where a layer has none it is
     refused: the backend alone knows the order inside a page (`FORMATS`). *variants*: what a
     backend's name leaves open, for all layers or by layer: of CPU attention the layer's ``isa``, of
-    an indexer ``shuffled`` where `uses_shuffled_layout`, else ``rows``.
+    an indexer ``shuffled`` where `uses_shuffled_layout`, else ``rows``. *fp8_dtype*: the elements
+    of a cache that a spec calls fp8 and ``uint8``, as ``float8_e4m3fn``, for all or by layer.
 
     The groups are called ``group0``, ``group1``, ... in vLLM's order.
     """
@@ -79,6 +81,7 @@ def engine_spec(
         conv_layout=conv_layout,
         n_groups=n_groups,
         backends=Backends(backends, variants),
+        fp8_dtype=fp8_dtype,
     )
     groups = _groups(configs, specs, excluded_layers(excluded, configs))
     return EngineSpec(

@@ -16,6 +16,7 @@ import attrs
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.config import Config, Group, read_configs
 from kvspec.adapters.vllm.engine import engine_spec
+from kvspec.adapters.vllm.made import backends_of, fp8_dtypes_of, variants_of
 from kvspec.adapters.vllm.specs import KINDS
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
@@ -36,6 +37,7 @@ def from_vllm(
     *,
     backends: Any = None,  # noqa: ANN401 - vLLM's classes
     variants: str | Mapping[str, str] | None = None,
+    fp8_dtype: str | Mapping[str, str] | None = None,
     total_num_kv_heads: int | Mapping[str, int] | None = None,
     excluded: Iterable[str] = (),
 ) -> EngineSpec:
@@ -44,7 +46,8 @@ def from_vllm(
     *kv_cache_config*: this rank's, or with pipeline stages one of each stage, in order. *tensors*:
     what `register_kv_caches` got; if given, the kernel's block sizes are read from them.
     *backends*: where there are no layers to ask, as in vLLM's scheduler, what a worker's
-    ``get_attn_backend().full_cls_name()`` says; *variants* beside it, as in `engine_spec`.
+    ``get_attn_backend().full_cls_name()`` says; *variants*, *fp8_dtype* beside it, as in
+    `engine_spec`.
     *total_num_kv_heads*: only where vLLM has one number for layers that differ. *excluded*: as in
     `engine_spec`.
 
@@ -66,8 +69,9 @@ def from_vllm(
         kernel_block_size=None if tensors is None else _kernel_blocks(configs, tensors),
         conv_layout=os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD"),
         n_groups=_mamba_groups(given),
-        backends=_backends(given, configs) if backends is None else backends,
+        backends=backends_of(given, configs) if backends is None else backends,
         variants=variants_of(given, configs) if variants is None else variants,
+        fp8_dtype=fp8_dtypes_of(given, configs) if fp8_dtype is None else fp8_dtype,
         excluded=excluded,
     )
 
@@ -244,36 +248,6 @@ def _mamba_groups(given: Given) -> int | None:
     """Return the groups of the model's Mamba2 layers, whatever the model calls them."""
     text = given.get("model_config").get("hf_text_config")
     return next((n for n in (text.get(name).size_or_none() for name in _GROUPS) if n), None)
-
-
-def made_layers(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
-    """Return the layers that a worker has made, by name."""
-    layers = given.get("compilation_config").get("static_forward_context").value
-    names = [layer for config in configs for layer in config.layers]
-    known = layers if isinstance(layers, Mapping) else {}
-    return {
-        name: Given(f"static_forward_context[{name!r}]", known[name])
-        for name in names
-        if name in known
-    }
-
-
-def _backends(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
-    """Return the attention backend of every layer that a worker has made."""
-    made = made_layers(given, configs)
-    return {name: layer.call("get_attn_backend").value for name, layer in made.items()}
-
-
-def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
-    """Return what the names of backends leave open, of every layer that says it."""
-    found: dict[str, Any] = {}
-    for name, layer in made_layers(given, configs).items():
-        shuffled = layer.get("uses_shuffled_layout").value
-        if isinstance(shuffled, bool):
-            found[name] = "shuffled" if shuffled else "rows"
-        else:
-            found[name] = layer.get("isa").value
-    return found
 
 
 def _check_stages(given: Given, configs: Sequence[Config]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 
 from kvspec.adapters.given import Given
-from kvspec.adapters.vllm.backends import ROWS, Backends
+from kvspec.adapters.vllm.backends import ROWS, Backends, quantization
 from kvspec.adapters.vllm.packing import layout_of, outer, packing, real_page
 from kvspec.adapters.vllm.states import read_state
-from kvspec.dtypes import itemsize
+from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
 from kvspec.ownership.parallel import ParallelConfig
@@ -89,6 +89,7 @@ class RankSpecs:
     conv_layout: str | None
     n_groups: int | None
     backends: Backends
+    fp8_dtype: str | Mapping[str, str] | None = None
 
     def __attrs_post_init__(self) -> None:
         if positive_int("tp_rank", self.tp_rank, least=0) >= self.parallel.tp_size:
@@ -135,7 +136,7 @@ class RankSpecs:
                 layer, state, given_spec, outer(self.layout) + ("HNC", "NHC")[order == "SD"]
             )
         if "MLA" in name:
-            spec = self._latent(name, given_spec, page_format)
+            spec = self._latent(name, layer, given_spec, page_format)
         else:
             spec = self._heads(name, layer, given_spec, page_format)
         return self._layer(layer, spec, given_spec, layout_of(self.layout, page_format))
@@ -159,9 +160,9 @@ class RankSpecs:
         size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
         return size if size is not None and size < block_size else None
 
-    def _latent(self, name: str, given_spec: Given, page_format: str) -> AttentionSpec:
+    def _latent(self, name: str, layer: str, given_spec: Given, page_format: str) -> AttentionSpec:
         kind, more = KINDS[name]
-        given = _common(given_spec, more)
+        given = self._common(layer, given_spec, more)
         size = given["head_size"] * itemsize(given["dtype"])
         rows = given["block_size"] // given["tokens_per_state"]
         content = given_spec.get("state_content_bytes").size_or_none()
@@ -179,7 +180,8 @@ class RankSpecs:
 
     def _heads(self, name: str, layer: str, given_spec: Given, page_format: str) -> AttentionSpec:
         kind, more = KINDS[name]
-        given, local = _common(given_spec, more), given_spec.get("num_kv_heads").size()
+        given = self._common(layer, given_spec, more)
+        local = given_spec.get("num_kv_heads").size()
         total = self._total(layer, local)
         dealt = len(self.parallel.deal(total).ranges[self.tp_rank])
         if dealt != local:
@@ -192,6 +194,27 @@ class RankSpecs:
         with given_spec.named():
             spec: AttentionSpec = kind(**given)
             return spec
+
+    def _common(
+        self, layer: str, given_spec: Given, more: Mapping[str, int | None]
+    ) -> dict[str, Any]:
+        given = {name: given_spec.get(name).size() for name in ("block_size", "head_size")}
+        for name, missing in {"tokens_per_state": 1, **more}.items():
+            given[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
+        return {**given, "dtype": self._dtype(layer, given_spec)}
+
+    def _dtype(self, layer: str, given_spec: Given) -> str:
+        """Return the elements of *layer*: of every fp8 there is, a spec says ``uint8``."""
+        dtype = given_spec.get("dtype").dtype()
+        if dtype != "uint8" or not quantization(given_spec).startswith("FP8"):
+            return dtype
+        said, field = self.fp8_dtype, f"fp8_dtype[{layer!r}]"
+        found = said.get(layer) if isinstance(said, Mapping) else said
+        name = None if found is None else dtype_name(found, field)
+        if name is None or not name.startswith("float8_e"):
+            wanted = f"the elements of its cache, of which {given_spec.path} says only fp8"
+            raise SpecError(field, found, wanted)
+        return name
 
     def _total(self, layer: str, local: int) -> int:
         total = self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
@@ -228,10 +251,3 @@ def _context_sharded(spec: LayerSpec, given_spec: Given) -> bool:
     if sharded.value is None or not spec.parts[0].per_token:
         return True
     return flag(sharded.path, sharded.value)
-
-
-def _common(given_spec: Given, more: Mapping[str, int | None]) -> dict[str, Any]:
-    given = {name: given_spec.get(name).size() for name in ("block_size", "head_size")}
-    for name, missing in {"tokens_per_state": 1, **more}.items():
-        given[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
-    return {**given, "dtype": given_spec.get("dtype").dtype()}

@@ -13,7 +13,8 @@ import attrs
 
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.config import read_config
-from kvspec.adapters.vllm.settings import from_vllm, made_layers, rank_of, variants_of
+from kvspec.adapters.vllm.made import fp8_dtypes_of, made_layers, variants_of
+from kvspec.adapters.vllm.settings import from_vllm, rank_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import sequence
@@ -29,6 +30,7 @@ class WorkerTold:
     config: Any
     backends: Mapping[str, tuple[str, ...]]
     variants: Mapping[str, Any]
+    fp8_dtypes: Mapping[str, str]
 
     @staticmethod
     def of(vllm_config: Any, kv_cache_config: Any) -> WorkerTold:  # noqa: ANN401 - vLLM's classes
@@ -41,6 +43,7 @@ class WorkerTold:
                 for name, layer in made_layers(given, [config]).items()
             },
             variants=variants_of(given, [config]),
+            fp8_dtypes=fp8_dtypes_of(given, [config]),
         )
 
 
@@ -68,4 +71,5 @@ def whole_engine(
         tensors,
         backends={name: found for each in stages for name, found in each.backends.items()},
         variants={name: found for each in stages for name, found in each.variants.items()},
+        fp8_dtype={name: found for each in stages for name, found in each.fp8_dtypes.items()},
     )

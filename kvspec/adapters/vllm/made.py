@@ -1,0 +1,64 @@
+"""What the layers that a vLLM worker has made say of their pages.
+
+Law: a layer is asked, and its platform, and nobody else; of a layer that does not say it nothing is
+said.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvspec.adapters.given import Given
+from kvspec.adapters.vllm.config import Config
+
+
+def made_layers(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
+    """Return the layers that a worker has made, by name."""
+    layers = given.get("compilation_config").get("static_forward_context").value
+    names = [layer for config in configs for layer in config.layers]
+    known = layers if isinstance(layers, Mapping) else {}
+    return {
+        name: Given(f"static_forward_context[{name!r}]", known[name])
+        for name in names
+        if name in known
+    }
+
+
+def backends_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return the attention backend of every layer that a worker has made."""
+    made = made_layers(given, configs)
+    return {name: layer.call("get_attn_backend").value for name, layer in made.items()}
+
+
+def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+    """Return what the names of backends leave open, of every layer that says it."""
+    found: dict[str, Any] = {}
+    for name, layer in made_layers(given, configs).items():
+        shuffled = layer.get("uses_shuffled_layout").value
+        if isinstance(shuffled, bool):
+            found[name] = "shuffled" if shuffled else "rows"
+        else:
+            found[name] = layer.get("isa").value
+    return found
+
+
+def fp8_dtypes_of(given: Given, configs: Sequence[Config]) -> dict[str, str]:
+    """Return the elements of every layer whose cache is fp8: its own choice, or its platform's.
+
+    Where no platform of vLLM's is loaded, and of a choice that the platform has otherwise, nothing
+    is said.
+    """
+    platform = Given("vllm.platforms", sys.modules.get("vllm.platforms")).get("current_platform")
+    if platform.value is None:
+        return {}
+    usual = platform.call("fp8_dtype").dtype()
+    known = {"fp8": usual, "fp8_e4m3": usual, "fp8_ds_mla": usual, "fp8_per_token_head": usual}
+    if usual == "float8_e4m3fn":
+        known["fp8_e5m2"] = "float8_e5m2"
+    chosen = {
+        name: layer.get("kv_cache_dtype").value
+        for name, layer in made_layers(given, configs).items()
+    }
+    return {name: known[cache] for name, cache in chosen.items() if str(cache) in known}
