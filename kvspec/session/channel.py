@@ -53,6 +53,14 @@ class Channel(Protocol):
         """Let go of everything; what comes afterwards is lost."""
 
 
+def check_channel(channel: object) -> None:
+    """Raise `SpecError` for what is no `Channel`, nor None."""
+    names = ("address", "send", "receive", "wait", "close")
+    missing = [name for name in names if not hasattr(channel, name)]
+    if channel is not None and missing:
+        raise SpecError("channel", channel, f"a Channel, which has {', '.join(missing)}")
+
+
 @attrs.define(eq=False)
 class _Link:
     """One connection: what came so far, what is still to be sent, and when either moved last."""

@@ -26,7 +26,7 @@ from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.notices import READERS, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import BUSY, Background
-from kvspec.session.channel import Channel, TcpChannel
+from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
@@ -71,12 +71,13 @@ class Session:
         background: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.nixl, threaded = instance("nixl", nixl, NixlRank), flag("background", background)
+        self.nixl, alone = instance("nixl", nixl, NixlRank), flag("background", background)
+        check_channel(channel)
         shake = Handshake(
             engine_id=engine_id,
             epoch=epoch_of(epoch, cache),
             cache=cache,
-            election=election or Election(),
+            election=Election() if election is None else election,
             model=model,
             revision=revision,
         )
@@ -96,8 +97,7 @@ class Session:
         self._reading = Reading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes, self._releases = Remotes(nixl), itertools.count()
-        rest = self.channel.wait
-        self._background = Background(self.poll, self._moving, rest) if threaded else None
+        self._background = Background(self.poll, self._moving, self.channel.wait) if alone else None
 
     def __repr__(self) -> str:
         return f"<Session {self.me} at {self.channel.address}>"

@@ -10,7 +10,9 @@ import pytest
 from sessions import Side, engine, new_remote_id, request, until
 from strange import STRANGE
 
+import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
+from kvspec.nixl import NixlRank
 from kvspec.session import Session, SessionLoad, SessionPush, TcpChannel
 from kvspec.testing import FakeNixl
 
@@ -93,6 +95,20 @@ def test_a_thread_is_wanted_or_not() -> None:
         pytest.raises(SpecError, match="background='no': wanted True or False"),
     ):
         Side("P", engine(1), polled=False, background=wrong)
+
+
+@pytest.mark.parametrize("argument", ["nixl", "cache", "election", "channel"])
+def test_what_a_session_is_made_of_is_right_or_refused(argument: str) -> None:
+    """By name, before its memory is registered."""
+    with FakeNixl(), NixlRank(secret=b"") as nixl:
+        cache, _ = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=2)
+        before = nixl.leftovers()
+        given = {"nixl": nixl, "cache": cache, "engine_id": "P"}
+        for value in STRANGE:
+            if value is not None:
+                with pytest.raises(SpecError, match=f"^{argument}="):
+                    Session(**given | {argument: value})
+        assert before == nixl.leftovers()
 
 
 class Handing:
