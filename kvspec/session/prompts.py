@@ -2,7 +2,7 @@
 
 Law: a producer is met when a prompt of it is first asked for; nothing waits for that, and nothing
 raises. Nothing is read but what is held. Whatever becomes of a prompt, its producer is told, or its
-lease is over. Of producers that are gone for good no more stay met than were asked for.
+lease is over. So many producers stay met, those that were asked for last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from functools import partial
 from typing import Self, TypeVar
 
 import attrs
@@ -33,17 +32,23 @@ ABSENT = 2.0
 """Seconds for which a producer that nobody is found of is tried: it was there when it answered."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Meeting:
-    """That a producer's ranks at some *addresses* are *met*, or will be."""
+    """That a producer's ranks at some *addresses* are *met*, or will be; or *lost* since."""
 
     addresses: tuple[str, ...]
     met: Future[object]
+    lost: bool = False
 
     @property
-    def failed(self) -> bool:
-        """Whether it was not met, and will not be by this."""
-        return self.met.done() and (self.met.cancelled() or self.met.exception() is not None)
+    def over(self) -> bool:
+        """Whether it was not met, and will not be by this, or has to be met anew."""
+        failed = self.met.done() and (self.met.cancelled() or self.met.exception() is not None)
+        return self.lost or failed
+
+    def lose(self) -> None:
+        """Have the producer met anew when it is next asked for, since something of it was lost."""
+        self.lost = True
 
 
 class PromptLoad:
@@ -180,8 +185,7 @@ class Prompts:
             self._release(prompt)
 
         meeting = self._meeting(prompt)
-        forget = partial(self._forget, prompt.engine_id, meeting)
-        return PromptLoad(request, meeting.met, begin, release, forget)
+        return PromptLoad(request, meeting.met, begin, release, meeting.lose)
 
     def release(self, prompt: HeldPrompt) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
@@ -200,7 +204,7 @@ class Prompts:
         name = prompt.engine_id
         with self._lock:
             known = self._meetings.get(name)
-            if known is None or known.addresses != prompt.addresses or known.failed:
+            if known is None or known.addresses != prompt.addresses or known.over:
                 known = Meeting(prompt.addresses, self._submit(self._meet, prompt.addresses))
             self._meetings[name] = known
             self._meetings.move_to_end(name)
@@ -221,9 +225,3 @@ class Prompts:
         wait = self._patience
         found = self.session.fetch(addresses, wait, absent=min(wait, ABSENT))
         self.session.meet(found, timeout=wait)
-
-    def _forget(self, engine_id: str, meeting: Meeting) -> None:
-        """Meet a producer anew when it is next asked for, since something of it was lost."""
-        with self._lock:
-            if self._meetings.get(engine_id) is meeting:
-                del self._meetings[engine_id]

@@ -217,7 +217,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         met = prompts._meetings["P"]
         until(lambda: lost.poll() == "failed", producer)
         assert "failed" == again.poll()
-        assert "P" not in prompts._meetings
+        assert met.over
         back = attrs.evolve(there, remote_id=new_remote_id("p-1"))
         producer.expect(back.remote_id)
         last = prompts.load(back, attrs.evolve(asked, request_id="r-1"))
@@ -278,7 +278,14 @@ def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
         assert {"P", "Q"} == met()
         (first,) = producers[0].sessions.values()
         until(lambda: not first.leftovers().held)
-        assert {f"{name}" for name in "PQ"} == {*prompts._meetings}
+        assert {"P", "Q"} == {*prompts._meetings}
+        gone = held((*producers[0].addresses,), engine_id="P", remote_id=new_remote_id("gone"))
+        lost = prompts.load(gone, request("lost", producer_blocks=BLOCKS, consumer_blocks=BLOCKS))
+        lost.cancel()
+        until(lambda: lost.poll() == "failed")
+        read(1, "once more")
+        read(2, "and again")
+        assert {"Q", "R"} == met()
 
 
 def test_a_producer_that_moved_is_met_where_it_is(sides: tuple[Side, Side]) -> None:
