@@ -105,19 +105,19 @@ class Agent:
         """Whether this process is a fork of the one that made the agent."""
         return os.getpid() != self._pid
 
-    def check_process(self) -> None:
-        """Refuse a process that did not make the agent."""
-        if self.forked:
-            message = f"the agent of process {self._pid} was used in its fork {os.getpid()}"
-            raise TransferError(f"{message}; {STATES['forked']}", rank=self.name, state="forked")
-
     @contextmanager
     def locked(self) -> Generator[None, None, None]:
         """Hold the agent still; refuse one that is closed."""
-        self.check_process()
-        with self._lock:
+        with self.still():
             self._check_open()
             yield
+
+    def still(self) -> threading.RLock:
+        """Return what holds the agent still, also one that is closed; refuse a fork."""
+        if self.forked:
+            message = f"the agent of process {self._pid} was used in its fork {os.getpid()}"
+            raise TransferError(f"{message}; {STATES['forked']}", rank=self.name, state="forked")
+        return self._lock
 
     def _check_open(self) -> None:
         if self._native is None:
@@ -137,8 +137,7 @@ class Agent:
         self, step: str, work: Callable[[], T], peer: str | None = None, request: str | None = None
     ) -> T:
         """Return what *work* does while the agent is held, its errors in kvspec's words."""
-        self.check_process()
-        with self._lock:
+        with self.still():
             self._check_open()
             try:
                 return work()

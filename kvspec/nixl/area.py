@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -207,6 +208,7 @@ class Areas:
         self._transfers = transfers
         self._held = held
         self._made: dict[tuple[str, int], Area] = {}
+        self._lock = threading.RLock()  # of making one
 
     def open(self) -> None:
         """Register the memory that was given, if any; refuse what another live rank has."""
@@ -221,14 +223,15 @@ class Areas:
 
     def beside(self, staging: Staging, memory_type: str, device: int) -> Area:
         """Return the area of a kind of memory and device; refuse another than was given."""
-        if (memory_type, device) not in self._made:
-            if not isinstance(staging.area, int):
-                told = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
-                wanted = f"{memory_type} of device {device}, where the local list lies"
-                raise SpecError("staging.area", told, wanted)
-            owner = _allocated(staging.area, memory_type, device)
-            self._make(staging, attrs.evolve(memory_of(owner), device=device), owner)
-        return self._made[memory_type, device]
+        with self._lock:
+            if (memory_type, device) not in self._made:
+                if not isinstance(staging.area, int):
+                    told = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
+                    wanted = f"{memory_type} of device {device}, where the local list lies"
+                    raise SpecError("staging.area", told, wanted)
+                owner = _allocated(staging.area, memory_type, device)
+                self._make(staging, attrs.evolve(memory_of(owner), device=device), owner)
+            return self._made[memory_type, device]
 
     def _make(self, staging: Staging, memory: Memory, owner: object) -> None:
         given = None if isinstance(staging.area, int) else owner

@@ -6,6 +6,7 @@ None when the interpreter ends: threads that still wait for NIXL then would make
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from typing import Protocol
@@ -44,36 +45,50 @@ class Held:
 
 _RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
 _HELD: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a handler of a signal may close a rank
+os.register_at_fork(
+    before=_LOCK.acquire, after_in_child=_LOCK.release, after_in_parent=_LOCK.release
+)
 
 
 def enter(rank: Living, held: Held) -> None:
     """Let *rank* live, and its memory be known; refuse a name that a live rank has or knows."""
     with _LOCK:
-        if any(rank.name in {other.name, *other.peers} for other in tuple(_RANKS.values())):
+        if any(rank.name in {other.name, *other.peers} for other in _alive()):
             raise SpecError("name", rank.name, "a name that no live rank of this process knows")
         _RANKS[rank.name], _HELD[rank.name] = rank, held
 
 
 def leave(rank: Living) -> None:
     """Free the name of *rank*."""
-    if _RANKS.get(rank.name) is rank:
-        del _RANKS[rank.name]
-        _HELD.pop(rank.name, None)
+    with _LOCK:
+        if _RANKS.get(rank.name) is rank:
+            del _RANKS[rank.name]
+            _HELD.pop(rank.name, None)
 
 
 def areas() -> tuple[Memory, ...]:
     """Return what ranks that live stage through."""
-    return tuple(area for held in tuple(_HELD.values()) for area in held.areas)
+    return tuple(area for held in _held() for area in held.areas)
 
 
 def memories() -> tuple[Memory, ...]:
     """Return what ranks that live have registered."""
-    return tuple(memory for held in tuple(_HELD.values()) for memory in held.memories)
+    return tuple(memory for held in _held() for memory in held.memories)
+
+
+def _alive() -> tuple[Living, ...]:
+    with _LOCK:
+        return tuple(_RANKS.values())
+
+
+def _held() -> tuple[Held, ...]:
+    with _LOCK:
+        return tuple(_HELD.values())
 
 
 @atexit.register
 def close_all() -> None:
     """Close every rank that lives."""
-    for rank in tuple(_RANKS.values()):
+    for rank in _alive():
         rank.close()

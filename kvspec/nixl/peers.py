@@ -26,12 +26,13 @@ class Peers:
     @property
     def names(self) -> tuple[str, ...]:
         """Who is connected."""
-        return tuple(name for name in self._lists if name is not None)
+        return tuple(name for name in tuple(self._lists) if name is not None)
 
     @property
     def lists(self) -> int:
         """How many lists nixl holds."""
-        return sum(not prepared.released for lists in self._lists.values() for prepared in lists)
+        every = tuple(self._lists.values())  # at once: another thread may connect meanwhile
+        return sum(not prepared.released for lists in every for prepared in tuple(lists))
 
     def introduce(self, metadata: bytes) -> Envelope:
         """Return who is introduced by *metadata*, and hear it from now on."""
@@ -95,3 +96,4 @@ class Peers:
     def clear(self) -> None:
         """Forget all, of an agent that is gone."""
         self._lists = {None: []}
+        self._inbox.clear()

@@ -275,17 +275,17 @@ class NixlRank:
         limit = seconds("drain", drain)
         if self._agent.forked:
             return
-        with contextlib.suppress(TransferError), self._agent.locked():
-            self._aborted |= not self._flights.stop(limit)
-            self._flights.abandon()
-            if not self._aborted:
-                self._peers.close()
-                while self._registered:
-                    self._agent.deregister(self._registered.pop())
-        self._registered.clear()  # first: sessions see by it that nothing can be read any more
-        self._agent.drop()
-        self._peers.clear()
-        self._inbox.clear()
+        with self._agent.still():  # to the end: who waits to begin something finds it closed
+            with contextlib.suppress(TransferError), self._agent.locked():
+                self._aborted |= not self._flights.stop(limit)
+                self._flights.abandon()
+                if not self._aborted:
+                    self._peers.close()
+                    while self._registered:
+                        self._agent.deregister(self._registered.pop())
+            self._registered.clear()  # sessions see by it that nothing can be read any more
+            self._agent.drop()
+            self._peers.clear()
         living.leave(self)
 
     def _knock(self, peer: Envelope, timeout: float) -> None:

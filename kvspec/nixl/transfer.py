@@ -128,8 +128,8 @@ class Transfer:
                 raise self._late()
             self._post()
         except TransferError as error:
+            self.error, self.ticket = error, None  # first: nothing pending, and no error, is done
             self._pending.clear()
-            self.error, self.ticket = error, None
             self._freed = self.reap()
         return self._settled != settled
 
@@ -171,12 +171,13 @@ class Transfer:
 
     def stop(self, why: str = "the rank was closed first", state: str = "closed") -> bool:
         """Post no more, and return whether nothing is in flight."""
-        if self.state == "PROC":
-            message = f"{why}: {STATES[state]}"
-            self.error = TransferError(message, rank=self.peer, request=self.request, state=state)
-        self._pending.clear()
-        self.ticket = None
-        return self.reap()
+        with self._agent.locked():
+            if self.state == "PROC":
+                told = f"{why}: {STATES[state]}"
+                self.error = TransferError(told, rank=self.peer, request=self.request, state=state)
+            self._pending.clear()
+            self.ticket = None
+            return self.reap()
 
     def abandon(self) -> None:
         """Release what is in flight: the caller must destroy the agent next, to stop the data."""

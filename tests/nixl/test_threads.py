@@ -1,0 +1,148 @@
+"""One rank of many threads: each moment between two lines, over a fake nixl."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from lines import Other, between_lines
+from nixl_pair import Pair
+
+from kvspec import TransferError
+from kvspec.nixl import Leftovers, NixlRank, Staging, area, living, peers, pieces, rank, transfer
+from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
+
+ROWS = [(0, 512, 1024, 40)]
+IDS = np.arange(40)
+
+
+@pytest.fixture
+def net() -> Iterator[FakeNixl]:
+    """Replace nixl."""
+    with FakeNixl() as fake:
+        yield fake
+
+
+def keep(_: FakeFlight) -> None:
+    """Leave it in the air."""
+
+
+def test_what_is_held_is_counted_while_peers_come_and_go(net: FakeNixl) -> None:
+    """A session's own thread asks that, and would end if it raised."""
+    with NixlRank() as near, NixlRank() as far, NixlRank() as third:
+        Pair(near, far).lists(ROWS, ROWS)
+        for ask in (near.leftovers, lambda: near.peers):
+            for place in range(1, 10):
+                other = Other(lambda: near.connect(third.metadata()))
+                with between_lines(other.at(place), peers):
+                    ask()
+                other.join()
+                near.disconnect(third.name)
+
+
+def test_ranks_are_made_while_others_register(net: FakeNixl) -> None:
+    """Who looks through all that live is not disturbed by who begins to, or ends."""
+    made: list[NixlRank] = []
+    with NixlRank(), NixlRank():
+        for look in (living.areas, living.memories, lambda: NixlRank().close()):
+            for place in range(1, 12, 2):
+                begin = Other(lambda: made.append(NixlRank()))
+                end = Other(lambda: made.pop().close())
+                for other in (begin, end):
+                    with between_lines(other.at(place), living, weakref):
+                        look()
+                    other.join()
+    assert [] == made
+
+
+def test_who_waits_to_begin_finds_the_rank_closed(net: FakeNixl) -> None:
+    """Nothing begins between the end of what moved and the end of the agent."""
+    refused: list[str | None] = []
+    with NixlRank() as near, NixlRank() as far:
+        pair = Pair(near, far)
+        lists = pair.lists(ROWS, ROWS)
+        net.fate = keep
+
+        def begin() -> None:
+            try:
+                near.read(lists[0], IDS, lists[1], IDS, request="late", timeout=9)
+            except TransferError as error:
+                refused.append(error.state)
+
+        other = threading.Thread(target=begin)
+
+        def slowly(line: int) -> None:
+            if line == 4:  # held by now
+                other.start()
+            time.sleep(0.01)
+
+        with between_lines(slowly, rank):
+            near.close()
+        other.join(10)
+        assert (["closed"], Leftovers()) == (refused, near.leftovers())
+
+
+def test_a_transfer_may_be_given_up_while_it_posts(
+    net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, at any moment: what was posted is in flight, and no more is."""
+    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(transfer, "IN_FLIGHT", 2)
+    net.fate = keep
+    with NixlRank() as near, NixlRank() as far:
+        pair = Pair(near, far)
+        for place in range(0, 60, 3):
+            moved = pair.read(0, 40)
+            net.moving[0].land()
+            other = Other(moved.stop)
+            with between_lines(other.at(place), transfer):
+                near.pump()
+            other.join()
+            assert ("closed", len(net.moving)) == (moved.state, moved.live_handles)
+            for flight in net.moving:
+                flight.land()
+            near.reap()
+            assert Leftovers().transfers == near.leftovers().transfers
+
+
+class AlarmError(Exception):
+    """What a signal's handler raises."""
+
+
+def test_what_failed_is_never_done(net: FakeNixl) -> None:
+    """Wherever an interrupt comes, in the middle of failing."""
+    with NixlRank() as near, NixlRank() as far:
+        pair = Pair(near, far)
+        for place in range(80):
+
+            def ring(line: int, place: int = place) -> None:
+                if line == place:
+                    raise AlarmError
+
+            with contextlib.suppress(AlarmError), between_lines(ring, transfer):
+                pair.read(0, 40, timeout=0.0)
+            for moved in tuple(near._flights):
+                assert "DONE" != moved.state
+                with pytest.raises(TransferError):
+                    moved.wait()
+            near.reap()
+            assert not pair.local.any()
+
+
+def test_an_area_is_made_once(net: FakeNixl) -> None:
+    """However many threads are the first to need it."""
+    with NixlRank() as far:
+        for place in range(0, 30, 3):
+            with NixlRank(staging=Staging(area=1 << 16, always=True)) as near:
+                pair = Pair(near, far)
+                before = near.leftovers().registrations
+                other = Other(lambda pair=pair: pair.read(40, 40))
+                with between_lines(other.at(place), area):
+                    assert pair.read(0, 40).staged
+                other.join()
+                assert before + 1 == near.leftovers().registrations
