@@ -267,6 +267,31 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
         assert any(word in str(load.error) for load in loads for word in words[side])
 
 
+def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
+    """The same questions, by the same numbers; an answer to none of them is noted."""
+    now = 0.0
+    with FakeNixl(), met(SIZES["blocks of two"], beat=1.0, clock=lambda: now) as sides:
+        producer, consumer = sides
+        _, loads = begin(sides, timeout=99.0)
+        session, load = next(iter(consumer.sessions.values())), loads[0]
+        asked: list[Notice] = []
+        assert load.audit is not None
+        tell, load.audit.tell = load.audit.tell, asked.append
+        until(lambda: asked, consumer)
+        numbers, counts = [notice.number for notice in asked], []
+        for later in (0.0, 0.9, 1.0, 1.9, 2.5):
+            now = later
+            session.poll()
+            counts.append(len(asked) // len(numbers))
+        assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [notice.number for notice in asked])
+        by = next(iter(producer.sessions.values())).me
+        session._heard(attrs.evolve(asked[0].answer("summed", total=bytes(8)), number=0, by=by))
+        assert "nobody asked, or it came twice" in session.ledger.poll().foreign[-1]
+        load.audit.tell = tell
+        now = 4.0
+        assert {"done"} == set(ended(loads, *sides))
+
+
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit is not kept, and asked again: the load is done all the same."""
     monkeypatch.setattr("kvspec.session.summing.MAX_ASKED", 1)

@@ -129,6 +129,55 @@ def test_what_follows_arrives_whole(
     assert {"r"} == set(freed)
 
 
+def test_a_layer_is_read_when_it_is_written_and_no_other(pair: tuple[Side, Side]) -> None:
+    """Of those of its group that are not written yet, nothing moves."""
+    producer, consumer = pair
+    asked = request(tokens=14)
+    prefill = Prefill(producer, asked, new_remote_id("r"))
+    consumer.spoil(asked)
+    loads = follow(consumer, prefill)
+    prefill.compute(14, "l.0")
+
+    def ends(layer: str) -> set[int]:
+        found = [load.frontiers or {} for load in loads]
+        return {end for each in found for (_, (_, name)), end in each.items() if name == layer}
+
+    until(lambda: ends("l.0") == {14}, *pair)
+    until(lambda: not any(load.flights for load in loads), *pair)
+    assert ({0}, {0}) == (ends("l.1"), ends("w.0"))
+    for rank, storage in consumer.storage.items():
+        now, before = (
+            logical_views(consumer.spec, rank, each, BLOCKS)
+            for each in (storage, consumer.before[rank])
+        )
+        changed = {key[1] for key in now if not np.array_equal(now[key], before[key])}
+        assert {"l.0"} == changed
+    prefill.compute(14, "l.1", "w.0")
+    assert {"done"} == set(ended(loads, *pair))
+    assert [] == consumer.wrong(asked)
+
+
+def test_a_stage_that_has_nothing_to_read_hides_no_other() -> None:
+    """Its groups are cached whole, those of the next stage are not."""
+    stages = kvspec.ParallelConfig(pp_size=2, stages=[["l.0", "l.1"], ["w.0"]])
+    spec = kvspec.EngineSpec(groups=engine(1).groups, parallel=stages)
+    with (
+        FakeNixl(),
+        Side("P", spec, polled=False) as producer,
+        Side("D", engine(1), polled=True, beat=0.2) as consumer,
+    ):
+        consumer.meet(producer)
+        asked = request(tokens=14, cached={"full": 14, "window": 0})
+        prefill = Prefill(producer, asked, new_remote_id("r"))
+        consumer.spoil(asked)
+        loads = follow(consumer, prefill)
+        some((producer, consumer))
+        assert ["moving"] == [load.state for load in loads]
+        prefill.compute(14, *LAYERS)
+        assert ["done"] == ended(loads, producer, consumer)
+        assert [] == consumer.wrong(asked)
+
+
 def test_what_is_written_before_anybody_asks_is_read(pair: tuple[Side, Side]) -> None:
     """A producer that is through already tells a late reader its frontiers."""
     producer, consumer = pair
