@@ -8,6 +8,7 @@ a free piece goes to who waits longest, and nobody waits for a transfer that nob
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -215,6 +216,8 @@ class Areas:
         if self.staging is None or isinstance(self.staging.area, int):
             return
         memory = memory_of(self.staging.area)
+        if any(overlap(memory, other) for other in living.memories()):
+            gc.collect()  # a rank that nobody has any more may still be there
         for other in living.memories():
             if overlap(memory, other):
                 wanted = f"memory that no other rank has, as {text_of(other)}"

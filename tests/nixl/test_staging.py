@@ -287,6 +287,17 @@ def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
     NixlRank(secret=b"", staging=Staging(area=area)).close()
 
 
+def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None:
+    """Nobody has that rank any more, whether or not the collector has seen to it."""
+    area = np.zeros(2 * PIECE, np.uint8)
+    pair = Pair()
+    pair.near.register([Memory(area.ctypes.data, PIECE)])
+    net.fate = keep
+    pair.move(ONE)  # which knows its rank, and is known by it
+    del pair
+    NixlRank(secret=b"", staging=Staging(area=area)).close()
+
+
 def test_no_area_is_a_cache(net: FakeNixl) -> None:
     """Not of the same rank, nor of a peer in the process: reading would write to what is read."""
     area = np.zeros(2 * PIECE, np.uint8)
