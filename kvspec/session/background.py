@@ -1,12 +1,18 @@
-"""A thread that moves a session on, so that nobody else has to.
+"""A thread that moves a session on, so that nobody else has to; and the lock that threads share.
 
-Law: it never holds the session while it rests, and rests shorter while bytes move.
+Law: it never holds the session while it rests, and rests shorter while bytes move. A fork has
+copies of the session's sockets, and of its lock as it was: it neither says nor hears anything,
+closes nothing by which its parent hears, and does not wait for who is not in it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+
+from kvspec.errors import TransferError
+from kvspec.nixl.errors import STATES
 
 BUSY, IDLE = 5e-4, 1e-2  # seconds that it rests while bytes move, and else
 
@@ -31,3 +37,23 @@ class Background:
         while not self._ended.is_set():
             self._step()
             self._wait(BUSY if self._moving() else IDLE)
+
+
+class SessionLock:
+    """A lock of the process that made it; a thread may take it again."""
+
+    def __init__(self) -> None:
+        self._lock, self._pid = threading.RLock(), os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made it."""
+        return os.getpid() != self._pid
+
+    @property
+    def held(self) -> threading.RLock:
+        """What a `with` holds; `TransferError` "forked" in a fork."""
+        if self.forked:
+            message = f"the session of process {self._pid} was used in its fork {os.getpid()}"
+            raise TransferError(f"{message}; {STATES['forked']}", state="forked")
+        return self._lock

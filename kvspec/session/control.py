@@ -6,7 +6,6 @@ it says it again.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from kvspec.inputs import instance, sequence
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.seal import Secret
 from kvspec.protocol.wire import decode_notice, encode_notice
+from kvspec.session.background import SessionLock
 from kvspec.session.channel import Channel
 from kvspec.session.introduction import INTRODUCTION, Introduced
 
@@ -94,7 +94,7 @@ class Control:
         timeout: float,
         absent: float,
         step: Callable[[], None],
-        lock: threading.RLock,
+        lock: SessionLock,
     ) -> list[bytes]:
         """Ask who is at each of *addresses*, and wait for the introductions.
 
@@ -107,7 +107,7 @@ class Control:
         self._asked = dict.fromkeys(asked)
         try:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
-                with lock:
+                with lock.held:
                     if self._closed:
                         raise TransferError("the session was closed", state="closed")
                     now = time.monotonic()

@@ -5,7 +5,6 @@ Law: what is expected is told once, as done or as expired, and until then its bl
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -17,6 +16,7 @@ from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
 from kvspec.protocol.notices import MAX_READERS, Action, Free, Notice, Refused, Tell
 from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.background import SessionLock
 from kvspec.session.introduction import key_of
 from kvspec.session.summing import Summing
 
@@ -44,7 +44,7 @@ class Ledger:
     def __init__(
         self,
         book: ProducerLedger,
-        lock: threading.RLock,
+        lock: SessionLock,
         now: Callable[[], float],
         tell: Callable[[Notice], None],
         step: Callable[[], None],
@@ -89,7 +89,7 @@ class Ledger:
             positive_int("readers", readers, most=MAX_READERS)
         if strange := sorted(tables.keys() - {group.name for group in self._engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
-        with self._lock:
+        with self._lock.held:
             self.do(
                 self._book.admit(
                     key.request_id, key.nonce, self._now(), expected=readers, lease=lease
@@ -110,7 +110,7 @@ class Ledger:
         if strange := [layer for layer in named if layer not in homes]:
             raise SpecError("layers", strange[:3], f"layers of the engine, as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
-        with self._lock:
+        with self._lock.held:
             now = self._now()
             self.do(self._book.tick(now))
             if not self._book.holds(key):
@@ -125,14 +125,14 @@ class Ledger:
     def drop(self, remote_id: str) -> None:
         """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""
         key = key_of(remote_id)
-        with self._lock:
+        with self._lock.held:
             if self._book.holds(key):
                 self.do(self._book.abort(key.request_id, self._now()))
 
     def poll(self) -> Settled:
         """Move everything of the session on, and return what has happened since the last time."""
         self._step()
-        with self._lock:
+        with self._lock.held:
             settled = Settled(tuple(self._done), tuple(self._expired), tuple(self._foreign))
             for told in (self._done, self._expired, self._foreign):
                 told.clear()

@@ -7,7 +7,6 @@ and is whole; what ended is never written again. A session never waits, but wher
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.notices import READERS, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
-from kvspec.session.background import BUSY, Background
+from kvspec.session.background import BUSY, Background, SessionLock
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
@@ -49,7 +48,7 @@ class Session:
     *longest*: of a `ProducerLedger`; *beat*, *patience*: of a `ConsumerLedger`.
 
     Something has to move it on several times in a *beat*: `poll`, that of a load or of the ledger;
-    or a thread of its own, if *background*. Methods may be called from any thread.
+    or a thread of its own, if *background*. Methods may be called from any thread, not in a fork.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Session:
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(handshake=shake, address=self.channel.address)
-        self._lock, self._meeting, self._clock = threading.RLock(), threading.Lock(), clock
+        self._lock, self._meeting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._control.tell
@@ -121,7 +120,7 @@ class Session:
         Waits *timeout* seconds for who is there to answer, and *absent* seconds, as long unless
         given, for somebody to be there; then `TransferError` "timeout" names who is not.
         """
-        with self._meeting:
+        with self._meeting.held:
             most = seconds("timeout", timeout)
             least = most if absent is None else seconds("absent", absent)
             return self._control.fetch(addresses, most, least, self.poll, self._lock)
@@ -142,25 +141,25 @@ class Session:
         a new start takes its place: loads from it fail then. Connecting waits *timeout* seconds at
         most.
         """
-        with self._meeting:
+        with self._meeting.held:
             most = seconds("timeout", timeout)
             remote = judged(self._own, self.nixl, introductions, role, cached_in)
             name, epoch = remote.start
-            with self._lock:
+            with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
                 self._reading.meet(name, epoch)
                 self._book.meet(name, epoch)
                 self._control.part(self._remotes.drop(name, remote))
             remote.connect(self.nixl, most)
-            with self._lock:
+            with self._lock.held:
                 self._remotes.replace(remote)
                 self._control.meet(remote.ranks.values())
             return remote.plan
 
     def part(self, engine_id: str) -> None:
         """Forget an engine that is no more: what is loaded from it fails."""
-        with self._lock:
+        with self._lock.held:
             self._reading.part(engine_id)
             self._book.part(engine_id)
             self._control.part(self._remotes.drop(engine_id))
@@ -190,7 +189,7 @@ class Session:
         `DescriptorTable.select` does, and `TransferError` "busy" where a load that is not over is
         to write its blocks. Whatever happens later, the load tells.
         """
-        with self._lock:
+        with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
             more = {"attempt": attempt, "again": again, "sample": sample, "samples": samples}
@@ -216,7 +215,7 @@ class Session:
         All its ranks load the same request with `pushed`, what they have cached whole too, or
         `release` it. Raises as `load` does; loads of this attempt fail then.
         """
-        with self._lock:
+        with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
             push = SessionPush(request, remote_id, remote, self.poll)
             self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
@@ -232,16 +231,15 @@ class Session:
         samples: int = 1,
     ) -> None:
         """Tell the producer that this rank will not load a request, before any of it is pushed."""
-        with self._lock:
+        with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
-            name = f"release {next(self._releases)}"
             more = {"attempt": attempt, "sample": sample, "samples": samples}
-            order = remote.order(self.me.rank, remote_id, name, **more)
+            order = remote.order(self.me.rank, remote_id, f"release {next(self._releases)}", **more)
             self._reading.do(self._reading.book.expect(order, self._clock(), 0.0))
 
     def poll(self) -> None:
         """Move everything on: what came, what is in flight, and what time brings; never waits."""
-        with self._lock:
+        with self._lock.held:
             self.ledger.tick()
             for notice in self._control.receive():
                 self._heard(notice)
@@ -253,17 +251,19 @@ class Session:
 
     def leftovers(self) -> SessionLeftovers:
         """Count what is not over."""
-        with self._lock:
+        with self._lock.held:
             return left_over(self._reading, self._book, self._pushing, self._remotes, self._summing)
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
 
-        What still moves then ends with the NIXL rank, which is the caller's to close. Requests that
-        are held are forgotten: their readers do without. What a reader was granted stands: memory
-        that is given away before its lease is over may be read, and called done, a lease long.
+        Nothing in a fork. What moves then ends with the NIXL rank, the caller's to close. Requests
+        that are held are forgotten, and what readers were granted stands: memory that is given away
+        before its lease is over may be read, and called done, a lease long.
         """
         end = time.monotonic() + seconds("drain", drain)
+        if self._lock.forked:
+            return
         for name in list(self._reading.loads):
             self._cancel(name)
         self.poll()
@@ -272,7 +272,7 @@ class Session:
             self.poll()
         if self._background is not None:
             self._background.stop()
-        with self._lock:
+        with self._lock.held:
             self._remotes.close()
             self._summing.close()
             self._control.close()
@@ -291,9 +291,9 @@ class Session:
             self._reading.receive(notice)
 
     def _moving(self) -> bool:
-        with self._lock:
+        with self._lock.held:
             return self._reading.moving or self._pushing.moving or self._summing.waiting > 0
 
     def _cancel(self, request_id: str) -> None:
-        with self._lock:
+        with self._lock.held:
             self._reading.do(self._reading.book.cancel(request_id, self._clock()))

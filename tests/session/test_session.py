@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -948,7 +948,7 @@ def test_what_moves_is_counted_while_nothing_changes(pair: tuple[Side, Side]) ->
     """The session's own thread asks that between polls, while others begin loads and end them."""
     session = next(iter(pair[1].sessions.values()))
     asks = threading.Thread(target=session._moving)
-    with session._lock:
+    with session._lock.held:
         asks.start()
         asks.join(0.05)
         assert asks.is_alive()
@@ -987,3 +987,37 @@ def test_many_threads_may_load_at_once(net: FakeNixl) -> None:
         assert ["done"] * 100 == told
         quiet(producer, consumer)
         assert 0 == session.nixl.leftovers().transfers
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_does_nothing(net: FakeNixl) -> None:
+    """What it asks is refused, what it closes stays open, and its parent goes on."""
+    with (
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=True, background=True) as consumer,
+    ):
+        consumer.meet(producer)
+        (session,) = consumer.sessions.values()
+        for name in "abc":
+            remote_id = new_remote_id(name)
+            producer.expect(remote_id)
+            (load,) = consumer.load(request(name), remote_id)
+            load.wait()
+            child = os.fork()
+            if not child:
+                code = 1
+                with contextlib.suppress(BaseException):
+                    session.close()
+                    asked = (load.poll, session.poll, session.leftovers, session.ledger.poll)
+                    code = len({refused(ask) for ask in asked} - {"forked"})
+                os._exit(code)
+            assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def refused(ask: Callable[[], object]) -> str | None:
+    """Return in which state of a transfer something is refused."""
+    try:
+        ask()
+    except TransferError as error:
+        return error.state
+    return "not at all"
