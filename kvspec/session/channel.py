@@ -161,8 +161,12 @@ class TcpChannel:
 
     def wait(self, timeout: float) -> None:
         """Wait until something came or can be sent, at most *timeout* seconds."""
-        if not self._closed:
-            self._selector.select(timeout)
+        try:
+            if not self._closed:
+                self._selector.select(timeout)
+        except (OSError, ValueError):  # whoever waits may be one whom `close` does not wait for
+            if not self._closed:
+                raise
 
     def close(self) -> None:
         """Close every connection."""

@@ -227,6 +227,20 @@ def test_a_port_in_use_is_named() -> None:
     one.close()
 
 
+def test_a_channel_may_be_closed_while_it_is_waited_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by who closes a session whose producer is just being met: there is nothing to wait for."""
+    near = TcpChannel()
+    select = near._selector.select
+
+    def closed(timeout: float) -> Any:
+        near.close()
+        return select(timeout)
+
+    monkeypatch.setattr(near._selector, "select", closed)
+    near.wait(0.1)
+    assert [] == near.receive()
+
+
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # noqa: S104 - that is refused
 def test_who_listens_everywhere_says_where_it_is_reached(host: str) -> None:
     """Nobody else reaches 0.0.0.0: who dials it reaches itself."""
