@@ -218,6 +218,78 @@ def test_a_draft_has_its_own_heads(name: str) -> None:
     assert 2 == found.total_num_kv_heads  # type: ignore[attr-defined]
 
 
+class ModelArch:
+    """vLLM's ModelArchitectureConfig of a model with one number: every layer is the whole model."""
+
+    per_layer_overrides = None
+
+    def __init__(self, heads: int) -> None:
+        self.total_num_kv_heads = heads
+
+    def __getitem__(self, _: int) -> ModelArch:
+        return self
+
+
+def arch(heads: int, **text: Any) -> Model:
+    """Return a model of two layers with one number of KV heads, and what its own config says."""
+    model = Model(heads=heads, **text)
+    model.model_arch_config = ModelArch(heads)  # type: ignore[assignment]
+    return model
+
+
+def shared(*shares: int) -> list[Any]:
+    """Return what a model whose layers differ says of each of them."""
+    return [SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=n)) for n in shares]
+
+
+UNLIKE: list[tuple[dict[str, Any], str]] = [
+    ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, "swa_num_key_value_heads is 8"),
+    ({"block_configs": shared(2, 2, 4)}, "block_configs[2].attention.n_heads_in_group is 4"),
+]
+
+ALIKE: list[dict[str, Any]] = [
+    {"num_key_value_heads": 4, "swa_num_key_value_heads": 4, "num_attention_heads": 32},
+    {"block_configs": shared(8, 8)},
+    {"kv_heads": None, "n_head_kv": True, "a": {"a": {"a": {"a": {"a": {"kv_heads": 8}}}}}},
+]
+
+
+@pytest.mark.parametrize(("text", "told"), UNLIKE)
+def test_one_number_is_not_believed_of_a_model_whose_layers_differ(
+    text: dict[str, Any], told: str
+) -> None:
+    """One head on each of 8 ranks is 4 heads held twice, or 8: a window's layers may have 8."""
+    names = ["layers.0.attn", "layers.1.attn"]
+    given = configured(*names, model=arch(4, **text), tensor_parallel_size=8)
+    both = cached((names[:1], ONE_HEAD), (names[1:], ONE_HEAD))
+    said = words(lambda: vllm.from_vllm(given, both))
+    assert said.startswith("total_num_kv_heads=None: wanted one number for each layer, as 'layers.")
+    assert f"hf_text_config.{told}, and vLLM's one number for all 4" in said
+    by_hand = dict(zip(names, (4, 8), strict=True))
+    assert by_hand == heads_of(vllm.from_vllm(given, both, total_num_kv_heads=by_hand))
+
+
+@pytest.mark.parametrize("text", ALIKE)
+def test_one_number_is_believed_of_a_model_whose_layers_are_alike(text: dict[str, Any]) -> None:
+    """What its own config says of KV heads is one number, and vLLM's."""
+    given = configured("layers.0.attn", model=arch(4, **text), tensor_parallel_size=8)
+    engine = vllm.from_vllm(given, cached((["layers.0.attn"], ONE_HEAD)))
+    assert {"layers.0.attn": 4} == heads_of(engine)
+
+
+def test_a_group_that_is_marked_for_its_draft_has_the_target_s_layers_too() -> None:
+    """A target of 8 heads and a draft of 4 have one spec on 8 ranks: neither number is taken."""
+    names = ["layers.0.attn", "layers.1.attn"]
+    both = cached((names, ONE_HEAD))
+    both.kv_cache_groups[0].is_eagle_group = True
+    draft = SimpleNamespace(draft_model_config=arch(4))
+    given = configured(*names, model=arch(8), tensor_parallel_size=8, speculative_config=draft)
+    wanted = "wanted one number for each layer: 'layers.0.attn' may be the target's or a draft's"
+    assert f"total_num_kv_heads=None: {wanted}" == words(lambda: vllm.from_vllm(given, both))
+    draft.draft_model_config = arch(8)
+    assert dict.fromkeys(names, 8) == heads_of(vllm.from_vllm(given, both))
+
+
 def test_kernel_blocks_are_read_from_the_tensors() -> None:
     """Twice as many blocks in memory as in the table: blocks of 8 of 16 tokens."""
     both = cached((["layers.0.attn"], FULL), (["layers.1.attn"], LATENT), layout="LBHNC")

@@ -77,8 +77,8 @@ FOLDERS = (
     (
         "adapters.vllm",
         (
-            "config backends packing states specs memory arrays tensors engine made settings told"
-            " tables scheduling worker connector ."
+            "config backends packing states specs memory arrays tensors engine heads made settings"
+            " told tables scheduling worker connector ."
         ),
     ),
     ("adapters.sglang", "ranks pools engine tensors tables ."),

@@ -7,7 +7,6 @@ that place leaves open is asked for by name, never assumed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ import attrs
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.config import Config, Group, read_configs
 from kvspec.adapters.vllm.engine import engine_spec
+from kvspec.adapters.vllm.heads import heads_of, number_of
 from kvspec.adapters.vllm.made import backends_of, fp8_dtypes_of, variants_of
-from kvspec.adapters.vllm.specs import KINDS
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
@@ -63,7 +62,7 @@ def from_vllm(
     return engine_spec(
         kv_cache_config,
         parallel=attrs.evolve(parallel, interleave_size=_interleave(given, configs)),
-        total_num_kv_heads=_heads(given, configs, parallel) if heads is None else heads,
+        total_num_kv_heads=heads_of(given, configs, parallel) if heads is None else heads,
         layout=_layout(given, configs),
         tp_rank=sizes.get("rank").size(0, least=0) % parallel.tp_size,
         kernel_block_size=None if tensors is None else _kernel_blocks(configs, tensors),
@@ -157,69 +156,6 @@ def _layout(given: Given, configs: Sequence[Config]) -> str:
     raise SpecError("kv_cache_layout", None, "the layout that vLLM's engine core has resolved")
 
 
-def _layers_of(group: Group) -> list[tuple[str, Given]]:
-    return [(layer, group.spec_of(layer)) for layer in group.layers]
-
-
-def _number(layer: str) -> int | None:
-    found = re.search(r"\.(\d+)\.", f".{layer}.")
-    return int(found.group(1)) if found else None
-
-
-def _heads(
-    given: Given, configs: Sequence[Config], parallel: ParallelConfig
-) -> dict[str, int] | None:
-    """Return the KV heads of every layer that has any: the target's, layer by layer, or a draft's.
-
-    Where vLLM has one number for all, layers that differ must be said: one head on each rank may
-    be dealt or replicated.
-    """
-    if parallel.tp_size == 1:
-        return None
-    found: dict[str, int] = {}
-    alike: dict[int, str] = {}
-    for group in (group for config in configs for group in config.groups):
-        for layer, spec in _layers_of(group):
-            kind = type(spec.value).__name__
-            if kind not in KINDS or "MLA" in kind or kind == "MambaSpec":
-                continue
-            model = _model_of(given, group, layer, spec)
-            by_layer = model.get("model_arch_config")
-            number = _number(layer)
-            if hasattr(type(by_layer.value), "__getitem__") and number is not None:
-                own = Given(f"{by_layer.path}[{number}]", _item(by_layer, number))
-                found[layer] = own.get("total_num_kv_heads").size()
-                continue
-            found[layer] = model.call("get_total_num_kv_heads").size()
-            local = spec.get("num_kv_heads").size()
-            other = alike.setdefault(local, layer)
-            if len(alike) > 1:
-                other = next(name for count, name in alike.items() if count != local)
-                wanted = f"one number for each layer: {layer!r} and {other!r} differ"
-                raise SpecError("total_num_kv_heads", None, wanted)
-    return found
-
-
-def _item(place: Given, number: int) -> object:
-    try:
-        return place.value[number]
-    except Exception as error:  # another's method may do anything
-        message = f"{type(error).__name__}: {error}"
-        raise SpecError(f"{place.path}[{number}]", message, "a value, not an error") from error
-
-
-def _model_of(given: Given, group: Group, layer: str, spec: Given) -> Given:
-    """Return the config of the model that *layer* is of: the target's, or the draft's."""
-    draft = given.get("speculative_config")
-    target = given.get("model_config")
-    if draft.value is None:
-        return target
-    number, count = _number(layer), target.call("get_total_num_hidden_layers").size()
-    beyond = number is not None and number >= count
-    marked = spec.get("is_draft").value or group.eagle or layer.startswith("draft")
-    return draft.get("draft_model_config") if marked or beyond else target
-
-
 def _kernel_blocks(configs: Sequence[Config], tensors: Mapping[str, Any]) -> dict[str, int]:
     """Return the tokens of a block in memory, by layer of attention: one number in a group."""
     found: dict[str, int] = {}
@@ -258,7 +194,7 @@ def _check_stages(given: Given, configs: Sequence[Config]) -> None:
     expected = stages(count, len(configs), os.environ.get(PARTITION))
     for stage, (config, numbers) in enumerate(zip(configs, expected, strict=True)):
         for layer in config.layers:
-            number = _number(layer)
+            number = number_of(layer)
             if number is not None and number < count and number not in numbers:
                 wanted = f"layers {numbers.start}..{numbers.stop - 1}: those of stage {stage}"
                 raise SpecError(f"kv_cache_config[{stage}]", layer, wanted)
