@@ -178,6 +178,25 @@ def test_a_stage_that_has_nothing_to_read_hides_no_other() -> None:
         assert [] == consumer.wrong(asked)
 
 
+def test_who_is_parted_from_leaves_no_list(pair: tuple[Side, Side]) -> None:
+    """Neither of whole ranks nor of single layers, of this rank's memory or the other's."""
+    producer, consumer = pair
+    for turn in range(2):
+        asked = request(f"r-{turn}", tokens=14)
+        prefill = Prefill(producer, asked, new_remote_id(f"r-{turn}"))
+        loads = follow(consumer, prefill)
+        prefill.compute(14, "l.0")
+        until(lambda loads=loads: all(any((one.frontiers or {}).values()) for one in loads), *pair)
+        prefill.compute(14, *LAYERS)
+        assert {"done"} == set(ended(loads, *pair))
+        for session in consumer.sessions.values():
+            assert session.nixl.leftovers().lists > 2
+            session.part("P")
+            left = session.nixl.leftovers()
+            assert (0, 0, ()) == (left.lists, left.peers, session.nixl.peers)
+        consumer.meet(producer)
+
+
 def test_what_is_written_before_anybody_asks_is_read(pair: tuple[Side, Side]) -> None:
     """A producer that is through already tells a late reader its frontiers."""
     producer, consumer = pair
