@@ -244,6 +244,7 @@ def shared(*shares: int) -> list[Any]:
 
 UNLIKE: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, "swa_num_key_value_heads is 8"),
+    ({"other": {"num_attention_groups": 8}}, "other.num_attention_groups is 8"),
     ({"block_configs": shared(2, 2, 4)}, "block_configs[2].attention.n_heads_in_group is 4"),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 import vllm_like as like
 from builders import request as request_of
 from moved import blocks_for, moved
-from refused import case
+from refused import case, words
 from vllm_like import HEADS, config, engine_spec, state
 
 import kvspec
@@ -309,6 +309,14 @@ def one_full(**given: Any) -> kvspec.RankCache:
 def one_state(given: Any) -> kvspec.RankCache:
     """Read one state."""
     return vllm.rank_cache(engine_spec(config((["l.0"], MAMBA))), ONE, {"l.0": given})
+
+
+def test_a_layer_that_reads_another_s_cache_owns_none() -> None:
+    """It is named with the very tensor of the layer that writes it, and stands in no group."""
+    own = pages()
+    assert one_full(tensors={"l.0": own}) == one_full(tensors={"l.0": own, "l.1": own})
+    told = "tensors='l.1': wanted layers that tp0 has"
+    assert told == words(lambda: one_full(tensors={"l.0": own, "l.1": own[:]}))
 
 
 TENSOR = "wanted a torch tensor or a numpy array"

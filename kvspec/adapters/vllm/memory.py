@@ -6,9 +6,13 @@ tensors were read, and an error names two layers and what the config says of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 
 from kvspec.adapters.vllm.config import Config, Tensor
+from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.memory.aliasing import meetings
 from kvspec.memory.regions import RankCache
@@ -25,6 +29,18 @@ class _Place:
     def allocation(self) -> str:
         """Tensors with a block stride lie in one allocation, any other is one by itself."""
         return "" if self.tensor.block_stride else self.tensor.path
+
+
+def owned(engine: EngineSpec, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return *tensors* without those of layers that own none: vLLM names them all the same."""
+    if not isinstance(tensors, Mapping):
+        return tensors
+    owned = {id(tensor) for layer, tensor in tensors.items() if layer in engine.stage_of}
+    return {
+        layer: tensor
+        for layer, tensor in tensors.items()
+        if layer in engine.stage_of or id(tensor) not in owned
+    }
 
 
 def check_places(cache: RankCache, config: Config) -> None:

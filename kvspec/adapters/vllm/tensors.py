@@ -13,7 +13,7 @@ from typing import Any
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.arrays import flat, has, is_raw, itemsize, ordered, several, strides_of
 from kvspec.adapters.vllm.config import Config, read_config
-from kvspec.adapters.vllm.memory import check_places
+from kvspec.adapters.vllm.memory import check_places, owned
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
@@ -49,9 +49,10 @@ def rank_cache(
     Blocks are the kernel's. Layers that the engine excludes may be left out. *num_blocks*: in the
     table's blocks; checked if given. *config*: this rank's own `KVCacheConfig`; if given, the
     tensors have its number of blocks, layers share memory where its `kv_cache_tensors` say so, and
-    no others do.
+    no others do. A layer of no group that has another's very tensor reads that one's cache.
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
+    tensors = owned(engine, tensors)
     check_layers(engine, rank, tensors)
     held = None if config is None else read_config(Given("config", config))
     num_blocks = _blocks(num_blocks, held)
