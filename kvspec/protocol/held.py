@@ -24,6 +24,11 @@ class Seen:
     done: bool = False
     answer: str = "gone"
 
+    @property
+    def said(self) -> tuple[int, int]:
+        """Which attempt that was of, and which of the reader's questions."""
+        return self.notice.attempt, self.notice.number
+
 
 @attrs.define(eq=False)
 class Start:
@@ -97,8 +102,8 @@ class Request:
             self.starts[name] = Start(notice.attempt, notice.expected)
         elif notice.attempt > start.attempt:
             start.attempt, start.expected = notice.attempt, notice.expected
-        elif notice.attempt < (seen.notice.attempt if seen else start.attempt):
-            return "of an earlier attempt"
+        elif (notice.attempt, notice.number) < (seen.said if seen else (start.attempt, 0)):
+            return "of an earlier attempt, or of before what it said last"
         elif notice.attempt == start.attempt and notice.expected != start.expected:
             return self._dispute(f"it expects {notice.expected} readers, others {start.expected}")
         elif seen is None and len(start.last) == start.expected:

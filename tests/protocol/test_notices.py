@@ -278,10 +278,13 @@ def test_what_was_valid_for_one_load_is_not_for_the_next() -> None:
     """A reader that beats after it was done reads again: it is waited for, and late if it is."""
     ledger = held()
     assert ["valid"] == kinds(ledger.receive(said("done", number=2), 1.0))
-    assert ["valid"] == kinds(ledger.receive(said("beat", number=1), 1.0))  # came late
+    assert ["Refused"] == kinds(ledger.receive(said("beat", number=1), 1.0))  # came late
     assert ["grant"] == kinds(ledger.receive(said("beat", number=3), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", 1), 2.0))
-    assert (KEY.request_id,) == ledger.held
+    (late,) = ledger.receive(said("done", number=2), 2.0)
+    assert isinstance(late, Refused)
+    assert "of before what it said last" in late.why
+    assert (KEY.request_id,) == ledger.held, "what was granted is freed"
     assert ["valid", "Free"] == kinds(ledger.receive(said("done", number=4), 3.0))
     assert ["valid"] == kinds(ledger.receive(said("done", number=4), 3.0))
     assert ["gone"] == kinds(ledger.receive(said("beat", number=5), 4.0))

@@ -407,9 +407,14 @@ class World:
         reading = [
             step
             for step in self.steps.values()
-            if step.source == rank and step.load.request is request and not step.load.reread
+            if step.source == rank and step.load.request is request
+            if not step.load.reread or self.granted(step.load, rank)
         ]
         assert not reading, f"{name} is freed on {rank} while it is read"
+
+    def granted(self, load: Load, rank: Rank) -> bool:
+        """Return whether a load knows of a lease that is not over: it believes what it reads."""
+        return self.consumers[load.rank]._loads[load.order.request_id].sources[rank].held > self.now
 
     def loaded(self, action: Ready | Failed | Release | Closed) -> None:
         """Follow a load: ready or failed once; released when nothing writes; closed last."""
