@@ -97,6 +97,9 @@ def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
         assert [()] * len(loads) == [s.ledger.poll().foreign for s in consumer.sessions.values()]
         done: list[str] = []
         until(lambda: done.extend(producer.settled()[0]) or len(done) == len(producer.sessions))
+        producer.poll()
+        kept = [(s._summing.tables, s._summing._known) for s in producer.sessions.values()]
+        assert [({}, {})] * len(kept) == kept
 
 
 @pytest.mark.parametrize(
@@ -290,6 +293,21 @@ def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
         load.audit.tell = tell
         now = 4.0
         assert {"done"} == set(ended(loads, *sides))
+
+
+def test_a_rank_that_is_closed_keeps_nothing_to_sum() -> None:
+    """Neither its memory nor where requests lie in it: a question finds nothing there."""
+    with FakeNixl(), met(SIZES["two of four"]) as sides:
+        begin(sides)
+        for session in sides[0].sessions.values():
+            summing = session._summing
+            assert ([1, 2, 3, 4], True) == (
+                next(iter(summing.tables.values()))["full"].block_ids.tolist(),
+                summing.owner is not None,
+            )
+            session.nixl.close()
+            session.poll()
+            assert ({}, {}, None) == (summing.tables, summing._known, summing.owner)
 
 
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

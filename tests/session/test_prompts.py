@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -327,8 +327,9 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
     for prompt in prompts:
         producer.expect(prompt.remote_id)
     readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
+    wait = threading.Event()
     for reader in readers:
-        reader._thread.submit(time.sleep, 0.2)
+        reader._thread.submit(wait.wait, 20.0)
     early = [reader.load(prompts[0], asked) for reader in readers]
     for load in early:
         load.cancel()
@@ -336,6 +337,7 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
         assert ("failed", {}) == (load.poll(), load.undefined)
         with pytest.raises(TransferError, match=r"cancelled.*state=stopped"):
             load.wait()
+    wait.set()
     for load in [reader.load(prompts[1], asked) for reader in readers]:
         load.wait()
         assert ("done", None, {}) == (load.poll(), load.error, load.undefined)
