@@ -7,7 +7,7 @@ import attrs
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
-from kvspec.session.remote import Remotes
+from kvspec.session.remotes import Remotes
 from kvspec.session.summing import Summing
 
 

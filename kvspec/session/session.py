@@ -33,7 +33,7 @@ from kvspec.session.leftovers import SessionLeftovers, left_over
 from kvspec.session.load import SessionLoad, SessionPush
 from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
-from kvspec.session.remote import Remotes, judged
+from kvspec.session.remotes import Remotes, judged
 from kvspec.session.summing import Summing
 
 
@@ -95,7 +95,7 @@ class Session:
         self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl)
         self._reading = Reading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
-        self._remotes, self._releases = Remotes(nixl), itertools.count()
+        self._remotes, self._releases = Remotes(nixl, self._lock), itertools.count()
         self._background = Background(self.poll, self._moving, self.channel.wait) if alone else None
 
     def __repr__(self) -> str:
@@ -151,7 +151,7 @@ class Session:
                 self._reading.meet(name, epoch)
                 self._book.meet(name, epoch)
                 self._control.part(self._remotes.drop(name, remote))
-            remote.connect(self.nixl, most)
+            self._remotes.connect(remote, most)
             with self._lock.held:
                 self._remotes.replace(remote)
                 self._control.meet(remote.ranks.values())

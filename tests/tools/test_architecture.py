@@ -61,8 +61,8 @@ FOLDERS = (
     (
         "session",
         (
-            "background channel introduction control extents summing ledger remote written audit"
-            " load following reading pushing leftovers session heldprompt prompts ."
+            "background channel introduction control extents summing ledger remote remotes"
+            " written audit load following reading pushing leftovers session heldprompt prompts ."
         ),
     ),
     ("", "."),  # kvspec/__init__.py, which names the public values

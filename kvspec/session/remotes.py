@@ -1,0 +1,168 @@
+"""The engines that a session met: who is introduced is judged, connected, known, and let go.
+
+Law: an agent stays connected while anything that was met, or is being met, needs it. Who is parted
+from while it is met is not met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+from kvspec.descriptors.table import build_table
+from kvspec.errors import MismatchError, SpecError, TransferError
+from kvspec.inputs import positive_int, sequence
+from kvspec.nixl import NixlRank
+from kvspec.ownership.election import Role
+from kvspec.plan.plan import plan_transfer
+from kvspec.protocol.handshake import disagreements, one_engine
+from kvspec.session.background import SessionLock
+from kvspec.session.introduction import Introduced, introduced
+from kvspec.session.remote import RemoteEngine
+
+
+def judged(
+    own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role, cached_in: int
+) -> RemoteEngine:
+    """Return who is introduced, not connected yet; each thing that does not fit is refused.
+
+    `WireError`: what was not sealed by the secret, or is damaged. `SpecError`: ranks missing or
+    twice. `MismatchError`: engines, models, elections or starts that differ.
+    """
+    if not isinstance(role, str) or role not in ("producer", "consumer"):
+        raise SpecError("role", role, "'producer' or 'consumer'")
+    wanted = "introductions, one of each rank of an engine"
+    members = [
+        introduced(sealed, nixl.secret)
+        for sealed in sequence("introductions", introductions, wanted)
+    ]
+    ranks = one_engine(member.handshake for member in members)
+    remote = next(iter(ranks.values()))
+    sides = (remote, own.handshake) if role == "producer" else (own.handshake, remote)
+    found = disagreements(*sides)
+    if found:
+        raise MismatchError(found)
+    plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.election)
+    partners = plan.sources(own.rank) if role == "producer" else plan.targets(own.rank)
+    tables = {}
+    for rank in partners:
+        caches = ranks[rank].cache, own.handshake.cache
+        producer, consumer = caches if role == "producer" else caches[::-1]
+        tables[rank] = build_table(plan, producer, consumer, cached_in=cached_in)
+    by_rank = {member.rank: member for member in members}
+    return RemoteEngine(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
+
+
+class Remotes:
+    """The engines that one rank met, by role and name, and those whose lanes still have to go.
+
+    All is done while *lock* is held, but to `connect`.
+    """
+
+    def __init__(self, nixl: NixlRank, lock: SessionLock) -> None:
+        self._nixl, self._lock = nixl, lock
+        self._met: dict[tuple[Role, str], RemoteEngine] = {}
+        self._coming: RemoteEngine | None = None  # what is being connected, unless parted from
+        self._leaving: list[RemoteEngine] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    @property
+    def leaving(self) -> int:
+        """How many starts are given up whose lanes are still there, since bytes move over them."""
+        return len(self._leaving)
+
+    def known(self, remote: RemoteEngine) -> RemoteEngine | None:
+        """Return the one that was met, if *remote* tells nothing new."""
+        self._check_open()
+        old = self._met.get((remote.role, remote.start[0]))
+        return old if old is not None and remote.same(old) else None
+
+    def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
+        """Return the engine of a *role* that was met, the only one unless named.
+
+        *epoch*: of a consumer, the start whose blocks the caller knows.
+        """
+        self._check_open()
+        met = sorted(name for other, name in self._met if other == role)
+        name = met[0] if engine_id is None and len(met) == 1 else engine_id
+        if not isinstance(name, str) or (role, name) not in self._met:
+            wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
+            raise SpecError("engine_id", engine_id, wanted)
+        remote = self._met[role, name]
+        if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
+            raise SpecError("epoch", epoch, f"{remote.start[1]}, the start that was met")
+        return remote
+
+    def connect(self, remote: RemoteEngine, timeout: float) -> None:
+        """Open the lanes of *remote*, which takes a while; all or none."""
+        try:
+            remote.connect(self._nixl, timeout)
+        except BaseException:
+            with self._lock.held:
+                self._give_up(remote)
+            raise
+
+    def replace(self, remote: RemoteEngine) -> None:
+        """Keep *remote*; let it go where it was parted from meanwhile."""
+        if self._coming is not remote:
+            self._give_up(remote)
+            self._check_open()
+            message = f"{remote.start[0]} was parted from while it was met"
+            raise TransferError(message, rank=remote.start[0], state="stopped")
+        self._coming = None
+        self._met[remote.role, remote.start[0]] = remote
+
+    def _give_up(self, remote: RemoteEngine) -> None:
+        self._coming = None
+        self._leaving.append(remote)
+        self.leave()
+
+    def drop(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
+        """Forget an engine, but for what a *new* start leaves as it is; return the starts gone.
+
+        `TransferError` "busy" where a start is to be connected anew while its bytes still move.
+        """
+        gone = [
+            key
+            for key, old in self._met.items()
+            if key[1] == engine_id and (new is None or key[0] == new.role or old.start != new.start)
+        ]
+        if self._coming is not None and self._coming.start[0] == engine_id:
+            self._coming = None
+        dropped = [self._met.pop(key) for key in gone]
+        self._leaving += dropped
+        self.leave()
+        if new is not None and any(old.start == new.start for old in self._leaving):
+            message = f"bytes of an earlier load from {engine_id} move still: try again"
+            raise TransferError(message, rank=engine_id, state="busy")
+        self._coming = self._coming if new is None else new
+        return {old.start for old in dropped}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError("the session was closed", state="closed")
+
+    def close(self) -> None:
+        """Forget every engine, and know none any more."""
+        self._closed, self._coming = True, None
+        for _, engine_id in tuple(self._met):
+            self.drop(engine_id)
+
+    def leave(self) -> None:
+        """Give up the lanes of engines that are gone, where nothing moves over them.
+
+        One agent may be met in both roles: it stays while the other needs it, or both are lost.
+        """
+        for remote in tuple(self._leaving):
+            coming = () if self._coming is None else (self._coming,)
+            others = [o for o in (*self._met.values(), *coming) if o.agents & remote.agents]
+            keep = set[str]() if remote.lost else set[str]().union(*(o.agents for o in others))
+            for other in others if remote.lost else ():
+                other.lost = True
+                other.agents -= remote.agents  # which who is met anew connects
+            with contextlib.suppress(TransferError):
+                remote.leave(self._nixl, keep)
+                self._leaving.remove(remote)
