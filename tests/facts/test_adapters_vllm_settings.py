@@ -397,6 +397,62 @@ def test_an_fp8_of_which_nobody_says_which_is_refused(monkeypatch: pytest.Monkey
     assert wanted in words(lambda: vllm.from_vllm(given, cached((["layers.0.attn"], FP8))))
 
 
+TURBOQUANT = replace(FULL, dtype="uint8", state_content_bytes=20)
+
+SLOTS = [
+    ("turboquant_4bit_nc", False, None, "plain"),
+    ("turboquant_k8v4", False, (8, 9), "plain"),
+    ("turboquant_k8v4", False, (9, 0), "plain"),
+    ("turboquant_k8v4", False, (8, 6), "opaque:turboquant-e4b15"),
+    ("turboquant_k8v4", False, (), "plain"),
+    ("turboquant_k8v4", True, (9, 5), "opaque:turboquant-scales"),
+    ("turboquant_3bit_nc", True, (9, 5), "opaque:turboquant-scales"),
+]
+
+
+def turboquant(
+    monkeypatch: pytest.MonkeyPatch, cache: str, apart: Any, device: tuple[int, ...] | None
+) -> kvspec.EngineSpec:
+    """Return the engine of a layer of TurboQuant; *device*: of CUDA, () of others, None unknown."""
+    platform = SimpleNamespace(
+        fp8_dtype=lambda: "float8_e4m3fn",
+        is_cuda_alike=lambda: bool(device),
+        get_device_capability=lambda: SimpleNamespace(major=device[0], minor=device[1]),  # type: ignore[index,misc]
+    )
+    loaded = None if device is None else platform
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=loaded))
+    name = "vllm.v1.attention.backends.turboquant_attn.TurboQuantAttentionBackend"
+    layer = SimpleNamespace(
+        get_attn_backend=lambda: name,
+        kv_cache_dtype=cache,
+        impl=SimpleNamespace(_soa_store=apart),
+    )
+    given = configured()
+    given.compilation_config.static_forward_context["layers.0.attn"] = layer
+    return vllm.from_vllm(given, cached((["layers.0.attn"], TURBOQUANT)))
+
+
+@pytest.mark.parametrize(("cache", "apart", "device", "page"), SLOTS)
+def test_how_turboquant_keeps_its_rows_is_asked_of_the_layer_and_its_device(
+    cache: str,
+    apart: bool,
+    device: tuple[int, ...] | None,
+    page: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One backend, one spec: scales in each row, or after all rows of a page; keys of either 8."""
+    spec = turboquant(monkeypatch, cache, apart, device).groups[0].spec
+    assert (page, 20) == (spec.page_format, spec.state_content_bytes)  # type: ignore[attr-defined]
+
+
+def test_turboquant_of_which_nobody_says_how_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither without an answer of the layer, nor without a platform where the device decides."""
+    told = "variants['layers.0.attn']=None: wanted one of rows, e4b15, scales apart"
+    for cache, apart in (("turboquant_k8v4", False), ("turboquant_4bit_nc", None)):
+        said = words(lambda cache=cache, apart=apart: turboquant(monkeypatch, cache, apart, None))
+        assert said.startswith(told)
+
+
 @pytest.mark.parametrize("name", ["mamba_n_groups", "n_groups", "mamba_ngroups"])
 def test_a_model_s_groups_have_several_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One group of Mamba2 on each of 2 ranks: replicated, since the model has one."""

@@ -29,7 +29,6 @@ _ROWS = [
     "flex_attention.FlexAttentionBackend",
     "hpc_attn.HpcAttentionBackend",
     "rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend",
-    "turboquant_attn.TurboQuantAttentionBackend",
     "ultraquant_attn.UltraQuantAttentionBackend",
     "rocm_octave_attn.RocmOctaveAttentionBackend",
     "mla.triton_mla.TritonMLABackend",
@@ -58,6 +57,7 @@ _OTHERS = {
     "rocm_aiter_fa.AiterFlashAttentionBackend": "AITER's",
     "rocm_attn.RocmAttentionBackend": "x-packed",
     "cpu_attn.CPUAttentionBackend": "CPU's",
+    "turboquant_attn.TurboQuantAttentionBackend": "TurboQuant's",
     "mla.indexer.DeepseekV32IndexerBackend": "indexer's",
     "mla.indexer.DeepseekV4IndexerBackend": "indexer's",
     "mla.indexer.DeepseekV41IndexerBackend": "indexer's",
@@ -83,6 +83,11 @@ FORMATS: Mapping[str, str] = {
 _VARIANTS: Mapping[str, Mapping[str, str]] = {
     "CPU's": {"vec": "keys-transposed", "vec16": "keys-transposed", "amx": "opaque:amx"},
     "indexer's": {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"},
+    "TurboQuant's": {
+        "rows": ROWS,
+        "e4b15": "opaque:turboquant-e4b15",
+        "scales apart": "opaque:turboquant-scales",
+    },
 }
 """What a backend's name leaves open, and the format that each variant of it is."""
 

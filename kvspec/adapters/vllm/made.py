@@ -13,6 +13,9 @@ from typing import Any
 from kvspec.adapters.given import Given
 from kvspec.adapters.vllm.config import Config
 
+_E4M3 = 8, 9
+"""The first of CUDA's devices on which TurboQuant keeps keys of 8 bits as e4m3."""
+
 
 def made_layers(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
     """Return the layers that a worker has made, by name."""
@@ -37,11 +40,33 @@ def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, layer in made_layers(given, configs).items():
         shuffled = layer.get("uses_shuffled_layout").value
+        apart = layer.get("impl").get("_soa_store").value
         if isinstance(shuffled, bool):
             found[name] = "shuffled" if shuffled else "rows"
+        elif isinstance(apart, bool):
+            found[name] = "scales apart" if apart else _turboquant(layer)
         else:
             found[name] = layer.get("isa").value
     return found
+
+
+def _platform() -> Given:
+    """Return vLLM's platform, None where none of it is loaded."""
+    return Given("vllm.platforms", sys.modules.get("vllm.platforms")).get("current_platform")
+
+
+def _turboquant(layer: Given) -> str | None:
+    """Return how rows of TurboQuant are kept: keys of 8 bits by the device, e4b15 on older ones."""
+    platform = _platform()
+    if layer.get("kv_cache_dtype").value != "turboquant_k8v4":
+        return "rows"
+    if platform.value is None:
+        return None
+    if not platform.call("is_cuda_alike").value:
+        return "rows"
+    device = platform.call("get_device_capability")
+    found = tuple(device.get(name).size(least=0) for name in ("major", "minor"))
+    return "rows" if found >= _E4M3 else "e4b15"
 
 
 def fp8_dtypes_of(given: Given, configs: Sequence[Config]) -> dict[str, str]:
@@ -50,7 +75,7 @@ def fp8_dtypes_of(given: Given, configs: Sequence[Config]) -> dict[str, str]:
     Where no platform of vLLM's is loaded, and of a choice that the platform has otherwise, nothing
     is said.
     """
-    platform = Given("vllm.platforms", sys.modules.get("vllm.platforms")).get("current_platform")
+    platform = _platform()
     if platform.value is None:
         return {}
     usual = platform.call("fp8_dtype").dtype()

@@ -37,6 +37,8 @@ def packing(given_spec: Given, page_format: str) -> dict[str, Any]:
     if page_format == "opaque:msa":
         slot = given_spec.get("state_content_bytes").size()
         return {"state_content_bytes": 2 * slot, "page_format": page_format}
+    if page_format.startswith("opaque:turboquant"):
+        return {"state_content_bytes": content, "page_format": page_format}
     if not plain:
         wanted = f"None or {(size + size_v) * width}: a key and a value"
         raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
