@@ -253,6 +253,12 @@ def rows() -> Iterator[Row]:
     for isa in ("vec", "amx", None):
         name = f"CPU_ATTN, {isa or 'isa not said'}"
         yield Row("vLLM", name, "full", on_vllm("FullAttentionSpec", cpu, heads(), isa))
+    turboquant = V1 + "turboquant_attn.TurboQuantAttentionBackend"
+    for variant in ("rows", "e4b15", "scales apart", None):
+        made = on_vllm("FullAttentionSpec", turboquant, packed, variant)
+        yield Row("vLLM", f"TurboQuant, {variant or 'order not said'}", "full", made)
+    fp8 = on_vllm("FullAttentionSpec", FLASH, heads(kv_quant_mode="FP8_PER_TENSOR"))
+    yield Row("vLLM", "fp8, which one not said", "full", fp8)
     indexer = V1 + "mla.indexer.DeepseekV32IndexerBackend"
     record = heads(state_content_bytes=SIZE + 8)
     ds4 = MODELS + "deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"
