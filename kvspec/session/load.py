@@ -90,9 +90,13 @@ class Progress:
         return self.state
 
     def wait(self) -> None:
-        """Poll until it is done; raise `error` if it failed."""
+        """Poll until it is done; raise `error` if it failed, or the session was closed before."""
         rest = FIRST_WAIT
         while self.poll() == "moving":
+            if self.remote.unheard:
+                name = self.request.request_id
+                why = "the session was closed while it moved: its blocks may be written still"
+                raise TransferError(why, request=name, state="closed")
             time.sleep(rest)
             rest = min(2 * rest, LAST_WAIT)
         if self.error is not None:

@@ -88,6 +88,7 @@ class RemoteEngine:
     """One start of an engine, of which *role*, and the *lanes* to those of its ranks that matter.
 
     *agents*: those that are connected. *lost*: a transfer failed, so that they have to be anew.
+    *unheard*: the session was closed, and hears nothing of it any more.
     """
 
     role: Role
@@ -97,6 +98,7 @@ class RemoteEngine:
     lanes: dict[RankId, Lane] = attrs.field(factory=dict)
     agents: set[str] = attrs.field(factory=set)
     lost: bool = False
+    unheard: bool = False
 
     @property
     def handshake(self) -> Handshake:

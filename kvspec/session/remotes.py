@@ -148,6 +148,8 @@ class Remotes:
     def close(self) -> None:
         """Forget every engine, and know none any more."""
         self._closed, self._coming = True, None
+        for remote in (*self._met.values(), *self._leaving):
+            remote.unheard = True
         for _, engine_id in tuple(self._met):
             self.drop(engine_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -88,3 +89,22 @@ def test_a_rank_may_be_closed_before_its_session(pair: tuple[Side, Side]) -> Non
     session.nixl.close()
     session.close()
     assert SessionLeftovers() == session.leftovers()
+
+
+def test_nobody_waits_for_a_session_that_is_closed(pair: tuple[Side, Side]) -> None:
+    """Who is to push is not heard any more: what it may write still is moving, without an end."""
+    (session,) = pair[1].sessions.values()
+    load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0, pushed=True)
+    states: list[str | None] = []
+
+    def wait() -> None:
+        try:
+            load.wait()
+        except TransferError as error:
+            states.append(error.state)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    session.close(drain=0.01)
+    waiter.join(5.0)
+    assert (["closed"], "moving", "stopped") == (states, load.poll(), load.error.state)
