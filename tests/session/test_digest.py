@@ -310,6 +310,20 @@ def test_a_rank_that_is_closed_keeps_nothing_to_sum() -> None:
             assert ({}, {}, None) == (summing.tables, summing._known, summing.owner)
 
 
+def test_an_answer_that_was_lost_is_given_again() -> None:
+    """What was summed is known: who asks again is told, and nothing is summed again."""
+    with FakeNixl(), met(SIZES["two of four"]) as sides:
+        begun, lost = begin(sides, timeout=5.0), list[Notice]()
+        summings = [session._summing for session in sides[0].sessions.values()]
+        tells = [summing.tell for summing in summings]
+        for summing in summings:
+            summing.tell = lost.append
+        until(lambda: lost and not any(summing.waiting for summing in summings), *sides)
+        for summing, tell in zip(summings, tells, strict=True):
+            summing.tell = tell
+        assert ["done", "done"] == ended(begun[1], *sides)
+
+
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit is not kept, and asked again: the load is done all the same."""
     monkeypatch.setattr("kvspec.session.summing.MAX_ASKED", 1)
