@@ -50,14 +50,14 @@ class Peers:
             new = peer.name not in self._lists
             self._agent.connect(peer.name, peer.metadata)
             self._lists.setdefault(peer.name, [])
-        try:
-            self._agent.notify(peer.name, HELLO)
-        except TransferError:
-            if new:
-                with contextlib.suppress(TransferError):
-                    self._disconnect(peer.name)
-            raise
-        return new
+            try:
+                self._agent.notify(peer.name, HELLO)
+            except TransferError:
+                if new:
+                    with contextlib.suppress(TransferError):
+                        self._disconnect(peer.name)
+                raise
+            return new
 
     def forget(self, peer: str) -> None:
         """Forget *peer*, its lists and what it sent; refuse who is neither connected nor heard."""

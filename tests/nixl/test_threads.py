@@ -60,6 +60,24 @@ def test_ranks_are_made_while_others_register(net: FakeNixl) -> None:
     assert [] == made
 
 
+def test_who_cannot_be_greeted_is_connected_to_nobody(net: FakeNixl) -> None:
+    """However another thread gives it up meanwhile: the error is the transfer's."""
+    with NixlRank() as near, NixlRank() as far:
+        metadata = far.metadata()
+        net.agents[far.name].alive = False
+
+        def give_up() -> None:
+            with contextlib.suppress(TransferError):
+                near.disconnect(far.name)
+
+        for place in range(16):
+            other = Other(give_up)
+            with pytest.raises(TransferError), between_lines(other.at(place), peers):
+                near.connect(metadata)
+            other.join()
+            assert () == near.peers
+
+
 def test_who_waits_to_begin_finds_the_rank_closed(net: FakeNixl) -> None:
     """Nothing begins between the end of what moved and the end of the agent."""
     refused: list[str | None] = []
