@@ -343,6 +343,34 @@ def test_what_a_backend_s_name_leaves_open_is_asked_of_the_layer() -> None:
     assert words(lambda: vllm.from_vllm(given, both)).startswith(told)
 
 
+def of_device(kind: str, shapes: Any, device: Any) -> kvspec.EngineSpec:
+    """Return the engine of one state on a type of *device*."""
+    given = configured(device_config=SimpleNamespace(device_type=device))
+    made = given.compilation_config.static_forward_context
+    made["l.0"] = SimpleNamespace(mamba_type=kind, get_attn_backend=lambda: None)
+    return vllm.from_vllm(given, cached((["l.0"], state(kind, shapes))))
+
+
+def test_a_delta_net_s_state_is_its_device_s() -> None:
+    """CUDA's kernels keep [values, keys] of a head, a CPU's [keys, values]: both are [8, 8]."""
+    shapes = ((3, 48), (2, 8, 8))
+    cuda, cpu = (of_device("GDN_ATTN", shapes, each) for each in ("cuda", "cpu"))
+    assert cuda == of_device("GDN_ATTN", shapes, None)
+    assert cuda == like.engine_spec(config((["l.0"], state("GDN_ATTN", shapes))), layout="LBNHC",
+                                    conv_layout="SD", variants="vec")  # fmt: skip
+    told = words(lambda: kvspec.plan_transfer(cuda, cpu), kvspec.MismatchError)
+    assert "ssm_cpu" in told
+    assert kvspec.plan_transfer(cpu, of_device("GDN_ATTN", shapes, "cpu"))
+    raw = np.zeros((6, 1, 1, 3 * 48 + 2 * 8 * 8), np.int8)
+    caches = [vllm.rank_cache(each, kvspec.RankId(), {"l.0": raw}) for each in (cuda, cpu)]
+    bases = [sorted(region.base for region in cache.regions) for cache in caches]
+    assert bases[0] == bases[1]
+    mamba = [of_device("MAMBA1", ((3, 32), (32, 4)), each) for each in ("cuda", "cpu")]
+    assert mamba[0] == mamba[1]
+    wanted = "variants['l.0']=5: wanted a type of device, as cuda or cpu"
+    assert wanted == words(lambda: of_device("GDN_ATTN", shapes, 5))
+
+
 FP8 = replace(FULL, dtype="uint8", kv_quant_mode=like.KVQuantMode.FP8_PER_TENSOR)
 """What vLLM has for ``fp8_e4m3`` and ``fp8_e5m2`` alike, on every platform."""
 

@@ -125,6 +125,13 @@ class Backends:
             raise SpecError(f"variants[{layer!r}]", variant, wanted)
         return known[variant]
 
+    def device_of(self, layer: str) -> str | None:
+        """Return the type of device whose kernels write the state of *layer*, if that is said."""
+        device = self.variants.get(layer) if isinstance(self.variants, Mapping) else None
+        if device is not None and not isinstance(device, str):
+            raise SpecError(f"variants[{layer!r}]", device, "a type of device, as cuda or cpu")
+        return device
+
     def _of(self, given: Any, layer: str) -> Any:  # noqa: ANN401
         return given.get(layer) if isinstance(given, Mapping) else given
 

@@ -66,8 +66,10 @@ def engine_spec(
     refused: the backend alone knows the order inside a page (`FORMATS`). *variants*: what a
     backend's name leaves open, for all layers or by layer: of CPU attention the layer's ``isa``, of
     an indexer ``shuffled`` where `uses_shuffled_layout`, else ``rows``, of TurboQuant ``scales
-    apart`` where its `_soa_store`, else ``rows``, or ``e4b15`` if keys are. *fp8_dtype*: the
-    elements of a cache that a spec calls fp8 and ``uint8``, as ``float8_e4m3fn``, in the same way.
+    apart`` where its `_soa_store`, else ``rows``, or ``e4b15`` if keys are. By layer alone: of a
+    state, the type of device whose kernels write it, ``cuda`` unless given. *fp8_dtype*: the
+    elements of a cache that a spec calls fp8 and ``uint8``, as ``float8_e4m3fn``; for all layers or
+    by layer.
 
     The groups are called ``group0``, ``group1``, ... in vLLM's order.
     """

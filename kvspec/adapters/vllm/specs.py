@@ -130,7 +130,12 @@ class RankSpecs:
         page_format = self.format_of(layer, given_spec)
         if name == "MambaSpec":
             state, order = read_state(
-                given_spec, self.parallel, self.tp_rank, self.conv_layout, self.n_groups
+                given_spec,
+                self.parallel,
+                self.tp_rank,
+                self.conv_layout,
+                self.n_groups,
+                self.backends.device_of(layer),
             )
             return self._layer(
                 layer, state, given_spec, outer(self.layout) + ("HNC", "NHC")[order == "SD"]

@@ -157,10 +157,12 @@ def read_state(
     tp_rank: int,
     conv_layout: str | None,
     n_groups: int | None,
+    device: str | None = None,
 ) -> tuple[MambaSpec, str]:
     """Return the state of vLLM's MambaSpec *given_spec*, and the order of its conv state.
 
     ``DS``, dimension first, or ``SD``, row first: *conv_layout*, or the one that the shapes allow.
+    *device*: whose kernels write it, CUDA's if None.
     """
     kind = given_spec.get("mamba_type").value
     name = str(getattr(kind, "name", kind)).upper()
@@ -183,6 +185,8 @@ def read_state(
     if any(other != spec for other in found.values()):
         wanted = f"'DS' or 'SD': {state.shapes[0]} may be dimension first or row first"
         raise SpecError("conv_layout", None, wanted)
+    if TYPES[name] is _gated_delta_net and device not in (None, "cuda"):
+        spec = _of_device(spec, device)
     return (_whole(spec) if whole else spec), order
 
 
@@ -218,6 +222,16 @@ def _ordered(state: _State, name: str, order: str) -> _State:
         raise SpecError(f"{state.field}.shapes", shapes, wanted)
     channels, rows = shapes[0] if order == "DS" else shapes[0][::-1]
     return attrs.evolve(state, channels=channels, rows=rows)
+
+
+def _of_device(spec: MambaSpec, device: str | None) -> MambaSpec:
+    """Return *spec* with a temporal state of its own: a CPU's has keys before values.
+
+    CUDA's kernels have the axes that vLLM's shapes say, values first.
+    """
+    names = {"ssm": f"ssm_{device}"}
+    parts = [attrs.evolve(part, name=names.get(part.name, part.name)) for part in spec.parts]
+    return attrs.evolve(spec, state_parts=parts)
 
 
 def _whole(spec: MambaSpec) -> MambaSpec:
