@@ -203,7 +203,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
     session = next(iter(consumer.sessions.values()))
     nobody = held(engine_id="nobody")
     there = held((*producer.addresses,), tables=asked.producer_blocks)
-    with Prompts(session, timeout=0.3) as prompts:
+    with Prompts(session, timeout=1.0) as prompts:
         prompts.release(nobody)
         until(prompts._meetings["nobody"].met.done)
         first = prompts.load(nobody, asked)
@@ -292,7 +292,7 @@ def test_a_producer_that_moved_is_met_where_it_is(sides: tuple[Side, Side]) -> N
     """Its name is the same, its addresses are others; where it was takes nothing any more."""
     producer, consumer = sides
     asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-    with Prompts(next(iter(consumer.sessions.values())), timeout=0.3) as prompts:
+    with Prompts(next(iter(consumer.sessions.values())), timeout=1.0) as prompts:
         before = prompts.load(held(), asked)
         prompt = held((*producer.addresses,))
         producer.expect(prompt.remote_id)
