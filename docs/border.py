@@ -257,6 +257,8 @@ def rows() -> Iterator[Row]:
     for variant in ("rows", "e4b15", "scales apart", None):
         made = on_vllm("FullAttentionSpec", turboquant, packed, variant)
         yield Row("vLLM", f"TurboQuant, {variant or 'order not said'}", "full", made)
+    ultraquant = V1 + "ultraquant_attn.UltraQuantAttentionBackend"
+    yield Row("vLLM", "UltraQuant", "full", on_vllm("FullAttentionSpec", ultraquant, packed))
     fp8 = on_vllm("FullAttentionSpec", FLASH, heads(kv_quant_mode="FP8_PER_TENSOR"))
     yield Row("vLLM", "fp8, which one not said", "full", fp8)
     indexer = V1 + "mla.indexer.DeepseekV32IndexerBackend"

@@ -177,6 +177,9 @@ def test_a_backend_whose_pages_are_not_described_is_refused_by_name(
     assert error.endswith(told)
 
 
+ULTRAQUANT = V1 + "ultraquant_attn.UltraQuantAttentionBackend"
+ULTRA = replace(PLAIN, dtype="uint8", state_content_bytes=20)
+
 PAGES = [
     (PLAIN, CPU, "vec", "keys-transposed"),
     (PLAIN, CPU, "vec16", "keys-transposed"),
@@ -185,6 +188,8 @@ PAGES = [
     (SLOTS, AITER, None, "opaque:aiter"),
     (PLAIN, AITER, None, "plain"),
     (SCALED, like.MSA, None, "opaque:msa"),
+    (ULTRA, ULTRAQUANT, None, "opaque:ultraquant"),
+    (ULTRA, like.FLASH, None, "plain"),
     (INDEXER, INDEX, "rows", "opaque:indexer"),
     (INDEXER, INDEX, "shuffled", "opaque:indexer-shuffled"),
     (PACKED, DS4, None, "opaque:deepseek"),
@@ -208,6 +213,17 @@ def test_a_page_s_format_follows_from_its_backend(
         other = engine_spec(config((["layer.0"], longer)), **given)
         with pytest.raises(kvspec.MismatchError):
             kvspec.plan_transfer(engine, other)
+
+
+def test_rows_of_the_same_length_are_not_the_same_rows() -> None:
+    """UltraQuant's scales and codes are as long as those of int4, and mean other numbers."""
+    one, other = (
+        engine_spec(config((["layer.0"], ULTRA)), backends=name)
+        for name in (ULTRAQUANT, like.FLASH)
+    )
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(kvspec.MismatchError, match="page_format"):
+            kvspec.plan_transfer(*pair)
 
 
 def test_an_opaque_page_is_the_kernel_s_block() -> None:

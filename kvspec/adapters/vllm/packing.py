@@ -18,6 +18,11 @@ PLANES = ("planes", "x-packed", "opaque:aiter")
 """Formats with two head slots: the keys, and the values, of all heads of a rank."""
 
 
+PACKED = ("opaque:turboquant", "opaque:ultraquant")
+"""Formats of rows of packed bytes, whose number does not say what is in them: int4's rows of scale
+and codes are as long as UltraQuant's."""
+
+
 def packing(given_spec: Given, page_format: str) -> dict[str, Any]:
     """Return the fields of a spec with heads that say its packing, none where k lies beside v."""
     content = given_spec.get("state_content_bytes").size_or_none()
@@ -37,7 +42,7 @@ def packing(given_spec: Given, page_format: str) -> dict[str, Any]:
     if page_format == "opaque:msa":
         slot = given_spec.get("state_content_bytes").size()
         return {"state_content_bytes": 2 * slot, "page_format": page_format}
-    if page_format.startswith("opaque:turboquant"):
+    if page_format.startswith(PACKED):
         return {"state_content_bytes": content, "page_format": page_format}
     if not plain:
         wanted = f"None or {(size + size_v) * width}: a key and a value"
