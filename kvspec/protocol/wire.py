@@ -30,8 +30,8 @@ from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
 
-VERSION = 4
-"""The version of the format; any change to it, or to what a default means, takes the next."""
+VERSION = 5
+"""The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
 
