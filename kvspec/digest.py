@@ -1,13 +1,27 @@
-"""A digest of what a request's blocks hold, which does not know how they lie.
+"""Compare what two engines hold of a request, whatever their layouts, by one sum for each side.
 
-Law: of equal contents the digests are equal, whatever the parallelism, layouts, page formats and
-block sizes of the two engines. A sum over logical coordinates, so that ranks that hold different
-tokens add, and a difference can be looked for by layer, part, unit and token.
+Invariant: the digests of equal contents are equal, whatever the parallelism, layouts, page formats
+and block sizes of the two engines. A digest is a sum over logical coordinates. So the digests of
+ranks that hold different tokens add up, and a difference can be narrowed to layer, part, unit and
+token.
 
-    digest = sum over rows of mix(word of the content ^ mix(row ^ hash of layer, part and unit))
+How it works:
+    A content is the bytes of one row of one unit, padded with zeros to 8-byte words:
 
-modulo 2**64; *row* is the first token that it stands for, or the number of a state's row. It finds
-accidents, not forgers: whoever can choose bytes can choose them so that the sums agree.
+        word of the content = sum over places of weight * fold(weight * word at the place)
+        digest              = sum over rows of mix(word of the content ^ name of the row)
+        name of a row       = mix(row ^ hash of layer, part and unit)
+
+    All of it modulo 2**64. Each place has an odd *weight* of its own, and fold(x) = x ^ (x >> 47).
+    *row* is the first token of the row, or the number of a state's row.
+
+    The fold between two multiplications matters. Without it, a change of bit 63 adds 2**63 at any
+    place, so an even number of flipped signs cancels. With it, the same change adds
+    weight * (2**63 +- 2**16). The sign depends on the content, and the weight on the place.
+
+    Every step is a bijection of the word, so a single changed word always changes the digest.
+    More changes cancel only by chance. The digest finds accidents, not forgers: an attacker who
+    chooses the bytes can make two digests equal.
 """
 
 from __future__ import annotations
@@ -15,7 +29,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import product
 
 import attrs
 import numpy as np
@@ -42,6 +55,8 @@ MANY_BYTES = 1 << 17
 """Bytes read at once: what is made of them stays in the cache of a core, thrice as fast so."""
 _MULTIPLIERS = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _SHIFT = np.uint64(33)
+_FOLD = np.uint64(47)
+"""Moves the highest bit of a product to bit 16: the second multiplication spreads it upwards."""
 
 
 @attrs.frozen
@@ -140,9 +155,9 @@ def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tupl
     The digests of every rank of an engine, or, where both share their tokens alike, of the ranks of
     one context. Replicas that differ among each other differ from everybody.
     """
-    one, other = _together("producers", producers), _together("consumers", consumers)
-    wrong = (key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
-    return sorted(set(wrong) | {key for key, sums in (one | other).items() if len(sums) > 1})
+    one, other = _totals("producers", producers), _totals("consumers", consumers)
+    homes = one.keys() | other.keys()
+    return sorted(key for key in homes if one.get(key) is None or one[key] != other.get(key))
 
 
 def first_difference(equal: Callable[[range], bool], tokens: range) -> int | None:
@@ -159,8 +174,8 @@ def first_difference(equal: Callable[[range], bool], tokens: range) -> int | Non
     return tokens.start
 
 
-def _together(field: str, digests: Iterable[Sums]) -> dict[tuple[str, str, int], set[int]]:
-    """Return the sums over all contexts: several where replicas differ."""
+def _totals(field: str, digests: Iterable[Sums]) -> dict[tuple[str, str, int], int | None]:
+    """Return the sums over all contexts, or None where replicas of any context differ."""
     contexts: dict[tuple[str, str, int], dict[int, set[int]]] = {}
     wanted = "what `digest` returned, of each rank"
     for sums in sequence(field, digests, wanted):
@@ -169,9 +184,12 @@ def _together(field: str, digests: Iterable[Sums]) -> dict[tuple[str, str, int],
                 raise SpecError(field, key, wanted)
             *home, context = key
             contexts.setdefault(tuple(home), {}).setdefault(context, set()).add(total)
+    # No combination of replicas is tried: their number is exponential in the contexts.
     return {
-        key: {sum(each) % 2**64 for each in product(*sums.values())}
-        for key, sums in contexts.items()
+        home: sum(map(sum, sums.values())) % 2**64
+        if all(len(totals) == 1 for totals in sums.values())
+        else None
+        for home, sums in contexts.items()
     }
 
 
@@ -228,20 +246,20 @@ def pieces_of(
 
 
 def _word(pieces: list[npt.NDArray[np.uint8]]) -> Words:
-    """Return one word for each content, of all its bytes in order; they lie in *pieces*.
+    """Return one word for each content, made of all its bytes in order, which lie in *pieces*.
 
-    Every word of it times an odd number of its own: of two that change, none hides the other, for
-    the upper half of each is in its lower half as well.
+    One changed word of a content always changes the result. See the module for the formula.
     """
     content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
     if short := -content.shape[1] % 8:
         content = np.pad(content, ((0, 0), (0, short)))
     words = content.view("<u8")
     weights = _mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    scattered = words >> np.uint64(32)
-    scattered ^= words
-    scattered *= weights
-    return np.asarray(scattered.sum(axis=1, dtype=np.uint64))
+    products = words * weights
+    folded = products >> _FOLD
+    folded ^= products
+    # One pass that multiplies and adds: `sum` of the products takes half as long again.
+    return np.asarray(np.einsum("ij,j->i", folded, weights), np.uint64)
 
 
 def _piece(region: Region, piece: int) -> npt.NDArray[np.uint8]:

@@ -30,7 +30,7 @@ from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
 
-VERSION = 5
+VERSION = 6
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""

@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import attrs
 import builders
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvspec import BlockTable, RankCache, SpecError
+from kvspec import BlockTable, RankCache, RankId, SpecError, allocate
 from kvspec.digest import Wanted, differing, digest, first_difference, wanted
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import World, described, world
+
+SIGNS = {
+    "float64": 1 << 63,
+    "float32, or every odd bfloat16": 1 << 63 | 1 << 31,
+    "every even bfloat16": 1 << 47 | 1 << 15,
+    "bfloat16": 0x8000_8000_8000_8000,
+    "float8": 0x8080_8080_8080_8080,
+    "the fold": 1 << 63 | 1 << 16,
+}
+"""Masks that negate the elements of one 8-byte word of a content.
+
+The last one is no type's. The fold alone turns it into bit 63, where equal changes cancel.
+"""
+MASKS = st.sampled_from([*SIGNS.values()]) | st.integers(1, 2**64 - 1)
+
+
+def masked(size: int, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of *words*, cut to *size* bytes."""
+    return words.astype("<u8").view(np.uint8)[:size]
+
+
+@st.composite
+def changes(draw: st.DrawFn, size: int) -> npt.NDArray[np.uint8]:
+    """Draw what to XOR to one content of *size* bytes: one byte, or the same mask in many words."""
+    words = np.zeros(-(-size // 8), np.uint64)
+    kinds = ["one byte", "two words", "every word"] if size >= 16 else ["one byte"]
+    kind = draw(st.sampled_from(kinds))
+    if kind == "one byte":
+        change = np.zeros(size, np.uint8)
+        change[draw(st.integers(0, size - 1))] = draw(st.integers(1, 255))
+        return change
+    if kind == "two words":
+        places = st.integers(0, size // 8 - 1)
+        words[draw(st.lists(places, min_size=2, max_size=2, unique=True))] = draw(MASKS)
+    else:
+        words[:] = draw(MASKS)
+    return masked(size, words)
 
 
 def sides(here: World, asked: Any) -> tuple[list[Any], list[Any]]:
@@ -45,8 +84,8 @@ def test_what_arrived_has_the_digest_of_what_was_sent(case: Case) -> None:
 
 @given(st.data(), strategies.cases())
 @settings(max_examples=settings.default.max_examples // 2)
-def test_one_wrong_byte_is_found_where_it_lies(data: st.DataObject, case: Case) -> None:
-    """By layer, part and unit; and its token by asking for half of them again and again."""
+def test_digest_of_changed_content_names_its_place(data: st.DataObject, case: Case) -> None:
+    """The digest names layer, part and unit. Halving the tokens finds the token."""
     here = world(case)
     here.execute(described)
     places = []
@@ -59,8 +98,7 @@ def test_one_wrong_byte_is_found_where_it_lies(data: st.DataObject, case: Case) 
         return
     view, rows, at = data.draw(st.sampled_from(places))
     unit = data.draw(st.integers(0, len(rows.units) - 1))
-    byte = data.draw(st.integers(0, rows.part.content_bytes - 1))
-    view[rows.block[at], unit, rows.row[at], byte] ^= data.draw(st.integers(1, 255))
+    view[rows.block[at], unit, rows.row[at]] ^= data.draw(changes(rows.part.content_bytes))
     _, layer, part = rows.key
     asked = wanted(here.plan, case.request)
     assert [(layer, part, rows.units[unit])] == differing(*sides(here, asked))
@@ -101,8 +139,10 @@ def unequal(here: World, consumer: Any) -> list[tuple[Any, Any]]:
 
 @given(st.data(), strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
 @settings(max_examples=settings.default.max_examples // 2)
-def test_pairs_of_ranks_find_it_by_halves(data: st.DataObject, case: Case) -> None:
-    """Each source's extents are equal when all has arrived; one wrong byte is found by halves."""
+def test_extents_of_changed_content_differ_down_to_one_token(
+    data: st.DataObject, case: Case
+) -> None:
+    """The sums of a consumer and each source are equal. After a change, halves lead to it."""
     here = world(case)
     here.execute(described)
     for rank in here.consumers:
@@ -119,7 +159,7 @@ def test_pairs_of_ranks_find_it_by_halves(data: st.DataObject, case: Case) -> No
         return
     rank, view, rows, at = data.draw(st.sampled_from(places))
     unit = data.draw(st.integers(0, len(rows.units) - 1))
-    view[rows.block[at], unit, rows.row[at], 0] ^= 1
+    view[rows.block[at], unit, rows.row[at]] ^= data.draw(changes(rows.part.content_bytes))
     ((source, extent),) = unequal(here, rank)
     while extent.halves is not None:
         extent = next(half for half in extent.halves if not equal(here, source, rank, half))
@@ -131,6 +171,71 @@ def test_pairs_of_ranks_find_it_by_halves(data: st.DataObject, case: Case) -> No
     else:
         grain = rows.part.tokens_per_state
         assert int(rows.token[at]) == extent.tokens.start // grain * grain
+
+
+def digest_of(words: npt.NDArray[np.uint64]) -> int:
+    """Return the digest of one token of one head that contains *words*."""
+    spec = builders.gqa(1, block_size=1, head_size=8 * len(words), dtype="uint8")
+    engine = builders.engine(spec)
+    cache, storage = allocate(engine, RankId(), 2)
+    for view in logical_views(engine, RankId(), storage, 2).values():
+        view[1, 0, 0] = masked(8 * len(words), words)
+    (total,) = digest(cache, {"g": BlockTable([1])}, {("l", "k"): Wanted(range(1))}).values()
+    return total
+
+
+def contents(count: int) -> tuple[npt.NDArray[np.uint64], ...]:
+    """Return contents of *count* words: all zero, all equal, and random."""
+    drawn = np.random.default_rng(count).integers(0, 2**64, count, np.uint64)
+    return np.zeros(count, np.uint64), np.full(count, 0x3F80_3F80_3F80_3F80, np.uint64), drawn
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 32, 72])
+@pytest.mark.parametrize("mask", SIGNS.values(), ids=SIGNS)
+def test_digest_of_flipped_signs_differs(mask: int, count: int) -> None:
+    """Equal flips of two words, or of all words, must not cancel in the sum of a content."""
+    for words in contents(count):
+        before = digest_of(words)
+        assert before != digest_of(words ^ np.uint64(mask))
+        for places in ([0, 1], [0, count - 1], [count - 2, count - 1]):
+            changed = words.copy()
+            changed[places] ^= np.uint64(mask)
+            assert before != digest_of(changed)
+
+
+def test_digest_of_one_flipped_bit_differs_in_every_word() -> None:
+    """The mix of each place loses no bit of its word, the highest bit included."""
+    words = contents(64)[-1]
+    before = digest_of(words)
+    for place, bit in product(range(64), (0, 15, 31, 32, 47, 63)):
+        changed = words.copy()
+        changed[place] ^= np.uint64(1 << bit)
+        assert before != digest_of(changed)
+
+
+@given(st.data(), st.integers(2, 12))
+def test_digest_of_two_changed_words_differs(data: st.DataObject, count: int) -> None:
+    """Neither equal changes of two words, nor opposite ones, nor a swap of words cancel."""
+    word = st.integers(0, 2**64 - 1)
+    words = np.array(data.draw(st.lists(word, min_size=count, max_size=count)), np.uint64)
+    places = st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True)
+    one, other = data.draw(places)
+    kind, mask = data.draw(st.sampled_from(["flip", "move", "swap"])), np.uint64(data.draw(MASKS))
+    changed = words.copy()
+    if kind == "flip":
+        changed[[one, other]] ^= mask
+    elif kind == "move":
+        changed[[one]] += mask
+        changed[[other]] -= mask
+    else:
+        changed[[one, other]] = words[[other, one]]
+    assert (digest_of(words) == digest_of(changed)) == np.array_equal(words, changed)
+
+
+def test_digest_of_kept_content_is_unchanged() -> None:
+    """Engines compare digests, so another value needs another `VERSION` of the wire format."""
+    kept = [np.full(3, 0x3F80_3F80_3F80_3F80, np.uint64), np.arange(40, dtype=np.uint64)]
+    assert [8513109158507671472, 16710176579636292432] == [digest_of(words) for words in kept]
 
 
 def test_content_that_changes_places_differs() -> None:
@@ -168,6 +273,49 @@ def test_replicas_that_differ_are_named() -> None:
     )
     next(iter(views.values()))[2, 0, 3, 0] ^= 1
     assert 1 == len(differing(*sides(here, asked)))
+
+
+HOME = "l", "k", 0
+
+
+def test_differing_names_replicas_of_many_contexts() -> None:
+    """The work is linear in the contexts: 2**64 combinations of replicas would never end."""
+    ranks = [{(*HOME, context): total for context in range(64)} for total in (1, 2)]
+    assert [HOME] == differing(ranks, ranks)
+    assert [HOME] == differing(ranks, ranks[:1])
+    assert [HOME] == differing(ranks[1:], ranks)
+    assert [] == differing(ranks[:1], ranks[:1])
+
+
+SUMS = st.dictionaries(
+    st.tuples(st.sampled_from("lm"), st.just("k"), st.integers(0, 1), st.integers(0, 2)),
+    st.sampled_from([0, 1, 2, 2**63, 2**64 - 1]),
+)
+
+
+def combinations(ranks: list[dict[Any, int]], home: Any) -> set[int]:
+    """Return each total of *home* over all contexts that some choice of replicas adds up to."""
+    contexts: dict[int, set[int]] = {}
+    for sums in ranks:
+        for (*own, context), total in sums.items():
+            if tuple(own) == home:
+                contexts.setdefault(context, set()).add(total)
+    return {sum(totals) % 2**64 for totals in product(*contexts.values())} if contexts else set()
+
+
+@given(st.lists(SUMS, max_size=4), st.lists(SUMS, max_size=4))
+def test_differing_names_homes_without_one_common_total(
+    producers: list[dict[Any, int]], consumers: list[dict[Any, int]]
+) -> None:
+    """A layer, part and unit is equal only if all choices of replicas have one total."""
+    homes = {key[:3] for sums in (*producers, *consumers) for key in sums}
+    wrong = [
+        home
+        for home in sorted(homes)
+        if combinations(producers, home) != combinations(consumers, home)
+        or len(combinations(producers, home)) > 1
+    ]
+    assert wrong == differing(producers, consumers)
 
 
 def asked_of(cache: RankCache) -> dict[tuple[str, str], Wanted]:

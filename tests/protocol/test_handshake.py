@@ -25,7 +25,7 @@ from kvspec.protocol import (
 )
 from kvspec.testing import strategies
 
-GOLDEN = Path(__file__).with_name("handshake_5.hex")
+GOLDEN = Path(__file__).with_name("handshake_6.hex")
 
 
 def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
@@ -113,7 +113,7 @@ def test_a_plain_rank_takes_little() -> None:
 
 
 def test_the_format_stands() -> None:
-    """A message of format 5 that was kept says what it always said; see `VERSION` if this fails."""
+    """A message of format 6 that was kept says what it always said; see `VERSION` if this fails."""
     kept = bytes.fromhex(GOLDEN.read_text(encoding="ascii"))
     assert golden() == decode_handshake(kept)
     assert kept == encode_handshake(golden())
@@ -358,7 +358,7 @@ def test_a_message_that_cannot_be_true_is_refused(
         (b"", "wanted what encode_handshake returned, whole"),
         (DATA[:18], "wanted what encode_handshake returned, whole"),
         (b"x" + DATA, "wanted what encode_handshake returned, whole"),
-        (DATA[:17] + b"\0\6" + DATA[19:], "version: got 6, wanted 5"),
+        (DATA[:17] + b"\0\7" + DATA[19:], "version: got 7, wanted 6"),
         (DATA[:-1], "message: got 'Input data was truncated'"),
         (DATA + b"\0", "message: got"),
         (DATA[:19] + b"\x91" * 5000, "message: got"),

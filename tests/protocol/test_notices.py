@@ -180,7 +180,7 @@ def wrote(at: int, value: Any) -> bytes:
         (encode_notice(said("beat"))[:-1], "message: got 'Input data was truncated'"),
         (encode_notice(said("beat")) + b"x", "message: got"),
         (encode_notice(said("beat")) + bytes(9000), "wanted what encode_notice returned"),
-        (b"kvspec-notice\n\0\2" + BEAT[HEAD:], "returned, of version 5"),
+        (b"kvspec-notice\n\0\2" + BEAT[HEAD:], "returned, of version 6"),
         (BEAT[:HEAD] + b"\x91" * 5000, "message: got"),
         (BEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
         (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]: got"),

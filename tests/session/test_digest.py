@@ -137,6 +137,23 @@ def test_one_wrong_byte_is_named(
         assert asked.consumer_blocks.keys() == loads[-1].undefined.keys()
 
 
+@pytest.mark.parametrize("signs", ["float32", "every odd bfloat16"])
+def test_load_fails_when_all_signs_of_a_layer_flip(signs: str) -> None:
+    """Many changes that are alike must not cancel in the sum of each content."""
+    dtype = signs.rsplit(maxsplit=1)[-1]
+    spec = engine(2, size=32 // (4 if dtype == "float32" else 2), dtype=dtype)
+    with FakeNixl(), met((spec, spec)) as sides:
+        consumer = sides[1]
+        _, loads = begin(sides)
+        until(lambda: loads[-1].held_back and not loads[-1].flights, consumer)  # not summed yet
+        rank = consumer.spec.parallel.ranks[-1]
+        views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
+        views["full", "l.0", "k"][..., 3::4] ^= 0x80  # the byte of the sign, little-endian
+        assert ["done", "failed"] == ended(loads, *sides)
+        assert loads[-1].error is not None
+        assert "differs" == loads[-1].error.state
+
+
 def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
     """The producer sums where its own engine says that the request lies."""
     with FakeNixl(), met(SIZES["blocks of two"]) as sides:

@@ -18,10 +18,17 @@ BLOCKS = 8
 
 
 def engine(
-    tp: int, heads: int = 2, block: int = 4, *, size: int = 4, state: bool = False, **parallel: Any
+    tp: int,
+    heads: int = 2,
+    block: int = 4,
+    *,
+    size: int = 4,
+    state: bool = False,
+    dtype: str = "uint8",
+    **parallel: Any,
 ) -> kvspec.EngineSpec:
     """Return an engine of full attention in two layers, a window in one; and a *state*, perhaps."""
-    sizes: dict[str, Any] = {"total_num_kv_heads": heads, "head_size": size, "dtype": "uint8"}
+    sizes: dict[str, Any] = {"total_num_kv_heads": heads, "head_size": size, "dtype": dtype}
     full = kvspec.FullAttentionSpec(block_size=block, **sizes)
     window = kvspec.SlidingWindowSpec(block_size=block, sliding_window=8, **sizes)
     groups = [
