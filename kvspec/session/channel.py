@@ -20,7 +20,8 @@ from kvspec.inputs import instance, positive_int
 
 MAX_MESSAGE = 8 << 20  # bytes of one message: an introduction is the longest
 MAX_QUESTION = 64 << 10  # of one that comes from who dialled: anybody can
-MAX_UNSENT = 2 * MAX_MESSAGE  # that wait for one peer; what does not fit is lost
+MAX_UNSENT = 2 * MAX_MESSAGE  # that wait for a peer that was dialled; what does not fit is lost
+MAX_UNREAD = 1 << 20  # that may wait for a peer that dialled before it is sent to again
 MAX_ACCEPTED = 1024  # connections of others; the one that was silent longest makes room
 STALL = 10.0  # seconds in which a connection stands, and a message that has begun goes on
 EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - hosts to listen on, and none to be reached by
@@ -32,8 +33,10 @@ class Channel(Protocol):
     """What a `Session` sends by: implement it over what an engine has already.
 
     *address*: what others send to; it travels in the introduction. A route is an address, or the
-    channel's own word for where a message came from. One that can tell whether somebody is at a
-    route may have `reaches(route) -> bool`, so that who is not there is not waited for.
+    channel's own word for where a message came from. Each connection keeps one route, and no other
+    connection gets it: an introduction is sent only to the route that was challenged. A channel
+    that can tell whether somebody is at a route may have `reaches(route) -> bool`, so that who is
+    not there is not waited for.
     """
 
     @property
@@ -63,12 +66,17 @@ def check_channel(channel: object) -> None:
 
 @attrs.define(eq=False)
 class _Link:
-    """One connection: what came so far, what is still to be sent, and when either moved last."""
+    """One connection: what came so far, and what is still to be sent.
+
+    *moved*: when bytes last came or went. *taken*: when the peer last took bytes, or when the first
+    byte began to wait for it.
+    """
 
     socket: socket.socket
     route: str
     most: int
     moved: float
+    taken: float
     connecting: bool = False
     came: bytearray = attrs.field(factory=bytearray)
     unsent: bytearray = attrs.field(factory=bytearray)
@@ -121,15 +129,23 @@ class TcpChannel:
         return self._address
 
     def send(self, route: str, data: bytes) -> None:
-        """Send *data* to an address, or back to where a message came from."""
+        """Send *data* to an address, or back to where a message came from.
+
+        Cuts off a peer that dialled if it leaves more than `MAX_UNREAD` bytes unread.
+        """
         if len(data) > MAX_MESSAGE:
             raise SpecError("data", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
         link = None if self._closed else self._links.get(route) or self._dial(route)
+        if link is not None and link.most == MAX_QUESTION and len(link.unsent) > MAX_UNREAD:
+            # Anybody can dial, and can make this side answer: nothing piles up for such a peer.
+            # Only the bytes that wait already are counted, so that any single message fits.
+            self._drop(link)
+            link = None
         if link is None or len(link.unsent) + len(data) > MAX_UNSENT:
             self.lost += 1
             return
         if not link.unsent:
-            link.moved = time.monotonic()
+            link.taken = time.monotonic()
         link.unsent += len(data).to_bytes(_SIZE, "big") + data
         if not link.connecting:
             self._flush(link)
@@ -155,7 +171,9 @@ class TcpChannel:
                 came += ((link.route, data) for data in self._read(link))
         now = time.monotonic()
         for link in tuple(self._links.values()):
-            if (link.connecting or link.came or link.unsent) and now - link.moved > STALL:
+            # A peer that writes but does not read stalls too: what it writes is no progress here.
+            stalls = (link.connecting or link.came) and now - link.moved > STALL
+            if stalls or (link.unsent and now - link.taken > STALL):
                 self._drop(link)
         return came
 
@@ -190,7 +208,8 @@ class TcpChannel:
         except (OSError, UnicodeError, OverflowError):
             return None
         made.settimeout(0)
-        link = _Link(made, route, MAX_MESSAGE, time.monotonic(), connecting=True)
+        now = time.monotonic()
+        link = _Link(made, route, MAX_MESSAGE, now, now, connecting=True)
         made.connect_ex(where)  # whatever comes of it shows when it can be written
         self._keep(link)
         return link
@@ -204,7 +223,8 @@ class TcpChannel:
         accepted = [link for link in self._links.values() if link.most == MAX_QUESTION]
         if len(accepted) >= MAX_ACCEPTED:
             self._drop(min(accepted, key=lambda link: link.moved))
-        self._keep(_Link(made, f"#{next(self._numbers)}", MAX_QUESTION, time.monotonic()))
+        now = time.monotonic()
+        self._keep(_Link(made, f"#{next(self._numbers)}", MAX_QUESTION, now, now))
 
     def _keep(self, link: _Link) -> None:
         link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -226,7 +246,7 @@ class TcpChannel:
         try:
             if link.unsent:
                 del link.unsent[: link.socket.send(link.unsent)]
-                link.moved = time.monotonic()
+                link.moved = link.taken = time.monotonic()
         except BlockingIOError:
             pass
         except OSError:

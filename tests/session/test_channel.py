@@ -169,6 +169,49 @@ def test_who_takes_nothing_is_cut_off(
         assert time.monotonic() - start > 0.1
 
 
+def test_channel_cuts_off_peer_that_does_not_read_its_answers(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer that dialled is cut off as soon as too many bytes wait for it, and not before."""
+    monkeypatch.setattr(channel, "MAX_UNREAD", 1 << 18)
+    _, far = pair
+    deaf = raw(far.address)
+    deaf.sendall(b"\0\0\0\x01x")
+    ((route, _),) = received(far, count=1)
+    most = sent = 0
+    while len(far) and sent < 1000:
+        far.send(route, bytes(1 << 16))
+        sent += 1
+        most = max([most, *(len(link.unsent) for link in far._links.values())])
+    assert 0 == len(far)
+    assert 1 << 18 < most < (1 << 18) + (1 << 17)
+    before = far.lost
+    far.send(route, b"x")
+    assert before + 1 == far.lost
+    deaf.close()
+
+
+def test_channel_cuts_off_peer_that_writes_but_does_not_read(
+    pair: tuple[TcpChannel, TcpChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that come from the peer do not extend the time in which it has to read."""
+    _, far = pair
+    deaf = raw(far.address)
+    deaf.sendall(b"\0\0\0\x01x")
+    ((route, _),) = received(far, count=1)
+    far.send(route, bytes(channel.MAX_MESSAGE))
+    monkeypatch.setattr(channel, "STALL", 0.2)
+    end = time.monotonic() + 5.0
+    with contextlib.suppress(OSError):
+        while len(far):
+            assert time.monotonic() < end
+            deaf.sendall(b"\0\0\0\x01x")
+            far.receive()
+            time.sleep(0.01)
+    assert 0 == len(far)
+    deaf.close()
+
+
 def test_who_broke_off_is_dropped_when_it_is_sent_to(pair: tuple[TcpChannel, TcpChannel]) -> None:
     """What it does not take is lost, and nothing raises; it is dialled again for the next."""
     near, _ = pair
