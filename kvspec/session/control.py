@@ -1,11 +1,29 @@
-"""What goes over a session's channel: sealed notices, questions who one is, and introductions.
+"""What goes over a session's channel: sealed notices, and the exchange that fetches introductions.
 
 Law: what was not sealed by the secret is noted and changes nothing. A notice may be lost; who said
-it says it again.
+it says it again. An introduction is sent once for each answer to a fresh challenge.
+
+How it works:
+    All messages are sealed by the secret. One rank fetches the introduction of another so:
+
+    ==========  ============  ===================================
+    from        message       body
+    ==========  ============  ===================================
+    asker       QUESTION      empty
+    answerer    CHALLENGE     random bytes, made for this route
+    asker       ANSWER        the same bytes
+    answerer    INTRODUCTION  the answerer's handshake and address
+    ==========  ============  ===================================
+
+    The question is the same each time, so a recorded copy of it gets a challenge and no more. The
+    answer counts once, and only on the route (of `TcpChannel`: the connection) that was challenged.
+    So a recorded answer gets nothing. The asker answers only ranks that it asks at the moment.
+    Otherwise anybody could pass on a challenge and have it answered.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -14,16 +32,29 @@ from kvspec.errors import SpecError, TransferError, WireError
 from kvspec.inputs import instance, sequence
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.seal import Secret
-from kvspec.protocol.wire import decode_notice, encode_notice
+from kvspec.protocol.wire import VERSION, decode_notice, encode_notice
 from kvspec.session.background import SessionLock
 from kvspec.session.channel import Channel
 from kvspec.session.introduction import INTRODUCTION, Introduced
 
 NOTICE = b"kvspec-notice-1\n"
-QUESTION = b"kvspec-question-1\n"
+QUESTION = b"kvspec-question-2\n"
+CHALLENGE = b"kvspec-challenge-1\n"
+ANSWER = b"kvspec-answer-1\n"
 ASK_AGAIN, REST = 0.5, 1e-2  # seconds between questions, and between looks for an answer
+CHALLENGE_AGAIN = 0.25
+"""Seconds before a route is challenged again; less than `ASK_AGAIN`, since either may be lost.
+
+A replayed stream of questions is answered this often, so that it fills no queue.
+"""
+NONCE = 16
+"""Bytes of a challenge."""
+MAX_CHALLENGES = 1 << 12
+"""Challenges that wait for an answer; more than the connections that a `TcpChannel` accepts."""
 MAX_ROUTES = 1 << 16
 """Ranks of which is remembered where they were heard."""
+
+_WANTED = f"a notice or a question, of version {VERSION}"
 
 
 class Control:
@@ -43,6 +74,7 @@ class Control:
         self._addresses: dict[tuple[str, int], dict[Party, str]] = {}  # of engines that were met
         self._heard: OrderedDict[Party, str] = OrderedDict()
         self._asked: dict[str, bytes | None] = {}
+        self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
         self._closed = False
 
     def close(self) -> None:
@@ -82,9 +114,15 @@ class Control:
                     yield notice
                 elif data.startswith(INTRODUCTION) and route in self._asked:
                     self._asked[route] = data
+                elif data.startswith(CHALLENGE) and self._waits_for(route):
+                    nonce = self._secret.unseal("challenge", CHALLENGE, data, "a challenge, sealed")
+                    self._channel.send(route, self._secret.seal(ANSWER, nonce))
+                elif data.startswith(ANSWER):
+                    nonce = self._secret.unseal("answer", ANSWER, data, "an answer, sealed")
+                    self._introduce(route, nonce)
                 else:
-                    self._secret.unseal("question", QUESTION, data, "a notice or a question")
-                    self._channel.send(route, self.introduction)
+                    self._secret.unseal("question", QUESTION, data, _WANTED)
+                    self._challenge(route)
             except WireError as error:
                 self._note(str(error))
 
@@ -128,6 +166,32 @@ class Control:
         finally:
             self._asked = {}
 
+    def _waits_for(self, route: str) -> bool:
+        """Whether a rank was asked there that has not been introduced yet."""
+        return route in self._asked and self._asked[route] is None
+
+    def _challenge(self, route: str) -> None:
+        """Send a challenge to whoever asked, unless one was sent just now."""
+        now = time.monotonic()
+        nonce, sent = self._challenges.get(route, (b"", 0.0))
+        if nonce and now - sent < CHALLENGE_AGAIN:
+            return
+        # A challenge that is repeated keeps its bytes. If it changed, an answer that takes longer
+        # than the asker waits before it asks again would always be too late.
+        nonce = nonce or secrets.token_bytes(NONCE)
+        self._challenges[route] = nonce, now
+        if len(self._challenges) > MAX_CHALLENGES:
+            self._challenges.popitem(last=False)
+        self._channel.send(route, self._secret.seal(CHALLENGE, nonce))
+
+    def _introduce(self, route: str, nonce: bytes) -> None:
+        """Send the introduction if *nonce* is what this route was challenged with."""
+        wanted, _ = self._challenges.get(route, (b"", 0.0))
+        if not wanted or nonce != wanted:
+            raise WireError("answer", nonce[:NONCE], "the answer to the challenge sent there")
+        del self._challenges[route]
+        self._channel.send(route, self.introduction)
+
     def _reached(self, address: str) -> bool:
         """Whether somebody is there, as far as the channel can tell."""
         reaches = getattr(self._channel, "reaches", None)
@@ -159,6 +223,6 @@ def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:
     """Return that nobody was introduced at *address*."""
     why = "nobody takes a connection there"
     if reached:
-        why = "who is there does not answer: it is stopped, too busy, or of another secret"
+        why = "who is there does not answer: it is stopped, too busy, of another secret or version"
     message = f"no introduction from {address} in {seconds} s: {why}"
     return TransferError(message, rank=address, state="timeout")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
+import time
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
@@ -13,13 +16,11 @@ from kvspec.protocol import Key, Notice, Party, Pushed, encode_notice
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import NOTICES
 from kvspec.protocol.seal import Secret
-from kvspec.session.control import NOTICE, QUESTION
+from kvspec.session import TcpChannel
+from kvspec.session.control import ANSWER, CHALLENGE, NOTICE, QUESTION
 from kvspec.session.introduction import INTRODUCTION, key_of
 from kvspec.session.ledger import MAX_FOREIGN
 from kvspec.testing import FakeNixl
-
-if TYPE_CHECKING:
-    import pytest
 
 REMOTE_ID = new_remote_id("r")
 RANK = kvspec.RankId()
@@ -69,7 +70,7 @@ def notices(draw: st.DrawFn) -> bytes:
     return encode_notice(notice)
 
 
-PURPOSES = st.sampled_from((NOTICE, QUESTION, INTRODUCTION, b"kvspec-nixl-2\n"))
+PURPOSES = st.sampled_from((NOTICE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION, b"kvspec-nixl-2\n"))
 MESSAGES = st.one_of(
     st.binary(max_size=200),
     st.tuples(PURPOSES, st.binary(max_size=200)).map(b"".join),
@@ -96,8 +97,8 @@ def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
             stranger.send(to, data)
             producer.poll()
             assert load.poll() != "done"
-        answers = {data[:20] for _, data in stranger.receive()}
-        assert all(each.startswith((NOTICE, INTRODUCTION[:20])) for each in answers)
+        answers = [data for _, data in stranger.receive()]
+        assert all(each.startswith((NOTICE, CHALLENGE)) for each in answers)
 
 
 def test_who_does_not_know_the_secret_learns_nothing() -> None:
@@ -109,9 +110,143 @@ def test_who_does_not_know_the_secret_learns_nothing() -> None:
         foreign = producer.sessions[RANK].ledger.poll().foreign
         assert 2 == len([each for each in foreign if "damaged or of another secret" in each])
         assert [] == stranger.receive()
-        stranger.send("P", producer.sessions[RANK].nixl.secret.seal(QUESTION, b""))
+        secret = producer.sessions[RANK].nixl.secret
+        stranger.send("P", secret.seal(QUESTION, b""))
+        stranger.send("P", secret.seal(ANSWER, challenge(producer, stranger, secret)))
         producer.poll()
         assert producer.introductions == [data for _, data in stranger.receive()]
+
+
+def challenge(producer: Side, asker: Direct, secret: Secret) -> bytes:
+    """Return the random bytes that the producer sends to *asker*, whose question it has."""
+    producer.poll()
+    ((_, data),) = asker.receive()
+    return secret.unseal("challenge", CHALLENGE, data, "a challenge")
+
+
+def test_recorded_question_replayed_on_new_connection_gets_no_introduction() -> None:
+    """Every frame of a good exchange is replayed, in order and each alone, over TCP."""
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False) as producer,
+        Side("D", engine(1), polled=True) as consumer,
+    ):
+        (holder,), (asker,) = producer.sessions.values(), consumer.sessions.values()
+        recorded: list[bytes] = []
+        receive = holder.channel.receive
+
+        def record() -> list[tuple[str, bytes]]:
+            came = receive()
+            recorded.extend(data for _, data in came)
+            return came
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holder.channel, "receive", record)
+            step = asker.channel.wait
+            patch.setattr(asker.channel, "wait", lambda timeout: (holder.poll(), step(timeout)))
+            assert producer.introductions == asker.fetch(producer.addresses)
+        assert len(recorded) >= 1
+        for frames in (recorded, *([each] for each in recorded)):
+            stranger = TcpChannel()
+            for each in frames:
+                stranger.send(holder.channel.address, each)
+            came: list[bytes] = []
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end:
+                holder.poll()
+                came += [data for _, data in stranger.receive()]
+            assert not [data for data in came if data.startswith(INTRODUCTION)]
+            stranger.close()
+
+
+def test_answer_counts_once_and_only_on_the_connection_that_was_challenged() -> None:
+    """A copy of the answer is worth nothing, on the same connection and on another."""
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        (session,) = producer.sessions.values()
+        secret, one, other = session.nixl.secret, Direct("one"), Direct("other")
+        nonces = []
+        for asker in (one, other):
+            asker.send("P", secret.seal(QUESTION, b""))
+            nonces.append(challenge(producer, asker, secret))
+        answer = secret.seal(ANSWER, nonces[0])
+        for asker, answers in ((other, []), (one, producer.introductions), (one, []), (other, [])):
+            asker.send("P", answer)
+            producer.poll()
+            assert answers == [data for _, data in asker.receive()]
+        one.send("P", secret.seal(QUESTION, b""))
+        assert challenge(producer, one, secret) not in nonces
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (1,), (2,), (3,), (0, 2, 4), (1, 4)])
+def test_fetch_over_own_channel_survives_lost_and_doubled_messages(
+    lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question, a challenge, an answer or an introduction may be lost, and all come twice."""
+    monkeypatch.setattr("kvspec.session.control.ASK_AGAIN", 0.02)
+    monkeypatch.setattr("kvspec.session.control.CHALLENGE_AGAIN", 0.01)
+    with (
+        FakeNixl(),
+        Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
+        Side("D", engine(1), polled=True, channel=Direct("D")) as consumer,
+    ):
+        (session,) = consumer.sessions.values()
+        numbers, send = itertools.count(), Direct.send
+
+        def lossy(self: Direct, route: str, data: bytes) -> None:
+            for _ in range(0 if next(numbers) in lost else 2):
+                send(self, route, data)
+
+        def wait(timeout: float) -> None:
+            producer.poll()
+            time.sleep(timeout / 10)
+
+        monkeypatch.setattr(Direct, "send", lossy)
+        monkeypatch.setattr(session.channel, "wait", wait)
+        assert producer.introductions == session.fetch(["P"], timeout=5.0)
+
+
+def test_questions_in_a_row_get_one_challenge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that asks without an end fills no queue; the challenge is repeated after a while.
+
+    It is the same challenge, so that an answer on a slow way is not too late.
+    """
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret
+
+        def asked(count: int) -> list[bytes]:
+            for _ in range(count):
+                stranger.send("P", secret.seal(QUESTION, b""))
+            producer.poll()
+            return [data for _, data in stranger.receive()]
+
+        (first,) = asked(1000)
+        assert [] == asked(1)
+        monkeypatch.setattr("kvspec.session.control.CHALLENGE_AGAIN", 0.0)
+        assert [first] == asked(1)
+
+
+def test_challenges_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is forgotten: its answer gets nothing, and that of a newer one is good."""
+    monkeypatch.setattr("kvspec.session.control.MAX_CHALLENGES", 2)
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        secret = producer.sessions[RANK].nixl.secret
+        askers = [Direct(name) for name in "abc"]
+        for asker in askers:
+            asker.send("P", secret.seal(QUESTION, b""))
+        nonces = [challenge(producer, asker, secret) for asker in askers]
+        for asker, nonce in zip(askers, nonces, strict=True):
+            asker.send("P", secret.seal(ANSWER, nonce))
+        producer.poll()
+        assert [0, 1, 1] == [len(asker.receive()) for asker in askers]
+
+
+def test_rank_answers_no_challenge_of_a_peer_that_it_did_not_ask() -> None:
+    """So nobody can have a stranger's challenge answered by a rank that knows the secret."""
+    with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
+        stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret
+        stranger.send("P", secret.seal(CHALLENGE, bytes(16)))
+        producer.poll()
+        assert [] == stranger.receive()
 
 
 def test_of_what_changed_nothing_the_last_is_remembered() -> None:

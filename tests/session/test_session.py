@@ -678,7 +678,7 @@ def test_strangers_and_rubbish_change_nothing(net: FakeNixl, pair: tuple[Side, S
     producer, consumer = pair
     session = next(iter(producer.sessions.values()))
     stranger = TcpChannel()
-    for data in (b"", b"rubbish", b"kvspec-notice-1\n" + bytes(99), b"kvspec-question-1\n"):
+    for data in (b"", b"rubbish", b"kvspec-notice-1\n" + bytes(99), b"kvspec-question-2\n"):
         stranger.send(session.channel.address, data)
     foreign: list[str] = []
 
