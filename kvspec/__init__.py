@@ -15,6 +15,7 @@ from kvspec.errors import (
     MismatchError,
     SpecError,
     TransferError,
+    TransferState,
     WireError,
 )
 from kvspec.memory.allocation import allocate, lay_out
@@ -84,6 +85,7 @@ __all__ = [
     "TransferError",
     "TransferPlan",
     "TransferRequest",
+    "TransferState",
     "UniformTypeKVCacheSpecs",
     "WireError",
     "__version__",

@@ -6,8 +6,9 @@ anything moves. All of them survive a pickle, since they cross process boundarie
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -87,8 +88,110 @@ class WireError(KVSpecError):
         return type(self), (self.path, self.value, self.wanted)
 
 
+@enum.verify(enum.UNIQUE)
+class TransferState(enum.StrEnum):
+    """The state in which a `TransferError` leaves a transfer.
+
+    A member equals its plain string. `docs/faults.md` prints all members.
+
+    Attributes:
+        meaning: What is known of the transfer.
+        remedy: What the caller does next.
+
+    """
+
+    meaning: str
+    remedy: str
+
+    def __new__(cls, value: str, meaning: str, remedy: str) -> Self:
+        """Make a member that equals *value*."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning, member.remedy = meaning, remedy
+        return member
+
+    PEER_LOST = (
+        "peer_lost",
+        "the peer died or was cut off, or this rank's memory is gone; its blocks are undefined",
+        "disconnect the peer and connect anew",
+    )
+    STALE_PEER = (
+        "stale_peer",
+        "the peer is not, or no longer, the one that was connected",
+        "disconnect it and connect with its present metadata",
+    )
+    NOT_REGISTERED = (
+        "not_registered",
+        "a row is not inside memory that was registered when metadata was taken",
+        "register the memory, take the metadata again and connect with it",
+    )
+    TIMEOUT = (
+        "timeout",
+        "the time is over; nothing is known of the data",
+        "treat the destination blocks as undefined; try again, or wait longer",
+    )
+    BUSY = (
+        "busy",
+        "an earlier transfer or load of the same bytes or blocks is not over",
+        "wait(), reap() or close() first",
+    )
+    STOPPED = (
+        "stopped",
+        "one side gave the transfer up; what was in flight is in quarantine until it ends",
+        "use the destination blocks only after that; load the request anew if it is still wanted",
+    )
+    GONE = (
+        "gone",
+        "the producer no longer holds the request, or is no more; what was read is void",
+        "compute the blocks, or load the request from a producer that holds it",
+    )
+    DIFFERS = (
+        "differs",
+        "what arrived, or was pushed, is not what the consumer asked for",
+        "compute the blocks, or load the request anew; both sides may name different blocks",
+    )
+    UNVERIFIED = (
+        "unverified",
+        "the data arrived, but could not be compared with what the producer holds",
+        "pass `blocks` to the producer's `ledger.expect`, or load without `digest`",
+    )
+    CLOSED = (
+        "closed",
+        "the session, the rank or the list is closed",
+        "open a new one",
+    )
+    FORKED = (
+        "forked",
+        "agents and sessions do not survive a fork",
+        "start processes with spawn",
+    )
+    UNAVAILABLE = (
+        "unavailable",
+        "NIXL or its backend is missing, or an address cannot be listened on",
+        "install NIXL, repair the backend, or give another address",
+    )
+    INTERRUPTED = (
+        "interrupted",
+        "an exception, of a signal perhaps, came between the making of a piece and its posting",
+        "start the transfer again",
+    )
+    BUG = (
+        "bug",
+        "kvspec or its caller passed NIXL something that kvspec should have refused itself",
+        "report it, with the message",
+    )
+
+    @property
+    def advice(self) -> str:
+        """The meaning and the remedy, as messages show them."""
+        return f"{self.meaning}; {self.remedy}"
+
+
 class TransferError(KVSpecError):
-    """The transport failed, at *rank*, for *request*, leaving the transfer in *state*."""
+    """The transport failed, at *rank*, for *request*, leaving the transfer in *state*.
+
+    A plain string that equals a state is converted.
+    """
 
     def __init__(
         self,
@@ -96,21 +199,24 @@ class TransferError(KVSpecError):
         *,
         rank: object = None,
         request: object = None,
-        state: str | None = None,
+        state: TransferState,
     ) -> None:
-        told = {"rank": rank, "request": request, "state": state}
+        known = next((each for each in TransferState if each == state), None)
+        if known is None:
+            raise SpecError("state", state, f"one of {', '.join(TransferState)}")
+        told = {"rank": rank, "request": request, "state": known}
         where = ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
         super().__init__(f"{message} ({where})" if where else message)
         self.message = message
         self.rank = rank
         self.request = request
-        self.state = state
+        self.state = known
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _transfer_error, (self.message, self.rank, self.request, self.state)
 
 
 def _transfer_error(
-    message: str, rank: object, request: object, state: str | None
+    message: str, rank: object, request: object, state: TransferState
 ) -> TransferError:
     return TransferError(message, rank=rank, request=request, state=state)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvspec.errors import KVSpecError, TransferError
-from kvspec.nixl.errors import STATES, TERMINAL_KINDS, kind_of, state_of
+from kvspec.errors import KVSpecError, TransferError, TransferState
+from kvspec.nixl.errors import TERMINAL_KINDS, kind_of, state_of
 from kvspec.nixl.rows import Ids, StridedRows
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
         except ImportError as error:
             failures.append(f"{name}: {error}")
     message = f"nixl cannot be imported ({'; '.join(failures)}): pip install 'kvspec[nixl]'"
-    raise TransferError(message, state="unavailable")
+    raise TransferError(message, state=TransferState.UNAVAILABLE)
 
 
 def _devices() -> str:
@@ -116,12 +116,13 @@ class Agent:
         """Return what holds the agent still, also one that is closed; refuse a fork."""
         if self.forked:
             message = f"the agent of process {self._pid} was used in its fork {os.getpid()}"
-            raise TransferError(f"{message}; {STATES['forked']}", rank=self.name, state="forked")
+            state = TransferState.FORKED
+            raise TransferError(f"{message}; {state.advice}", rank=self.name, state=state)
         return self._lock
 
     def _check_open(self) -> None:
         if self._native is None:
-            raise TransferError("the rank is closed", rank=self.name, state="closed")
+            raise TransferError("the rank is closed", rank=self.name, state=TransferState.CLOSED)
 
     @contextmanager
     def waiting(self) -> Generator[None, None, None]:
@@ -146,8 +147,8 @@ class Agent:
             except self._errors as error:
                 kind = kind_of(error)
                 state = state_of(step, kind)
-                message = f"nixl {step} failed: {kind} ({error}): {STATES[state]}"
-                if state == "unavailable":
+                message = f"nixl {step} failed: {kind} ({error}): {state.advice}"
+                if state is TransferState.UNAVAILABLE:
                     message += f"; {_devices()}NIXL_LOG_LEVEL=DEBUG names the library"
                 raise TransferError(
                     message, rank=peer or self.name, request=request, state=state

@@ -17,13 +17,12 @@ from typing import Any, Protocol
 import attrs
 import numpy as np
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int
 from kvspec.memory.arrays import check_tensor
 from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.calibration import calibrated
-from kvspec.nixl.errors import STATES
 from kvspec.nixl.living import Held
 from kvspec.nixl.memory import overlap, text_of
 from kvspec.nixl.permuting import SPARE
@@ -161,8 +160,10 @@ class Area:
             with contextlib.suppress(SpecError):
                 if memory_of(self._given) == self.memory:
                     return self._first + piece * self.piece
-            message = f"the staging area was freed or moved while in use: {STATES['bug']}"
-            raise TransferError(message, state="bug")
+            message = (
+                f"the staging area was freed or moved while in use: {TransferState.BUG.advice}"
+            )
+            raise TransferError(message, state=TransferState.BUG)
         return self._first + piece * self.piece
 
     def ticket(self) -> int:

@@ -12,10 +12,9 @@ from typing import Literal
 
 import attrs
 
-from kvspec.errors import TransferError
+from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import seconds
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.errors import STATES
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT, Inbox
 from kvspec.nixl.order import Order
 from kvspec.nixl.spans import Spans
@@ -109,9 +108,13 @@ class _Live:
         ):
             for transfer in self.moving:
                 if _clash(order, transfer.order):
-                    message = f"some of its bytes are moved by {transfer!r}, {STATES['busy']}"
+                    message = (
+                        f"some of its bytes are moved by {transfer!r}, {TransferState.BUSY.advice}"
+                    )
                     peer = order.remote.peer
-                    raise TransferError(message, rank=peer, request=order.request, state="busy")
+                    raise TransferError(
+                        message, rank=peer, request=order.request, state=TransferState.BUSY
+                    )
 
 
 def _moves(order: Order, place: tuple[str, str], spans: Spans) -> bool:
@@ -164,7 +167,9 @@ class Flights:
         """Refuse to go on where a transfer with *peer* is not over."""
         here = [transfer for transfer in self if transfer.peer == peer]
         if busy := [transfer.request for transfer in here if not transfer.over]:
-            raise TransferError(f"{busy}: {STATES['busy']}", rank=peer, state="busy")
+            raise TransferError(
+                f"{busy}: {TransferState.BUSY.advice}", rank=peer, state=TransferState.BUSY
+            )
 
     def pump(self, budget: float) -> tuple[Event, ...]:
         """See `NixlRank.pump`."""

@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.regions import MEMORY_TYPES, Memory
 from kvspec.nixl.rows import ID_END, StridedRows
@@ -90,5 +90,5 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         raise TransferError(
             f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) is not inside registered"
             f" {memory_type} memory; nearest: {text_of(near) if near else 'nothing'}",
-            state="not_registered",
+            state=TransferState.NOT_REGISTERED,
         )

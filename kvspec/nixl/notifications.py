@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent
 
@@ -78,7 +78,7 @@ class Inbox:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     message = f"no notification {payload[:64]!r} in {timeout} s"
-                    raise TransferError(message, rank=peer, state="timeout")
+                    raise TransferError(message, rank=peer, state=TransferState.TIMEOUT)
                 time.sleep(min(rest, left))
                 rest = min(2 * rest, LAST_WAIT)
 

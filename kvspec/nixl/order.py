@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from kvspec.descriptors.selection import Selection
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, Subject
-from kvspec.nixl.errors import STATES
 from kvspec.nixl.merging import Pairing, checked_ids, pair
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
@@ -64,10 +63,12 @@ class Prepared:
         """Return nixl's handle, for *agent*, which must be the one that prepared the list."""
         if agent is not self._agent:
             message = f"the list of {self._agent.name!r} was given to {agent.name!r}"
-            raise TransferError(message, rank=agent.name, state="bug")
+            raise TransferError(message, rank=agent.name, state=TransferState.BUG)
         if self.released:
             raise TransferError(
-                f"{self!r} was released: {STATES['closed']}", rank=self.peer, state="closed"
+                f"{self!r} was released: {TransferState.CLOSED.advice}",
+                rank=self.peer,
+                state=TransferState.CLOSED,
             )
         return self._handle or 0
 

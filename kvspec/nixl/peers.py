@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from kvspec.errors import TransferError
+from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.introduction import Envelope, opened
 from kvspec.nixl.notifications import HELLO, Inbox
@@ -40,7 +40,7 @@ class Peers:
         name = self._agent.name
         if peer.name == name:
             message = f"{name!r} is this rank's own name: what was given is not of a peer"
-            raise TransferError(message, rank=name, state="stale_peer")
+            raise TransferError(message, rank=name, state=TransferState.STALE_PEER)
         self._inbox.introduced.add(peer.name)
         return peer
 
@@ -76,7 +76,9 @@ class Peers:
     def check(self, peer: str) -> None:
         """Refuse who is not connected."""
         if not isinstance(peer, str) or peer not in self.names:
-            raise TransferError(f"{peer!r} is not connected", rank=peer, state="stale_peer")
+            raise TransferError(
+                f"{peer!r} is not connected", rank=peer, state=TransferState.STALE_PEER
+            )
 
     def keep(self, prepared: Prepared) -> Prepared:
         """Keep a list until it is released, and return it."""

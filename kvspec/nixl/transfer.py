@@ -11,9 +11,8 @@ import time
 from collections import deque
 from typing import Literal
 
-from kvspec.errors import TransferError
+from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.errors import STATES
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.nixl.order import Order
 from kvspec.staging.ranges import Batch
@@ -59,7 +58,7 @@ class Transfer:
     def state(self) -> str:
         """Return "PROC", "DONE", or the state of the error that ended it."""
         if self.error is not None:
-            return self.error.state or "bug"
+            return self.error.state
         return "PROC" if self._in_flight or self._pending else "DONE"
 
     @property
@@ -169,11 +168,15 @@ class Transfer:
         """Whether it is over, and somebody knows."""
         return self.over and self.heard and not self.quarantined
 
-    def stop(self, why: str = "the rank was closed first", state: str = "closed") -> bool:
+    def stop(
+        self,
+        why: str = "the rank was closed first",
+        state: TransferState = TransferState.CLOSED,
+    ) -> bool:
         """Post no more, and return whether nothing is in flight."""
         with self._agent.locked():
             if self.state == "PROC":
-                told = f"{why}: {STATES[state]}"
+                told = f"{why}: {state.advice}"
                 self.error = TransferError(told, rank=self.peer, request=self.request, state=state)
             self._pending.clear()
             self.ticket = None
@@ -229,5 +232,5 @@ class Transfer:
             f"not done after {self.order.timeout} s: {done} of {pieces} pieces are; {rest}",
             rank=self.peer,
             request=self.request,
-            state="timeout",
+            state=TransferState.TIMEOUT,
         )

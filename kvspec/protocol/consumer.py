@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.notices import (
@@ -26,7 +26,7 @@ from kvspec.protocol.notices import (
     Tell,
 )
 from kvspec.protocol.order import Frontiers, Name, Place, ReadOrder
-from kvspec.protocol.pending import Pending, Source, name_of
+from kvspec.protocol.pending import Pending, Source, name_of, refusal_of
 from kvspec.protocol.states import CONSUMER
 
 MARGIN, DRIFT = 1e-3, 1e-3
@@ -134,31 +134,46 @@ class ConsumerLedger:
             return actions + self._moved(load)
         return actions + self._quiet(load)
 
-    def fail(self, step: int, why: str, now: float, *, quiet: bool = True) -> list[Action]:
+    def fail(
+        self,
+        step: int,
+        why: str,
+        now: float,
+        *,
+        quiet: bool = True,
+        state: TransferState = TransferState.GONE,
+    ) -> list[Action]:
         """Take that a step failed; not *quiet*: it may still write, until `finish` says otherwise.
 
-        What a step that failed left in the blocks is void.
+        What a step that failed left in the blocks is void. If the step is the first fault of the
+        request, `Failed` carries *state*.
         """
         actions = self.tick(now)
         if quiet:
             load = self._ended(step)[0]
-            return actions + self._fault(load, why) + self._quiet(load)
+            return actions + self._fault(load, why, state) + self._quiet(load)
         known = self._steps.get(step)
         if known is None:
             raise SpecError("step", step, "a step that is open")
-        return actions + self._fault(self._loads[known[0]], why)
+        return actions + self._fault(self._loads[known[0]], why, state)
 
-    def cancel(self, request_id: str, now: float, why: str = "cancelled") -> list[Action]:
+    def cancel(
+        self,
+        request_id: str,
+        now: float,
+        why: str = "cancelled",
+        state: TransferState = TransferState.STOPPED,
+    ) -> list[Action]:
         """Give a request up; one that ended already stays as it is."""
         actions = self.tick(now)
         load = self._loads.get(request_id)
-        return actions + (self._fault(load, why) if load else [])
+        return actions + (self._fault(load, why, state) if load else [])
 
     def receive(self, notice: Notice, now: float) -> list[Action]:
         """Take a producer's notice."""
         actions = self.tick(now)
         load = self._loads.get(self._names.get(name_of(notice), ""))
-        why = self._wrong(load, notice)
+        why = refusal_of(notice, load, self.me)
         if load is None or why is not None:
             return [*actions, Refused(notice, why or "of no request that is open")]
         rank = notice.by.rank
@@ -168,13 +183,14 @@ class ConsumerLedger:
             return actions
         asked = load.asked[rank].pop(notice.number)
         if notice.kind == "grant":
-            self._hold(load, rank, asked + notice.lease * (1 - DRIFT) - MARGIN)
+            load.hold(rank, asked + notice.lease * (1 - DRIFT) - MARGIN)
         else:
             load.untold.discard(rank)
             if notice.kind == "valid":
-                self._hold(load, rank, self._now)
+                load.hold(rank, self._now)
             elif rank in load.sources and not load.sources[rank].sound:
-                actions += self._fault(load, f"{notice.by} let it go before it was read")
+                why = f"{notice.by} let it go before it was read"
+                actions += self._fault(load, why, TransferState.GONE)
         return actions + self._moved(load) + self._told(load)
 
     def meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
@@ -184,7 +200,8 @@ class ConsumerLedger:
         for load in list(self._loads.values()):
             if load.order.engine_id == engine_id and load.order.epoch != epoch:
                 load.untold.clear()
-                actions += self._fault(load, f"{engine_id} was started again")
+                why = f"{engine_id} was started again"
+                actions += self._fault(load, why, TransferState.GONE)
                 actions += self._told(load)
         return actions
 
@@ -200,7 +217,7 @@ class ConsumerLedger:
             return actions
         for load in list(self._loads.values()):
             if load.state in ("moving", "asking") and self._now >= load.deadline:
-                actions += self._fault(load, "not there in time")
+                actions += self._fault(load, "not there in time", TransferState.TIMEOUT)
             elif load.state == "telling" and self._now >= load.deadline:
                 load.untold.clear()
                 actions += self._told(load)
@@ -211,24 +228,6 @@ class ConsumerLedger:
         self._due = min(waiting, default=math.inf)
         return actions
 
-    def _wrong(self, load: Pending | None, notice: Notice) -> str | None:
-        """Return why *notice* is none that is waited for."""
-        if load is None or notice.to != self.me:
-            return "of no request that is open, or not for this rank"
-        if notice.by.rank not in load.asked:
-            return "of a rank that was not asked"
-        if notice.kind == "wrote":
-            return None
-        if notice.kind not in ("grant", "valid", "gone"):
-            return "no producer's"
-        if notice.number not in load.asked[notice.by.rank]:
-            return "an answer that nobody waits for: it came twice, or too late"
-        return None
-
-    def _hold(self, load: Pending, rank: RankId, until: float) -> None:
-        if source := load.sources.get(rank):
-            source.held = max(source.held, until)
-
     def _tell(self, load: Pending, kind: str, *, again: bool = False) -> list[Action]:
         """Tell every producer rank that has not answered for good; *again*: by the same number."""
         if not again:
@@ -238,10 +237,7 @@ class ConsumerLedger:
         self._due = min(self._due, load.due)
         actions: list[Action] = []
         for rank in sorted(load.untold):
-            asked = load.asked.setdefault(rank, {})
-            for old in [n for n, at in asked.items() if at < self._now - self.patience]:
-                del asked[old]
-            asked[load.number] = self._now
+            load.ask(rank, self._now, self.patience)
             actions.append(Tell(load.notice(kind, self.me, rank)))
         return actions
 
@@ -269,13 +265,13 @@ class ConsumerLedger:
             actions += self._told(load)
         return actions
 
-    def _fault(self, load: Pending, why: str) -> list[Action]:
+    def _fault(self, load: Pending, why: str, state: TransferState) -> list[Action]:
         """Fail a request that has not ended, once, and let go of it when nothing writes it."""
         failed = CONSUMER[load.state, "fault"]
         load.state = failed.state
         if failed.done != "fail":
             return []
-        return [Failed(load.order.request_id, why), *self._quiet(load)]
+        return [Failed(load.order.request_id, why, state), *self._quiet(load)]
 
     def _quiet(self, load: Pending) -> list[Action]:
         """Release a failed request's blocks once no step is open, and tell the producers then."""

@@ -7,11 +7,9 @@ has a number of its own; so no answer is taken for that to an earlier load's que
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
@@ -153,7 +151,16 @@ class Notice:
             if self.kind == OWN[name][0]:
                 instance(name, getattr(self, name), kind)
 
-    def answer(self, kind: str, **more: Any) -> Notice:  # noqa: ANN401
+    def answer(
+        self,
+        kind: str,
+        *,
+        lease: float = 0.0,
+        group: str = "",
+        layer: str = "",
+        upto: int = 0,
+        total: bytes = b"",
+    ) -> Notice:
         """Return the answer to this one."""
         return Notice(
             kind=kind,
@@ -163,7 +170,11 @@ class Notice:
             attempt=self.attempt,
             number=self.number,
             sample=self.sample,
-            **more,
+            lease=lease,
+            group=group,
+            layer=layer,
+            upto=upto,
+            total=total,
         )
 
 
@@ -199,10 +210,14 @@ class Ready:
 
 @attrs.frozen
 class Failed:
-    """A request will not be ready, and *why*; its blocks are not free yet."""
+    """A request will not be ready, and *why*; its blocks are not free yet.
+
+    *state*: which `TransferError` it becomes.
+    """
 
     request_id: str
     why: str
+    state: TransferState
 
 
 @attrs.frozen

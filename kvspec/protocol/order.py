@@ -7,7 +7,6 @@ moved, once. What moves has been written, nothing moves twice, and the last fron
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import attrs
 
@@ -83,10 +82,17 @@ class ReadOrder:
         rank: RankId,
         ends: Mapping[str, int],
         *,
+        request_id: str,
+        key: Key,
+        engine_id: str,
+        epoch: int,
+        attempt: int = 0,
+        sample: int = 0,
         samples: int = 1,
-        **rest: Any,  # noqa: ANN401
+        partial: bool = False,
+        again: bool = False,
     ) -> ReadOrder:
-        """Return what consumer *rank* reads by *plan*; *rest* are the other fields.
+        """Return what consumer *rank* reads by *plan*.
 
         *ends*: by consumer group, the position before which all tokens are to move; 0, or a group
         left out: nothing of it moves (a full hit; a window that lies in what is cached).
@@ -99,10 +105,21 @@ class ReadOrder:
                     layers = {(edge.group, layer): end for layer in edge.layers}
                     sources.setdefault(producer, {}).update(layers)
         most = positive_int("samples", samples, most=MAX_READERS) - 1
-        positive_int("sample", rest.get("sample", 0), least=0, most=most)
+        positive_int("sample", sample, least=0, most=most)
         told = plan.notifies(rank)
         expected = {producer: len(plan.notifiers(producer)) * samples for producer in told}
-        return ReadOrder(sources=sources, expected=expected, **rest)
+        return ReadOrder(
+            request_id=request_id,
+            key=key,
+            engine_id=engine_id,
+            epoch=epoch,
+            expected=expected,
+            sources=sources,
+            attempt=attempt,
+            sample=sample,
+            partial=partial,
+            again=again,
+        )
 
 
 class Frontiers:

@@ -6,11 +6,10 @@ is open may still write.
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from kvspec.ownership.parallel import RankId
+from kvspec.protocol.extent import Extent
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.order import Frontiers, Name, ReadOrder
 
@@ -51,6 +50,18 @@ class Pending:
         """When time has something to do with it."""
         return min(self.deadline, self.next_tell)
 
+    def hold(self, rank: RankId, until: float) -> None:
+        """Note that a source surely holds the request until then."""
+        if source := self.sources.get(rank):
+            source.held = max(source.held, until)
+
+    def ask(self, rank: RankId, now: float, patience: float) -> None:
+        """Note when the next notice is sent; forget those older than *patience* seconds."""
+        asked = self.asked.setdefault(rank, {})
+        for old in [n for n, at in asked.items() if at < now - patience]:
+            del asked[old]
+        asked[self.number] = now
+
     def notice(self, kind: str, by: Party, rank: RankId) -> Notice:
         """Return the next notice to a producer *rank*."""
         order = self.order
@@ -71,8 +82,40 @@ def name_of(answer: Notice) -> Name:
     return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
 
 
-def notice_of(name: Name, kind: str, by: Party, rank: RankId, **more: Any) -> Notice:  # noqa: ANN401
+def notice_of(
+    name: Name,
+    kind: str,
+    by: Party,
+    rank: RankId,
+    *,
+    number: int = 0,
+    extent: Extent | None = None,
+) -> Notice:
     """Return a reader's notice about the request of that *name*, to a producer *rank* of it."""
     key, attempt, sample, engine_id, epoch = name
     to = Party(engine_id, epoch, rank)
-    return Notice(kind=kind, key=key, by=by, to=to, attempt=attempt, sample=sample, **more)
+    return Notice(
+        kind=kind,
+        key=key,
+        by=by,
+        to=to,
+        attempt=attempt,
+        number=number,
+        sample=sample,
+        extent=extent,
+    )
+
+
+def refusal_of(answer: Notice, load: Pending | None, me: Party) -> str | None:
+    """Return why rank *me* does not expect *answer* about *load*, or None if it does."""
+    if load is None or answer.to != me:
+        return "of no request that is open, or not for this rank"
+    if answer.by.rank not in load.asked:
+        return "of a rank that was not asked"
+    if answer.kind == "wrote":
+        return None
+    if answer.kind not in ("grant", "valid", "gone"):
+        return "no producer's"
+    if answer.number not in load.asked[answer.by.rank]:
+        return "an answer that nobody waits for: it came twice, or too late"
+    return None

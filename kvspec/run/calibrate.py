@@ -21,7 +21,7 @@ from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.errors import TransferError
+from kvspec.errors import TransferError, TransferState
 from kvspec.memory.allocation import allocate, lay_out
 from kvspec.nixl import NixlRank, Prepared, Staging
 from kvspec.ownership.parallel import RankId
@@ -110,11 +110,13 @@ def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
         told = []
         for _ in wanted:
             if not pipe.poll(TIMEOUT):
-                raise TransferError(f"the other process was silent for {TIMEOUT} s")
+                message = f"the other process was silent for {TIMEOUT} s"
+                raise TransferError(message, state=TransferState.TIMEOUT)
             told.append(pipe.recv())
         yield told
     except EOFError as error:
-        raise TransferError("the other process died") from error
+        message = "the other process died"
+        raise TransferError(message, state=TransferState.PEER_LOST) from error
     finally:
         pipe.close()
         process.join(1)

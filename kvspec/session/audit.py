@@ -12,7 +12,7 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, TransferState
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
@@ -43,7 +43,8 @@ class Question:
 class Audit:
     """The comparison of one load; *steps*: the ledger's that have arrived, and end with it.
 
-    *differs*: what is known to differ. *seconds*: how long this rank summed.
+    *differs*: what is known to differ. *verdict*: the state of its error, if it fails. *seconds*:
+    how long this rank summed.
     """
 
     remote: RemoteEngine
@@ -54,6 +55,7 @@ class Audit:
     tell: Callable[[Notice], None]
     steps: tuple[int, ...] = ()
     differs: str = ""
+    verdict: TransferState = TransferState.UNVERIFIED
     source: RankId | None = None
     seconds: float = 0.0
     _open: dict[int, Question] | None = None
@@ -77,14 +79,22 @@ class Audit:
         Return "" once all is equal, what differs once that is known, and None before.
         """
         if not self.nixl.leftovers().registrations:
+            self.verdict = TransferState.CLOSED
             return "the rank was closed before what arrived could be compared"
         try:
             questions = self._begun()
             for number, question in questions.items():
                 if question.answer is None and now >= question.again:
                     question.again = now + beat
-                    more = {"number": number, "extent": question.extent}
-                    self.tell(notice_of(name, "sum", self.me, question.rank, **more))
+                    asked = notice_of(
+                        name,
+                        "sum",
+                        self.me,
+                        question.rank,
+                        number=number,
+                        extent=question.extent,
+                    )
+                    self.tell(asked)
             for number, question in list(questions.items()):
                 before = question.work.seconds
                 summed = question.work.go_on(end)
@@ -134,6 +144,7 @@ class Audit:
         """Look into an extent that differs; return its name if it cannot be halved."""
         self.source, self.differs = rank, f"{extent}: what arrived is not what {rank} holds"
         self._open, self._rest = dict[int, Question](), None
+        self.verdict = TransferState.DIFFERS
         if extent.halves is None:
             return self.differs
         first, self._rest = extent.halves

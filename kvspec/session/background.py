@@ -11,8 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from kvspec.errors import TransferError
-from kvspec.nixl.errors import STATES
+from kvspec.errors import TransferError, TransferState
 
 BUSY, IDLE = 5e-4, 1e-2  # seconds that it rests while bytes move, and else
 
@@ -55,5 +54,7 @@ class SessionLock:
         """What a `with` holds; `TransferError` "forked" in a fork."""
         if self.forked:
             message = f"the session of process {self._pid} was used in its fork {os.getpid()}"
-            raise TransferError(f"{message}; {STATES['forked']}", state="forked")
+            raise TransferError(
+                f"{message}; {TransferState.FORKED.advice}", state=TransferState.FORKED
+            )
         return self._lock

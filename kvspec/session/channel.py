@@ -15,7 +15,7 @@ from typing import Protocol
 
 import attrs
 
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int
 
 MAX_MESSAGE = 8 << 20  # bytes of one message: an introduction is the longest
@@ -106,7 +106,7 @@ class TcpChannel:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
         except (OSError, UnicodeError) as error:
             message = f"cannot listen on {host}:{port}: {error}; give another host or port"
-            raise TransferError(message, rank=host, state="unavailable") from error
+            raise TransferError(message, rank=host, state=TransferState.UNAVAILABLE) from error
         self._listener.settimeout(0)
         self._address = f"{public or host}:{self._listener.getsockname()[1]}"
         self._selector = selectors.DefaultSelector()

@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from kvspec.errors import SpecError, TransferError, WireError
+from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
 from kvspec.protocol.notices import Notice, Party
 from kvspec.protocol.seal import Secret
@@ -147,7 +147,7 @@ class Control:
             while missing := [one for one, answer in self._asked.items() if answer is None]:
                 with lock.held:
                     if self._closed:
-                        raise TransferError("the session was closed", state="closed")
+                        raise TransferError("the session was closed", state=TransferState.CLOSED)
                     now = time.monotonic()
                     for one in missing:
                         there, since = reached[one]
@@ -225,4 +225,4 @@ def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:
     if reached:
         why = "who is there does not answer: it is stopped, too busy, of another secret or version"
     message = f"no introduction from {address} in {seconds} s: {why}"
-    return TransferError(message, rank=address, state="timeout")
+    return TransferError(message, rank=address, state=TransferState.TIMEOUT)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from kvspec.errors import KVSpecError, TransferError
+from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.order import Sides
 from kvspec.ownership.parallel import RankId
@@ -87,7 +87,7 @@ def start(nixl: NixlRank, load: SessionLoad, advance: Advance, timeout: float) -
     lane = load.remote.lanes.get(advance.rank)
     if lane is None:
         message = f"{load.remote.start[0]} was met anew meanwhile"
-        raise TransferError(message, rank=rank, state="stale_peer")
+        raise TransferError(message, rank=rank, state=TransferState.STALE_PEER)
     try:
         own = lane if advance.whole else lane.of_layer(nixl, advance.layers[0])
         sides: Sides = own.sides(load.request, tokens)
@@ -98,4 +98,4 @@ def start(nixl: NixlRank, load: SessionLoad, advance: Advance, timeout: float) -
     except TransferError:
         raise
     except KVSpecError as error:
-        raise TransferError(str(error), rank=rank, state="bug") from error
+        raise TransferError(str(error), rank=rank, state=TransferState.BUG) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import TransferError
+from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
@@ -31,10 +31,11 @@ from kvspec.session.remote import RemoteEngine
 from kvspec.session.written import Blocks, blocks_of
 
 LoadState = Literal["moving", "done", "failed"]
+LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
+"""States after which a peer has to be connected anew."""
 VOID = (
     "its `undefined` blocks hold nothing that may be read: compute them, or load the request anew"
 )
-_STATES = {"not there in time": "timeout", "cancelled": "stopped"}
 
 
 @attrs.define(eq=False)
@@ -96,13 +97,13 @@ class Progress:
             if self.remote.unheard:
                 name = self.request.request_id
                 why = "the session was closed while it moved: its blocks may be written still"
-                raise TransferError(why, request=name, state="closed")
+                raise TransferError(why, request=name, state=TransferState.CLOSED)
             time.sleep(rest)
             rest = min(2 * rest, LAST_WAIT)
         if self.error is not None:
             raise self.error
 
-    def fail(self, rank: RankId | None, why: str, state: str | None = None) -> None:
+    def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
         """Keep the first reason why it fails: at which *rank*, in which state of a transfer."""
         if self.error is None:
             carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
@@ -111,7 +112,7 @@ class Progress:
                 f"{why}{carried}{self.advice}",
                 rank=engine_id if rank is None else f"{engine_id} {rank}",
                 request=self.request.request_id,
-                state=state or _STATES.get(why, "gone"),
+                state=state,
             )
 
     way, advice = "to", ""
@@ -161,18 +162,24 @@ class SessionLoad(Progress):
         """Give it up: it fails as soon as nothing can write its blocks any more."""
         self._cancel(self.request.request_id)
 
-    def fail(self, rank: RankId | None, why: str, state: str | None = None) -> None:
+    def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
         """Keep the first reason why it fails, and what is known to differ by then."""
         differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
         more = f"; {differs}" if differs else ""
-        super().fail(rank, f"{why}{more}", state or _STATES.get(why, "gone"))
+        super().fail(rank, f"{why}{more}", state)
+
+    def follow(self, ends: Mapping[RankId, Mapping[Place, int]], deadline: float) -> None:
+        """Follow each rank and layer up to its end, until *deadline*."""
+        self.ends = {(rank, place): end for rank in ends for place, end in ends[rank].items()}
+        self.frontiers = dict.fromkeys(self.ends, 0)
+        self.deadline = deadline
 
     def stop(self) -> None:
         """Post nothing more of what is read."""
         for flight in self.flights.values():
             with contextlib.suppress(TransferError):
                 if flight.transfer is not None:
-                    flight.transfer.stop("its load has failed", "stopped")
+                    flight.transfer.stop("its load has failed", TransferState.STOPPED)
 
     @property
     def digest_seconds(self) -> float:

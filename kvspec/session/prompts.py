@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
-from kvspec.errors import KVSpecError, TransferError
+from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.nixl.notifications import LAST_WAIT
 from kvspec.session.heldprompt import HeldPrompt
@@ -113,7 +113,9 @@ class PromptLoad:
         with self._lock:
             if self.load is None and self._refused is None:
                 name = self.request.request_id
-                self._refused = TransferError("cancelled", request=name, state="stopped")
+                self._refused = TransferError(
+                    "cancelled", request=name, state=TransferState.STOPPED
+                )
         if self.load is not None:
             self.load.cancel()
 
@@ -129,7 +131,9 @@ class PromptLoad:
         except CancelledError:
             message = "its producer is not met any more: `Prompts` was closed"
             name = self.request.request_id
-            self._refused = self._refused or TransferError(message, request=name, state="closed")
+            self._refused = self._refused or TransferError(
+                message, request=name, state=TransferState.CLOSED
+            )
         except Exception as error:  # noqa: BLE001 - whatever it was, it fails this request alone
             self._refused = self._refused or error
             self._failed()

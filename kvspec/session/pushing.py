@@ -11,15 +11,14 @@ from collections.abc import Callable
 
 import attrs
 
-from kvspec.errors import KVSpecError, SpecError, TransferError
+from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.protocol.notices import MAX_READERS, Key, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.introduction import key_of
-from kvspec.session.load import SessionPush
-from kvspec.session.reading import LOST
+from kvspec.session.load import LOST, SessionPush
 from kvspec.session.written import pushed_of
 
 Reader = tuple[Key, int, int, Party]
@@ -83,7 +82,8 @@ class Pushing:
         for rank, reader in open_.items():
             self.writing[reader] = Writing(push, started.get(rank), pushed[rank])
         if len(open_) < len(readers):
-            push.fail(None, "a reader gave it up, or it was refused before", "stopped")
+            why = "a reader gave it up, or it was refused before"
+            push.fail(None, why, TransferState.STOPPED)
         self.move()
         self._conclude(push)
 
@@ -113,7 +113,7 @@ class Pushing:
             self._tell(reader, each.told, each)
         elif each is not None and notice.kind == "stop" and each.transfer is not None:
             with contextlib.suppress(TransferError):
-                each.transfer.stop(f"{notice.by} gave it up", "stopped")
+                each.transfer.stop(f"{notice.by} gave it up", TransferState.STOPPED)
 
     def _gave_up(self, reader: Reader) -> bool:
         """Whether nothing may be written to a reader, by what it said."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import attrs
 
-from kvspec.errors import SpecError, TransferError
-from kvspec.inputs import flag, instance
+from kvspec.errors import SpecError, TransferError, TransferState
+from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
@@ -34,11 +33,11 @@ from kvspec.protocol.pending import name_of, notice_of
 from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
-from kvspec.session.load import Flight, SessionLoad
+from kvspec.session.load import LOST, Flight, SessionLoad
+from kvspec.session.remote import ReadOptions
 from kvspec.session.written import Claims, pushed_of
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
-LOST = ("peer_lost", "stale_peer")  # states after which a peer has to be connected anew
 
 
 @attrs.define(eq=False)
@@ -64,11 +63,11 @@ class Reading:
         self,
         load: SessionLoad,
         timeout: float,
+        options: ReadOptions,
         *,
         pushed: bool,
         follow: bool,
         digest: bool,
-        **more: Any,  # noqa: ANN401
     ) -> None:
         """Start *load*: everything is checked before anything is posted.
 
@@ -76,15 +75,15 @@ class Reading:
         *follow*: nothing is posted yet, but what a producer says is written, as it says so.
         *digest*: what arrived is compared with what they hold.
         """
-        remote, request = load.remote, load.request
+        remote, request, timeout = load.remote, load.request, seconds("timeout", timeout)
         if flag("digest", digest):
             load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.tell)
         if flag("pushed", pushed) and flag("follow", follow):
             raise SpecError("follow", follow, "False, of what is pushed")
         if flag("follow", follow):
-            self._begin_following(load, timeout, **more)
+            self._begin_following(load, timeout, options)
             return
-        order = remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)
+        order = remote.order(self.book.me.rank, load.remote_id, request.request_id, options)
         lanes = remote.lanes
         pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if pushed}
         sides = remote.sides(request, () if pushed else lanes)
@@ -111,14 +110,12 @@ class Reading:
         load.owner = self._claims.take(load.request.request_id, load.blocks)
         load.name = order.name
 
-    def _begin_following(self, load: SessionLoad, timeout: float, **more: Any) -> None:  # noqa: ANN401
+    def _begin_following(self, load: SessionLoad, timeout: float, options: ReadOptions) -> None:
         request, ends = load.request, ends_of(load)
-        order = load.remote.order(self.book.me.rank, load.remote_id, request.request_id, **more)
+        order = load.remote.order(self.book.me.rank, load.remote_id, request.request_id, options)
         order = attrs.evolve(order, sources=ends, partial=True)
         self._own(load, order)
-        load.ends = {(rank, place): end for rank in ends for place, end in ends[rank].items()}
-        load.frontiers = dict.fromkeys(load.ends, 0)
-        load.deadline = self.now() + timeout
+        load.follow(ends, self.now() + timeout)
         self.loads[request.request_id] = load
         self.do(self.book.expect(order, self.now(), timeout))
 
@@ -133,7 +130,7 @@ class Reading:
                 transfer = start(self.nixl, load, advance, load.deadline - self.now())
             except TransferError as error:
                 load.fail(rank, error.message, error.state)
-                self.do(self.book.fail(step, error.message, self.now()))
+                self.do(self.book.fail(step, error.message, self.now(), state=error.state))
                 return
             if transfer is None:
                 self._arrived(load, (step,))
@@ -178,9 +175,10 @@ class Reading:
         for load in self.loads.values():
             flight = load.flights.get(rank) if load.name == name_of(notice) else None
             if flight is not None and flight.transfer is None:
+                state = TransferState.DIFFERS if notice.pushed else TransferState.STOPPED
                 if why := flight.wrong(notice):
-                    load.fail(rank, why, "differs" if notice.pushed else "stopped")
-                self._end(load, rank, why)
+                    load.fail(rank, why, state)
+                self._end(load, rank, why, state)
                 return
         self.note(f"{notice.kind} of {notice.by}: nothing that it pushes is waited for")
 
@@ -194,7 +192,8 @@ class Reading:
         instance("engine_id", engine_id, str)
         for name, load in list(self.loads.items()):
             if load.remote.start[0] == engine_id:
-                self.do(self.book.cancel(name, self.now(), f"{engine_id} was parted from"))
+                why = f"{engine_id} was parted from"
+                self.do(self.book.cancel(name, self.now(), why, TransferState.GONE))
         self._gone(engine_id)
         self.book.part(engine_id)
 
@@ -204,7 +203,7 @@ class Reading:
             name, start = load.remote.start
             if name == engine_id and start != epoch:
                 for rank in [r for r, flight in load.flights.items() if flight.transfer is None]:
-                    self._end(load, rank, f"{engine_id} is gone")
+                    self._end(load, rank, f"{engine_id} is gone", TransferState.GONE)
 
     def _stop(self, load: SessionLoad) -> None:
         """Ask the producers that push to stop, again and again until they answer."""
@@ -216,30 +215,30 @@ class Reading:
         self, load: SessionLoad, key: RankId | int, flight: Flight, transfer: Transfer
     ) -> None:
         """Tell the ledger what became of one transfer, once nothing of it can move."""
-        why = ""
+        why, state = "", TransferState.GONE
         try:
             if transfer.poll() == "PROC":
                 return
         except TransferError as error:
-            why = error.message
+            why, state = error.message, error.state
             load.fail(flight.rank, why, error.state)
             load.remote.lost |= error.state in LOST
             if not transfer.over:
-                self.do(self.book.fail(flight.steps[0], why, self.now(), quiet=False))
+                self.do(self.book.fail(flight.steps[0], why, self.now(), quiet=False, state=state))
                 return
             with contextlib.suppress(TransferError):  # of a rank that is closed
                 transfer.free()
         load.written |= transfer.handles > 0
-        self._end(load, key, why)
+        self._end(load, key, why, state)
 
-    def _end(self, load: SessionLoad, key: RankId | int, why: str) -> None:
+    def _end(self, load: SessionLoad, key: RankId | int, why: str, state: TransferState) -> None:
         """Tell the ledger that nothing of a flight comes any more: all is there, or *why* not."""
         flight = load.flights.pop(key)
         load.written |= flight.transfer is None
         if not why:
             self._arrived(load, flight.steps)
         for step in flight.steps if why else ():
-            self.do(self.book.fail(step, why, self.now()))
+            self.do(self.book.fail(step, why, self.now(), state=state))
 
     def _arrived(self, load: SessionLoad, steps: tuple[int, ...]) -> None:
         """Tell the ledger that all of some steps is there; of what is compared, after that."""
@@ -256,11 +255,12 @@ class Reading:
         why = load.audit.move(load.name, self.now(), self.book.beat, end)
         if why is None:
             return
+        book, state = self.book, load.audit.verdict
         if why:
-            load.fail(load.audit.source, why, "differs")
+            load.fail(load.audit.source, why, state)
         for step in load.audit.drop():
             now = self.now()
-            self.do(self.book.fail(step, why, now) if why else self.book.finish(step, now))
+            self.do(book.fail(step, why, now, state=state) if why else book.finish(step, now))
 
     def _summed(self, notice: Notice) -> None:
         """Take a producer's sum, or that it has none."""
@@ -284,7 +284,7 @@ class Reading:
         if isinstance(action, Ready):
             load.state = "done"
         elif isinstance(action, Failed):
-            load.fail(None, action.why)
+            load.fail(None, action.why, action.state)
             for step in load.audit.drop() if load.audit is not None else ():
                 self.do(self.book.finish(step, self.now()))
             load.stop()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
 import attrs
 
@@ -25,6 +24,24 @@ from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.order import Place, ReadOrder
 from kvspec.session.introduction import Introduced, key_of
+
+
+@attrs.frozen(kw_only=True)
+class ReadOptions:
+    """Which read of a request this is; `ReadOrder` has these fields, and checks them.
+
+    Attributes:
+        attempt: Number of the attempt to read the request.
+        again: Whether another attempt follows if this one fails.
+        sample: Which of the equal requests of one prompt reads.
+        samples: How many equal requests the prompt has.
+
+    """
+
+    attempt: int = 0
+    again: bool = False
+    sample: int = 0
+    samples: int = 1
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -116,11 +133,7 @@ class RemoteEngine:
         return told[0] == told[1] and not other.lost
 
     def order(
-        self,
-        rank: RankId,
-        remote_id: str,
-        request_id: str,
-        **more: Any,  # noqa: ANN401
+        self, rank: RankId, remote_id: str, request_id: str, options: ReadOptions
     ) -> ReadOrder:
         """Return what its ranks are told of a request that consumer *rank* reads, or will not."""
         engine_id, epoch = self.start
@@ -132,7 +145,10 @@ class RemoteEngine:
             key=key_of(remote_id),
             engine_id=engine_id,
             epoch=epoch,
-            **more,
+            attempt=options.attempt,
+            sample=options.sample,
+            samples=options.samples,
+            again=options.again,
         )
 
     def connect(self, nixl: NixlRank, timeout: float) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable
 
 from kvspec.descriptors.table import build_table
-from kvspec.errors import MismatchError, SpecError, TransferError
+from kvspec.errors import MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
 from kvspec.ownership.election import Role
@@ -111,7 +111,7 @@ class Remotes:
             self._give_up(remote)
             self._check_open()
             message = f"{remote.start[0]} was parted from while it was met"
-            raise TransferError(message, rank=remote.start[0], state="stopped")
+            raise TransferError(message, rank=remote.start[0], state=TransferState.STOPPED)
         self._coming = None
         self._met[remote.role, remote.start[0]] = remote
 
@@ -137,13 +137,13 @@ class Remotes:
         self.leave()
         if new is not None and any(old.start == new.start for old in self._leaving):
             message = f"bytes of an earlier load from {engine_id} move still: try again"
-            raise TransferError(message, rank=engine_id, state="busy")
+            raise TransferError(message, rank=engine_id, state=TransferState.BUSY)
         self._coming = self._coming if new is None else new
         return {old.start for old in dropped}
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransferError("the session was closed", state="closed")
+            raise TransferError("the session was closed", state=TransferState.CLOSED)
 
     def close(self) -> None:
         """Forget every engine, and know none any more."""

@@ -33,6 +33,7 @@ from kvspec.session.leftovers import SessionLeftovers, left_over
 from kvspec.session.load import SessionLoad, SessionPush
 from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
+from kvspec.session.remote import ReadOptions
 from kvspec.session.remotes import Remotes, judged
 from kvspec.session.summing import Summing
 
@@ -192,9 +193,8 @@ class Session:
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
-            more = {"attempt": attempt, "again": again, "sample": sample, "samples": samples}
-            left = seconds("timeout", timeout)
-            self._reading.begin(load, left, pushed=pushed, follow=follow, digest=digest, **more)
+            more = ReadOptions(attempt=attempt, again=again, sample=sample, samples=samples)
+            self._reading.begin(load, timeout, more, pushed=pushed, follow=follow, digest=digest)
             self._reading.move()
         return load
 
@@ -233,8 +233,8 @@ class Session:
         """Tell the producer that this rank will not load a request, before any of it is pushed."""
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
-            more = {"attempt": attempt, "sample": sample, "samples": samples}
-            order = remote.order(self.me.rank, remote_id, f"release {next(self._releases)}", **more)
+            more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
+            order = remote.order(self.me.rank, remote_id, f"release {next(self._releases)}", more)
             self._reading.do(self._reading.book.expect(order, self._clock(), 0.0))
 
     def poll(self) -> None:

@@ -16,7 +16,7 @@ from kvspec.descriptors.shared import sharing
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.errors import SpecError, TransferError
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.regions import RankCache
 from kvspec.protocol.pushed import SUM, Pushed
 
@@ -110,7 +110,7 @@ class Claims:
             for block in ids[owners != 0][:1].tolist() if owners.any() else ():
                 owner = self._names[int(pool[block])]
                 message = f"block {block} of group {group} belongs to {owner!r} until that is over"
-                raise TransferError(message, request=request_id, state="busy")
+                raise TransferError(message, request=request_id, state=TransferState.BUSY)
         self._last += 1
         self._names[self._last] = request_id
         for group, ids in own.items():

@@ -270,8 +270,10 @@ def test_a_wrong_description_is_refused_in_words(call: Callable[[], object], wan
         kvspec.Mismatch("field", range(2), None, "because"),
         kvspec.MismatchError([kvspec.Mismatch("a", 1, 2, "x"), kvspec.Mismatch("b", 3, 4, "y")]),
         kvspec.WireError("groups[0].name", b"\xff", "text"),
-        kvspec.TransferError("lost"),
-        kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r", state="posted"),
+        kvspec.TransferError("lost", state=kvspec.TransferState.BUG),
+        kvspec.TransferError(
+            "lost", rank=kvspec.RankId(tp=3), request="r", state=kvspec.TransferState.PEER_LOST
+        ),
     ],
 )
 def test_errors_survive_a_pickle(error: Any) -> None:
@@ -286,9 +288,10 @@ def test_errors_survive_a_pickle(error: Any) -> None:
     ("error", "wanted"),
     [
         (kvspec.WireError("groups[0]", 3, "a str"), "groups[0]: got 3, wanted a str"),
-        (kvspec.TransferError("lost"), "lost"),
-        (kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r", state="posted"),
-         "lost (rank=tp3, request=r, state=posted)"),
+        (kvspec.TransferError("lost", state=kvspec.TransferState.BUG), "lost (state=bug)"),
+        (kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r",
+                              state=kvspec.TransferState.PEER_LOST),
+         "lost (rank=tp3, request=r, state=peer_lost)"),
         (kvspec.MismatchError([kvspec.Mismatch("a", 1, 2, "x"), kvspec.Mismatch("b", 3, 4, "y")]),
          "a: producer 1, consumer 2 (x)\nb: producer 3, consumer 4 (y)"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvspec import SpecError, TransferError
+from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.regions import Memory
 from kvspec.nixl import Costs, NixlRank, Operation, Staging, Transfer, permuting, stage
 from kvspec.staging.ranges import Moves
@@ -151,7 +151,7 @@ def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
     if how == "dies":
         in_air(net).fail(part=0.9)  # of one range: all bytes, no answer
     else:
-        transfer.stop("enough", "stopped")
+        transfer.stop("enough", TransferState.STOPPED)
         in_air(net).land()
     with pytest.raises(TransferError):
         transfer.wait()

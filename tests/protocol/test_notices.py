@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from refused import words
 
 import kvspec
+from kvspec.errors import TransferState
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic
 from kvspec.protocol import (
@@ -490,7 +491,9 @@ def test_gone_fails_by_name() -> None:
     step = ledger.start("mine", P[0].rank, "full")
     gone = answers(ledger.finish(step, 3.0), "gone")
     actions = ledger.receive(gone[0], 4.0)
-    assert Failed("mine", "prefill tp0 let it go before it was read") == actions[0]
+    assert (
+        Failed("mine", "prefill tp0 let it go before it was read", TransferState.GONE) == actions[0]
+    )
     assert Release("mine") == actions[1]
 
 
@@ -498,17 +501,36 @@ def test_blocks_are_held_while_a_step_may_write() -> None:
     """A request that fails keeps its blocks until its last step has ended."""
     ledger = moving()
     step = ledger.start("mine", P[0].rank, "full")
-    assert [Failed("mine", "cancelled")] == ledger.cancel("mine", 1.0)
+    assert [Failed("mine", "cancelled", TransferState.STOPPED)] == ledger.cancel("mine", 1.0)
     assert [] == ledger.cancel("mine", 1.0) + ledger.tick(100.0)
     assert ["Release", "done", "done"] == kinds(ledger.finish(step, 200.0))
     assert [Closed("mine")] == ledger.tick(212.0)
+
+
+def test_cancel_in_other_words_keeps_the_given_state() -> None:
+    """The state of a failure does not depend on the words of its reason."""
+    ledger = moving()
+    failed = ledger.cancel("mine", 1.0, "not there in time", TransferState.GONE)
+    assert failed[0] == Failed("mine", "not there in time", TransferState.GONE)
+    ledger = moving()
+    assert ledger.cancel("mine", 1.0, "not wanted")[0].state is TransferState.STOPPED  # type: ignore[union-attr]
+
+
+def test_failed_step_passes_its_state_to_the_failed_action() -> None:
+    """What is known of the transfer is not lost on the way through the ledger."""
+    ledger = moving()
+    step = ledger.start("mine", P[0].rank, "full")
+    actions = ledger.fail(step, "the peer died", 1.0, state=TransferState.PEER_LOST)
+    assert Failed("mine", "the peer died", TransferState.PEER_LOST) == actions[0]
 
 
 def test_late_is_failed_and_a_dead_producer_is_not_told_for_ever() -> None:
     """Not there in time: it fails. Nobody answers: it is repeated, then given up."""
     ledger = moving()
     assert ["beat", "beat"] == kinds(ledger.tick(5.0))
-    assert ["Failed", "Release", "done", "done"] == kinds(ledger.tick(20.0))
+    late = ledger.tick(20.0)
+    assert ["Failed", "Release", "done", "done"] == kinds(late)
+    assert Failed("mine", "not there in time", TransferState.TIMEOUT) == late[0]
     assert ["done", "done"] == kinds(ledger.tick(25.0))
     assert [Closed("mine")] == ledger.tick(32.0)
 
@@ -527,7 +549,8 @@ def test_a_restarted_producer_fails_what_it_had() -> None:
     """A new epoch: what the earlier start held is lost, and there is nobody to tell."""
     ledger = moving()
     actions = ledger.meet("prefill", 2, 1.0)
-    assert [Failed("mine", "prefill was started again"), Release("mine")] == actions[:2]
+    failed = Failed("mine", "prefill was started again", TransferState.GONE)
+    assert [failed, Release("mine")] == actions[:2]
     assert ["Closed"] == kinds(actions[2:])
     assert "epoch=1" in words(lambda: ledger.expect(reads(), 2.0, 9.0))
     assert "epoch=1" in words(lambda: ledger.meet("prefill", 1, 2.0))

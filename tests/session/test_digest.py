@@ -285,6 +285,8 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
             ("the rank was closed before", "the rank was closed"),
         )
         assert any(word in str(load.error) for load in loads for word in words[side])
+        states = {load.error.state for load in loads if load.error}
+        assert states <= ({"unverified", "gone"}, {"closed"})[side]
 
 
 def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
