@@ -337,6 +337,24 @@ def test_the_nearest_memory_is_the_one_with_the_smallest_gap() -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "length", "inside"),
+    [
+        (0x1000, 0x1000, True), (0x1000, 0x1001, False), (0x0FFF, 0x1000, False),
+        (0x0FFF, 0x1001, False), (0x1FFF, 1, True), (0x1FFF, 2, False), (0x2000, 1, False),
+    ],
+)  # fmt: skip
+def test_row_one_byte_beyond_a_memory_is_refused(address: int, length: int, inside: bool) -> None:
+    """The first and the last byte of a registered memory are its border."""
+    rows = checked_rows(np.array([(address, length, 0, length, 1)], np.uint64))
+    if inside:
+        check_inside(rows, "DRAM", [Memory(0x1000, 0x1000)])
+        return
+    with pytest.raises(TransferError) as caught:
+        check_inside(rows, "DRAM", [Memory(0x1000, 0x1000)])
+    assert "not_registered" == caught.value.state
+
+
+@pytest.mark.parametrize(
     "row", [(-8, 16, 16, 1), (SIZE - 8, 16, 16, 1), (0, 8, SIZE, 2)], ids=["before", "past", "last"]
 )
 def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int, ...]) -> None:

@@ -125,6 +125,40 @@ def test_it_stays() -> None:
     assert "751e55beb088bc6007eb331d49422fcc" == fingerprint(full())
 
 
+@attrs.frozen(kw_only=True, slots=False)
+class Rotated(kvspec.MLAAttentionSpec):
+    """A latent whose bytes mean something else."""
+
+    turns: int = 1
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class Encoded(kvspec.MLAAttentionSpec):
+    """A latent of an encoder's tokens."""
+
+    counts_prompt = False
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class Forgetful(kvspec.MLAAttentionSpec):
+    """A latent that has every field by which a kind keeps fewer tokens."""
+
+    sliding_window: int = 4
+    extra_retained_tokens: int = 0
+    attention_chunk_size: int = 4
+
+
+def test_kind_that_keeps_other_tokens_has_the_fingerprint_of_its_base_and_no_other_has() -> None:
+    """A new field, or another count of tokens, changes the kind even with equal field values."""
+    fields = {"block_size": 4, "head_size": 2, "dtype": "uint8"}
+    latent = fingerprint(engine(kvspec.MLAAttentionSpec(**fields)))
+    assert latent == fingerprint(engine(Forgetful(**fields)))
+    kinds = [fingerprint(engine(kind(**fields))) for kind in (Rotated, Encoded)]
+    assert 3 == len({latent, *kinds})
+    heads = {**fields, "total_num_kv_heads": 2}
+    assert fingerprint(full(head_size=2)) != fingerprint(engine(kvspec.CrossAttentionSpec(**heads)))
+
+
 def test_what_has_none_is_refused() -> None:
     """Only engines have one, and only of fields that are plain values."""
     wrong: Any = 1

@@ -292,6 +292,38 @@ def test_what_was_valid_for_one_load_is_not_for_the_next() -> None:
     assert ["gone"] == kinds(ledger.receive(said("done", number=6), 4.0))
 
 
+def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> None:
+    """One reader of the first attempt was done and the other failed: both come again."""
+    ledger = held()
+    assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", 1), 1.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", attempt=1), 2.0))
+    assert (KEY.request_id,) == ledger.held, "the second reader may read again"
+    assert ["grant"] == kinds(ledger.receive(said("beat", 1, attempt=1), 3.0))
+    actions = ledger.receive(said("done", 1, attempt=1, number=2), 4.0)
+    assert ["valid", "Free"] == kinds(actions)
+
+
+def test_request_waits_for_a_reader_that_the_last_attempt_has_not_heard_of() -> None:
+    """A reader of the first attempt that still reads is waited for, though the second is whole."""
+    ledger = held()
+    assert ["grant"] == kinds(ledger.receive(said("beat", 1), 1.0))
+    assert ["valid"] == kinds(ledger.receive(said("done", attempt=1, expected=1), 2.0))
+    assert (KEY.request_id,) == ledger.held, "the first attempt's reader may still read"
+
+
+def test_request_is_never_complete_when_more_readers_come_than_the_last_attempt_expects() -> None:
+    """The second attempt expects one reader, and both readers of the first come: who lies?"""
+    ledger = held()
+    assert ["valid"] == kinds(ledger.receive(said("done", 1), 1.0))
+    assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
+    assert ["grant"] == kinds(ledger.receive(said("beat", attempt=1, expected=1), 2.0))
+    ledger.receive(said("beat", 1, attempt=1, expected=1), 3.0)
+    for by in (0, 1):
+        ledger.receive(said("done", by, attempt=1, expected=1, number=2), 4.0)
+    assert (KEY.request_id,) == ledger.held
+
+
 def test_an_early_notice_counts() -> None:
     """Readers that are done before the engine told this rank are not waited for again."""
     ledger = ProducerLedger(P[0], lease=10.0)
