@@ -77,6 +77,24 @@ def test_cached_prefix_in_interleaves_that_do_not_divide_cells_begins_in_a_cell(
         assert None is kvspec.verify(plan, *caches, request)
 
 
+def test_parts_of_other_grains_are_cut_each_by_itself() -> None:
+    """Of 13 tokens, keys move 8 and 5, and scales of 4 tokens each move whole blocks of 8."""
+    spec = full(8, total_num_kv_heads=4, scale_dtype="float32", tokens_per_scale=4)
+    sides = (
+        builders.engine(spec, tp=2, layout="LKBHNC"),
+        builders.engine(spec, tp=4, layout="LKBHNC"),
+    )
+    plan, caches, table = pair_of(*sides)
+    request = builders.request(13, [3, 1], [2, 5])
+    cut: dict[str, set[int]] = {}
+    for entry, cells in table.cells(request):
+        assert len(cells)
+        grain = "scales" if entry.rows.geometry.grain == 4 else "keys"
+        cut.setdefault(grain, set()).add(entry.rows.kind.tokens)
+    assert {"keys": {5, 8}, "scales": {8}} == cut
+    assert None is kvspec.verify(plan, *caches, request)
+
+
 HEADS = full(4, total_num_kv_heads=4, state_content_bytes=9, spans_heads=True)
 DEALS = {
     "whole": (range(4), range(4)),

@@ -313,7 +313,7 @@ def test_request_waits_for_a_reader_that_the_last_attempt_has_not_heard_of() -> 
 
 
 def test_request_is_never_complete_when_more_readers_come_than_the_last_attempt_expects() -> None:
-    """The second attempt expects one reader, and both readers of the first come: who lies?"""
+    """The second attempt expects one reader, but both readers of the first come."""
     ledger = held()
     assert ["valid"] == kinds(ledger.receive(said("done", 1), 1.0))
     assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
