@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
+from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -23,7 +24,7 @@ from kvspec.specs import (
 from kvspec.testing.carve import rank_units
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import sample, shapes
+from kvspec.testing.parallels import explicit_deals, sample, shapes
 
 
 @st.composite
@@ -137,11 +138,58 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
     spec: LayerSpec = attrs.evolve(drawn, **draw(st.sampled_from(spans)))
     packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
+    if not draw(st.integers(0, 2)):
+        part = packed.spec.parts[0]
+        sides = draw(_dealt_alike(part.units, part.deal_in, largest))
+        first, second = (draw(engines((packed, *model), parallel=each)) for each in sides)
+        return first, second
     producer = draw(engines((packed, *model), largest))
     consumer = draw(
         engines((packed, *model), largest).filter(lambda each: _alike(producer, each, packed))
     )
     return producer, consumer
+
+
+@st.composite
+def _dealt_alike(
+    draw: st.DrawFn, units: int, deal_in: int, largest: int
+) -> tuple[ParallelConfig, ParallelConfig]:
+    """Draw two explicit deals of the same ranges, to as many ranks or to more."""
+    sizes = [draw(st.integers(1, largest)) for _ in range(2)]
+    ranges = draw(explicit_deals(units, deal_in, min(sizes)))
+    owned = sorted({each for each in ranges if each}, key=lambda each: each.start)
+    sides = []
+    for size in sizes:
+        more = [draw(st.sampled_from((*owned, range(0)))) for _ in range(size - len(owned))]
+        dealt = tuple(draw(st.permutations([*owned, *more])))
+        sides.append(ParallelConfig(tp_size=size, unit_deals={units: dealt}))
+    return sides[0], sides[1]
+
+
+@st.composite
+def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
+    """Draw engines that deal tokens alike, by interleaves that blocks in memory do not divide.
+
+    Blocks of 12 or 24 tokens are four in memory, and the interleave is 6: cached prefixes and
+    prompts begin and end inside a block in memory on one rank, and between two on the other.
+    """
+    drawn: Any = draw(KINDS[draw(sample("full", "sliding window", "MLA"))])
+    heads = draw(st.integers(1, 3)) if hasattr(drawn, "total_num_kv_heads") else 0
+    fields = {"total_num_kv_heads": heads} if heads else {}
+    size = draw(st.integers(2, 3))
+    dealt = {heads: (range(heads),) * size} if heads > 1 else {}
+    parallel = ParallelConfig(tp_size=size, dcp_size=size, interleave_size=6, unit_deals=dealt)
+    sides = []
+    for _ in range(2):
+        block = draw(sample(12, 24))
+        spec: LayerSpec = attrs.evolve(drawn, block_size=block, tokens_per_state=1, **fields)
+        group = KVCacheGroup(name="dealt", layers=("dealt.0", "dealt.1"), spec=spec)
+        engine = draw(engines((group,), parallel=parallel))
+        own = engine.groups[0]
+        if own.spec.page_size_padded is None:
+            own = attrs.evolve(own, kernel_block_size=draw(sample(4, 4, 4, 12)))
+        sides.append(attrs.evolve(engine, groups=(own,)))
+    return sides[0], sides[1]
 
 
 def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:

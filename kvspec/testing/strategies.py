@@ -19,7 +19,7 @@ from kvspec.ownership.election import Election, Replicas, Topology, known_polici
 from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS, engines, groups, layouts, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
-from kvspec.testing.pairs import engine_pairs, spanning_pairs, with_own_rows
+from kvspec.testing.pairs import engine_pairs, interleaved_pairs, spanning_pairs, with_own_rows
 from kvspec.testing.parallels import explicit_deals, is_state, parallels, parts_of, tp_sizes
 from kvspec.testing.requests import length_of, needed, of_one_pool, requests, tables
 
@@ -35,6 +35,7 @@ __all__ = [
     "engines",
     "explicit_deals",
     "groups",
+    "interleaved_cases",
     "is_state",
     "layouts",
     "length_of",
@@ -137,6 +138,11 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
 def spanning_cases(largest: int = 4) -> st.SearchStrategy[Case]:
     """Draw a transfer of content that spans the heads of a rank, dealt alike on both sides."""
     return spanning_pairs(largest).flatmap(_case)
+
+
+def interleaved_cases() -> st.SearchStrategy[Case]:
+    """Draw a transfer of tokens dealt alike, by interleaves that cells do not divide."""
+    return interleaved_pairs().flatmap(_case)
 
 
 @st.composite

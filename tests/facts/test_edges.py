@@ -14,6 +14,8 @@ import kvspec
 from kvspec import RankId
 from kvspec.check.apart import _neighbours
 from kvspec.memory.regions import Memory
+from kvspec.nixl.lattice import Marks
+from kvspec.nixl.rows import checked_rows
 from kvspec.ownership.stripes import WHOLE, Stripe, times_held
 
 RANK = RankId()
@@ -236,3 +238,42 @@ def test_padding_of_any_layer_needs_pages_in_one_piece(padded: int) -> None:
     kvspec.lay_out(builders.engine(spec, layout="LBHNC"), RANK, 4)
     error = refusal(lambda: kvspec.lay_out(builders.engine(spec, layout="LHBNC"), RANK, 4))
     assert "page_size_padded" == error.field
+
+
+def test_dead_row_just_behind_the_cached_prefix_may_be_written() -> None:
+    """Tokens 0..3 are cached and a window needs 6..8, so what stands in 4 and 5 does not matter."""
+    window = kvspec.SlidingWindowMLASpec(block_size=4, head_size=2, dtype="uint8", sliding_window=3)
+    both = builders.engine(window)
+    plan, caches, _ = pair_of(both, both)
+    request = builders.request(9, [3, 1, 6], [2, 5, 7], cached_tokens=4)
+    ours, theirs = (side[RANK].regions[0] for side in caches)
+
+    def judged(first: int) -> Any:
+        rows = [
+            (ours.address(a, 0, token % 4), theirs.address(b, 0, token % 4), 2)
+            for token in range(first, 9)
+            for a, b in [([3, 1, 6][token // 4], [2, 5, 7][token // 4])]
+        ]
+        given = {(RANK, RANK): np.array(rows, np.uint64)}
+        return kvspec.verify(plan, *caches, request, given)
+
+    assert [None, None] == [judged(first) for first in (4, 6)]
+    assert ("unwanted", 3) == (judged(3).kind, judged(3).token)
+
+
+def test_rows_that_touch_lie_in_areas_of_their_own() -> None:
+    """Two registered memories may touch, so only rows that share bytes surely lie in one."""
+    rows = [(0x1000, 16, 0, 16, 1), (0x1010, 16, 0, 16, 1), (0x101F, 16, 0, 16, 1)]
+    area = checked_rows(np.array(rows, np.uint64)).area.tolist()
+    assert area[0] != area[1] == area[2]
+
+
+def test_marks_that_differ_in_one_place_have_no_common_shift() -> None:
+    """Every mark must be shifted by the same bytes on both sides."""
+    every = np.array([[0, 4, 8], [0, 4, 8], [0, 0, 0], [0, 0, 0]])
+    other = every.copy()
+    other[1, 2] += 1
+    assert Marks(every).less(Marks(other)) is None
+    shift = Marks(every + np.array([[5], [7], [0], [0]])).less(Marks(every))
+    assert shift is not None
+    assert [5, 7, 0, 0] == shift.columns[:, 0].tolist()

@@ -40,7 +40,12 @@ def test_bytes_keep_the_laws(twins: tuple[Case, Case]) -> None:
 
 
 @settings(max_examples=2 * settings.default.max_examples)
-@given(strategies.sharing_cases() | strategies.spanning_cases() | strategies.common_cases())
+@given(
+    strategies.sharing_cases()
+    | strategies.spanning_cases()
+    | strategies.common_cases()
+    | strategies.interleaved_cases()
+)
 def test_other_memories_are_covered(case: Case) -> None:
     """Law 1 where groups lie in one memory, content spans heads, and states have other rows."""
     LAWS[0].check(KVSPEC, case)

@@ -23,6 +23,7 @@ from kvspec.testing.strategies import (
     NAMED_LAYOUTS,
     Case,
     cases,
+    interleaved_cases,
     is_state,
     length_of,
     needed,
@@ -612,10 +613,27 @@ SHARED: dict[str, Callable[[Case], bool]] = {
 }
 """What is reached where all groups of an engine lie in one memory."""
 
+
+def own_deals(case: Case) -> bool:
+    """Return whether both sides deal content that spans heads by explicit, unequal ranges."""
+    return any_pair(
+        case,
+        lambda a, b: (
+            True in of_layers(b, "spans_heads")
+            and all(
+                len({len(each) for each in e.parallel.unit_deals.get(a.spec.parts[0].units, ())})
+                > 1
+                for e in (case.producer, case.consumer)
+            )
+        ),
+    )
+
+
 SPANNING: dict[str, Callable[[Case], bool]] = {
     "content that spans heads": lambda c: any_pair(
         c, lambda _, b: True in of_layers(b, "spans_heads")
     ),
+    "content that spans heads under explicit deals": own_deals,
     "an opaque page": lambda c: any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"}),
     "several opaque pages, some cached": lambda c: any(
         formats(g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_of(g, c.request)
@@ -637,6 +655,20 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
     ),
 }
 """What is reached where content cannot be cut."""
+
+INTERLEAVED: dict[str, Callable[[Case], bool]] = {
+    "an interleave that does not divide cells": lambda c: any_pair(
+        c, lambda a, b: cut((c.consumer.parallel.interleave_size, cell(a, b)))
+    ),
+    "a cached prefix in such an interleave": lambda c: any_pair(
+        c,
+        lambda a, b: (
+            cut((c.consumer.parallel.interleave_size, cell(a, b))) and boundary(c, b) % 12 > 0
+        ),
+    ),
+    "several heads dealt so": lambda c: any_part(c, lambda p: p.units > 1),
+}
+"""What is reached where tokens are dealt alike."""
 
 
 def of_layers(group: Group, field: str) -> set[Any]:
@@ -695,6 +727,7 @@ def test_the_hard_cases_of_one_memory_and_of_whole_pages_are_reached() -> None:
     """At least two of each sort, of the cases that the other strategies draw."""
     assert {} == rare(SHARED, drawn(sharing_cases, TRIES // 3))
     assert {} == rare(SPANNING, drawn(spanning_cases, TRIES // 3))
+    assert {} == rare(INTERLEAVED, drawn(interleaved_cases, TRIES // 10))
 
 
 def test_every_kind_layout_and_policy_is_reached() -> None:
