@@ -150,7 +150,7 @@ class Forgetful(kvspec.MLAAttentionSpec):
 
 def test_kind_that_keeps_other_tokens_has_the_fingerprint_of_its_base_and_no_other_has() -> None:
     """A new field, or another count of tokens, changes the kind even with equal field values."""
-    fields = {"block_size": 4, "head_size": 2, "dtype": "uint8"}
+    fields: dict[str, Any] = {"block_size": 4, "head_size": 2, "dtype": "uint8"}
     latent = fingerprint(engine(kvspec.MLAAttentionSpec(**fields)))
     assert latent == fingerprint(engine(Forgetful(**fields)))
     kinds = [fingerprint(engine(kind(**fields))) for kind in (Rotated, Encoded)]
