@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
@@ -51,7 +52,7 @@ def test_row_of_two_cells_with_its_second_block_beyond_the_pool_is_refused(side:
     ids[side] = [15, 16]
     request = builders.request(8, ids["producer"], ids["consumer"])
     for call in (table.select, table.descriptors):
-        error = refusal(lambda call=call: call(request))
+        error = refusal(partial(call, request))
         assert (f"{side}_blocks['g']", 16) == (error.field, error.value)
 
 
@@ -76,7 +77,7 @@ def test_cached_prefix_in_interleaves_that_do_not_divide_cells_begins_in_a_cell(
         copied = int(table.descriptors(request)[:, 2].sum())
         own = sum(1 for token in range(cached, 40) if token // 6 % 2 == 0)
         assert copied >= own * 8
-        assert None is kvspec.verify(plan, *caches, request)
+        assert None is kvspec.verify(plan, caches[0], caches[1], request)
 
 
 def test_parts_of_other_grains_are_cut_each_by_itself() -> None:
@@ -94,7 +95,7 @@ def test_parts_of_other_grains_are_cut_each_by_itself() -> None:
         grain = "scales" if entry.rows.geometry.grain == 4 else "keys"
         cut.setdefault(grain, set()).add(entry.rows.kind.tokens)
     assert {"keys": {5, 8}, "scales": {8}} == cut
-    assert None is kvspec.verify(plan, *caches, request)
+    assert None is kvspec.verify(plan, caches[0], caches[1], request)
 
 
 HEADS = full(4, total_num_kv_heads=4, state_content_bytes=9, spans_heads=True)
@@ -141,12 +142,10 @@ def test_dead_row_after_a_compressed_prompt_need_not_come() -> None:
             for region, ids in zip(regions, ([3, 1], [2, 5]), strict=True)
         ]
         rows = np.array([*zip(*address, [2] * len(address[0]), strict=True)], np.uint64)
-        judge = lambda given, r=request, p=plan, c=caches: kvspec.verify(  # noqa: E731
-            p, *c, r, {(RANK, RANK): given}
-        )
-        assert None is judge(rows)
+        judge = partial(kvspec.verify, plan, caches[0], caches[1], request)
+        assert None is judge({(RANK, RANK): rows})
         for left in range(len(rows)):
-            fault: Any = judge(np.delete(rows, left, 0))
+            fault: Any = judge({(RANK, RANK): np.delete(rows, left, 0)})
             assert ("missing", first + 4 * left) == (fault.kind, fault.token)
 
 
@@ -161,7 +160,7 @@ def test_lookahead_block_of_another_group_in_one_memory_is_refused() -> None:
     table.select(builders.request(8, ours, {"a": [1, 2], "b": [4, 5, 6]}))
     for theirs, block in (({"a": [1, 3], "b": [4, 5, 3]}, 3), ({"a": [1, 2], "b": [2, 5]}, 2)):
         request = builders.request(8, ours, theirs)
-        error = refusal(lambda request=request: table.select(request))
+        error = refusal(partial(table.select, request))
         assert ("consumer_blocks['a']", block) == (error.field, error.value)
 
 
@@ -205,9 +204,7 @@ def test_null_block_of_a_smaller_later_pool_is_refused() -> None:
     for null, blocks in ((0, 1), (3, 4), (7, 8)):
         both = builders.engine(*groups, null_block=null)
         kvspec.lay_out(both, RANK, {"a": 16, "b": blocks})
-        error = refusal(
-            lambda both=both, null=null: kvspec.lay_out(both, RANK, {"a": 16, "b": null or 0})
-        )
+        error = refusal(partial(kvspec.lay_out, both, RANK, {"a": 16, "b": null}))
         assert error.field in ("null_block", "num_blocks", "num_blocks['b']")
 
 
@@ -255,7 +252,7 @@ def test_dead_row_just_behind_the_cached_prefix_may_be_written() -> None:
             for a, b in [([3, 1, 6][token // 4], [2, 5, 7][token // 4])]
         ]
         given = {(RANK, RANK): np.array(rows, np.uint64)}
-        return kvspec.verify(plan, *caches, request, given)
+        return kvspec.verify(plan, caches[0], caches[1], request, given)
 
     assert [None, None] == [judged(first) for first in (4, 6)]
     assert ("unwanted", 3) == (judged(3).kind, judged(3).token)
