@@ -120,9 +120,9 @@ def test_content_that_spans_heads_under_explicit_deals_moves_only_if_ranges_are_
     ]
     owned = [{(each.start, each.stop) for each in DEALS[name] if each} for name in (ours, theirs)]
     if owned[0] == owned[1]:
-        assert kvspec.plan_transfer(*sides).edges
+        assert kvspec.plan_transfer(sides[0], sides[1]).edges
     else:
-        error = refusal(lambda: kvspec.plan_transfer(*sides), kvspec.MismatchError)
+        error = refusal(lambda: kvspec.plan_transfer(sides[0], sides[1]), kvspec.MismatchError)
         assert ["l.kv"] == [each.field for each in error.mismatches]
 
 
