@@ -206,7 +206,7 @@ class SessionLoad(Progress):
     @cached_property
     def blocks(self) -> Blocks:
         """By group, the consumer's blocks that it is to write."""
-        return blocks_of(self.remote.plan.consumer, self.request)
+        return blocks_of(self.remote.plan, self.request)
 
     @property
     def untouched(self) -> npt.NDArray[np.uint64]:

@@ -14,25 +14,37 @@ import numpy.typing as npt
 from kvspec.descriptors.request import Ids, TransferRequest, check_ids
 from kvspec.descriptors.shared import sharing
 from kvspec.descriptors.table import DescriptorTable
-from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.regions import RankCache
+from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.pushed import SUM, Pushed
+from kvspec.specs import LayerSpec
 
 Blocks = Mapping[str, Ids]
 """By group, the ids of blocks, in any order."""
 
 
 def placed(
-    engine: EngineSpec, group: KVCacheGroup, request: TransferRequest
+    plan: TransferPlan, group: KVCacheGroup, request: TransferRequest
 ) -> Iterator[tuple[range, Ids]]:
-    """Yield what *request* wants of each kind of layer in *group*, and the blocks for it, in order.
+    """Yield what *request* writes into the blocks of one group of the consumer.
 
-    `SpecError` where the consumer's table has none for it.
+    Args:
+        plan: The transfer plan of the two engines. Layers that either side excludes do not move.
+        group: The consumer's group.
+        request: The request.
+
+    Yields:
+        For each kind of layer that moves: the wanted tokens and the ids of their blocks, in order.
+
+    Raises:
+        SpecError: If the consumer's table has no blocks for them.
+
     """
-    for spec, _ in group.alike:
-        wanted, size = request.wanted(group.name, spec), engine.virtual_block(group)
+    size = plan.consumer.virtual_block(group)
+    for spec in _moving(plan, group):
+        wanted = request.wanted(group.name, spec)
         if not wanted:
             continue
         field, table = f"consumer_blocks[{group.name!r}]", request.table("consumer", group.name)
@@ -48,28 +60,41 @@ def placed(
             yield wanted, table.block_ids[slot : slot + 1]
 
 
-def blocks_of(engine: EngineSpec, request: TransferRequest) -> Blocks:
-    """Return the blocks that hold what *request* wants, of the groups that it has tables of."""
-    found = {}
-    for group in engine.groups:
+def _moving(plan: TransferPlan, group: KVCacheGroup) -> Iterator[LayerSpec]:
+    """Yield the specs of *group* that have a layer which neither side excludes."""
+    excluded = {*plan.producer.excluded, *plan.consumer.excluded}
+    for spec, layers in group.alike:
+        if not excluded.issuperset(layers):
+            yield spec
+
+
+def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
+    """Return the blocks that *request* writes on the consumer, by group.
+
+    A group without a table, or of which every layer is excluded, has none. Its table is not read,
+    so that it may be short: a draft's table usually is.
+    """
+    found, null = {}, plan.consumer.null_block
+    for group in plan.consumer.groups:
         if group.name in request.consumer_blocks:
-            some = [ids for _, ids in placed(engine, group, request)]
+            some = [ids for _, ids in placed(plan, group, request)]
             ids = some[0] if len(some) == 1 else np.concatenate([np.empty(0, np.int64), *some])
-            found[group.name] = ids if engine.null_block is None else ids[ids != engine.null_block]
+            found[group.name] = ids if null is None else ids[ids != null]
     return {group: ids for group, ids in found.items() if len(ids)}
 
 
 def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
     """Return what *request* writes by *table*; `SpecError` where it has no blocks for it."""
-    engine, ranks = table.plan.consumer, (table.producer.rank, table.consumer.rank)
-    groups = dict.fromkeys(edge.group for edge in table.plan.between(*ranks))
+    plan, ranks = table.plan, (table.producer.rank, table.consumer.rank)
+    engine = plan.consumer
+    groups = dict.fromkeys(edge.group for edge in plan.between(*ranks))
     request.check_groups([group.name for group in engine.groups])
     cached, blocks, counts = blake2b(digest_size=SUM), blake2b(digest_size=SUM), {"prompt"}
     for group in map(engine.group, groups):
-        for wanted, ids in placed(engine, group, request):
+        for wanted, ids in placed(plan, group, request):
             cached.update(f"{group.name!r} {wanted.start};".encode())
             blocks.update(ids.astype("<i8").tobytes())
-        for spec, _ in group.alike:
+        for spec in _moving(plan, group):
             counts.add("prompt" if spec.counts_prompt else "encoder")
             counts |= {"state" for part in spec.parts if not part.per_token}
     seen = request.num_tokens if request.state_tokens is None else request.state_tokens

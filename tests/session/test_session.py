@@ -252,6 +252,28 @@ def test_all_is_checked_before_anything_moves(pair: tuple[Side, Side]) -> None:
     load.cancel()
 
 
+def test_load_ignores_tables_of_excluded_group(net: FakeNixl) -> None:
+    """A draft moves nothing: its table may be short, and two loads may name one block of it."""
+    sides = []
+    for tp in (4, 2):
+        full, window = engine(tp).groups
+        draft = attrs.evolve(window, excluded=window.layers)
+        sides.append(attrs.evolve(engine(tp), groups=(full, draft)))
+    with (
+        Side("P", sides[0], polled=False, lease=5.0) as producer,
+        Side("D", sides[1], polled=True, beat=0.2) as consumer,
+    ):
+        consumer.meet(producer)
+        loads: list[SessionLoad] = []
+        for name, full_blocks in (("a", [1, 2]), ("b", [3, 4])):
+            blocks = {"full": full_blocks, "window": [5]}
+            remote_id = new_remote_id(name)
+            producer.expect(remote_id)
+            asked = request(name, tokens=8, producer_blocks=blocks, consumer_blocks=blocks)
+            loads += consumer.load(asked, remote_id)
+        assert {"done"} == {*ended(loads, producer, consumer)}
+
+
 def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
     """The same request cannot be expected twice; what is dropped has to be what is held."""
     ledger = next(iter(pair[0].sessions.values())).ledger

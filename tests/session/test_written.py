@@ -37,6 +37,11 @@ def table_of(*specs: kvspec.LayerSpec) -> DescriptorTable:
     return kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
 
 
+def plan_of(engine: kvspec.EngineSpec) -> kvspec.TransferPlan:
+    """Return the plan between two equal engines."""
+    return kvspec.plan_transfer(engine, engine)
+
+
 def differs(table: DescriptorTable, one: kvspec.TransferRequest, **changes: Any) -> str:
     """Return what two requests write differently."""
     return pushed_of(table, attrs.evolve(one, **changes)).differs(pushed_of(table, one))
@@ -83,7 +88,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_blocks_are_those_that_are_written() -> None:
     """Not what is cached, nor dead, nor the null block, nor of groups that have no table."""
-    engine = builders.engine(FULL, WINDOW, STATE, null_block=0)
+    engine = plan_of(builders.engine(FULL, WINDOW, STATE, null_block=0))
     tables = {"g0": [5, 6, 7, 8], "g1": [0, 0, 1, 2], "g2": [3]}
     found = blocks_of(engine, asked(16, tables, cached_tokens={"g0": 7}))
     assert {"g0": [6, 7, 8], "g1": [1, 2], "g2": [3]} == {g: [*ids] for g, ids in found.items()}
@@ -91,8 +96,34 @@ def test_blocks_are_those_that_are_written() -> None:
     assert ["g2"] == [*blocks_of(engine, asked(16, tables, cached_tokens={"g0": 16}))]
     none = asked(16, {"g1": [0, 0, 0, 0]})
     assert {} == blocks_of(engine, none)
-    plain = builders.engine(FULL, WINDOW)
+    plain = plan_of(builders.engine(FULL, WINDOW))
     assert {"g1": [0, 0]} == {g: [*ids] for g, ids in blocks_of(plain, none).items()}
+
+
+@pytest.mark.parametrize("excluding", ["producer", "consumer", "both"])
+def test_excluded_group_needs_no_blocks(excluding: str) -> None:
+    """A group of which every layer is excluded, on either side, moves nothing into its table."""
+    group = builders.group(FULL, "layers.0", name="g0")
+    draft = builders.group(WINDOW, "draft", name="g1")
+    without = attrs.evolve(draft, excluded=("draft",))
+    sides = [
+        builders.engine(group, without if excluding in (side, "both") else draft)
+        for side in ("producer", "consumer")
+    ]
+    plan = kvspec.plan_transfer(*sides)
+    for table in ([], [5], [5, 6], kvspec.BlockTable([6], first_token=3)):
+        request = asked(8, {"g0": [1, 2], "g1": table})
+        found = blocks_of(plan, request)
+        assert {"g0": [1, 2]} == {name: [*ids] for name, ids in found.items()}
+
+
+def test_excluded_layer_of_group_needs_no_blocks() -> None:
+    """A group that keeps other layers claims what those need."""
+    group = builders.group(FULL, "layers.0", "draft", excluded=("draft",))
+    plan = plan_of(builders.engine(group))
+    assert {"g": [1, 2]} == {
+        g: [*ids] for g, ids in blocks_of(plan, asked(8, {"g": [1, 2]})).items()
+    }
 
 
 def test_claims_end() -> None:
@@ -106,7 +137,8 @@ def test_claims_end() -> None:
     for cache, conflicts in ((apart, False), (pooled, True)):
         claims = Claims(cache)
         first, second = (
-            blocks_of(engine, asked(8, tables)) for tables in ({"g0": [1, 2]}, {"g1": [2, 3]})
+            blocks_of(plan_of(engine), asked(8, tables))
+            for tables in ({"g0": [1, 2]}, {"g1": [2, 3]})
         )
         number = claims.take("a", first)
         if conflicts:
