@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Set as AbstractSet
 from typing import Any, Generic, TypeVar
 
 from kvspec.errors import SpecError
@@ -54,6 +55,15 @@ def sequence(field: str, value: object, wanted: str) -> tuple[Any, ...]:
         return tuple(value)
     except (TypeError, OverflowError) as error:  # an array of no dimension; a range without a len
         raise SpecError(field, value, f"a sequence of at most {MOST_MEMBERS} {wanted}") from error
+
+
+def texts(field: str, value: object, wanted: str) -> tuple[str, ...]:
+    """Return the members of *value*, a sequence or a set of texts; else raise `SpecError`."""
+    members = sequence(field, tuple(value) if isinstance(value, AbstractSet) else value, wanted)
+    for member in members:
+        if not isinstance(member, str):
+            raise SpecError(field, member, f"a sequence or a set of {wanted}")
+    return members
 
 
 def mapping(field: str, value: object, wanted: str) -> Mapping[Any, Any]:

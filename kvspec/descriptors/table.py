@@ -7,7 +7,6 @@ byte lies in exactly one selected descriptor, and a cached byte in none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from functools import cached_property
 
 import attrs
@@ -27,7 +26,7 @@ from kvspec.descriptors.tables import Positions, check_tokens
 from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.inputs import instance, positive_int, sequence
+from kvspec.inputs import instance, positive_int, texts
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.mismatches import differing
@@ -223,8 +222,7 @@ def build_table(
 
 
 def _known(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
-    given = tuple(layers) if isinstance(layers, AbstractSet) else layers
-    names = sequence("layers", given, "names of layers")
+    names = texts("layers", layers, "names of layers")
     known = [layer for group in plan.consumer.groups for layer in group.layers]
     if strange := [name for name in names if name not in known]:
         raise SpecError("layers", strange[:3], f"layers of the consumer, as {known[:3]}")

@@ -11,6 +11,12 @@ from itertools import pairwise
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig, Stage
 
+MOST_DIGITS = 18
+"""Digits of a layer's number: it fits a signed 64-bit number.
+
+Python raises an error of its own for a text of thousands of digits.
+"""
+
 
 def stages_of(layers: list[str], parallel: ParallelConfig) -> dict[str, int]:
     """Return the pipeline stage of each of *layers*; `SpecError` for one in none or in several."""
@@ -28,8 +34,11 @@ def stages_of(layers: list[str], parallel: ParallelConfig) -> dict[str, int]:
 
 
 def _number(layer: str) -> int | None:
-    found = re.search(r"\d+", layer)
-    return int(found.group()) if found else None
+    """Return the first number in the name of *layer*; None if it has none."""
+    found = re.search(r"0*(\d+)", layer)
+    if found and len(found[1]) > MOST_DIGITS:
+        raise SpecError("layers", layer, f"a first number of at most {MOST_DIGITS} digits")
+    return int(found[1]) if found else None
 
 
 def _holds(stage: Stage, layer: str) -> bool:

@@ -28,14 +28,17 @@ def _check_region(region: Region, wanted: HeldPart) -> None:
     if region.group != wanted.group:
         field = f"regions['{region.layer}.{region.part}'].group"
         raise SpecError(field, region.group, f"{wanted.group!r}, the layer's group")
+    home = (region.memory_type, region.device)
+    if not isinstance(home[0], str) or type(home[1]) is not int:
+        field = f"regions['{region.layer}.{region.part}']"
+        raise SpecError(field, home, "a memory_type (a text) and a device (an int)")
     sizes = (region.content_bytes, region.units, region.states, region.pieces)
     right = (wanted.content_bytes, wanted.units, wanted.states, wanted.pieces)
     strides = (region.block_stride, region.unit_stride, region.state_stride, region.piece_stride)
     counts = (region.base, *strides)
     plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
     # All is well, nearly always, and this is asked of every region: so no messages until it is not.
-    fit = min(counts) >= 0 < region.num_blocks <= MOST and max(counts) <= MOST
-    if plain and fit and sizes == right:
+    if plain and sizes == right and min(counts) >= 0 < region.num_blocks <= MOST >= max(counts):
         return
     for name in ("content_bytes", "units", "states", "pieces"):
         size, fits = getattr(region, name), getattr(wanted, name)
@@ -74,6 +77,8 @@ class RankCache:
         seen: set[tuple[str, str]] = set()
         for each in self.regions:
             key = (each.layer, each.part)
+            if not isinstance(each.layer, str) or not isinstance(each.part, str):
+                raise SpecError("regions", key, "names of a layer and of a part")
             if key in seen:
                 raise SpecError("regions", ".".join(key), "each part of a layer once")
             if key not in wanted:

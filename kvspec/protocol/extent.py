@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, positive_int
+from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.stripes import WHOLE, Stripe
 from kvspec.ownership.tokens import Cyclic
@@ -24,8 +24,12 @@ MOST = 2**62
 ALONE = Cyclic()
 
 
-def _tuple(value: Iterable[str]) -> tuple[str, ...]:
-    return tuple(value)
+def _layers(value: Iterable[str]) -> tuple[str, ...]:
+    return sequence("layers", value, "names")
+
+
+def _parts(value: Iterable[str]) -> tuple[str, ...]:
+    return sequence("parts", value, "names")
 
 
 def _check_names(field: str, names: tuple[str, ...]) -> None:
@@ -50,8 +54,8 @@ class Extent:
     is empty but of a state, which has seen the last of *tokens*.
     """
 
-    layers: tuple[str, ...] = attrs.field(converter=_tuple)
-    parts: tuple[str, ...] = attrs.field(converter=_tuple)
+    layers: tuple[str, ...] = attrs.field(converter=_layers)
+    parts: tuple[str, ...] = attrs.field(converter=_parts)
     units: range
     tokens: range
     rows: range = EMPTY

@@ -17,7 +17,7 @@ import attrs
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, sequence
+from kvspec.inputs import instance, texts
 from kvspec.ownership.part import Part
 from kvspec.plan.mismatches import PART_WHY
 from kvspec.specs import LayerSpec
@@ -44,7 +44,7 @@ def fingerprint(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     False
     """
     instance("engine", engine, EngineSpec)
-    without = {*engine.excluded, *sequence("excluded", excluded, "layer names")}
+    without = {*engine.excluded, *texts("excluded", excluded, "layer names")}
     told: dict[LayerSpec, bytes] = {}
     whole = hashlib.blake2b(digest_size=SIZE)
     for layer in sorted(set(engine.homes) - without):

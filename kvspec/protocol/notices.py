@@ -124,7 +124,7 @@ class Notice:
     pushed: Pushed | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in NOTICES:
+        if not isinstance(self.kind, str) or self.kind not in NOTICES:
             raise SpecError("kind", self.kind, f"one of {', '.join(NOTICES)}")
         for name, kind in (("key", Key), ("by", Party), ("to", Party)):
             instance(name, getattr(self, name), kind)

@@ -1,0 +1,112 @@
+"""Values of a wrong type raise the library's own error, and no exception of Python or numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import builders
+import numpy as np
+import pytest
+from refused import refusal
+
+import kvspec
+from kvspec import RankId
+from kvspec.protocol import Key, Notice, Party, fingerprint
+from kvspec.protocol.extent import Extent
+
+RANK = RankId()
+ENGINE = builders.engine(builders.gqa(), layers=("l", "m"))
+CACHE = kvspec.lay_out(ENGINE, RANK, 4)
+ODD: tuple[Any, ...] = (None, [], {}, 1.5, "0", True, np.zeros((2, 2), np.int64))
+"""Values that are no plain int."""
+
+
+@pytest.mark.parametrize("name", ["base", "block_stride", "unit_stride", "state_stride"])
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_cache_rejects_region_with_address_that_is_no_int(name: str, value: Any) -> None:
+    """The error names the field of the region, whatever its value is."""
+    first, *others = CACHE.regions
+    wrong = [attrs.evolve(first, **{name: value}), *others]
+    error = refusal(lambda: kvspec.RankCache(ENGINE, RANK, wrong, CACHE.memory))
+    assert f"regions['l.k'].{name}" == error.field
+    assert value is error.value
+
+
+@pytest.mark.parametrize("value", ODD[:4], ids=repr)
+@pytest.mark.parametrize("name", ["layer", "part", "memory_type", "device"])
+def test_cache_rejects_region_with_name_of_wrong_type(name: str, value: Any) -> None:
+    """A region's layer, part, memory type and device may be values that have no hash."""
+    first, *others = CACHE.regions
+    wrong = [attrs.evolve(first, **{name: value}), *others]
+    error = refusal(lambda: kvspec.RankCache(ENGINE, RANK, wrong, CACHE.memory))
+    assert "regions" in error.field
+
+
+@pytest.mark.parametrize("value", [None, 1, "abc", {"l": 1}, [None], [["l"]], [], ["l", "l"]])
+@pytest.mark.parametrize("name", ["layers", "parts"])
+def test_extent_rejects_names_that_are_no_sequence_of_texts(name: str, value: Any) -> None:
+    """The error names the field."""
+    fields: dict[str, Any] = {"layers": ["l"], "parts": ["k"], name: value}
+    error = refusal(lambda: Extent(**fields, units=range(1), tokens=range(1)))
+    assert name == error.field
+
+
+@pytest.mark.parametrize("value", [None, [], {}, 1, "no kind", np.zeros(2)], ids=repr)
+def test_notice_rejects_kind_that_is_unknown(value: Any) -> None:
+    """A kind may be a value that has no hash."""
+    party = Party("P", 1, RANK)
+    error = refusal(lambda: Notice(kind=value, key=Key("r", b"12345678"), by=party, to=party))
+    assert "kind" == error.field
+    assert value is error.value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros((2, 2)), np.array([["l", "m"]]), [np.array(["l", "m"])], [["l"]], [None], ["l", 1]],
+    ids=repr,
+)
+def test_table_rejects_layers_that_are_no_names(value: Any) -> None:
+    """An array of two dimensions has rows, and a row is no name."""
+    plan = kvspec.plan_transfer(ENGINE, ENGINE)
+    error = refusal(lambda: kvspec.build_table(plan, CACHE, CACHE, layers=value))
+    assert "layers" == error.field
+
+
+@pytest.mark.parametrize("value", [np.array(["l"]), {"l"}, frozenset("l"), ("l",)], ids=repr)
+def test_table_accepts_layers_of_any_collection(value: Any) -> None:
+    """The order of names does not matter, so that a set is accepted."""
+    plan = kvspec.plan_transfer(ENGINE, ENGINE)
+    table = kvspec.build_table(plan, CACHE, CACHE, layers=value)
+    assert frozenset("l") == table.layers
+
+
+@pytest.mark.parametrize("digits", [19, 5000])
+def test_stages_reject_layer_number_that_is_too_long(digits: int) -> None:
+    """Python refuses to read an int of 5,000 digits with an exception of its own."""
+    names = ("layers.0", f"layers.{'1' * digits}")
+    error = refusal(lambda: builders.engine(builders.gqa(), layers=names, pp_size=2))
+    assert "layers" == error.field
+    assert names[1] == error.value
+
+
+def test_stages_accept_layer_number_with_leading_zeros() -> None:
+    """Zeros before a number do not make it large."""
+    names = ("layers.0", f"layers.{'0' * 30}1")
+    engine = builders.engine(builders.gqa(), layers=names, pp_size=2)
+    assert (names[1],) == engine.layers_at(engine.groups[0], 1)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, list, tuple, np.array])
+def test_fingerprint_accepts_excluded_layers_of_any_collection(kind: Any) -> None:
+    """An empty set is what no excluded layers are; order does not matter."""
+    assert fingerprint(ENGINE) == fingerprint(ENGINE, kind([]))
+    assert fingerprint(ENGINE, ["m"]) == fingerprint(ENGINE, kind(["m"]))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1, "m", {"m": 1}, [None], [["m"]], np.zeros((2, 2))], ids=repr
+)
+def test_fingerprint_rejects_excluded_that_are_no_names(value: Any) -> None:
+    """The error names the argument."""
+    assert "excluded" == refusal(lambda: fingerprint(ENGINE, value)).field
