@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_ids, check_no_null
-from kvspec.descriptors.shared import check_shared, sharing
+from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
@@ -53,6 +53,8 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     _check_tables(plan, request)
     for cache, _ in consumers.values():
         check_shared(plan, request, sharing(cache))
+    for cache, _ in producers.values():
+        check_shared_sources(plan, request, sharing(cache))
     for source, target, each, (source_block, source_state, target_block, target_state) in list(
         _moves(plan, producers, consumers, request)
     ):

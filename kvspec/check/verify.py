@@ -20,8 +20,8 @@ from kvspec.check.counterexample import CounterExample
 from kvspec.check.coverage import Small
 from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
-from kvspec.descriptors.request import BlockTable, TransferRequest, check_no_null
-from kvspec.descriptors.shared import sharing
+from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
+from kvspec.descriptors.shared import check_read_once, sharing
 from kvspec.descriptors.table import build_table, check_engine
 from kvspec.descriptors.tables import check_producer_holds
 from kvspec.engines.engine import EngineSpec
@@ -205,11 +205,16 @@ def _check_given(
     request: TransferRequest,
     owners: Mapping[Role, Owners],
 ) -> None:
-    """Raise unless every cache and every table is there that the check reads."""
+    """Raise unless every cache and every table is there that the check reads.
+
+    A block of the producer that moves for two groups of one memory is refused here. The checker
+    would accept it: each group's bytes are read from that group's block.
+    """
     _check_caches("producers", producers, plan.producer)
     _check_caches("consumers", consumers, plan.consumer)
     instance("request", request, TransferRequest)
     request.check_groups([group.name for group in plan.consumer.groups])
+    read: dict[str, list[Ids]] = {}
     for pair in plan.pairs:
         groups: dict[Role, KVCacheGroup] = {"consumer": pair.consumer, "producer": pair.producer}
         tables = {side: request.table(side, group.name) for side, group in groups.items()}
@@ -218,13 +223,20 @@ def _check_given(
             for side, group in groups.items() if wanted else ():
                 per_token = all(part.per_token for part in spec.parts)
                 check = _check_tokens if per_token else _check_state
-                check(owners[side], side, group, tables[side], wanted)
+                ids = check(owners[side], side, group, tables[side], wanted)
+                if side == "producer":
+                    read.setdefault(group.name, []).append(ids)
+    for cache in producers.values():
+        check_read_once(read, sharing(cache))
 
 
 def _check_tokens(
     owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
-) -> None:
-    """Raise unless a table begins with a block, and what it has of *wanted* tokens in blocks."""
+) -> Ids:
+    """Return the ids of the blocks of *wanted* tokens that a table has.
+
+    Raises unless the table begins with a block, and no such token is in the null block.
+    """
     virtual, null = owners.virtual_block(group), owners.engine.null_block
     table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
     held = table.tokens(virtual)
@@ -233,12 +245,17 @@ def _check_tokens(
     inside = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
     missing = table.without_block(inside, virtual, null) if inside else EMPTY
     check_no_null(side, group.name, null, missing, wanted)
+    return table.blocks_of(inside, virtual) if inside else table.block_ids[:0]
 
 
 def _check_state(
     owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
-) -> None:
-    """Raise unless a table has the block in which the state after the *wanted* token lies."""
+) -> Ids:
+    """Return the id of the block in which the state after the *wanted* token lies.
+
+    Raises unless the table has that block, and it is not the null block.
+    """
     field, null = f"{side}_blocks[{group.name!r}]", owners.engine.null_block
     at = table.state_block(field, group.spec.block_size, wanted.stop - 1)
     check_no_null(side, group.name, null, wanted if table.block_ids[at] == null else EMPTY, wanted)
+    return table.block_ids[at : at + 1]

@@ -21,7 +21,7 @@ from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.selection import Selection
-from kvspec.descriptors.shared import check_shared, sharing
+from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
 from kvspec.descriptors.tables import Positions, check_tokens
 from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
@@ -134,6 +134,10 @@ class DescriptorTable:
     def _pools(self) -> tuple[frozenset[str], ...]:
         return sharing(self.consumer)
 
+    @cached_property
+    def _source_pools(self) -> tuple[frozenset[str], ...]:
+        return sharing(self.producer)
+
     def cells(
         self, request: TransferRequest, tokens: Positions | None = None
     ) -> list[tuple[Entry, Cells]]:
@@ -145,6 +149,8 @@ class DescriptorTable:
             check_tokens(tokens, groups)
         if self._pools:
             check_shared(self.plan, request, self._pools)
+        if self._source_pools:
+            check_shared_sources(self.plan, request, self._source_pools)
         return [one for family in self._families for one in family.picked(request, tokens)]
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from builders import group
 from builders import request as ask
-from refused import words
+from refused import refusal, words
 
 import kvspec
 from kvspec import RankId
@@ -188,8 +188,91 @@ def test_groups_of_one_memory_share_no_block() -> None:
     for name, way in apart.ways(ask(12, mine, same)).items():
         assert name != "verify" or way() is None  # each group has its own memory
         way()
-    for name, way in pair.ways(ask(12, same, mine)).items():
-        assert name != "verify" or way() is None  # what is read twice is not written twice
+
+
+def test_block_that_moves_for_two_groups_is_refused_on_producer() -> None:
+    """One block of a shared memory holds the bytes of one group, so that one table is wrong."""
+    both = engine(a=FULL, b=LAST)
+    pair, apart = Pair.of(both, both, shared=True), Pair.of(both, both)
+    mine = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    same = ask(12, {"a": [1, 2, 3], "b": [4, 5, 3]}, mine)
+    for name, way in pair.ways(same).items():
+        error = refusal(way)
+        assert ("producer_blocks['a']", 3) == (error.field, error.value), name
+        assert "'b'" in str(error), name
+    given = {(RANK, RANK): apart.table.descriptors(same)}
+    caches = [{RANK: cache} for cache in pair.caches]
+    for thorough in (False, True):
+        error = refusal(
+            lambda thorough=thorough: kvspec.verify(
+                pair.plan, *caches, same, given, thorough=thorough
+            )
+        )
+        assert ("producer_blocks['a']", 3) == (error.field, error.value)
+    for name, way in apart.ways(same).items():
+        assert name != "verify" or way() is None  # each group has its own memory
+        way()
+
+
+@pytest.mark.parametrize(
+    ("tables", "cached", "null"),
+    [
+        ({"a": [1, 2, 3], "b": [1, 5, 6]}, 0, 0),
+        ({"a": [1, 2, 3], "b": [3, 5, 6]}, 0, None),
+        ({"a": [1, 2, 3], "b": [4, 5, 1]}, {"b": 12}, 0),
+        ({"a": [1, 2, 3], "b": [4, 5, 1]}, {"a": 4}, 0),
+        ({"a": [0, 2, 3], "b": [0, 5, 6]}, {"a": 4}, 0),
+        ({"a": [1, 2, 3, 5], "b": [4, 6, 7, 2]}, 0, 0),
+        ({"a": [1, 2, 3], "b": [1, 2, 3]}, 12, 0),
+    ],
+    ids=["dead", "dead, no null block", "cached", "cached in the other", "null", "later", "all"],
+)
+def test_block_that_moves_for_one_group_may_stand_in_two_tables_of_producer(
+    tables: dict[str, list[int]], cached: Any, null: int | None
+) -> None:
+    """The other group does not move the block: it is dead, cached, null, or for later tokens."""
+    both = engine(null, a=FULL, b=LAST)
+    pair = Pair.of(both, both, shared=True)
+    mine = {"a": [7, 8, 9], "b": [10, 11, 12]}
+    request = ask(12, tables, mine, cached_tokens=cached)
+    for name, way in pair.ways(request).items():
+        assert name != "verify" or way() is None
+        way()
+
+
+def test_block_of_excluded_group_may_stand_in_two_tables_of_producer() -> None:
+    """A group of drafts moves nothing, so that its table does not matter."""
+    draft = group(LAST, "layer.b", name="b", excluded=("layer.b",))
+    both = builders.engine(group(FULL, "layer.a", name="a"), draft, null_block=0)
+    pair = Pair.of(both, both, shared=True)
+    mine = {"a": [7, 8, 9], "b": [10, 11, 12]}
+    for way in pair.ways(ask(12, {"a": [1, 2, 3], "b": [1, 2, 3]}, mine)).values():
+        way()
+
+
+def test_blocks_are_compared_by_group_of_producer() -> None:
+    """Two groups of the consumer may read one block that a producer's group of both has."""
+    whole = builders.engine(group(FULL, "layer.a", "layer.b", name="ab"), null_block=0)
+    split = engine(a=FULL, b=FULL)
+    pair = Pair.of(whole, split, shared=True)
+    request = ask(12, {"ab": [1, 2, 3]}, {"a": [1, 2, 3], "b": [4, 5, 6]})
+    assert None is pair.ways(request)["verify"]()
+    back = Pair.of(split, whole, shared=True)
+    request = ask(12, {"a": [1, 2, 3], "b": [4, 5, 2]}, {"ab": [1, 2, 3]})
+    for way in back.ways(request).values():
+        error = refusal(way)
+        assert ("producer_blocks['a']", 2) == (error.field, error.value)
+
+
+def test_step_refuses_block_of_two_groups_once_both_tables_have_it() -> None:
+    """A producer's table may end at what is written; what is missing is not compared."""
+    both = engine(a=FULL, b=FULL)
+    pair, mine = Pair.of(both, both, shared=True), {"a": [7, 8, 9], "b": [10, 11, 12]}
+    early = ask(12, {"a": [1], "b": [4]}, mine)
+    assert len(pair.table.select(early, tokens=range(4))[0])
+    wrong = ask(12, {"a": [1, 2], "b": [4, 1]}, mine)
+    error = refusal(lambda: pair.table.select(wrong, tokens=range(8)))
+    assert ("producer_blocks['a']", 1) == (error.field, error.value)
 
 
 def test_blocks_that_were_given_back_are_not_judged() -> None:
@@ -215,6 +298,11 @@ def test_the_slot_of_a_state_is_no_other_groups_block() -> None:
         for name in ("select", "descriptors", "reference"):
             assert "group 's', in the same memory" in words(pair.ways(request)[name])
     assert None is pair.ways(ask(12, fine, {"a": [1, 2, 3], "s": [2, 1, 4]}))["verify"]()
+    for slot in ([2], [5, 6, 3]):
+        for way in pair.ways(ask(12, {"a": [1, 2, 3], "s": slot}, fine)).values():
+            error = refusal(way)
+            assert ("producer_blocks['a']", slot[-1]) == (error.field, error.value)
+    assert None is pair.ways(ask(12, {"a": [1, 2, 3], "s": [2, 1, 4]}, fine))["verify"]()
 
 
 def test_an_id_that_would_wrap_is_no_block() -> None:

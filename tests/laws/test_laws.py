@@ -51,6 +51,35 @@ def test_other_memories_are_covered(case: Case) -> None:
     LAWS[0].check(KVSPEC, case)
 
 
+@given(strategies.sharing_cases())
+def test_impossible_requests_of_shared_memory_are_refused(case: Case) -> None:
+    """Law 11 where groups lie in one memory: a block moves for one group alone."""
+    LAWS[10].check(KVSPEC, case)
+
+
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [("check_shared_sources", "producer_blocks"), ("check_shared", "consumer_blocks")],
+)
+def test_law_finds_block_that_moves_for_two_groups(
+    monkeypatch: pytest.MonkeyPatch, check: str, told: str
+) -> None:
+    """A system that does not compare the tables of groups breaks law 11, on either side."""
+    side = engine(gqa(1), gqa(2, head_size=2))
+    tables = {"g0": [1, 2], "g1": [3, 4]}
+    pool = dict.fromkeys(tables, 6)
+    shared = attrs.evolve(
+        case(side, side, request(20, tables, tables)),
+        producer_pool=pool,
+        consumer_pool=pool,
+        shared=True,
+    )
+    LAWS[10].check(MOVER, shared)
+    monkeypatch.setattr(f"kvspec.descriptors.table.{check}", lambda *_: None)
+    with pytest.raises(laws.BrokenLawError, match=rf"{told}.*not refused"):
+        LAWS[10].check(MOVER, shared)
+
+
 def test_the_table_of_laws_is_in_contributing() -> None:
     """Number, name and sentence of each, in order; numbers are those of the table's places."""
     rows = re.findall(

@@ -8,19 +8,22 @@ copy; a crash is no refusal.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError
-from kvspec.testing.carve import block_split
-from kvspec.testing.laws.owners import targets
+from kvspec.testing.carve import block_split, rank_units
+from kvspec.testing.laws.owners import home, targets
 from kvspec.testing.laws.system import Trial
-from kvspec.testing.positions import rows_of
+from kvspec.testing.positions import cached_in, context_of, live_positions, rows_of
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
+    from kvspec.engines.group import KVCacheGroup
+    from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
 
 _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
@@ -37,7 +40,7 @@ def of_requests(trial: Trial) -> Iterator[str]:
     """Yield each impossible request that is not refused, or not by the name of the group."""
     if not any(trial.system.ways()):
         return
-    for name, what, change in _wrong_requests(trial.case):
+    for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
         wrong = attrs.evolve(trial.case.request, **change)
         yield from _accepted(name, what, trial.asking(wrong))
 
@@ -102,6 +105,61 @@ def _wrong_requests(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             (home,) = homes
             tables = {**request.producer_blocks, home: BlockTable(none)}
             yield home, f"producer_blocks[{home!r}]=[]", {"producer_blocks": tables}
+
+
+def _shared_blocks(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield (group, change, fields) of requests in which a block moves for two groups.
+
+    In a shared memory a block holds one group's bytes, so that another group's would be lost. On
+    each side, a block that moves for one group is put in the place of one that moves for another.
+    """
+    if not case.shared:
+        return
+    producer, consumer = case.producer, case.consumer
+    sides: tuple[tuple[str, EngineSpec, EngineSpec, dict[str, list[int]]], ...] = (
+        ("producer_blocks", producer, consumer, _read_blocks(case)),
+        ("consumer_blocks", consumer, producer, _live_blocks(case)),
+    )
+    for side, engine, other, moved in sides:
+        holders: dict[str, set[RankId]] = {}
+        for target in targets(engine, other):
+            # A rank to which no unit is dealt has no memory of the group.
+            if rank_units(engine, target.rank, target.part, target.group):
+                holders.setdefault(target.group.name, set()).add(target.rank)
+        tables = getattr(case.request, side)
+        for group, second in permutations(moved, 2):
+            # On other ranks the two groups may not meet, as on different pipeline stages.
+            if not holders[group] <= holders[second]:
+                continue
+            old, new = moved[group][-1], moved[second][0]
+            ids = [new if each == old else each for each in tables[group].block_ids.tolist()]
+            changed = {**tables, group: attrs.evolve(tables[group], block_ids=ids)}
+            what = f"{side}[{group!r}]={ids}, of which group {second!r} has {new}"
+            yield group, what, {side: changed}
+
+
+def _read_blocks(case: Case) -> dict[str, list[int]]:
+    """Return the producer's blocks from which something must be read, by group, in no order."""
+    found: dict[str, set[int]] = {}
+    for target in targets(case.producer, case.consumer):
+        group, table = target.group, case.request.producer_blocks[target.group.name]
+        tokens = _wanted(case, home(case.consumer, target.layer), target.layer)
+        size = group.spec.block_size
+        if target.part.per_token:
+            size *= context_of(case.producer, target.rank, group)[1]
+        else:  # A state lies in the block of its last token, or in its only slot.
+            slot = len(table.block_ids) == 1 and not table.first_token
+            tokens = [0] if slot and tokens else tokens[-1:]
+        ids = table.block_ids.tolist()
+        blocks = {ids[(token - table.first_token) // size] for token in tokens}
+        found.setdefault(group.name, set()).update(blocks)
+    return {group: sorted(blocks) for group, blocks in found.items() if blocks}
+
+
+def _wanted(case: Case, group: KVCacheGroup, layer: str) -> list[int]:
+    """Return the tokens that *layer*, in *group* of the consumer, has to receive."""
+    live = live_positions(group.spec.of_layer(layer), case.request).nonzero()[0].tolist()
+    return [token for token in live if token >= cached_in(case.request, group)]
 
 
 def _live_blocks(case: Case) -> dict[str, list[int]]:
