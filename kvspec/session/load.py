@@ -24,7 +24,7 @@ from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.explain import carried
 from kvspec.protocol.notices import Notice
-from kvspec.protocol.order import Name, Place
+from kvspec.protocol.order import Name, Place, ReadOrder
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine
@@ -95,13 +95,16 @@ class Progress:
         rest = FIRST_WAIT
         while self.poll() == "moving":
             if self.remote.unheard:
-                name = self.request.request_id
-                why = "the session was closed while it moved: its blocks may be written still"
-                raise TransferError(why, request=name, state=TransferState.CLOSED)
+                raise self.closed()
             time.sleep(rest)
             rest = min(2 * rest, LAST_WAIT)
         if self.error is not None:
             raise self.error
+
+    def closed(self) -> TransferError:
+        """Return the error of a wait that cannot end, because nothing moves the session on."""
+        why = "the session was closed while it moved: its blocks may be written still"
+        return TransferError(why, request=self.request.request_id, state=TransferState.CLOSED)
 
     def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
         """Keep the first reason why it fails: at which *rank*, in which state of a transfer."""
@@ -137,6 +140,7 @@ class SessionLoad(Progress):
     """What `Session.load` returns: a request, from all ranks that hold it, as one thing."""
 
     way, advice = "from", f"; {VOID}"
+    order: ReadOrder  # what the ledger expects
     name: Name  # what its notices name it by
 
     def __init__(

@@ -102,8 +102,10 @@ class PromptLoad:
         return state
 
     def wait(self) -> None:
-        """Poll until it is done; raise `error` if it failed."""
+        """Poll until it is done; raise `error` if it failed, or the session was closed before."""
         while self.poll() == "moving":
+            if self.load is not None and self.load.remote.unheard:
+                raise self.load.closed()
             time.sleep(LAST_WAIT)
         if self.error is not None:
             raise self.error

@@ -316,6 +316,38 @@ def test_nobody_is_waited_for_by_a_session_that_is_closed() -> None:
         assert "the session was closed" in str(load.error)
 
 
+def test_prompt_wait_raises_when_the_session_is_closed() -> None:
+    """Nothing moves the load on any more, so that it would be waited for without an end."""
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, background=True) as producer,
+        Side("D", engine(1), polled=False) as consumer,
+    ):
+        (session,) = consumer.sessions.values()
+        asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
+        prompt = held((*producer.addresses,), tables=asked.producer_blocks)
+        with Prompts(session, timeout=30.0) as prompts:
+            until(prompts._meeting(prompt).met.done)
+            net.fate = lambda _: None  # no byte arrives
+            load = prompts.load(prompt, asked)
+            assert load.load is not None
+            errors: list[TransferError] = []
+
+            def wait() -> None:
+                try:
+                    load.wait()
+                except TransferError as error:
+                    errors.append(error)
+
+            waiter = threading.Thread(target=wait, daemon=True)
+            waiter.start()
+            session.close(drain=0.0)
+            waiter.join(5.0)
+            assert ["closed"] == [error.state for error in errors]
+            for flight in net.moving:
+                flight.land()
+
+
 def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
     """As a load: waited for until it is done, cancelled before its producer is met and after."""
     producer, consumer = sides
