@@ -109,6 +109,11 @@ class NixlRank:
         return tuple(transfer for transfer in self._flights if transfer.quarantined)
 
     @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Transfers that are not over, or whose end nobody knows."""
+        return tuple(self._flights)
+
+    @property
     def refused(self) -> dict[str, int]:
         """Notifications that did not fit into the inbox, by peer; "": of all strangers."""
         return dict(self._inbox.refused)

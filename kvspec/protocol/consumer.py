@@ -1,14 +1,22 @@
 """What a consumer rank waits for, and when it may be trusted: events in, actions out.
 
-Law: a request is ready only when every source and group has arrived, and each source held it after
-that: it said so, or had promised so, counted from before it was asked. Whatever fails, fails the
-request by name, and its blocks are held until nothing in flight can write them.
+Invariant: a request is ready only when every source and group has arrived, and each producer then
+answered `valid`. Whatever fails, fails the request by name, and its blocks are held until nothing
+in flight can write them.
+
+A granted lease never makes a request ready. The lease is measured by two clocks, and the consumer's
+clock may stand still while the producer's clock runs, for example in a paused virtual machine.
+
+Each public method that changes the ledger changes all that it should and returns the actions, or
+raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`, can
+be made again and no action is lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
@@ -29,8 +37,7 @@ from kvspec.protocol.order import Frontiers, Name, Place, ReadOrder
 from kvspec.protocol.pending import Pending, Source, name_of, refusal_of
 from kvspec.protocol.states import CONSUMER
 
-MARGIN, DRIFT = 1e-3, 1e-3
-"""Seconds, and share, by which a promised lease counts less: no two clocks round or run alike."""
+T = TypeVar("T")
 
 
 class ConsumerLedger:
@@ -79,8 +86,19 @@ class ConsumerLedger:
     def expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
         """Wait for what *order* says, at most *timeout* seconds; what moves nothing is ready."""
         self.check(order)
-        actions = self.tick(now)
-        load = Pending(order, self._now + seconds("timeout", timeout))
+        most = seconds("timeout", timeout)
+        return self._whole(now, None, lambda: self._expect(order, now, most))
+
+    def forget(self, order: ReadOrder) -> None:
+        """Forget a request whose caller gave up before anything was told about it."""
+        load = self._loads.pop(order.request_id, None)
+        self._names.pop(order.name, None)
+        for step in load.steps if load is not None else ():
+            self._steps.pop(step, None)
+
+    def _expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
+        actions = self._tick(now)
+        load = Pending(order, self._now + timeout)
         self._loads[order.request_id] = load
         self._names[load.order.name] = order.request_id
         for rank, ends in order.sources.items():
@@ -114,6 +132,18 @@ class ConsumerLedger:
         `SpecError` where the request does not move, or this would move something twice or before it
         was written.
         """
+        return self._whole(
+            self._now, request_id, lambda: self._start(request_id, source, group, layers, upto)
+        )
+
+    def _start(
+        self,
+        request_id: str,
+        source: RankId,
+        group: str,
+        layers: Iterable[str] | None,
+        upto: int | None,
+    ) -> int:
         load = self._loads.get(request_id)
         if load is None or load.state != "moving" or source not in load.sources:
             raise SpecError("request_id", request_id, f"a request that moves from {source}")
@@ -125,12 +155,15 @@ class ConsumerLedger:
 
     def finish(self, step: int, now: float) -> list[Action]:
         """Take that a step is done: all its bytes have arrived, and it writes no more."""
-        actions = self.tick(now)
+        return self._whole(now, self._reads(step), lambda: self._finish(step, now))
+
+    def _finish(self, step: int, now: float) -> list[Action]:
+        actions = self._tick(now)
         load, rank, moved = self._ended(step)
         if load.state == "moving":
             source = load.sources[rank]
             source.frontiers.finish(moved)
-            source.whole = self._now if source.frontiers.whole else None
+            source.whole = source.frontiers.whole
             return actions + self._moved(load)
         return actions + self._quiet(load)
 
@@ -148,7 +181,14 @@ class ConsumerLedger:
         What a step that failed left in the blocks is void. If the step is the first fault of the
         request, `Failed` carries *state*.
         """
-        actions = self.tick(now)
+        return self._whole(
+            now, self._reads(step), lambda: self._fail(step, why, now, state, quiet=quiet)
+        )
+
+    def _fail(
+        self, step: int, why: str, now: float, state: TransferState, *, quiet: bool
+    ) -> list[Action]:
+        actions = self._tick(now)
         if quiet:
             load = self._ended(step)[0]
             return actions + self._fault(load, why, state) + self._quiet(load)
@@ -165,14 +205,23 @@ class ConsumerLedger:
         state: TransferState = TransferState.STOPPED,
     ) -> list[Action]:
         """Give a request up; one that ended already stays as it is."""
-        actions = self.tick(now)
+        return self._whole(now, request_id, lambda: self._cancel(request_id, now, why, state))
+
+    def _cancel(self, request_id: str, now: float, why: str, state: TransferState) -> list[Action]:
+        actions = self._tick(now)
         load = self._loads.get(request_id)
         return actions + (self._fault(load, why, state) if load else [])
 
     def receive(self, notice: Notice, now: float) -> list[Action]:
         """Take a producer's notice."""
-        actions = self.tick(now)
-        load = self._loads.get(self._names.get(name_of(notice), ""))
+        name = self._names.get(name_of(notice), "")
+        # A frontier grows in one line, so `wrote`, which is frequent, needs no copy.
+        copied = None if notice.kind == "wrote" else name
+        return self._whole(now, copied, lambda: self._receive(name, notice, now))
+
+    def _receive(self, name: str, notice: Notice, now: float) -> list[Action]:
+        actions = self._tick(now)
+        load = self._loads.get(name)
         why = refusal_of(notice, load, self.me)
         if load is None or why is not None:
             return [*actions, Refused(notice, why or "of no request that is open")]
@@ -181,13 +230,13 @@ class ConsumerLedger:
             if rank in load.sources:
                 load.sources[rank].frontiers.wrote((notice.group, notice.layer), notice.upto)
             return actions
-        asked = load.asked[rank].pop(notice.number)
-        if notice.kind == "grant":
-            load.hold(rank, asked + notice.lease * (1 - DRIFT) - MARGIN)
-        else:
+        del load.asked[rank][notice.number]
+        if notice.kind != "grant":
             load.untold.discard(rank)
             if notice.kind == "valid":
-                load.hold(rank, self._now)
+                # Only questions asked after everything arrived have an answer in this state.
+                if load.state == "asking" and rank in load.sources:
+                    load.sources[rank].valid = True
             elif rank in load.sources and not load.sources[rank].sound:
                 why = f"{notice.by} let it go before it was read"
                 actions += self._fault(load, why, TransferState.GONE)
@@ -195,7 +244,10 @@ class ConsumerLedger:
 
     def meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
         """Know which start of a producer is the present one; what an earlier one had is lost."""
-        actions = self.tick(now)
+        return self._whole(math.inf, None, lambda: self._meet(engine_id, epoch, now))
+
+    def _meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
+        actions = self._tick(now)
         self._present.meet(engine_id, epoch)
         for load in list(self._loads.values()):
             if load.order.engine_id == engine_id and load.order.epoch != epoch:
@@ -211,6 +263,40 @@ class ConsumerLedger:
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass: beats and repeated notices go out, requests that are late fail."""
+        return self._whole(now, None, lambda: self._tick(now))
+
+    def open_steps(self, request_id: str) -> frozenset[int]:
+        """Return the steps of a request that may still write."""
+        load = self._loads.get(request_id)
+        return frozenset() if load is None else frozenset(load.steps)
+
+    def _reads(self, step: int) -> str | None:
+        """Return the id of the request that a step reads."""
+        known = self._steps.get(step)
+        return None if known is None else known[0]
+
+    def _whole(self, now: float, request_id: str | None, act: Callable[[], T]) -> T:
+        """Return what *act* returns; undo all that it changed if an exception leaves it.
+
+        *act* may change the request *request_id*, and every request once `tick` is due at *now*.
+        """
+        if now >= self._due:
+            copied = {name: load.copied() for name, load in self._loads.items()}
+        else:
+            load = self._loads.get(request_id) if request_id is not None else None
+            copied = {} if load is None else {load.order.request_id: load.copied()}
+        # The order of requests stays, since `tick` tells of them in this order.
+        loads = {name: copied.get(name, load) for name, load in self._loads.items()}
+        names, steps = dict(self._names), dict(self._steps)
+        clock = self._now, self._numbers, self._due
+        try:
+            return act()
+        except BaseException:
+            self._loads, self._names, self._steps = loads, names, steps
+            self._now, self._numbers, self._due = clock
+            raise
+
+    def _tick(self, now: float) -> list[Action]:
         self._now = max(self._now, seconds("now", now))
         actions: list[Action] = []
         if self._now < self._due:
@@ -253,7 +339,7 @@ class ConsumerLedger:
     def _moved(self, load: Pending) -> list[Action]:
         """Ask, once everything arrived; be ready, once it was valid."""
         actions: list[Action] = []
-        if load.state == "moving" and all(s.whole is not None for s in load.sources.values()):
+        if load.state == "moving" and all(s.whole for s in load.sources.values()):
             load.state = CONSUMER["moving", "whole"].state
             load.asked.clear()
             actions += self._tell(load, "done")

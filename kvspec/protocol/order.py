@@ -6,6 +6,7 @@ moved, once. What moves has been written, nothing moves twice, and the last fron
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 
 import attrs
@@ -130,6 +131,13 @@ class Frontiers:
         self._started = dict.fromkeys(ends, 0)
         self._left = dict(ends)
         self._written = dict.fromkeys(ends, 0) if partial else dict(ends)
+
+    def copied(self) -> Frontiers:
+        """Return a copy that later changes of this one do not reach."""
+        copied = copy.copy(self)
+        for name in ("_started", "_left", "_written"):
+            setattr(copied, name, dict(getattr(self, name)))
+        return copied
 
     @property
     def whole(self) -> bool:

@@ -1,7 +1,7 @@
 """One request that a consumer rank reads, as far as it has come.
 
-Law: a source is sound when all of it arrived no later than it surely held the request; a step that
-is open may still write.
+Invariant: a source is sound only after all of its bytes arrived and its producer then answered
+`valid`. A step that is open may still write.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from kvspec.protocol.order import Frontiers, Name, ReadOrder
 
 @attrs.define(eq=False)
 class Source:
-    """One source: its frontiers, when its last byte came, until when it surely held the request."""
+    """One source of a request.
+
+    Attributes:
+        frontiers: How far each layer has moved.
+        whole: Whether the last byte has arrived.
+        valid: Whether the producer answered, after that, that it still held the request.
+
+    """
 
     frontiers: Frontiers
-    whole: float | None = None
-    held: float = -1.0
+    whole: bool = False
+    valid: bool = False
 
     @property
     def sound(self) -> bool:
         """Whether all has arrived from it, and was valid then."""
-        return self.whole is not None and self.whole <= self.held
+        return self.whole and self.valid
 
 
 @attrs.define(eq=False)
@@ -50,10 +57,15 @@ class Pending:
         """When time has something to do with it."""
         return min(self.deadline, self.next_tell)
 
-    def hold(self, rank: RankId, until: float) -> None:
-        """Note that a source surely holds the request until then."""
-        if source := self.sources.get(rank):
-            source.held = max(source.held, until)
+    def copied(self) -> Pending:
+        """Return a copy that later changes of this one do not reach."""
+        sources = {
+            rank: attrs.evolve(source, frontiers=source.frontiers.copied())
+            for rank, source in self.sources.items()
+        }
+        asked = {rank: dict(questions) for rank, questions in self.asked.items()}
+        steps, untold = set(self.steps), set(self.untold)
+        return attrs.evolve(self, sources=sources, asked=asked, steps=steps, untold=untold)
 
     def ask(self, rank: RankId, now: float, patience: float) -> None:
         """Note when the next notice is sent; forget those older than *patience* seconds."""

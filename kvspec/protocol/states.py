@@ -47,12 +47,12 @@ as long."""
 CONSUMER: dict[tuple[str, str], Row] = {
     ("moving", "whole"): Row("asking", "ask", "every source and group arrived: was it valid?"),
     ("moving", "fault"): Row("draining", "fail", "by name; its blocks may still be written"),
-    ("asking", "sound"): Row("telling", "ready", "each source held it after it was read"),
+    ("asking", "sound"): Row("telling", "ready", "each source answered after it was read"),
     ("asking", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
     ("draining", "fault"): Row("draining", "", "it failed already, by its first fault"),
     ("draining", "quiet"): Row("telling", "release", "nothing in flight can write its blocks"),
     ("telling", "fault"): Row("telling", "", "it ended already"),
     ("telling", "told"): Row("closed", "close", "every producer rank answered, or is given up"),
 }
-"""By state and event. *whole*: nothing is missing. *sound*: it is known that every source held the
-request when its last byte was there. *quiet*: no step is open. *told*: nobody is left to tell."""
+"""By state and event. *whole*: nothing is missing. *sound*: every source answered `valid`
+after its last byte was there. *quiet*: no step is open. *told*: nobody is left to tell."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import attrs
 
@@ -58,8 +59,7 @@ class Ledger:
         self._now = now
         self._tell = tell
         self._step = step
-        self._done: list[str] = []
-        self._expired: list[str] = []
+        self.recorded = deque[Action]()  # of the book, in order; freed requests until `poll`
         self._foreign = foreign
         self._summing = summing
         self._engine = summing.cache.engine
@@ -90,11 +90,10 @@ class Ledger:
         if strange := sorted(tables.keys() - {group.name for group in self._engine.groups}):
             raise SpecError("blocks", strange[:3], "block tables of the engine's groups")
         with self._lock.held:
-            self.do(
-                self._book.admit(
-                    key.request_id, key.nonce, self._now(), expected=readers, lease=lease
-                )
-            )
+            admit = partial(self._book.admit, expected=readers, lease=lease)
+            # One line: an interrupt must not come between the call and its record.
+            self.recorded.extend(admit(key.request_id, key.nonce, self._now()))
+            self.act()
             if tables and self._book.holds(key):
                 self._summing.tables[key] = tables
 
@@ -112,7 +111,8 @@ class Ledger:
         positive_int("upto", upto, least=0)
         with self._lock.held:
             now = self._now()
-            self.do(self._book.tick(now))
+            self.recorded.extend(self._book.tick(now))
+            self.act()
             if not self._book.holds(key):
                 raise SpecError("remote_id", remote_id, "a request that is held")
             places = [(homes[layer].name, layer) for layer in named]
@@ -120,22 +120,30 @@ class Ledger:
                 if upto < (before := self._book.written(key.request_id, *place)):
                     raise SpecError("upto", upto, f"at least {before}, as {place[1]} has it")
             for place in places:
-                self.do(self._book.wrote(key.request_id, *place, upto, now))
+                self.recorded.extend(self._book.wrote(key.request_id, *place, upto, now))
+            self.act()
 
     def drop(self, remote_id: str) -> None:
         """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""
         key = key_of(remote_id)
         with self._lock.held:
             if self._book.holds(key):
-                self.do(self._book.abort(key.request_id, self._now()))
+                self.recorded.extend(self._book.abort(key.request_id, self._now()))
+                self.act()
 
     def poll(self) -> Settled:
         """Move everything of the session on, and return what has happened since the last time."""
         self._step()
         with self._lock.held:
-            settled = Settled(tuple(self._done), tuple(self._expired), tuple(self._foreign))
-            for told in (self._done, self._expired, self._foreign):
-                told.clear()
+            self.act()
+            freed = [action for action in self.recorded if isinstance(action, Free)]
+            settled = Settled(
+                tuple(action.request_id for action in freed if action.why == "sent"),
+                tuple(action.request_id for action in freed if action.why != "sent"),
+                tuple(self._foreign),
+            )
+            self._foreign.clear()
+            self.recorded.clear()
             return settled
 
     def tick(self) -> None:
@@ -147,18 +155,19 @@ class Ledger:
         if self._book.held and not self._nixl.leftovers().registrations:
             self._summing.close()
             for name in self._book.held:
-                self.do(self._book.abort(name, now))
-        self.do(self._book.tick(now))
+                self.recorded.extend(self._book.abort(name, now))
+        self.recorded.extend(self._book.tick(now))
+        self.act()
 
-    def do(self, actions: Iterable[Action]) -> None:
-        """Do what the book wants."""
-        for action in actions:
+    def act(self) -> None:
+        """Carry out the recorded actions of the book, but keep what is freed for `poll`."""
+        for action in self.recorded:
             if isinstance(action, Tell):
                 self._tell(action.notice)
-            elif isinstance(action, Free):
-                (self._done if action.why == "sent" else self._expired).append(action.request_id)
             elif isinstance(action, Refused):
                 self._foreign.append(refusal(action))
+        # One assignment: after an interrupt before it, a message is sent twice, but none is lost.
+        self.recorded = deque(action for action in self.recorded if isinstance(action, Free))
 
 
 def refusal(refused: Refused) -> str:

@@ -1,14 +1,20 @@
 """The consumer's side of a session: its loads, and what of them is in flight.
 
-Law: the ledger says when a load is done or over; nothing is told to it but what was seen: a step is
-finished when its last byte is there, and has failed for good only when none can come any more.
+Invariant: the ledger decides when a load is done or over. It is told that a step is finished when
+the last byte has arrived, and that a step has failed for good when no byte can arrive any more.
+
+Invariant: an interrupt between any two lines loses no action of the ledger. A call of the ledger
+and the recording of its actions are one line. The actions are carried out from the record, at once
+or at the next poll. Carrying out an action twice has the effect of once. If the caller of `load` is
+interrupted, the load is stopped, and its blocks are freed when nothing can write them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 
 import attrs
 
@@ -35,14 +41,36 @@ from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
 from kvspec.session.load import LOST, Flight, SessionLoad
 from kvspec.session.remote import ReadOptions
-from kvspec.session.written import Claims, pushed_of
+from kvspec.session.written import Blocks, Claims, pushed_of
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 
 
+@attrs.frozen(eq=False)
+class Orphan:
+    """The claim and the transfers of a load whose caller was interrupted and never received it."""
+
+    owner: int
+    blocks: Blocks
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether no byte of it can move any more; nothing more is posted."""
+        with contextlib.suppress(TransferError):  # of a rank that is closed
+            for transfer in self.transfers:
+                transfer.stop("its load was interrupted", TransferState.STOPPED)
+        return all(transfer.over for transfer in self.transfers)
+
+
 @attrs.define(eq=False)
 class Reading:
-    """The loads of one rank, by request: what *book* knows of them, and what *nixl* moves."""
+    """The loads of one rank, by request: what *book* knows of them, and what *nixl* moves.
+
+    Attributes:
+        recorded: Actions of the ledger that are still to be carried out, in order.
+
+    """
 
     book: ConsumerLedger
     nixl: NixlRank
@@ -51,13 +79,16 @@ class Reading:
     tell: Callable[[Notice], None]
     note: Callable[[str], None]
     loads: dict[str, SessionLoad] = attrs.field(factory=dict)
+    recorded: deque[Action] = attrs.field(factory=deque)
+    _orphans: list[Orphan] = attrs.field(factory=list)
     _turn: int = 0
     _claims: Claims = attrs.Factory(lambda self: Claims(self.cache), takes_self=True)
 
     @property
     def moving(self) -> bool:
         """Whether anything is in flight, or compared."""
-        return any(load.flights or load.held_back for load in self.loads.values())
+        moving = any(load.flights or load.held_back for load in self.loads.values())
+        return moving or bool(self._orphans)
 
     def begin(
         self,
@@ -75,6 +106,7 @@ class Reading:
         *follow*: nothing is posted yet, but what a producer says is written, as it says so.
         *digest*: what arrived is compared with what they hold.
         """
+        self.act()  # an earlier load of this name may have an end that is recorded only
         remote, request, timeout = load.remote, load.request, seconds("timeout", timeout)
         if flag("digest", digest):
             load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.tell)
@@ -90,25 +122,68 @@ class Reading:
         sources = {rank: lanes[rank].places for rank in (*sides, *pushes)}
         order = attrs.evolve(order, sources=sources)
         self._own(load, order)
-        try:
-            name = request.request_id
-            transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
-        except BaseException:
-            self._claims.give(load.owner, load.blocks)
-            raise
-        self.loads[name] = load
-        self.do(self.book.expect(order, self.now(), timeout))
+        name = request.request_id
+        transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
+        told = self._expect(order, timeout)
         moved = dict(zip(sides, transfers, strict=True))
         for rank, places in sources.items():
             groups = dict.fromkeys(group for group, _ in places)
             steps = tuple(self.book.start(name, rank, group) for group in groups)
             load.flights[rank] = Flight(rank, moved.get(rank), steps, pushes.get(rank))
+        self._know(load, told)
+
+    def _know(self, load: SessionLoad, told: list[Action]) -> None:
+        """Let polls move *load* on from now, and carry out what beginning it *told*."""
+        name = load.request.request_id
+        self.recorded.extend(told)  # first: actions of a load that nobody knows are skipped
+        self.loads[name] = load
+        self.act()
+
+    def _expect(self, order: ReadOrder, timeout: float) -> list[Action]:
+        """Return what the ledger wants done for *order* alone; record what time brought others."""
+        now = self.now()
+        self.recorded.extend(self.book.tick(now))
+        return self.book.expect(order, now, timeout)
+
+    def give_up(self, load: SessionLoad) -> None:
+        """Undo the beginning of a load that its caller never received.
+
+        The beginning was refused, or interrupted at any line. A load that polls already know is
+        cancelled. Of any other, nothing was told to a producer.
+        """
+        if not load.owner:
+            return  # it may not even be the only load of this name
+        name = load.request.request_id
+        if self.loads.get(name) is load:
+            self.recorded.extend(self.book.cancel(name, self.now()))
+            self.act()
+            return
+        self.book.forget(load.order)
+        known = {id(f.transfer) for other in self.loads.values() for f in other.flights.values()}
+        mine = tuple(
+            transfer
+            for transfer in self.nixl.transfers
+            if transfer.request == name
+            and transfer.order.operation == "READ"
+            and id(transfer) not in known
+        )
+        self._orphans.append(Orphan(load.owner, load.blocks, mine))
+        self._free_orphans()
+
+    def _free_orphans(self) -> None:
+        """Free the blocks of interrupted loads that nothing can write any more."""
+        for orphan in list(self._orphans):
+            if orphan.over:
+                for transfer in orphan.transfers:
+                    transfer.hear("freed")
+                self._claims.give(orphan.owner, orphan.blocks)
+                self._orphans.remove(orphan)
 
     def _own(self, load: SessionLoad, order: ReadOrder) -> None:
         """Let its blocks belong to *load*, if it may begin and no other load is to write them."""
         self.book.check(order)
+        load.order, load.name = order, order.name
         load.owner = self._claims.take(load.request.request_id, load.blocks)
-        load.name = order.name
 
     def _begin_following(self, load: SessionLoad, timeout: float, options: ReadOptions) -> None:
         request, ends = load.request, ends_of(load)
@@ -116,26 +191,55 @@ class Reading:
         order = attrs.evolve(order, sources=ends, partial=True)
         self._own(load, order)
         load.follow(ends, self.now() + timeout)
-        self.loads[request.request_id] = load
-        self.do(self.book.expect(order, self.now(), timeout))
+        self._know(load, self._expect(order, timeout))
 
     def _follow(self, load: SessionLoad, frontiers: Frontiers) -> None:
         """Start to read what was written since the last time."""
         name = load.request.request_id
-        for advance in advances(self.book.readable(name), frontiers):
-            rank, upto = advance.rank, advance.tokens.stop
-            step = self.book.start(name, rank, advance.group, advance.layers, upto)
-            frontiers |= dict.fromkeys(advance.places, upto)
-            try:
-                transfer = start(self.nixl, load, advance, load.deadline - self.now())
-            except TransferError as error:
-                load.fail(rank, error.message, error.state)
-                self.do(self.book.fail(step, error.message, self.now(), state=error.state))
-                return
-            if transfer is None:
-                self._arrived(load, (step,))
-            else:
-                load.flights[step] = Flight(rank, transfer, (step,))
+        try:
+            for advance in advances(self.book.readable(name), frontiers):
+                rank, upto = advance.rank, advance.tokens.stop
+                step = self.book.start(name, rank, advance.group, advance.layers, upto)
+                frontiers |= dict.fromkeys(advance.places, upto)
+                try:
+                    transfer = start(self.nixl, load, advance, load.deadline - self.now())
+                except TransferError as error:
+                    load.fail(rank, error.message, error.state)
+                    why, state = error.message, error.state
+                    self.recorded.extend(self.book.fail(step, why, self.now(), state=state))
+                    break
+                if transfer is None:
+                    self._arrived(load, (step,))
+                else:
+                    load.flights[step] = Flight(rank, transfer, (step,))
+        except BaseException:
+            self._adopt(load)
+            raise
+        self.act()
+
+    def _adopt(self, load: SessionLoad) -> None:
+        """Fail *load* if an interrupt left a step of it that no flight ends.
+
+        At most one step was being started. If its transfer was begun, the step ends with it.
+        """
+        name = load.request.request_id
+        flying = [step for flight in load.flights.values() for step in flight.steps]
+        held = () if load.audit is None else load.audit.steps
+        for step in self.book.open_steps(name).difference(flying, held):
+            known = {id(flight.transfer) for flight in load.flights.values()}
+            begun = [
+                transfer
+                for transfer in self.nixl.transfers
+                if transfer.request == name
+                and transfer.order.operation == "READ"
+                and id(transfer) not in known
+            ]
+            why, state = "it was interrupted", TransferState.STOPPED
+            if begun:
+                rank = next(iter(load.remote.tables))
+                load.flights[step] = Flight(rank, begun[0], (step,))
+            now, quiet = self.now(), not begun
+            self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
 
     def receive(self, notice: Notice) -> None:
         """Take a producer's notice; its own groups may have other names than this engine's."""
@@ -147,10 +251,13 @@ class Reading:
             return
         if notice.kind == "wrote" and (home := self.cache.engine.homes.get(notice.layer)):
             notice = attrs.evolve(notice, group=home.name)
-        self.do(self.book.receive(notice, self.now()))
+        self.recorded.extend(self.book.receive(notice, self.now()))
+        self.act()
 
     def move(self) -> None:
         """Move what is in flight on, in turns."""
+        self.act()
+        self._free_orphans()
         for load in list(self.loads.values()):
             if load.frontiers is not None:
                 self._follow(load, load.frontiers)
@@ -184,7 +291,8 @@ class Reading:
 
     def meet(self, engine_id: str, epoch: int) -> None:
         """Know the present start of an engine: loads from another fail."""
-        self.do(self.book.meet(engine_id, epoch, self.now()))
+        self.recorded.extend(self.book.meet(engine_id, epoch, self.now()))
+        self.act()
         self._gone(engine_id, epoch)
 
     def part(self, engine_id: str) -> None:
@@ -193,7 +301,9 @@ class Reading:
         for name, load in list(self.loads.items()):
             if load.remote.start[0] == engine_id:
                 why = f"{engine_id} was parted from"
-                self.do(self.book.cancel(name, self.now(), why, TransferState.GONE))
+                now, state = self.now(), TransferState.GONE
+                self.recorded.extend(self.book.cancel(name, now, why, state))
+                self.act()
         self._gone(engine_id)
         self.book.part(engine_id)
 
@@ -224,7 +334,9 @@ class Reading:
             load.fail(flight.rank, why, error.state)
             load.remote.lost |= error.state in LOST
             if not transfer.over:
-                self.do(self.book.fail(flight.steps[0], why, self.now(), quiet=False, state=state))
+                step, now = flight.steps[0], self.now()
+                self.recorded.extend(self.book.fail(step, why, now, quiet=False, state=state))
+                self.act()
                 return
             with contextlib.suppress(TransferError):  # of a rank that is closed
                 transfer.free()
@@ -233,20 +345,39 @@ class Reading:
 
     def _end(self, load: SessionLoad, key: RankId | int, why: str, state: TransferState) -> None:
         """Tell the ledger that nothing of a flight comes any more: all is there, or *why* not."""
-        flight = load.flights.pop(key)
+        flight = load.flights[key]
         load.written |= flight.transfer is None
         if not why:
             self._arrived(load, flight.steps)
-        for step in flight.steps if why else ():
-            self.do(self.book.fail(step, why, self.now(), state=state))
+        else:
+            self._close(load, flight.steps, why, state)
+        # Last: the next poll ends a flight again whose end was interrupted.
+        load.flights.pop(key, None)
+        self.act()
 
     def _arrived(self, load: SessionLoad, steps: tuple[int, ...]) -> None:
         """Tell the ledger that all of some steps is there; of what is compared, after that."""
         if load.audit is not None and load.error is None:
-            load.audit.steps += steps
+            load.audit.steps += tuple(step for step in steps if step not in load.audit.steps)
             return
+        self._close(load, steps)
+
+    def _close(
+        self,
+        load: SessionLoad,
+        steps: tuple[int, ...],
+        why: str = "",
+        state: TransferState = TransferState.GONE,
+    ) -> None:
+        """Record that *steps* have ended, well or because of *why*; skip those that are closed."""
         for step in steps:
-            self.do(self.book.finish(step, self.now()))
+            if step in self.book.open_steps(load.request.request_id):
+                # One line each: an interrupt must not come between the call and its record.
+                now = self.now()
+                if why:
+                    self.recorded.extend(self.book.fail(step, why, now, state=state))
+                else:
+                    self.recorded.extend(self.book.finish(step, now))
 
     def _compare(self, load: SessionLoad, end: float) -> None:
         """Compare what arrived with what its producers hold, once all of it has."""
@@ -255,12 +386,12 @@ class Reading:
         why = load.audit.move(load.name, self.now(), self.book.beat, end)
         if why is None:
             return
-        book, state = self.book, load.audit.verdict
+        state = load.audit.verdict
         if why:
             load.fail(load.audit.source, why, state)
-        for step in load.audit.drop():
-            now = self.now()
-            self.do(book.fail(step, why, now, state=state) if why else book.finish(step, now))
+        self._close(load, load.audit.steps, why, state)
+        load.audit.drop()
+        self.act()
 
     def _summed(self, notice: Notice) -> None:
         """Take a producer's sum, or that it has none."""
@@ -268,15 +399,20 @@ class Reading:
         if not any(audit.heard(notice) for audit in audits if audit is not None):
             self.note(f"{notice.kind} of {notice.by}: nobody asked, or it came twice")
 
-    def do(self, actions: Iterable[Action]) -> None:
-        """Do what the ledger wants."""
-        for action in actions:
-            if isinstance(action, Tell):
-                self.tell(action.notice)
-            elif isinstance(action, Refused):
-                self.note(refusal(action))
-            elif (load := self.loads.get(action.request_id)) is not None:
+    def act(self) -> None:
+        """Carry out the recorded actions of the ledger."""
+        while self.recorded:
+            action = self.recorded[0]
+            if isinstance(action, Tell | Refused):
+                self.recorded.popleft()  # first: a message may be lost, since it is sent again
+                if isinstance(action, Tell):
+                    self.tell(action.notice)
+                else:
+                    self.note(refusal(action))
+                continue
+            if (load := self.loads.get(action.request_id)) is not None:
                 self._change(load, action)
+            self.recorded.popleft()  # last: an interrupted change is made again
 
     def _change(self, load: SessionLoad, action: Action) -> None:
         if isinstance(action, Ready | Release):
@@ -285,10 +421,11 @@ class Reading:
             load.state = "done"
         elif isinstance(action, Failed):
             load.fail(None, action.why, action.state)
-            for step in load.audit.drop() if load.audit is not None else ():
-                self.do(self.book.finish(step, self.now()))
+            if load.audit is not None:
+                self._close(load, load.audit.steps)
+                load.audit.drop()
             load.stop()
         elif isinstance(action, Release):
             load.state = "failed"
         elif isinstance(action, Closed):
-            del self.loads[load.request.request_id]
+            self.loads.pop(load.request.request_id, None)

@@ -26,6 +26,7 @@ from kvspec.protocol.notices import READERS, Notice, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import BUSY, Background, SessionLock
 from kvspec.session.channel import Channel, TcpChannel, check_channel
+from kvspec.session.clock import since_boot
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
@@ -69,7 +70,7 @@ class Session:
         beat: float = 5.0,
         patience: float = 60.0,
         background: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot,
     ) -> None:
         self.nixl, alone = instance("nixl", nixl, NixlRank), flag("background", background)
         check_channel(channel)
@@ -194,9 +195,15 @@ class Session:
             remote = self._remotes.find("producer", engine_id)
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
             more = ReadOptions(attempt=attempt, again=again, sample=sample, samples=samples)
-            self._reading.begin(load, timeout, more, pushed=pushed, follow=follow, digest=digest)
-            self._reading.move()
-        return load
+            try:
+                self._reading.begin(
+                    load, timeout, more, pushed=pushed, follow=follow, digest=digest
+                )
+                self._reading.move()
+                return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
+            except BaseException:
+                self._reading.give_up(load)
+                raise
 
     def push(
         self,
@@ -235,7 +242,8 @@ class Session:
             remote = self._remotes.find("producer", engine_id)
             more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
             order = remote.order(self.me.rank, remote_id, f"release {next(self._releases)}", more)
-            self._reading.do(self._reading.book.expect(order, self._clock(), 0.0))
+            self._reading.recorded.extend(self._reading.book.expect(order, self._clock(), 0.0))
+            self._reading.act()
 
     def poll(self) -> None:
         """Move everything on: what came, what is in flight, and what time brings; never waits."""
@@ -246,7 +254,8 @@ class Session:
             self._reading.move()
             self._pushing.move()
             self._summing.move()
-            self._reading.do(self._reading.book.tick(self._clock()))
+            self._reading.recorded.extend(self._reading.book.tick(self._clock()))
+            self._reading.act()
             self._remotes.leave()
 
     def leftovers(self) -> SessionLeftovers:
@@ -258,8 +267,7 @@ class Session:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
 
         Nothing in a fork. What moves then ends with the NIXL rank, the caller's to close. Requests
-        that are held are forgotten, and what readers were granted stands: memory that is given away
-        before its lease is over may be read, and called done, a lease long.
+        that are held are forgotten. A consumer that still reads one fails, since nobody answers it.
         """
         end = time.monotonic() + seconds("drain", drain)
         if self._lock.forked:
@@ -286,7 +294,8 @@ class Session:
         elif notice.kind in (*READERS, "stop"):
             self._pushing.heard(notice)
             if notice.kind != "stop":
-                self.ledger.do(self._book.receive(notice, self._clock()))
+                self.ledger.recorded.extend(self._book.receive(notice, self._clock()))
+                self.ledger.act()
         else:
             self._reading.receive(notice)
 
@@ -296,4 +305,5 @@ class Session:
 
     def _cancel(self, request_id: str) -> None:
         with self._lock.held:
-            self._reading.do(self._reading.book.cancel(request_id, self._clock()))
+            self._reading.recorded.extend(self._reading.book.cancel(request_id, self._clock()))
+            self._reading.act()

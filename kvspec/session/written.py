@@ -138,12 +138,17 @@ class Claims:
                 raise TransferError(message, request=request_id, state=TransferState.BUSY)
         self._last += 1
         self._names[self._last] = request_id
-        for group, ids in own.items():
-            self._pools[group][ids] = self._last
-        return self._last
+        try:
+            for group, ids in own.items():
+                self._pools[group][ids] = self._last
+            return self._last  # noqa: TRY300 - an interrupt outside would lose it
+        except BaseException:  # an interrupt: nobody else knows the number
+            self.give(self._last, blocks)
+            raise
 
     def give(self, number: int, blocks: Blocks) -> None:
-        """Take that a load is over."""
-        del self._names[number]
+        """Free the blocks of a load that is over; a second call changes nothing."""
         for group in blocks.keys() & self._pools.keys():
-            self._pools[group][blocks[group]] = 0
+            ids = blocks[group]
+            self._pools[group][ids[self._pools[group][ids] == number]] = 0
+        self._names.pop(number, None)

@@ -103,6 +103,10 @@ class Machine(RuleBasedStateMachine):
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
+    @rule(seconds=st.sampled_from((2.0, 11.0, 41.0)))
+    def stop_clock(self, seconds: float) -> None:
+        self.world.stop_clock(seconds)
+
     @rule(name=st.sampled_from("PD"), really=st.sampled_from((False, False, True)))
     def restart(self, name: str, really: bool) -> None:
         if really:
@@ -162,6 +166,7 @@ def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
         "reread": (1, lambda: world.reread(small())),
         "advance": (4, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
         "restart": (0.2, lambda: world.restart(drawn.choice("PD"))),
+        "stop clock": (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
     }  # fmt: skip
     weights = [weight for weight, _ in rules.values()]
     for _, act in drawn.choices(list(rules.values()), weights, k=steps):
@@ -382,28 +387,37 @@ class Unasked(ConsumerLedger):
         """Believe every source."""
         load = self._loads[self._steps[step][0]]
         for source in load.sources.values():
-            source.held = float("inf")
+            source.valid = True
         return super().finish(step, now)
 
 
-class FromAnswer(ConsumerLedger):
-    """Measure a lease from when its grant came, not from before it was asked for."""
+class Leased(ConsumerLedger):
+    """Be ready without the producer's answer while a granted lease lasts by the own clock."""
 
     def receive(self, notice: Any, now: float) -> Any:
-        """Add what passed since it was asked."""
+        """Remember until when the producer holds the request."""
         load = self._loads.get(self._names.get(name_of(notice), ""))
         asked = load.asked.get(notice.by.rank, {}).get(notice.number) if load else None
         if notice.kind == "grant" and asked is not None:
-            notice = attrs.evolve(notice, lease=notice.lease + now - asked)
+            self.leases = getattr(self, "leases", {}) | {
+                (load.order.request_id, notice.by.rank): asked + notice.lease - 0.01
+            }
         return super().receive(notice, now)
+
+    def finish(self, step: int, now: float) -> Any:
+        """Take what arrives during the lease for valid."""
+        name, rank, _ = self._steps[step]
+        if now < getattr(self, "leases", {}).get((name, rank), -1.0):
+            self._loads[name].sources[rank].valid = True
+        return super().finish(step, now)
 
 
 class OneSource(ConsumerLedger):
     """Be ready when one source is whole."""
 
     def _moved(self, load: Any) -> Any:
-        if load.state == "moving" and any(s.whole is not None for s in load.sources.values()):
-            load.sources = {r: s for r, s in load.sources.items() if s.whole is not None}
+        if load.state == "moving" and any(s.whole for s in load.sources.values()):
+            load.sources = {r: s for r, s in load.sources.items() if s.whole}
         return super()._moved(load)
 
 
@@ -439,7 +453,7 @@ CALM = 8
 BROKEN = {
     "producer": (ByTotal, ByRequest, OnAbort, FirstCount, NoEarly, NoFence, NoBeats, Twice,
                  AnyStart, AnyRank, Everlasting, ByAttempt),
-    "consumer": (Unasked, FromAnswer, OneSource, AtOnce, OnlySources, Stubborn, Renumbered),
+    "consumer": (Unasked, Leased, OneSource, AtOnce, OnlySources, Stubborn, Renumbered),
 }  # fmt: skip
 
 

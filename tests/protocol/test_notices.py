@@ -489,17 +489,23 @@ def test_what_was_held_when_the_last_byte_came_is_sound() -> None:
     assert ["Ready"] == kinds(ledger.receive(answers(asked, "valid")[0], 3.0))
 
 
-@pytest.mark.parametrize(("now", "ready"), [(900.0, True), (999.5, False), (1050.0, False)])
-def test_a_lease_counts_from_before_it_was_asked(now: float, ready: bool) -> None:
-    """Granted 1000 s at second 400, asked at second 0: what came before second 1000 was held.
-
-    A second less, since the producer's clock may be ahead by then.
-    """
+def test_load_with_granted_lease_waits_for_valid() -> None:
+    """The consumer's clock may have stood still, so its measure of the lease proves nothing."""
     ledger = ConsumerLedger(D[0], beat=500.0)
     grant = answers(ledger.expect(reads(), 0.0, 2000.0), "grant", lease=1000.0)[0]
-    assert [] == ledger.receive(grant, 400.0)
-    step = ledger.start("mine", P[0].rank, "full")
-    assert ready == ("Ready" in kinds(ledger.finish(step, now)))
+    assert [] == ledger.receive(grant, 0.0)
+    asked = ledger.finish(ledger.start("mine", P[0].rank, "full"), 0.0)
+    assert {"done"} == set(kinds(asked))
+    assert ["Ready"] == kinds(ledger.receive(answers(asked, "valid")[0], 0.0))
+
+
+def test_valid_before_all_has_arrived_does_not_count() -> None:
+    """Only an answer to a question asked after the last byte counts."""
+    ledger = ConsumerLedger(D[0])
+    early = answers(ledger.expect(reads(), 0.0, 20.0), "valid")[0]
+    assert [] == ledger.receive(early, 0.0)
+    actions = ledger.finish(ledger.start("mine", P[0].rank, "full"), 1.0)
+    assert "Ready" not in kinds(actions)
 
 
 def test_a_question_has_one_number_however_often_it_is_asked() -> None:

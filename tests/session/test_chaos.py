@@ -21,7 +21,7 @@ from session_world import MODES, PAIRS, Mode, World
 
 from kvspec.descriptors.tables import Tables
 from kvspec.nixl import Transfer
-from kvspec.protocol import ConsumerLedger, Notice, ProducerLedger
+from kvspec.protocol import ConsumerLedger, Notice
 from kvspec.protocol.order import Frontiers
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.seal import MAC, Secret
@@ -137,6 +137,7 @@ def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
             "cancel": (0.7, lambda: world.cancel(small())),
             "advance": (5, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
             "restart": (0.4, lambda: world.restart(drawn.choice("PD"))),
+            "stop clock": (0.5, lambda: world.stop_clock(drawn.choice((2.0, 11.0)))),
         }  # fmt: skip
         weights = [weight for weight, _ in rules.values()]
         try:
@@ -163,7 +164,7 @@ def unasked(patch: pytest.MonkeyPatch) -> None:
 
     def believe(self: Any, step: int, now: float) -> Any:
         for source in self._loads[self._steps[step][0]].sources.values():
-            source.held = float("inf")
+            source.valid = True
         return finish(self, step, now)
 
     patch.setattr(ConsumerLedger, "finish", believe)
@@ -197,18 +198,6 @@ def one_source(patch: pytest.MonkeyPatch) -> None:
 def unsealed(patch: pytest.MonkeyPatch) -> None:
     """Open whatever looks like a message."""
     patch.setattr(Secret, "unseal", lambda _, __, purpose, data, ___: data[len(purpose) + MAC :])
-
-
-def free_on_abort(patch: pytest.MonkeyPatch) -> None:
-    """Free what is dropped at once."""
-    abort = ProducerLedger.abort
-
-    def at_once(self: Any, request_id: str, now: float) -> Any:
-        actions, key = abort(self, request_id, now), self._open.get(request_id)
-        return actions + (self._step(self._requests[key], "complete") if key else [])
-
-    patch.setattr(ProducerLedger, "abort", at_once)
-    patch.setattr(ProducerLedger, "_gone", lambda *_: [])
 
 
 def unmarked(patch: pytest.MonkeyPatch) -> None:
@@ -252,9 +241,10 @@ def never_freed(patch: pytest.MonkeyPatch) -> None:
 
 def told_twice(patch: pytest.MonkeyPatch) -> None:
     """Tell again what is free."""
-    do = Ledger.do
-    patch.setattr(Ledger, "do", lambda self, actions: [do(self, actions := [*actions]),
-                                                       do(self, actions)])  # fmt: skip
+    act = Ledger.act
+    patch.setattr(
+        Ledger, "act", lambda self: [act(self), self.recorded.extend([*self.recorded][:1])]
+    )
 
 
 def early(patch: pytest.MonkeyPatch) -> None:
@@ -365,13 +355,13 @@ def too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Reading,
         "_arrived",
-        lambda self, _, steps: [self.do(self.book.finish(step, self.now())) for step in steps],
+        lambda self, load, steps: self._close(load, steps),
     )
 
 
 BROKEN: dict[Mode | Literal["digest"], tuple[Any, ...]] = {
     "pull": (
-        unasked, hasty, one_source, unsealed, free_on_abort, unmarked, never_freed, told_twice,
+        unasked, hasty, one_source, unsealed, unmarked, never_freed, told_twice,
         remembering,
     ),
     "push": (early, unfenced, trusting, repeating),

@@ -559,6 +559,67 @@ def test_a_failed_load_is_over_when_nothing_moves(net: FakeNixl, pair: tuple[Sid
     assert 0 == session.nixl.leftovers().transfers
 
 
+def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
+    net: FakeNixl, pair: tuple[Side, Side]
+) -> None:
+    """NIXL refuses bytes that the caller's own transfer writes; the load can begin after that."""
+    producer, consumer = pair
+    session = next(iter(consumer.sessions.values()))
+    remote_id = new_remote_id("r")
+    producer.fill(request())
+    producer.expect(remote_id)
+    consumer.spoil(request())
+    hang(net)
+    lane = next(iter(session._remotes.find("producer", "P").lanes.values()))
+    own = session.nixl.move("READ", [lane.sides(request())], request="own", timeout=9.0)
+    with pytest.raises(TransferError) as refused:
+        session.load(request(), remote_id=remote_id, timeout=9.0)
+    assert "busy" == refused.value.state
+    assert (SessionLeftovers(engines=1), {}) == (
+        session.leftovers(),
+        session._reading._claims._names,
+    )
+    for flight in net.moving:
+        flight.land()
+    own[0].wait()
+    net.fate = FakeFlight.land
+    load = session.load(request(), remote_id=remote_id, timeout=9.0)
+    assert ["done"] == ended([load], producer, consumer)
+
+
+def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:
+    """The producer's answer decides, not the lease that the consumer measured."""
+    now = {"P": 0.0, "D": 0.0}
+    with (
+        FakeNixl() as net,
+        Side("P", engine(1), polled=False, lease=5.0, clock=lambda: now["P"]) as producer,
+        Side("D", engine(1), polled=True, beat=1.0, clock=lambda: now["D"]) as consumer,
+    ):
+        consumer.meet(producer)
+        remote_id = new_remote_id("r")
+        producer.fill(request())
+        consumer.spoil(request())
+        producer.expect(remote_id)
+        hang(net)
+        (load,) = consumer.load(request(), remote_id)
+        (session,) = consumer.sessions.values()
+        until(lambda: _granted(session), producer, consumer)
+        now["P"] += 60.0  # a paused machine: its own clock stands still
+        assert ["r"] == producer.settled()[1]
+        producer.fill(request(), seed=7)  # the blocks are another request's by now
+        for flight in net.moving:
+            flight.land()
+        assert ["failed"] == ended([load], producer, consumer)
+        assert load.error is not None
+        assert "gone" == load.error.state
+
+
+def _granted(session: Session) -> bool:
+    """Return whether the producer has answered every question of the only load."""
+    (pending,) = session._reading.book._loads.values()
+    return bool(pending.asked) and not any(pending.asked.values())
+
+
 def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> None:
     """Which rank, which request, layers, heads and tokens, what NIXL said, and what to do."""
     producer, consumer = pair

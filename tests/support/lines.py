@@ -55,3 +55,27 @@ class Other:
             self._thread.start()
         self._thread.join(10.0)
         assert not self._thread.is_alive()
+
+
+def interrupted_at(
+    place: int, act: Callable[[], object], *modules: ModuleType
+) -> tuple[bool, bool]:
+    """Call *act* with a KeyboardInterrupt before line *place* of *modules*.
+
+    Return whether *act* has so many lines, and whether the interrupt left *act*. Python swallows an
+    interrupt in a generator that is being closed.
+    """
+    reached = False
+
+    def interrupt(line: int) -> None:
+        nonlocal reached
+        if line == place:
+            reached = True
+            raise KeyboardInterrupt
+
+    try:
+        with between_lines(interrupt, *modules):
+            act()
+    except KeyboardInterrupt:
+        return True, True
+    return reached, False

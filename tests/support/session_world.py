@@ -117,7 +117,8 @@ class Engine:
             self.hooks[rank] = Hook(world, f"{name}{start}-{rank}")
             self.sessions[rank] = Session(
                 nixl, cache, engine_id=name, epoch=start, owner=storage, channel=self.hooks[rank],
-                lease=LEASE, longest=LONGEST, beat=BEAT, patience=PATIENCE, clock=world.clock,
+                lease=LEASE, longest=LONGEST, beat=BEAT, patience=PATIENCE,
+                clock=world.reader_clock if name == "D" else world.clock,
             )  # fmt: skip
             self.views[rank] = logical_views(spec, rank, storage, BLOCKS)
 
@@ -150,6 +151,7 @@ class World:
         digest: bool = False,
     ) -> None:
         self.nixl, self.pair, self.now, self.digest = net, pair, 0.0, digest
+        self.stopped = 0.0  # seconds for which the consumer's clock stood still
         self.pushed, self.follow = mode == "push", mode == "follow"
         net.fate = self.posted
         self.moved = set[int]()  # the bytes of the consumer that were asked for
@@ -170,6 +172,15 @@ class World:
     def clock(self) -> float:
         """Return the time."""
         return self.now
+
+    def reader_clock(self) -> float:
+        """Return the time of the consumer's clock."""
+        return self.now - self.stopped
+
+    def stop_clock(self, seconds: float) -> None:
+        """Let time pass for the producer, while the consumer's clock stands still."""
+        self.stopped += seconds
+        self.advance(seconds)
 
     def posted(self, flight: FakeFlight) -> None:
         """Land what proves a connection, one byte; refuse that a load moves anything twice."""

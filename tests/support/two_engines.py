@@ -85,6 +85,7 @@ class World:
         consumer: type[ConsumerLedger] = ConsumerLedger,
     ) -> None:
         self.plan, self.kinds, self.now = plan, (producer, consumer), 0.0
+        self.stopped = 0.0  # seconds for which the consumer's clock stood still
         self.epochs = {"P": 1, "D": 1}
         self.net: list[bytes] = []
         self.sent: list[bytes] = []
@@ -115,7 +116,7 @@ class World:
                 for rank, party in own.items()
             }
             for reader in self.consumers.values():
-                self.acted(reader.meet("P", self.epochs["P"], self.now), "D", reader.me.rank)
+                self.acted(reader.meet("P", self.epochs["P"], self.reader_now), "D", reader.me.rank)
 
     def restart(self, name: str) -> None:
         """End an engine and start it again; its peer is introduced to the new start."""
@@ -127,7 +128,7 @@ class World:
             self.to_expect = []
             self.start_engine("P")
             for rank, reader in self.consumers.items():
-                self.acted(reader.meet("P", self.epochs["P"], self.now), "D", rank)
+                self.acted(reader.meet("P", self.epochs["P"], self.reader_now), "D", rank)
             return
         for load in self.loads:
             if not load.closed:
@@ -200,7 +201,7 @@ class World:
         }
         reread = any(load.order.name == order.name for load in self.loads if load.rank == rank)
         self.loads.append(Load(request, rank, order, left, reread=reread))
-        self.acted(self.consumers[rank].expect(order, self.now, TIMEOUT), "D", rank)
+        self.acted(self.consumers[rank].expect(order, self.reader_now, TIMEOUT), "D", rank)
 
     def start(self, at: int, upto: int) -> None:
         """Post a read of something that can be read."""
@@ -233,14 +234,14 @@ class World:
             step.load.void |= request.lost or step.source in request.freed or step.failed
             for place, tokens in step.moved.items():
                 step.load.left[step.source, *place] -= len(tokens)
-            actions = ledger.finish(name[1], self.now)
+            actions = ledger.finish(name[1], self.reader_now)
         elif how == "failed":
             del self.steps[name]
             step.load.void = True
-            actions = ledger.fail(name[1], "a read failed", self.now)
+            actions = ledger.fail(name[1], "a read failed", self.reader_now)
         else:
             step.failed = step.load.void = True
-            actions = ledger.fail(name[1], "a read hangs", self.now, quiet=False)
+            actions = ledger.fail(name[1], "a read hangs", self.reader_now, quiet=False)
         self.acted(actions, "D", name[0])
 
     def wrote(self, at: int, upto: int) -> None:
@@ -282,7 +283,8 @@ class World:
         if mine and notice.kind == "done" and true:
             reader = notice.by.rank, notice.sample
             mine[0].done.setdefault(notice.to.rank, set()).add(reader)
-        self.acted(ledger.receive(notice, self.now), notice.to.engine_id, notice.to.rank)
+        now = self.now if notice.to.engine_id == "P" else self.reader_now
+        self.acted(ledger.receive(notice, now), notice.to.engine_id, notice.to.rank)
 
     def lose(self, at: int) -> None:
         """Lose a message."""
@@ -324,7 +326,7 @@ class World:
         still = [load for load in self.loads if not load.closed]
         if still:
             load = still[at % len(still)]
-            actions = self.consumers[load.rank].cancel(load.order.request_id, self.now)
+            actions = self.consumers[load.rank].cancel(load.order.request_id, self.reader_now)
             self.acted(actions, "D", load.rank)
 
     def retry(self, at: int) -> None:
@@ -358,9 +360,20 @@ class World:
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self.now += seconds
-        for name, ledgers in (("P", self.producers), ("D", self.consumers)):
+        sides = (("P", self.producers, self.now), ("D", self.consumers, self.reader_now))
+        for name, ledgers, now in sides:
             for rank, ledger in list(ledgers.items()):
-                self.acted(ledger.tick(self.now), name, rank)
+                self.acted(ledger.tick(now), name, rank)
+
+    @property
+    def reader_now(self) -> float:
+        """Return the time of the consumer's clock."""
+        return self.now - self.stopped
+
+    def stop_clock(self, seconds: float) -> None:
+        """Let time pass for the producer, while the consumer's clock stands still."""
+        self.stopped += seconds
+        self.advance(seconds)
 
     def state(self, load: Load) -> str | None:
         """Return the state in which the ledger has a load."""
@@ -408,13 +421,9 @@ class World:
             step
             for step in self.steps.values()
             if step.source == rank and step.load.request is request
-            if not step.load.reread or self.granted(step.load, rank)
+            if not step.load.reread
         ]
         assert not reading, f"{name} is freed on {rank} while it is read"
-
-    def granted(self, load: Load, rank: Rank) -> bool:
-        """Return whether a load knows of a lease that is not over: it believes what it reads."""
-        return self.consumers[load.rank]._loads[load.order.request_id].sources[rank].held > self.now
 
     def loaded(self, action: Ready | Failed | Release | Closed) -> None:
         """Follow a load: ready or failed once; released when nothing writes; closed last."""

@@ -1,0 +1,99 @@
+"""An interrupted call of a consumer's ledger changes nothing, so that it can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lines import interrupted_at
+
+import kvspec
+from kvspec.protocol import (
+    ConsumerLedger,
+    Key,
+    Notice,
+    Party,
+    ReadOrder,
+    Tell,
+    consumer,
+    order,
+    pending,
+)
+
+Calls = list[Callable[[Any, list[Any]], Any]]
+RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
+
+
+def reads() -> ReadOrder:
+    """Return an order: read one layer of the first producer rank, and tell both."""
+    return ReadOrder(
+        request_id="mine", key=Key("theirs", b"8 bytes!"), engine_id="prefill", epoch=1,
+        expected={RANK: 1, OTHER: 1}, sources={RANK: {("full", "layers.0"): 8}},
+    )  # fmt: skip
+
+
+def answers(actions: list[Any], kind: str, **more: Any) -> list[Notice]:
+    """Return the answers to the notices among *actions*."""
+    return [a.notice.answer(kind, **more) for a in actions if isinstance(a, Tell)]
+
+
+DONE: Calls = [
+    lambda ledger, _: ledger.expect(reads(), 0.0, 20.0),
+    lambda ledger, _: ledger.start("mine", RANK, "full"),
+    lambda ledger, told: ledger.receive(answers(told[0], "grant", lease=9.0)[0], 1.0),
+    lambda ledger, _: ledger.tick(6.0),
+    lambda ledger, told: ledger.finish(told[1], 7.0),
+    lambda ledger, told: ledger.receive(answers(told[4], "valid")[0], 8.0),
+    lambda ledger, told: ledger.receive(answers(told[4], "valid")[1], 8.0),
+]
+LATE: Calls = [
+    *DONE[:2],
+    lambda ledger, told: ledger.fail(told[1], "it hangs", 3.0, quiet=False),
+    lambda ledger, _: ledger.tick(25.0),
+    lambda ledger, told: ledger.fail(told[1], "it broke", 26.0),
+    lambda ledger, _: ledger.tick(40.0),
+]
+RESTARTED: Calls = [
+    *DONE[:2],
+    lambda ledger, _: ledger.cancel("mine", 3.0),
+    lambda ledger, _: ledger.meet("prefill", 99, 4.0),
+    lambda ledger, told: ledger.finish(told[1], 5.0),
+    lambda ledger, _: ledger.tick(40.0),
+]
+
+
+def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]:
+    """Make *calls*; if an interrupt at line *place* ends call *at*, make this call again.
+
+    Return what the calls returned, and whether call *at* has so many lines.
+    """
+    ledger = ConsumerLedger(Party("decode", 1, RANK), beat=5.0, patience=12.0)
+    told: list[Any] = []
+    reached = False
+    for number, call in enumerate(calls):
+
+        def act(call: Any = call) -> None:
+            told.append(call(ledger, told))
+
+        raised = True
+        if number == at:
+            reached, raised = interrupted_at(place, act, consumer, order, pending)
+        if raised:
+            act()
+    assert {} == ledger.open
+    return told, reached
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("calls", [DONE, LATE, RESTARTED])
+def test_ledger_call_that_is_interrupted_can_be_made_again(calls: Calls) -> None:
+    """No action is lost, doubled or another one, wherever the interrupt came."""
+    want, _ = played(calls)
+    for at in range(len(calls)):
+        place, reached = 0, True
+        while reached:
+            told, reached = played(calls, at, place)
+            assert want == told, (at, place)
+            place += 1
+        assert place > 1

@@ -1,0 +1,209 @@
+"""An interrupt between any two lines loses nothing: each load ends, and gives its blocks back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+from lines import interrupted_at
+from sessions import Direct, Side, engine, new_remote_id, request, until
+
+from kvspec.nixl import flights, rank, transfer
+from kvspec.protocol import consumer, order, pending
+from kvspec.session import following, ledger, load, reading, session, written
+from kvspec.testing import FakeFlight, FakeNixl
+
+LINES = (
+    consumer, order, pending, session, reading, load, following, ledger, written, rank, flights,
+    transfer,
+)  # fmt: skip
+ENOUGH = 20_000
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class Pair:
+    """A producer and a consumer of one rank each, over memory, and loads of one request."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.net = stack.enter_context(FakeNixl())
+        more: dict[str, Any] = {"polled": False, "clock": self.clock}
+        self.now = 0.0
+        self.producer = stack.enter_context(
+            Side("P", engine(1), channel=Direct("P"), lease=50.0, **more)
+        )
+        self.consumer = stack.enter_context(
+            Side("D", engine(1), channel=Direct("D"), beat=2.0, **more)
+        )
+        self.consumer.meet(self.producer)
+        for one in self.producer.sessions.values():
+            one.meet(self.consumer.introductions, role="consumer")
+        (self.session,) = self.consumer.sessions.values()
+        (self.other,) = self.producer.sessions.values()
+        self.asked = request()
+        self.producer.fill(self.asked)
+        self.count = 0
+
+    def clock(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def begin(self, **more: Any) -> Callable[[], Any]:
+        """Hold the request anew, and return what loads it."""
+        self.count += 1
+        remote_id = new_remote_id(f"r{self.count}")
+        self.remote_id = remote_id
+        blocks = self.asked.producer_blocks if more.get("digest") else None
+        self.producer.expect(remote_id, blocks=blocks)
+        if more.get("follow"):
+            self.other.ledger.wrote(remote_id, 14)
+        self.consumer.spoil(self.asked)
+        return lambda: self.session.load(self.asked, remote_id=remote_id, timeout=30.0, **more)
+
+    def settle(self) -> list[str]:
+        """Poll until nothing of any load is left, on either side; return what was freed."""
+        freed: list[str] = []
+
+        def over() -> bool:
+            self.now += 0.5
+            for part in self.producer.settled():
+                freed.extend(part)
+            left = self.session.leftovers()
+            return not (
+                left.loads
+                or left.steps
+                or self.session._reading.moving
+                or self.session._reading._claims._names
+                or self.session.nixl.leftovers().transfers
+                or self.other.leftovers().held
+            )
+
+        until(over, self.consumer, self.producer, seconds=10.0)
+        for pool in self.session._reading._claims._pools.values():
+            assert not pool.any(), "blocks are claimed for ever"
+        return freed
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Return two engines that met."""
+    with contextlib.ExitStack() as stack:
+        yield Pair(stack)
+
+
+def everywhere(stride: int, act: Callable[[int], bool]) -> None:
+    """Call *act* with each line's number, until no interrupt came."""
+    for place in range(0, ENOUGH, stride):
+        if not act(place):
+            assert place > 100
+            return
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("more", [{}, {"follow": True}, {"digest": True}])
+def test_load_that_is_interrupted_leaves_nothing(pair: Pair, more: dict[str, Any]) -> None:
+    """Its blocks are free as soon as nothing can write them; no transfer is left alone."""
+
+    def once(place: int) -> bool:
+        came, _ = interrupted_at(place, pair.begin(**more), *LINES)
+        pair.settle()
+        return came
+
+    everywhere(7, once)
+
+
+@pytest.mark.parametrize("more", [{}, {"follow": True}, {"digest": True}])
+def test_load_ends_when_polls_are_interrupted(pair: Pair, more: dict[str, Any]) -> None:
+    """It is done and right, or has failed by name, wherever one of its polls was interrupted."""
+    states: set[str] = set()
+
+    def once(place: int) -> bool:
+        moved = pair.begin(**more)()
+
+        def polls() -> None:
+            for _ in range(4):
+                pair.session.poll()
+                pair.producer.poll()
+
+        came, _ = interrupted_at(place, polls, *LINES)
+        pair.settle()
+        assert moved.state in ("done", "failed")
+        assert ("failed" == moved.state) == (moved.error is not None)
+        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
+        states.add(moved.state)
+        return came
+
+    everywhere(7, once)
+    assert "done" in states
+
+
+def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
+    """As one that is read, on the side that reads."""
+
+    def once(place: int) -> bool:
+        moved = pair.begin(pushed=True)()
+        pair.other.push(pair.asked, remote_id=pair.remote_id, timeout=9.0, epoch=1)
+
+        def polls() -> None:
+            for _ in range(4):
+                pair.producer.poll()
+                pair.session.poll()
+
+        came, _ = interrupted_at(place, polls, consumer, order, pending, reading, load, written)
+        pair.settle()
+        assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
+        return came
+
+    everywhere(3, once)
+
+
+def test_failed_load_gives_its_blocks_back_when_polls_are_interrupted(pair: Pair) -> None:
+    """What was cancelled in flight, too."""
+
+    def once(place: int) -> bool:
+        pair.net.fate = lambda _: None
+        moved = pair.begin()()
+        pair.net.fate = FakeFlight.land
+
+        def polls() -> None:
+            moved.cancel()
+            for flight in pair.net.moving:
+                flight.land()
+            for _ in range(3):
+                pair.session.poll()
+
+        came, _ = interrupted_at(place, polls, *LINES)
+        for flight in pair.net.moving:
+            flight.land()
+        moved.cancel()
+        pair.settle()
+        assert "failed" == moved.state
+        return came
+
+    everywhere(3, once)
+
+
+def test_request_is_freed_once_when_the_producer_is_interrupted(pair: Pair) -> None:
+    """The engine learns that blocks are free, though the poll that freed them was interrupted."""
+
+    def once(place: int) -> bool:
+        pair.begin()()
+
+        def polls() -> None:
+            for _ in range(4):
+                pair.session.poll()
+                pair.other.poll()
+
+        came, _ = interrupted_at(place, polls, ledger)
+        assert [f"r{pair.count}"] == pair.settle()
+        return came
+
+    for place in range(ENOUGH):
+        if not once(place):
+            break
+    assert place > 20
