@@ -7,10 +7,10 @@ from pathlib import Path
 import typer
 
 from kvspec.cli.options import output, progress_bar, refusals, table
+from kvspec.errors import nbytes
 from kvspec.nixl.calibration import save, writable
 from kvspec.run.calibrate import fitted, measure, probes
 from kvspec.staging.costs import FIGURES
-from kvspec.words import nbytes
 
 
 def calibrate(

@@ -25,10 +25,9 @@ from kvspec.cli.options import (
     table,
     topology_of,
 )
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, counted, nbytes
 from kvspec.ownership.election import Replicas
 from kvspec.simulate import PolicyLoad, Simulation, simulate
-from kvspec.words import counted, nbytes
 
 _STEPS = "▁▂▃▄▅▆▇█"
 BARS = 64

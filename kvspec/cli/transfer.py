@@ -34,7 +34,7 @@ from kvspec.cli.options import (
 )
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
 from kvspec.plan.explain import sizes
 from kvspec.run import (
@@ -52,7 +52,6 @@ from kvspec.run import (
     run_transfer,
 )
 from kvspec.run.job import Mode
-from kvspec.words import counted, nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console

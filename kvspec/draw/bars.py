@@ -28,7 +28,7 @@ from kvspec.draw.canvas import (
     shortened,
     width_of,
 )
-from kvspec.words import nbytes
+from kvspec.errors import nbytes
 
 BAR = 34.0
 """Height of a bar, in pixels."""

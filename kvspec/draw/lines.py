@@ -13,14 +13,13 @@ import attrs
 
 from kvspec.draw.canvas import DASH
 from kvspec.engines.engine import EngineSpec
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, counted
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
 from kvspec.plan.explain import sizes
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
-from kvspec.words import counted
 
 _MOST_CELLS, _MOST_READERS = 8, 3
 

@@ -29,11 +29,10 @@ from kvspec.draw.canvas import (
     hatch,
     note_svg,
 )
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
 from kvspec.ownership.tokens import Cyclic, Ints
 from kvspec.plan.edges import Edge
-from kvspec.words import counted, nbytes
 
 _WIDTH, _BETWEEN = 960.0, 170.0
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8

@@ -30,10 +30,10 @@ from kvspec.draw.canvas import (
     width_of,
 )
 from kvspec.draw.lines import Box, EngineColumn, Line, Read, Scene, excluded, scene
+from kvspec.errors import counted
 from kvspec.inputs import instance
 from kvspec.plan.explain import sizes
 from kvspec.plan.plan import TransferPlan
-from kvspec.words import counted
 
 _ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
 """Pixels: a line of a box, around its lines, between boxes, and the caption of a band."""

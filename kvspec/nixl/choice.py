@@ -8,13 +8,13 @@ from __future__ import annotations
 import attrs
 
 from kvspec.descriptors.selection import Selection
+from kvspec.errors import counted, nbytes
 from kvspec.nixl.area import PIECE
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.staged import cost_of, repeated
 from kvspec.staging.costs import Costs
 from kvspec.staging.ranges import Ranges, ranges_of
-from kvspec.words import counted, nbytes
 
 
 @attrs.frozen(kw_only=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from kvspec.errors import SpecError
-from kvspec.words import nbytes
+from kvspec.errors import SpecError, nbytes
 
 COPIES = 4
 """A consumer keeps its cache, what was there, what must be there, and a mask of free bytes."""

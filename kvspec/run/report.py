@@ -11,9 +11,9 @@ from typing import Any
 
 import attrs
 
+from kvspec.errors import counted
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import SIDES, Job, Side
-from kvspec.words import counted
 
 DIED = "its process died"
 

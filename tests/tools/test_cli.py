@@ -23,12 +23,12 @@ from kvspec import (
     SlidingWindowSpec,
     SpecError,
 )
+from kvspec.errors import nbytes
 from kvspec.run import Compared, Failure, Job, Moved, RankReport, Report
 from kvspec.run.contents import MAX_LINES, Contents, Storage
 from kvspec.run.limits import check_memory
 from kvspec.run.notices import Notices
 from kvspec.testing import logical_views
-from kvspec.words import nbytes
 
 pytest.importorskip("typer", reason="needs the cli extra")
 
