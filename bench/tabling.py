@@ -14,7 +14,8 @@ from requesting import budgeted
 from timing import Options, Row, cpu, interleaved, told
 
 import kvspec
-from kvspec import DescriptorTable, EngineSpec, ParallelConfig, catalogue, models
+from kvspec import DescriptorTable, EngineSpec, ParallelConfig, models
+from kvspec.models import catalogue
 
 LIMIT = 8e-3
 HYBRID = "Nemotron-H-8B"

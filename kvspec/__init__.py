@@ -102,7 +102,7 @@ ON_DEMAND = frozenset(
     {
         "adapters.sglang",
         "adapters.vllm",
-        "catalogue",
+        "models.catalogue",
         "check",
         "digest",
         "draw",

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvspec import catalogue, models
+from kvspec import models
 from kvspec.cli import INTERRUPTED
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
 from kvspec.inputs import MOST
+from kvspec.models import catalogue
 from kvspec.ownership.election import POLICIES, Election, Replicas, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.stripes import Stripe

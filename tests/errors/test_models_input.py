@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from builders import LLAMA
 
-from kvspec import EngineSpec, SpecError, catalogue, models
+from kvspec import EngineSpec, SpecError, models
+from kvspec.models import catalogue
 from kvspec.models.table import ROWS
 
 

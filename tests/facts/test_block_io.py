@@ -13,7 +13,8 @@ from decimal import ROUND_HALF_DOWN, Decimal
 import pytest
 
 import kvspec
-from kvspec import catalogue, models
+from kvspec import models
+from kvspec.models import catalogue
 
 FACTS = [
     # model, TP size, block size, KB of a plane, MB of all layers
