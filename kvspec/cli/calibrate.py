@@ -9,8 +9,8 @@ import typer
 from kvspec.cli.options import output, progress_bar, refusals, table
 from kvspec.errors import nbytes
 from kvspec.nixl.calibration import save, writable
+from kvspec.nixl.costs import FIGURES
 from kvspec.run.calibrate import fitted, measure, probes
-from kvspec.staging.costs import FIGURES
 
 
 def calibrate(

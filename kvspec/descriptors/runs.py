@@ -28,12 +28,12 @@ from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.region import Region, common_pieces
 from kvspec.memory.regions import RankCache
+from kvspec.nixl.costs import Costs
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
-from kvspec.staging.costs import Costs
 
 DEAR = 3 * Costs().gap // 2  # bytes that take as long as a descriptor more, with the host's part
 

@@ -2,11 +2,11 @@
 
 from kvspec.nixl.area import Staging
 from kvspec.nixl.calibration import calibrated
+from kvspec.nixl.costs import Costs
 from kvspec.nixl.flights import Event, Leftovers
 from kvspec.nixl.order import Operation, Prepared
 from kvspec.nixl.rank import NixlRank
 from kvspec.nixl.transfer import Transfer
-from kvspec.staging.costs import Costs
 
 __all__ = [
     "Costs",

@@ -23,10 +23,10 @@ from kvspec.memory.arrays import check_tensor
 from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.calibration import calibrated
+from kvspec.nixl.costs import Costs
 from kvspec.nixl.living import Held
 from kvspec.nixl.memory import overlap, text_of
 from kvspec.nixl.permuting import SPARE
-from kvspec.staging.costs import Costs
 
 AREA = 32 << 20
 PIECE = 8 << 20

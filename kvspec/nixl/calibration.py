@@ -20,7 +20,7 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.nixl.agent import package_names
-from kvspec.staging.costs import FIGURES, Costs
+from kvspec.nixl.costs import FIGURES, Costs
 
 VARIABLE = "KVSPEC_CALIBRATION"
 VERSION = 1

@@ -11,10 +11,10 @@ from kvspec.descriptors.selection import Selection
 from kvspec.errors import counted, nbytes
 from kvspec.nixl.area import PIECE
 from kvspec.nixl.calibration import calibrated
+from kvspec.nixl.costs import Costs
+from kvspec.nixl.ranges import Ranges, ranges_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.staged import cost_of, repeated
-from kvspec.staging.costs import Costs
-from kvspec.staging.ranges import Ranges, ranges_of
 
 
 @attrs.frozen(kw_only=True)

@@ -14,11 +14,11 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, seconds
 from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.merging import Pairing, checked_ids, pair
+from kvspec.nixl.ranges import Batch
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
 from kvspec.nixl.stage import Stage
 from kvspec.ownership.election import Role
-from kvspec.staging.ranges import Batch
 
 if TYPE_CHECKING:
     import numpy as np

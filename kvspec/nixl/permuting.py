@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.staging.ranges import Ints, Moves
+from kvspec.nixl.ranges import Ints, Moves
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,7 @@ import numpy as np
 from kvspec.nixl.agent import Agent, Subject
 from kvspec.nixl.area import Area
 from kvspec.nixl.permuting import copy_runs
-from kvspec.staging.ranges import Batch, Ints, Ranges
+from kvspec.nixl.ranges import Batch, Ints, Ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

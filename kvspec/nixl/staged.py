@@ -16,13 +16,13 @@ from kvspec.errors import SpecError
 from kvspec.inputs import sequence
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.area import Areas
+from kvspec.nixl.costs import Costs
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.order import Operation, Order, Sides, order_of
+from kvspec.nixl.ranges import Ranges, Repeated, ranges_of
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.stage import Stage
 from kvspec.ownership.election import Role
-from kvspec.staging.costs import Costs
-from kvspec.staging.ranges import Ranges, Repeated, ranges_of
 
 OPERATIONS = ("READ", "WRITE")  # whatever else would move one of the two ways
 SIDES = "tuples of a local list, ids, a remote list and ids"

@@ -15,7 +15,7 @@ from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.nixl.order import Order
-from kvspec.staging.ranges import Batch
+from kvspec.nixl.ranges import Batch
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 TURN = 0.01  # seconds after which a poll of what is staged ends: its pieces are short

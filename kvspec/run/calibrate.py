@@ -24,11 +24,11 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import TransferError, TransferState
 from kvspec.memory.allocation import allocate, lay_out
 from kvspec.nixl import NixlRank, Prepared, Staging
+from kvspec.nixl.costs import Costs
+from kvspec.nixl.fitting import Sample, fit
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import plan_transfer
 from kvspec.specs import FullAttentionSpec
-from kvspec.staging.costs import Costs
-from kvspec.staging.fitting import Sample, fit
 
 RANK = RankId()
 TIMEOUT = 60.0

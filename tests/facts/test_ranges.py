@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvspec.nixl import Costs
-from kvspec.staging.ranges import Ints, Ranges, Repeated, ranges_of
+from kvspec.nixl.ranges import Ints, Ranges, Repeated, ranges_of
 
 NEAR = 1 << 20
 

@@ -14,7 +14,7 @@ import pytest
 from kvspec import SpecError
 from kvspec.nixl import Costs, Staging, calibrated
 from kvspec.nixl.calibration import VARIABLE, place, save, writable
-from kvspec.staging.costs import FIGURES
+from kvspec.nixl.costs import FIGURES
 
 MEASURED = Costs(handle=1e-5, descriptor=2e-6, byte=1e-10, run=5e-8)
 

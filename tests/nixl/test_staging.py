@@ -12,7 +12,7 @@ import pytest
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.regions import Memory
 from kvspec.nixl import Costs, NixlRank, Operation, Staging, Transfer, permuting, stage
-from kvspec.staging.ranges import Moves
+from kvspec.nixl.ranges import Moves
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 RUN, RUNS = 64, 256

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from kvspec.staging.costs import Costs
+from kvspec.nixl.costs import Costs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
