@@ -13,7 +13,7 @@ import works
 from timing import Options, Row, clock, cpu, interleaved, told
 
 import kvspec
-from kvspec.digest import digest, wanted
+from kvspec.check.digests import digest, wanted
 from kvspec.nixl import NixlRank
 from kvspec.session import Session, new_remote_id
 

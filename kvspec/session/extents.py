@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvspec.check.digests import Wanted, pieces_of, readable, rows_of, wanted_of
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.digest import Wanted, pieces_of, readable, rows_of, wanted_of
 from kvspec.errors import SpecError
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId

@@ -607,5 +607,5 @@ def test_the_reference_writes_no_group_before_all_are_right() -> None:
     )
     plan, held = kvspec.plan_transfer(side, side), ({RankId(): ours}, {RankId(): theirs})
     told = "consumer_blocks['h']=9: wanted block ids from 0 to 5"
-    assert told == words(lambda: kvspec.reference.copy(plan, *held, request))
+    assert told == words(lambda: kvspec.check.reference.copy(plan, *held, request))
     assert not any(flat.any() for flat in theirs[1].values())

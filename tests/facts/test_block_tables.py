@@ -60,7 +60,7 @@ class Pair:
         return {
             "select": lambda: self.table.select(request),
             "descriptors": lambda: self.table.descriptors(request),
-            "reference": lambda: kvspec.reference.copy(self.plan, *held, request),
+            "reference": lambda: kvspec.check.reference.copy(self.plan, *held, request),
             "verify": lambda: kvspec.verify(self.plan, *caches, request),
         }
 

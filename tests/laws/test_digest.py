@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvspec import BlockTable, RankCache, RankId, SpecError, allocate
-from kvspec.digest import Wanted, differing, digest, first_difference, wanted
+from kvspec.check.digests import Wanted, differing, digest, first_difference, wanted
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.testing import Case, strategies
 from kvspec.testing.carve import logical_views

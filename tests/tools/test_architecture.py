@@ -244,7 +244,7 @@ def test_one_module_binds_nixl() -> None:
     assert {"kvspec", "kvspec.adapters", "kvspec.testing", "kvspec.nixl.agent"} == found
 
 
-@pytest.mark.parametrize("start", ["kvspec", "kvspec.reference"])
+@pytest.mark.parametrize("start", ["kvspec", "kvspec.check.reference"])
 def test_importing_kvspec_loads_nothing_heavy(start: str) -> None:
     """A process that only plans loads attrs and numpy."""
     code = f"import sys, {start}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
