@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec import EngineSpec, SpecError, catalogue
-from kvspec.models import architectures, from_config
+from kvspec import EngineSpec, SpecError
+from kvspec.models import architectures, catalogue, from_config
 
 SCALARS = st.one_of(
     st.none(),

@@ -484,7 +484,7 @@ def held(pair: Pair) -> tuple[Any, Any]:
 def copy(spec: kvspec.LayerSpec = FULL, blocks: dict[str, Any] | None = None, **given: Any) -> None:
     """Copy by torch what a request moves, with what is *given* instead."""
     pytest.importorskip("torch")
-    from kvspec import reference  # noqa: PLC0415 - torch
+    from kvspec.check import reference  # noqa: PLC0415 - torch
 
     ours, theirs = held(PAIRS[spec])
     base = {

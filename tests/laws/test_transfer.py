@@ -144,7 +144,7 @@ def test_what_is_untouched_is_what_is_left(drawn: strategies.Case) -> None:
 def test_exact_cover_by_the_reference(case: strategies.Case) -> None:
     """Law 1: so does the reference, which copies by torch."""
     pytest.importorskip("torch")
-    from kvspec import reference  # noqa: PLC0415 - torch
+    from kvspec.check import reference  # noqa: PLC0415 - torch
 
     here = world(case)
     reference.copy(here.plan, here.producers, here.consumers, case.request)

@@ -284,7 +284,7 @@ def test_traffic_of_common_rows(rows: tuple[int, int]) -> None:
 def test_the_reference_copies_common_rows(rows: tuple[int, int]) -> None:
     """The torch reference moves the rows that both sides have."""
     pytest.importorskip("torch")
-    from kvspec import reference  # noqa: PLC0415 - torch
+    from kvspec.check import reference  # noqa: PLC0415 - torch
 
     here = one_block(*map(short, rows), common_states=True)
     reference.copy(here.plan, here.producers, here.consumers, here.case.request)

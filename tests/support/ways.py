@@ -12,7 +12,7 @@ from kvspec.testing.world import described, selected, world
 def check_every_way(case: Case) -> None:
     """Check law 1 of ids, of descriptors and of the reference, and that `verify` says right."""
     pytest.importorskip("torch")
-    from kvspec import reference  # noqa: PLC0415 - torch
+    from kvspec.check import reference  # noqa: PLC0415 - torch
 
     here = world(case)
     producers, consumers = (
