@@ -10,7 +10,7 @@ from mooncake_client import Mooncake
 from timing import Options, Row, clock, forget, interleaved, times, told
 
 from kvspec import DescriptorTable, RankId, TransferPlan, build_table, lay_out, plan_transfer
-from kvspec.simulate import simulate
+from kvspec.analysis.simulation import simulate
 
 OTHERS = (works.W4, works.W5, works.W6)
 """The works with pipeline stages, unequal blocks and context ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import kvspec
+from kvspec.draw import plan_svg, table_svg
 
 HERE = Path(__file__).parent
 
@@ -32,7 +33,7 @@ def pictures() -> dict[str, str]:
     source, _source = kvspec.allocate(producer, rank, num_blocks=4)
     target, _target = kvspec.allocate(consumer, rank, num_blocks=4)
     table = kvspec.build_table(plan, source, target)
-    return {"plan.svg": plan.to_svg(), "table.svg": table.to_svg()}
+    return {"plan.svg": plan_svg(plan), "table.svg": table_svg(table)}
 
 
 if __name__ == "__main__":

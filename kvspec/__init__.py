@@ -3,6 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
+from kvspec.analysis import explain, traffic
 from kvspec.check import CounterExample, verify
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.selection import Selection
@@ -41,9 +42,7 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvspec.traffic.loads import Link, Load, Traffic
-
-__version__ = "0.1.0"
+from kvspec.version import __version__
 
 __all__ = [
     "BlockTable",
@@ -60,8 +59,6 @@ __all__ = [
     "KVCacheGroup",
     "KVSpecError",
     "LayerSpec",
-    "Link",
-    "Load",
     "MLAAttentionSpec",
     "MambaSpec",
     "Memory",
@@ -81,7 +78,6 @@ __all__ = [
     "Stripe",
     "TPTransferSlice",
     "Topology",
-    "Traffic",
     "TransferError",
     "TransferPlan",
     "TransferRequest",
@@ -92,9 +88,11 @@ __all__ = [
     "allocate",
     "build_table",
     "default_deal",
+    "explain",
     "lay_out",
     "mismatches",
     "plan_transfer",
+    "traffic",
     "verify",
 ]
 
@@ -103,6 +101,7 @@ ON_DEMAND = frozenset(
         "adapters.sglang",
         "adapters.vllm",
         "models.catalogue",
+        "analysis",
         "check",
         "check.reference",
         "draw",
@@ -110,7 +109,6 @@ ON_DEMAND = frozenset(
         "nixl",
         "protocol",
         "session",
-        "simulate",
         "testing",
         "testing.laws",
         "testing.strategies",
@@ -124,3 +122,16 @@ def __getattr__(name: str) -> ModuleType:
     if not any(module.partition(".")[0] == name for module in ON_DEMAND):
         raise AttributeError(f"module 'kvspec' has no attribute {name!r}")
     return import_module(f"kvspec.{name}")
+
+
+def _repr_svg_(value: TransferPlan | DescriptorTable) -> str:
+    """Draw *value* for a notebook."""
+    draw = import_module("kvspec.draw")
+    text: str = draw.plan_svg(value) if isinstance(value, TransferPlan) else draw.table_svg(value)
+    return text
+
+
+# A plan or a table must not import `kvspec.draw`, which reads both. IPython looks for the method
+# on the class, so this module, which stands above both, adds it.
+for _drawn in (TransferPlan, DescriptorTable):
+    setattr(_drawn, "_repr_svg_", _repr_svg_)  # noqa: B010 - mypy refuses the plain assignment

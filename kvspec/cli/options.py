@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvspec import models
-from kvspec.cli import INTERRUPTED
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
@@ -35,8 +34,8 @@ from kvspec.ownership.stripes import Stripe
 if TYPE_CHECKING:
     from rich.text import Text
 
-WRONG, REFUSED = 1, 2
-"""Exit statuses: what was checked is wrong; the input is bad."""
+WRONG, REFUSED, INTERRUPTED = 1, 2, 130
+"""Exit statuses: a check failed; the input is bad; Ctrl-C (128 + SIGINT)."""
 _BLOCK = 16
 KEYS = {
     "tp": "tp_size",

@@ -27,7 +27,7 @@ from kvspec.cli.options import (
 )
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.ownership.election import Replicas
-from kvspec.simulate import PolicyLoad, Simulation, simulate
+from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
 
 _STEPS = "▁▂▃▄▅▆▇█"
 BARS = 64

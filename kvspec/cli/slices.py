@@ -21,7 +21,9 @@ from kvspec.cli.options import (
     refusals,
     table,
 )
+from kvspec.draw import plan_svg
 from kvspec.engines.engine import EngineSpec
+from kvspec.draw import plan_svg
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
@@ -138,7 +140,7 @@ def _draw(
         if len(groups) > 1:
             path = path.with_stem(f"{path.stem}-{group.name}")
         try:
-            path.write_text(plan.to_svg(group=group.name), encoding="utf-8")
+            path.write_text(plan_svg(plan, group=group.name), encoding="utf-8")
             typer.echo(f"wrote {path}", err=True)
         except OSError as error:
             raise SpecError("svg", str(path), f"a file that can be written: {error}") from None

@@ -36,7 +36,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
-from kvspec.plan.explain import sizes
+from kvspec.analysis.explanation import sizes
 from kvspec.run import (
     LAUNCHERS,
     STAGES,

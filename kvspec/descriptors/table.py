@@ -94,19 +94,6 @@ class DescriptorTable:
         posted = sum(entry.rows.posted(chosen) for entry, chosen in self.cells(request))
         return posted, len(self.descriptors(request))
 
-    def explain(
-        self, consumer_id: int | None = None, request: TransferRequest | None = None
-    ) -> str:
-        """Return, in words, what one descriptor moves: layer, part, units, tokens, both ranks.
-
-        Without an id: the rows of both sides, and how many descriptors *request* takes.
-        """
-        from kvspec.descriptors.explain import describe, summary  # noqa: PLC0415 - it reads this class
-
-        if consumer_id is None:
-            return summary(self, request)
-        return describe(self, consumer_id, request)
-
     def dead(self, request: TransferRequest) -> int:
         """Return how many of the bytes that *request* moves are of tokens behind its last.
 
@@ -156,15 +143,6 @@ class DescriptorTable:
     @cached_property
     def _families(self) -> list[RowFamily]:
         return RowFamily.of(self.plan, self.entries)
-
-    def to_svg(self, request: TransferRequest | None = None, group: str | None = None) -> str:
-        """Return a picture of one block as SVG text; see `kvspec.draw.table_svg`."""
-        from kvspec.draw import table_svg  # noqa: PLC0415 - an extra draws
-
-        return table_svg(self, request, group)
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
 
 def build_table(

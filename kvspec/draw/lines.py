@@ -17,7 +17,7 @@ from kvspec.errors import SpecError, counted
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
-from kvspec.plan.explain import sizes
+from kvspec.analysis.explanation import sizes
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
 

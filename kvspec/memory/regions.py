@@ -18,6 +18,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
 from kvspec.memory.aliasing import check_apart
 from kvspec.memory.region import MEMORY_TYPES, Memory, Region
+from kvspec.memory.tensors import read
 from kvspec.ownership.parallel import RankId
 
 __all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]
@@ -180,6 +181,5 @@ class RankCache:
         Raises `SpecError` naming the layer for whatever contradicts the engine or the other
         tensors; nothing is copied, and whoever made the tensors keeps them.
         """
-        from kvspec.memory.tensors import read  # noqa: PLC0415 - it imports this module's values
-
-        return read(engine, rank, tensors, axes)
+        regions, memory = read(engine, rank, tensors, axes)
+        return RankCache(engine, rank, regions, memory)

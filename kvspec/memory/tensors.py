@@ -30,7 +30,6 @@ from kvspec.memory.axes import (
 )
 from kvspec.memory.layout import axes_of
 from kvspec.memory.region import Memory, Region
-from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
@@ -43,8 +42,8 @@ def read(
     rank: RankId,
     tensors: Mapping[str, Any],
     axes: str | Mapping[str, str] | None = None,
-) -> RankCache:
-    """Return the cache that *tensors* hold; see `RankCache.from_tensors`."""
+) -> tuple[tuple[Region, ...], tuple[Memory, ...]]:
+    """Return the regions and the memory of *tensors*; see `RankCache.from_tensors`."""
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     check_layers(engine, rank, tensors)
     given: Given = {}
@@ -60,7 +59,7 @@ def read(
                 regions.append(region)
     if isinstance(axes, Mapping):
         _check_names(axes, given)
-    return RankCache(engine, rank, tuple(regions), _joined(memory))
+    return tuple(regions), _joined(memory)
 
 
 def _check_names(axes: Mapping[str, str], given: Given) -> None:

@@ -2,6 +2,7 @@
 
 from kvspec.nixl.area import Staging
 from kvspec.nixl.calibration import calibrated
+from kvspec.nixl.choice import explain_cost
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.flights import Event, Leftovers
 from kvspec.nixl.order import Operation, Prepared
@@ -18,4 +19,5 @@ __all__ = [
     "Staging",
     "Transfer",
     "calibrated",
+    "explain_cost",
 ]

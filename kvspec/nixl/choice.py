@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import attrs
 
+from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.selection import Selection
+from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import counted, nbytes
 from kvspec.nixl.area import PIECE
 from kvspec.nixl.calibration import calibrated
@@ -58,3 +60,29 @@ class Choice:
         if self.staged:
             return f"staged: {staged} (directly: {direct})"
         return f"directly: {direct} (staged: {staged})"
+
+
+def explain_cost(table: DescriptorTable, request: TransferRequest) -> str:
+    """Compare moving a request directly with staging it, as a rank of this machine would.
+
+    Args:
+        table: The descriptor table of the pair of ranks.
+        request: The request.
+
+    Returns:
+        One line for reading, one for writing, and one that names the source of the costs. A
+        request that moves no byte has no lines.
+
+    Raises:
+        SpecError: If the block tables of the request are wrong, or a calibration file is.
+        MismatchError: If the request does not fit the table.
+    """
+    rows = table.descriptors(request)
+    if not len(rows):
+        return ""
+    moved = int(rows[:, 2].sum())
+    selection = table.select(request)
+    read, write = (
+        Choice.of(selection, operation, len(rows), moved) for operation in ("READ", "WRITE")
+    )
+    return f"read {read}\nwritten {write}\nby {read.costs.origin}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -22,9 +21,6 @@ from kvspec.plan.cover import check_cover, check_whole
 from kvspec.plan.edges import Edge, edges_of
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.shares import GroupPair, Share, group_pairs, shares
-
-if TYPE_CHECKING:
-    from kvspec.traffic.loads import Traffic
 
 
 @attrs.frozen(kw_only=True)
@@ -143,30 +139,6 @@ class TransferPlan:
     def finished_recving_count(self) -> int:
         """Consumer ranks that report a request as received."""
         return len(self.consumer.parallel.ranks)
-
-    def traffic(self, num_tokens: int) -> Traffic:
-        """Return the bytes and descriptors that a request of *num_tokens* moves, nothing cached.
-
-        By pair of ranks, by rank, and the busiest link; see `kvspec.traffic.traffic.traffic`.
-        """
-        from kvspec.traffic.traffic import traffic  # noqa: PLC0415 - it reads this module's values
-
-        return traffic(self, num_tokens)
-
-    def explain(self) -> str:
-        """Return, in words, who reads which units from whom, and who notifies whom."""
-        from kvspec.plan.explain import explain  # noqa: PLC0415 - it reads this module's values
-
-        return "\n".join(explain(self))
-
-    def to_svg(self, group: str | None = None) -> str:
-        """Return a picture of the plan as SVG text; see `kvspec.draw.plan_svg`."""
-        from kvspec.draw import plan_svg  # noqa: PLC0415 - an extra draws
-
-        return plan_svg(self, group)
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
 
 def _by_first(pairs: Iterable[tuple[RankId, RankId]]) -> dict[RankId, tuple[RankId, ...]]:

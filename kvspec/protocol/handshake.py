@@ -18,6 +18,7 @@ from kvspec.ownership.election import Election
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.mismatches import differing, mismatches
 from kvspec.protocol.fingerprint import fingerprint
+from kvspec.version import __version__
 
 MAX_NAME = 255
 """Bytes of an engine's name, a model's, a revision's."""
@@ -71,8 +72,6 @@ class Handshake:
 
     @library.default
     def _running(self) -> str:
-        from kvspec import __version__  # noqa: PLC0415 - the package's own, which stands above
-
         return __version__
 
     def __attrs_post_init__(self) -> None:

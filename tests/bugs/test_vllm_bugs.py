@@ -305,5 +305,5 @@ def test_bug_16_identical_bytes_are_moved_once(spec: kvspec.LayerSpec) -> None:
     sides = [engine(spec, tp=size) for size in (4, 2)]
     plan = kvspec.plan_transfer(*sides)
     pages = sum(2 * spec.page_size_bytes(rank, 2) for rank in (0, 1))
-    assert pages == plan.traffic(16).total.nbytes
+    assert pages == kvspec.traffic(plan, 16).total.nbytes
     assert [] == moves(*sides, 40)

@@ -211,9 +211,9 @@ REFUSED: list[Any] = [
      "consumer=None: wanted an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), engine(), replicas="all"),  # type: ignore[arg-type]
      "replicas='all': wanted one of spread, first, stripe, nearest"),
-    (lambda: kvspec.plan_transfer(engine(), engine()).traffic(-1),
+    (lambda: kvspec.traffic(kvspec.plan_transfer(engine(), engine()), -1),
      "num_tokens=-1: wanted an int >= 0"),
-    (lambda: kvspec.plan_transfer(engine(), engine()).traffic(num_tokens=True),
+    (lambda: kvspec.traffic(kvspec.plan_transfer(engine(), engine()), num_tokens=True),
      "num_tokens=True: wanted an int >= 0"),
     # things of another type
     *((lambda n=name: call_with_a_list(n), f"{field}=['l']: wanted {told}")

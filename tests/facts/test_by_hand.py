@@ -252,7 +252,7 @@ def test_live_tokens(spec: kvspec.LayerSpec, live: dict[int, range]) -> None:
 def test_traffic() -> None:
     """Ten tokens of one layer: 512 bytes a head and token, four heads to each consumer rank."""
     wanted = {(RankId(tp=2 * head), RankId(tp=head // 4)): 10 * 512 for head in range(8)}
-    found = plan(8, 16, 2).traffic(10)
+    found = kvspec.traffic(plan(8, 16, 2), 10)
     assert wanted == {pair: load.nbytes for pair, load in found.pairs.items()}
 
 

@@ -82,7 +82,7 @@ def test_specs_and_plans_elect_alike() -> None:
         for one in MLA.get_tp_transfer_slices(rank, 4, 3, "producer", election)
     }
     assert planned == pulled == pushed
-    assert "replicas by 'nearest'" in plan.explain()
+    assert "replicas by 'nearest'" in kvspec.explain(plan)
 
 
 def test_one_table_names_every_policy() -> None:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-import kvspec.traffic.flows
+import kvspec.analysis.flows
 from kvspec.ownership.election import Replicas
-from kvspec.simulate import simulate
-from kvspec.traffic.flows import flows
+from kvspec.analysis.simulation import simulate
+from kvspec.analysis.flows import flows
 
 POLICIES: tuple[Replicas, ...] = get_args(Replicas)
 TOKENS = 200
@@ -151,7 +151,7 @@ def test_rows_are_counted_one_by_one(
             and all(token // c.interleave % c.size == c.rank for c in contexts)
         }
         wanted[edge.producer, edge.consumer] = len(rows) * spec.parts[0].content_bytes
-    found = plan.traffic(num_tokens).pairs
+    found = kvspec.traffic(plan, num_tokens).pairs
     assert wanted == {pair: load.nbytes for pair, load in found.items()}
 
 
@@ -383,7 +383,7 @@ def test_long_periods_are_counted_in_steps(monkeypatch: pytest.MonkeyPatch) -> N
     """Counting a few tokens at a time is counting them at once."""
     plan = kvspec.plan_transfer(contexts(2, 48, 4), contexts(3, 16, 3), "stripe")
     at_once = flows(plan, 1000).moved.tolist()
-    monkeypatch.setattr(kvspec.traffic.flows, "STEP", 7)
+    monkeypatch.setattr(kvspec.analysis.flows, "STEP", 7)
     assert at_once == flows(plan, 1000).moved.tolist()
 
 

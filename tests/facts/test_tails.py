@@ -46,7 +46,7 @@ def test_tails(
     assert (count, nbytes) == (len(moved), int(moved[:, 2].sum()))
     assert (count, dead) == (table.counts(wanted)[0], table.dead(wanted))
     told = f"{dead:,} of the bytes are of dead tokens of the last block"
-    assert (told in table.explain(request=wanted)) == (dead > 0)
+    assert (told in kvspec.explain(table, request=wanted)) == (dead > 0)
 
 
 @settings(max_examples=settings.default.max_examples // 2)

@@ -375,8 +375,8 @@ def test_a_page_in_any_format_can_be_drawn() -> None:
     cache, _ = pages("keys-transposed", 8, 6)
     other, _ = pages("plain", 4, 6)
     table = kvspec.build_table(kvspec.plan_transfer(cache.engine, other.engine), cache, other)
-    assert table.to_svg().startswith("<svg")
-    assert "l.0 k: unit 0, consumer's block 0, row 0" in table.explain(0)
+    assert table_svg(table).startswith("<svg")
+    assert "l.0 k: unit 0, consumer's block 0, row 0" in kvspec.explain(table, consumer_id=0)
 
 
 @pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 8), ("float32", 8), (None, 16)])

@@ -56,7 +56,7 @@ def test_a_plan_is_whole(case: Case) -> None:
     plan = plan_of(case)
     names = Counter((e.producer, e.consumer, e.producer_group, e.group) for e in plan.edges)
     assert {1} == set(names.values())
-    words = plan.explain()
+    words = kvspec.explain(plan)
     for edge in plan.edges:
         assert edge.slices
         assert {edge.producer.tp} == {each.remote_rank for each in edge.slices}
@@ -209,7 +209,7 @@ def test_traffic_is_what_is_wanted(case: Case, tokens: int) -> None:
         units = len(rank_units(case.consumer, target.rank, part, target.group))
         wanted[target.rank] += units * rows * part.content_bytes
     got = Counter[kvspec.RankId]()
-    for rank, load in plan_of(case).traffic(tokens).consumers.items():
+    for rank, load in kvspec.traffic(plan_of(case), tokens).consumers.items():
         got[rank] += load.nbytes
     assert +wanted == +got
 

@@ -277,7 +277,7 @@ def test_verify_knows_common_rows(rows: tuple[int, int]) -> None:
 def test_traffic_of_common_rows(rows: tuple[int, int]) -> None:
     """One row of one byte moves, whichever side has two."""
     here = one_block(*map(short, rows), common_states=True)
-    assert (1, 1) == attrs.astuple(here.plan.traffic(2).total)
+    assert (1, 1) == attrs.astuple(kvspec.traffic(here.plan, 2).total)
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)])

@@ -166,14 +166,14 @@ def drawn_tables() -> dict[str, str]:
         ("latent", engine(2, latent()), engine(1, latent())),
         ("states", engine(2, states()), engine(1, states())),
     ):
-        found[name] = table_of(producer, consumer).to_svg()
+        found[name] = table_svg(table_of(producer, consumer))
     return found
 
 
 @every_plan
 def test_every_rank_has_one_box_that_names_it(plan: kvspec.TransferPlan) -> None:
     """Both sides' ranks are all there, each once, with its name written inside."""
-    root = parsed(plan.to_svg())
+    root = parsed(plan_svg(plan))
     for side, ranks in (
         ("producer", plan.producer.parallel.ranks),
         ("consumer", plan.consumer.parallel.ranks),
@@ -216,7 +216,7 @@ def test_every_unit_of_the_target_has_a_label(plan: kvspec.TransferPlan) -> None
 @every_plan
 def test_every_slice_is_a_line_between_its_ranks(plan: kvspec.TransferPlan) -> None:
     """A line for each slice of each edge leaves the producer's box and ends at the consumer's."""
-    root = parsed(plan.to_svg())
+    root = parsed(plan_svg(plan))
     homes = {(d["data-side"], d["data-rank"]): box for box, d in boxes(root, "rank")}
     lines = [each for each in root.iter(f"{SVG}path") if "data-producer" in each.attrib]
     wanted = {
@@ -246,7 +246,7 @@ def test_a_rank_that_nobody_reads_is_grey_and_says_who_releases_it(
     plan: kvspec.TransferPlan,
 ) -> None:
     """Its box is shaded and names the rank that tells it; a rank that is read is not."""
-    root = parsed(plan.to_svg())
+    root = parsed(plan_svg(plan))
     homes = {d["data-rank"]: (b, d) for b, d in boxes(root, "rank") if d["data-side"] == "producer"}
     for rank in plan.producer.parallel.ranks:
         box, data = homes[str(rank)]
@@ -262,7 +262,7 @@ def test_a_rank_that_nobody_reads_is_grey_and_says_who_releases_it(
 @every_plan
 def test_no_label_of_a_plan_covers_another(plan: kvspec.TransferPlan) -> None:
     """Texts keep apart and inside the picture, also at TP 8 to 16."""
-    root = parsed(plan.to_svg())
+    root = parsed(plan_svg(plan))
     said = texts(root)
     paper = Box(0, 0, float(root.attrib["width"]), float(root.attrib["height"]))
     assert [] == [each.says for each in said if not each.inside(paper)]
@@ -282,7 +282,7 @@ def test_no_label_of_a_table_covers_another(name: str) -> None:
 def test_letters_are_large_and_colours_are_of_the_palette() -> None:
     """No text is smaller than 11 pixels; colours are the palette's, or greys."""
     allowed = {*PALETTE, INK, FAINT, LINE, BAND, PAPER, SHADE, HOLLOW, "none"}
-    for text in [*(plan.to_svg() for plan in PLANS.values()), *drawn_tables().values()]:
+    for text in [*(plan_svg(plan) for plan in PLANS.values()), *drawn_tables().values()]:
         root = parsed(text)
         assert min(float(each.attrib["font-size"]) for each in root.iter(f"{SVG}text")) >= SMALL
         used = {each.get(name) for each in root.iter() for name in ("fill", "stroke")} - {None}
@@ -291,8 +291,8 @@ def test_letters_are_large_and_colours_are_of_the_palette() -> None:
 
 @every_plan
 def test_a_plan_has_one_picture(plan: kvspec.TransferPlan) -> None:
-    """Drawing is deterministic, and a notebook shows what `to_svg` returns."""
-    assert plan.to_svg() == plan_svg(plan) == plan._repr_svg_()
+    """Drawing is deterministic, and a notebook shows what `plan_svg` returns."""
+    assert plan_svg(plan) == plan_svg(plan) == plan._repr_svg_()
 
 
 @pytest.mark.parametrize("falling", [False, True])
@@ -304,7 +304,7 @@ def test_each_memory_has_an_axis_of_its_own(falling: bool) -> None:
     plan = kvspec.plan_transfer(*[engine(1, attention(4, layers=3, block=4))] * 2)
     cache = kvspec.RankCache.from_tensors(plan.producer, kvspec.RankId(), arrays, axes="KBNHC")
     other, _ = kvspec.allocate(plan.consumer, kvspec.RankId(), 4)
-    root = parsed(kvspec.build_table(plan, cache, other).to_svg())
+    root = parsed(table_svg(kvspec.build_table(plan, cache, other)))
     said = ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
     axis = [each for each in said if each in {"0 B", "elsewhere"} or each.startswith("memory")]
     assert ["0 B", "memory 2", "memory 3", "0 B"] == axis
@@ -317,11 +317,11 @@ def test_a_table_has_one_picture_wherever_its_memory_lies() -> None:
 
 def test_stages_and_contexts_are_bands() -> None:
     """Bands say which layers a stage holds, and which tokens a context rank."""
-    said = {each.says for each in texts(parsed(PLANS["stages"].to_svg()))}
+    said = {each.says for each in texts(parsed(plan_svg(PLANS["stages"])))}
     stages = {("0", "0", "2"), ("1", "3", "5"), ("2", "4", "5")}
     told = {f"stage {stage}: layers {a}\N{EN DASH}{b}" for stage, a, b in stages}
     assert set() == told - said
-    said = {each.says for each in texts(parsed(PLANS["contexts"].to_svg()))}
+    said = {each.says for each in texts(parsed(plan_svg(PLANS["contexts"])))}
     assert "context 1 of 2, 1 token at a time" in said
 
 
@@ -329,7 +329,7 @@ def test_a_stage_without_layers_says_so() -> None:
     """More stages than layers: a band of ranks that hold nothing, told in words."""
     producer, consumer = engine(1, attention(4, 2), pp_size=3), engine(1, attention(4, 2))
     plan = kvspec.plan_transfer(producer, consumer)
-    said = {each.says for each in texts(parsed(plan.to_svg()))}
+    said = {each.says for each in texts(parsed(plan_svg(plan)))}
     empty = {0, 1, 2} - set(plan.producer.stage_of.values())
     assert {f"stage {stage}: no layers" for stage in empty} <= said
     assert len(empty) == 1
@@ -337,7 +337,7 @@ def test_a_stage_without_layers_says_so() -> None:
 
 def test_parts_that_are_dealt_alike_share_a_pattern() -> None:
     """Conv x, b with c, the heads' states and attention can be told apart without colour."""
-    root = parsed(PLANS["hybrid"].to_svg())
+    root = parsed(plan_svg(PLANS["hybrid"]))
     named = {data["data-parts"] for _, data in boxes(root, "cell")}
     assert {"k+v", "conv_x", "conv_b+conv_c", "ssm"} == named
     hatches = {each.get("fill") for each in root.iter(f"{SVG}rect")}
@@ -363,7 +363,7 @@ def test_ribbons_are_the_runs_of_one_block() -> None:
     producer, consumer = engine(2, attention(4)), engine(1, attention(4))
     consumer = kvspec.EngineSpec(groups=consumer.groups, parallel=consumer.parallel, layout="HND")
     table = table_of(producer, consumer)
-    text = table.to_svg()
+    text = table_svg(table)
     said = " ".join(each.says for each in texts(parsed(text)))
     layers = int(re.findall(r"(\d+) layers? drawn", said)[0])
     assert [32] * 32 * layers == ribbons(text)
@@ -377,7 +377,7 @@ def test_ribbons_join_the_bytes_of_one_unit() -> None:
     producer, consumer = engine(2, attention(4)), engine(1, attention(4))
     consumer = kvspec.EngineSpec(groups=consumer.groups, parallel=consumer.parallel, layout="HND")
     table = table_of(producer, consumer, tp=1)
-    root = parsed(table.to_svg())
+    root = parsed(table_svg(table))
     bars = boxes(root, "layer")
     joined = set()
     for line in (each for each in root.iter(f"{SVG}path") if "data-length" in each.attrib):
@@ -420,11 +420,11 @@ def test_layers_of_unlike_rows_show_the_same_tokens() -> None:
     spec = kvspec.UniformTypeKVCacheSpecs(specs=latents)
     (table,) = tables_of(spec)
     request = builders.request(16, [5], [2], cached_tokens=12)
-    root = parsed(table.to_svg(request))
+    root = parsed(table_svg(table, request))
     shown = {(d["data-side"], d["data-layer"]): d for _, d in boxes(root, "layer")}
     assert {(side, layer) for side in ("producer", "consumer") for layer in latents} == set(shown)
     assert 2 == len([each for each in texts(root) if "tokens 12 to 15 drawn" in each.says])
-    assert sorted((4 * 16, 1 * 16)) == sorted(ribbons(table.to_svg(request)))
+    assert sorted((4 * 16, 1 * 16)) == sorted(ribbons(table_svg(table, request)))
 
 
 def check_picture(text: str) -> None:
@@ -443,7 +443,7 @@ def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> No
     """
     options = {"salt": case.salt, "common_states": case.common_states}
     plan = kvspec.plan_transfer(case.producer, case.consumer, case.replicas, **options)
-    check_picture(plan.to_svg())
+    check_picture(plan_svg(plan))
     pairs = list(dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges))
     pools: Any = (case.producer_pool, case.consumer_pool)
     if one_block:
@@ -456,16 +456,16 @@ def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> No
         ]
         table = kvspec.build_table(plan, caches[0][0], caches[1][0])
         for group in {entry.edge.group for entry in table.entries}:
-            check_picture(table.to_svg(group=group))
+            check_picture(table_svg(table, group=group))
             if not one_block:
-                check_picture(table.to_svg(case.request, group=group))
+                check_picture(table_svg(table, case.request, group=group))
 
 
 def test_nothing_to_move_is_drawn_without_runs() -> None:
     """A request that is cached whole has no ribbons."""
     table = table_of(engine(1, latent()), engine(1, latent()))
     request = builders.request(16, {"latent": [5]}, {"latent": [2]}, cached_tokens=16)
-    assert [] == ribbons(table.to_svg(request))
+    assert [] == ribbons(table_svg(table, request))
 
 
 def nothing() -> kvspec.TransferPlan:
@@ -478,15 +478,15 @@ def test_a_plan_that_moves_nothing_says_so() -> None:
     """In words, with the layers that are excluded; in a notebook too. A group is refused."""
     plan = nothing()
     assert () == plan.edges
-    root = parsed(plan.to_svg())
+    root = parsed(plan_svg(plan))
     said = [each.says for each in texts(root)]
     told = ["TP 2 → TP 1", "nothing moves"]
     assert [*told, "excluded by the producer: layer 0"] == said
     paper = Box(0, 0, float(root.attrib["width"]), float(root.attrib["height"]))
     assert all(each.inside(paper) for each in texts(root))
-    assert plan.to_svg() == plan._repr_svg_()
+    assert plan_svg(plan) == plan._repr_svg_()
     with pytest.raises(kvspec.SpecError) as caught:
-        plan.to_svg(group="latent")
+        plan_svg(plan, group="latent")
     assert "group='latent': wanted a group that the plan transfers" == str(caught.value)
 
 
@@ -494,7 +494,7 @@ def test_many_excluded_layers_are_told_shortly() -> None:
     """The picture of a plan without edges stays small."""
     group = attrs.evolve(attention(4, layers=80), excluded=attention(4, layers=80).layers)
     root = parsed(
-        kvspec.plan_transfer(engine(1, attention(4, layers=80)), engine(1, group)).to_svg()
+        plan_svg(kvspec.plan_transfer(engine(1, attention(4, layers=80)), engine(1, group)))
     )
     said = [each.says for each in texts(root)]
     assert "excluded by the consumer: layers 0\N{EN DASH}79" == said[-1]
@@ -511,11 +511,11 @@ def test_a_table_that_moves_nothing_says_so() -> None:
             for side, tp in zip((plan.producer, plan.consumer), ranks, strict=True)
         )
         table = kvspec.build_table(plan, producer, consumer)
-        for text in (table.to_svg(), table._repr_svg_(), table.to_svg(request)):
+        for text in (table_svg(table), table._repr_svg_(), table_svg(table, request)):
             said = [each.says for each in texts(parsed(text))]
             assert [f"tp{ranks[0]} → tp{ranks[1]}", "these two ranks exchange nothing"] == said
         with pytest.raises(kvspec.SpecError, match=r"group='g': .* exchange: nothing"):
-            table.to_svg(group="g")
+            table_svg(table, group="g")
 
 
 def tables_of(
@@ -560,7 +560,7 @@ LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=16, dtype="bfloat16")
 def test_the_first_block_moves_if_any_of_it_can_live(spec: kvspec.LayerSpec) -> None:
     """As many tokens are asked for as leave some live: 16 rows of k and v, 16 bytes each."""
     (table,) = tables_of(spec)
-    text = table.to_svg()
+    text = table_svg(table)
     said = [each.says for each in texts(parsed(text))]
     assert "one block of 1 layer: 1 run of 512 B, 512 B in all" in said
     assert [512] == ribbons(text)
@@ -592,7 +592,7 @@ def test_the_first_block_s_request_tells_the_encoder_s_tokens() -> None:
 def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
     """A window of the query's own token keeps none before it."""
     (table,) = tables_of(spec)
-    said = [each.says for each in texts(parsed(table.to_svg()))]
+    said = [each.says for each in texts(parsed(table_svg(table)))]
     assert "one block of 1 layer: nothing of it moves" in said
 
 
@@ -627,7 +627,7 @@ def test_every_pair_that_exchanges_anything_has_runs(
     tables = tables_of(spec, producing, consuming, **more)
     assert len(tables) > 1
     for table in tables:
-        assert ribbons(table.to_svg()) != []
+        assert ribbons(table_svg(table)) != []
 
 
 def test_striped_states_have_runs() -> None:
@@ -636,7 +636,7 @@ def test_striped_states_have_runs() -> None:
     tables = tables_of(spec, {"tp_size": 4}, {"tp_size": 1}, replicas="stripe")
     assert 4 == len(tables)
     for table in tables:
-        assert [64] == ribbons(table.to_svg())
+        assert [64] == ribbons(table_svg(table))
 
 
 @pytest.mark.parametrize("draw", [plan_svg, table_svg])
@@ -650,7 +650,7 @@ def test_groups_that_two_ranks_do_not_exchange_are_refused() -> None:
     """The error names the groups that they do exchange."""
     table = table_of(engine(1, latent()), engine(1, latent()))
     with pytest.raises(kvspec.SpecError, match=r"group='full'.*\['latent'\]"):
-        table.to_svg(group="full")
+        table_svg(table, group="full")
 
 
 def test_names_are_escaped() -> None:
@@ -660,9 +660,9 @@ def test_names_are_escaped() -> None:
     side = kvspec.EngineSpec(groups=(group,))
     cache, _storage = kvspec.allocate(side, kvspec.RankId(), 2)
     plan = kvspec.plan_transfer(side, side)
-    root = parsed(kvspec.build_table(plan, cache, cache).to_svg())
+    root = parsed(table_svg(kvspec.build_table(plan, cache, cache)))
     assert {'<"&>'} == {data["data-layer"] for _, data in boxes(root, "layer")}
-    (line,) = (e for e in parsed(plan.to_svg()).iter() if "data-groups" in e.attrib)
+    (line,) = (e for e in parsed(plan_svg(plan)).iter() if "data-groups" in e.attrib)
     assert 'a<b>&"c"' == line.attrib["data-groups"]
 
 

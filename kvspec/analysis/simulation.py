@@ -21,7 +21,7 @@ from kvspec.ownership.election import Election, Replicas, Role, Topology, known_
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
-from kvspec.traffic.flows import flows
+from kvspec.analysis.flows import flows
 
 __all__ = ["LinkTime", "PolicyLoad", "Simulation", "simulate"]
 

@@ -13,7 +13,10 @@ import numpy as np
 
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.selection import Selection
+from kvspec.inputs import instance
+from kvspec.ownership.parallel import ParallelConfig
+from kvspec.plan.edges import Edge
+from kvspec.plan.plan import TransferPlan
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.memory.regions import Region
@@ -21,7 +24,78 @@ from kvspec.ownership.election import Role
 from kvspec.ownership.tokens import Ints
 
 
-def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest | None) -> str:
+def explain(
+    subject: TransferPlan | DescriptorTable,
+    *,
+    consumer_id: int | None = None,
+    request: TransferRequest | None = None,
+) -> str:
+    """Describe a plan or a descriptor table in words.
+
+    A plan: which consumer rank reads which units from which producer rank, and which consumer ranks
+    notify each producer rank. A table: the rows of both sides.
+
+    Args:
+        subject: The plan or the table.
+        consumer_id: Of a table only. Describe the descriptor with this id of the consumer's side:
+            the layers, parts, units and tokens that it moves, and why they come from this rank.
+        request: Of a table only. Count the descriptors of this request, or, with *consumer_id*,
+            name the tokens and the producer's block.
+
+    Returns:
+        Lines of text.
+
+    Raises:
+        SpecError: If *subject* is neither a plan nor a table, or *consumer_id* is not an id of
+            the table.
+    """
+    if isinstance(subject, TransferPlan):
+        for field, value in (("consumer_id", consumer_id), ("request", request)):
+            if value is not None:
+                raise SpecError(field, value, "None: only a DescriptorTable takes it")
+        return "\n".join(_plan_lines(subject))
+    table = instance("subject", subject, DescriptorTable)
+    if consumer_id is None:
+        return _summary(table, request)
+    return _describe(table, consumer_id, request)
+
+
+def sizes(parallel: ParallelConfig) -> str:
+    """Return the parallel sizes in words, such as ``TP 4, PP 2``."""
+    found = [f"TP {parallel.tp_size}"]
+    if parallel.pp_size > 1:
+        found.append(f"PP {parallel.pp_size}")
+    if parallel.context_size > 1:
+        found.append(f"context {parallel.context_size} x {parallel.interleave_size} tokens")
+    return ", ".join(found)
+
+
+def _plan_lines(plan: TransferPlan) -> Iterator[str]:
+    """Yield, line by line, who reads which units from whom, and who tells whom."""
+    both = " -> ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
+    yield f"{both}, replicas by {plan.replicas!r}: {len(plan.edges)} edges"
+    for side, engine in (("producer", plan.producer), ("consumer", plan.consumer)):
+        if engine.excluded:
+            yield f"excluded by the {side}, not transferred: {', '.join(engine.excluded)}"
+    for edge in plan.edges:
+        yield f"{edge.consumer} reads {edge.producer}, group {edge.group}:"
+        yield from (f"  {line}" for line in _carried(edge))
+    for rank in plan.producer.parallel.ranks:
+        told = ", ".join(map(str, plan.notifiers(rank)))
+        unread = "" if plan.targets(rank) else " (nobody reads it)"
+        yield f"producer {rank}{unread} is told by consumer {told}"
+
+
+def _carried(edge: Edge) -> Iterator[str]:
+    """Yield what one producer rank gives to one consumer rank: parts, units, layers, blocks."""
+    for each in edge.slices:
+        units = f"{each.global_range.start}..{each.global_range.stop - 1}"
+        layers = "" if each.layers == edge.layers else f" of {', '.join(each.layers)}"
+        blocks = "" if each.stripe.whole else f", {each.stripe}"
+        yield f"{'+'.join(each.parts)} units {units}{layers}{blocks}"
+
+
+def _describe(table: DescriptorTable, consumer_id: int, request: TransferRequest | None) -> str:
     """Say what the descriptor with the consumer's id *consumer_id* moves, and why from there.
 
     Names layers, parts, the model's units and the block; with *request*, the tokens and where the
@@ -43,7 +117,7 @@ def describe(table: DescriptorTable, consumer_id: int, request: TransferRequest 
     return "\n".join([f"{title} at {start:#x}", *told, f"  {_why(table, entry)}"])
 
 
-def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
+def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
     """Say how many rows and ids each side has, and how many descriptors *request* takes.
 
     They are counted as ids, as what NIXL merges those to, and as the fewest that memory allows.
@@ -62,21 +136,7 @@ def summary(table: DescriptorTable, request: TransferRequest | None) -> str:
         if dead := table.dead(request):
             why = "which takes less time than the descriptors that would leave them out"
             lines.append(f"  {dead:,} of the bytes are of dead tokens of the last block, {why}")
-        if moved:
-            lines += _ways(table.select(request), fewest, moved)
     return "\n".join(lines)
-
-
-def _ways(selection: Selection, descriptors: int, moved: int) -> Iterator[str]:
-    """Say what a request costs either way, read or written: see `kvspec.nixl.Staging`."""
-    from kvspec.nixl.choice import Choice  # noqa: PLC0415 - it reads tables
-
-    read, write = (
-        Choice.of(selection, operation, descriptors, moved) for operation in ("READ", "WRITE")
-    )
-    yield f"  read {read}"
-    yield f"  written {write}"
-    yield f"  by {read.costs.origin}"
 
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
