@@ -11,15 +11,15 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
+from kvspec.analysis.flows import flows
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.memory.allocation import lay_out
+from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan
-from kvspec.analysis.flows import flows
-from kvspec.ownership.election import Role
 
 MAX_BLOCKS = 2**22
 """Blocks of one group that are looked at: some seconds."""

@@ -13,15 +13,15 @@ import numpy as np
 
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.request import TransferRequest
-from kvspec.inputs import instance
-from kvspec.ownership.parallel import ParallelConfig
-from kvspec.plan.edges import Edge
-from kvspec.plan.plan import TransferPlan
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
+from kvspec.inputs import instance
 from kvspec.memory.regions import Region
 from kvspec.ownership.election import Role
+from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.tokens import Ints
+from kvspec.plan.edges import Edge
+from kvspec.plan.plan import TransferPlan
 
 
 def explain(
@@ -48,6 +48,7 @@ def explain(
     Raises:
         SpecError: If *subject* is neither a plan nor a table, or *consumer_id* is not an id of
             the table.
+
     """
     if isinstance(subject, TransferPlan):
         for field, value in (("consumer_id", consumer_id), ("request", request)):

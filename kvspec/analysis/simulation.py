@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.analysis.flows import flows
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
@@ -21,7 +22,6 @@ from kvspec.ownership.election import Election, Replicas, Role, Topology, known_
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
-from kvspec.analysis.flows import flows
 
 __all__ = ["LinkTime", "PolicyLoad", "Simulation", "simulate"]
 

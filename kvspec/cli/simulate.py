@@ -10,6 +10,7 @@ from typing import Any, cast
 import typer
 from rich.text import Text
 
+from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
 from kvspec.cli.options import (
     AS_JSON,
     KEYS,
@@ -27,7 +28,6 @@ from kvspec.cli.options import (
 )
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.ownership.election import Replicas
-from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
 
 _STEPS = "▁▂▃▄▅▆▇█"
 BARS = 64

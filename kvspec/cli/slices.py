@@ -23,7 +23,6 @@ from kvspec.cli.options import (
 )
 from kvspec.draw import plan_svg
 from kvspec.engines.engine import EngineSpec
-from kvspec.draw import plan_svg
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int

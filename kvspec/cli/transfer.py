@@ -14,6 +14,7 @@ import attrs
 import typer
 from rich.text import Text
 
+from kvspec.analysis.explanation import sizes
 from kvspec.cli.options import (
     AS_JSON,
     KEYS,
@@ -36,7 +37,6 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.nixl.agent import package_names
-from kvspec.analysis.explanation import sizes
 from kvspec.run import (
     LAUNCHERS,
     STAGES,

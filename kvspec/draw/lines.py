@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
+from kvspec.analysis.explanation import sizes
 from kvspec.draw.canvas import DASH
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError, counted
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
-from kvspec.analysis.explanation import sizes
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import attrs
 
+from kvspec.analysis.explanation import sizes
 from kvspec.draw.canvas import (
     BAND,
     FAINT,
@@ -32,7 +33,6 @@ from kvspec.draw.canvas import (
 from kvspec.draw.lines import Box, EngineColumn, Line, Read, Scene, excluded, scene
 from kvspec.errors import counted
 from kvspec.inputs import instance
-from kvspec.analysis.explanation import sizes
 from kvspec.plan.plan import TransferPlan
 
 _ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import kvspec
 import kvspec.analysis.flows
-from kvspec.ownership.election import Replicas
-from kvspec.analysis.simulation import simulate
 from kvspec.analysis.flows import flows
+from kvspec.analysis.simulation import simulate
+from kvspec.ownership.election import Replicas
 
 POLICIES: tuple[Replicas, ...] = get_args(Replicas)
 TOKENS = 200

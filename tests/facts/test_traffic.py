@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 import kvspec
 from kvspec import RankId
+from kvspec.analysis.counts import Link, Load
 from kvspec.testing import strategies
 from kvspec.testing.strategies import is_state
-from kvspec.analysis.counts import Link, Load
 
 HALF = settings(max_examples=settings.default.max_examples // 2)
 

@@ -1,7 +1,7 @@
 """Imports point one way between folders, form no cycle, and load heavy modules late.
 
-`FOLDERS` places every folder and single file of `kvspec/` in a layer. CONTRIBUTING.md draws the same
-layers.
+`FOLDERS` places every folder and single file of `kvspec/` in a layer. CONTRIBUTING.md draws the
+same layers.
 """
 
 from __future__ import annotations
