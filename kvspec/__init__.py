@@ -103,6 +103,7 @@ ON_DEMAND = frozenset(
         "models.catalogue",
         "analysis",
         "check",
+        "check.digests",
         "check.reference",
         "draw",
         "models",

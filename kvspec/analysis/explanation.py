@@ -80,14 +80,14 @@ def _plan_lines(plan: TransferPlan) -> Iterator[str]:
             yield f"excluded by the {side}, not transferred: {', '.join(engine.excluded)}"
     for edge in plan.edges:
         yield f"{edge.consumer} reads {edge.producer}, group {edge.group}:"
-        yield from (f"  {line}" for line in _carried(edge))
+        yield from (f"  {line}" for line in carried(edge))
     for rank in plan.producer.parallel.ranks:
         told = ", ".join(map(str, plan.notifiers(rank)))
         unread = "" if plan.targets(rank) else " (nobody reads it)"
         yield f"producer {rank}{unread} is told by consumer {told}"
 
 
-def _carried(edge: Edge) -> Iterator[str]:
+def carried(edge: Edge) -> Iterator[str]:
     """Yield what one producer rank gives to one consumer rank: parts, units, layers, blocks."""
     for each in edge.slices:
         units = f"{each.global_range.start}..{each.global_range.stop - 1}"

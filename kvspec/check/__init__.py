@@ -1,7 +1,8 @@
 """Is it right: checkers that go through what should be there, and not through what came."""
 
+from kvspec.check import digests, reference
 from kvspec.check.counterexample import CounterExample, Kind
 from kvspec.check.exhaustive import Proof, prove
 from kvspec.check.verify import verify
 
-__all__ = ["CounterExample", "Kind", "Proof", "prove", "verify"]
+__all__ = ["CounterExample", "Kind", "Proof", "digests", "prove", "reference", "verify"]

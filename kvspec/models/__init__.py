@@ -5,6 +5,7 @@ state stand in groups of their own, each with its own spec; what a config does n
 class does not supply is refused by the field's name, never guessed.
 """
 
+from kvspec.models import catalogue
 from kvspec.models.build import ConfigSource, architectures, from_config
 
-__all__ = ["ConfigSource", "architectures", "from_config"]
+__all__ = ["ConfigSource", "architectures", "catalogue", "from_config"]

@@ -22,7 +22,7 @@ from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
-from kvspec.plan.explain import carried
+from kvspec.analysis.explanation import carried
 from kvspec.protocol.notices import Notice
 from kvspec.protocol.order import Name, Place, ReadOrder
 from kvspec.protocol.pushed import Pushed

@@ -18,9 +18,9 @@ from kvspec import (
     SlidingWindowSpec,
     SpecError,
     UniformTypeKVCacheSpecs,
-    catalogue,
     models,
 )
+from kvspec.models import catalogue
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FACTS: list[dict[str, Any]] = json.loads((GOLDENS / "arch_facts.json").read_text())["rows"]

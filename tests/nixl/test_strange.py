@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ PLAIN: dict[str, Call] = {
     "untouched": (TABLE.untouched, {"request": ASKED}),
     "dead": (TABLE.dead, {"request": ASKED}),
     "counts": (TABLE.counts, {"request": ASKED}),
-    "explain": (TABLE.explain, {"consumer_id": None, "request": None}),
+    "explain": (partial(kvspec.explain, TABLE), {"consumer_id": None, "request": None}),
     "traffic": (PLAN.traffic, {"num_tokens": 20}),
     "verify": (kvspec.verify, {
         "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": ASKED,
