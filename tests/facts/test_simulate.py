@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from math import gcd, inf, nan
 from typing import Any, get_args
 
@@ -348,7 +349,7 @@ def test_loads_beyond_64_bits_are_refused() -> None:
     over = "fewer: all links together would carry 24000000000000000000 bytes, more than"
     told = f"num_tokens=1000000000000000000: wanted {over} {MOST}"
     calls: tuple[Any, ...] = (
-        plan.traffic,
+        partial(kvspec.traffic, plan),
         lambda n: flows(plan, n),
         lambda n: simulate(plan, num_tokens=n),
     )

@@ -119,7 +119,7 @@ PLAIN: dict[str, Call] = {
     "dead": (TABLE.dead, {"request": ASKED}),
     "counts": (TABLE.counts, {"request": ASKED}),
     "explain": (partial(kvspec.explain, TABLE), {"consumer_id": None, "request": None}),
-    "traffic": (PLAN.traffic, {"num_tokens": 20}),
+    "traffic": (partial(kvspec.traffic, PLAN), {"num_tokens": 20}),
     "verify": (kvspec.verify, {
         "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": ASKED,
     }),
