@@ -86,7 +86,7 @@ def described(work: works.Work) -> dict[str, Any]:
     }
     for at, (side, engine) in enumerate(zip(("producer", "consumer"), work.engines(), strict=True)):
         told[side] = [
-            _rank(f"{side}-{rank}", engine.parallel.deal(parts[0].units).ranges[rank.tp], cache)
+            _rank(f"{side}-{rank}", engine.parallel.sharding(parts[0].units).ranges[rank.tp], cache)
             for rank, cache in works.caches(engine, work.pools[at], at)
         ]
     return told

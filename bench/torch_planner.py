@@ -18,21 +18,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kvspec import default_deal
+from kvspec import even_sharding
 
 STATES, CONTENT = 16, 128
 """Rows of a block, and elements of one head's row."""
 
 
 class Overlap:
-    """What one consumer rank of *local* reads, of *heads* dealt to *remote* producer ranks."""
+    """What one consumer rank of *local* reads, of *heads* sharded to *remote* producer ranks."""
 
     def __init__(self, heads: int, rank: int, local: int, remote: int) -> None:
-        self.own = default_deal(heads, local).ranges[rank]
+        self.own = even_sharding(heads, local).ranges[rank]
         self.stored = TensorStorageMetadata(
             properties=TensorProperties(dtype=torch.bfloat16),
             size=torch.Size([heads, STATES, CONTENT]),
-            chunks=[_chunk(each) for each in default_deal(heads, remote).owned],
+            chunks=[_chunk(each) for each in even_sharding(heads, remote).owned],
         )
         self.wanted = [_chunk(self.own)]
 

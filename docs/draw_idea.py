@@ -61,8 +61,8 @@ def boxes(drawn: kvspec.TransferPlan) -> Iterator[str]:
         yield box(x, ROWS["heads"], width, fill=COLOURS[head])
         yield text(x + width / 2, ROWS["heads"] + 25, f"head {head}", fill=PAPER)
     for side, engine in (("producer", drawn.producer), ("consumer", drawn.consumer)):
-        deal = engine.parallel.deal(HEADS)
-        for units, ranks in zip(deal.owned, deal.holders, strict=True):
+        sharding = engine.parallel.sharding(HEADS)
+        for units, ranks in zip(sharding.owned, sharding.holders, strict=True):
             for position, rank in enumerate(ranks):
                 x, width = centre(units, position, len(ranks))
                 read = side == "consumer" or drawn.targets(kvspec.RankId(tp=rank))
@@ -75,11 +75,11 @@ def boxes(drawn: kvspec.TransferPlan) -> Iterator[str]:
 
 def arrows(drawn: kvspec.TransferPlan) -> Iterator[str]:
     """Yield an arrow down through every head that moves."""
-    deal = drawn.producer.parallel.deal(HEADS)
+    sharding = drawn.producer.parallel.sharding(HEADS)
     for edge in drawn.edges:
         for each in edge.slices:
-            index = deal.owned.index(range(each.global_range.start, each.global_range.stop))
-            ranks = deal.holders[index]
+            index = sharding.owned.index(range(each.global_range.start, each.global_range.stop))
+            ranks = sharding.holders[index]
             x, width = centre(each.global_range, ranks.index(edge.producer.tp), len(ranks))
             begin, middle = x + width / 2, LEFT + (each.global_range.start + 0.5) * UNIT
             colour = COLOURS[index]

@@ -1,8 +1,8 @@
-"""For any two deals, every token of every unit reaches each rank that owns it exactly once.
+"""For any two shardings, every token of every unit reaches each rank that owns it exactly once.
 
-Tokens are dealt to context ranks an interleave at a time, units to TP ranks, in any order and with
-replicas; blocks, kernels' blocks and what is cached are each side's own. Positions are dealt by the
-oracle, one by one; what moves is read from addresses alone.
+Tokens are sharded to context ranks an interleave at a time, units to TP ranks, in any order and
+with replicas; blocks, kernels' blocks and what is cached are each side's own. Positions are sharded
+by the oracle, one by one; what moves is read from addresses alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import kvspec
 from kvspec.ownership.tokens import Cyclic, meet
 from kvspec.testing.carve import rank_units
 from kvspec.testing.positions import own_positions
-from kvspec.testing.strategies import POLICIES, explicit_deals
+from kvspec.testing.strategies import POLICIES, explicit_shardings
 
 LAYER = "layers.0"
 LARGEST = 4
@@ -31,7 +31,7 @@ Place = tuple[str, int, int, int]
 def shared_tokens(draw: st.DrawFn, units: int) -> kvspec.ParallelConfig:
     """Draw who owns which units and tokens: contexts anywhere, every token of every unit owned."""
     size, pcp_size = draw(st.integers(1, LARGEST)), draw(st.integers(1, 2))
-    bare = draw(explicit_deals(units, 1, draw(st.integers(1, 3))))
+    bare = draw(explicit_shardings(units, 1, draw(st.integers(1, 3))))
     copies = -(-size // pcp_size)
     held = draw(st.permutations([each for own in bare for each in [own] * copies]))
     rows = [[0] * len(held) for _ in range(pcp_size)]
@@ -49,14 +49,14 @@ def shared_tokens(draw: st.DrawFn, units: int) -> kvspec.ParallelConfig:
         tp_size=len(held),
         pcp_size=pcp_size,
         interleave_size=draw(st.integers(1, 6)),
-        unit_deals={units: tuple(held)},
+        shardings={units: tuple(held)},
         context_ranks=tuple(map(tuple, rows)),
     )
 
 
 @st.composite
 def engines(draw: st.DrawFn, units: int) -> kvspec.EngineSpec:
-    """Draw an engine of one layer: its deals, and blocks that the interleave divides."""
+    """Draw an engine of one layer: its shardings, and blocks that the interleave divides."""
     parallel = draw(shared_tokens(units))
     size = parallel.interleave_size * draw(st.integers(1, 4))
     group = kvspec.KVCacheGroup(
@@ -156,25 +156,25 @@ def owned(cache: kvspec.RankCache, tokens: range) -> Iterator[Place]:
 
 
 @given(st.data())
-def test_positions_are_dealt_like_cards(data: st.DataObject) -> None:
-    """Any two deals agree with the oracle's about owners, own counts, and whether they meet."""
+def test_positions_are_sharded_like_cards(data: st.DataObject) -> None:
+    """Any two shardings agree with the oracle's about owners, own counts, and whether they meet."""
     sizes = [(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 24))) for _ in range(2)]
-    deals = [Cyclic(data.draw(st.integers(0, c - 1)), c, i) for c, i in sizes]
+    owners = [Cyclic(data.draw(st.integers(0, c - 1)), c, i) for c, i in sizes]
     positions = np.arange(sizes[0][0] * sizes[0][1] * sizes[1][0] * sizes[1][1])
     hands = []
-    for deal in deals:
+    for owner in owners:
         parallel = kvspec.ParallelConfig(
-            tp_size=deal.size, dcp_size=deal.size, interleave_size=deal.interleave
+            tp_size=owner.size, dcp_size=owner.size, interleave_size=owner.interleave
         )
         engine = attrs.evolve(BARE, parallel=parallel)
-        count = len(positions) // deal.size
-        own = own_positions(engine, kvspec.RankId(tp=deal.rank), 0, count)
-        assert own.tolist() == positions[deal.owns(positions)].tolist()
-        assert own.tolist() == deal.position(np.arange(count)).tolist()
+        count = len(positions) // owner.size
+        own = own_positions(engine, kvspec.RankId(tp=owner.rank), 0, count)
+        assert own.tolist() == positions[owner.owns(positions)].tolist()
+        assert own.tolist() == owner.position(np.arange(count)).tolist()
         before = np.searchsorted(own, positions)
-        assert before.tolist() == deal.local(positions).tolist()
+        assert before.tolist() == owner.local(positions).tolist()
         hands.append(set(own.tolist()))
-    assert meet(*deals) == bool(hands[0] & hands[1])
+    assert meet(*owners) == bool(hands[0] & hands[1])
 
 
 BARE = kvspec.EngineSpec(
@@ -186,4 +186,4 @@ BARE = kvspec.EngineSpec(
         ),
     )
 )
-"""An engine whose own tokens do not matter, so that any deal of them is legal."""
+"""An engine whose own tokens do not matter, so that any sharding of them is legal."""

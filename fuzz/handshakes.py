@@ -38,11 +38,11 @@ def engines() -> list[kvspec.EngineSpec]:
     state = kvspec.MambaSpec.mamba2(
         num_heads=4, head_dim=2, n_groups=2, state_size=2, conv_kernel=3, dtype="float16"
     )
-    deal = [range(3), range(3, 4)]
+    sharding = [range(3), range(3, 4)]
     several = (
         kvspec.KVCacheGroup(name="a", layers=["l.0", "l.2", "l.4", "draft"], spec=full,
-                            excluded=["draft"], unit_deals=dict.fromkeys(
-                                ("k", "k_scale", "v", "v_scale"), deal)),
+                            excluded=["draft"], shardings=dict.fromkeys(
+                                ("k", "k_scale", "v", "v_scale"), sharding)),
         kvspec.KVCacheGroup(name="b", layers=["l.1", "l.3"], spec=window, kernel_block_size=4),
         kvspec.KVCacheGroup(name="c", layers=["u.0", "u.1"], spec=uniform, layout="LBNHC"),
         kvspec.KVCacheGroup(name="d", layers=["m.0"], spec=state),

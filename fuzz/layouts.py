@@ -22,7 +22,7 @@ MODEL = groups()
 
 @st.composite
 def one_engine(draw: st.DrawFn) -> EngineSpec:
-    """Draw an engine of any model: every kind of layer, layout, deal and padding."""
+    """Draw an engine of any model: every kind of layer, layout, sharding and padding."""
     return draw(engines(draw(MODEL), largest=4))
 
 

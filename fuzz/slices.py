@@ -1,8 +1,10 @@
-"""For any two deals of any part, under every election, each consumer rank reads exactly its units.
+"""For any two shardings of any part, under every election.
+
+Each consumer rank reads exactly its units.
 
 Each unit once a virtual block, into its own place, from a producer rank that holds it; replicas
 share their readers evenly; what the producers would push is what the consumers would pull. Units
-are dealt by the oracle's cards.
+are handed out by the oracle's cards.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from kvspec.ownership.election import Election, Replicas, tp_elector
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
-from kvspec.testing.carve import deal_units
-from kvspec.testing.strategies import POLICIES, explicit_deals
+from kvspec.testing.carve import shard_units
+from kvspec.testing.strategies import POLICIES, explicit_shardings
 
 LARGEST = 24
 Sides = tuple[ParallelConfig, ParallelConfig]
@@ -25,31 +27,31 @@ Sides = tuple[ParallelConfig, ParallelConfig]
 
 @st.composite
 def sides(draw: st.DrawFn, part: Part) -> Sides:
-    """Draw a producer and a consumer that deal *part* by default or in their own way."""
+    """Draw a producer and a consumer that sharding *part* by default or in their own way."""
     found = []
     for _ in range(2):
         size = draw(st.integers(1, LARGEST))
-        deals = {}
+        shardings = {}
         if draw(st.booleans()):
-            deals[part.units] = draw(explicit_deals(part.units, part.deal_in, size))
-        found.append(ParallelConfig(tp_size=size, unit_deals=deals))
+            shardings[part.units] = draw(explicit_shardings(part.units, part.granularity, size))
+        found.append(ParallelConfig(tp_size=size, shardings=shardings))
     return found[0], found[1]
 
 
 @st.composite
 def parts(draw: st.DrawFn) -> Part:
     """Draw a part: up to 32 packs of up to 3 units."""
-    deal_in = draw(st.integers(1, 3))
-    units = deal_in * draw(st.integers(1, 32))
-    return Part(name="p", units=units, states=1, content_bytes=1, deal_in=deal_in)
+    granularity = draw(st.integers(1, 3))
+    units = granularity * draw(st.integers(1, 32))
+    return Part(name="p", units=units, states=1, content_bytes=1, granularity=granularity)
 
 
 def held(side: ParallelConfig, part: Part, rank: int) -> list[int]:
     """Return the units of *part* that *rank* holds, in order."""
-    explicit = side.unit_deals.get(part.units)
+    explicit = side.shardings.get(part.units)
     if explicit is not None:
         return list(explicit[rank])
-    return deal_units(part.units, side.tp_size, part.deal_in)[rank]
+    return shard_units(part.units, side.tp_size, part.granularity)[rank]
 
 
 def slices_of(
@@ -62,8 +64,8 @@ def slices_of(
         (part,),
         "consumer" if pull else "producer",
         rank.tp,
-        lambda each: local.deal(each.units, each.deal_in),
-        lambda each: remote.deal(each.units, each.deal_in),
+        lambda each: local.sharding(each.units, each.granularity),
+        lambda each: remote.sharding(each.units, each.granularity),
         tp_elector(Election(replicas, salt), producer.tp_size, consumer.tp_size),
     )
 

@@ -21,10 +21,10 @@ from kvspec.errors import (
 )
 from kvspec.memory.allocation import allocate, lay_out
 from kvspec.memory.regions import Memory, RankCache, Region
-from kvspec.ownership.deals import Deal, default_deal
 from kvspec.ownership.election import Election, Replicas, Role, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Cyclic
@@ -50,7 +50,6 @@ __all__ = [
     "CounterExample",
     "CrossAttentionSpec",
     "Cyclic",
-    "Deal",
     "DescriptorTable",
     "Edge",
     "Election",
@@ -72,6 +71,7 @@ __all__ = [
     "Replicas",
     "Role",
     "Selection",
+    "Sharding",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecError",
@@ -87,7 +87,7 @@ __all__ = [
     "__version__",
     "allocate",
     "build_table",
-    "default_deal",
+    "even_sharding",
     "explain",
     "lay_out",
     "mismatches",

@@ -119,22 +119,22 @@ def _unit_bytes(share: Share, stripe: Stripe, reader: Cyclic, num_tokens: int) -
     """Return the bytes of one unit of one layer of *share* that a reader's context takes."""
     live = share.spec.live_tokens(num_tokens)
     virtual = share.spec.block_size * reader.size
-    deals = {share.context or Cyclic(), reader, Cyclic(stripe.first, stripe.step, virtual)}
+    owners = {share.context or Cyclic(), reader, Cyclic(stripe.first, stripe.step, virtual)}
     nbytes = 0
     for part in share.parts:
         if part.per_token:
-            rows = shared_rows(deals, live, part.tokens_per_state)
+            rows = shared_rows(owners, live, part.tokens_per_state)
         else:
             rows = part.states if live and stripe.holds(live.start // virtual) else 0
         nbytes += rows * part.content_bytes
     return nbytes
 
 
-def shared_rows(deals: Iterable[Cyclic], live: range, grain: int) -> int:
-    """Return how many rows of *grain* tokens, some of them *live*, all *deals* give to their rank.
+def shared_rows(owners: Iterable[Cyclic], live: range, grain: int) -> int:
+    """Return how many rows of *grain* tokens, some of them *live*, all *owners* give to their rank.
 
-    Where one deal decides, an owner counts its own positions itself. Several agree from one run to
-    the next: a run is as long as the greatest length of which all interleaves are multiples. And
+    Where one sharding decides, an owner counts its own positions itself. Several agree from one run
+    to the next: a run is as long as the greatest length of which all interleaves are multiples. And
     all begin anew after a period, so any period holds as many positions as another. Here ``a`` is
     the second of two ranks that take runs of 4 in turn, ``b`` the first of three that take 2, and
     the period is 24 positions long::
@@ -144,8 +144,8 @@ def shared_rows(deals: Iterable[Cyclic], live: range, grain: int) -> int:
         b         2           2           2           2
         both                  2           2
 
-    >>> deals = Cyclic(1, 2, 4), Cyclic(0, 3, 2)
-    >>> [shared_rows(deals, live, 1) for live in (range(24), range(7, 14), range(24000))]
+    >>> owners = Cyclic(1, 2, 4), Cyclic(0, 3, 2)
+    >>> [shared_rows(owners, live, 1) for live in (range(24), range(7, 14), range(24000))]
     [4, 3, 4000]
     >>> shared_rows([Cyclic(1, 2, 4)], range(21, 22), 2)
     1
@@ -154,11 +154,11 @@ def shared_rows(deals: Iterable[Cyclic], live: range, grain: int) -> int:
         return 0
     # A row is one owner's, and moves if any of its tokens is live.
     start, stop = live.start // grain * grain, -(-live.stop // grain) * grain
-    deciding = [deal for deal in deals if deal.size > 1] or [Cyclic()]
+    deciding = [owner for owner in owners if owner.size > 1] or [Cyclic()]
     if len(deciding) == 1:
         return (deciding[0].local(stop) - deciding[0].local(start)) // grain
-    run = gcd(*(deal.interleave for deal in deciding))
-    period = lcm(*(deal.size * deal.interleave for deal in deciding))
+    run = gcd(*(owner.interleave for owner in deciding))
+    period = lcm(*(owner.size * owner.interleave for owner in deciding))
     if min(period, len(live)) // run > MAX_LOOKED_AT:
         told = f"at most {MAX_LOOKED_AT * run}"
         why = f"since who owns which tokens repeats only after {period}"
@@ -168,12 +168,12 @@ def shared_rows(deals: Iterable[Cyclic], live: range, grain: int) -> int:
     return (periods * whole + _looked_at(deciding, start, start + rest, run)) // grain
 
 
-def _looked_at(deals: list[Cyclic], start: int, stop: int, run: int) -> int:
+def _looked_at(owners: list[Cyclic], start: int, stop: int, run: int) -> int:
     """Return how many positions are shared: of every *run*, all or none."""
     found = 0
     for at in range(start // run, -(-stop // run), STEP):
         first = np.arange(at, min(at + STEP, -(-stop // run))) * run
-        shared = np.logical_and.reduce([deal.owns(first) for deal in deals])
+        shared = np.logical_and.reduce([owner.owns(first) for owner in owners])
         inside = np.minimum(first + run, stop) - np.maximum(first, start)
         found += int(inside[shared].sum())
     return found

@@ -1,8 +1,8 @@
 """Who owns what, and which tokens are live: counted out one by one, by the definitions alone.
 
-Law: units are dealt like cards, token positions in turn, and liveness is a question about one
-position. No deal, no `Cyclic` and no `live_tokens` of the library is asked, so that those who judge
-it can ask here instead. Of kvspec it reads only values.
+Law: units are handed out like cards, token positions in turn, and liveness is a question about one
+position. No sharding, no `Cyclic` and no `live_tokens` of the library is asked, so that those who
+judge it can ask here instead. Of kvspec it reads only values.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from kvspec.ownership.part import Part
 
 
-def deal_units(units: int, tp_size: int, deal_in: int = 1) -> list[list[int]]:
-    """Deal *units* to *tp_size* ranks one by one, in packs of *deal_in*; return each rank's units.
+def shard_units(units: int, tp_size: int, granularity: int = 1) -> list[list[int]]:
+    """Distribute *units* to *tp_size* ranks one by one, in packs of *granularity*.
+
+    Return each rank's units.
 
     Enough packs: a rank's share is full once it has `packs / tp_size` of them, and the next rank
-    goes on. Too few packs: neighbours share one. `deal_units(3, 2) == [[0], [1, 2]]`.
+    goes on. Too few packs: neighbours share one. `shard_units(3, 2) == [[0], [1, 2]]`.
     """
-    packs = units // deal_in
+    packs = units // granularity
     hands: list[list[int]] = [[] for _ in range(tp_size)]
     credit = 0
     if packs >= tp_size:
@@ -45,25 +47,28 @@ def deal_units(units: int, tp_size: int, deal_in: int = 1) -> list[list[int]]:
             credit += packs
             if credit >= tp_size:
                 credit, pack = credit - tp_size, pack + 1
-    return [[pack * deal_in + one for pack in hand for one in range(deal_in)] for hand in hands]
+    return [
+        [pack * granularity + one for pack in hand for one in range(granularity)] for hand in hands
+    ]
 
 
 def rank_units(
     engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup | None = None
 ) -> list[int]:
     """Return the global units of *part* that *rank* holds, in the order in which it stores them."""
-    explicit = engine.parallel.unit_deals.get(part.units)
+    explicit = engine.parallel.shardings.get(part.units)
     if group is not None:
-        explicit = group.unit_deals.get(part.name, explicit)
+        explicit = group.shardings.get(part.name, explicit)
     if explicit is not None:
         return list(explicit[rank.tp])
-    return deal_units(part.units, engine.parallel.tp_size, part.deal_in)[rank.tp]
+    return shard_units(part.units, engine.parallel.tp_size, part.granularity)[rank.tp]
 
 
 def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[str]:
     """Return the layers of *group* that *rank*'s pipeline stage holds.
 
-    Stages that are not given hold runs of layer numbers, dealt like heads: one by one, in order.
+    Stages that are not given hold runs of layer numbers, handed out like heads: one by one, in
+    order.
     """
     stages = engine.parallel.stages
     if engine.parallel.pp_size == 1 and stages is None:
@@ -109,7 +114,7 @@ def own_positions(
 ) -> NDArray[np.int64]:
     """Return the next *count* token positions of *group* from *first* that *rank* stores.
 
-    Positions are dealt to the context ranks in turn, an interleave at a time; *first* begins a
+    Positions are handed out to the context ranks in turn, an interleave at a time; *first* begins a
     round.
     """
     context, size = context_of(engine, rank, group)

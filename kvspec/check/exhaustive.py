@@ -12,7 +12,6 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
-from kvspec.ownership.deals import Deal, default_deal
 from kvspec.ownership.election import (
     POLICIES,
     Election,
@@ -22,6 +21,7 @@ from kvspec.ownership.election import (
     tp_elector,
 )
 from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import Piece, consumer_pieces
 from kvspec.ownership.stripes import times_held
 
@@ -114,10 +114,10 @@ def _prove_heads(
     heads: int, max_tp: int, replicas: tuple[Replicas, ...], ranks_per_node: int | None = None
 ) -> tuple[int, list[str]]:
     owned = [owned_heads(heads, size) for size in range(1, max_tp + 1)]
-    deals = [default_deal(heads, size) for size in range(1, max_tp + 1)]
+    shardings = [even_sharding(heads, size) for size in range(1, max_tp + 1)]
     ranks, faults = 0, list[str]()
-    for producer, held in zip(deals, owned, strict=True):
-        for consumer, wanted in zip(deals, owned, strict=True):
+    for producer, held in zip(shardings, owned, strict=True):
+        for consumer, wanted in zip(shardings, owned, strict=True):
             ranks += len(wanted)
             for policy in replicas:
                 election = _election(policy, ranks_per_node, len(held), len(wanted))
@@ -149,7 +149,7 @@ def owned_heads(heads: int, tp_size: int) -> Owned:
 
 
 def _fault(
-    consumer: Deal, producer: Deal, wanted: Owned, held: Owned, elector: Elector
+    consumer: Sharding, producer: Sharding, wanted: Owned, held: Owned, elector: Elector
 ) -> str | None:
     """Return what is wrong with one TP pair, or None."""
     reads: dict[tuple[int, ...], list[int]] = {}

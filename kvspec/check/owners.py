@@ -1,7 +1,7 @@
 """Who owns what, and what is live: asked of the library, or counted out beside it.
 
-Law: both answer the same questions, and of the tokens' deal only which places of one virtual block
-a rank stores. Where they differ, the library is wrong.
+Law: both answer the same questions, and of the tokens' sharding only which places of one virtual
+block a rank stores. Where they differ, the library is wrong.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Owners:
 
 
 class Counted(Owners):
-    """The same, counted out one by one: no deal, no `Cyclic`, no `live_tokens` is asked."""
+    """The same, counted out one by one: no sharding, no `Cyclic`, no `live_tokens` is asked."""
 
     def layers(self, group: KVCacheGroup, rank: RankId) -> tuple[str, ...]:
-        """Return the layers of *group* whose numbers are dealt to the rank's stage."""
+        """Return the layers of *group* whose numbers are handed out to the rank's stage."""
         return tuple(counting.rank_layers(self.engine, rank, group))
 
     def units(self, group: KVCacheGroup, part: Part, rank: RankId) -> range:
-        """Return the units that are dealt to the rank one by one."""
+        """Return the units that are handed out to the rank one by one."""
         return _units(self.engine, group, part, rank)
 
     def virtual_block(self, group: KVCacheGroup) -> int:
@@ -75,7 +75,7 @@ class Counted(Owners):
         return group.spec.block_size * size
 
     def stored(self, group: KVCacheGroup, rank: RankId) -> Ints:
-        """Return the positions of a virtual block that are dealt to the rank in turn."""
+        """Return the positions of a virtual block that are handed out to the rank in turn."""
         size = group.spec.block_size
         _check_countable(f"groups[{group.name!r}].block_size", self.virtual_block(group))
         return counting.own_positions(self.engine, rank, 0, size, group)

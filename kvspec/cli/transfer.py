@@ -221,7 +221,7 @@ def _engine(engine: EngineSpec) -> str:
 def _group(group: KVCacheGroup) -> str:
     by_units: dict[int, list[str]] = {}
     for part in group.spec.of_layer(group.layers[0]).parts:
-        by_units.setdefault(part.units // part.deal_in, []).append(part.name)
+        by_units.setdefault(part.units // part.granularity, []).append(part.name)
     units = "; ".join(f"{'+'.join(names)} {count}" for count, names in by_units.items())
     return f"{len(group.layers)} {group.name} layers (units: {units})"
 

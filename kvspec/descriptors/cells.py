@@ -142,7 +142,7 @@ class _Frame:
 
 
 def _own_counts(tables: Tables, geometry: Geometry) -> _Frame:
-    """Count the tokens that both sides own: they deal them alike, so their own counts are one."""
+    """Count the tokens that both sides own: they shard them alike, so their own counts are one."""
     local, wanted = geometry.consumer.context.local, tables.wanted
     own = range(local(wanted.start), local(wanted.stop))
     tokens = tables.tokens and range(local(tables.tokens.start), local(tables.tokens.stop))

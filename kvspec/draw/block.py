@@ -23,7 +23,7 @@ _OMITTED = 30.0
 
 @attrs.frozen
 class Stretch:
-    """Contiguous bytes of one part of one layer: *units* of the model, counted as dealt."""
+    """Contiguous bytes of one part of one layer: *units* of the model, counted as sharded."""
 
     memory: int
     start: int
@@ -61,7 +61,7 @@ class Window:
         grid = units[:, None] * region.unit_stride + rows * region.state_stride
         address = grid[..., None] + np.arange(region.pieces) * region.piece_stride
         address = (address + region.address(self.block, 0, 0)).ravel()
-        pieces = np.repeat((units + first) // part.deal_in, len(rows) * region.pieces)
+        pieces = np.repeat((units + first) // part.granularity, len(rows) * region.pieces)
         order = np.argsort(address, kind="stable")
         apart = np.diff(address[order]) != region.piece_bytes
         if by_unit:

@@ -26,22 +26,25 @@ _MOST_CELLS, _MOST_READERS = 8, 3
 
 @attrs.frozen
 class Family:
-    """Parts that are dealt alike: their names, all their units, and in how many they are dealt."""
+    """Parts that are sharded alike.
+
+    Their names, all their units, and in how many they are sharded.
+    """
 
     name: str
     units: int
-    deal_in: int
+    granularity: int
     per_token: bool
 
     @staticmethod
     def of(parts: Sequence[Part]) -> Family:
         """Return the family of *parts*."""
         name, one = "+".join(part.name for part in parts), parts[0]
-        return Family(name, one.units, one.deal_in, one.per_token)
+        return Family(name, one.units, one.granularity, one.per_token)
 
     def labels(self, units: range) -> list[str]:
         """Return the text of every cell: of each head or group of channels, or of many."""
-        pieces = range(units.start // self.deal_in, units.stop // self.deal_in)
+        pieces = range(units.start // self.granularity, units.stop // self.granularity)
         if len(pieces) <= _MOST_CELLS:
             return [str(piece) for piece in pieces]
         return [f"{pieces.start}{DASH}{pieces.stop - 1}"]

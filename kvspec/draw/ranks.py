@@ -169,7 +169,7 @@ def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
     """Return what moves, and how replicas are elected."""
     words = [
         f"{each.name}: {counted(each.units, 'unit')}"
-        + (f" dealt {each.deal_in} at a time" if each.deal_in > 1 else "")
+        + (f" sharded {each.granularity} at a time" if each.granularity > 1 else "")
         for each in shown.families
     ]
     layers = len({layer for read in shown.reads for layer in read.layers})

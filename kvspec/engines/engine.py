@@ -16,9 +16,9 @@ from kvspec.engines.letters import layout_letters, without_alias
 from kvspec.engines.stages import stages_of
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
-from kvspec.ownership.deals import Deal, check_whole, explicit_deal
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.sharding import Sharding, check_whole, explicit_sharding
 from kvspec.ownership.tokens import Cyclic
 from kvspec.specs.layer import padded_page
 
@@ -50,7 +50,7 @@ class EngineSpec:
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
     layout: str = attrs.field(default="LBHNC", converter=without_alias)
     null_block: int | None = None
-    _deals: dict[tuple[str, str, int], Deal] = attrs.field(
+    _checked_shardings: dict[tuple[str, str, int], Sharding] = attrs.field(
         init=False, factory=dict, repr=False, eq=False, hash=False
     )
 
@@ -72,43 +72,46 @@ class EngineSpec:
                     wanted = f"each layer in one group; it is in {homes[layer]!r} too"
                     raise SpecError(f"groups[{group.name!r}].layers", layer, wanted)
                 homes[layer] = group.name
-        self._check_deals()
+        self._check_shardings()
         for group in self.groups:
             self._check_context(group)
         self.stage_of  # noqa: B018 - every layer has a stage, or this raises
 
-    def _check_deals(self) -> None:
-        """Check that every explicit deal is one of a part's units, in multiples of its pieces."""
+    def _check_shardings(self) -> None:
+        """Check that every explicit sharding is one of a part's units.
+
+        In multiples of its pieces.
+        """
         parts = [(group, part) for group in self.groups for part in group.own_parts]
         known = sorted({part.units for _, part in parts})
-        for units in self.parallel.unit_deals:
+        for units in self.parallel.shardings:
             if units not in known:
                 wanted = f"the units of a part of the engine, one of {', '.join(map(str, known))}"
-                raise SpecError("unit_deals", units, wanted)
+                raise SpecError("shardings", units, wanted)
         for group in self.groups:
             names = dict.fromkeys(part.name for part in group.own_parts)
-            for name in group.unit_deals:
+            for name in group.shardings:
                 if name not in names:
                     wanted = f"the name of a part of the group, one of {', '.join(names)}"
-                    raise SpecError(f"groups[{group.name!r}].unit_deals", name, wanted)
+                    raise SpecError(f"groups[{group.name!r}].shardings", name, wanted)
         for group, part in parts:
-            self.deal(group, part)
+            self.sharding(group, part)
 
-    def deal(self, group: KVCacheGroup, part: Part) -> Deal:
+    def sharding(self, group: KVCacheGroup, part: Part) -> Sharding:
         """Return which units of *part*, a part of a layer of *group*, each TP rank owns."""
-        explicit = group.unit_deals.get(part.name)
+        explicit = group.shardings.get(part.name)
         if explicit is None:
-            return self.parallel.deal(part.units, part.deal_in)
+            return self.parallel.sharding(part.units, part.granularity)
         key = group.name, part.name, part.units
-        if key not in self._deals:
-            field = f"groups[{group.name!r}].unit_deals[{part.name!r}]"
-            dealt = explicit_deal(field, part.units, explicit, self.parallel.tp_size)
-            self._deals[key] = check_whole(field, dealt, part.deal_in)
-        return self._deals[key]
+        if key not in self._checked_shardings:
+            field = f"groups[{group.name!r}].shardings[{part.name!r}]"
+            sharded = explicit_sharding(field, part.units, explicit, self.parallel.tp_size)
+            self._checked_shardings[key] = check_whole(field, sharded, part.granularity)
+        return self._checked_shardings[key]
 
     def units(self, group: KVCacheGroup, part: Part, rank: RankId) -> range:
         """Return the model's units of *part*, a part of a layer of *group*, that *rank* owns."""
-        return self.deal(group, part).ranges[rank.tp]
+        return self.sharding(group, part).ranges[rank.tp]
 
     def context_size(self, group: KVCacheGroup) -> int:
         """Return how many context ranks share the tokens of *group*."""
@@ -123,7 +126,7 @@ class EngineSpec:
         return group.spec.block_size * self.context_size(group)
 
     def page_size_bytes(self, layer: str, rank: RankId) -> int:
-        """Return the bytes of one block of *layer* on *rank*, as this engine deals its units.
+        """Return the bytes of one block of *layer* on *rank*, as this engine shards its units.
 
         Padding is included. A layer of another stage has no page on the rank: 0.
         """
@@ -138,7 +141,7 @@ class EngineSpec:
         return padded_page(sum(sizes), spec.page_size_padded)
 
     def _check_context(self, group: KVCacheGroup) -> None:
-        """Check that the token deal fits the blocks, and that every token has an owner."""
+        """Check that the token sharding fits the blocks, and that every token has an owner."""
         size, interleave = self.context_size(group), self.parallel.interleave_size
         parts = [part for part in group.own_parts if part.per_token]
         if size == 1 or not parts:
@@ -151,8 +154,8 @@ class EngineSpec:
             if interleave % part.tokens_per_state:
                 wanted = f"a multiple of tokens_per_state={part.tokens_per_state} of {group.name!r}"
                 raise SpecError("interleave_size", interleave, wanted)
-            deal = self.deal(group, part)
-            for units, holders in zip(deal.owned, deal.holders, strict=True):
+            sharding = self.sharding(group, part)
+            for units, holders in zip(sharding.owned, sharding.holders, strict=True):
                 held = {self.context(group, rank).rank for rank in ranks if rank.tp in holders}
                 missing = set(range(size)) - held
                 if missing:

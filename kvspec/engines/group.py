@@ -14,8 +14,8 @@ import attrs
 from kvspec.engines.letters import layout_letters, without_alias
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int, sequence
-from kvspec.ownership.deals import Ranges, explicit_deals
 from kvspec.ownership.part import Part
+from kvspec.ownership.sharding import Ranges, explicit_shardings
 from kvspec.specs import LayerSpec
 
 
@@ -27,8 +27,8 @@ def _excluded(value: Iterable[str]) -> tuple[str, ...]:
     return sequence("excluded", value, "layer names")
 
 
-def _unit_deals(value: object) -> Mapping[str, Ranges]:
-    return explicit_deals(value, "part names")
+def _explicit_shardings(value: object) -> Mapping[str, Ranges]:
+    return explicit_shardings(value, "part names")
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -40,9 +40,9 @@ class KVCacheGroup:
     the conv state lies dimension first, N before H that it lies row first. *kernel_block_size*:
     tokens of a block in memory, where the table's blocks are cut finer; None if they are not.
     *excluded*: layers of the group that are not transferred (draft layers of one engine).
-    *unit_deals*: explicit deals of this group alone, from a part's name to one range of units for
-    each TP rank. *context_sharded*: False where every context rank holds every token, as a draft
-    model does beside a target that shares its tokens.
+    *shardings*: explicit shardings of this group alone, from a part's name to one range of units
+    for each TP rank. *context_sharded*: False where every context rank holds every token, as a
+    draft model does beside a target that shares its tokens.
     """
 
     name: str
@@ -51,7 +51,7 @@ class KVCacheGroup:
     layout: str | None = attrs.field(default=None, converter=without_alias)
     kernel_block_size: int | None = None
     excluded: tuple[str, ...] = attrs.field(default=(), converter=_excluded)
-    unit_deals: Mapping[str, Ranges] = attrs.field(factory=dict, converter=_unit_deals)
+    shardings: Mapping[str, Ranges] = attrs.field(factory=dict, converter=_explicit_shardings)
     context_sharded: bool = True
 
     def __attrs_post_init__(self) -> None:

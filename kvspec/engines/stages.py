@@ -1,6 +1,6 @@
 """Which pipeline stage holds which layer.
 
-Law: stages are dealt by layer names, or by the first number in them; never by index.
+Law: stages are sharded by layer names, or by the first number in them; never by index.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _holds(stage: Stage, layer: str) -> bool:
 
 
 def _even_stages(layers: list[str], count: int) -> tuple[range, ...]:
-    """Return a contiguous, even deal of layer numbers to stages."""
+    """Return a contiguous, even sharding of layer numbers to stages."""
     found: set[int] = set()
     for layer in layers:
         number = _number(layer)
         if number is None:
-            wanted = f"each stage's layer names, since layer {layer!r} has no number to deal by"
+            wanted = f"each stage's layer names, since layer {layer!r} has no number to place it by"
             raise SpecError("stages", None, wanted)
         found.add(number)
     numbers = sorted(found)

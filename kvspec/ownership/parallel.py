@@ -1,7 +1,7 @@
 """Ranks as coordinates, and an engine's parallel sizes.
 
 Law: a rank is named by its coordinates and never by a linear number; what it owns follows from the
-sizes and deals given here alone.
+sizes and shardings given here alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
-from kvspec.ownership.deals import (
-    Deal,
+from kvspec.ownership.sharding import (
     Ranges,
+    Sharding,
     check_whole,
-    default_deal,
-    explicit_deal,
-    explicit_deals,
+    even_sharding,
+    explicit_sharding,
+    explicit_shardings,
 )
 from kvspec.ownership.tokens import Cyclic
 
@@ -59,8 +59,8 @@ def _context_ranks(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ..
     )
 
 
-def _unit_deals(value: object) -> Mapping[int, Ranges]:
-    return explicit_deals(value, "units")
+def _explicit_shardings(value: object) -> Mapping[int, Ranges]:
+    return explicit_shardings(value, "units")
 
 
 MAX_RANKS = 2**16
@@ -71,13 +71,13 @@ MAX_RANKS = 2**16
 class ParallelConfig:
     """The parallel sizes of one engine.
 
-    *interleave_size*: tokens stored on one context rank before the next. *unit_deals*: explicit
-    deals, from a part's number of units to one range of units for each TP rank; every part with
-    that many units is dealt so, unless its group deals it otherwise. A range is a whole number of
-    the part's `deal_in`. *stages*: what
+    *interleave_size*: tokens stored on one context rank before the next. *shardings*: explicit
+    shardings, from a part's number of units to one range of units for each TP rank; every part with
+    that many units is handed out so, unless its group shards it otherwise. A range is a whole
+    number of the part's `granularity`. *stages*: what
     each pipeline stage holds, as a range of layer numbers (the first number in a layer's name) or
-    as layer names; unless given, layer numbers are dealt contiguously and evenly. *context_ranks*:
-    for each PCP rank, the context rank of each TP rank; unless given,
+    as layer names; unless given, layer numbers are handed out contiguously and evenly.
+    *context_ranks*: for each PCP rank, the context rank of each TP rank; unless given,
     ``pcp_rank * dcp_size + tp_rank % dcp_size``. All zero is PCP that replicates.
     """
 
@@ -86,12 +86,12 @@ class ParallelConfig:
     dcp_size: int = 1
     pcp_size: int = 1
     interleave_size: int = 1
-    unit_deals: Mapping[int, Ranges] = attrs.field(factory=dict, converter=_unit_deals)
+    shardings: Mapping[int, Ranges] = attrs.field(factory=dict, converter=_explicit_shardings)
     stages: tuple[Stage, ...] | None = attrs.field(default=None, converter=_stages)
     context_ranks: tuple[tuple[int, ...], ...] | None = attrs.field(
         default=None, converter=_context_ranks
     )
-    _deals: dict[int, Deal] = attrs.field(
+    _checked_shardings: dict[int, Sharding] = attrs.field(
         init=False, factory=dict, repr=False, eq=False, hash=False
     )
 
@@ -101,10 +101,10 @@ class ParallelConfig:
         ranks = self.tp_size * self.pp_size * self.pcp_size
         if ranks > MAX_RANKS:
             raise SpecError("ranks", ranks, f"at most {MAX_RANKS}: tp_size x pp_size x pcp_size")
-        for units, ranges in self.unit_deals.items():
-            positive_int("unit_deals", units)
-            field = f"unit_deals[{units}]"
-            self._deals[units] = explicit_deal(field, units, ranges, self.tp_size)
+        for units, ranges in self.shardings.items():
+            positive_int("shardings", units)
+            field = f"shardings[{units}]"
+            self._checked_shardings[units] = explicit_sharding(field, units, ranges, self.tp_size)
         if self.stages is not None and len(self.stages) != self.pp_size:
             raise SpecError("stages", self.stages, f"one for each of the {self.pp_size} stages")
         if self.context_ranks is None:
@@ -162,9 +162,12 @@ class ParallelConfig:
             at = self.context_ranks[rank.pcp][rank.tp]
         return Cyclic(at, self.context_size, self.interleave_size)
 
-    def deal(self, units: int, deal_in: int = 1) -> Deal:
-        """Return the deal of a part with *units* units, dealt in multiples of *deal_in*."""
-        explicit = self._deals.get(units)
+    def sharding(self, units: int, granularity: int = 1) -> Sharding:
+        """Return the sharding of a part with *units* units.
+
+        Handed out in multiples of *granularity*.
+        """
+        explicit = self._checked_shardings.get(units)
         if explicit is None:
-            return default_deal(units, self.tp_size, deal_in)
-        return check_whole(f"unit_deals[{units}]", explicit, deal_in)
+            return even_sharding(units, self.tp_size, granularity)
+        return check_whole(f"shardings[{units}]", explicit, granularity)

@@ -21,9 +21,9 @@ def _dtype(value: object) -> str | None:
 class Part:
     """One named array of a block: units x states x content bytes.
 
-    *units*: pieces the model has that TP can deal out (KV heads, SSM heads, conv channels; 1 =
+    *units*: pieces the model has that TP can shard out (KV heads, SSM heads, conv channels; 1 =
     never split). *states*: rows of one block. *content_bytes*: bytes of one (unit, state),
-    contiguous in every layout. *deal_in*: units are dealt in whole multiples of this.
+    contiguous in every layout. *granularity*: units are sharded in whole multiples of this.
     *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
     *dtype*: the type of the content's elements, or None where it is opaque bytes.
     *tensor*: a page holds its tensors one after the other, each as the layout says; parts of one
@@ -38,7 +38,7 @@ class Part:
     units: int
     states: int
     content_bytes: int
-    deal_in: int = 1
+    granularity: int = 1
     tokens_per_state: int = 1
     dtype: str | None = attrs.field(default=None, converter=_dtype)
     tensor: str = "kv"
@@ -48,11 +48,11 @@ class Part:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise SpecError("name", self.name, "a non-empty str")
-        for field in ("units", "states", "content_bytes", "deal_in", "pieces"):
+        for field in ("units", "states", "content_bytes", "granularity", "pieces"):
             positive_int(f"{self.name}.{field}", getattr(self, field))
         positive_int(f"{self.name}.tokens_per_state", self.tokens_per_state, least=0)
-        if self.units % self.deal_in:
-            raise SpecError(f"{self.name}.units", self.units, f"a multiple of {self.deal_in}")
+        if self.units % self.granularity:
+            raise SpecError(f"{self.name}.units", self.units, f"a multiple of {self.granularity}")
         if not isinstance(self.tensor, str) or not self.tensor:
             raise SpecError(f"{self.name}.tensor", self.tensor, "a non-empty str")
         flag(f"{self.name}.whole", self.whole)

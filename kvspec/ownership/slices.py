@@ -1,4 +1,4 @@
-"""The overlap of two deals.
+"""The overlap of two shardings.
 
 Law: a slice is the intersection of what two ranks own; it names the same global units at both
 ends.
@@ -14,10 +14,10 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.ownership.deals import Deal
 from kvspec.ownership.election import Class, Elector, Role
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.part import Part
+from kvspec.ownership.sharding import Sharding
 from kvspec.ownership.stripes import WHOLE, Stripe
 
 
@@ -83,11 +83,13 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def _class(consumer: Deal, members: tuple[int, ...], start: int, stop: int) -> Class:
+def _class(consumer: Sharding, members: tuple[int, ...], start: int, stop: int) -> Class:
     return Class(members, consumer.ranks_of(range(start, stop)))
 
 
-def consumer_pieces(consumer: Deal, producer: Deal, rank: int, elector: Elector) -> list[Piece]:
+def consumer_pieces(
+    consumer: Sharding, producer: Sharding, rank: int, elector: Elector
+) -> list[Piece]:
     """Return what consumer *rank* reads, ascending in units; together, exactly what it owns."""
     own = consumer.ranges[rank]
     pieces = []
@@ -106,18 +108,18 @@ def transfer_slices(
     parts: tuple[Part, ...],
     role: Role,
     local_rank: int,
-    local_deal: Callable[[Part], Deal],
-    remote_deal: Callable[[Part], Deal],
+    local_sharding: Callable[[Part], Sharding],
+    remote_sharding: Callable[[Part], Sharding],
     elector: Elector,
     layers: tuple[str, ...] = (),
 ) -> tuple[TPTransferSlice, ...]:
     """Return the slices of *parts* that local rank *local_rank* exchanges with every remote rank.
 
-    Parts of as many units, dealt in equal multiples, share their slices.
+    Parts of as many units, sharded in equal multiples, share their slices.
     """
     slices = []
     for same, names in _alike(parts):
-        local, remote = local_deal(same), remote_deal(same)
+        local, remote = local_sharding(same), remote_sharding(same)
         first = local.ranges[local_rank].start
         for peer, piece in _exchanged(role, local, remote, local_rank, elector):
             units = range(piece.start, piece.stop)
@@ -129,15 +131,15 @@ def transfer_slices(
 
 @lru_cache(maxsize=4096)
 def _alike(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
-    """Return the first of the parts that are dealt alike, and the names of all of them."""
+    """Return the first of the parts that are sharded alike, and the names of all of them."""
     alike: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
-        alike.setdefault((part.units, part.deal_in), []).append(part)
+        alike.setdefault((part.units, part.granularity), []).append(part)
     return tuple((same[0], tuple(part.name for part in same)) for same in alike.values())
 
 
 def _exchanged(
-    role: Role, local: Deal, remote: Deal, rank: int, elector: Elector
+    role: Role, local: Sharding, remote: Sharding, rank: int, elector: Elector
 ) -> list[tuple[int, Piece]]:
     """Return (remote rank, piece) of what local *rank* exchanges, from whichever side it is on."""
     if role == "consumer":

@@ -52,7 +52,7 @@ class Cyclic:
         return (rounds * self.size + self.rank) * self.interleave + rest
 
     def alike(self, other: Cyclic) -> bool:
-        """Whether both deal positions to as many ranks, in the same way."""
+        """Whether both shard positions to as many ranks, in the same way."""
         if self.size == other.size == 1:
             return True
         return (self.size, self.interleave) == (other.size, other.interleave)

@@ -54,12 +54,12 @@ def check_whole(dealt: tuple[Share, ...]) -> None:
         if not share.parts[0].whole:
             continue
         held, wanted = (
-            sorted((units.start, units.stop) for units in deal.owned)
-            for deal in (share.members, share.readers)
+            sorted((units.start, units.stop) for units in sharding.owned)
+            for sharding in (share.members, share.readers)
         )
         if held != wanted:
             field = f"{share.layers[0]}.{share.parts[0].name}"
-            why = "its content spans the heads of a rank, so both sides must deal heads alike"
+            why = "its content spans the heads of a rank, so both sides must shard heads alike"
             raise MismatchError([Mismatch(field, held, wanted, why)])
 
 

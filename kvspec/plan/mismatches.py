@@ -127,7 +127,7 @@ DTYPES = {"dtype", "ssm_dtype"}
 PART_WHY = {
     "units": "units pair by their global number",
     "content_bytes": "one unit's row has another length",
-    "deal_in": "units would be cut at other places",
+    "granularity": "units would be cut at other places",
     "tokens_per_state": "a row stands for other tokens",
     "dtype": "the same bytes mean other numbers",
     "states": "the states have different rows (speculative tokens?)",

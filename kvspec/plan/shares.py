@@ -14,10 +14,10 @@ import attrs
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.ownership.deals import Deal
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.sharding import Sharding
 from kvspec.ownership.tokens import Cyclic, meet
 from kvspec.specs import LayerSpec
 from kvspec.specs.state import common_rows
@@ -64,9 +64,9 @@ def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPai
 
 @attrs.frozen(eq=False)
 class Share:
-    """Parts that are dealt alike, of one producer stage's layers and one producer context.
+    """Parts that are sharded alike, of one producer stage's layers and one producer context.
 
-    *members* and *readers* are deals over all ranks of the producer and of the consumer, in the
+    *members* and *readers* are shardings over all ranks of the producer and of the consumer, in the
     order of `ParallelConfig.ranks`; a rank outside the share owns nothing in them. *context* is
     None for states, which every context rank holds whole.
     """
@@ -77,8 +77,8 @@ class Share:
     layers: tuple[str, ...]
     parts: tuple[Part, ...]
     context: Cyclic | None
-    members: Deal
-    readers: Deal
+    members: Sharding
+    readers: Sharding
 
 
 def shares(producer: EngineSpec, consumer: EngineSpec, pair: GroupPair) -> Iterator[Share]:
@@ -89,23 +89,27 @@ def shares(producer: EngineSpec, consumer: EngineSpec, pair: GroupPair) -> Itera
             if not layers:
                 continue
             stages = {consumer.stage_of[each] for each in layers}
-            for parts in _dealt_alike(producer, consumer, pair, spec.parts):
+            for parts in _same_sharding(producer, consumer, pair, spec.parts):
                 for context in _contexts(producer, pair.producer, parts[0]):
-                    members = _deal(producer, pair.producer, parts[0], {stage}, context, equal=True)
-                    readers = _deal(consumer, pair.consumer, parts[0], stages, context, equal=False)
+                    members = _sharding(
+                        producer, pair.producer, parts[0], {stage}, context, equal=True
+                    )
+                    readers = _sharding(
+                        consumer, pair.consumer, parts[0], stages, context, equal=False
+                    )
                     yield Share(pair, spec, stage, layers, parts, context, members, readers)
 
 
-def _dealt_alike(
+def _same_sharding(
     producer: EngineSpec, consumer: EngineSpec, pair: GroupPair, parts: tuple[Part, ...]
 ) -> list[tuple[Part, ...]]:
     found: dict[tuple[object, ...], list[Part]] = {}
     for part in parts:
-        dealt = (
-            producer.deal(pair.producer, part).ranges,
-            consumer.deal(pair.consumer, part).ranges,
+        sharded = (
+            producer.sharding(pair.producer, part).ranges,
+            consumer.sharding(pair.consumer, part).ranges,
         )
-        key = (part.units, part.deal_in, part.per_token, part.whole, *dealt)
+        key = (part.units, part.granularity, part.per_token, part.whole, *sharded)
         found.setdefault(key, []).append(part)
     return [tuple(alike) for alike in found.values()]
 
@@ -118,7 +122,7 @@ def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[Cycli
     return [by_rank[number] for number in sorted(by_rank)]
 
 
-def _deal(
+def _sharding(
     engine: EngineSpec,
     group: KVCacheGroup,
     part: Part,
@@ -126,9 +130,9 @@ def _deal(
     context: Cyclic | None,
     *,
     equal: bool,
-) -> Deal:
+) -> Sharding:
     """Return who owns which units, of the ranks in *stages* that own positions of *context*."""
-    by_tp = engine.deal(group, part).ranges
+    by_tp = engine.sharding(group, part).ranges
 
     def own(rank: RankId) -> range:
         if rank.pp not in stages:
@@ -139,4 +143,4 @@ def _deal(
                 return EMPTY
         return by_tp[rank.tp]
 
-    return Deal(part.units, tuple(own(rank) for rank in engine.parallel.ranks))
+    return Sharding(part.units, tuple(own(rank) for rank in engine.parallel.ranks))

@@ -1,4 +1,4 @@
-"""Attention: rows for tokens, dealt in KV heads or, where there is one latent, not at all."""
+"""Attention: rows for tokens, sharded in KV heads or, where there is one latent, not at all."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class AttentionSpec(LayerSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class FullAttentionSpec(AttentionSpec):
-    """Keys and values of every token, dealt in KV heads.
+    """Keys and values of every token, sharded in KV heads.
 
     *total_num_kv_heads*: KV heads of the model, not of a rank. *head_size*, *head_size_v*:
     elements of one key and one value (equal unless given). *scale_dtype*: if given, each head of

@@ -14,10 +14,10 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
-from kvspec.ownership.deals import default_deal
 from kvspec.ownership.election import Election, Replicas, Role, tp_elector
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.part import Part
+from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.specs.formats import PLAIN, is_opaque
 
@@ -123,11 +123,11 @@ class LayerSpec:
     def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
         """Return the bytes of one block of one layer on one rank, padding included.
 
-        Units are dealt by default; `EngineSpec.page_size_bytes` knows an engine's own deals.
+        Units are sharded by default; `EngineSpec.page_size_bytes` knows an engine's own shardings.
         """
         _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
-        deals = [(p, default_deal(p.units, tp_size, p.deal_in)) for p in self.parts]
-        real = sum(len(d.ranges[tp_rank]) * p.states * p.content_bytes for p, d in deals)
+        shardings = [(p, even_sharding(p.units, tp_size, p.granularity)) for p in self.parts]
+        real = sum(len(d.ranges[tp_rank]) * p.states * p.content_bytes for p, d in shardings)
         return padded_page(real, self.page_size_padded)
 
     def live_tokens(self, num_tokens: int) -> range:
@@ -145,10 +145,11 @@ class LayerSpec:
     ) -> tuple[TPTransferSlice, ...]:
         """Return which units the local rank exchanges with which remote ranks.
 
-        Both sides deal by default: contiguous and balanced. Where an engine has deals of its own,
-        only its plan knows. *role* says whether the local side is the consumer or the producer;
-        *replicas* which one of several equal producer ranks is read: a policy's name, to which
-        *salt* belongs, or an `Election`. The slices of a consumer tile what it owns, exactly once.
+        Both sides shard by default: contiguous and balanced. Where an engine has shardings of its
+        own, only its plan knows. *role* says whether the local side is the consumer or the
+        producer; *replicas* which one of several equal producer ranks is read: a policy's name, to
+        which *salt* belongs, or an `Election`. The slices of a consumer tile what it owns, exactly
+        once.
 
         >>> from kvspec import FullAttentionSpec
         >>> spec = FullAttentionSpec(
@@ -170,8 +171,8 @@ class LayerSpec:
                 parts,
                 role,
                 local_tp_rank,
-                lambda part: default_deal(part.units, local_tp_size, part.deal_in),
-                lambda part: default_deal(part.units, remote_tp_size, part.deal_in),
+                lambda part: even_sharding(part.units, local_tp_size, part.granularity),
+                lambda part: even_sharding(part.units, remote_tp_size, part.granularity),
                 elector,
                 layers,
             )

@@ -1,6 +1,6 @@
 """Recurrent states: one block holds the state after some number of tokens.
 
-The conv state's channels are dealt in whole heads or groups, each named sub-projection by itself:
+The conv state's channels are sharded in whole heads or groups, each named sub-projection by itself:
 cutting the concatenation [x | B | C] by rank would give one rank another's channels.
 """
 
@@ -243,7 +243,7 @@ def _conv(name: str, field: str, heads: int, channels: int, rows: int, dtype: st
         units=heads * channels,
         states=rows,
         content_bytes=itemsize(dtype_name(dtype)),
-        deal_in=channels,
+        granularity=channels,
         tokens_per_state=0,
         dtype=dtype,
         tensor="conv",

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 
 from kvspec.testing import laws
-from kvspec.testing.carve import deal_units, logical_views, rank_units
+from kvspec.testing.carve import logical_views, rank_units, shard_units
 from kvspec.testing.case import Case
 from kvspec.testing.fake_nixl import FakeAgent, FakeFlight, FakeLife, FakeNixl
 from kvspec.testing.oracle import check, content, expected, fill, spoil
@@ -22,13 +22,13 @@ __all__ = [
     "FakeNixl",
     "check",
     "content",
-    "deal_units",
     "expected",
     "fill",
     "laws",
     "live_positions",
     "logical_views",
     "rank_units",
+    "shard_units",
     "spoil",
 ]
 

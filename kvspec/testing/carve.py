@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvspec.check.counting import deal_units, rank_layers, rank_units
+from kvspec.check.counting import rank_layers, rank_units, shard_units
 from kvspec.testing.formats import Ordered, bytes_together, page_order
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ __all__ = [
     "Storage",
     "Views",
     "block_split",
-    "deal_units",
     "logical_views",
     "rank_layers",
     "rank_units",
+    "shard_units",
 ]
 
 Bytes = NDArray[np.uint8]

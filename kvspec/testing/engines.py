@@ -1,6 +1,6 @@
 """Draw engines: who holds which layers, units and tokens, in which blocks and layouts.
 
-Two engines of one model share its specs and nothing else: stages, context ranks, deals, block
+Two engines of one model share its specs and nothing else: stages, context ranks, shardings, block
 sizes, kernels' blocks, padding, layouts and draft layers are each engine's own.
 """
 
@@ -20,7 +20,7 @@ from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
 from kvspec.testing.carve import rank_units
 from kvspec.testing.formats import X_BYTES
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import Shape, explicit_deals, is_state, parallels, sample, shapes
+from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
 
 NAMED_LAYOUTS = tuple(
     "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
@@ -211,7 +211,7 @@ def _page(engine: EngineSpec, group: KVCacheGroup, layer: str) -> int:
 
 def _owning_as_all(group: KVCacheGroup) -> KVCacheGroup:
     """Return *group* without a way of its own to own units or tokens."""
-    return attrs.evolve(group, unit_deals={}, context_sharded=True)
+    return attrs.evolve(group, shardings={}, context_sharded=True)
 
 
 @st.composite
@@ -223,7 +223,7 @@ def _own_way(draw: st.DrawFn, group: KVCacheGroup, parallel: ParallelConfig) -> 
         return attrs.evolve(group, context_sharded=is_state(group.spec))
     if group.spec.layers:
         return group
-    by_size = {(part.units, part.deal_in): part for part in group.spec.parts}
-    dealt = {size: draw(explicit_deals(*size, parallel.tp_size)) for size in by_size}
-    deals = {part.name: dealt[part.units, part.deal_in] for part in group.spec.parts}
-    return attrs.evolve(group, unit_deals=deals)
+    by_size = {(part.units, part.granularity): part for part in group.spec.parts}
+    sharded = {size: draw(explicit_shardings(*size, parallel.tp_size)) for size in by_size}
+    shardings = {part.name: sharded[part.units, part.granularity] for part in group.spec.parts}
+    return attrs.evolve(group, shardings=shardings)

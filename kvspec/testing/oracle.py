@@ -1,8 +1,9 @@
 """Count bytes: what every rank should hold after a transfer, and where a storage differs from it.
 
-The oracle judges the library, so it shares no arithmetic with it: units are dealt one by one like
-cards, storage is cut into arrays by the layout letters alone (`carve`), liveness is asked position
-by position. Of kvspec it reads only values (parts, groups, block tables) and imports only names.
+The oracle judges the library, so it shares no arithmetic with it: units are handed out one by one
+like cards, storage is cut into arrays by the layout letters alone (`carve`), liveness is asked
+position by position. Of kvspec it reads only values (parts, groups, block tables) and imports only
+names.
 """
 
 from __future__ import annotations

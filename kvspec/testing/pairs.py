@@ -24,7 +24,7 @@ from kvspec.specs import (
 from kvspec.testing.carve import rank_units
 from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import explicit_deals, sample, shapes
+from kvspec.testing.parallels import explicit_shardings, sample, shapes
 
 
 @st.composite
@@ -117,7 +117,7 @@ def engine_pairs(
     model = draw(groups(kinds))
     largest *= draw(sample(1, 1, 1, 1, 2))
     of_producer, of_consumer = draw(shapes())
-    if of_producer.dealt:
+    if of_producer.sharded:
         model = tuple(draw(_few_heads(group)) for group in model)
     sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]
     producer = draw(engines(sides[0], largest, shape=of_producer))
@@ -128,7 +128,7 @@ def engine_pairs(
 def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, EngineSpec]:
     """Draw engines with a group whose packed content, or opaque page, spans the heads of a rank.
 
-    Both deal its heads alike: every range of one side is a range of the other.
+    Both shard its heads alike: every range of one side is a range of the other.
     """
     drawn: Any = draw(KINDS["full, opaque"])
     row, block = drawn.tokens_per_state, drawn.block_size
@@ -140,7 +140,7 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
     if not draw(st.integers(0, 2)):
         part = packed.spec.parts[0]
-        sides = draw(_dealt_alike(part.units, part.deal_in, largest))
+        sides = draw(_same_sharding(part.units, part.granularity, largest))
         first, second = (draw(engines((packed, *model), parallel=each)) for each in sides)
         return first, second
     producer = draw(engines((packed, *model), largest))
@@ -151,24 +151,24 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
 
 
 @st.composite
-def _dealt_alike(
-    draw: st.DrawFn, units: int, deal_in: int, largest: int
+def _same_sharding(
+    draw: st.DrawFn, units: int, granularity: int, largest: int
 ) -> tuple[ParallelConfig, ParallelConfig]:
-    """Draw two explicit deals of the same ranges, to as many ranks or to more."""
+    """Draw two explicit shardings of the same ranges, to as many ranks or to more."""
     sizes = [draw(st.integers(1, largest)) for _ in range(2)]
-    ranges = draw(explicit_deals(units, deal_in, min(sizes)))
+    ranges = draw(explicit_shardings(units, granularity, min(sizes)))
     owned = sorted({each for each in ranges if each}, key=lambda each: each.start)
     sides = []
     for size in sizes:
         more = [draw(st.sampled_from((*owned, range(0)))) for _ in range(size - len(owned))]
-        dealt = tuple(draw(st.permutations([*owned, *more])))
-        sides.append(ParallelConfig(tp_size=size, unit_deals={units: dealt}))
+        sharded = tuple(draw(st.permutations([*owned, *more])))
+        sides.append(ParallelConfig(tp_size=size, shardings={units: sharded}))
     return sides[0], sides[1]
 
 
 @st.composite
 def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines that deal tokens alike, by interleaves that blocks in memory do not divide.
+    """Draw engines that shard tokens alike, by interleaves that blocks in memory do not divide.
 
     Blocks of 12 or 24 tokens are four in memory, and the interleave is 6: cached prefixes and
     prompts begin and end inside a block in memory on one rank, and between two on the other.
@@ -177,8 +177,8 @@ def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
     heads = draw(st.integers(1, 3)) if hasattr(drawn, "total_num_kv_heads") else 0
     fields = {"total_num_kv_heads": heads} if heads else {}
     size = draw(st.integers(2, 3))
-    dealt = {heads: (range(heads),) * size} if heads > 1 else {}
-    parallel = ParallelConfig(tp_size=size, dcp_size=size, interleave_size=6, unit_deals=dealt)
+    sharded = {heads: (range(heads),) * size} if heads > 1 else {}
+    parallel = ParallelConfig(tp_size=size, dcp_size=size, interleave_size=6, shardings=sharded)
     sides = []
     for _ in range(2):
         block = draw(sample(12, 24))
@@ -195,10 +195,10 @@ def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
 def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
     hands = []
     for engine in (one, other):
-        own = engine.group(group.name)  # the engine's: it may deal its heads by itself
+        own = engine.group(group.name)  # the engine's: it may shard its heads by itself
         part = own.spec.parts[0]
-        dealt = {tuple(rank_units(engine, rank, part, own)) for rank in engine.parallel.ranks}
-        hands.append(dealt - {()})
+        sharded = {tuple(rank_units(engine, rank, part, own)) for rank in engine.parallel.ranks}
+        hands.append(sharded - {()})
     return hands[0] == hands[1]
 
 

@@ -1,4 +1,4 @@
-"""Draw who owns what: pipeline stages, deals of units, and context ranks of one engine.
+"""Draw who owns what: pipeline stages, shardings of units, and context ranks of one engine.
 
 Everything drawn is legal: every layer has a stage, every unit an owner, and every token of it too.
 """
@@ -28,13 +28,13 @@ T = TypeVar("T")
 class Shape:
     """What is decided of an engine first, for a pair at once, so that pairs differ as they should.
 
-    *dealt*: wherever they can, context ranks share the tokens. *rows*: block sizes to choose from,
-    in rows; None is any, the model's own too.
+    *sharded*: wherever they can, context ranks share the tokens. *rows*: block sizes to choose
+    from, in rows; None is any, the model's own too.
     """
 
     pp_size: int = 1
     pcp_size: int = 1
-    dealt: bool = False
+    sharded: bool = False
     rows: tuple[int, ...] | None = None
 
 
@@ -59,8 +59,8 @@ _ROWS = (
 )
 
 
-def _pair(sizes: Any, rows: Any, dealt: Any) -> tuple[Shape, Shape]:  # noqa: ANN401
-    producer, consumer = (Shape(sizes[i][0], sizes[i][1], dealt[i], rows[i]) for i in range(2))
+def _pair(sizes: Any, rows: Any, sharded: Any) -> tuple[Shape, Shape]:  # noqa: ANN401
+    producer, consumer = (Shape(sizes[i][0], sizes[i][1], sharded[i], rows[i]) for i in range(2))
     return producer, consumer
 
 
@@ -98,17 +98,19 @@ def is_state(spec: LayerSpec) -> bool:
 
 
 @st.composite
-def explicit_deals(draw: st.DrawFn, units: int, deal_in: int, tp_size: int) -> tuple[range, ...]:
+def explicit_shardings(
+    draw: st.DrawFn, units: int, granularity: int, tp_size: int
+) -> tuple[range, ...]:
     """Draw who owns which of *units*: uneven ranges, replicas anywhere, ranks in any order.
 
     Where there are replicas, one of them may hold nothing instead.
     """
-    packs = units // deal_in
+    packs = units // granularity
     pieces = draw(st.integers(1, min(packs, tp_size)))
     inner = st.sampled_from(range(1, packs)) if packs > 1 else st.nothing()
     cuts = draw(st.lists(inner, min_size=pieces - 1, max_size=pieces - 1, unique=True))
     bounds = [0, *sorted(cuts), packs]
-    owned = [range(a * deal_in, b * deal_in) for a, b in pairwise(bounds)]
+    owned = [range(a * granularity, b * granularity) for a, b in pairwise(bounds)]
     more = draw(
         st.lists(st.sampled_from(owned), min_size=tp_size - pieces, max_size=tp_size - pieces)
     )
@@ -126,35 +128,35 @@ def parts_of(groups: Sequence[KVCacheGroup]) -> list[Part]:
 def parallels(
     draw: st.DrawFn, groups: Sequence[KVCacheGroup], largest: int, shape: Shape | None = None
 ) -> ParallelConfig:
-    """Draw the parallel sizes of an engine, and sometimes how it deals the units of *groups*.
+    """Draw the parallel sizes of an engine, and sometimes how it shards the units of *groups*.
 
     Pipeline stages and context ranks, given or by default; context ranks only where every token of
     every unit has an owner.
     """
     shape = shape or draw(shapes())[0]
-    pp_size, pcp_size, dealt = shape.pp_size, shape.pcp_size, shape.dealt
+    pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
     heads = {part.units for part in parts_of(groups) if part.per_token}
     shared = [size for size in range(2, most + 1) if all(size % each == 0 for each in heads)]
-    tp_size = draw(sample(*(shared or [1])) if dealt else tp_sizes(most))
-    deals: dict[int, tuple[range, ...]] = {}
+    tp_size = draw(sample(*(shared or [1])) if sharded else tp_sizes(most))
+    shardings: dict[int, tuple[range, ...]] = {}
     if draw(st.integers(0, 3)) == 0:
-        deal_in: dict[int, int] = {}
+        granularity: dict[int, int] = {}
         for part in parts_of(groups):
-            deal_in[part.units] = lcm(deal_in.get(part.units, 1), part.deal_in)
-        for units, multiple in deal_in.items():
+            granularity[part.units] = lcm(granularity.get(part.units, 1), part.granularity)
+        for units, multiple in granularity.items():
             if draw(st.booleans()):
-                deals[units] = draw(explicit_deals(units, multiple, tp_size))
-    bare = ParallelConfig(tp_size=tp_size, pp_size=pp_size, unit_deals=deals)
+                shardings[units] = draw(explicit_shardings(units, multiple, tp_size))
+    bare = ParallelConfig(tp_size=tp_size, pp_size=pp_size, shardings=shardings)
     bare = attrs.evolve(bare, stages=draw(_stages(groups, pp_size)))
-    return draw(_with_contexts(groups, bare, pcp_size, dealt=dealt))
+    return draw(_with_contexts(groups, bare, pcp_size, sharded=sharded))
 
 
 @st.composite
 def _stages(
     draw: st.DrawFn, groups: Sequence[KVCacheGroup], pp_size: int
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Draw any deal of layers to stages, also none to a stage; or None for the even one."""
+    """Draw any sharding of layers to stages, also none to a stage; or None for the even one."""
     if pp_size == 1 or draw(st.booleans()):
         return None
     stages: list[list[str]] = [[] for _ in range(pp_size)]
@@ -171,7 +173,7 @@ def _with_contexts(
     bare: ParallelConfig,
     pcp_size: int,
     *,
-    dealt: bool,
+    sharded: bool,
 ) -> ParallelConfig:
     """Draw who shares tokens with whom: DCP, PCP that shares or replicates, explicit ranks."""
     tokens = [p.tokens_per_state for p in parts_of(groups) if p.per_token]
@@ -205,4 +207,4 @@ def _with_contexts(
             except SpecError:
                 continue
             found += [each] * (4 if min(pcp_size, each.dcp_size) > 1 else 1)  # rarely legal
-    return draw(st.sampled_from(found[dealt:] or found))
+    return draw(st.sampled_from(found[sharded:] or found))

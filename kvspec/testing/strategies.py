@@ -1,4 +1,4 @@
-"""Draw what the laws are about: specs of every kind, engine pairs that differ, requests, deals.
+"""Draw what the laws are about: specs of every kind, engine pairs that differ, requests, shardings.
 
 The one place where cases are drawn. Everything is small (a few KiB a rank), everything is legal,
 and a new kind of layer is one line of `KINDS`. Tests prove that the hard cases are reached.
@@ -20,7 +20,7 @@ from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS, engines, groups, layouts, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
 from kvspec.testing.pairs import engine_pairs, interleaved_pairs, spanning_pairs, with_own_rows
-from kvspec.testing.parallels import explicit_deals, is_state, parallels, parts_of, tp_sizes
+from kvspec.testing.parallels import explicit_shardings, is_state, parallels, parts_of, tp_sizes
 from kvspec.testing.requests import length_of, needed, of_one_pool, requests, tables
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "common_cases",
     "engine_pairs",
     "engines",
-    "explicit_deals",
+    "explicit_shardings",
     "groups",
     "interleaved_cases",
     "is_state",
@@ -136,12 +136,12 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
 
 
 def spanning_cases(largest: int = 4) -> st.SearchStrategy[Case]:
-    """Draw a transfer of content that spans the heads of a rank, dealt alike on both sides."""
+    """Draw a transfer of content that spans the heads of a rank, sharded alike on both sides."""
     return spanning_pairs(largest).flatmap(_case)
 
 
 def interleaved_cases() -> st.SearchStrategy[Case]:
-    """Draw a transfer of tokens dealt alike, by interleaves that cells do not divide."""
+    """Draw a transfer of tokens sharded alike, by interleaves that cells do not divide."""
     return interleaved_pairs().flatmap(_case)
 
 

@@ -1,4 +1,4 @@
-"""Refusals of layouts, groups, engines, deals and pairs of engines, by their words.
+"""Refusals of layouts, groups, engines, shardings and pairs of engines, by their words.
 
 A description that is impossible is a `SpecError`; two engines that do not fit are a
 `MismatchError` that lists every differing field with both values and the reason.
@@ -92,9 +92,9 @@ RANK = "RankId(pp={}, pcp={}, tp={}): wanted pp < 1, pcp < 1, tp < 2, none negat
 COVER = "wanted equal or disjoint ranges that cover 0..4; units"
 
 
-def deal(*ranges: Any, units: Any = 4) -> object:
-    """Return a config of two TP ranks with an explicit deal."""
-    return kvspec.ParallelConfig(tp_size=2, unit_deals={units: ranges})
+def sharding(*ranges: Any, units: Any = 4) -> object:
+    """Return a config of two TP ranks with an explicit sharding."""
+    return kvspec.ParallelConfig(tp_size=2, shardings={units: ranges})
 
 
 BARE = kvspec.LayerSpec(block_size=4)
@@ -159,23 +159,23 @@ REFUSED: list[Any] = [
     (lambda: engine(group("l"), group("m", "l", name="h")),
      "groups['h'].layers='l': wanted each layer in one group; it is in 'g' too"),
     (lambda: engine().group("h"), "group='h': wanted one of g"),
-    # deals
-    (lambda: deal(*SHORT), f"unit_deals[4]={SHORT!r}: {COVER} range(3, 4) are missing"),
-    (lambda: deal(*DOUBLE), f"unit_deals[4]={DOUBLE!r}: {COVER} range(2, 3) are double"),
-    (lambda: deal(*LONG), f"unit_deals[4]={LONG!r}: {COVER} range(2, 5) are outside"),
-    (lambda: deal(*THREE[:1]), f"unit_deals[4]=(range(0, 4),): {EACH_RANK}"),
-    (lambda: deal(*THREE), f"unit_deals[4]={THREE!r}: {EACH_RANK}"),
-    (lambda: deal(range(0, 4, 2), range(1, 4, 2)),
-     "unit_deals[4]=range(0, 4, 2): wanted a range of step 1 with start >= 0"),
-    (lambda: deal(range(-1, 2), range(2, 4)),
-     "unit_deals[4]=range(-1, 2): wanted a range of step 1 with start >= 0"),
-    (lambda: deal((0, 2), (2, 4)),
-     "unit_deals[4]=(0, 2): wanted a range of step 1 with start >= 0"),
-    (lambda: deal(range(1), range(1), units=0), "unit_deals=0: wanted an int >= 1"),
-    (lambda: deal(range(1), range(1), units="k"), "unit_deals='k': wanted an int >= 1"),
+    # shardings
+    (lambda: sharding(*SHORT), f"shardings[4]={SHORT!r}: {COVER} range(3, 4) are missing"),
+    (lambda: sharding(*DOUBLE), f"shardings[4]={DOUBLE!r}: {COVER} range(2, 3) are double"),
+    (lambda: sharding(*LONG), f"shardings[4]={LONG!r}: {COVER} range(2, 5) are outside"),
+    (lambda: sharding(*THREE[:1]), f"shardings[4]=(range(0, 4),): {EACH_RANK}"),
+    (lambda: sharding(*THREE), f"shardings[4]={THREE!r}: {EACH_RANK}"),
+    (lambda: sharding(range(0, 4, 2), range(1, 4, 2)),
+     "shardings[4]=range(0, 4, 2): wanted a range of step 1 with start >= 0"),
+    (lambda: sharding(range(-1, 2), range(2, 4)),
+     "shardings[4]=range(-1, 2): wanted a range of step 1 with start >= 0"),
+    (lambda: sharding((0, 2), (2, 4)),
+     "shardings[4]=(0, 2): wanted a range of step 1 with start >= 0"),
+    (lambda: sharding(range(1), range(1), units=0), "shardings=0: wanted an int >= 1"),
+    (lambda: sharding(range(1), range(1), units="k"), "shardings='k': wanted an int >= 1"),
     (lambda: kvspec.plan_transfer(*[engine(
-        group(spec=state()), tp_size=2, unit_deals={4: (range(1), range(1, 4))})] * 2),
-     "unit_deals[4]=range(0, 1): wanted multiples of deal_in=2"),
+        group(spec=state()), tp_size=2, shardings={4: (range(1), range(1, 4))})] * 2),
+     "shardings[4]=range(0, 1): wanted multiples of granularity=2"),
     # ranks
     (lambda: at(RankId(tp=2)), "rank=" + RANK.format(0, 0, 2)),
     (lambda: at(RankId(tp=-1)), "rank=" + RANK.format(0, 0, -1)),
@@ -241,12 +241,12 @@ REFUSED: list[Any] = [
      "parallel=4: wanted a ParallelConfig"),
     (lambda: kvspec.EngineSpec(groups=(group(),), parallel=None),  # type: ignore[arg-type]
      "parallel=None: wanted a ParallelConfig"),
-    (lambda: kvspec.ParallelConfig(unit_deals=None),  # type: ignore[arg-type]
-     "unit_deals=None: wanted a mapping from units to one range for each TP rank"),
-    (lambda: kvspec.ParallelConfig(unit_deals={4: None}),  # type: ignore[dict-item]
-     "unit_deals[4]=None: wanted one range for each of the 1 TP ranks"),
-    (lambda: engine(tp_size=2, unit_deals={7: (range(3), range(3, 7))}),
-     "unit_deals=7: wanted the units of a part of the engine, one of 4"),
+    (lambda: kvspec.ParallelConfig(shardings=None),  # type: ignore[arg-type]
+     "shardings=None: wanted a mapping from units to one range for each TP rank"),
+    (lambda: kvspec.ParallelConfig(shardings={4: None}),  # type: ignore[dict-item]
+     "shardings[4]=None: wanted one range for each of the 1 TP ranks"),
+    (lambda: engine(tp_size=2, shardings={7: (range(3), range(3, 7))}),
+     "shardings=7: wanted the units of a part of the engine, one of 4"),
     (lambda: at(RankId(tp=True)), "rank.tp=True: wanted an int"),
     (lambda: at(RankId(tp=1.0)),  # type: ignore[arg-type]
      "rank.tp=1.0: wanted an int"),
@@ -315,9 +315,10 @@ REFUSED: list[Any] = [
      "layers={'l'}: wanted a sequence of layer names"),
     # stages
     (lambda: engine(pp_size=2),
-     "stages=None: wanted each stage's layer names, since layer 'l' has no number to deal by"),
+     "stages=None: wanted each stage's layer names, since layer 'l' has no number to place it by"),
     (lambda: engine(group("l.0", "draft"), pp_size=2),
-     "stages=None: wanted each stage's layer names, since layer 'draft' has no number to deal by"),
+     ("stages=None: wanted each stage's layer names, since layer 'draft' has no number to place "
+      "it by")),
     (lambda: kvspec.ParallelConfig(pp_size=2, stages=(range(2),)),
      "stages=(range(0, 2),): wanted one for each of the 2 stages"),
     (lambda: kvspec.ParallelConfig(stages=("l",)), "stages='l': wanted a sequence of layer names"),
@@ -423,7 +424,7 @@ PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = 
     (state(), state(num_speculative_tokens=1),
      [(f"l.conv_{each}.states", 1, 2, STATES) for each in "xbc"]),
     (state(), state(num_heads=4, head_dim=1),
-     [("l.conv_x.deal_in", 2, 1, "units would be cut at other places"),
+     [("l.conv_x.granularity", 2, 1, "units would be cut at other places"),
       ("l.ssm.units", 2, 4, "units pair by their global number"),
       ("l.ssm.content_bytes", 8, 4, ROW)]),
     (state(), state(ssm_dtype="float32"),
@@ -431,7 +432,8 @@ PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = 
     (state(), state(dtype="float16", num_speculative_tokens=1, ssm_dtype="bfloat16"),
      [("l.dtype", "bfloat16", "float16", BYTES),
       *((f"l.conv_{each}.states", 1, 2, STATES) for each in "xbc")]),
-    (opaque(), opaque(deal_in=2), [("l.p.deal_in", 1, 2, "units would be cut at other places")]),
+    (opaque(), opaque(granularity=2), [("l.p.granularity", 1, 2, ("units would be cut at other "
+                                                                  "places"))]),
     (opaque(), opaque(units=8), [("l.p.units", 4, 8, "units pair by their global number")]),
     (opaque(), opaque(content_bytes=2), [("l.p.content_bytes", 1, 2, ROW)]),
     (opaque(), opaque(name="q"), [("l.parts", ("p",), ("q",), "parts pair by name")]),
@@ -499,9 +501,9 @@ def test_another_kind_is_the_same_difference_from_either_side() -> None:
 
 
 def test_content_that_spans_heads_is_not_cut() -> None:
-    """Scales that span a rank's heads move only between sides that deal the heads alike."""
+    """Scales that span a rank's heads move only between sides that sharding the heads alike."""
     packed = group(spec=attrs.evolve(FULL, state_content_bytes=9, spans_heads=True))
-    why = "its content spans the heads of a rank, so both sides must deal heads alike"
+    why = "its content spans the heads of a rank, so both sides must shard heads alike"
     error = refusal(
         lambda: kvspec.plan_transfer(engine(packed, tp_size=2), engine(packed, tp_size=4)),
         kvspec.MismatchError,

@@ -296,15 +296,15 @@ def test_a_cache_of_another_engine_is_refused(side: str) -> None:
 
 
 def test_the_innermost_difference_is_told() -> None:
-    """Of two engines that deal one number of units differently: that deal's ranges, each."""
+    """Of two engines that shard one number of units differently: that sharding's ranges, each."""
     low, high = range(2), range(2, 4)
     one, other = (
-        engine(FULL, tp_size=2, unit_deals={4: deal}) for deal in ((low, high), (high, low))
+        engine(FULL, tp_size=2, shardings={4: sharding}) for sharding in ((low, high), (high, low))
     )
     caches = kvspec.lay_out(other, RankId(), 2), kvspec.lay_out(one, RankId(), 2)
     plan = kvspec.plan_transfer(one, one)
     fault = words(lambda: kvspec.build_table(plan, *caches), kvspec.MismatchError)
-    field = "producer_cache.engine.parallel.unit_deals[4]"
+    field = "producer_cache.engine.parallel.shardings[4]"
     assert fault.startswith(f"{field}[0]: plan {low!r}, cache {high!r} (")
     assert f"{field}[1]: plan {high!r}, cache {low!r} (" in fault
 

@@ -91,7 +91,7 @@ def test_a_size_is_a_plain_int(make: Callable[..., Any], base: dict[str, Any], n
 
 
 @pytest.mark.parametrize(
-    "name", ["units", "states", "content_bytes", "deal_in", "tokens_per_state"]
+    "name", ["units", "states", "content_bytes", "granularity", "tokens_per_state"]
 )
 def test_a_size_of_a_part_is_a_plain_int(name: str) -> None:
     """A part's sizes are refused by the part's name too."""
@@ -187,7 +187,7 @@ def state(*parts: Any) -> object:
 
 REFUSED: list[Any] = [
     # parts
-    (lambda: kvspec.Part(**STATE, deal_in=3), "p.units=4: wanted a multiple of 3"),
+    (lambda: kvspec.Part(**STATE, granularity=3), "p.units=4: wanted a multiple of 3"),
     (state, "state_parts=(): wanted at least one part"),
     (lambda: state(attrs.evolve(PART, tokens_per_state=2)),
      "p.tokens_per_state=2: wanted 0: a state is not indexed by tokens"),
@@ -223,8 +223,8 @@ REFUSED: list[Any] = [
     (lambda: SLICE.view(np.zeros((2, 1)), 1), "array.shape[1]=1: wanted at least 2 units"),
     (lambda: SLICE.view(np.zeros((2, 1)), 1, side="remote"),
      "array.shape[1]=1: wanted at least 4 units"),
-    # deals
-    (lambda: kvspec.default_deal(4, 2, 3), "units=4: wanted a multiple of deal_in=3"),
+    # shardings
+    (lambda: kvspec.even_sharding(4, 2, 3), "units=4: wanted a multiple of granularity=3"),
     # names, types and sizes of what is given by hand
     (lambda: kvspec.Part(**STATE | {"name": ""}), "name='': wanted a non-empty str"),
     (lambda: kvspec.Part(**STATE | {"name": None}),
@@ -241,12 +241,12 @@ REFUSED: list[Any] = [
     (lambda: uniform(FULL, names=(1,)), "specs=1: wanted layer names"),
     (lambda: kvspec.UniformTypeKVCacheSpecs(specs=None),  # type: ignore[arg-type]
      "specs=None: wanted a mapping from layer names to specs"),
-    (lambda: kvspec.default_deal(4, 0), "tp_size=0: wanted an int >= 1"),
-    (lambda: kvspec.default_deal(0, 1),
+    (lambda: kvspec.even_sharding(4, 0), "tp_size=0: wanted an int >= 1"),
+    (lambda: kvspec.even_sharding(0, 1),
      "units=0: wanted an int >= 1"),
-    (lambda: kvspec.default_deal(4, 2, 0),
-     "deal_in=0: wanted an int >= 1"),
-    (lambda: kvspec.default_deal(4.0, 2),  # type: ignore[arg-type]
+    (lambda: kvspec.even_sharding(4, 2, 0),
+     "granularity=0: wanted an int >= 1"),
+    (lambda: kvspec.even_sharding(4.0, 2),  # type: ignore[arg-type]
      "units=4.0: wanted an int >= 1"),
     (lambda: SLICE.view([1, 2], 0), "array='list': wanted an array or tensor, with a shape"),
     (lambda: SLICE.view(None, 0), "array='NoneType': wanted an array or tensor, with a shape"),

@@ -49,7 +49,7 @@ def test_heads_move_between_unequal_tp_and_page_sizes(page: int, tp: int, other:
     sides = []
     for size, tokens in ((tp, page), (other, 4)):
         parallel = sglang.parallel_config(size)
-        local = [len(parallel.deal(3).ranges[rank]) for rank in range(size)]
+        local = [len(parallel.sharding(3).ranges[rank]) for rank in range(size)]
 
         def make(rank: RankId, local: Any = local, tokens: int = tokens) -> Any:
             return MHATokenToKVPool(64, local[rank.tp], 8, 6, page_size=tokens)
@@ -132,11 +132,11 @@ def test_windows_have_a_pool_and_slots_of_their_own() -> None:
 def test_a_draft_is_whole_on_every_context_rank() -> None:
     """A latent on 2 context ranks, its draft of 3 heads on each: both arrive at one rank."""
     parallel = sglang.parallel_config(2, dcp_size=2)
-    dealt = [len(parallel.deal(3).ranges[rank]) for rank in (0, 1)]
+    sharded = [len(parallel.sharding(3).ranges[rank]) for rank in (0, 1)]
     pools = {
         rank: (
             kept(MLATokenToKVPool(32, page_size=4)),
-            kept(MHATokenToKVPool(64, dealt[rank], page_size=4, layer_num=1)),
+            kept(MHATokenToKVPool(64, sharded[rank], page_size=4, layer_num=1)),
         )
         for rank in (0, 1)
     }

@@ -412,8 +412,8 @@ def test_a_replicated_state_is_whole_on_every_rank() -> None:
     assert [64] * 3 == [three.page_size_bytes("l.0", rank) for rank in three.parallel.ranks]
     assert [] == moves(one_rank, three, 5)
     assert [] == moves(three, one_rank, 5)
-    dealt = engine_spec(config((["l.0"], state("short_conv", ((32, 2),)))), conv_layout="DS")
-    assert 1 == dealt.groups[0].spec.parts[0].deal_in
+    sharded = engine_spec(config((["l.0"], state("short_conv", ((32, 2),)))), conv_layout="DS")
+    assert 1 == sharded.groups[0].spec.parts[0].granularity
 
 
 @pytest.mark.parametrize(("tp", "block"), [(1, 32), (2, 16), (4, 64)])

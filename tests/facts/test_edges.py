@@ -66,7 +66,7 @@ def test_cached_prefix_in_interleaves_that_do_not_divide_cells_begins_in_a_cell(
     """Of 8 cached tokens in interleaves of 6, the first rank owns 6: one and a half cells of 4."""
     spec = full(12, total_num_kv_heads=2)
     both = builders.engine(
-        builders.group(spec, kernel_block_size=4, unit_deals={"k": WHOLE_TWICE, "v": WHOLE_TWICE}),
+        builders.group(spec, kernel_block_size=4, shardings={"k": WHOLE_TWICE, "v": WHOLE_TWICE}),
         tp=2,
         dcp_size=2,
         interleave_size=6,
@@ -110,12 +110,12 @@ DEALS = {
 
 @pytest.mark.parametrize("ours", DEALS)
 @pytest.mark.parametrize("theirs", DEALS)
-def test_content_that_spans_heads_under_explicit_deals_moves_only_if_ranges_are_equal(
+def test_content_that_spans_heads_under_explicit_shardings_moves_only_if_ranges_are_equal(
     ours: str, theirs: str
 ) -> None:
     """Both directions are refused: the smaller and the larger range come first in turn."""
     sides = [
-        builders.engine(HEADS, tp=2, unit_deals={4: DEALS[each]}, layout="LBHNC")
+        builders.engine(HEADS, tp=2, shardings={4: DEALS[each]}, layout="LBHNC")
         for each in (ours, theirs)
     ]
     owned = [{(each.start, each.stop) for each in DEALS[name] if each} for name in (ours, theirs)]

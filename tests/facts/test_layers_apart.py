@@ -184,7 +184,7 @@ def test_the_end_of_a_cell_is_not_joined_to_the_next() -> None:
 def test_an_interleave_cuts_no_row(
     spec: kvspec.LayerSpec, sizes: dict[str, int], wanted: str
 ) -> None:
-    """Tokens are dealt in whole rows and whole parts of a block."""
+    """Tokens are sharded in whole rows and whole parts of a block."""
     with pytest.raises(kvspec.SpecError, match=wanted):
         engine(spec, tp=2, dcp_size=2, **sizes)
 

@@ -24,9 +24,9 @@ def drafting(*, whole: bool, **parallel: Any) -> kvspec.EngineSpec:
     return engine(group(MLA, "layers.0", name="target"), draft, **parallel)
 
 
-def dealt(deals: Any, **parallel: Any) -> kvspec.EngineSpec:
-    """Return an engine of one group of four heads, dealt as *deals* say by part."""
-    full = group(FOUR, "layers.0", name="full", unit_deals=deals)
+def sharded(shardings: Any, **parallel: Any) -> kvspec.EngineSpec:
+    """Return an engine of one group of four heads, sharded as *shardings* say by part."""
+    full = group(FOUR, "layers.0", name="full", shardings=shardings)
     return engine(full, layout="LKBHNC", **parallel)
 
 
@@ -71,20 +71,26 @@ def test_either_side_may_hold_a_group_whole(whole: tuple[bool, bool]) -> None:
     check(case(producer, consumer, 75))
 
 
-def test_parts_of_one_size_are_dealt_differently() -> None:
+def test_parts_of_one_size_are_sharded_differently() -> None:
     """Keys 1 + 3 and values 3 + 1, from keys and values 2 + 2: both by the group's own word."""
-    check(case(dealt({}, tp_size=2), dealt(UNEVEN, tp_size=2), 10))
-    check(case(dealt(UNEVEN, tp_size=2), dealt({}, tp_size=3), 10))
+    check(case(sharded({}, tp_size=2), sharded(UNEVEN, tp_size=2), 10))
+    check(case(sharded(UNEVEN, tp_size=2), sharded({}, tp_size=3), 10))
 
 
-def test_an_engine_tells_pages_by_its_own_deals() -> None:
-    """4 rows x 8 bytes x (1 key head + 3 value heads); the spec knows the default deal alone."""
-    uneven = dealt(UNEVEN, tp_size=2)
+def test_an_engine_tells_pages_by_its_own_shardings() -> None:
+    """4 rows x 8 bytes x (1 key head + 3 value heads).
+
+    The spec knows the default sharding alone.
+    """
+    uneven = sharded(UNEVEN, tp_size=2)
     assert 4 * 8 * (1 + 3) == uneven.page_size_bytes("layers.0", RankId(tp=0))
     assert 4 * 8 * (3 + 1) == uneven.page_size_bytes("layers.0", RankId(tp=1))
     five = gqa(5, block_size=4)
-    deal = {"k": (range(2), range(2, 4), range(4, 5)), "v": (range(2), range(2, 4), range(4, 5))}
-    three = engine(group(five, unit_deals=deal), tp=3)
+    sharding = {
+        "k": (range(2), range(2, 4), range(4, 5)),
+        "v": (range(2), range(2, 4), range(4, 5)),
+    }
+    three = engine(group(five, shardings=sharding), tp=3)
     assert [2 * 64, 2 * 64, 64] == [
         three.page_size_bytes("l", RankId(tp=rank)) for rank in range(3)
     ]
@@ -92,19 +98,22 @@ def test_an_engine_tells_pages_by_its_own_deals() -> None:
 
 
 def test_descriptions_are_values_that_hash() -> None:
-    """Equal engines and plans are one key, however deals were written; nothing changes later."""
+    """Equal engines and plans are one key, however shardings were written.
+
+    Nothing changes later.
+    """
     given = {4: [range(1), range(1, 4)]}
-    one = kvspec.ParallelConfig(tp_size=2, unit_deals=given)
-    other = kvspec.ParallelConfig(tp_size=2, unit_deals={4: iter((range(1), range(1, 4)))})
+    one = kvspec.ParallelConfig(tp_size=2, shardings=given)
+    other = kvspec.ParallelConfig(tp_size=2, shardings={4: iter((range(1), range(1, 4)))})
     given[4].append(range(0))
     given[5] = []
     assert one == other
-    assert {4: (range(1), range(1, 4))} == one.unit_deals
+    assert {4: (range(1), range(1, 4))} == one.shardings
     engines = [
-        kvspec.EngineSpec(groups=dealt({}).groups, parallel=parallel) for parallel in (one, other)
+        kvspec.EngineSpec(groups=sharded({}).groups, parallel=parallel) for parallel in (one, other)
     ]
     assert 1 == len(set(engines))
-    plans = {kvspec.plan_transfer(each, dealt(UNEVEN, tp_size=2)): "" for each in engines}
+    plans = {kvspec.plan_transfer(each, sharded(UNEVEN, tp_size=2)): "" for each in engines}
     assert 1 == len(plans)
 
 
@@ -112,20 +121,20 @@ def test_descriptions_are_values_that_hash() -> None:
     ("make", "words"),
     [
         (
-            lambda: dealt({"q": (range(4),)}),
-            "groups['full'].unit_deals='q': wanted the name of a part of the group, one of k, v",
+            lambda: sharded({"q": (range(4),)}),
+            "groups['full'].shardings='q': wanted the name of a part of the group, one of k, v",
         ),
         (
-            lambda: dealt({"k": (range(4),)}, tp_size=2),
+            lambda: sharded({"k": (range(4),)}, tp_size=2),
             (
-                "groups['full'].unit_deals['k']=(range(0, 4),): wanted "
+                "groups['full'].shardings['k']=(range(0, 4),): wanted "
                 "one range for each of the 2 TP ranks"
             ),
         ),
         (
-            lambda: dealt({"k": (range(2), range(3, 4))}, tp_size=2),
+            lambda: sharded({"k": (range(2), range(3, 4))}, tp_size=2),
             (
-                "groups['full'].unit_deals['k']=(range(0, 2), range(3, 4)): wanted "
+                "groups['full'].shardings['k']=(range(0, 2), range(3, 4)): wanted "
                 "equal or disjoint ranges that cover 0..4; units range(2, 3) are missing"
             ),
         ),
@@ -134,7 +143,7 @@ def test_descriptions_are_values_that_hash() -> None:
             "groups['g'].context_sharded=1: wanted True or False",
         ),
         (
-            lambda: dealt({}).page_size_bytes("layers.9", RankId()),
+            lambda: sharded({}).page_size_bytes("layers.9", RankId()),
             "layer='layers.9': wanted one of layers.0",
         ),
     ],

@@ -98,7 +98,7 @@ def test_every_consumer_rank_receives_what_it_owns(
         owned = 0
         for group in consumer.groups:
             for part in group.spec.parts:
-                units = parallel.deal(part.units, part.deal_in).ranges[rank.tp]
+                units = parallel.sharding(part.units, part.granularity).ranges[rank.tp]
                 context = parallel.context(rank)
                 rows = sum(
                     (token // context.interleave) % context.size == context.rank
@@ -376,7 +376,7 @@ def test_the_greatest_loads_are_exact(num_tokens: int, consumers: int) -> None:
 
 
 def contexts(dcp_size: int, block_size: int, tp: int) -> kvspec.EngineSpec:
-    """Return an engine of one MLA layer of 8 bytes a token, whose tokens are dealt."""
+    """Return an engine of one MLA layer of 8 bytes a token, whose tokens are sharded."""
     return engine(mla(block_size=block_size, head_size=4), tp=tp, dcp_size=dcp_size)
 
 

@@ -18,8 +18,8 @@ import kvspec
 from kvspec import BlockTable, RankId
 from kvspec.check import exhaustive as proof
 from kvspec.check import prove, verify
-from kvspec.ownership.deals import Deal, default_deal
 from kvspec.ownership.election import Election, Elector, tp_elector
+from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import Piece, consumer_pieces
 
 LAYERS = ("a", "b")
@@ -596,7 +596,7 @@ def test_a_planted_bug_is_found_and_named(
 def test_an_unfair_election_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading only the first replica is right, but not what `spread` promises."""
 
-    def first(consumer: Deal, producer: Deal, rank: int, _elector: Elector) -> list[Piece]:
+    def first(consumer: Sharding, producer: Sharding, rank: int, _elector: Elector) -> list[Piece]:
         sides = len(producer.ranges), len(consumer.ranges)
         return consumer_pieces(consumer, producer, rank, tp_elector(Election("first"), *sides))
 
@@ -610,16 +610,18 @@ def test_an_unfair_election_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ] == faults
 
 
-def rounded_up(units: int, tp_size: int, deal_in: int = 1) -> Deal:
-    """Return a deal that is rounded the other way."""
+def rounded_up(units: int, tp_size: int, granularity: int = 1) -> Sharding:
+    """Return a sharding that is rounded the other way."""
     cuts = [-(-rank * units // tp_size) for rank in range(tp_size + 1)]
     ranges = tuple(range(*cuts[i : i + 2]) for i in range(tp_size))
-    return Deal(units, ranges) if units > tp_size else default_deal(units, tp_size, deal_in)
+    return (
+        Sharding(units, ranges) if units > tp_size else even_sharding(units, tp_size, granularity)
+    )
 
 
-def test_a_wrong_deal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding the other way cuts heads at other places than dealing them out one by one."""
-    monkeypatch.setattr(proof, "default_deal", rounded_up)
+def test_a_wrong_sharding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding the other way cuts heads at other places than handing them out one by one."""
+    monkeypatch.setattr(proof, "even_sharding", rounded_up)
     assert [] == proof._prove_heads(4, 2, ("spread",))[1]
     faults = proof._prove_heads(5, 3, ("spread",))[1]
     assert faults[0].startswith("5 heads, TP 1 -> 2, spread: rank 0: heads ")
@@ -627,13 +629,13 @@ def test_a_wrong_deal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_head_too_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading more than a rank owns is told as such: heads 0 and 1 of five are its own."""
-    monkeypatch.setattr(proof, "default_deal", rounded_up)
+    monkeypatch.setattr(proof, "even_sharding", rounded_up)
     faults = proof._prove_heads(5, 3, ("spread",))[1]
     assert "5 heads, TP 1 -> 2, spread: rank 0: heads 2..2 read, although not its own" == faults[0]
 
 
-def test_the_prover_deals_by_itself() -> None:
-    """Its own deal is by hand: 8 heads over 3 ranks, 2 over 4."""
+def test_the_prover_shardings_by_itself() -> None:
+    """Its own sharding is by hand: 8 heads over 3 ranks, 2 over 4."""
     assert ((0, 2), (2, 5), (5, 8)) == proof.owned_heads(8, 3)
     assert ((0, 1), (0, 1), (1, 2), (1, 2)) == proof.owned_heads(2, 4)
 

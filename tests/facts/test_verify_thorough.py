@@ -17,8 +17,8 @@ import kvspec
 from kvspec.check import owners
 from kvspec.engines import engine as engines
 from kvspec.ownership import parallel
-from kvspec.ownership.deals import Deal, default_deal
 from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.tokens import Cyclic
 from tests.support.builders import engine, gqa
 
@@ -91,15 +91,19 @@ def context_shifted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParallelConfig, "context", shifted)
 
 
-def deal_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Plant a deal that is rounded the other way."""
+def sharding_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Plant a sharding that is rounded the other way."""
 
-    def rounded_up(units: int, tp_size: int, deal_in: int = 1) -> Deal:
+    def rounded_up(units: int, tp_size: int, granularity: int = 1) -> Sharding:
         cuts = [-(-rank * units // tp_size) for rank in range(tp_size + 1)]
         ranges = tuple(range(*cuts[rank : rank + 2]) for rank in range(tp_size))
-        return Deal(units, ranges) if units > tp_size else default_deal(units, tp_size, deal_in)
+        return (
+            Sharding(units, ranges)
+            if units > tp_size
+            else even_sharding(units, tp_size, granularity)
+        )
 
-    patch.setattr(parallel, "default_deal", rounded_up)
+    patch.setattr(parallel, "even_sharding", rounded_up)
 
 
 def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +120,7 @@ def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
     ("plant", "sizes"),
     [
         (context_shifted, {"tp": 2, "dcp_size": 2, "interleave_size": 4}),
-        (deal_off_by_one, {"tp": 2}),
+        (sharding_off_by_one, {"tp": 2}),
         (stage_off_by_one, {"pp_size": 2, "layers": ("l.0", "l.1")}),
     ],
 )
@@ -125,7 +129,10 @@ def test_a_planted_fault_of_ownership_is_found(
     sizes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A context, a deal, a stage off by one: right by the library's own word, found by counting."""
+    """A context, a sharding, a stage off by one.
+
+    Right by the library's own word, found by counting.
+    """
     spec = gqa(1 if "dcp_size" in sizes else 5)
 
     def sides() -> tuple[kvspec.EngineSpec, kvspec.EngineSpec]:

@@ -1,6 +1,6 @@
-"""Slices and deals agree with tables recorded from torch and vLLM, row by row.
+"""Slices and shardings agree with tables recorded from torch and vLLM, row by row.
 
-torch moves shards of a sharded tensor; a KV cache whose heads are dealt to TP ranks is one, so
+torch moves shards of a sharded tensor; a KV cache whose heads are sharded to TP ranks is one, so
 torch's plan for it is an answer to the same question, worked out by someone else's code.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from builders import engine, gqa
 
 import kvspec
-from kvspec.ownership.deals import default_deal
+from kvspec.ownership.sharding import even_sharding
 
 GOLDENS = Path(__file__).parent
 TORCH: dict[str, Any] = json.loads(
@@ -96,20 +96,20 @@ def test_torch_s_table_reaches_replicas_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(("heads", "tp_size", "per_rank", "replicas"), QKV["rows"])
-def test_the_default_deal_is_vllm_s(
+def test_the_default_sharding_is_vllm_s(
     heads: int, tp_size: int, per_rank: int | None, replicas: int | None
 ) -> None:
     """Heads of a rank and ranks of a head are vLLM's; where vLLM refuses, no head is lost."""
-    deal = default_deal(heads, tp_size)
-    owners = Counter(head for own in deal.ranges for head in own)
+    sharding = even_sharding(heads, tp_size)
+    owners = Counter(head for own in sharding.ranges for head in own)
     assert set(range(heads)) == set(owners)
     if per_rank is None:
         assert heads % tp_size
         assert tp_size % heads
-        sizes = [len(own) for own in deal.ranges]
+        sizes = [len(own) for own in sharding.ranges]
         assert max(sizes) - min(sizes) <= 1
         return
-    assert [per_rank] * tp_size == [len(own) for own in deal.ranges]
+    assert [per_rank] * tp_size == [len(own) for own in sharding.ranges]
     assert {replicas} == set(owners.values())
 
 

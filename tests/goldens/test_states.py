@@ -2,7 +2,7 @@
 
 vLLM keeps the conv state dim-first ("DS") and cuts it into projections by byte offsets; kvspec has
 a part for each. A Mamba2 model with fewer groups than TP ranks keeps whole copies of B and C on
-every rank, but vLLM scales their offsets with the TP ratio as if they were dealt: those rows are
+every rank, but vLLM scales their offsets with the TP ratio as if they were sharded: those rows are
 counted and our answer is proven channel by channel instead.
 """
 
@@ -55,15 +55,15 @@ def region_bytes(region: kvspec.Region) -> int:
 
 
 def channels(spec: kvspec.MambaSpec, part: str, tp_size: int, rank: int) -> list[int]:
-    """Return the global units of *part* that a rank holds, dealt piece by piece."""
+    """Return the global units of *part* that a rank holds, sharded piece by piece."""
     found = next(each for each in spec.parts if each.name == part)
-    pieces = found.units // found.deal_in
+    pieces = found.units // found.granularity
     copies = max(1, tp_size // pieces)
-    dealt: list[list[int]] = [[] for _ in range(tp_size // copies)]
+    sharded: list[list[int]] = [[] for _ in range(tp_size // copies)]
     for piece in range(pieces):
-        dealt[piece // (pieces // len(dealt))].append(piece)
-    held = dealt[rank // copies]
-    return [piece * found.deal_in + unit for piece in held for unit in range(found.deal_in)]
+        sharded[piece // (pieces // len(sharded))].append(piece)
+    held = sharded[rank // copies]
+    return [piece * found.granularity + unit for piece in held for unit in range(found.granularity)]
 
 
 def remote_bytes(
@@ -167,8 +167,8 @@ def test_one_group_on_two_ranks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if len(row) == 4], ids=str)
-def test_what_vllm_refuses_is_dealt_unevenly(row: list[Any]) -> None:
-    """At TP 3 and 6 vLLM refuses to shard; here whole heads are dealt and none is lost."""
+def test_what_vllm_refuses_is_sharded_unevenly(row: list[Any]) -> None:
+    """At TP 3 and 6 vLLM refuses to shard; here whole heads are sharded and none is lost."""
     model, dtypes, tp_size, reason = row
     spec = spec_of(model, *dtypes)
     assert "is not divisible by" in reason

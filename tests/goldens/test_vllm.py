@@ -168,7 +168,7 @@ Truth = tuple[Any, Any]
 def truths(row: dict[str, Any], side: str, tensors: dict[str, Any], rank: int) -> list[Truth]:
     """Return (view, what it should hold) of the recorded blocks of one rank, worked out by hand.
 
-    x, heads and SSM heads are dealt; the one group of B and of C is on every rank.
+    x, heads and SSM heads are sharded; the one group of B and of C is on every rank.
     """
     size, total = row[f"{side}tp"], row["K"]
     heads = range(rank * total // size, max(rank * total // size + 1, (rank + 1) * total // size))

@@ -45,7 +45,7 @@ def plan_of(kind: str, heads: int, tp_size: int, remote_tp: int) -> kvspec.Trans
     return kvspec.plan_transfer(*engines)
 
 
-def deals(heads: int, size: int) -> bool:
+def shards(heads: int, size: int) -> bool:
     """Return whether a model can have *heads* KV heads on *size* ranks."""
     return heads % size == 0 or size % heads == 0
 
@@ -53,7 +53,7 @@ def deals(heads: int, size: int) -> bool:
 def fate(row: list[Any]) -> str:
     """Return what can be compared of one row of vLLM's mapping."""
     kind, heads, tp_size, remote_tp, _, answer = row
-    if "mla" not in kind and not (deals(heads, tp_size) and deals(heads, remote_tp)):
+    if "mla" not in kind and not (shards(heads, tp_size) and shards(heads, remote_tp)):
         return "no such model: heads neither divide nor replicate"
     if isinstance(answer, str):
         return "vLLM refuses: one TP size is no multiple of the other"
@@ -61,7 +61,7 @@ def fate(row: list[Any]) -> str:
 
 
 def test_every_row_of_the_mapping_is_accounted_for() -> None:
-    """8960 rows: 3588 compared, 593 refused by vLLM, 4779 of heads that no model can deal so."""
+    """8960 rows: 3588 compared, 593 refused by vLLM, 4779 of heads that no model can shard so."""
     told = Counter(fate(row) for row in TP_MAPPING)
     assert told == {
         "compared": 3588,

@@ -1,4 +1,4 @@
-"""The oracle's deals and arrays are judged by hand, and by a walk that counts byte by byte."""
+"""The oracle's shardings and arrays are judged by hand, and by a walk that counts byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec.specs import AttentionSpec
 from kvspec.testing import strategies
-from kvspec.testing.carve import deal_units, logical_views, rank_layers, rank_units
+from kvspec.testing.carve import logical_views, rank_layers, rank_units, shard_units
 
 RANK = kvspec.RankId()
 
@@ -26,22 +26,25 @@ def engine_of(spec: kvspec.LayerSpec, layout: str) -> kvspec.EngineSpec:
     return builders.engine(spec, layers=("a", "b"), layout=layout)
 
 
-@pytest.mark.parametrize("deal_in", [1, 3])
-def test_cards_fall_where_the_definition_says(deal_in: int) -> None:
-    """U >= T: rank r owns [rU//T, (r+1)U//T); U < T: the one unit rU//T; in packs of deal_in."""
+@pytest.mark.parametrize("granularity", [1, 3])
+def test_cards_fall_where_the_definition_says(granularity: int) -> None:
+    """U >= T: rank r owns [rU//T, (r+1)U//T); U < T: the one unit rU//T.
+
+    In packs of granularity.
+    """
     for packs in range(1, 33):
         for size in range(1, 33):
-            for rank, hand in enumerate(deal_units(packs * deal_in, size, deal_in)):
+            for rank, hand in enumerate(shard_units(packs * granularity, size, granularity)):
                 first = rank * packs // size
                 last = (rank + 1) * packs // size if packs >= size else first + 1
-                assert list(range(first * deal_in, last * deal_in)) == hand
+                assert list(range(first * granularity, last * granularity)) == hand
 
 
-def test_deals_by_hand() -> None:
+def test_shardings_by_hand() -> None:
     """Three heads on two ranks; two heads on five; six channels of three heads on two ranks."""
-    assert [[0], [1, 2]] == deal_units(3, 2)
-    assert [[0], [0], [0], [1], [1]] == deal_units(2, 5)
-    assert [[0, 1], [2, 3, 4, 5]] == deal_units(6, 2, deal_in=2)
+    assert [[0], [1, 2]] == shard_units(3, 2)
+    assert [[0], [0], [0], [1], [1]] == shard_units(2, 5)
+    assert [[0, 1], [2, 3, 4, 5]] == shard_units(6, 2, granularity=2)
 
 
 @attrs.frozen

@@ -115,7 +115,7 @@ def test_kvspec_keeps_all_laws_at_once() -> None:
 
 
 def test_readers_that_meet_their_replicas_late_are_counted() -> None:
-    """Deals of 56 and of 96 positions: each context meets each within their common 672."""
+    """Shardings of 56 and of 96 positions: each context meets each within their common 672."""
     contexts = (*range(1, 7), *range(6))
     producer = engine(gqa(1), tp=12, interleave_size=8, context_ranks=(contexts,))
     consumer = engine(gqa(1), tp=6, dcp_size=6, interleave_size=16)

@@ -115,7 +115,10 @@ def storage_of(case: strategies.Case, rank: kvspec.RankId) -> dict[str, npt.NDAr
 def slow_tokens(
     engine: kvspec.EngineSpec, rank: kvspec.RankId, group: kvspec.KVCacheGroup, first: int
 ) -> Iterator[int]:
-    """Yield the positions from *first* that *rank* stores: cards dealt to the context ranks."""
+    """Yield the positions from *first* that *rank* stores.
+
+    Cards handed out to the context ranks.
+    """
     parallel = engine.parallel
     if not group.context_sharded:
         yield from count(first)

@@ -38,8 +38,8 @@ Slice = tuple[Any, ...]
 
 @pytest.mark.parametrize(("heads", "producer", "consumer"), DEALT_APART)
 @pytest.mark.parametrize("replicas", strategies.POLICIES)
-def test_tokens_dealt_apart(heads: int, producer: Any, consumer: Any, replicas: Any) -> None:
-    """Every law holds where both sides deal tokens, to other sizes and by other interleaves."""
+def test_tokens_sharded_apart(heads: int, producer: Any, consumer: Any, replicas: Any) -> None:
+    """Every law holds where both sides shard tokens, to other sizes and by other interleaves."""
     spec = gqa(heads, block_size=2)
     engines = engine(spec, **producer), engine(spec, **consumer)
     planner = laws.System(name="kvspec", moves=KVSPEC.moves, tells=KVSPEC.tells)
@@ -72,7 +72,7 @@ def test_a_plan_is_whole(case: Case) -> None:
 def test_each_rank_alone_knows_its_edges(case: Case) -> None:
     """Law 3: what each rank slices for itself, in either role, is what the plan of all ranks says.
 
-    Of engines that differ in their TP sizes alone, since a spec deals by default.
+    Of engines that differ in their TP sizes alone, since a spec shards by default.
     """
     tp_sizes = [each.parallel.tp_size for each in (case.producer, case.consumer)]
     group = next(group for group in case.consumer.groups if len(group.layers) > len(group.excluded))
@@ -155,7 +155,7 @@ def test_both_engines_compute_one_plan() -> None:
 def test_an_unread_rank_has_its_releaser(case: Case) -> None:
     """The rank at place j of c is released by g[j len(g) // len(c)]; one that holds nothing by all.
 
-    A rank of several classes (its parts are dealt differently) is told by the releaser of one.
+    A rank of several classes (its parts are sharded differently) is told by the releaser of one.
     """
     plan = plan_of(case)
     found = list(replica_classes(case.producer, case.consumer))
@@ -214,10 +214,10 @@ def test_traffic_is_what_is_wanted(case: Case, tokens: int) -> None:
     assert +wanted == +got
 
 
-def test_explicit_deals_by_hand() -> None:
+def test_explicit_shardings_by_hand() -> None:
     """5 heads, vLLM-like 2+2+1 to an engine that gives the odd head to its first rank: 3+2."""
-    deals = (range(2), range(2, 4), range(4, 5)), (range(3), range(3, 5))
-    sides = [engine(gqa(5), tp=len(own), unit_deals={5: own}) for own in deals]
+    shardings = (range(2), range(2, 4), range(4, 5)), (range(3), range(3, 5))
+    sides = [engine(gqa(5), tp=len(own), shardings={5: own}) for own in shardings]
     plan = kvspec.plan_transfer(*sides)
     got = [
         (edge.producer.tp, edge.consumer.tp, each.global_range, each.local_range, each.remote_range)

@@ -119,7 +119,7 @@ def test_every_mismatch_is_listed_at_once(engines: Engines, field: str) -> None:
     value = {"total_num_kv_heads": 7, "head_size": 5, "dtype": "float32"}[field]
     spec = attrs.evolve(group.spec, page_size_padded=None, **{field: value})
     groups = list(producer.groups)
-    groups[index] = attrs.evolve(group, spec=spec, unit_deals={})  # deals of other units
+    groups[index] = attrs.evolve(group, spec=spec, shardings={})  # shardings of other units
     parallel = kvspec.ParallelConfig(tp_size=producer.parallel.tp_size)
     changed = attrs.evolve(producer, groups=tuple(groups), parallel=parallel)
     with pytest.raises(kvspec.MismatchError) as caught:

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.testing.carve import deal_units
+from kvspec.testing.carve import shard_units
 from kvspec.testing.strategies import POLICIES, specs, tp_sizes
 
 SIZES = tp_sizes(16)
@@ -29,7 +29,7 @@ GQA = kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=2, head_size=1, 
 @lru_cache(maxsize=4096)
 def owned(part: kvspec.Part, size: int) -> tuple[tuple[int, ...], ...]:
     """Return the units of *part* that each of *size* ranks holds."""
-    return tuple(tuple(hand) for hand in deal_units(part.units, size, part.deal_in))
+    return tuple(tuple(hand) for hand in shard_units(part.units, size, part.granularity))
 
 
 def every_part(spec: kvspec.LayerSpec) -> Iterator[tuple[str, kvspec.Part]]:
@@ -95,9 +95,12 @@ def assert_identity(
 
 
 def assert_neighbours(spec: kvspec.LayerSpec, size: int) -> None:
-    """Hold that under the default deal a unit's holders are a run of ranks, as the cards fall."""
+    """Hold that under the default sharding a unit's holders are a run of ranks.
+
+    As the cards fall.
+    """
     for _, part in every_part(spec):
-        ranges = kvspec.default_deal(part.units, size, part.deal_in).ranges
+        ranges = kvspec.even_sharding(part.units, size, part.granularity).ranges
         assert [list(hand) for hand in owned(part, size)] == [list(each) for each in ranges]
         for unit in range(part.units):
             holders = [rank for rank, own in enumerate(ranges) if unit in own]

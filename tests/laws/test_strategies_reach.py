@@ -95,7 +95,7 @@ def stages(case: Case) -> tuple[int, int]:
 
 
 def contexts(case: Case) -> tuple[int, int]:
-    """Return over how many context ranks each side deals the tokens of a group."""
+    """Return over how many context ranks each side shards the tokens of a group."""
     if not token_groups(case):
         return 1, 1
     ours, theirs = (context_of(e, kvspec.RankId())[1] for e in (case.producer, case.consumer))
@@ -153,10 +153,10 @@ def sharing_replicas(engine: kvspec.EngineSpec) -> bool:
 
 
 def replicated(engine: kvspec.EngineSpec, part: kvspec.Part) -> bool:
-    """Return whether two ranks of *engine* hold the same, of a part that could be dealt."""
+    """Return whether two ranks of *engine* hold the same, of a part that could be sharded."""
     ranks = [kvspec.RankId(tp=tp) for tp in range(engine.parallel.tp_size)]
     hands = [tuple(rank_units(engine, rank, part)) for rank in ranks]
-    return part.units > part.deal_in and len(set(hands)) < len(hands)
+    return part.units > part.granularity and len(set(hands)) < len(hands)
 
 
 def any_part(case: Case, test: Callable[[kvspec.Part], bool]) -> bool:
@@ -262,11 +262,14 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     ),
     "TP sizes that do not divide": lambda c: max(sizes(c)) % min(sizes(c)) != 0,
     "units that do not divide": lambda c: any_part(
-        c, lambda p: p.units // p.deal_in > sizes(c)[1] and p.units // p.deal_in % sizes(c)[1] != 0
+        c,
+        lambda p: (
+            p.units // p.granularity > sizes(c)[1] and p.units // p.granularity % sizes(c)[1] != 0
+        ),
     ),
     "a P rank without readers": has_unread_rank,
     "Mamba2 groups below ranks": lambda c: any_part(
-        c, lambda p: p.name == "conv_b" and p.units // p.deal_in < min(sizes(c))
+        c, lambda p: p.name == "conv_b" and p.units // p.granularity < min(sizes(c))
     ),
     "stripes over replicas": lambda c: (
         c.replicas == "stripe" and any_part(c, lambda p: replicated(c.producer, p))
@@ -274,7 +277,8 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     "stripes over three replicas and blocks": lambda c: (
         c.replicas == "stripe"
         and any(
-            sizes(c)[0] >= 3 * part.units // part.deal_in and len(needed(g, c.request)) > 2 * each
+            sizes(c)[0] >= 3 * part.units // part.granularity
+            and len(needed(g, c.request)) > 2 * each
             for g in token_groups(c)
             for part, each in [(parts_of([g])[0], g.spec.block_size)]
         )
@@ -318,9 +322,9 @@ REACHED: dict[str, Callable[[Case], bool]] = {
     "a uniform group of different heads": lambda c: any(
         len(heads_of(g)) > 1 for g in token_groups(c)
     ),
-    "explicit deals": lambda c: bool(c.producer.parallel.unit_deals),
+    "explicit shardings": lambda c: bool(c.producer.parallel.shardings),
     "a rank that holds nothing": lambda c: any(
-        not own for deal in c.producer.parallel.unit_deals.values() for own in deal
+        not own for sharding in c.producer.parallel.shardings.values() for own in sharding
     ),
     "states and tokens together": hybrid,
     "an encoder of its own length": lambda c: c.request.encoder_tokens is not None,
@@ -376,15 +380,15 @@ AXES: dict[str, Callable[[Case], bool]] = {
         and sizes(c)[0] != sizes(c)[1]
         and any(is_state(a.spec) for a, _ in pairs(c))
     ),
-    "tokens dealt on P only": lambda c: contexts(c)[0] > contexts(c)[1] == 1,
-    "tokens dealt on D only": lambda c: contexts(c)[1] > contexts(c)[0] == 1,
-    "tokens dealt on both, to other sizes": lambda c: (
+    "tokens sharded on P only": lambda c: contexts(c)[0] > contexts(c)[1] == 1,
+    "tokens sharded on D only": lambda c: contexts(c)[1] > contexts(c)[0] == 1,
+    "tokens sharded on both, to other sizes": lambda c: (
         min(contexts(c)) > 1 and len(set(contexts(c))) > 1
     ),
     "DCP on both": lambda c: (
         min(contexts(c)) > 1 and min(e.parallel.dcp_size for e in (c.producer, c.consumer)) > 1
     ),
-    "tokens dealt on both, by other interleaves": lambda c: (
+    "tokens sharded on both, by other interleaves": lambda c: (
         min(contexts(c)) > 1
         and len({e.parallel.interleave_size for e in (c.producer, c.consumer)}) > 1
     ),
@@ -392,7 +396,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
         min(contexts(c)) > 1
         and cut((c.producer.parallel.interleave_size, c.consumer.parallel.interleave_size))
     ),
-    "tokens dealt alike": lambda c: (
+    "tokens sharded alike": lambda c: (
         min(contexts(c)) > 1
         and contexts(c)[0] == contexts(c)[1]
         and c.producer.parallel.interleave_size == c.consumer.parallel.interleave_size
@@ -409,32 +413,32 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "replicas of heads that share the tokens": lambda c: (
         max(contexts(c)) > 1 and (sharing_replicas(c.producer) or sharing_replicas(c.consumer))
     ),
-    "dealt tokens and a cached prefix": lambda c: (
+    "sharded tokens and a cached prefix": lambda c: (
         max(contexts(c)) > 1 and any(boundary(c, g) for g in token_groups(c))
     ),
-    "dealt tokens and a cached boundary in an interleave": lambda c: (
+    "sharded tokens and a cached boundary in an interleave": lambda c: (
         max(contexts(c)) > 1
         and any(boundary(c, g) % c.consumer.parallel.interleave_size for g in token_groups(c))
     ),
-    "dealt tokens and unequal blocks": lambda c: (
+    "sharded tokens and unequal blocks": lambda c: (
         max(contexts(c)) > 1 and any_pair(c, lambda a, b: len(set(blocks(a, b))) > 1)
     ),
-    "dealt tokens and a window": lambda c: (
+    "sharded tokens and a window": lambda c: (
         max(contexts(c)) > 1 and any(window_start(c, g) for g in token_groups(c))
     ),
-    "dealt tokens and kernel blocks": lambda c: (
+    "sharded tokens and kernel blocks": lambda c: (
         max(contexts(c)) > 1 and any_pair(c, lambda a, b: a.split * b.split > 1)
     ),
-    "dealt tokens, stripes and replicas": lambda c: (
+    "sharded tokens, stripes and replicas": lambda c: (
         max(contexts(c)) > 1
         and c.replicas == "stripe"
         and any_part(c, lambda p: p.units * contexts(c)[0] < len(c.producer.parallel.ranks))
     ),
-    "dealt tokens and a table that starts late": lambda c: any(
+    "sharded tokens and a table that starts late": lambda c: any(
         size > 1 and any(tables(c, g)[at].first_token for g in token_groups(c))
         for at, size in enumerate(contexts(c))
     ),
-    "several blocks of dealt tokens": lambda c: any(
+    "several blocks of sharded tokens": lambda c: any(
         size > 1 and any(len(tables(c, g)[at].block_ids) > 1 for g in token_groups(c))
         for at, size in enumerate(contexts(c))
     ),
@@ -549,8 +553,8 @@ AXES: dict[str, Callable[[Case], bool]] = {
     ),
     "TP above six on P": lambda c: sizes(c)[0] > 6,
     "TP above six on D": lambda c: sizes(c)[1] > 6,
-    "units that a group deals its own way": lambda c: any(
-        a.unit_deals or b.unit_deals for a, b in pairs(c)
+    "units that a group shards its own way": lambda c: any(
+        a.shardings or b.shardings for a, b in pairs(c)
     ),
     "tokens that one group holds whole": lambda c: any_pair(
         c, lambda a, b: not (a.context_sharded and b.context_sharded)
@@ -604,8 +608,8 @@ SHARED: dict[str, Callable[[Case], bool]] = {
     ),
     "a null block of P's in one memory": lambda c: nulls(c.producer, c.request.producer_blocks),
     "a null block of D's in one memory": lambda c: nulls(c.consumer, c.request.consumer_blocks),
-    "units that a group of one memory deals its own way": lambda c: any(
-        a.unit_deals or b.unit_deals for a, b in pairs(c)
+    "units that a group of one memory shardings its own way": lambda c: any(
+        a.shardings or b.shardings for a, b in pairs(c)
     ),
     "tokens that a group of one memory holds whole": lambda c: any_pair(
         c, lambda a, b: not (a.context_sharded and b.context_sharded)
@@ -615,14 +619,13 @@ SHARED: dict[str, Callable[[Case], bool]] = {
 
 
 def own_deals(case: Case) -> bool:
-    """Return whether both sides deal content that spans heads by explicit, unequal ranges."""
+    """Return whether both sides shard content that spans heads by explicit, unequal ranges."""
     return any_pair(
         case,
         lambda a, b: (
             True in of_layers(b, "spans_heads")
             and all(
-                len({len(each) for each in e.parallel.unit_deals.get(a.spec.parts[0].units, ())})
-                > 1
+                len({len(each) for each in e.parallel.shardings.get(a.spec.parts[0].units, ())}) > 1
                 for e in (case.producer, case.consumer)
             )
         ),
@@ -633,7 +636,7 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
     "content that spans heads": lambda c: any_pair(
         c, lambda _, b: True in of_layers(b, "spans_heads")
     ),
-    "content that spans heads under explicit deals": own_deals,
+    "content that spans heads under explicit shardings": own_deals,
     "an opaque page": lambda c: any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"}),
     "several opaque pages, some cached": lambda c: any(
         formats(g) == {"opaque:drawn"} and 0 < cached_of(c, g) < length_of(g, c.request)
@@ -650,7 +653,7 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
     "kernel blocks of opaque pages": lambda c: any_pair(
         c, lambda a, b: a.split != b.split and formats(b) == {"opaque:drawn"}
     ),
-    "an opaque page of dealt tokens": lambda c: (
+    "an opaque page of sharded tokens": lambda c: (
         max(contexts(c)) > 1 and any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"})
     ),
 }
@@ -666,9 +669,9 @@ INTERLEAVED: dict[str, Callable[[Case], bool]] = {
             cut((c.consumer.parallel.interleave_size, cell(a, b))) and boundary(c, b) % 12 > 0
         ),
     ),
-    "several heads dealt so": lambda c: any_part(c, lambda p: p.units > 1),
+    "several heads sharded so": lambda c: any_part(c, lambda p: p.units > 1),
 }
-"""What is reached where tokens are dealt alike."""
+"""What is reached where tokens are sharded alike."""
 
 
 def of_layers(group: Group, field: str) -> set[Any]:

@@ -42,9 +42,9 @@ TARGET = kvspec.KVCacheGroup(name="target", layers=["layers.0", "layers.1"], spe
 BESIDE = kvspec.KVCacheGroup(name="draft", layers=["draft.0"], spec=DRAFT, context_sharded=False)
 
 
-def dealt(**deals: Any) -> kvspec.KVCacheGroup:
-    """Return a group of six heads, dealt as *deals* say by part."""
-    return kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=HEADS, unit_deals=deals)
+def sharded(**shardings: Any) -> kvspec.KVCacheGroup:
+    """Return a group of six heads, sharded as *shardings* say by part."""
+    return kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=HEADS, shardings=shardings)
 
 
 PAIRS = {
@@ -52,9 +52,9 @@ PAIRS = {
         engine(TARGET, BESIDE),
         engine(TARGET, BESIDE, tp_size=2, dcp_size=2, interleave_size=16),
     ),
-    "keys and values dealt differently": (
-        engine(dealt(), tp_size=3),
-        engine(dealt(k=(range(1), range(1, 6)), v=(range(4), range(4, 6))), tp_size=2),
+    "keys and values sharded differently": (
+        engine(sharded(), tp_size=3),
+        engine(sharded(k=(range(1), range(1, 6)), v=(range(4), range(4, 6))), tp_size=2),
     ),
 }
 

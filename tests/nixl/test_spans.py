@@ -42,7 +42,7 @@ def test_spans_meet_where_they_share_a_byte(spans: list[range], asked: list[rang
 
 @given(drawn(), st.data())
 def test_spans_that_are_added_can_be_taken_away(spans: list[range], data: st.DataObject) -> None:
-    """Of any deal of disjoint spans to two, each comes back when the other goes."""
+    """Of any sharding of disjoint spans to two, each comes back when the other goes."""
     first = [span for span in spans if data.draw(st.booleans())]
     second = [span for span in spans if span not in first]
     one, other = made(first), made(second)

@@ -63,7 +63,7 @@ def full(**more: Any) -> kvspec.EngineSpec:
 
 @given(strategies.engine_pairs())
 def test_what_a_plan_bridges_does_not_count(pair: Engines) -> None:
-    """Engines of one model have one fingerprint, however each lays out and deals its cache."""
+    """Engines of one model have one fingerprint, however each lays out and shards its cache."""
     assert () == kvspec.mismatches(*pair)
     one, other = prints(pair)
     assert one == other

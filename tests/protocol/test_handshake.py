@@ -123,14 +123,14 @@ DEAL = [range(3), range(3, 4)]
 
 
 def golden() -> Handshake:
-    """Return the introduction that was kept: several kinds, deals, stages and an election."""
+    """Return the introduction that was kept: several kinds, shardings, stages and an election."""
     full = engine().groups[0]
     window = kvspec.SlidingWindowSpec(
         block_size=16, total_num_kv_heads=4, head_size=64, dtype="float16", sliding_window=128
     )
     local = kvspec.KVCacheGroup(
         name="local", layers=["draft", "model.layers.3.attn"], spec=window, layout="LBNHC",
-        excluded=["draft"], unit_deals={"k": DEAL, "v": DEAL}, kernel_block_size=8,
+        excluded=["draft"], shardings={"k": DEAL, "v": DEAL}, kernel_block_size=8,
     )  # fmt: skip
     names = ("draft", "model.layers.3.attn", *full.layers)
     parallel = kvspec.ParallelConfig(tp_size=2, stages=[names])
@@ -291,8 +291,8 @@ REFUSED = [
     (put("objects", GROUP, 1, "layers", ["tuple", ["tuple"]]), ".layers: got ()", "layer names"),
     (put("objects", GROUP, 1, "spec", ["object", GROUP]), ".spec: got [1]", "stands before"),
     (put("objects", GROUP, 1, "name", ["what"]), ".name: got 'what'", "one of object, tuple"),
-    (put("objects", GROUP, 1, "unit_deals", ["map", "k"]), ".unit_deals: got", "a value each"),
-    (put("objects", GROUP, 1, "unit_deals", ["map", "k", 1, "k", 2]), "deals: got", "each key"),
+    (put("objects", GROUP, 1, "shardings", ["map", "k"]), ".shardings: got", "a value each"),
+    (put("objects", GROUP, 1, "shardings", ["map", "k", 1, "k", 2]), "shardings: got", "each key"),
     (put("objects", GROUP, 1, "name", {}), ".name: got {}", "a list that begins with a word"),
     (put("objects", GROUP, 1, "name", "x" * 1025), ".name: got", "at most 1024 characters"),
     (put("objects", GROUP, 1, "layers", ["range", 0, 1]), "layers: got", "start, stop and step"),
@@ -427,8 +427,8 @@ def test_nesting_has_an_end() -> None:
 
 def test_what_no_peer_could_read_is_not_sent() -> None:
     """More units than a message may spell out are the sender's error."""
-    deal = tuple(range(2**22 + 1) for _ in range(2))
-    parallel = kvspec.ParallelConfig(tp_size=2, unit_deals={2**22 + 1: deal})
+    sharding = tuple(range(2**22 + 1) for _ in range(2))
+    parallel = kvspec.ParallelConfig(tp_size=2, shardings={2**22 + 1: sharding})
     spec = kvspec.FullAttentionSpec(
         block_size=1, total_num_kv_heads=2**22 + 1, head_size=1, dtype="uint8"
     )

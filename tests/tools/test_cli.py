@@ -92,7 +92,7 @@ def test_slices_tells_stripes() -> None:
     ],
 )
 def test_slices_of_states(kind: str, parts: set[str]) -> None:
-    """Parts that are dealt alike share a row; others have rows of their own."""
+    """Parts that are sharded alike share a row; others have rows of their own."""
     result = run("slices", "--kind", kind, "--heads", "4", "--groups", "2", "--json")
     assert parts == {"+".join(each["parts"]) for each in json.loads(result.stdout)}
 

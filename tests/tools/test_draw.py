@@ -82,7 +82,7 @@ def latent() -> kvspec.KVCacheGroup:
 
 
 def states() -> kvspec.KVCacheGroup:
-    """Return a group of Mamba2, whose b and c are dealt otherwise than x and the heads."""
+    """Return a group of Mamba2, whose b and c are sharded otherwise than x and the heads."""
     spec = builders.mamba2(num_heads=16, head_dim=4, n_groups=2, state_size=8)
     return builders.group(spec, "model.layers.9", name="states")
 
@@ -202,8 +202,10 @@ def test_every_unit_of_the_target_has_a_label(plan: kvspec.TransferPlan) -> None
             if not plan.consumer.layers_at(group, rank.pp):
                 continue
             for part in group.spec.parts:
-                dealt = plan.consumer.parallel.deal(part.units, part.deal_in).ranges[rank.tp]
-                target = {unit // part.deal_in for unit in dealt}
+                own_units = plan.consumer.parallel.sharding(part.units, part.granularity).ranges[
+                    rank.tp
+                ]
+                target = {unit // part.granularity for unit in own_units}
                 shown = {
                     unit
                     for _, data in own
@@ -335,7 +337,7 @@ def test_a_stage_without_layers_says_so() -> None:
     assert len(empty) == 1
 
 
-def test_parts_that_are_dealt_alike_share_a_pattern() -> None:
+def test_parts_that_are_sharded_alike_share_a_pattern() -> None:
     """Conv x, b with c, the heads' states and attention can be told apart without colour."""
     root = parsed(plan_svg(PLANS["hybrid"]))
     named = {data["data-parts"] for _, data in boxes(root, "cell")}

@@ -139,7 +139,7 @@ class _Reader:
         )
 
     def _total(self, pool: TokenPool, local: int) -> int:
-        """Return the model's heads, of which the pool's rank is dealt as many as it has."""
+        """Return the model's heads, of which the pool's rank has a part."""
         heads = self.heads.get(pool.group) if isinstance(self.heads, Mapping) else self.heads
         if heads is None and self.parallel.tp_size == 1:
             heads = local
@@ -147,8 +147,11 @@ class _Reader:
             wanted = f"the KV heads of the model in group {pool.group!r}: a pool has a rank's"
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         total = positive_int("total_num_kv_heads", heads)
-        dealt = len(self.parallel.deal(total).ranges[self.tp_rank])
-        if dealt != local:
-            wanted = f"{dealt}: rank {self.tp_rank} of {self.parallel.tp_size} has {dealt} of the "
+        own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
+        if own_units != local:
+            wanted = (
+                f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has "
+                f"{own_units} of the "
+            )
             raise SpecError(f"{pool.path}.head_num", local, f"{wanted}model's {total}")
         return total

@@ -1,7 +1,7 @@
 """vLLM's description of a rank's cache, read as an engine.
 
 Law: nothing of vLLM is imported and nothing is guessed. Kinds are known by class name, a rank's
-sizes are multiplied back to the model's and held against what the rank would be dealt, and every
+sizes are multiplied back to the model's and held against what the rank would be sharded, and every
 page comes out with as many bytes as vLLM's own; whatever does not is an error that names it.
 """
 

@@ -28,7 +28,7 @@ def heads_of(
     """Return the KV heads of every layer that has any: the target's, layer by layer, or a draft's.
 
     Where vLLM has one number for all, layers that differ must be said: one head on each rank may
-    be dealt or replicated.
+    be sharded or replicated.
     """
     if parallel.tp_size == 1:
         return None

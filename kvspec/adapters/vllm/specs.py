@@ -1,7 +1,7 @@
 """vLLM's specs of one layer on one rank, read as the kinds of layer of a model.
 
 Law: a rank's sizes are never the model's. Totals come from the caller or from sizes that cannot
-mean two things, and what the deal then gives the rank has to be what vLLM says it holds.
+mean two things, and what the sharding then gives the rank has to be what vLLM says it holds.
 """
 
 from __future__ import annotations
@@ -188,9 +188,12 @@ class RankSpecs:
         given = self._common(layer, given_spec, more)
         local = given_spec.get("num_kv_heads").size()
         total = self._total(layer, local)
-        dealt = len(self.parallel.deal(total).ranges[self.tp_rank])
-        if dealt != local:
-            wanted = f"{dealt}: rank {self.tp_rank} of {self.parallel.tp_size} has {dealt} of the "
+        own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
+        if own_units != local:
+            wanted = (
+                f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has "
+                f"{own_units} of the "
+            )
             wanted += f"model's {total} (total_num_kv_heads) in {layer!r}"
             raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
         given["total_num_kv_heads"] = total
@@ -234,7 +237,7 @@ class RankSpecs:
         """Return *spec* with vLLM's padding, if its page has the bytes that vLLM says."""
 
         def local(part: Part) -> int:
-            return len(self.parallel.deal(part.units, part.deal_in).ranges[self.tp_rank])
+            return len(self.parallel.sharding(part.units, part.granularity).ranges[self.tp_rank])
 
         real = sum(local(p) * p.states * p.content_bytes for p in spec.parts)
         page = real_page(given_spec)
@@ -251,7 +254,7 @@ class RankSpecs:
 
 
 def _context_sharded(spec: LayerSpec, given_spec: Given) -> bool:
-    """Return whether vLLM deals a layer's tokens to context ranks; True for older vLLMs."""
+    """Return whether vLLM shards a layer's tokens to context ranks; True for older vLLMs."""
     sharded = given_spec.get("dcp_sharded")
     if sharded.value is None or not spec.parts[0].per_token:
         return True

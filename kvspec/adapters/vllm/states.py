@@ -78,7 +78,7 @@ def _mamba2(state: _State) -> MambaSpec:
         raise state.wrong_channels(f"{heads * head_dim} (x) and whole pairs of {size} (B, C)")
     total = state.n_groups
     if total is None and groups == 1 and state.tp_size > 1:
-        wanted = "the model's groups: one on each rank may be dealt or replicated"
+        wanted = "the model's groups: one on each rank may be sharded or replicated"
         raise SpecError("n_groups", None, wanted)
     if total is None:
         total = groups * state.tp_size
@@ -89,8 +89,8 @@ def _mamba2(state: _State) -> MambaSpec:
         state_size=size,
         **state.sizes(),
     )
-    dealt = len(state.parallel.deal(total * size, size).ranges[state.tp_rank])
-    if dealt != groups * size:
+    own_units = len(state.parallel.sharding(total * size, size).ranges[state.tp_rank])
+    if own_units != groups * size:
         wanted = f"a number of which rank {state.tp_rank} of {state.tp_size} has {groups}"
         raise SpecError("n_groups", total, wanted)
     return found
@@ -235,6 +235,6 @@ def _of_device(spec: MambaSpec, device: str | None) -> MambaSpec:
 
 
 def _whole(spec: MambaSpec) -> MambaSpec:
-    """Return *spec* as one that every TP rank holds whole: its units are dealt all together."""
-    parts = [attrs.evolve(part, deal_in=part.units) for part in spec.parts]
+    """Return *spec* as one that every TP rank holds whole: its units are sharded all together."""
+    parts = [attrs.evolve(part, granularity=part.units) for part in spec.parts]
     return attrs.evolve(spec, state_parts=parts)

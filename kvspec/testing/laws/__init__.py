@@ -136,7 +136,10 @@ LAWS = (
     Law(
         9,
         "layout invariance",
-        "What arrives does not depend on either side's layouts, blocks, stages, contexts or deals.",
+        (
+            "What arrives does not depend on either side's layouts, blocks, stages, contexts or "
+            "shardings."
+        ),
         between=(copies.invariance,),
     ),
     Law(

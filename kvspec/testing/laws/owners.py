@@ -60,17 +60,22 @@ def owns(engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup, far:
     A state is held whole by every context rank: it stands at any position.
     """
     own, size = context_of(engine, rank, group)
-    return _dealt(own, size if part.per_token else 1, engine.parallel.interleave_size, far)
+    return _owned_positions(
+        own, size if part.per_token else 1, engine.parallel.interleave_size, far
+    )
 
 
 @lru_cache(maxsize=4096)
-def _dealt(own: int, size: int, interleave: int, far: int) -> Mask:
+def _owned_positions(own: int, size: int, interleave: int, far: int) -> Mask:
     one_round = [size == 1 or turn == own for turn in range(size) for _ in range(interleave)]
     return np.resize(np.array(one_round), far)
 
 
 def horizon(producer: EngineSpec, consumer: EngineSpec) -> int:
-    """Return how many positions show all pairs of ranks that share one: a round of both deals."""
+    """Return how many positions show all pairs of ranks that share one.
+
+    A round of both shardings.
+    """
     return lcm(
         *(
             context_of(each, each.parallel.ranks[0])[1] * each.parallel.interleave_size

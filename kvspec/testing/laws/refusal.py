@@ -123,7 +123,7 @@ def _shared_blocks(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     for side, engine, other, moved in sides:
         holders: dict[str, set[RankId]] = {}
         for target in targets(engine, other):
-            # A rank to which no unit is dealt has no memory of the group.
+            # A rank to which no unit is sharded has no memory of the group.
             if rank_units(engine, target.rank, target.part, target.group):
                 holders.setdefault(target.group.name, set()).add(target.rank)
         tables = getattr(case.request, side)

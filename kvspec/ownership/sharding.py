@@ -1,7 +1,7 @@
-"""The deal of a part's units to the TP ranks.
+"""The sharding of a part's units to the TP ranks.
 
-Law: ownership is input. The default deal is contiguous and balanced and equals every engine's where
-the units divide; an engine that deals unevenly says so, and the algebra takes it as given.
+Law: ownership is input. The default sharding is contiguous and balanced and equals every engine's
+where the units divide; an engine that shards unevenly says so, and the algebra takes it as given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvspec.ownership.intervals import EMPTY, cover_fault, plain_range
 
 
 @attrs.frozen(eq=False)
-class Deal:
+class Sharding:
     """The units that each TP rank owns of one part.
 
     *ranges* holds one range of global units for each rank; two ranks own the same range (they are
@@ -60,60 +60,69 @@ class Deal:
 
 
 @lru_cache(maxsize=65536, typed=True)
-def default_deal(units: int, tp_size: int, deal_in: int = 1) -> Deal:
-    """Return the contiguous, balanced deal of *units* over *tp_size* ranks.
+def even_sharding(units: int, tp_size: int, granularity: int = 1) -> Sharding:
+    """Return the contiguous, balanced sharding of *units* over *tp_size* ranks.
 
-    With U = units / deal_in pieces, rank r of T owns pieces [r U // T, (r + 1) U // T) where U >= T
-    and otherwise the one piece r U // T, so that neighbouring ranks are replicas.
+    With U = units / granularity packs, rank r of T owns packs [r U // T, (r + 1) U // T) where U >=
+    T and otherwise the one pack r U // T, so that neighbouring ranks are replicas.
 
-    >>> default_deal(8, 3).ranges
+    >>> even_sharding(8, 3).ranges
     (range(0, 2), range(2, 5), range(5, 8))
-    >>> default_deal(2, 4).ranges
+    >>> even_sharding(2, 4).ranges
     (range(0, 1), range(0, 1), range(1, 2), range(1, 2))
     """
-    for field, size in (("units", units), ("tp_size", tp_size), ("deal_in", deal_in)):
+    for field, size in (("units", units), ("tp_size", tp_size), ("granularity", granularity)):
         positive_int(field, size)
-    pieces, rest = divmod(units, deal_in)
+    packs, rest = divmod(units, granularity)
     if rest:
-        raise SpecError("units", units, f"a multiple of deal_in={deal_in}")
+        raise SpecError("units", units, f"a multiple of granularity={granularity}")
     ranges = []
     for rank in range(tp_size):
-        start = rank * pieces // tp_size
-        stop = (rank + 1) * pieces // tp_size if pieces >= tp_size else start + 1
-        ranges.append(range(start * deal_in, stop * deal_in))
-    return Deal(units, tuple(ranges))
+        start = rank * packs // tp_size
+        stop = (rank + 1) * packs // tp_size if packs >= tp_size else start + 1
+        ranges.append(range(start * granularity, stop * granularity))
+    return Sharding(units, tuple(ranges))
 
 
 Ranges = tuple[range, ...]
-"""An explicit deal: one range of units for each TP rank, in order."""
+"""An explicit sharding: one range of units for each TP rank, in order."""
 
 
-def explicit_deals(given: object, wanted: str) -> Frozen[Any, Ranges]:
-    """Return a copy of explicit deals, by whatever names them; `explicit_deal` checks each."""
-    deals = mapping("unit_deals", given, f"{wanted} to one range for each TP rank")
+def explicit_shardings(given: object, wanted: str) -> Frozen[Any, Ranges]:
+    """Return a copy of explicit shardings, by whatever names them.
+
+    `explicit_sharding` checks each.
+    """
+    shardings = mapping("shardings", given, f"{wanted} to one range for each TP rank")
     return Frozen(
         {
             key: tuple(ranges) if isinstance(ranges, Iterable) else ranges
-            for key, ranges in deals.items()
+            for key, ranges in shardings.items()
         }
     )
 
 
-def explicit_deal(field: str, units: int, ranges: object, tp_size: int) -> Deal:
-    """Return the deal of *units* by *ranges*; `SpecError` unless they are one a rank, and cover."""
+def explicit_sharding(field: str, units: int, ranges: object, tp_size: int) -> Sharding:
+    """Return the sharding of *units* by *ranges*.
+
+    `SpecError` unless they are one a rank, and cover.
+    """
     if not isinstance(ranges, tuple) or len(ranges) != tp_size:
         raise SpecError(field, ranges, f"one range for each of the {tp_size} TP ranks")
-    deal = Deal(units, tuple(plain_range(field, one) for one in ranges))
-    fault = cover_fault(deal.owned, range(units))
+    sharding = Sharding(units, tuple(plain_range(field, one) for one in ranges))
+    fault = cover_fault(sharding.owned, range(units))
     if fault is not None:
         wanted = f"equal or disjoint ranges that cover 0..{units}"
         raise SpecError(field, ranges, f"{wanted}; units {fault.where} are {fault.kind}")
-    return deal
+    return sharding
 
 
-def check_whole(field: str, deal: Deal, deal_in: int) -> Deal:
-    """Return *deal* if its ranges are whole multiples of *deal_in*; else raise `SpecError`."""
-    for own in deal.owned:
-        if own.start % deal_in or own.stop % deal_in:
-            raise SpecError(field, own, f"multiples of deal_in={deal_in}")
-    return deal
+def check_whole(field: str, sharding: Sharding, granularity: int) -> Sharding:
+    """Return *sharding* if its ranges are whole multiples of *granularity*.
+
+    Else raise `SpecError`.
+    """
+    for own in sharding.owned:
+        if own.start % granularity or own.stop % granularity:
+            raise SpecError(field, own, f"multiples of granularity={granularity}")
+    return sharding
