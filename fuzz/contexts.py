@@ -108,7 +108,7 @@ def placed(
 
 @given(st.data(), st.integers(1, 4), st.sampled_from(POLICIES), st.integers(0, 3))
 def test_every_token_once(
-    data: st.DataObject, units: int, replicas: kvspec.Replicas, salt: int
+    data: st.DataObject, units: int, replica_policy: kvspec.ReplicaPolicyName, salt: int
 ) -> None:
     """Count the bytes that each consumer rank is sent, by what they are on both sides."""
     producer, consumer = (data.draw(engines(units)) for _ in range(2))
@@ -122,7 +122,7 @@ def test_every_token_once(
         producer_blocks={"full": ours},
         consumer_blocks={"full": theirs},
     )
-    plan = kvspec.plan_transfer(producer, consumer, replicas, salt)
+    plan = kvspec.plan_transfer(producer, consumer, replica_policy, salt)
     sources, targets = (
         {rank: kvspec.allocate(each, rank, len(table) + 3) for rank in each.parallel.ranks}
         for each, table in ((producer, ours), (consumer, theirs))

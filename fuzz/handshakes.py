@@ -66,12 +66,19 @@ def messages() -> list[bytes]:
     for engine in engines():
         nodes = {rank: rank.tp for rank in engine.parallel.ranks}
         topology = kvspec.Topology(producer=nodes, consumer=nodes)
-        elections = (kvspec.Election(), kvspec.Election("nearest", topology=topology))
+        replica_policies = (
+            kvspec.ReplicaPolicy(),
+            kvspec.ReplicaPolicy("nearest", topology=topology),
+        )
         for rank in engine.parallel.ranks:
             cache = kvspec.lay_out(engine, rank, 6, address=4096)
-            election = elections[len(found) % 2]
+            replica_policy = replica_policies[len(found) % 2]
             shake = Handshake(
-                engine_id="prefill", epoch=1, cache=cache, election=election, transport=b"agent"
+                engine_id="prefill",
+                epoch=1,
+                cache=cache,
+                replica_policy=replica_policy,
+                transport=b"agent",
             )
             found.append(encode_handshake(shake))
     return found

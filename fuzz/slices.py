@@ -1,4 +1,4 @@
-"""For any two shardings of any part, under every election.
+"""For any two shardings of any part, under every replica policy.
 
 Each consumer rank reads exactly its units.
 
@@ -14,9 +14,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvspec.ownership.election import Election, Replicas, tp_elector
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, tp_chooser
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.testing.carve import shard_units
 from kvspec.testing.strategies import POLICIES, explicit_shardings
@@ -55,7 +55,13 @@ def held(side: ParallelConfig, part: Part, rank: int) -> list[int]:
 
 
 def slices_of(
-    part: Part, sides: Sides, rank: RankId, *, pull: bool, replicas: Replicas, salt: int
+    part: Part,
+    sides: Sides,
+    rank: RankId,
+    *,
+    pull: bool,
+    replica_policy: ReplicaPolicyName,
+    salt: int,
 ) -> tuple[TPTransferSlice, ...]:
     """Return the slices of one rank: of a consumer if *pull*, else of a producer."""
     producer, consumer = sides
@@ -66,17 +72,19 @@ def slices_of(
         rank.tp,
         lambda each: local.sharding(each.units, each.granularity),
         lambda each: remote.sharding(each.units, each.granularity),
-        tp_elector(Election(replicas, salt), producer.tp_size, consumer.tp_size),
+        tp_chooser(ReplicaPolicy(replica_policy, salt), producer.tp_size, consumer.tp_size),
     )
 
 
 @given(st.data(), parts(), st.sampled_from(POLICIES), st.integers(0, 40))
-def test_every_unit_once(data: st.DataObject, part: Part, replicas: Replicas, salt: int) -> None:
+def test_every_unit_once(
+    data: st.DataObject, part: Part, replica_policy: ReplicaPolicyName, salt: int
+) -> None:
     """Each consumer rank reads each of its units once, from a holder; a push is the same."""
     producer, consumer = both = data.draw(sides(part))
     pulled, pushed = set(), set()
     for rank in consumer.ranks:
-        found = slices_of(part, both, rank, pull=True, replicas=replicas, salt=salt)
+        found = slices_of(part, both, rank, pull=True, replica_policy=replica_policy, salt=salt)
         mine = held(consumer, part, rank.tp)
         for block in range(max((each.stripe.step for each in found), default=1)):
             reads = [each for each in found if each.stripe.holds(block)]
@@ -88,11 +96,13 @@ def test_every_unit_once(data: st.DataObject, part: Part, replicas: Replicas, sa
             ranges = (each.global_range, each.remote_range, each.local_range)
             pulled.add((each.remote_rank, rank.tp, ranges, each.stripe))
     for rank in producer.ranks:
-        for each in slices_of(part, both, rank, pull=False, replicas=replicas, salt=salt):
+        for each in slices_of(
+            part, both, rank, pull=False, replica_policy=replica_policy, salt=salt
+        ):
             ranges = (each.global_range, each.local_range, each.remote_range)
             pushed.add((rank.tp, each.remote_rank, ranges, each.stripe))
     assert pulled == pushed
-    if replicas == "spread":
+    if replica_policy == "spread":
         readers = Counter(source for source, _ in {each[:2] for each in pulled})
         fair([held(producer, part, rank.tp) for rank in producer.ranks], readers)
 

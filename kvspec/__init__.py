@@ -21,9 +21,9 @@ from kvspec.errors import (
 )
 from kvspec.memory.allocation import allocate, lay_out
 from kvspec.memory.regions import Memory, RankCache, Region
-from kvspec.ownership.election import Election, Replicas, Role, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, Topology
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe
@@ -52,7 +52,6 @@ __all__ = [
     "Cyclic",
     "DescriptorTable",
     "Edge",
-    "Election",
     "EngineSpec",
     "FullAttentionSpec",
     "KVCacheGroup",
@@ -68,7 +67,8 @@ __all__ = [
     "RankCache",
     "RankId",
     "Region",
-    "Replicas",
+    "ReplicaPolicy",
+    "ReplicaPolicyName",
     "Role",
     "Selection",
     "Sharding",

@@ -17,8 +17,8 @@ from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.memory.allocation import lay_out
-from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan
 
 MAX_BLOCKS = 2**22

@@ -17,8 +17,8 @@ from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.memory.regions import Region
-from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.replicas import Role
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
@@ -74,7 +74,7 @@ def sizes(parallel: ParallelConfig) -> str:
 def _plan_lines(plan: TransferPlan) -> Iterator[str]:
     """Yield, line by line, who reads which units from whom, and who tells whom."""
     both = " -> ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
-    yield f"{both}, replicas by {plan.replicas!r}: {len(plan.edges)} edges"
+    yield f"{both}, replicas by {plan.policy_name!r}: {len(plan.edges)} edges"
     for side, engine in (("producer", plan.producer), ("consumer", plan.consumer)):
         if engine.excluded:
             yield f"excluded by the {side}, not transferred: {', '.join(engine.excluded)}"
@@ -255,4 +255,4 @@ def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
             yield f"only {edge.producer} holds {held} of {parts}"
         else:
             others = ", ".join(str(ranks[each]) for each in members)
-            yield f"{held} of {parts} held by {others}; elected by {plan.replicas!r}"
+            yield f"{held} of {parts} held by {others}; chosen by {plan.policy_name!r}"

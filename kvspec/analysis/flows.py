@@ -30,8 +30,8 @@ class Flows:
     """The bytes that one request moves, one entry for each slice of each edge.
 
     *producer* and *consumer* are indices into each side's `ParallelConfig.ranks`, *moved* bytes.
-    *members* holds the classes of equal producer ranks among which readers elect, as indices;
-    *class_of* says in which class an entry's producer was elected, *position* which of it it is.
+    *members* holds the classes of equal producer ranks among which readers choose, as indices;
+    *class_of* says in which class an entry's producer was chosen, *position* which of it it is.
     *ranks*: how many the producer and the consumer have.
     """
 
@@ -87,7 +87,7 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     classes: dict[tuple[int, ...], int] = {}
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
-    for one in exchanges(plan.producer, plan.consumer, plan.shares, plan.election):
+    for one in exchanges(plan.producer, plan.consumer, plan.shares, plan.replica_policy):
         share, piece = one.share, one.piece
         context = plan.consumer.context(share.pair.consumer, consumers[one.reader])
         key = (id(share), piece.stripe, context)

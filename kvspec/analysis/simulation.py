@@ -1,4 +1,4 @@
-"""How long a transfer takes, and which link bounds it, for each policy of election.
+"""How long a transfer takes, and which link bounds it, for each replica policy.
 
 Law: only counts bytes on links; every byte counted is one that a plan moves. A predicted time is
 a fluid lower bound: no transfer can be faster on these links, and a real one is slower.
@@ -18,8 +18,14 @@ from kvspec.analysis.flows import flows
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
-from kvspec.ownership.election import Election, Replicas, Role, Topology, known_policies
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import (
+    ReplicaPolicy,
+    ReplicaPolicyName,
+    Role,
+    Topology,
+    known_policies,
+)
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
@@ -53,7 +59,7 @@ class PolicyLoad:
     `ParallelConfig.ranks`; *out_seconds* and *into_seconds* divide them by the links' speeds.
     """
 
-    replicas: Replicas
+    replica_policy: ReplicaPolicyName
     producer_ranks: tuple[RankId, ...]
     consumer_ranks: tuple[RankId, ...]
     out: Ints
@@ -106,13 +112,15 @@ class Simulation:
         """The policy with the shortest predicted time; of equal ones, the first compared."""
         return min(self.policies, key=lambda each: each.seconds)
 
-    def policy(self, replicas: Replicas) -> PolicyLoad:
+    def policy(self, replica_policy: ReplicaPolicyName) -> PolicyLoad:
         """Return the loads under one policy."""
         for each in self.policies:
-            if isinstance(replicas, str) and each.replicas == replicas:
+            if isinstance(replica_policy, str) and each.replica_policy == replica_policy:
                 return each
-        compared = ", ".join(each.replicas for each in self.policies)
-        raise SpecError("replicas", replicas, f"one of the policies compared: {compared}")
+        compared = ", ".join(each.replica_policy for each in self.policies)
+        raise SpecError(
+            "replica_policy", replica_policy, f"one of the policies compared: {compared}"
+        )
 
 
 def simulate(
@@ -122,17 +130,17 @@ def simulate(
     consumers: int = 1,
     out_speed: Speed = 50e9,
     in_speed: Speed = 50e9,
-    replicas: Sequence[Replicas] | None = None,
+    replica_policies: Sequence[ReplicaPolicyName] | None = None,
     topology: Topology | None = None,
 ) -> Simulation:
     """Predict how the links are loaded when every consumer engine fetches one request.
 
     *plan_or_engines*: the producer and the consumer, or a plan between them, whose own policy and
     salt do not matter. *num_tokens*: length of each request, nothing cached. *consumers*: how many
-    engines like the consumer fetch at once from the one producer; engine e elects with salt e.
+    engines like the consumer fetch at once from the one producer; engine e chooses with salt e.
     *out_speed*, *in_speed*: bytes a second of each rank's own link, full duplex, one number for
-    all ranks or one a rank. *replicas*: the policies to compare; unless given, every one, but those
-    that need a *topology* where there is none.
+    all ranks or one a rank. *replica_policies*: the policies to compare; unless given, every one,
+    but those that need a *topology* where there is none.
 
     A predicted time is ``max(load / speed)`` over all links: a fluid lower bound. It assumes that
     nothing but the ranks' own links is short (no oversubscribed switch), and leaves out latency,
@@ -146,22 +154,23 @@ def simulate(
     >>> producer = EngineSpec(groups=(group,), parallel=ParallelConfig(tp_size=4))
     >>> consumer = EngineSpec(groups=(group,))
     >>> found = simulate((producer, consumer), num_tokens=1024, consumers=8)
-    >>> {each.replicas: each.out.tolist() for each in found.policies if each.replicas != "stripe"}
+    >>> {each.replica_policy: each.out.tolist() for each in found.policies
+    ...     if each.replica_policy != "stripe"}
     {'spread': [2359296, 2359296, 2359296, 2359296], 'first': [9437184, 0, 0, 0]}
     """
     producer, consumer = _engines(plan_or_engines)
     positive_int("num_tokens", num_tokens, least=0)
     positive_int("consumers", consumers)
-    elections = _elections(replicas, topology)
+    compared = _replica_policies(replica_policies, topology)
     out_ranks, in_ranks = producer.parallel.ranks, consumer.parallel.ranks
     out_speeds = _speeds("out_speed", out_speed, len(out_ranks))
     in_speeds = _speeds("in_speed", in_speed, len(in_ranks))
     loads: list[PolicyLoad] = []
-    for election in elections:
-        moved = flows(plan_transfer(producer, consumer, election), num_tokens)
+    for replica_policy in compared:
+        moved = flows(plan_transfer(producer, consumer, replica_policy), num_tokens)
         out = moved.out(consumers)
         load = PolicyLoad(
-            replicas=election.replicas,
+            replica_policy=replica_policy.name,
             producer_ranks=out_ranks,
             consumer_ranks=in_ranks,
             out=out,
@@ -173,12 +182,14 @@ def simulate(
     return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(loads))
 
 
-def _elections(replicas: Sequence[Replicas] | None, topology: Topology | None) -> list[Election]:
-    given = known_policies(topology) if replicas is None else replicas
-    policies = sequence("replicas", given, "policies")
+def _replica_policies(
+    replica_policies: Sequence[ReplicaPolicyName] | None, topology: Topology | None
+) -> list[ReplicaPolicy]:
+    given = known_policies(topology) if replica_policies is None else replica_policies
+    policies = sequence("replica_policies", given, "policies")
     if not policies:
-        raise SpecError("replicas", replicas, "at least one policy")
-    return [Election(policy, topology=topology) for policy in policies]
+        raise SpecError("replica_policies", replica_policies, "at least one policy")
+    return [ReplicaPolicy(policy, topology=topology) for policy in policies]
 
 
 def _engines(given: object) -> tuple[EngineSpec, EngineSpec]:

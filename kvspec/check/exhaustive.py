@@ -12,15 +12,15 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
-from kvspec.ownership.election import (
-    POLICIES,
-    Election,
-    Elector,
-    Replicas,
-    Topology,
-    tp_elector,
-)
 from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.replicas import (
+    POLICIES,
+    ReplicaChooser,
+    ReplicaPolicy,
+    ReplicaPolicyName,
+    Topology,
+    tp_chooser,
+)
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import Piece, consumer_pieces
 from kvspec.ownership.stripes import times_held
@@ -51,7 +51,7 @@ def prove(
     *,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-    replicas: tuple[Replicas, ...] = ("spread",),
+    replica_policies: tuple[ReplicaPolicyName, ...] = ("spread",),
     ranks_per_node: int | None = None,
 ) -> Proof:
     """Try every (producer TP, consumer TP, heads) up to the bounds, on every consumer rank.
@@ -64,11 +64,11 @@ def prove(
     positive_int("max_heads", max_heads, most=MAX_HEADS)
     if jobs is not None:
         positive_int("jobs", jobs)
-    policies = sequence("replicas", replicas, "policies")
+    policies = sequence("replica_policies", replica_policies, "policies")
     if not policies:
-        raise SpecError("replicas", replicas, "at least one policy")
+        raise SpecError("replica_policies", replica_policies, "at least one policy")
     for policy in policies:
-        _election(policy, ranks_per_node, 1, 1)
+        _replica_policy(policy, ranks_per_node, 1, 1)
     # Imported here: who plans a transfer does not start processes.
     from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
     from multiprocessing import get_context  # noqa: PLC0415
@@ -101,17 +101,20 @@ def _quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _election(
-    policy: Replicas, ranks_per_node: int | None, producer_tp: int, consumer_tp: int
-) -> Election:
+def _replica_policy(
+    policy: ReplicaPolicyName, ranks_per_node: int | None, producer_tp: int, consumer_tp: int
+) -> ReplicaPolicy:
     if ranks_per_node is None:
-        return Election(policy)
+        return ReplicaPolicy(policy)
     producer, consumer = ParallelConfig(tp_size=producer_tp), ParallelConfig(tp_size=consumer_tp)
-    return Election(policy, topology=Topology.packed(producer, consumer, ranks_per_node))
+    return ReplicaPolicy(policy, topology=Topology.packed(producer, consumer, ranks_per_node))
 
 
 def _prove_heads(
-    heads: int, max_tp: int, replicas: tuple[Replicas, ...], ranks_per_node: int | None = None
+    heads: int,
+    max_tp: int,
+    replica_policies: tuple[ReplicaPolicyName, ...],
+    ranks_per_node: int | None = None,
 ) -> tuple[int, list[str]]:
     owned = [owned_heads(heads, size) for size in range(1, max_tp + 1)]
     shardings = [even_sharding(heads, size) for size in range(1, max_tp + 1)]
@@ -119,10 +122,10 @@ def _prove_heads(
     for producer, held in zip(shardings, owned, strict=True):
         for consumer, wanted in zip(shardings, owned, strict=True):
             ranks += len(wanted)
-            for policy in replicas:
-                election = _election(policy, ranks_per_node, len(held), len(wanted))
-                elector = tp_elector(election, len(held), len(wanted))
-                wrong = _fault(consumer, producer, wanted, held, elector)
+            for policy in replica_policies:
+                replica_policy = _replica_policy(policy, ranks_per_node, len(held), len(wanted))
+                chooser = tp_chooser(replica_policy, len(held), len(wanted))
+                wrong = _fault(consumer, producer, wanted, held, chooser)
                 if wrong is not None:
                     pair = f"{heads} heads, TP {len(held)} -> {len(wanted)}, {policy}"
                     faults.append(f"{pair}: {wrong}")
@@ -149,14 +152,14 @@ def owned_heads(heads: int, tp_size: int) -> Owned:
 
 
 def _fault(
-    consumer: Sharding, producer: Sharding, wanted: Owned, held: Owned, elector: Elector
+    consumer: Sharding, producer: Sharding, wanted: Owned, held: Owned, chooser: ReplicaChooser
 ) -> str | None:
     """Return what is wrong with one TP pair, or None."""
     reads: dict[tuple[int, ...], list[int]] = {}
     for rank, (start, stop) in enumerate(wanted):
         reached = start
         for source, first, last, stripe, equals in _whole(
-            consumer_pieces(consumer, producer, rank, elector)
+            consumer_pieces(consumer, producer, rank, chooser)
         ):
             if first != reached or last <= first:
                 return f"rank {rank}: heads {reached}.. missing or double at {first}..{last - 1}"
@@ -172,13 +175,13 @@ def _fault(
             return f"rank {rank}: heads {reached}..{stop - 1} missing"
     if len(set(held)) == len(held):
         return None
-    return _unfair(held, reads, everybody=elector.policy is POLICIES["spread"])
+    return _unfair(held, reads, everybody=chooser.policy is POLICIES["spread"])
 
 
 def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: bool) -> str | None:
     """Return which equal ranks are read unevenly, or None.
 
-    Equal are those among which a reader elected, or *everybody* that owns the same heads.
+    Equal are those among which a reader chosen, or *everybody* that owns the same heads.
     """
     if everybody:
         every = [rank for sources in reads.values() for rank in sources]

@@ -19,9 +19,9 @@ from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
 from kvspec.memory.region import Region, common_pieces
 from kvspec.memory.regions import RankCache
-from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.replicas import Role
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Cyclic
 from kvspec.plan.plan import TransferPlan

@@ -29,9 +29,9 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, flag, instance, mapping
 from kvspec.memory.regions import RankCache
-from kvspec.ownership.election import Role
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import Role
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
 

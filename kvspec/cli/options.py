@@ -27,8 +27,8 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import KVSpecError, MismatchError, SpecError
 from kvspec.inputs import MOST
 from kvspec.models import catalogue
-from kvspec.ownership.election import POLICIES, Election, Replicas, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
+from kvspec.ownership.replicas import POLICIES, ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.ownership.stripes import Stripe
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ KEYS = {
 }
 """What the words of one engine may set, such as ``tp=4,pp=2,block=16,layout=LBNHC``."""
 POLICY_NAMES = "|".join(POLICIES)
-"""What ``--replicas`` takes."""
+"""What ``--replica-policy`` takes."""
 
 of_engines = partial(typer.Option, rich_help_panel="The two engines")
 of_requests = partial(typer.Option, rich_help_panel="The requests")
@@ -58,7 +58,7 @@ in_words = partial(of_engines, metavar="KEY=VALUE,…")
 MODEL = typer.Option(
     catalogue.DEFAULT, help="A model of the catalogue, or the path of a config.json."
 )
-REPLICAS = of_engines(
+REPLICA_POLICY = of_engines(
     "spread", metavar=POLICY_NAMES, help="Which of several equal producer ranks is read."
 )
 RANKS_PER_NODE = typer.Option(
@@ -163,25 +163,33 @@ def progress_bar() -> Progress:
     )
 
 
-def election_of(
-    replicas: str, ranks_per_node: int | None, producer: ParallelConfig, consumer: ParallelConfig
-) -> Election:
-    """Return the election that the options ask for."""
-    topology = topology_of((replicas,), ranks_per_node, producer, consumer)
-    return Election(cast("Replicas", replicas), topology=topology)
+def replica_policy_of(
+    replica_policy: str,
+    ranks_per_node: int | None,
+    producer: ParallelConfig,
+    consumer: ParallelConfig,
+) -> ReplicaPolicy:
+    """Return the replica policy that the options ask for."""
+    topology = topology_of((replica_policy,), ranks_per_node, producer, consumer)
+    return ReplicaPolicy(cast("ReplicaPolicyName", replica_policy), topology=topology)
 
 
 def topology_of(
-    replicas: Iterable[str],
+    replica_policy: Iterable[str],
     ranks_per_node: int | None,
     producer: ParallelConfig,
     consumer: ParallelConfig,
 ) -> Topology | None:
-    """Return the nodes that ``--ranks-per-node`` means, which some policies of *replicas* need."""
+    """Return the nodes that ``--ranks-per-node`` means.
+
+    Which some policies of *replica_policy* need.
+    """
     if ranks_per_node is None:
-        for name in replicas:
+        for name in replica_policy:
             if name in POLICIES and POLICIES[name].topology:
-                wanted = f"--ranks-per-node, since --replicas {name} asks who is on which node"
+                wanted = (
+                    f"--ranks-per-node, since --replica-policy {name} asks who is on which node"
+                )
                 raise SpecError("ranks_per_node", None, wanted)
         return None
     return Topology.packed(producer, consumer, ranks_per_node)

@@ -1,4 +1,4 @@
-"""`kvspec simulate`: which link bounds a transfer, for each policy of election."""
+"""`kvspec simulate`: which link bounds a transfer, for each replica policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvspec.cli.options import (
     topology_of,
 )
 from kvspec.errors import SpecError, counted, nbytes
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.replicas import ReplicaPolicyName
 
 _STEPS = "▁▂▃▄▅▆▇█"
 BARS = 64
@@ -44,7 +44,7 @@ def simulate_command(
     tokens: int = of_requests(8192, help="Tokens of each prompt, none cached."),
     out_speed: float = of_links(help="GB/s out of each producer rank."),
     in_speed: float = of_links(help="GB/s into each consumer rank."),
-    replicas: list[str] = typer.Option(
+    replica_policy: list[str] = typer.Option(
         [], metavar=POLICY_NAMES, help="A policy to compare; may be repeated. All unless given."
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
@@ -62,11 +62,16 @@ def simulate_command(
             consumers=consumers,
             out_speed=_speed("out_speed", out_speed),
             in_speed=_speed("in_speed", in_speed),
-            replicas=cast("Sequence[Replicas]", tuple(dict.fromkeys(replicas))) or None,
-            topology=topology_of(replicas, ranks_per_node, *(each.parallel for each in engines)),
+            replica_policies=cast(
+                "Sequence[ReplicaPolicyName]", tuple(dict.fromkeys(replica_policy))
+            )
+            or None,
+            topology=topology_of(
+                replica_policy, ranks_per_node, *(each.parallel for each in engines)
+            ),
         )
     if as_json:
-        policies = {load.replicas: _policy(load) for load in simulation.policies}
+        policies = {load.replica_policy: _policy(load) for load in simulation.policies}
         whole = {"num_tokens": tokens, "consumers": consumers, "policies": policies}
         print_json({"model": model, **whole})
     else:
@@ -99,14 +104,14 @@ def _show(model: str, simulation: Simulation) -> None:
     step = -(-len(first.out) // BARS)
     ranks = "each producer rank" if step == 1 else f"the busiest of every {step} producer ranks"
     most = max(int(load.out.max()) for load in simulation.policies)
-    bars = ((load.replicas, _bars(load, step, most)) for load in simulation.policies)
+    bars = ((load.replica_policy, _bars(load, step, most)) for load in simulation.policies)
     console.print(table(("replicas", f"bytes out of {ranks}"), bars))
 
 
 def _loads(load: PolicyLoad, *, best: bool) -> tuple[str | Text, ...]:
     style = "bold green" if best else ""
     return (
-        Text(load.replicas, style=style),
+        Text(load.replica_policy, style=style),
         Text(f"{load.seconds * 1e3:,.2f} ms", style=style),
         f"{nbytes(load.busiest.load)} {load.busiest.rank}",
         f"{load.unevenness:.2f}",

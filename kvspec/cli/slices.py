@@ -14,11 +14,11 @@ from kvspec.cli.options import (
     AS_JSON,
     POLICY_NAMES,
     RANKS_PER_NODE,
-    election_of,
     model_groups,
     output,
     print_json,
     refusals,
+    replica_policy_of,
     table,
 )
 from kvspec.draw import plan_svg
@@ -26,8 +26,8 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.ownership.election import Election, Role
 from kvspec.ownership.parallel import MAX_RANKS, ParallelConfig
+from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.plan.plan import plan_transfer
 from kvspec.specs import FullAttentionSpec, LayerSpec, MambaSpec, MLAAttentionSpec
@@ -69,7 +69,7 @@ def slices(
         "consumer", metavar="consumer|producer", help="Whose ranks to list, one after the other."
     ),
     rank: int | None = typer.Option(None, help="Only this rank."),
-    replicas: str = typer.Option(
+    replica_policy: str = typer.Option(
         "spread", metavar=POLICY_NAMES, help="Which of several equal ranks is read."
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
@@ -84,7 +84,7 @@ def slices(
         positive_int("producer_tp", producer_tp, most=MAX_RANKS)
         positive_int("consumer_tp", consumer_tp, most=MAX_RANKS)
         sides = [ParallelConfig(tp_size=size) for size in (producer_tp, consumer_tp)]
-        election = election_of(replicas, ranks_per_node, *sides)
+        policy = replica_policy_of(replica_policy, ranks_per_node, *sides)
         local, remote = consumer_tp, producer_tp
         if role == "producer":
             local, remote = remote, local
@@ -94,12 +94,10 @@ def slices(
             (name, own, piece)
             for name, spec in specs.items()
             for own in (range(local) if rank is None else (rank,))
-            for piece in spec.get_tp_transfer_slices(
-                own, local, remote, cast("Role", role), election
-            )
+            for piece in spec.get_tp_transfer_slices(own, local, remote, cast("Role", role), policy)
         ]
         if svg is not None:
-            _draw(specs, sides, election, svg)
+            _draw(specs, sides, policy, svg)
     if as_json:
         print_json([_values(row, role) for row in rows])
     else:
@@ -123,7 +121,7 @@ def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict
 
 
 def _draw(
-    specs: dict[str, LayerSpec], sides: Sequence[ParallelConfig], election: Election, file: str
+    specs: dict[str, LayerSpec], sides: Sequence[ParallelConfig], policy: ReplicaPolicy, file: str
 ) -> None:
     """Write the picture of the plan between engines of these sizes, a file for each group."""
     if not Path(file).name:
@@ -133,7 +131,7 @@ def _draw(
         for name, spec in specs.items()
     ]
     producer, consumer = (EngineSpec(groups=groups, parallel=sizes) for sizes in sides)
-    plan = plan_transfer(producer, consumer, election)
+    plan = plan_transfer(producer, consumer, policy)
     for group in groups:
         path = Path(file)
         if len(groups) > 1:

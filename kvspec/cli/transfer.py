@@ -20,9 +20,8 @@ from kvspec.cli.options import (
     KEYS,
     MODEL,
     RANKS_PER_NODE,
-    REPLICAS,
+    REPLICA_POLICY,
     WRONG,
-    election_of,
     engine,
     in_words,
     of_engines,
@@ -31,6 +30,7 @@ from kvspec.cli.options import (
     print_json,
     progress_bar,
     refusals,
+    replica_policy_of,
     table,
 )
 from kvspec.engines.engine import EngineSpec
@@ -74,7 +74,7 @@ def transfer(
     block_size: int = of_engines(16, help="Tokens of one block."),
     producer: str = in_words("", help=f"More of the producer, or the same: {', '.join(KEYS)}."),
     consumer: str = in_words("", help="The same of the consumer, such as tp=4,pp=2,block=32."),
-    replicas: str = REPLICAS,
+    replica_policy: str = REPLICA_POLICY,
     ranks_per_node: int | None = RANKS_PER_NODE,
     tokens: int = of_requests(300, help="Tokens of each prompt."),
     cached: int = of_requests(0, help="Leading tokens that the consumer already holds."),
@@ -122,7 +122,9 @@ def transfer(
             tokens=tokens,
             cached=cached,
             requests=requests,
-            election=election_of(replicas, ranks_per_node, *(e.parallel for e in engines)),
+            replica_policy=replica_policy_of(
+                replica_policy, ranks_per_node, *(e.parallel for e in engines)
+            ),
             mode=cast("Mode", mode),
             device=device,
             seed=seed,

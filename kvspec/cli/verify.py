@@ -18,8 +18,8 @@ from kvspec.cli.options import (
     topology_of,
 )
 from kvspec.errors import SpecError
-from kvspec.ownership.election import Replicas, known_policies
 from kvspec.ownership.parallel import ParallelConfig
+from kvspec.ownership.replicas import ReplicaPolicyName, known_policies
 
 MAX_FAULTS = 10
 """Counter-examples that are printed."""
@@ -31,7 +31,7 @@ def verify(
     ),
     max_heads: int = typer.Option(16, help=f"Largest number of KV heads: {MAX_HEADS} at most."),
     jobs: int | None = typer.Option(None, help="Processes; one for each core unless given."),
-    replicas: str = typer.Option(
+    replica_policy: str = typer.Option(
         "spread", metavar=f"{POLICY_NAMES}|all", help="The policies to try."
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
@@ -39,8 +39,8 @@ def verify(
     """Prove, triple by triple, that every consumer head is read exactly once, from its owner."""
     began = time.perf_counter()
     with refusals():
-        nodes = topology_of((replicas,), ranks_per_node, ParallelConfig(), ParallelConfig())
-        policies = known_policies(nodes) if replicas == "all" else (replicas,)
+        nodes = topology_of((replica_policy,), ranks_per_node, ParallelConfig(), ParallelConfig())
+        policies = known_policies(nodes) if replica_policy == "all" else (replica_policy,)
         if jobs is not None and jobs < 1:
             raise SpecError("jobs", jobs, "an int >= 1")
         with progress_bar() as bar:
@@ -50,7 +50,7 @@ def verify(
                 max_heads,
                 jobs=jobs,
                 progress=lambda done: bar.update(task, advance=done),
-                replicas=cast("tuple[Replicas, ...]", policies),
+                replica_policies=cast("tuple[ReplicaPolicyName, ...]", policies),
                 ranks_per_node=ranks_per_node,
             )
     console = output()

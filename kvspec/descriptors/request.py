@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import Frozen, mapping, positive_int
-from kvspec.ownership.election import Role
 from kvspec.ownership.intervals import EMPTY
+from kvspec.ownership.replicas import Role
 from kvspec.specs import LayerSpec
 
 Ids = npt.NDArray[np.int64]

@@ -14,8 +14,8 @@ import numpy as np
 from kvspec.descriptors.paging import Geometry, Paging
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.ownership.election import Role
 from kvspec.ownership.intervals import EMPTY
+from kvspec.ownership.replicas import Role
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 

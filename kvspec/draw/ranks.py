@@ -166,7 +166,7 @@ def _cell(label: str) -> float:
 
 
 def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
-    """Return what moves, and how replicas are elected."""
+    """Return what moves, and how replicas are chosen."""
     words = [
         f"{each.name}: {counted(each.units, 'unit')}"
         + (f" sharded {each.granularity} at a time" if each.granularity > 1 else "")
@@ -174,7 +174,7 @@ def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
     ]
     layers = len({layer for read in shown.reads for layer in read.layers})
     pairs = len({(read.producer, read.consumer) for read in shown.reads})
-    policy = f"replicas by “{plan.replicas}”"
+    policy = f"replicas by “{plan.policy_name}”"
     return [*words, counted(layers, "layer"), policy, f"{counted(pairs, 'pair')} of ranks"]
 
 

@@ -18,7 +18,7 @@ from kvspec.nixl.ranges import Batch
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.selected import pair_selection
 from kvspec.nixl.stage import Stage
-from kvspec.ownership.election import Role
+from kvspec.ownership.replicas import Role
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from kvspec.nixl.merging import Pairing, merges
 from kvspec.nixl.pieces import cut, fits, how_many_fit
 from kvspec.nixl.rows import Ints, StridedRows
 from kvspec.nixl.spans import Spans, spans_of
-from kvspec.ownership.election import Role
+from kvspec.ownership.replicas import Role
 
 
 @attrs.frozen(eq=False)

@@ -22,7 +22,7 @@ from kvspec.nixl.order import Operation, Order, Sides, order_of
 from kvspec.nixl.ranges import Ranges, Repeated, ranges_of
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.stage import Stage
-from kvspec.ownership.election import Role
+from kvspec.ownership.replicas import Role
 
 OPERATIONS = ("READ", "WRITE")  # whatever else would move one of the two ways
 SIDES = "tuples of a local list, ids, a remote list and ids"

@@ -14,9 +14,9 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.ownership.election import Class, Elector, Role
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.part import Part
+from kvspec.ownership.replicas import Class, ReplicaChooser, Role
 from kvspec.ownership.sharding import Sharding
 from kvspec.ownership.stripes import WHOLE, Stripe
 
@@ -72,7 +72,7 @@ class TPTransferSlice:
 class Piece(NamedTuple):
     """Global units [start, stop) that a consumer rank reads from *producer*.
 
-    *equals*: the producer ranks among which this one was elected.
+    *equals*: the producer ranks among which this one was chosen.
     """
 
     producer: int
@@ -88,7 +88,7 @@ def _class(consumer: Sharding, members: tuple[int, ...], start: int, stop: int) 
 
 
 def consumer_pieces(
-    consumer: Sharding, producer: Sharding, rank: int, elector: Elector
+    consumer: Sharding, producer: Sharding, rank: int, chooser: ReplicaChooser
 ) -> list[Piece]:
     """Return what consumer *rank* reads, ascending in units; together, exactly what it owns."""
     own = consumer.ranges[rank]
@@ -99,8 +99,8 @@ def consumer_pieces(
         if len(members) == 1:
             pieces.append(Piece(members[0], start, stop, WHOLE, members))
             continue
-        among, elected = elector.elect(rank, _class(consumer, members, units.start, units.stop))
-        pieces.extend(Piece(member, start, stop, way, among.members) for member, way in elected)
+        among, chosen = chooser.choose(rank, _class(consumer, members, units.start, units.stop))
+        pieces.extend(Piece(member, start, stop, way, among.members) for member, way in chosen)
     return pieces
 
 
@@ -110,7 +110,7 @@ def transfer_slices(
     local_rank: int,
     local_sharding: Callable[[Part], Sharding],
     remote_sharding: Callable[[Part], Sharding],
-    elector: Elector,
+    chooser: ReplicaChooser,
     layers: tuple[str, ...] = (),
 ) -> tuple[TPTransferSlice, ...]:
     """Return the slices of *parts* that local rank *local_rank* exchanges with every remote rank.
@@ -121,7 +121,7 @@ def transfer_slices(
     for same, names in _alike(parts):
         local, remote = local_sharding(same), remote_sharding(same)
         first = local.ranges[local_rank].start
-        for peer, piece in _exchanged(role, local, remote, local_rank, elector):
+        for peer, piece in _exchanged(role, local, remote, local_rank, chooser):
             units = range(piece.start, piece.stop)
             away = shift(units, -remote.ranges[peer].start)
             own = shift(units, -first)
@@ -139,14 +139,14 @@ def _alike(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
 
 
 def _exchanged(
-    role: Role, local: Sharding, remote: Sharding, rank: int, elector: Elector
+    role: Role, local: Sharding, remote: Sharding, rank: int, chooser: ReplicaChooser
 ) -> list[tuple[int, Piece]]:
     """Return (remote rank, piece) of what local *rank* exchanges, from whichever side it is on."""
     if role == "consumer":
-        return [(p.producer, p) for p in consumer_pieces(local, remote, rank, elector)]
+        return [(p.producer, p) for p in consumer_pieces(local, remote, rank, chooser)]
     return [
         (reader, piece)
         for reader in remote.ranks_of(local.ranges[rank])
-        for piece in consumer_pieces(remote, local, reader, elector)
+        for piece in consumer_pieces(remote, local, reader, chooser)
         if piece.producer == rank
     ]

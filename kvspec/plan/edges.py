@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import attrs
 
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.election import Election
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.ownership.slices import Piece, TPTransferSlice, consumer_pieces
 from kvspec.plan.shares import Share
 
@@ -43,29 +43,35 @@ class Exchange:
 
 
 def exchanges(
-    producer: EngineSpec, consumer: EngineSpec, dealt: tuple[Share, ...], election: Election
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    dealt: tuple[Share, ...],
+    replica_policy: ReplicaPolicy,
 ) -> Iterator[Exchange]:
     """Yield, share by share, what every consumer rank reads from whom."""
-    elector = election.between(producer.parallel.ranks, consumer.parallel.ranks)
+    chooser = replica_policy.between(producer.parallel.ranks, consumer.parallel.ranks)
     stages = [rank.pp for rank in consumer.parallel.ranks]
     for share in dealt:
         at_stage = consumer.by_stage(share.layers)
         for reader, own in enumerate(share.readers.ranges):
             if own:
                 layers = at_stage[stages[reader]]
-                for piece in consumer_pieces(share.readers, share.members, reader, elector):
+                for piece in consumer_pieces(share.readers, share.members, reader, chooser):
                     yield Exchange(share, reader, layers, piece)
 
 
 def edges_of(
-    producer: EngineSpec, consumer: EngineSpec, dealt: tuple[Share, ...], election: Election
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    dealt: tuple[Share, ...],
+    replica_policy: ReplicaPolicy,
 ) -> Iterator[Edge]:
     """Yield the edges, ascending by consumer, then group, then producer."""
     producers, consumers = producer.parallel.ranks, consumer.parallel.ranks
     pairs = list(dict.fromkeys(share.pair for share in dealt))
     numbers = {pair: number for number, pair in enumerate(pairs)}
     slices: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
-    for one in exchanges(producer, consumer, dealt, election):
+    for one in exchanges(producer, consumer, dealt, replica_policy):
         key = one.reader, numbers[one.share.pair], one.piece.producer
         slices.setdefault(key, []).append(_slice(one, producers))
     for reader, number, source in sorted(slices):

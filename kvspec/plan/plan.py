@@ -15,8 +15,8 @@ import attrs
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import MismatchError, SpecError
 from kvspec.inputs import flag, instance
-from kvspec.ownership.election import Election, Replicas
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName
 from kvspec.plan.cover import check_cover, check_whole
 from kvspec.plan.edges import Edge, edges_of
 from kvspec.plan.mismatches import mismatches
@@ -29,7 +29,7 @@ class TransferPlan:
 
     producer: EngineSpec
     consumer: EngineSpec
-    election: Election
+    replica_policy: ReplicaPolicy
     pairs: tuple[GroupPair, ...] = attrs.field(hash=False)
     shares: tuple[Share, ...] = attrs.field(repr=False, eq=False)
     edges: tuple[Edge, ...] = attrs.field(hash=False)
@@ -38,14 +38,14 @@ class TransferPlan:
         check_cover(self.producer, self.consumer, self.shares, self.edges)
 
     @property
-    def replicas(self) -> Replicas:
+    def policy_name(self) -> ReplicaPolicyName:
         """The policy by which one of several equal producer ranks is read."""
-        return self.election.replicas
+        return self.replica_policy.name
 
     @property
     def salt(self) -> int:
         """What rotates the choice among equal producer ranks."""
-        return self.election.salt
+        return self.replica_policy.salt
 
     @cached_property
     def _by_pair(self) -> dict[tuple[RankId, RankId], tuple[Edge, ...]]:
@@ -102,7 +102,7 @@ class TransferPlan:
         return _by_first((by, rank) for rank, told_by in self._notifiers.items() for by in told_by)
 
     def _releasers(self, at: int) -> tuple[RankId, ...]:
-        """Elect who tells the producer rank at index *at*, which nobody reads.
+        """Choose who tells the producer rank at index *at*, which nobody reads.
 
         The first share of which it holds any units names it; a rank that holds nothing that moves
         is told by every consumer.
@@ -120,7 +120,7 @@ class TransferPlan:
         """Return the consumer ranks that notify *producer* when it may release a request.
 
         They are its readers, also of requests that move no byte; of a rank that nobody reads, one
-        elected releaser.
+        chosen releaser.
         """
         self.producer.parallel.check_rank(producer, "producer")
         return self._notifiers[producer]
@@ -152,22 +152,22 @@ def _by_first(pairs: Iterable[tuple[RankId, RankId]]) -> dict[RankId, tuple[Rank
 def plan_transfer(
     producer: EngineSpec,
     consumer: EngineSpec,
-    replicas: Replicas | Election = "spread",
+    replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread",
     salt: int = 0,
     *,
     common_states: bool = False,
 ) -> TransferPlan:
     """Plan the transfer of any request from *producer* to *consumer*.
 
-    *replicas*: which one of several equal producer ranks is read, by the name of a policy, to which
-    *salt* belongs, or as an `Election`; both engines must use the same. *common_states*: where
-    recurrent states have more rows on one side (speculative tokens), move the rows that both have
-    instead of refusing. Raises `MismatchError`
+    *replica_policy*: which one of several equal producer ranks is read, by the name of a policy, to
+    which *salt* belongs, or as a `ReplicaPolicy`; both engines must use the same. *common_states*:
+    where recurrent states have more rows on one side (speculative tokens), move the rows that both
+    have instead of refusing. Raises `MismatchError`
     where the engines do not fit, before anything else.
     """
     for field, engine in (("producer", producer), ("consumer", consumer)):
         instance(field, engine, EngineSpec)
-    election = Election.of(replicas, salt)
+    replica_policy = ReplicaPolicy.of(replica_policy, salt)
     flag("common_states", common_states)
     found = mismatches(producer, consumer)
     if common_states:
@@ -176,11 +176,11 @@ def plan_transfer(
         raise MismatchError(found)
     pairs = tuple(group_pairs(producer, consumer))
     dealt = tuple(each for pair in pairs for each in shares(producer, consumer, pair))
-    edges = tuple(edges_of(producer, consumer, dealt, election))
+    edges = tuple(edges_of(producer, consumer, dealt, replica_policy))
     plan = TransferPlan(
         producer=producer,
         consumer=consumer,
-        election=election,
+        replica_policy=replica_policy,
         pairs=pairs,
         shares=dealt,
         edges=edges,

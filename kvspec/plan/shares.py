@@ -1,7 +1,7 @@
 """Shares: what one set of producer ranks gives to the consumers that need it.
 
 Law: a share is fixed by layers, token positions and units together. Replicas are the producer
-ranks that hold the same of all three, and the consumers among which they are elected are all that
+ranks that hold the same of all three, and the consumers among which they are chosen are all that
 need anything of it.
 """
 

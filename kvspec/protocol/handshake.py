@@ -1,7 +1,7 @@
 """What one rank tells of itself before anything moves, and whether two engines may exchange.
 
 Law: whatever both sides must agree on is compared and named: the engines' caches, the model and its
-revision, the election. An engine is not its own peer, and all ranks of one are of one start.
+revision, the replica policy. An engine is not its own peer, and all ranks of one are of one start.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.memory.regions import RankCache
-from kvspec.ownership.election import Election
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.mismatches import differing, mismatches
 from kvspec.protocol.fingerprint import fingerprint
 from kvspec.version import __version__
@@ -64,7 +64,7 @@ class Handshake:
     engine_id: str = attrs.field(validator=_name)
     epoch: int = attrs.field(validator=_epoch)
     cache: RankCache
-    election: Election = attrs.field(factory=Election)
+    replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
     transport: bytes = attrs.field(default=b"", repr=False)
     model: str | None = attrs.field(default=None, validator=_name_or_none)
     revision: str | None = attrs.field(default=None, validator=_name_or_none)
@@ -76,7 +76,7 @@ class Handshake:
 
     def __attrs_post_init__(self) -> None:
         instance("cache", self.cache, RankCache)
-        instance("election", self.election, Election)
+        instance("replica_policy", self.replica_policy, ReplicaPolicy)
         if len(instance("transport", self.transport, bytes)) > MAX_TRANSPORT:
             size = f"{len(self.transport)} bytes"
             raise SpecError("transport", size, f"at most {MAX_TRANSPORT}")
@@ -101,7 +101,7 @@ _WHY = {
     "engine_id": "ranks of one engine have one name",
     "epoch": "ranks of one engine are of one start: some are from before a restart",
     "engine": "ranks of one engine tell of the same engine",
-    "election": "both sides work out who reads whom, and must come to the same",
+    "replica_policy": "both sides work out who reads whom, and must come to the same",
     "model": "other weights make other caches; None says nothing, which is not the same",
     "revision": "other weights make other caches; None says nothing, which is not the same",
 }
@@ -115,7 +115,7 @@ def disagreements(producer: Handshake, consumer: Handshake) -> tuple[Mismatch, .
     if producer.engine_id == consumer.engine_id:
         why = "an engine does not fetch from itself"
         found.append(Mismatch("engine_id", producer.engine_id, consumer.engine_id, why))
-    found += _differing(producer, consumer, ("model", "revision", "election"))
+    found += _differing(producer, consumer, ("model", "revision", "replica_policy"))
     return (*found, *mismatches(producer.engine, consumer.engine))
 
 
@@ -132,7 +132,7 @@ def _differing(one: Handshake, other: Handshake, fields: Iterable[str]) -> list[
 def one_engine(handshakes: Iterable[Handshake]) -> dict[RankId, Handshake]:
     """Return the introductions of one engine by rank, ascending.
 
-    Raises `MismatchError` where they are not of one engine, start, model and election, and
+    Raises `MismatchError` where they are not of one engine, start, model and replica policy, and
     `SpecError` where a rank comes twice or is missing.
     """
     given = sequence("handshakes", handshakes, "Handshakes, one for each rank of an engine")

@@ -16,9 +16,9 @@ from kvspec import specs
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.ownership.election import Election, Topology
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
+from kvspec.ownership.replicas import ReplicaPolicy, Topology
 from kvspec.specs import LayerSpec
 
 Kind = TypeVar("Kind", bound=type[Any])
@@ -38,7 +38,7 @@ KINDS: dict[str, type] = {
         ParallelConfig,
         EngineSpec,
         Topology,
-        Election,
+        ReplicaPolicy,
     )
 }
 """What may stand in a message, by name."""

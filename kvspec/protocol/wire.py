@@ -71,7 +71,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     fingerprint: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
     objects: list[tuple[Text, dict[Text, Any]]]
     engine: Index
-    election: Index
+    replica_policy: Index
     memory: Pieces
     regions: Places
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
@@ -127,7 +127,9 @@ def encode_handshake(handshake: Handshake) -> bytes:
     """Return *handshake* as bytes; `SpecError` where no peer could read them."""
     shake = instance("handshake", handshake, Handshake)
     writer = Writer()
-    engine, election = (writer.plain(value)[1] for value in (shake.engine, shake.election))
+    engine, replica_policy = (
+        writer.plain(value)[1] for value in (shake.engine, shake.replica_policy)
+    )
     rank = shake.rank
     message = Message(
         library=shake.library,
@@ -139,7 +141,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
         fingerprint=bytes.fromhex(shake.fingerprint),
         objects=writer.objects,
         engine=engine,
-        election=election,
+        replica_policy=replica_policy,
         memory=written_memory(shake.cache.memory),
         regions=written_regions(shake.cache),
         transport=shake.transport,
@@ -163,9 +165,9 @@ def decode_handshake(data: bytes) -> Handshake:
     message = _message(data)
     reader = Reader()
     reader.table("objects", message.objects)
-    engine, election = (
+    engine, replica_policy = (
         reader.object(path, [number])
-        for path, number in (("engine", message.engine), ("election", message.election))
+        for path, number in (("engine", message.engine), ("replica_policy", message.replica_policy))
     )
     cache = _cache(reader, engine, message)
     try:
@@ -173,7 +175,7 @@ def decode_handshake(data: bytes) -> Handshake:
             engine_id=message.engine_id,
             epoch=message.epoch,
             cache=cache,
-            election=election,
+            replica_policy=replica_policy,
             transport=message.transport,
             model=message.model,
             revision=message.revision,

@@ -19,8 +19,8 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.memory.allocation import lay_out
-from kvspec.ownership.election import Election
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.plan import TransferPlan, plan_transfer
 
 Mode = Literal["pull", "push"]
@@ -53,7 +53,7 @@ class Job:
     tokens: int = 300
     cached: int = 0
     requests: int = 2
-    election: Election = attrs.field(factory=Election)
+    replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
     mode: Mode = "pull"
     device: str = "cpu"
     seed: int = 0
@@ -71,7 +71,7 @@ class Job:
             raise SpecError("tokens", self.tokens, wanted)
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
-        instance("election", self.election, Election)
+        instance("replica_policy", self.replica_policy, ReplicaPolicy)
         if self.mode not in get_args(Mode):
             raise SpecError("mode", self.mode, " or ".join(get_args(Mode)))
         kind, _, index = self.device.partition(":")
@@ -89,7 +89,7 @@ class Job:
     @cached_property
     def plan(self) -> TransferPlan:
         """The plan, as each rank computes it."""
-        return plan_transfer(self.producer, self.consumer, self.election)
+        return plan_transfer(self.producer, self.consumer, self.replica_policy)
 
     @cached_property
     def moves(self) -> tuple[TransferRequest, ...]:

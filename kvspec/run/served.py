@@ -26,8 +26,8 @@ from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
 from kvspec.nixl import NixlRank
 from kvspec.nixl.flights import Leftovers
-from kvspec.ownership.election import Election, Role
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.run.contents import RUBBISH, in_memory, truth
 from kvspec.run.worker import prepare, words_of
 from kvspec.session import LoadState, Session, SessionLeftovers, SessionLoad, TcpChannel
@@ -48,7 +48,7 @@ class Launch:
     epoch: int
     blocks: int | dict[str, int]
     polled: bool
-    election: Election = attrs.field(factory=Election)
+    replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
     lease: float = 30.0
     beat: float = 5.0
     patience: float = 60.0
@@ -109,7 +109,7 @@ class ServedRank:
             cache,
             engine_id=start.name,
             epoch=start.epoch,
-            election=start.election,
+            replica_policy=start.replica_policy,
             owner=storage,
             channel=Lossy(start.one_in),
             background=True,

@@ -91,7 +91,7 @@ class Soak:
             epoch=self.epoch[side],
             blocks=self.pools[side],
             polled=side == self.job.active,
-            election=self.job.election,
+            replica_policy=self.job.replica_policy,
             lease=LEASE,
             beat=BEAT,
             patience=PATIENCE,

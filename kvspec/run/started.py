@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import Role
 from kvspec.run.served import Launch, Left, Stand
 
 SILENT = 120.0

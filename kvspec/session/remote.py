@@ -18,8 +18,8 @@ from kvspec.descriptors.tables import Positions
 from kvspec.errors import TransferError
 from kvspec.nixl import NixlRank, Prepared
 from kvspec.nixl.order import Sides
-from kvspec.ownership.election import Role
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.order import Place, ReadOrder

@@ -13,7 +13,7 @@ from kvspec.descriptors.table import build_table
 from kvspec.errors import MismatchError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
-from kvspec.ownership.election import Role
+from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import plan_transfer
 from kvspec.protocol.handshake import disagreements, one_engine
 from kvspec.session.background import SessionLock
@@ -27,7 +27,7 @@ def judged(
     """Return who is introduced, not connected yet; each thing that does not fit is refused.
 
     `WireError`: what was not sealed by the secret, or is damaged. `SpecError`: ranks missing or
-    twice. `MismatchError`: engines, models, elections or starts that differ.
+    twice. `MismatchError`: engines, models, replica policies or starts that differ.
     """
     if not isinstance(role, str) or role not in ("producer", "consumer"):
         raise SpecError("role", role, "'producer' or 'consumer'")
@@ -42,7 +42,7 @@ def judged(
     found = disagreements(*sides)
     if found:
         raise MismatchError(found)
-    plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.election)
+    plan = plan_transfer(sides[0].engine, sides[1].engine, own.handshake.replica_policy)
     partners = plan.sources(own.rank) if role == "producer" else plan.targets(own.rank)
     tables = {}
     for rank in partners:

@@ -18,7 +18,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
-from kvspec.ownership.election import Election, Role
+from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.handshake import Handshake
@@ -45,7 +45,7 @@ class Session:
     *nixl* moves the bytes of *cache*, whose memory it registers and whose *owner* it keeps.
     *engine_id*: the engine's name, the same at every start; *epoch*: a number that the ranks of one
     start share and that grows with every start, the time in ns by default, if there is one rank.
-    *election*, *model*, *revision*: what both engines must have alike. *channel*: how notices
+    *replica_policy*, *model*, *revision*: what both engines must have alike. *channel*: how notices
     travel, a `TcpChannel` of this machine unless given; it is closed with the session. *lease*,
     *longest*: of a `ProducerLedger`; *beat*, *patience*: of a `ConsumerLedger`.
 
@@ -60,7 +60,7 @@ class Session:
         *,
         engine_id: str,
         epoch: int | None = None,
-        election: Election | None = None,
+        replica_policy: ReplicaPolicy | None = None,
         model: str | None = None,
         revision: str | None = None,
         channel: Channel | None = None,
@@ -78,7 +78,7 @@ class Session:
             engine_id=engine_id,
             epoch=epoch_of(epoch, cache),
             cache=cache,
-            election=Election() if election is None else election,
+            replica_policy=ReplicaPolicy() if replica_policy is None else replica_policy,
             model=model,
             revision=revision,
         )

@@ -14,9 +14,9 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
-from kvspec.ownership.election import Election, Replicas, Role, tp_elector
 from kvspec.ownership.parallel import MAX_RANKS
 from kvspec.ownership.part import Part
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, tp_chooser
 from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.specs.formats import PLAIN, is_opaque
@@ -140,16 +140,16 @@ class LayerSpec:
         local_tp_size: int,
         remote_tp_size: int,
         role: Role = "consumer",
-        replicas: Replicas | Election = "spread",
+        replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread",
         salt: int = 0,
     ) -> tuple[TPTransferSlice, ...]:
         """Return which units the local rank exchanges with which remote ranks.
 
         Both sides shard by default: contiguous and balanced. Where an engine has shardings of its
         own, only its plan knows. *role* says whether the local side is the consumer or the
-        producer; *replicas* which one of several equal producer ranks is read: a policy's name, to
-        which *salt* belongs, or an `Election`. The slices of a consumer tile what it owns, exactly
-        once.
+        producer; *replica_policy* which one of several equal producer ranks is read: a policy's
+        name, to which *salt* belongs, or a `ReplicaPolicy`. The slices of a consumer tile what it
+        owns, exactly once.
 
         >>> from kvspec import FullAttentionSpec
         >>> spec = FullAttentionSpec(
@@ -159,12 +159,12 @@ class LayerSpec:
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)
-        election = Election.of(replicas, salt)
+        replica_policy = ReplicaPolicy.of(replica_policy, salt)
         if not isinstance(role, str) or role not in ("consumer", "producer"):
             raise SpecError("role", role, "'consumer' or 'producer'")
         pull = role == "consumer"
         sizes = (remote_tp_size, local_tp_size) if pull else (local_tp_size, remote_tp_size)
-        elector = tp_elector(election, *sizes)
+        chooser = tp_chooser(replica_policy, *sizes)
         slices: tuple[TPTransferSlice, ...] = ()
         for layers, parts in self._alike():
             slices += transfer_slices(
@@ -173,7 +173,7 @@ class LayerSpec:
                 local_tp_rank,
                 lambda part: even_sharding(part.units, local_tp_size, part.granularity),
                 lambda part: even_sharding(part.units, remote_tp_size, part.granularity),
-                elector,
+                chooser,
                 layers,
             )
         return slices

@@ -13,12 +13,12 @@ import attrs
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
     from kvspec.engines.engine import EngineSpec
-    from kvspec.ownership.election import Election, Replicas
+    from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName
 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One transfer: both engines, their block pools by group, the request and the election.
+    """One transfer: both engines, their block pools by group, the request and the replica policy.
 
     *common_states*: only the rows of states that both have move. *shared*: on each side, all groups
     lie in one memory.
@@ -29,7 +29,7 @@ class Case:
     producer_pool: Mapping[str, int]
     consumer_pool: Mapping[str, int]
     request: TransferRequest
-    replicas: Replicas | Election = "spread"
+    replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread"
     salt: int = 0
     common_states: bool = False
     shared: bool = False

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
-from kvspec.ownership.election import POLICIES as EVERY_POLICY
-from kvspec.ownership.election import Election, Replicas, Topology, known_policies
+from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology, known_policies
 from kvspec.testing.case import Case
 from kvspec.testing.engines import NAMED_LAYOUTS, engines, groups, layouts, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
@@ -52,7 +52,7 @@ __all__ = [
     "twins",
 ]
 
-POLICIES: tuple[Replicas, ...] = known_policies(None)
+POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)
 """The policies that need no nodes."""
 STATES = ("mamba1", "mamba2", "gated delta net", "short conv")
 """Kinds whose state has rows for speculative tokens."""
@@ -71,7 +71,7 @@ def _case(
         producer_pool=producer_pool,
         consumer_pool=consumer_pool,
         request=request,
-        **draw(_elections(producer, consumer)),
+        **draw(_replica_policies(producer, consumer)),
         common_states=common_states,
     )
 
@@ -93,29 +93,31 @@ def twins(
         producer_pool=producer_pool,
         consumer_pool=consumer_pool,
         request=attrs.evolve(case.request, producer_blocks=sources, consumer_blocks=targets),
-        **draw(_elections(*sides)),
+        **draw(_replica_policies(*sides)),
     )
     return case, other
 
 
 @st.composite
-def _elections(draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec) -> dict[str, Any]:
-    """Draw a policy and a salt, or an election that knows the nodes of the ranks."""
+def _replica_policies(
+    draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
+) -> dict[str, Any]:
+    """Draw a policy and a salt, or a replica policy that knows the nodes of the ranks."""
     salt, near = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
     if not near:
-        return {"replicas": draw(st.sampled_from(POLICIES)), "salt": salt}
+        return {"replica_policy": draw(st.sampled_from(POLICIES)), "salt": salt}
     nodes = [
         {rank: draw(st.integers(0, 2)) for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
     topology = Topology(producer=nodes[0], consumer=nodes[1])
     policy = draw(st.sampled_from(tuple(EVERY_POLICY)))
-    return {"replicas": Election(policy, salt, topology), "salt": 0}
+    return {"replica_policy": ReplicaPolicy(policy, salt, topology), "salt": 0}
 
 
 @st.composite
 def plans(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 8) -> Case:
-    """Draw two engines of one model and an election, without a request or memory."""
+    """Draw two engines of one model and a replica policy, without a request or memory."""
     producer, consumer = draw(engine_pairs(kinds, largest))
     request = TransferRequest(
         request_id="none", num_tokens=0, producer_blocks={}, consumer_blocks={}
@@ -126,7 +128,7 @@ def plans(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 8
         producer_pool={},
         consumer_pool={},
         request=request,
-        **draw(_elections(producer, consumer)),
+        **draw(_replica_policies(producer, consumer)),
     )
 
 

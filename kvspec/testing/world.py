@@ -221,7 +221,7 @@ def plan_of(case: Case) -> TransferPlan:
     return plan_transfer(
         case.producer,
         case.consumer,
-        replicas=case.replicas,
+        replica_policy=case.replica_policy,
         salt=case.salt,
         common_states=case.common_states,
     )

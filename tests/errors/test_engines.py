@@ -209,8 +209,8 @@ REFUSED: list[Any] = [
      "consumer=None: wanted an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), None),  # type: ignore[arg-type]
      "consumer=None: wanted an EngineSpec"),
-    (lambda: kvspec.plan_transfer(engine(), engine(), replicas="all"),  # type: ignore[arg-type]
-     "replicas='all': wanted one of spread, first, stripe, nearest"),
+    (lambda: kvspec.plan_transfer(engine(), engine(), replica_policy="all"),  # type: ignore[arg-type]
+     "replica_policy='all': wanted one of spread, first, stripe, nearest"),
     (lambda: kvspec.traffic(kvspec.plan_transfer(engine(), engine()), -1),
      "num_tokens=-1: wanted an int >= 0"),
     (lambda: kvspec.traffic(kvspec.plan_transfer(engine(), engine()), num_tokens=True),

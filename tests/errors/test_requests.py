@@ -424,14 +424,14 @@ def test_nothing_happens_before_everything_is_checked(
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "replicas"),
+    ("ours", "theirs", "replica_policy"),
     [
         ({"tp_size": 1}, {"tp_size": 2, "dcp_size": 2, "interleave_size": 4}, "spread"),
         ({"tp_size": 2}, {"tp_size": 1}, "stripe"),
     ],
 )
 def test_a_block_read_twice_is_refused_by_every_pair(
-    ours: dict[str, int], theirs: dict[str, int], replicas: Any
+    ours: dict[str, int], theirs: dict[str, int], replica_policy: Any
 ) -> None:
     """Also where the two places of the block are read by different pairs of ranks."""
     four = attrs.evolve(LATENT, block_size=4)
@@ -439,7 +439,7 @@ def test_a_block_read_twice_is_refused_by_every_pair(
         attrs.evolve(engine(four), parallel=kvspec.ParallelConfig(**sizes))
         for sizes in (ours, theirs)
     )
-    plan = kvspec.plan_transfer(producer, consumer, replicas)
+    plan = kvspec.plan_transfer(producer, consumer, replica_policy)
     request = builders.request(8, [0, 0], [0, 1])
     for rank in consumer.parallel.ranks:
         for source in plan.sources(rank):

@@ -150,9 +150,15 @@ BAD_SLICES: list[Any] = [
     ({"role": "reader"}, "role='reader': wanted 'consumer' or 'producer'"),
     ({"role": None}, "role=None: wanted 'consumer' or 'producer'"),
     ({"role": ["consumer"]}, "role=['consumer']: wanted 'consumer' or 'producer'"),
-    ({"replicas": "all"}, "replicas='all': wanted one of spread, first, stripe, nearest"),
-    ({"replicas": None}, "replicas=None: wanted one of spread, first, stripe, nearest"),
-    ({"replicas": ["first"]}, "replicas=['first']: wanted one of spread, first, stripe, nearest"),
+    (
+        {"replica_policy": "all"},
+        "replica_policy='all': wanted one of spread, first, stripe, nearest",
+    ),
+    ({"replica_policy": None}, "replica_policy=None: wanted one of spread, first, stripe, nearest"),
+    (
+        {"replica_policy": ["first"]},
+        "replica_policy=['first']: wanted one of spread, first, stripe, nearest",
+    ),
     *(({"salt": salt}, f"salt={salt!r}: wanted an int >= 0") for salt in ("x", 1.5, True, -1)),
 ]
 

@@ -116,15 +116,16 @@ def test_slices_of_a_state(producer: int, consumer: int, parts: dict[str, list[S
 POLICIES: list[tuple[int, int, int, dict[str, Any], list[list[tuple[int, tuple[int, int]]]]]] = [
     # heads, producer TP, consumer TP, how, of every consumer rank: source, (first, step) of blocks
     (1, 8, 3, {}, [[(0, (0, 1))], [(2, (0, 1))], [(5, (0, 1))]]),
-    (1, 8, 3, {"replicas": "first"}, [[(0, (0, 1))]] * 3),
+    (1, 8, 3, {"replica_policy": "first"}, [[(0, (0, 1))]] * 3),
     (1, 8, 3, {"salt": 3}, [[(3, (0, 1))], [(5, (0, 1))], [(0, (0, 1))]]),
-    (1, 4, 2, {"replicas": "stripe"}, [[(0, (0, 2)), (2, (1, 2))], [(1, (0, 2)), (3, (1, 2))]]),
-    (1, 4, 1, {"replicas": "stripe"}, [[(0, (0, 4)), (1, (1, 4)), (2, (2, 4)), (3, (3, 4))]]),
-    (1, 2, 4, {"replicas": "stripe"}, [[(i % 2, (0, 1))] for i in range(4)]),
-    (1, 2, 1, {"replicas": "stripe", "salt": 1}, [[(1, (0, 2)), (0, (1, 2))]]),
-    (2, 4, 1, {"replicas": "stripe"},
+    (1, 4, 2, {"replica_policy": "stripe"}, [[(0, (0, 2)), (2, (1, 2))], [(1, (0, 2)), (3, (1,
+     2))]]),
+    (1, 4, 1, {"replica_policy": "stripe"}, [[(0, (0, 4)), (1, (1, 4)), (2, (2, 4)), (3, (3, 4))]]),
+    (1, 2, 4, {"replica_policy": "stripe"}, [[(i % 2, (0, 1))] for i in range(4)]),
+    (1, 2, 1, {"replica_policy": "stripe", "salt": 1}, [[(1, (0, 2)), (0, (1, 2))]]),
+    (2, 4, 1, {"replica_policy": "stripe"},
      [[(0, (0, 2)), (1, (1, 2)), (2, (0, 2)), (3, (1, 2))]]),
-    (1, 3, 2, {"replicas": "stripe"},
+    (1, 3, 2, {"replica_policy": "stripe"},
      [[(0, (0, 3)), (2, (1, 3)), (1, (2, 3))], [(1, (0, 3)), (0, (1, 3)), (2, (2, 3))]]),
 ]  # fmt: skip
 

@@ -99,13 +99,13 @@ def test_one_descriptor_in_words() -> None:
         head,
         "  layers.0 k: unit 1, consumer's block 2, tokens 0..3",
         "  layers.0 v: unit 1, consumer's block 2, tokens 0..3",
-        "  unit 1 of k+v held by tp2, tp3; elected by 'spread'",
+        "  unit 1 of k+v held by tp2, tp3; chosen by 'spread'",
     ]
     assert "\n".join(wanted) == kvspec.explain(table, consumer_id=first, request=request)
 
 
 def test_who_alone_holds_is_said() -> None:
-    """A producer without replicas is not elected."""
+    """A producer without replicas is not chosen."""
     producer, consumer = PAIRS[1]
     plan = kvspec.plan_transfer(producer, consumer)
     sides = (kvspec.lay_out(each, RankId(tp=1), 4) for each in (producer, consumer))

@@ -18,9 +18,9 @@ import kvspec
 import kvspec.analysis.flows
 from kvspec.analysis.flows import flows
 from kvspec.analysis.simulation import simulate
-from kvspec.ownership.election import Replicas
+from kvspec.ownership.replicas import ReplicaPolicyName
 
-POLICIES: tuple[Replicas, ...] = get_args(Replicas)
+POLICIES: tuple[ReplicaPolicyName, ...] = get_args(ReplicaPolicyName)
 TOKENS = 200
 
 
@@ -56,7 +56,7 @@ def pairs(draw: st.DrawFn) -> tuple[kvspec.EngineSpec, kvspec.EngineSpec]:
 
 def replanned(
     engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
-    policy: Replicas,
+    policy: ReplicaPolicyName,
     consumers: int,
     nodes: kvspec.Topology,
 ) -> tuple[list[int], list[int]]:
@@ -64,7 +64,7 @@ def replanned(
     out = dict.fromkeys(engines[0].parallel.ranks, 0)
     into = dict.fromkeys(engines[1].parallel.ranks, 0)
     for salt in range(consumers):
-        plan = kvspec.plan_transfer(*engines, kvspec.Election(policy, salt, nodes))
+        plan = kvspec.plan_transfer(*engines, kvspec.ReplicaPolicy(policy, salt, nodes))
         moved = flows(plan, TOKENS)
         for source, target, nbytes in zip(moved.producer, moved.consumer, moved.moved, strict=True):
             out[plan.producer.parallel.ranks[source]] += int(nbytes)
@@ -75,7 +75,7 @@ def replanned(
 @given(pairs(), st.sampled_from(POLICIES), st.integers(1, 9), st.integers(1, 4))
 def test_many_engines_load_links_as_their_own_plans_do(
     engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec],
-    policy: Replicas,
+    policy: ReplicaPolicyName,
     consumers: int,
     ranks_per_node: int,
 ) -> None:
@@ -122,7 +122,7 @@ def test_rows_are_counted_one_by_one(
     grain: int,
     ours: tuple[int, int],
     theirs: tuple[int, int],
-    policy: Replicas,
+    policy: ReplicaPolicyName,
     num_tokens: int,
     window: int,
 ) -> None:
@@ -139,7 +139,7 @@ def test_rows_are_counted_one_by_one(
         for tp_size, (size, each) in ((4, ours), (3 * theirs[0], theirs))
     ]
     nodes = kvspec.Topology.packed(sides[0].parallel, sides[1].parallel, 2)
-    plan = kvspec.plan_transfer(sides[0], sides[1], kvspec.Election(policy, 0, nodes))
+    plan = kvspec.plan_transfer(sides[0], sides[1], kvspec.ReplicaPolicy(policy, 0, nodes))
     wanted: dict[tuple[kvspec.RankId, kvspec.RankId], int] = {}
     for edge in plan.edges:
         mine, other = sides[0].parallel, sides[1].parallel
@@ -209,7 +209,7 @@ def test_a_slow_rank_bounds_where_it_is_slow() -> None:
     assert 80.0 == spread.seconds
     assert "into consumer tp1" == str(spread.bottleneck)
     assert (1.0, 2.0) == (spread.unevenness, first.unevenness)
-    assert "spread" == found.best.replicas
+    assert "spread" == found.best.replica_policy
 
 
 def test_hand_worked_heads() -> None:
@@ -260,12 +260,21 @@ def test_hundreds_of_ranks_need_no_plan_for_each_engine() -> None:
             "in_speed=[1.0, 2.0]: wanted bytes a second > 0, one number or 3 of them",
         ),
         (
-            {"num_tokens": 1, "replicas": ("most",)},
-            "replicas='most': wanted one of spread, first, stripe, nearest",
+            {"num_tokens": 1, "replica_policy": ("most",)},
+            "replica_policy='most': wanted one of spread, first, stripe, nearest",
         ),
-        ({"num_tokens": 1, "replicas": ()}, "replicas=(): wanted at least one policy"),
-        ({"num_tokens": 1, "replicas": 3}, "replicas=3: wanted a sequence of policies"),
-        ({"num_tokens": 1, "replicas": "first"}, "replicas='first': wanted a sequence of policies"),
+        (
+            {"num_tokens": 1, "replica_policy": ()},
+            "replica_policies=(): wanted at least one policy",
+        ),
+        (
+            {"num_tokens": 1, "replica_policy": 3},
+            "replica_policies=3: wanted a sequence of policies",
+        ),
+        (
+            {"num_tokens": 1, "replica_policy": "first"},
+            "replica_policies='first': wanted a sequence of policies",
+        ),
         (
             {"num_tokens": 1, "out_speed": 1e-310},
             "out_speed=1e-310: wanted bytes a second that take a finite time for every link's load",
@@ -410,11 +419,11 @@ def test_flows_are_those_of_a_plan_and_a_count(value: Any) -> None:
 
 def test_only_compared_policies_are_told() -> None:
     """A policy that was not compared is an error that lists those that were."""
-    found = simulate((latent(2), latent(3)), num_tokens=1, replicas=("first",))
+    found = simulate((latent(2), latent(3)), num_tokens=1, replica_policies=("first",))
     with pytest.raises(kvspec.SpecError) as error:
         found.policy("stripe")
-    assert "replicas='stripe': wanted one of the policies compared: first" == str(error.value)
-    with pytest.raises(kvspec.SpecError, match=r"^replicas=array\(\[1, 2\]\): wanted one of"):
+    assert "replica_policy='stripe': wanted one of the policies compared: first" == str(error.value)
+    with pytest.raises(kvspec.SpecError, match=r"^replica_policy=array\(\[1, 2\]\): wanted one of"):
         found.policy(np.array([1, 2]))  # type: ignore[arg-type]
 
 
@@ -441,7 +450,7 @@ def test_the_command_tells_every_policy() -> None:
 
 def test_the_command_prints_json() -> None:
     """The same numbers as `simulate` gives."""
-    status, told = command("--json", "--replicas", "first", "--producer", "tp=4")
+    status, told = command("--json", "--replica-policy", "first", "--producer", "tp=4")
     found = json.loads(told)
     first = found["policies"]["first"]
     assert (0, ["first"]) == (status, list(found["policies"]))
@@ -452,7 +461,7 @@ def test_the_command_prints_json() -> None:
 
 def test_the_command_refuses_in_one_line() -> None:
     """Bad input is exit status 2."""
-    assert 2 == command("--replicas", "most")[0]
+    assert 2 == command("--replica-policy", "most")[0]
     assert 2 == command("--consumers", "0")[0]
 
 

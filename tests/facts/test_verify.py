@@ -18,7 +18,7 @@ import kvspec
 from kvspec import BlockTable, RankId
 from kvspec.check import exhaustive as proof
 from kvspec.check import prove, verify
-from kvspec.ownership.election import Election, Elector, tp_elector
+from kvspec.ownership.replicas import ReplicaChooser, ReplicaPolicy, tp_chooser
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import Piece, consumer_pieces
 
@@ -513,7 +513,7 @@ def test_small_bounds_are_exact_under_every_policy() -> None:
 def test_the_proof_counts_what_it_tried() -> None:
     """Triples and rank cases are told, and progress is reported for each number of heads."""
     done: list[int] = []
-    found = prove(2, 2, jobs=1, progress=done.append, replicas=POLICIES)
+    found = prove(2, 2, jobs=1, progress=done.append, replica_policies=POLICIES)
     assert proof.Proof(8, 12, ()) == found
     assert found.exact
     assert [4, 4] == done
@@ -524,11 +524,12 @@ def test_bounds_of_a_proof_are_plain_ints() -> None:
     for call, wanted in (
         (lambda: prove(0, 1), "max_tp=0: wanted an int >= 1"),
         (lambda: prove(1, True), "max_heads=True: wanted an int >= 1"),  # noqa: FBT003
-        (lambda: prove(1, 1, replicas=("all",)),  # type: ignore[arg-type]
-         "replicas='all': wanted one of spread, first, stripe, nearest"),
-        (lambda: prove(1, 1, replicas=()), "replicas=(): wanted at least one policy"),
-        (lambda: prove(1, 1, replicas="first"),  # type: ignore[arg-type]
-         "replicas='first': wanted a sequence of policies"),
+        (lambda: prove(1, 1, replica_policies=("all",)),  # type: ignore[arg-type]
+         "replica_policy='all': wanted one of spread, first, stripe, nearest"),
+        (lambda: prove(1, 1, replica_policies=()), ("replica_policies=(): wanted at least one "
+                                                    "policy")),
+        (lambda: prove(1, 1, replica_policies="first"),  # type: ignore[arg-type]
+         "replica_policies='first': wanted a sequence of policies"),
         (lambda: prove(257, 1), "max_tp=257: wanted at most 256"),
         (lambda: prove(10**8, 10**8), "max_tp=100000000: wanted at most 256"),
         (lambda: prove(1, 257), "max_heads=257: wanted at most 256"),
@@ -593,12 +594,14 @@ def test_a_planted_bug_is_found_and_named(
     assert all(each.startswith("4 heads, TP ") for each in faults)
 
 
-def test_an_unfair_election_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfair_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading only the first replica is right, but not what `spread` promises."""
 
-    def first(consumer: Sharding, producer: Sharding, rank: int, _elector: Elector) -> list[Piece]:
+    def first(
+        consumer: Sharding, producer: Sharding, rank: int, _chooser: ReplicaChooser
+    ) -> list[Piece]:
         sides = len(producer.ranges), len(consumer.ranges)
-        return consumer_pieces(consumer, producer, rank, tp_elector(Election("first"), *sides))
+        return consumer_pieces(consumer, producer, rank, tp_chooser(ReplicaPolicy("first"), *sides))
 
     monkeypatch.setattr(proof, "consumer_pieces", first)
     _, faults = proof._prove_heads(1, 3, ("spread",))

@@ -55,7 +55,7 @@ def test_a_rank_s_slices_are_torch_s(heads: int) -> None:
         if each == heads
         for rank, slices in enumerate(ranks)
         if wanted(slices)
-        != offsets(spec.get_tp_transfer_slices(rank, target, source, replicas="first"))
+        != offsets(spec.get_tp_transfer_slices(rank, target, source, replica_policy="first"))
     ]
     assert not wrong
 
@@ -69,7 +69,7 @@ def test_a_plan_s_edges_are_torch_s_in_both_layouts(heads: int, layout: str) -> 
         if each != heads:
             continue
         engines = (engine(spec_of(heads), tp=size, layout=layout) for size in (source, target))
-        plan = kvspec.plan_transfer(*engines, replicas="first")
+        plan = kvspec.plan_transfer(*engines, replica_policy="first")
         found: list[set[tuple[int, ...]]] = [set() for _ in ranks]
         for edge in plan.edges:
             assert {edge.producer.tp} == {s.remote_rank for s in edge.slices}

@@ -119,7 +119,9 @@ def test_readers_that_meet_their_replicas_late_are_counted() -> None:
     contexts = (*range(1, 7), *range(6))
     producer = engine(gqa(1), tp=12, interleave_size=8, context_ranks=(contexts,))
     consumer = engine(gqa(1), tp=6, dcp_size=6, interleave_size=16)
-    late = attrs.evolve(case(producer, consumer, request(1, [0], [0])), replicas="stripe", salt=1)
+    late = attrs.evolve(
+        case(producer, consumer, request(1, [0], [0])), replica_policy="stripe", salt=1
+    )
     LAWS[5].check(KVSPEC, late)
 
 

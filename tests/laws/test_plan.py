@@ -37,13 +37,15 @@ Slice = tuple[Any, ...]
 
 
 @pytest.mark.parametrize(("heads", "producer", "consumer"), DEALT_APART)
-@pytest.mark.parametrize("replicas", strategies.POLICIES)
-def test_tokens_sharded_apart(heads: int, producer: Any, consumer: Any, replicas: Any) -> None:
+@pytest.mark.parametrize("replica_policy", strategies.POLICIES)
+def test_tokens_sharded_apart(
+    heads: int, producer: Any, consumer: Any, replica_policy: Any
+) -> None:
     """Every law holds where both sides shard tokens, to other sizes and by other interleaves."""
     spec = gqa(heads, block_size=2)
     engines = engine(spec, **producer), engine(spec, **consumer)
     planner = laws.System(name="kvspec", moves=KVSPEC.moves, tells=KVSPEC.tells)
-    assert [] == laws.broken(planner, bare(*engines, replicas=replicas))
+    assert [] == laws.broken(planner, bare(*engines, replica_policy=replica_policy))
 
 
 @given(PLANS)
@@ -78,13 +80,13 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
     group = next(group for group in case.consumer.groups if len(group.layers) > len(group.excluded))
     plain = kvspec.KVCacheGroup(name="g", layers=group.layers, spec=group.spec)
     sides = [engine(plain, tp=size) for size in tp_sizes]
-    election: Any = {"replicas": case.replicas, "salt": case.salt}
-    if not isinstance(case.replicas, str) and (drawn := case.replicas.topology):
+    replica_policy: Any = {"replica_policy": case.replica_policy, "salt": case.salt}
+    if not isinstance(case.replica_policy, str) and (drawn := case.replica_policy.topology):
         nodes = zip((drawn.producer, drawn.consumer), sides, strict=True)
         own = [{rank: node[rank] for rank in side.parallel.ranks} for node, side in nodes]
         topology = kvspec.Topology(producer=own[0], consumer=own[1])
-        election["replicas"] = attrs.evolve(case.replicas, topology=topology)
-    plan = kvspec.plan_transfer(*sides, **election)
+        replica_policy["replica_policy"] = attrs.evolve(case.replica_policy, topology=topology)
+    plan = kvspec.plan_transfer(*sides, **replica_policy)
     wanted = {
         (edge.producer.tp, edge.consumer.tp, each.global_range, each.remote_range, each.local_range,
          each.stripe, layer, part)
@@ -97,7 +99,7 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
         alone: set[Slice] = set()
         for rank in range(local):
             for each in group.spec.get_tp_transfer_slices(
-                rank, local, remote, role=role, **election
+                rank, local, remote, role=role, **replica_policy
             ):
                 ends = (each.remote_rank, rank), (each.remote_range, each.local_range)
                 ranks, places = ends if role == "consumer" else (ends[0][::-1], ends[1][::-1])
@@ -163,14 +165,14 @@ def test_an_unread_rank_has_its_releaser(case: Case) -> None:
         if plan.targets(rank):
             assert plan.targets(rank) == plan.notifiers(rank)
             continue
-        elected = [
+        chosen = [
             each.readers[each.members.index(rank) * len(each.readers) // len(each.members)]
             for each in found
             if rank in each.members
         ]
-        if elected:
+        if chosen:
             (releaser,) = plan.notifiers(rank)
-            assert releaser in elected
+            assert releaser in chosen
         else:
             assert case.consumer.parallel.ranks == plan.notifiers(rank)
 
@@ -182,7 +184,7 @@ def test_an_unread_rank_has_its_releaser(case: Case) -> None:
 def test_releasers_by_hand(heads: int, told: dict[int, int]) -> None:
     """Six producer ranks, two consumers, only first replicas read: each half has its releaser."""
     spec = gqa(heads)
-    plan = kvspec.plan_transfer(engine(spec, tp=6), engine(spec, tp=2), replicas="first")
+    plan = kvspec.plan_transfer(engine(spec, tp=6), engine(spec, tp=2), replica_policy="first")
     unread = [rank for rank in plan.producer.parallel.ranks if not plan.targets(rank)]
     assert told == {rank.tp: each.tp for rank in unread for each in plan.notifiers(rank)}
 

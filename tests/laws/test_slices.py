@@ -54,10 +54,12 @@ def read_at(slices: Sequence[kvspec.TPTransferSlice], block: int) -> Iterator[tu
                 yield unit, local, each.remote_rank
 
 
-def assert_cover(spec: kvspec.LayerSpec, consumers: int, producers: int, **election: Any) -> None:
+def assert_cover(
+    spec: kvspec.LayerSpec, consumers: int, producers: int, **replica_policy: Any
+) -> None:
     """Each unit that a consumer rank holds is read once, into its own place, at every block."""
     for rank in range(consumers):
-        slices = spec.get_tp_transfer_slices(rank, consumers, producers, **election)
+        slices = spec.get_tp_transfer_slices(rank, consumers, producers, **replica_policy)
         for layer, part in every_part(spec):
             mine = of(slices, layer, part)
             target = Counter(enumerate(owned(part, consumers)[rank]))
@@ -66,21 +68,21 @@ def assert_cover(spec: kvspec.LayerSpec, consumers: int, producers: int, **elect
                 assert target == read
 
 
-@pytest.mark.parametrize("replicas", POLICIES)
-def test_exact_cover_of_a_grid(replicas: str) -> None:
+@pytest.mark.parametrize("replica_policy", POLICIES)
+def test_exact_cover_of_a_grid(replica_policy: str) -> None:
     """Law 1 for all head counts up to 9 and all sizes up to 8, multiples or not."""
     for heads, consumers, producers in product(range(1, 10), range(1, 9), range(1, 9)):
         spec = attrs.evolve(GQA, total_num_kv_heads=heads)
-        assert_cover(spec, consumers, producers, replicas=replicas)
+        assert_cover(spec, consumers, producers, replica_policy=replica_policy)
 
 
 def assert_identity(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replicas: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
 ) -> None:
     """Hold that a slice is not empty and names the same global units at both ends."""
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(
-            rank, consumers, producers, replicas=replicas, salt=salt
+            rank, consumers, producers, replica_policy=replica_policy, salt=salt
         )
         for layer, part in every_part(spec):
             for each in of(slices, layer, part):
@@ -108,19 +110,19 @@ def assert_neighbours(spec: kvspec.LayerSpec, size: int) -> None:
 
 
 def assert_symmetry(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replicas: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
 ) -> None:
     """Hold that consumers would pull what producers would push, seen from the other end."""
-    election = {"replicas": replicas, "salt": salt}
+    replica_policy = {"replica_policy": replica_policy, "salt": salt}
     pulled, pushed = set(), set()
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(
-            rank, consumers, producers, role="consumer", **election
+            rank, consumers, producers, role="consumer", **replica_policy
         )
         pulled |= {(each.remote_rank, rank, seen_from_consumer(each)) for each in slices}
     for rank in range(producers):
         slices = spec.get_tp_transfer_slices(
-            rank, producers, consumers, role="producer", **election
+            rank, producers, consumers, role="producer", **replica_policy
         )
         pushed |= {(rank, each.remote_rank, seen_from_producer(each)) for each in slices}
     assert pulled == pushed
@@ -138,8 +140,8 @@ def seen_from_producer(each: kvspec.TPTransferSlice) -> tuple[object, ...]:
     return (each.parts, each.layers, each.stripe, *ranges)
 
 
-def elected(
-    part: kvspec.Part, consumers: int, producers: int, replicas: str
+def chosen(
+    part: kvspec.Part, consumers: int, producers: int, replica_policy: str
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (consumer, unit, block, producer) by the definition, from sets of units."""
     holds, needs = ([set(hand) for hand in owned(part, n)] for n in (producers, consumers))
@@ -154,18 +156,20 @@ def elected(
                     "first": 0,
                     "spread": position * len(members) // len(readers),
                     "stripe": (block * len(readers) + position) % len(members),
-                }[replicas]
+                }[replica_policy]
                 yield reader, unit, block, members[index]
 
 
-def assert_agreement(spec: kvspec.LayerSpec, consumers: int, producers: int, replicas: str) -> None:
-    """Hold that slices are two ranks' sets of units intersected, replicas elected as defined."""
+def assert_agreement(
+    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str
+) -> None:
+    """Hold that slices are two ranks' sets of units intersected, replicas chosen as defined."""
     slices = [
-        spec.get_tp_transfer_slices(rank, consumers, producers, replicas=replicas)
+        spec.get_tp_transfer_slices(rank, consumers, producers, replica_policy=replica_policy)
         for rank in range(consumers)
     ]
     for layer, part in every_part(spec):
-        target = set(elected(part, consumers, producers, replicas))
+        target = set(chosen(part, consumers, producers, replica_policy))
         read = {
             (rank, unit, block, source)
             for rank in range(consumers)
@@ -176,11 +180,13 @@ def assert_agreement(spec: kvspec.LayerSpec, consumers: int, producers: int, rep
 
 
 def assert_fair(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replicas: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
 ) -> None:
     """Hold that readers per replica differ by at most one under spread, blocks under stripe."""
     slices = [
-        spec.get_tp_transfer_slices(rank, consumers, producers, replicas=replicas, salt=salt)
+        spec.get_tp_transfer_slices(
+            rank, consumers, producers, replica_policy=replica_policy, salt=salt
+        )
         for rank in range(consumers)
     ]
     for layer, part in every_part(spec):
@@ -188,12 +194,12 @@ def assert_fair(
         for units in set(hands):
             members = [rank for rank, hand in enumerate(hands) if hand == units]
             load = Counter(dict.fromkeys(members, 0))
-            for block in range(7 if replicas == "stripe" else 1):
+            for block in range(7 if replica_policy == "stripe" else 1):
                 for each in slices:
                     load.update(
                         {s for u, _, s in read_at(of(each, layer, part), block) if u in units}
                     )
-                if replicas == "first":
+                if replica_policy == "first":
                     assert {members[0]} == {rank for rank in members if load[rank]}
                 else:
                     assert max(load.values()) - min(load.values()) <= 1
@@ -204,22 +210,22 @@ def assert_fair(
 @example(GQA, 3, 7, "spread", 1)
 @example(GQA, 5, 16, "stripe", 3)
 def test_slices_keep_the_laws(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replicas: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
 ) -> None:
     """Laws 1, 3, 5 and 6, and by sets: all of them hold of every pair that is drawn."""
     drawn = (spec, consumers, producers)
-    assert_cover(*drawn, replicas=replicas, salt=salt)
-    assert_identity(*drawn, replicas, salt)
-    assert_symmetry(*drawn, replicas, salt)
+    assert_cover(*drawn, replica_policy=replica_policy, salt=salt)
+    assert_identity(*drawn, replica_policy, salt)
+    assert_symmetry(*drawn, replica_policy, salt)
     assert_neighbours(spec, consumers)
-    assert_agreement(*drawn, replicas)
-    assert_fair(*drawn, replicas, salt)
+    assert_agreement(*drawn, replica_policy)
+    assert_fair(*drawn, replica_policy, salt)
 
 
 @MANY
 @given(specs(), SIZES, SIZES, SIZES, POLICY)
 def test_two_hops_are_one_hop(
-    spec: kvspec.LayerSpec, producers: int, between: int, consumers: int, replicas: str
+    spec: kvspec.LayerSpec, producers: int, between: int, consumers: int, replica_policy: str
 ) -> None:
     """Law 4: each unit that arrives over any third engine is the unit that arrives directly."""
 
@@ -227,7 +233,9 @@ def test_two_hops_are_one_hop(
         return {
             (layer, part.name, rank, local): (each.remote_rank, remote)
             for rank in range(target)
-            for slices in [spec.get_tp_transfer_slices(rank, target, source, replicas=replicas)]
+            for slices in [
+                spec.get_tp_transfer_slices(rank, target, source, replica_policy=replica_policy)
+            ]
             for layer, part in every_part(spec)
             for each in of(slices, layer, part)
             for local, remote in zip(each.local_range, each.remote_range, strict=True)
@@ -246,14 +254,18 @@ def test_two_hops_are_one_hop(
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), SIZES, SIZES, POLICY)
 def test_a_uniform_group_is_its_layers(
-    heads: list[int], consumers: int, producers: int, replicas: str
+    heads: list[int], consumers: int, producers: int, replica_policy: str
 ) -> None:
     """Each layer of a uniform-type group is sliced as if alone; none represents another."""
     layers = {f"l{i}": attrs.evolve(GQA, total_num_kv_heads=n) for i, n in enumerate(heads)}
     group = kvspec.UniformTypeKVCacheSpecs(specs=layers)
     for rank, (layer, alone) in product(range(consumers), layers.items()):
-        target = alone.get_tp_transfer_slices(rank, consumers, producers, replicas=replicas)
-        slices = group.get_tp_transfer_slices(rank, consumers, producers, replicas=replicas)
+        target = alone.get_tp_transfer_slices(
+            rank, consumers, producers, replica_policy=replica_policy
+        )
+        slices = group.get_tp_transfer_slices(
+            rank, consumers, producers, replica_policy=replica_policy
+        )
         for part in alone.parts:
             got = [attrs.evolve(each, layers=()) for each in of(slices, layer, part)]
             assert list(target) == got

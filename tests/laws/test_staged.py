@@ -17,7 +17,7 @@ from kvspec.nixl import staged as choosing
 from kvspec.nixl.ranges import ranges_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.staged import repeated
-from kvspec.ownership.election import Role
+from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.fake_nixl import FakeNixl
 from kvspec.testing.laws import LAWS, System

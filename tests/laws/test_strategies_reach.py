@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import kvspec
 from kvspec.descriptors.paging import Geometry, RowKind
-from kvspec.ownership.election import POLICIES as EVERY_POLICY
+from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.positions import cached_in, context_of, live_positions, own_positions
@@ -189,7 +189,7 @@ def tables(case: Case, group: kvspec.KVCacheGroup) -> tuple[kvspec.BlockTable, k
 
 
 def has_unread_rank(case: Case) -> bool:
-    """Return whether no consumer needs what a producer rank holds, by the plan's election."""
+    """Return whether no consumer needs what a producer rank holds, by the plan's replica policy."""
     plan = plan_of(case)
     return any(not plan.targets(rank) for rank in case.producer.parallel.ranks)
 
@@ -272,10 +272,10 @@ REACHED: dict[str, Callable[[Case], bool]] = {
         c, lambda p: p.name == "conv_b" and p.units // p.granularity < min(sizes(c))
     ),
     "stripes over replicas": lambda c: (
-        c.replicas == "stripe" and any_part(c, lambda p: replicated(c.producer, p))
+        c.replica_policy == "stripe" and any_part(c, lambda p: replicated(c.producer, p))
     ),
     "stripes over three replicas and blocks": lambda c: (
-        c.replicas == "stripe"
+        c.replica_policy == "stripe"
         and any(
             sizes(c)[0] >= 3 * part.units // part.granularity
             and len(needed(g, c.request)) > 2 * each
@@ -431,7 +431,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
     ),
     "sharded tokens, stripes and replicas": lambda c: (
         max(contexts(c)) > 1
-        and c.replicas == "stripe"
+        and c.replica_policy == "stripe"
         and any_part(c, lambda p: p.units * contexts(c)[0] < len(c.producer.parallel.ranks))
     ),
     "sharded tokens and a table that starts late": lambda c: any(
@@ -560,7 +560,8 @@ AXES: dict[str, Callable[[Case], bool]] = {
         c, lambda a, b: not (a.context_sharded and b.context_sharded)
     ),
     "the nearest of several replicas": lambda c: (
-        isinstance(c.replicas, kvspec.Election) and any_part(c, lambda p: replicated(c.producer, p))
+        isinstance(c.replica_policy, kvspec.ReplicaPolicy)
+        and any_part(c, lambda p: replicated(c.producer, p))
     ),
     "the end of a cell in one row": lambda c: "an end" in cuts(c),
     "the last cell's beginning in one row": lambda c: "a beginning in one row" in cuts(c),
@@ -734,12 +735,15 @@ def test_the_hard_cases_of_one_memory_and_of_whole_pages_are_reached() -> None:
 
 
 def test_every_kind_layout_and_policy_is_reached() -> None:
-    """All kinds of layer, the ten named layouts and others, and all election policies are drawn."""
+    """All kinds of layer, the ten named layouts and others, and all replica policies are drawn."""
     groups = [g.name.partition(" on ")[0] for case in drawn() for g in case.producer.groups]
     assert {*KINDS, "draft"} == set(groups)
     layouts = {each for case in drawn() for each in letters(case.consumer)}
     assert set(NAMED_LAYOUTS) < layouts
-    names = {c.replicas if isinstance(c.replicas, str) else c.replicas.replicas for c in drawn()}
+    names = {
+        c.replica_policy if isinstance(c.replica_policy, str) else c.replica_policy.name
+        for c in drawn()
+    }
     assert set(EVERY_POLICY) == names
 
 

@@ -155,7 +155,7 @@ def test_exact_cover_by_the_reference(case: strategies.Case) -> None:
 @settings(max_examples=2 * settings.default.max_examples)
 def test_each_edge_moves_its_own(case: strategies.Case) -> None:
     """Law 6: a pair of ranks exchanges its slices' units of its stripes' virtual blocks alone."""
-    case = attrs.evolve(case, replicas="stripe")
+    case = attrs.evolve(case, replica_policy="stripe")
     here = world(case)
     for p, c, table in here.tables():
         own: Any = {name: np.zeros(flat.size, bool) for name, flat in here.before[c].items()}

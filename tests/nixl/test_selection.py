@@ -19,7 +19,7 @@ from kvspec.nixl.merging import Pairing, checked_ids, continues_in_row, pair, ru
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.selected import pair_selection
 from kvspec.nixl.spans import spans_of
-from kvspec.ownership.election import Role
+from kvspec.ownership.replicas import Role
 from kvspec.testing import Case, strategies
 from kvspec.testing.world import world
 

@@ -47,7 +47,7 @@ def shake(tp: int = 0, of: kvspec.EngineSpec | None = None, **more: Any) -> Hand
 
 @given(handshakes())
 def test_what_is_written_is_read_back(given: Handshake) -> None:
-    """Every kind of layer, engine, cache and election arrives equal, and means the same."""
+    """Every kind of layer, engine, cache and replica policy arrives equal, and means the same."""
     read = decode_handshake(encode_handshake(given))
     assert given == read
     assert given.fingerprint == read.fingerprint
@@ -123,7 +123,10 @@ DEAL = [range(3), range(3, 4)]
 
 
 def golden() -> Handshake:
-    """Return the introduction that was kept: several kinds, shardings, stages and an election."""
+    """Return the introduction that was kept.
+
+    Several kinds, shardings, stages and a replica policy.
+    """
     full = engine().groups[0]
     window = kvspec.SlidingWindowSpec(
         block_size=16, total_num_kv_heads=4, head_size=64, dtype="float16", sliding_window=128
@@ -138,7 +141,9 @@ def golden() -> Handshake:
     return shake(
         tp=1,
         of=kvspec.EngineSpec(groups=[full, local], parallel=parallel, layout="BLHNC"),
-        election=kvspec.Election("nearest", 1, kvspec.Topology(producer=nodes, consumer=nodes)),
+        replica_policy=kvspec.ReplicaPolicy(
+            "nearest", 1, kvspec.Topology(producer=nodes, consumer=nodes)
+        ),
         transport=b"agent",
         model="llama",
         revision="1",
@@ -198,8 +203,13 @@ def test_names_are_names(field: str, value: object) -> None:
 
 
 def test_an_introduction_is_whole() -> None:
-    """Epochs are counts, caches and elections are those, transports are bytes and few."""
-    for field, value in (("epoch", -1), ("epoch", True), ("cache", 1), ("election", "spread")):
+    """Epochs are counts, caches and replica policies are those, transports are bytes and few."""
+    for field, value in (
+        ("epoch", -1),
+        ("epoch", True),
+        ("cache", 1),
+        ("replica_policy", "spread"),
+    ):
         assert refusal(lambda f=field, v=value: shake(**{f: v})).field == field
     assert "at most 1048576" in words(lambda: shake(transport=bytes(2**20 + 1)))
     assert kvspec.__version__ == Handshake(engine_id="x", epoch=0, cache=shake().cache).library
@@ -218,8 +228,8 @@ def test_both_sides_agree_or_it_is_named() -> None:
         "engine_id": {"engine_id": "prefill-0"},
         "model": {"model": "llama"},
         "revision": {"revision": "2"},
-        "election.replicas": {"election": kvspec.Election("first")},
-        "election.salt": {"election": kvspec.Election("spread", 1)},
+        "replica_policy.name": {"replica_policy": kvspec.ReplicaPolicy("first")},
+        "replica_policy.salt": {"replica_policy": kvspec.ReplicaPolicy("spread", 1)},
         "layer": {"of": engine(layers=4)},
     }
     for field, more in rows.items():
@@ -228,7 +238,7 @@ def test_both_sides_agree_or_it_is_named() -> None:
 
 
 def test_ranks_of_one_engine_are_of_one_start() -> None:
-    """All ranks come, each once, of one name, epoch, engine, model and election."""
+    """All ranks come, each once, of one name, epoch, engine, model and replica policy."""
     ranks = [shake(tp=tp) for tp in (1, 0)]
     assert [kvspec.RankId(tp=0), kvspec.RankId(tp=1)] == list(one_engine(ranks))
     assert "tp1 too" in words(lambda: one_engine(ranks[1:]))
@@ -273,7 +283,7 @@ REFUSED = [
     (put("fingerprint", bytes(16)), "fingerprint: got", "what the engine means here"),
     (put("engine", SPEC), "message.engine: got", "an EngineSpec"),
     (put("engine", 99), "engine: got [99]", "the number of an object"),
-    (put("election", SPEC), "handshake.election: got", "an Election"),
+    (put("replica_policy", SPEC), "handshake.replica_policy: got", "a ReplicaPolicy"),
     (put("objects", SPEC, 0, "Nothing"), "objects[0].Nothing: got 'Nothing'", "is it registered"),
     (put("objects", SPEC, 1, "block_size", 0), "objects[0].FullAttentionSpec.block_size: got 0",
      "an int >= 1"),
@@ -334,7 +344,7 @@ REFUSED = [
 def test_what_it_is_made_of() -> None:
     """The cases below change the message that they mean to change."""
     message = opened(DATA)
-    kinds = ["FullAttentionSpec", "KVCacheGroup", "ParallelConfig", "EngineSpec", "Election"]
+    kinds = ["FullAttentionSpec", "KVCacheGroup", "ParallelConfig", "EngineSpec", "ReplicaPolicy"]
     assert kinds == [name for name, _ in message["objects"]]
     assert DATA == closed(DATA, message)
 

@@ -41,10 +41,11 @@ class Machine(RuleBasedStateMachine):
     world: World
 
     @initialize(
-        pair=strategies.engine_pairs(largest=4), replicas=st.sampled_from(("spread", "stripe"))
+        pair=strategies.engine_pairs(largest=4),
+        replica_policy=st.sampled_from(("spread", "stripe")),
     )
-    def begin(self, pair: Any, replicas: Any) -> None:
-        self.world = World(kvspec.plan_transfer(*pair, replicas=replicas))
+    def begin(self, pair: Any, replica_policy: Any) -> None:
+        self.world = World(kvspec.plan_transfer(*pair, replica_policy=replica_policy))
 
     @rule(samples=st.sampled_from((1, 1, 2)), moved=st.integers(0, 7), partial=st.booleans(),
           sure=st.booleans(), old=st.integers(0, 2))  # fmt: skip

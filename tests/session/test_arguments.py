@@ -97,7 +97,7 @@ def test_a_thread_is_wanted_or_not() -> None:
         Side("P", engine(1), polled=False, background=wrong)
 
 
-@pytest.mark.parametrize("argument", ["nixl", "cache", "election", "channel"])
+@pytest.mark.parametrize("argument", ["nixl", "cache", "replica_policy", "channel"])
 def test_what_a_session_is_made_of_is_right_or_refused(argument: str) -> None:
     """By name, before its memory is registered."""
     with FakeNixl(), NixlRank(secret=b"") as nixl:

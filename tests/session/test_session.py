@@ -298,7 +298,10 @@ def own(session: Session, **changes: Any) -> bytes:
 
 
 def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
-    """Wrong secrets, ranks missing or twice, other models, elections, starts: nobody is met."""
+    """Wrong secrets, ranks missing or twice, other models, replica policies, starts.
+
+    Nobody is met.
+    """
     producer, consumer = pair
     session = next(iter(consumer.sessions.values()))
     first, *rest = producer.sessions.values()
@@ -306,7 +309,7 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
     good = first.introduction
     older = [own(each, epoch=0) for each in producer.sessions.values()]
     newer = [own(each, epoch=9) for each in producer.sessions.values()]
-    salted, peers = kvspec.Election("spread", 3), session.nixl.peers
+    salted, peers = kvspec.ReplicaPolicy("spread", 3), session.nixl.peers
     with NixlRank("other", secret=b"another secret, long enough") as other:
         foreign = first._own.seal(other.secret)
     shake = encode_handshake(first._own.handshake)
@@ -330,7 +333,11 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
         ([own(first, epoch=2), *others], MismatchError, "some are from before a restart"),
         (older, SpecError, "epoch=0"),
         ([own(s, model="m") for s in producer.sessions.values()], MismatchError, "model"),
-        ([own(s, election=salted) for s in producer.sessions.values()], MismatchError, "election"),
+        (
+            [own(s, replica_policy=salted) for s in producer.sessions.values()],
+            MismatchError,
+            "replica_policy",
+        ),
         ([own(s, engine_id="D") for s in producer.sessions.values()], MismatchError, "itself"),
         (consumer.introductions, MismatchError, "itself"),
     ):
@@ -370,7 +377,7 @@ def test_an_epoch_is_shared_by_the_ranks_of_a_start(net: FakeNixl) -> None:
         ({"beat": "1"}, "beat='1'"),
         ({"patience": None}, "patience=None"),
         ({"model": ""}, "model=''"),
-        ({"election": "spread"}, "election='spread'"),
+        ({"replica_policy": "spread"}, "replica_policy='spread'"),
         ({"epoch": -1}, "epoch=-1"),
         ({"engine_id": ""}, "engine_id=''"),
     ],

@@ -16,15 +16,15 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 
 
 @st.composite
-def elections(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.Election:
-    """Draw an election, some of whose topologies name the nodes of both sides' ranks."""
+def replica_policies(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.ReplicaPolicy:
+    """Draw a replica policy, some of whose topologies name the nodes of both sides' ranks."""
     salt = draw(st.integers(0, 3))
     if draw(st.booleans()):
-        return kvspec.Election(draw(st.sampled_from(strategies.POLICIES)), salt)
+        return kvspec.ReplicaPolicy(draw(st.sampled_from(strategies.POLICIES)), salt)
     nodes = st.integers(0, 3) | st.sampled_from(("a", "b"))
     sides = [{rank: draw(nodes) for rank in engine.parallel.ranks} for _ in range(2)]
     topology = kvspec.Topology(producer=sides[0], consumer=sides[1])
-    return kvspec.Election("nearest", salt, topology)
+    return kvspec.ReplicaPolicy("nearest", salt, topology)
 
 
 @st.composite
@@ -45,7 +45,7 @@ def handshakes(draw: st.DrawFn, largest: int = 4) -> Handshake:
         engine_id=draw(NAMES),
         epoch=draw(st.integers(0, 2**63 - 1)),
         cache=draw(caches(engine)),
-        election=draw(elections(engine)),
+        replica_policy=draw(replica_policies(engine)),
         transport=draw(st.binary(max_size=20)),
         model=draw(st.none() | NAMES),
         revision=draw(st.none() | NAMES),

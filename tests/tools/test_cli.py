@@ -77,10 +77,10 @@ def test_slices_of_one_rank_from_the_other_side() -> None:
 def test_slices_tells_stripes() -> None:
     """A striped consumer takes every other block from each replica."""
     options = ("--kind", "mla", "--producer-tp", "2", "--consumer-tp", "1")
-    result = run("slices", *options, "--replicas", "stripe", "--json")
+    result = run("slices", *options, "--replica-policy", "stripe", "--json")
     told = json.loads(result.stdout)
     assert [(0, [0, 2]), (1, [1, 2])] == [(e["remote_rank"], e["stripe"]) for e in told]
-    assert "b % 2 == 1" in run("slices", *options, "--replicas", "stripe").stdout
+    assert "b % 2 == 1" in run("slices", *options, "--replica-policy", "stripe").stdout
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
         (("slices", "--heads", "4", "--rank", "3"), "rank=3: wanted a rank of the consumer"),
         (("slices", "--heads", "4", "--role", "x"), "role='x': wanted 'consumer' or 'producer'"),
         (("slices", "--heads", "4", "--kind", "x"), "kind='x': wanted one of attention, mla"),
-        (("slices", "--heads", "4", "--replicas", "x"), "replicas='x': wanted one of spread"),
+        (("slices", "--heads", "4", "--replica-policy", "x"), ("replica_policy='x': wanted one "
+                                                               "of spread")),
         (("slices", "--model", "qwen3-0.7b"), "perhaps Qwen3-"),
         (("slices", "--model", "/no/config.json"), "config='/no/config.json': wanted a readable"),
         (("transfer", "--producer-tp", "0"), "producer.tp_size=0: wanted an int >= 1"),
@@ -128,7 +129,7 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
         (("transfer", "--tokens", "400000000"), ": wanted "),
         (("transfer", "--cached", "301"), "cached=301: wanted at most tokens=300"),
         (("transfer", "--requests", "0"), "requests=0: wanted an int >= 1"),
-        (("transfer", "--replicas", "x"), "replicas='x': wanted one of spread, first,"),
+        (("transfer", "--replica-policy", "x"), "replica_policy='x': wanted one of spread, first,"),
         (("transfer", "--mode", "x"), "mode='x': wanted pull or push"),
         (("transfer", "--device", "tpu"), "device='tpu': wanted cpu, cuda, or one GPU"),
         (("transfer", "--timeout", "nan"), "timeout=nan: wanted finite seconds >= 0"),
@@ -147,8 +148,9 @@ def test_slices_of_a_model_name_its_groups(tmp_path: Path) -> None:
         (("verify", "--max-tp", "0"), "max_tp=0: wanted an int >= 1"),
         (("verify", "--max-heads", "-3"), "max_heads=-3: wanted an int >= 1"),
         (("verify", "--jobs", "0"), "jobs=0: wanted an int >= 1"),
-        (("verify", "--replicas", "x"), "replicas='x': wanted one of spread"),
-        *(((*command, "--replicas", "nearest"), "since --replicas nearest asks who is on which")
+        (("verify", "--replica-policy", "x"), "replica_policy='x': wanted one of spread"),
+        *(((*command, "--replica-policy", "nearest"), ("since --replica-policy nearest asks who "
+                                                       "is on which"))
           for command in (("verify",), ("simulate",), ("transfer",), ("slices", "--heads", "4"))),
     ],
 )  # fmt: skip
@@ -199,7 +201,7 @@ def test_verify_counts_what_it_tried() -> None:
 @pytest.mark.parametrize(("more", "last"), [((), "stripe"), (("--ranks-per-node", "2"), "nearest")])
 def test_verify_says_which_policies_it_tried(more: tuple[str, ...], last: str) -> None:
     """All that can be had: nearest, only where the nodes are said."""
-    result = run("verify", "--max-tp", "2", "--max-heads", "2", "--replicas", "all", *more)
+    result = run("verify", "--max-tp", "2", "--max-heads", "2", "--replica-policy", "all", *more)
     assert 0 == result.exit_code
     known = ("spread", "first", "stripe", "nearest")
     told = f", by {', '.join(known[: known.index(last) + 1])}, "
@@ -211,11 +213,11 @@ def test_verify_fails_if_one_triple_is_not_exact(monkeypatch: pytest.MonkeyPatch
 
     def prove(*_: object, **more: Any) -> Proof:
         more["progress"](5)
-        assert ("spread", "first", "stripe") == more["replicas"]
+        assert ("spread", "first", "stripe") == more["replica_policies"]
         return Proof(9, 27, ("3 heads, TP 2 -> 3, spread: rank 1: heads 1.. missing",))
 
     monkeypatch.setattr(cli_verify, "prove", prove)
-    result = run("verify", "--replicas", "all")
+    result = run("verify", "--replica-policy", "all")
     assert 1 == result.exit_code
     assert "WRONG: 1 of 9 triples" in result.stdout
     assert "rank 1: heads 1.. missing" in result.stdout

@@ -21,12 +21,12 @@ import pytest
 
 import kvspec
 from kvspec import (
-    Election,
     EngineSpec,
     FullAttentionSpec,
     LayerSpec,
     MambaSpec,
     MLAAttentionSpec,
+    ReplicaPolicy,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -98,12 +98,14 @@ CASES = {
     "6 heads, 2 to 3": pair([heads(6)], (2, 3), layouts=NHD_HND),
     "12 heads, 4 to 3": pair([heads(12)], (4, 3), layouts=NHD_HND),
     "MLA, 4 to 3": pair([MLA], (4, 3)),
-    "MLA in stripes, 3 to 2, pushed": pair([MLA], (3, 2), election=Election("stripe"), mode="push"),
+    "MLA in stripes, 3 to 2, pushed": pair(
+        [MLA], (3, 2), replica_policy=ReplicaPolicy("stripe"), mode="push"
+    ),
     "Mamba2 of one group, 1 to 2": pair([mamba2(4, 1)], (1, 2)),
     "Mamba2 of one group, 4 to 2": pair([mamba2(4, 1)], (4, 2), layouts=NHD_HND),
     "attention and states, 2 to 3, pushed": pair([heads(3), mamba2(6, 2)], (2, 3), mode="push"),
     "1 head, 3 to 2, the first replica, pushed": pair(
-        [heads(1)], (3, 2), election=Election("first"), mode="push"
+        [heads(1)], (3, 2), replica_policy=ReplicaPolicy("first"), mode="push"
     ),
     "HND to NHD, 3 to 2": pair([heads(5)], (3, 2), layouts=NHD_HND[::-1]),
     "HND to NHD, 3 to 2, staged": pair([heads(5)], (3, 2), layouts=NHD_HND[::-1], staging=1),

@@ -444,7 +444,7 @@ def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> No
     Of an engine with a null block, that is the last one of them.
     """
     options = {"salt": case.salt, "common_states": case.common_states}
-    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replicas, **options)
+    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy, **options)
     check_picture(plan_svg(plan))
     pairs = list(dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges))
     pools: Any = (case.producer_pool, case.consumer_pool)
@@ -601,8 +601,8 @@ def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
 @pytest.mark.parametrize(
     ("producing", "consuming", "more"),
     [
-        ({"tp_size": 4}, {"tp_size": 1}, {"replicas": "stripe"}),
-        ({"tp_size": 4}, {"tp_size": 3}, {"replicas": "stripe", "salt": 1}),
+        ({"tp_size": 4}, {"tp_size": 1}, {"replica_policy": "stripe"}),
+        ({"tp_size": 4}, {"tp_size": 3}, {"replica_policy": "stripe", "salt": 1}),
         ({"tp_size": 4, "dcp_size": 4}, {"tp_size": 1}, {}),
         ({"tp_size": 1}, {"tp_size": 2, "dcp_size": 2, "interleave_size": 16}, {}),
         (
@@ -635,7 +635,7 @@ def test_every_pair_that_exchanges_anything_has_runs(
 def test_striped_states_have_runs() -> None:
     """A state is drawn where its last token's block is the pair's own."""
     spec = kvspec.MambaSpec.replicated_state(state_bytes=64)
-    tables = tables_of(spec, {"tp_size": 4}, {"tp_size": 1}, replicas="stripe")
+    tables = tables_of(spec, {"tp_size": 4}, {"tp_size": 1}, replica_policy="stripe")
     assert 4 == len(tables)
     for table in tables:
         assert [64] == ribbons(table_svg(table))

@@ -56,7 +56,7 @@ def crowding(patch: pytest.MonkeyPatch) -> None:
     def first(_self: object, _reader: int, equal: Any) -> Any:
         return equal, ((equal.members[0], kvspec.Stripe()),)
 
-    patch.setattr(kvspec.ownership.election.Elector, "elect", first)
+    patch.setattr(kvspec.ownership.replicas.ReplicaChooser, "choose", first)
 
 
 def late_page(patch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def symmetry(trial: Trial) -> Iterator[str]:
     if has_replicas(case.producer) or has_replicas(case.consumer):
         return
     back = attrs.evolve(
-        case, producer=case.consumer, consumer=case.producer, replicas="spread", salt=0
+        case, producer=case.consumer, consumer=case.producer, replica_policy="spread", salt=0
     )
     swapped = {
         attrs.evolve(
@@ -150,14 +150,16 @@ ROUNDS = 7
 def fair(trial: Trial) -> Iterator[str]:
     """Yield each replica class whose members are not read as the policy says.
 
-    Evenly among those that readers elect among, counted in readers; under `stripe`, in virtual
+    Evenly among those that readers choose among, counted in readers; under `stripe`, in virtual
     blocks that each reader reads. Under `first` that is the first alone, under `nearest` those on
     the reader's node, if there are any.
     """
     if trial.system.moves is None:
         return
     case, arriving = trial.case, _by_target(trial)
-    policy = case.replicas if isinstance(case.replicas, str) else case.replicas.replicas
+    policy = (
+        case.replica_policy if isinstance(case.replica_policy, str) else case.replica_policy.name
+    )
     for alike in replica_classes(case.producer, case.consumer):
         where = f"{alike.layers[0]}.{alike.part.name}"
         blocks = range(ROUNDS if policy == "stripe" else 1)
@@ -175,7 +177,7 @@ def fair(trial: Trial) -> Iterator[str]:
             load = loads.setdefault(among, Counter(dict.fromkeys(among, 0)))
             load.update(source for source, _ in read)
             for source in sorted({source for source, _ in read} - set(among)):
-                yield f"{reader} reads {where} of {source}, not of one that {policy} elects among"
+                yield f"{reader} reads {where} of {source}, not of one that {policy} chooses among"
         for load in loads.values():
             if max(load.values()) - min(load.values()) > 1:
                 told = ", ".join(f"{rank} {count}" for rank, count in load.items())
@@ -183,10 +185,10 @@ def fair(trial: Trial) -> Iterator[str]:
 
 
 def _candidates(case: Case, members: Sequence[RankId], reader: RankId) -> tuple[RankId, ...]:
-    """Return the replicas among which the case's policy elects for one reader."""
-    if isinstance(case.replicas, str):
-        return tuple(members[:1] if case.replicas == "first" else members)
-    nodes, policy = case.replicas.topology, case.replicas.replicas
+    """Return the replicas among which the case's policy chooses for one reader."""
+    if isinstance(case.replica_policy, str):
+        return tuple(members[:1] if case.replica_policy == "first" else members)
+    nodes, policy = case.replica_policy.topology, case.replica_policy.name
     if policy == "nearest" and nodes is not None:
         near = (rank for rank in members if nodes.producer[rank] == nodes.consumer[reader])
         return tuple(near) or tuple(members)

@@ -26,8 +26,8 @@ from kvspec.testing.world import (
 
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
-    from kvspec.ownership.election import Role
     from kvspec.ownership.parallel import RankId
+    from kvspec.ownership.replicas import Role
     from kvspec.testing.case import Case
 
 

@@ -1,8 +1,8 @@
 """Which of several equal producer ranks is read.
 
-Law: both engines elect the same one, from the two descriptions and the election alone. A policy
-only says among whom a consumer elects; within that, consumers are spread evenly. POLICIES is the
-one table of policies: whatever takes a policy takes those, and refuses any other.
+Law: both engines choose the same one, from the two descriptions and the replica policy alone. A
+policy only says among whom a consumer chooses; within that, consumers are spread evenly. POLICIES
+is the one table of policies: whatever takes a policy takes those, and refuses any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.stripes import WHOLE, Stripe
 
 Role = Literal["consumer", "producer"]
-Replicas = Literal["spread", "first", "stripe", "nearest"]
+ReplicaPolicyName = Literal["spread", "first", "stripe", "nearest"]
 """The names of the policies."""
 
 Nodes = tuple[Hashable, ...]
@@ -40,7 +40,7 @@ class Class:
 
 
 def _nearest(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> tuple[int, ...]:
-    """Elect among the members on the reader's node; where there is none, among all."""
+    """Choose among the members on the reader's node; where there is none, among all."""
     producer, consumer = nodes
     near = tuple(member for member in equal.members if producer[member] == consumer[reader])
     return near or equal.members
@@ -50,11 +50,11 @@ Candidates = Callable[[int, Class, tuple[Nodes, Nodes]], tuple[int, ...]]
 
 
 @attrs.frozen
-class Policy:
-    """How one policy elects.
+class PolicyRule:
+    """How one policy chooses.
 
     *candidates*: from a reader, its whole class and the nodes of both sides' ranks, the members
-    among which it elects; None for all of them. Readers with the same candidates elect together,
+    among which it chooses; None for all of them. Readers with the same candidates choose together,
     so that none of those is read more often than another by more than one. *striped*: each reads
     all candidates, by turns of blocks. *topology*: whether the nodes have to be known.
     """
@@ -64,16 +64,16 @@ class Policy:
     topology: bool = False
 
 
-POLICIES: dict[Replicas, Policy] = {
-    "spread": Policy(),
-    "first": Policy(lambda _reader, equal, _nodes: equal.members[:1]),
-    "stripe": Policy(striped=True),
-    "nearest": Policy(_nearest, topology=True),
+POLICIES: dict[ReplicaPolicyName, PolicyRule] = {
+    "spread": PolicyRule(),
+    "first": PolicyRule(lambda _reader, equal, _nodes: equal.members[:1]),
+    "stripe": PolicyRule(striped=True),
+    "nearest": PolicyRule(_nearest, topology=True),
 }
 """Every policy by name."""
 
 
-def known_policies(topology: Topology | None) -> tuple[Replicas, ...]:
+def known_policies(topology: Topology | None) -> tuple[ReplicaPolicyName, ...]:
     """Return the policies that can be had, in order: those that need no *topology*, or all."""
     return tuple(
         name for name, policy in POLICIES.items() if topology is not None or not policy.topology
@@ -114,22 +114,22 @@ class Topology:
         return tuple(given[rank] for rank in ranks)
 
 
-def _policy(_: object, at: attrs.Attribute[str], value: object) -> None:
+def _policy(_: object, _at: attrs.Attribute[str], value: object) -> None:
     if not isinstance(value, str) or value not in POLICIES:
-        raise SpecError(at.name, value, f"one of {', '.join(POLICIES)}")
+        raise SpecError("replica_policy", value, f"one of {', '.join(POLICIES)}")
 
 
 @attrs.frozen(cache_hash=True)
-class Election:
-    """How one of several equal producer ranks is elected; both engines must use the same.
+class ReplicaPolicy:
+    """How one of several equal producer ranks is chosen; both engines must use the same.
 
-    *replicas* is the policy's name: ``spread`` spreads consumers evenly, ``first`` takes the first,
+    *name* is the policy's: ``spread`` spreads consumers evenly, ``first`` takes the first,
     ``stripe`` reads all by turns of blocks, ``nearest`` takes one on the consumer's own node, if
     any. *salt* rotates the choice among equals, for many consumer engines. *topology*: the nodes,
     which ``nearest`` needs.
     """
 
-    replicas: Replicas = attrs.field(default="spread", validator=_policy)
+    name: ReplicaPolicyName = attrs.field(default="spread", validator=_policy)
     salt: int = 0
     topology: Topology | None = None
 
@@ -137,45 +137,48 @@ class Election:
         positive_int("salt", self.salt, least=0)
         if self.topology is not None:
             instance("topology", self.topology, Topology)
-        elif POLICIES[self.replicas].topology:
-            raise SpecError("topology", None, f"a Topology, for {self.replicas!r}")
+        elif POLICIES[self.name].topology:
+            raise SpecError("topology", None, f"a Topology, for {self.name!r}")
 
     @staticmethod
-    def of(replicas: Replicas | Election, salt: int = 0) -> Election:
-        """Return the election that a caller means by a policy's name and a salt, or by itself."""
-        if isinstance(replicas, str):
-            return _election(replicas, positive_int("salt", salt, least=0))
-        if not isinstance(replicas, Election):
-            return Election(replicas, salt)
-        if salt:
-            raise SpecError("salt", salt, "no salt beside an Election, which has its own")
-        return replicas
+    def of(replica_policy: ReplicaPolicyName | ReplicaPolicy, salt: int = 0) -> ReplicaPolicy:
+        """Return the replica policy that a caller means by a policy's name and a salt.
 
-    def between(self, producer: tuple[RankId, ...], consumer: tuple[RankId, ...]) -> Elector:
-        """Return the election between these ranks, which are indices from now on."""
+        Or by itself.
+        """
+        if isinstance(replica_policy, str):
+            return _cached_policy(replica_policy, positive_int("salt", salt, least=0))
+        if not isinstance(replica_policy, ReplicaPolicy):
+            return ReplicaPolicy(replica_policy, salt)
+        if salt:
+            raise SpecError("salt", salt, "no salt beside a ReplicaPolicy, which has its own")
+        return replica_policy
+
+    def between(self, producer: tuple[RankId, ...], consumer: tuple[RankId, ...]) -> ReplicaChooser:
+        """Return the replica policy between these ranks, which are indices from now on."""
         nodes: tuple[Nodes, Nodes] = ((), ())
         if self.topology is not None:
             nodes = (
                 self.topology.nodes("producer", producer),
                 self.topology.nodes("consumer", consumer),
             )
-        return Elector(POLICIES[self.replicas], self.salt, nodes)
+        return ReplicaChooser(POLICIES[self.name], self.salt, nodes)
 
 
-_election = lru_cache(maxsize=1024, typed=True)(Election)
+_cached_policy = lru_cache(maxsize=1024, typed=True)(ReplicaPolicy)
 
 
 @attrs.frozen(eq=False)
-class Elector:
-    """An election between the ranks of two engines, by their indices."""
+class ReplicaChooser:
+    """A replica policy between the ranks of two engines, by their indices."""
 
-    policy: Policy
+    policy: PolicyRule
     salt: int
     nodes: tuple[Nodes, Nodes]
     _together: dict[Class, dict[int, Class]] = attrs.field(init=False, factory=dict)
 
-    def elect(self, reader: int, equal: Class) -> tuple[Class, tuple[tuple[int, Stripe], ...]]:
-        """Return among whom *reader* elects, and the members that it reads, each with its stripe.
+    def choose(self, reader: int, equal: Class) -> tuple[Class, tuple[tuple[int, Stripe], ...]]:
+        """Return among whom *reader* chooses, and the members that it reads, each with its stripe.
 
         With M members and C readers among whom it is number i, it reads member ``i M // C + salt``,
         counted around; striped, block b from member ``b C + i + salt``.
@@ -196,7 +199,7 @@ class Elector:
         step = len(members) // gcd(readers, len(members))
         if step * readers > MAX_STRIPES:
             told = f"'spread': {readers} readers would read {step} of {len(members)} replicas each"
-            raise SpecError("replicas", "stripe", told)
+            raise SpecError("replica_policy", "stripe", told)
         return among, tuple(
             (members[(block * readers + number + self.salt) % len(members)], Stripe(block, step))
             for block in range(step)
@@ -217,7 +220,7 @@ class Elector:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def tp_elector(election: Election, producer_tp: int, consumer_tp: int) -> Elector:
-    """Return the election between engines of TP ranks alone."""
+def tp_chooser(replica_policy: ReplicaPolicy, producer_tp: int, consumer_tp: int) -> ReplicaChooser:
+    """Return the replica policy between engines of TP ranks alone."""
     sides = (tuple(RankId(tp=rank) for rank in range(size)) for size in (producer_tp, consumer_tp))
-    return election.between(*sides)
+    return replica_policy.between(*sides)

@@ -1,4 +1,4 @@
-"""Who is read of equal producer ranks, where nodes count; and what no election can be."""
+"""Who is read of equal producer ranks, where nodes count; and what no replica policy can be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec import Election, RankId, Stripe, Topology
-from kvspec.ownership.election import POLICIES, Replicas
+from kvspec import RankId, ReplicaPolicy, Stripe, Topology
+from kvspec.ownership.replicas import POLICIES, ReplicaPolicyName
 
 MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
 
@@ -26,7 +26,7 @@ def reads(producer: str, consumer: str, salt: int = 0) -> list[int]:
     """Return whom each consumer rank reads by ``nearest``; a letter is a rank's node."""
     topology = Topology(producer=nodes(*producer), consumer=nodes(*consumer))
     engines = sides(MLA, len(producer), len(consumer))
-    plan = kvspec.plan_transfer(*engines, Election("nearest", salt, topology))
+    plan = kvspec.plan_transfer(*engines, ReplicaPolicy("nearest", salt, topology))
     return [plan.sources(rank)[0].tp for rank in plan.consumer.parallel.ranks]
 
 
@@ -40,7 +40,7 @@ def reads(producer: str, consumer: str, salt: int = 0) -> list[int]:
         ("aabb", "bbbb", 1, [3, 3, 2, 2]),  # the salt turns within the node
         ("aabb", "cccc", 0, [0, 1, 2, 3]),  # on no member's node: as by spread
         ("aabb", "cacb", 0, [0, 0, 2, 2]),  # the two strangers are spread among all
-        ("aa", "ab", 0, [0, 1]),  # who has the same candidates elects with the others
+        ("aa", "ab", 0, [0, 1]),  # who has the same candidates chooses with the others
     ],
 )
 def test_the_nearest_is_read(producer: str, consumer: str, salt: int, wanted: list[int]) -> None:
@@ -65,21 +65,21 @@ def test_nothing_crosses_a_node_that_need_not(producer: str, consumer: str, salt
         assert max(load.values()) - min(load.values()) <= 1
 
 
-def test_specs_and_plans_elect_alike() -> None:
+def test_specs_and_plans_choose_alike() -> None:
     """A spec's slices, of either role, are the plan's edges."""
     topology = Topology(producer=nodes(*"aabb"), consumer=nodes(*"bab"))
-    election = Election("nearest", 0, topology)
-    plan = kvspec.plan_transfer(*sides(MLA, 4, 3), election)
+    replica_policy = ReplicaPolicy("nearest", 0, topology)
+    plan = kvspec.plan_transfer(*sides(MLA, 4, 3), replica_policy)
     planned = {(edge.producer.tp, edge.consumer.tp) for edge in plan.edges}
     pulled = {
         (one.remote_rank, rank)
         for rank in range(3)
-        for one in MLA.get_tp_transfer_slices(rank, 3, 4, "consumer", election)
+        for one in MLA.get_tp_transfer_slices(rank, 3, 4, "consumer", replica_policy)
     }
     pushed = {
         (rank, one.remote_rank)
         for rank in range(4)
-        for one in MLA.get_tp_transfer_slices(rank, 4, 3, "producer", election)
+        for one in MLA.get_tp_transfer_slices(rank, 4, 3, "producer", replica_policy)
     }
     assert planned == pulled == pushed
     assert "replicas by 'nearest'" in kvspec.explain(plan)
@@ -87,7 +87,7 @@ def test_specs_and_plans_elect_alike() -> None:
 
 def test_one_table_names_every_policy() -> None:
     """The type of a policy's name and the table of policies say the same."""
-    assert get_args(Replicas) == tuple(POLICIES)
+    assert get_args(ReplicaPolicyName) == tuple(POLICIES)
 
 
 def test_packed_nodes() -> None:
@@ -99,33 +99,36 @@ def test_packed_nodes() -> None:
 
 TWO = Topology(producer=nodes("a", "b"), consumer=nodes("a"))
 BAD = [
-    (lambda: Election("nearest"), "topology=None: wanted a Topology, for 'nearest'"),
-    (lambda: Election("best"), "replicas='best': wanted one of spread, first, stripe, nearest"),
+    (lambda: ReplicaPolicy("nearest"), "topology=None: wanted a Topology, for 'nearest'"),
     (
-        lambda: Election(["first"]),
-        "replicas=['first']: wanted one of spread, first, stripe, nearest",
+        lambda: ReplicaPolicy("best"),
+        "replica_policy='best': wanted one of spread, first, stripe, nearest",
     ),
-    (lambda: Election("first", -1), "salt=-1: wanted an int >= 0"),
-    (lambda: Election("first", 0, {}), "topology={}: wanted a Topology"),
+    (
+        lambda: ReplicaPolicy(["first"]),
+        "replica_policy=['first']: wanted one of spread, first, stripe, nearest",
+    ),
+    (lambda: ReplicaPolicy("first", -1), "salt=-1: wanted an int >= 0"),
+    (lambda: ReplicaPolicy("first", 0, {}), "topology={}: wanted a Topology"),
     (
         lambda: Topology(producer=[], consumer={}),
         "topology=[]: wanted a mapping from RankId to the node that it is on",
     ),
     (
-        lambda: kvspec.plan_transfer(*sides(MLA, 3, 1), Election("nearest", 0, TWO)),
+        lambda: kvspec.plan_transfer(*sides(MLA, 3, 1), ReplicaPolicy("nearest", 0, TWO)),
         "topology.producer={RankId(pp=0, pcp=0, tp=0): 'a', RankId(pp=0, pcp=0, tp=1): 'b'}: want",
     ),
     (
-        lambda: kvspec.plan_transfer(*sides(MLA, 1, 1), Election("spread", 0, TWO)),
+        lambda: kvspec.plan_transfer(*sides(MLA, 1, 1), ReplicaPolicy("spread", 0, TWO)),
         "topology.producer=RankId(pp=0, pcp=0, tp=1): wanted ranks of the engine",
     ),
     (
-        lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), Election(), 3),
-        "salt=3: wanted no salt beside an Election, which has its own",
+        lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), ReplicaPolicy(), 3),
+        "salt=3: wanted no salt beside a ReplicaPolicy, which has its own",
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), None),
-        "replicas=None: wanted one of",
+        "replica_policy=None: wanted one of",
     ),
     (
         lambda: Topology.packed(*(each.parallel for each in sides(MLA, 1, 1)), 0),
@@ -141,7 +144,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "words"), BAD)
-def test_what_is_no_election_is_refused(make: Any, words: str) -> None:
+def test_what_is_no_replica_policy_is_refused(make: Any, words: str) -> None:
     """Each names the field, the value and what was wanted."""
     with pytest.raises(kvspec.SpecError) as error:
         make()
@@ -159,7 +162,8 @@ def test_a_stripe_of_too_many_pairs_is_refused_by_name() -> None:
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.plan_transfer(producer, consumer, "stripe")
     wanted = (
-        "replicas='stripe': wanted 'spread': 1000 readers would read 1009 of 1009 replicas each"
+        "replica_policy='stripe': wanted 'spread': 1000 readers would read 1009 of 1009 "
+        "replicas each"
     )
     assert wanted == str(caught.value)
     assert 1000 == len(kvspec.plan_transfer(producer, consumer, "spread").edges)
