@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.ownership.tokens import Cyclic, meet
+from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.testing.carve import rank_units
 from kvspec.testing.positions import own_positions
 from kvspec.testing.strategies import POLICIES, explicit_shardings
@@ -159,7 +159,7 @@ def owned(cache: kvspec.RankCache, tokens: range) -> Iterator[Place]:
 def test_positions_are_sharded_like_cards(data: st.DataObject) -> None:
     """Any two shardings agree with the oracle's about owners, own counts, and whether they meet."""
     sizes = [(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 24))) for _ in range(2)]
-    owners = [Cyclic(data.draw(st.integers(0, c - 1)), c, i) for c, i in sizes]
+    owners = [BlockCyclic(data.draw(st.integers(0, c - 1)), c, i) for c, i in sizes]
     positions = np.arange(sizes[0][0] * sizes[0][1] * sizes[1][0] * sizes[1][1])
     hands = []
     for owner in owners:

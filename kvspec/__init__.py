@@ -27,7 +27,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, To
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.plan.edges import Edge
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -45,11 +45,11 @@ from kvspec.specs import (
 from kvspec.version import __version__
 
 __all__ = [
+    "BlockCyclic",
     "BlockTable",
     "ChunkedLocalAttentionSpec",
     "CounterExample",
     "CrossAttentionSpec",
-    "Cyclic",
     "DescriptorTable",
     "Edge",
     "EngineSpec",

@@ -14,7 +14,7 @@ import numpy as np
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int
 from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.ownership.tokens import BlockCyclic, Ints
 from kvspec.plan.edges import exchanges
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.shares import Share
@@ -115,11 +115,15 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     )
 
 
-def _unit_bytes(share: Share, stripe: Stripe, reader: Cyclic, num_tokens: int) -> int:
+def _unit_bytes(share: Share, stripe: Stripe, reader: BlockCyclic, num_tokens: int) -> int:
     """Return the bytes of one unit of one layer of *share* that a reader's context takes."""
     live = share.spec.live_tokens(num_tokens)
     virtual = share.spec.block_size * reader.size
-    owners = {share.context or Cyclic(), reader, Cyclic(stripe.first, stripe.step, virtual)}
+    owners = {
+        share.context or BlockCyclic(),
+        reader,
+        BlockCyclic(stripe.first, stripe.step, virtual),
+    }
     nbytes = 0
     for part in share.parts:
         if part.per_token:
@@ -130,7 +134,7 @@ def _unit_bytes(share: Share, stripe: Stripe, reader: Cyclic, num_tokens: int) -
     return nbytes
 
 
-def shared_rows(owners: Iterable[Cyclic], live: range, grain: int) -> int:
+def shared_rows(owners: Iterable[BlockCyclic], live: range, grain: int) -> int:
     """Return how many rows of *grain* tokens, some of them *live*, all *owners* give to their rank.
 
     Where one sharding decides, an owner counts its own positions itself. Several agree from one run
@@ -144,17 +148,17 @@ def shared_rows(owners: Iterable[Cyclic], live: range, grain: int) -> int:
         b         2           2           2           2
         both                  2           2
 
-    >>> owners = Cyclic(1, 2, 4), Cyclic(0, 3, 2)
+    >>> owners = BlockCyclic(1, 2, 4), BlockCyclic(0, 3, 2)
     >>> [shared_rows(owners, live, 1) for live in (range(24), range(7, 14), range(24000))]
     [4, 3, 4000]
-    >>> shared_rows([Cyclic(1, 2, 4)], range(21, 22), 2)
+    >>> shared_rows([BlockCyclic(1, 2, 4)], range(21, 22), 2)
     1
     """
     if not live:
         return 0
     # A row is one owner's, and moves if any of its tokens is live.
     start, stop = live.start // grain * grain, -(-live.stop // grain) * grain
-    deciding = [owner for owner in owners if owner.size > 1] or [Cyclic()]
+    deciding = [owner for owner in owners if owner.size > 1] or [BlockCyclic()]
     if len(deciding) == 1:
         return (deciding[0].local(stop) - deciding[0].local(start)) // grain
     run = gcd(*(owner.interleave for owner in deciding))
@@ -168,7 +172,7 @@ def shared_rows(owners: Iterable[Cyclic], live: range, grain: int) -> int:
     return (periods * whole + _looked_at(deciding, start, start + rest, run)) // grain
 
 
-def _looked_at(owners: list[Cyclic], start: int, stop: int, run: int) -> int:
+def _looked_at(owners: list[BlockCyclic], start: int, stop: int, run: int) -> int:
     """Return how many positions are shared: of every *run*, all or none."""
     found = 0
     for at in range(start // run, -(-stop // run), STEP):

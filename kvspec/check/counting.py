@@ -1,8 +1,8 @@
 """Who owns what, and which tokens are live: counted out one by one, by the definitions alone.
 
 Law: units are handed out like cards, token positions in turn, and liveness is a question about one
-position. No sharding, no `Cyclic` and no `live_tokens` of the library is asked, so that those who
-judge it can ask here instead. Of kvspec it reads only values.
+position. No sharding, no `BlockCyclic` and no `live_tokens` of the library is asked, so that those
+who judge it can ask here instead. Of kvspec it reads only values.
 """
 
 from __future__ import annotations

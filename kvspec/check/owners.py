@@ -59,7 +59,10 @@ class Owners:
 
 
 class Counted(Owners):
-    """The same, counted out one by one: no sharding, no `Cyclic`, no `live_tokens` is asked."""
+    """The same, counted out one by one.
+
+    No sharding, no `BlockCyclic`, no `live_tokens` is asked.
+    """
 
     def layers(self, group: KVCacheGroup, rank: RankId) -> tuple[str, ...]:
         """Return the layers of *group* whose numbers are handed out to the rank's stage."""

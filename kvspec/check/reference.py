@@ -23,7 +23,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import Role
 from kvspec.ownership.slices import TPTransferSlice
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 
@@ -123,7 +123,7 @@ class _Place:
 
     side: Role
     group: KVCacheGroup
-    context: Cyclic
+    context: BlockCyclic
     null_block: int | None
     num_blocks: int
 

@@ -18,9 +18,9 @@ from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest, check_ids
 from kvspec.descriptors.tables import Tables
 from kvspec.errors import Mismatch, MismatchError, SpecError
-from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.ownership.tokens import BlockCyclic, Ints
 
-ALL = Cyclic()
+ALL = BlockCyclic()
 """Who owns every token."""
 MANY, FAR = 1000, 8
 """How many ids, and within how many times as many, take less time to place than to sort."""
@@ -137,8 +137,8 @@ class _Frame:
     tokens: range | None
     cached: int
     block: int
-    producer: Cyclic
-    consumer: Cyclic
+    producer: BlockCyclic
+    consumer: BlockCyclic
 
 
 def _own_counts(tables: Tables, geometry: Geometry) -> _Frame:

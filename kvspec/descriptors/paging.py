@@ -17,7 +17,7 @@ import attrs
 from kvspec.errors import Mismatch, MismatchError
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.ownership.tokens import BlockCyclic, Ints
 
 
 @attrs.frozen
@@ -31,7 +31,7 @@ class Paging:
 
     block_size: int
     memory_block_size: int
-    context: Cyclic
+    context: BlockCyclic
     flows: bool = False
     null_block: int | None = None
 

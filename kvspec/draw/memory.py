@@ -31,7 +31,7 @@ from kvspec.draw.canvas import (
 )
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
-from kvspec.ownership.tokens import Cyclic, Ints
+from kvspec.ownership.tokens import BlockCyclic, Ints
 from kvspec.plan.edges import Edge
 
 _WIDTH, _BETWEEN = 960.0, 170.0
@@ -93,7 +93,7 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
     """
     sizes: list[int] = []
     free: list[range] = []
-    contexts: list[Cyclic] = []
+    contexts: list[BlockCyclic] = []
     for cache, name in ((table.producer, edge.producer_group), (table.consumer, edge.group)):
         group = cache.engine.group(name)
         region = next(region for region in cache.regions if region.group == name)

@@ -19,7 +19,7 @@ from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.sharding import Sharding, check_whole, explicit_sharding
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.specs.layer import padded_page
 
 
@@ -117,9 +117,9 @@ class EngineSpec:
         """Return how many context ranks share the tokens of *group*."""
         return self.parallel.context_size if group.context_sharded else 1
 
-    def context(self, group: KVCacheGroup, rank: RankId) -> Cyclic:
+    def context(self, group: KVCacheGroup, rank: RankId) -> BlockCyclic:
         """Return which token positions of *group* a rank owns, where its rows are tokens."""
-        return self.parallel.context(rank) if group.context_sharded else Cyclic()
+        return self.parallel.context(rank) if group.context_sharded else BlockCyclic()
 
     def virtual_block(self, group: KVCacheGroup) -> int:
         """Return the token positions that one block of *group*'s table stands for."""

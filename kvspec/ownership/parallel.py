@@ -21,7 +21,7 @@ from kvspec.ownership.sharding import (
     explicit_sharding,
     explicit_shardings,
 )
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 
 
 @attrs.frozen(order=True)
@@ -152,15 +152,15 @@ class ParallelConfig:
             return self.pcp_size * self.dcp_size
         return 1 + max(each for row in self.context_ranks for each in row)
 
-    def context(self, rank: RankId) -> Cyclic:
+    def context(self, rank: RankId) -> BlockCyclic:
         """Return which token positions *rank* owns, in groups whose rows are tokens."""
         if self.context_size == 1:
-            return Cyclic()
+            return BlockCyclic()
         if self.context_ranks is None:
             at = rank.pcp * self.dcp_size + rank.tp % self.dcp_size
         else:
             at = self.context_ranks[rank.pcp][rank.tp]
-        return Cyclic(at, self.context_size, self.interleave_size)
+        return BlockCyclic(at, self.context_size, self.interleave_size)
 
     def sharding(self, units: int, granularity: int = 1) -> Sharding:
         """Return the sharding of a part with *units* units.

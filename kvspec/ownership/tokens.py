@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @attrs.frozen
-class Cyclic:
+class BlockCyclic:
     """Block-cyclic ownership: of every *size* runs of *interleave* positions, the *rank*-th.
 
     The owner counts its own positions without gaps: its ``local`` index n stands for position
@@ -51,7 +51,7 @@ class Cyclic:
         rounds, rest = np.divmod(local, self.interleave)
         return (rounds * self.size + self.rank) * self.interleave + rest
 
-    def alike(self, other: Cyclic) -> bool:
+    def alike(self, other: BlockCyclic) -> bool:
         """Whether both shard positions to as many ranks, in the same way."""
         if self.size == other.size == 1:
             return True
@@ -59,7 +59,7 @@ class Cyclic:
 
 
 @lru_cache(maxsize=4096)
-def meet(a: Cyclic, b: Cyclic) -> bool:
+def meet(a: BlockCyclic, b: BlockCyclic) -> bool:
     """Return whether any position is owned by both."""
     if a.alike(b):
         return a.size == 1 or a.rank == b.rank

@@ -13,7 +13,7 @@ from kvspec.errors import KVSpecError, Mismatch, MismatchError
 from kvspec.ownership.intervals import cover_fault
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe, times_held
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.plan.edges import Edge
 from kvspec.plan.shares import Share
 
@@ -42,7 +42,7 @@ def check_cover(
                     raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
 
 
-def _contexts(producer: EngineSpec, share: Share) -> set[Cyclic]:
+def _contexts(producer: EngineSpec, share: Share) -> set[BlockCyclic]:
     """Return every context of a state's share: each of their ranks holds it whole."""
     group = share.pair.producer
     return {producer.context(group, rank) for rank in producer.parallel.ranks}

@@ -18,7 +18,7 @@ from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.sharding import Sharding
-from kvspec.ownership.tokens import Cyclic, meet
+from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.specs import LayerSpec
 from kvspec.specs.state import common_rows
 
@@ -76,7 +76,7 @@ class Share:
     stage: int
     layers: tuple[str, ...]
     parts: tuple[Part, ...]
-    context: Cyclic | None
+    context: BlockCyclic | None
     members: Sharding
     readers: Sharding
 
@@ -114,7 +114,7 @@ def _same_sharding(
     return [tuple(alike) for alike in found.values()]
 
 
-def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[Cyclic | None]:
+def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[BlockCyclic | None]:
     if not part.per_token:
         return [None]
     ranks = (rank for rank in engine.parallel.ranks if rank.pp == 0)
@@ -127,7 +127,7 @@ def _sharding(
     group: KVCacheGroup,
     part: Part,
     stages: set[int],
-    context: Cyclic | None,
+    context: BlockCyclic | None,
     *,
     equal: bool,
 ) -> Sharding:

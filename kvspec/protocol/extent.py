@@ -14,14 +14,14 @@ from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.stripes import WHOLE, Stripe
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.protocol.handshake import is_name
 
 MAX_NAMES = 4096
 """Bytes of the names in one extent; two of the longest fit."""
 MAX_NAME = 1024
 MOST = 2**62
-ALONE = Cyclic()
+ALONE = BlockCyclic()
 
 
 def _layers(value: Iterable[str]) -> tuple[str, ...]:
@@ -59,8 +59,8 @@ class Extent:
     units: range
     tokens: range
     rows: range = EMPTY
-    producer: Cyclic = ALONE
-    consumer: Cyclic = ALONE
+    producer: BlockCyclic = ALONE
+    consumer: BlockCyclic = ALONE
     stripe: Stripe = WHOLE
     block: int = 1
 
@@ -72,7 +72,7 @@ class Extent:
         for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):
             _span(field, getattr(self, field), least=least)
         for side in ("producer", "consumer"):
-            one = instance(side, getattr(self, side), Cyclic)
+            one = instance(side, getattr(self, side), BlockCyclic)
             for name, least in (("interleave", 1), ("size", 1), ("rank", 0)):
                 positive_int(f"{side}.{name}", getattr(one, name), least=least, most=MOST)
         instance("stripe", self.stripe, Stripe)

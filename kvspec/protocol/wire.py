@@ -19,7 +19,7 @@ from kvspec.inputs import instance
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.protocol.extent import MAX_NAMES, Extent
 from kvspec.protocol.fingerprint import SIZE
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
@@ -288,8 +288,8 @@ def _extent(
         units=range(*units),
         tokens=range(*tokens),
         rows=range(*rows),
-        producer=Cyclic(*producer),
-        consumer=Cyclic(*consumer),
+        producer=BlockCyclic(*producer),
+        consumer=BlockCyclic(*consumer),
         stripe=Stripe(*stripe),
         block=block,
     )

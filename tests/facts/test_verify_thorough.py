@@ -19,7 +19,7 @@ from kvspec.engines import engine as engines
 from kvspec.ownership import parallel
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.sharding import Sharding, even_sharding
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from tests.support.builders import engine, gqa
 
 NUM_TOKENS = 100
@@ -84,7 +84,7 @@ def context_shifted(patch: pytest.MonkeyPatch) -> None:
     """Plant a context rank that is the next one's."""
     context = ParallelConfig.context
 
-    def shifted(self: ParallelConfig, rank: RankId) -> Cyclic:
+    def shifted(self: ParallelConfig, rank: RankId) -> BlockCyclic:
         own = context(self, rank)
         return attrs.evolve(own, rank=(own.rank + 1) % own.size)
 

@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.ownership.tokens import Cyclic, meet
+from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.carve import rank_units
 from kvspec.testing.laws import KVSPEC
@@ -235,13 +235,13 @@ def test_explicit_shardings_by_hand() -> None:
 
 
 CYCLIC = st.builds(
-    lambda size, rank, interleave: Cyclic(rank % size, size, interleave),
+    lambda size, rank, interleave: BlockCyclic(rank % size, size, interleave),
     st.integers(1, 6), st.integers(0, 5), st.integers(1, 9),
 )  # fmt: skip
 
 
 @given(CYCLIC, CYCLIC)
-def test_contexts_meet_where_both_own_a_position(one: Cyclic, other: Cyclic) -> None:
+def test_contexts_meet_where_both_own_a_position(one: BlockCyclic, other: BlockCyclic) -> None:
     """Asked of every position of their common period."""
     period = np.arange(one.size * one.interleave * other.size * other.interleave)
     both = [
@@ -252,6 +252,6 @@ def test_contexts_meet_where_both_own_a_position(one: Cyclic, other: Cyclic) -> 
 
 def test_contexts_of_long_interleaves_are_compared_at_once() -> None:
     """Two interleaves whose common period has 2e12 positions: no array is as long."""
-    assert meet(Cyclic(0, 2, 2**20), Cyclic(1, 3, 3**12))
-    assert meet(Cyclic(0, 2, 2**40), Cyclic(2, 3, 3**30))
-    assert not meet(Cyclic(0, 2, 2**40), Cyclic(3, 4, 2**40))
+    assert meet(BlockCyclic(0, 2, 2**20), BlockCyclic(1, 3, 3**12))
+    assert meet(BlockCyclic(0, 2, 2**40), BlockCyclic(2, 3, 3**30))
+    assert not meet(BlockCyclic(0, 2, 2**40), BlockCyclic(3, 4, 2**40))

@@ -14,7 +14,7 @@ from refused import words
 import kvspec
 from kvspec.errors import TransferState
 from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import Cyclic
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.protocol import (
     Closed,
     ConsumerLedger,
@@ -63,7 +63,7 @@ def extents(draw: st.DrawFn) -> Extent:
         return range(start, start + draw(st.integers(least, 99)))
 
     names = st.lists(WORDS, min_size=1, max_size=4, unique=True)
-    contexts = st.builds(Cyclic, COUNTS, st.integers(1, 9), st.just(4))
+    contexts = st.builds(BlockCyclic, COUNTS, st.integers(1, 9), st.just(4))
     return Extent(
         layers=draw(names),
         parts=draw(names),
