@@ -30,9 +30,9 @@ class Flows:
     """The bytes that one request moves, one entry for each slice of each edge.
 
     *producer* and *consumer* are indices into each side's `ParallelConfig.ranks`, *moved* bytes.
-    *members* holds the classes of equal producer ranks among which readers choose, as indices;
-    *class_of* says in which class an entry's producer was chosen, *position* which of it it is.
-    *ranks*: how many the producer and the consumer have.
+    *replica_classes* holds the classes of equal producer ranks among which readers choose, as
+    indices; *class_of* says in which class an entry's producer was chosen, *position* which of it
+    it is. *ranks*: how many the producer and the consumer have.
     """
 
     ranks: tuple[int, int]
@@ -41,7 +41,7 @@ class Flows:
     moved: Ints
     class_of: Ints
     position: Ints
-    members: tuple[tuple[int, ...], ...]
+    replica_classes: tuple[tuple[int, ...], ...]
 
     @property
     def into(self) -> Ints:
@@ -61,12 +61,12 @@ class Flows:
             told = f"at most {MOST // total}: all links together carry at most {MOST} bytes"
             raise SpecError("consumers", engines, told)
         out = np.zeros(self.ranks[0], np.int64)
-        for number, members in enumerate(self.members):
+        for number, replicas in enumerate(self.replica_classes):
             chosen = self.class_of == number
-            loads = _total(self.position[chosen], self.moved[chosen], len(members))
-            turns, rest = divmod(engines, len(members))
+            loads = _total(self.position[chosen], self.moved[chosen], len(replicas))
+            turns, rest = divmod(engines, len(replicas))
             summed = loads.sum() * turns + sum(np.roll(loads, engine) for engine in range(rest))
-            np.add.at(out, np.array(members), summed)
+            np.add.at(out, np.array(replicas), summed)
         return out
 
 
@@ -94,8 +94,8 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
         if key not in sizes:
             sizes[key] = _unit_bytes(share, piece.stripe, context, num_tokens)
         moved = len(one.layers) * (piece.stop - piece.start) * sizes[key]
-        number = classes.setdefault(piece.equals, len(classes))
-        place = piece.equals.index(piece.producer)
+        number = classes.setdefault(piece.replicas, len(classes))
+        place = piece.replicas.index(piece.producer)
         columns.append((piece.producer, one.reader, moved, number, place))
     total = sum(column[2] for column in columns)
     if total > MOST:
@@ -111,7 +111,7 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
         moved=moved_bytes,
         class_of=class_of,
         position=position,
-        members=tuple(classes),
+        replica_classes=tuple(classes),
     )
 
 

@@ -29,31 +29,35 @@ MAX_STRIPES = 2**17
 
 
 @attrs.frozen
-class Class:
-    """Equal producer ranks (*members*), and the consumer ranks that need what they hold.
+class ReplicaClass:
+    """Equal producer ranks (*replicas*), and the consumer ranks that need what they hold.
 
     Both are indices of ranks, ascending.
     """
 
-    members: tuple[int, ...]
-    readers: tuple[int, ...]
+    replicas: tuple[int, ...]
+    consumers: tuple[int, ...]
 
 
-def _nearest(reader: int, equal: Class, nodes: tuple[Nodes, Nodes]) -> tuple[int, ...]:
-    """Choose among the members on the reader's node; where there is none, among all."""
+def _nearest(
+    reader: int, replica_class: ReplicaClass, nodes: tuple[Nodes, Nodes]
+) -> tuple[int, ...]:
+    """Choose among the replicas on the reader's node; where there is none, among all."""
     producer, consumer = nodes
-    near = tuple(member for member in equal.members if producer[member] == consumer[reader])
-    return near or equal.members
+    near = tuple(
+        replica for replica in replica_class.replicas if producer[replica] == consumer[reader]
+    )
+    return near or replica_class.replicas
 
 
-Candidates = Callable[[int, Class, tuple[Nodes, Nodes]], tuple[int, ...]]
+Candidates = Callable[[int, ReplicaClass, tuple[Nodes, Nodes]], tuple[int, ...]]
 
 
 @attrs.frozen
 class PolicyRule:
     """How one policy chooses.
 
-    *candidates*: from a reader, its whole class and the nodes of both sides' ranks, the members
+    *candidates*: from a reader, its whole class and the nodes of both sides' ranks, the replicas
     among which it chooses; None for all of them. Readers with the same candidates choose together,
     so that none of those is read more often than another by more than one. *striped*: each reads
     all candidates, by turns of blocks. *topology*: whether the nodes have to be known.
@@ -66,7 +70,7 @@ class PolicyRule:
 
 POLICIES: dict[ReplicaPolicyName, PolicyRule] = {
     "spread": PolicyRule(),
-    "first": PolicyRule(lambda _reader, equal, _nodes: equal.members[:1]),
+    "first": PolicyRule(lambda _reader, replica_class, _nodes: replica_class.replicas[:1]),
     "stripe": PolicyRule(striped=True),
     "nearest": PolicyRule(_nearest, topology=True),
 }
@@ -175,48 +179,67 @@ class ReplicaChooser:
     policy: PolicyRule
     salt: int
     nodes: tuple[Nodes, Nodes]
-    _together: dict[Class, dict[int, Class]] = attrs.field(init=False, factory=dict)
+    _together: dict[ReplicaClass, dict[int, ReplicaClass]] = attrs.field(init=False, factory=dict)
 
-    def choose(self, reader: int, equal: Class) -> tuple[Class, tuple[tuple[int, Stripe], ...]]:
-        """Return among whom *reader* chooses, and the members that it reads, each with its stripe.
+    def choose(
+        self, reader: int, replica_class: ReplicaClass
+    ) -> tuple[ReplicaClass, tuple[tuple[int, Stripe], ...]]:
+        """Return among whom *reader* chooses, and the replicas that it reads, each with its stripe.
 
-        With M members and C readers among whom it is number i, it reads member ``i M // C + salt``,
-        counted around; striped, block b from member ``b C + i + salt``.
+        With M replicas and C readers among whom it is number i, it reads replica ``i M // C +
+        salt``, counted around; striped, block b from replica ``b C + i + salt``.
 
         ========  ==================  ============================
         blocks    M = 2, C = 3        M = 4, C = 2, striped
         ========  ==================  ============================
-        reader 0  member 0            members 0, 2, 0, 2 ...
-        reader 1  member 0            members 1, 3, 1, 3 ...
-        reader 2  member 1
+        reader 0  replica 0            replicas 0, 2, 0, 2 ...
+        reader 1  replica 0            replicas 1, 3, 1, 3 ...
+        reader 2  replica 1
         ========  ==================  ============================
         """
-        among = self._among(reader, equal)
-        number, readers, members = among.readers.index(reader), len(among.readers), among.members
-        if not self.policy.striped or len(members) == 1:
-            place = (number * len(members) // readers + self.salt) % len(members)
-            return among, ((members[place], WHOLE),)
-        step = len(members) // gcd(readers, len(members))
-        if step * readers > MAX_STRIPES:
-            told = f"'spread': {readers} readers would read {step} of {len(members)} replicas each"
+        among = self._among(reader, replica_class)
+        number, consumers, replicas = (
+            among.consumers.index(reader),
+            len(among.consumers),
+            among.replicas,
+        )
+        if not self.policy.striped or len(replicas) == 1:
+            place = (number * len(replicas) // consumers + self.salt) % len(replicas)
+            return among, ((replicas[place], WHOLE),)
+        step = len(replicas) // gcd(consumers, len(replicas))
+        if step * consumers > MAX_STRIPES:
+            told = (
+                f"'spread': {consumers} readers would read {step} of {len(replicas)} replicas each"
+            )
             raise SpecError("replica_policy", "stripe", told)
         return among, tuple(
-            (members[(block * readers + number + self.salt) % len(members)], Stripe(block, step))
+            (
+                replicas[(block * consumers + number + self.salt) % len(replicas)],
+                Stripe(block, step),
+            )
             for block in range(step)
         )
 
-    def _among(self, reader: int, equal: Class) -> Class:
+    def _among(self, reader: int, replica_class: ReplicaClass) -> ReplicaClass:
         """Return the candidates of *reader*, and the readers that have the same ones."""
         if self.policy.candidates is None:
-            return equal
-        if equal not in self._together:
-            candidates = {r: self.policy.candidates(r, equal, self.nodes) for r in equal.readers}
-            readers: dict[tuple[int, ...], list[int]] = {}
-            for one, members in candidates.items():
-                readers.setdefault(members, []).append(one)
-            same = {members: Class(members, tuple(ranks)) for members, ranks in readers.items()}
-            self._together[equal] = {one: same[members] for one, members in candidates.items()}
-        return self._together[equal][reader]
+            return replica_class
+        if replica_class not in self._together:
+            candidates = {
+                r: self.policy.candidates(r, replica_class, self.nodes)
+                for r in replica_class.consumers
+            }
+            consumers: dict[tuple[int, ...], list[int]] = {}
+            for one, replicas in candidates.items():
+                consumers.setdefault(replicas, []).append(one)
+            same = {
+                replicas: ReplicaClass(replicas, tuple(ranks))
+                for replicas, ranks in consumers.items()
+            }
+            self._together[replica_class] = {
+                one: same[replicas] for one, replicas in candidates.items()
+            }
+        return self._together[replica_class][reader]
 
 
 @lru_cache(maxsize=1024, typed=True)

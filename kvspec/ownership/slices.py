@@ -16,7 +16,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.part import Part
-from kvspec.ownership.replicas import Class, ReplicaChooser, Role
+from kvspec.ownership.replicas import ReplicaChooser, ReplicaClass, Role
 from kvspec.ownership.sharding import Sharding
 from kvspec.ownership.stripes import WHOLE, Stripe
 
@@ -72,19 +72,21 @@ class TPTransferSlice:
 class Piece(NamedTuple):
     """Global units [start, stop) that a consumer rank reads from *producer*.
 
-    *equals*: the producer ranks among which this one was chosen.
+    *replicas*: the producer ranks among which this one was chosen.
     """
 
     producer: int
     start: int
     stop: int
     stripe: Stripe
-    equals: tuple[int, ...]
+    replicas: tuple[int, ...]
 
 
 @lru_cache(maxsize=65536)
-def _class(consumer: Sharding, members: tuple[int, ...], start: int, stop: int) -> Class:
-    return Class(members, consumer.ranks_of(range(start, stop)))
+def _replica_class(
+    consumer: Sharding, replicas: tuple[int, ...], start: int, stop: int
+) -> ReplicaClass:
+    return ReplicaClass(replicas, consumer.ranks_of(range(start, stop)))
 
 
 def consumer_pieces(
@@ -94,13 +96,15 @@ def consumer_pieces(
     own = consumer.ranges[rank]
     pieces = []
     for index in producer.classes(own):
-        units, members = producer.owned[index], producer.holders[index]
+        units, replicas = producer.owned[index], producer.holders[index]
         start, stop = max(own.start, units.start), min(own.stop, units.stop)
-        if len(members) == 1:
-            pieces.append(Piece(members[0], start, stop, WHOLE, members))
+        if len(replicas) == 1:
+            pieces.append(Piece(replicas[0], start, stop, WHOLE, replicas))
             continue
-        among, chosen = chooser.choose(rank, _class(consumer, members, units.start, units.stop))
-        pieces.extend(Piece(member, start, stop, way, among.members) for member, way in chosen)
+        among, chosen = chooser.choose(
+            rank, _replica_class(consumer, replicas, units.start, units.stop)
+        )
+        pieces.extend(Piece(replica, start, stop, way, among.replicas) for replica, way in chosen)
     return pieces
 
 

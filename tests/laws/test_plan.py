@@ -23,7 +23,7 @@ from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.testing import Case, laws, strategies
 from kvspec.testing.carve import rank_units
 from kvspec.testing.laws import KVSPEC
-from kvspec.testing.laws.owners import owns, replica_classes, targets
+from kvspec.testing.laws.owners import counted_replicas, owns, targets
 from kvspec.testing.positions import live_positions
 from kvspec.testing.world import plan_of
 
@@ -160,15 +160,15 @@ def test_an_unread_rank_has_its_releaser(case: Case) -> None:
     A rank of several classes (its parts are sharded differently) is told by the releaser of one.
     """
     plan = plan_of(case)
-    found = list(replica_classes(case.producer, case.consumer))
+    found = list(counted_replicas(case.producer, case.consumer))
     for rank in case.producer.parallel.ranks:
         if plan.targets(rank):
             assert plan.targets(rank) == plan.notifiers(rank)
             continue
         chosen = [
-            each.readers[each.members.index(rank) * len(each.readers) // len(each.members)]
+            each.consumers[each.replicas.index(rank) * len(each.consumers) // len(each.replicas)]
             for each in found
-            if rank in each.members
+            if rank in each.replicas
         ]
         if chosen:
             (releaser,) = plan.notifiers(rank)

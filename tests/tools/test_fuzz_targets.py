@@ -54,7 +54,7 @@ def crowding(patch: pytest.MonkeyPatch) -> None:
     """Send every consumer to the first replica, whatever the policy."""
 
     def first(_self: object, _reader: int, equal: Any) -> Any:
-        return equal, ((equal.members[0], kvspec.Stripe()),)
+        return equal, ((equal.replicas[0], kvspec.Stripe()),)
 
     patch.setattr(kvspec.ownership.replicas.ReplicaChooser, "choose", first)
 

@@ -14,11 +14,11 @@ from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.laws.owners import (
     FAR,
     Target,
+    counted_replicas,
     has_replicas,
     home,
     horizon,
     owns,
-    replica_classes,
     targets,
 )
 from kvspec.testing.positions import context_of
@@ -160,20 +160,20 @@ def fair(trial: Trial) -> Iterator[str]:
     policy = (
         case.replica_policy if isinstance(case.replica_policy, str) else case.replica_policy.name
     )
-    for alike in replica_classes(case.producer, case.consumer):
-        where = f"{alike.layers[0]}.{alike.part.name}"
+    for counted in counted_replicas(case.producer, case.consumer):
+        where = f"{counted.layers[0]}.{counted.part.name}"
         blocks = range(ROUNDS if policy == "stripe" else 1)
         loads: dict[tuple[RankId, ...], Counter[RankId]] = {}
-        for reader in alike.readers:
+        for reader in counted.consumers:
             read = {
                 (each.producer, block)
-                for layer in alike.layers
-                for each in arriving.get((reader, layer, alike.part.name), ())
-                if each.producer in alike.members and alike.units & set(each.units)
+                for layer in counted.layers
+                for each in arriving.get((reader, layer, counted.part.name), ())
+                if each.producer in counted.replicas and counted.units & set(each.units)
                 for block in blocks
                 if block % each.stripe[1] == each.stripe[0]
             }
-            among = _candidates(case, alike.members, reader)
+            among = _candidates(case, counted.replicas, reader)
             load = loads.setdefault(among, Counter(dict.fromkeys(among, 0)))
             load.update(source for source, _ in read)
             for source in sorted({source for source, _ in read} - set(among)):

@@ -85,17 +85,20 @@ def horizon(producer: EngineSpec, consumer: EngineSpec) -> int:
 
 
 @attrs.frozen
-class ReplicaClass:
-    """What *members* hold alike of one part, and its *readers*: all ranks that need any of it."""
+class CountedReplicas:
+    """What *replicas* hold alike of one part, and its *consumers*.
+
+    All ranks that need any of it.
+    """
 
     layers: tuple[str, ...]
     part: Part
     units: frozenset[int]
-    members: tuple[RankId, ...]
-    readers: tuple[RankId, ...]
+    replicas: tuple[RankId, ...]
+    consumers: tuple[RankId, ...]
 
 
-def replica_classes(producer: EngineSpec, consumer: EngineSpec) -> Iterator[ReplicaClass]:
+def counted_replicas(producer: EngineSpec, consumer: EngineSpec) -> Iterator[CountedReplicas]:
     """Yield every replica class of *producer*, from sets of layers, units and positions."""
     for (stage, _, _, parts), layers in _together(producer, consumer).items():
         for part in parts:
@@ -105,10 +108,12 @@ def replica_classes(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Repl
             for rank, (units, positions) in holds.items():
                 if rank.pp == stage and units:
                     alike.setdefault((units, positions.tobytes()), []).append(rank)
-            for (units, _), members in alike.items():
-                positions = holds[members[0]][1]
-                readers = [r for r, (u, p) in needs.items() if u & units and (p & positions).any()]
-                yield ReplicaClass(tuple(layers), part, units, tuple(members), tuple(readers))
+            for (units, _), replicas in alike.items():
+                positions = holds[replicas[0]][1]
+                consumers = [
+                    r for r, (u, p) in needs.items() if u & units and (p & positions).any()
+                ]
+                yield CountedReplicas(tuple(layers), part, units, tuple(replicas), tuple(consumers))
 
 
 def _together(producer: EngineSpec, consumer: EngineSpec) -> dict[Any, list[str]]:
