@@ -242,7 +242,7 @@ def rows() -> Iterator[Row]:
         ("NVFP4, FlashInfer", V1 + "flashinfer.FlashInferBackend", nvfp4),
         ("NVFP4, MSA", MODELS + "minimax_m3.nvidia.sparse_attention_msa."
          "MiniMaxM3SparseMSANvfp4Backend", nvfp4),
-        ("ROCM_ATTN, keys in pieces", V1 + "rocm_attn.RocmAttentionBackend", slots_of_all),
+        ("ROCM_ATTN, keys in chunks", V1 + "rocm_attn.RocmAttentionBackend", slots_of_all),
         ("ROCM_AITER_FA", shuffling, heads()),
         ("ROCM_AITER_FA shuffled", shuffling, slots_of_all),
         ("of a backend not known", "acme.attention.Backend", heads()),

@@ -253,5 +253,5 @@ def cached_untouched(
         at, row = has // size, has % size // parts[part].tokens_per_state
         block = own.block_ids[at]
         known = (block >= 0) & (block < len(view) // split)
-        piece, row = np.divmod(row[known], parts[part].states // split)
-        assert not view[block[known] * split + piece, :, row].any()
+        kernel_block, row = np.divmod(row[known], parts[part].states // split)
+        assert not view[block[known] * split + kernel_block, :, row].any()

@@ -31,7 +31,7 @@ def offsets(region: Region, base: int) -> np.ndarray:
     shape = region.num_blocks, region.units, region.states, region.content_bytes
     strides = region.block_stride, region.unit_stride, region.state_stride
     axes = [np.arange(n) * stride for n, stride in zip(shape, strides, strict=False)]
-    axes.append(np.array([region.piece_offset(byte) for byte in range(region.content_bytes)]))
+    axes.append(np.array([region.chunk_offset(byte) for byte in range(region.content_bytes)]))
     at = np.full(shape, region.base - base)
     for axis, steps in enumerate(axes):
         at += steps.reshape([-1 if each == axis else 1 for each in range(4)])

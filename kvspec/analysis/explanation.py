@@ -177,7 +177,7 @@ def _lines(
     """Say, block by block, which of the region's contents lie in *span*."""
     units = np.arange(region.units)[:, None, None] * region.unit_stride
     rows = np.arange(region.states)[:, None] * region.state_stride
-    grid = region.base + units + rows + np.arange(region.pieces) * region.piece_stride
+    grid = region.base + units + rows + np.arange(region.chunks) * region.chunk_stride
     stride = max(region.block_stride, 1)
     # The first and the last block in which each content lies in the span.
     before = np.maximum(-((grid - span.start) // stride), 0)

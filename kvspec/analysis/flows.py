@@ -88,15 +88,15 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
     for one in exchanges(plan.producer, plan.consumer, plan.shares, plan.replica_policy):
-        share, piece = one.share, one.piece
+        share, unit_range = one.share, one.unit_range
         context = plan.consumer.context(share.pair.consumer, consumers[one.reader])
-        key = (id(share), piece.stripe, context)
+        key = (id(share), unit_range.stripe, context)
         if key not in sizes:
-            sizes[key] = _unit_bytes(share, piece.stripe, context, num_tokens)
-        moved = len(one.layers) * (piece.stop - piece.start) * sizes[key]
-        number = classes.setdefault(piece.replicas, len(classes))
-        place = piece.replicas.index(piece.producer)
-        columns.append((piece.producer, one.reader, moved, number, place))
+            sizes[key] = _unit_bytes(share, unit_range.stripe, context, num_tokens)
+        moved = len(one.layers) * (unit_range.stop - unit_range.start) * sizes[key]
+        number = classes.setdefault(unit_range.replicas, len(classes))
+        place = unit_range.replicas.index(unit_range.producer)
+        columns.append((unit_range.producer, one.reader, moved, number, place))
     total = sum(column[2] for column in columns)
     if total > MOST:
         told = f"fewer: all links together would carry {total} bytes, more than {MOST}"

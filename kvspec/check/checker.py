@@ -49,7 +49,7 @@ class Grid:
 
     *rows* are numbers of a state's rows, or the tokens with which rows begin. Unless they are
     *cached*, they have to be written, once; cached ones must not be. Of each content these are
-    *size* bytes, from *byte* on: the longest piece that lies together on all sides.
+    *size* bytes, from *byte* on: the longest chunk that lies together on all sides.
     """
 
     moving: Moving
@@ -113,7 +113,7 @@ class Checker:
         strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
         step = -(-AT_ONCE // len(units))
         sides = (self.consumer, *self.producers.values())
-        sizes = [side.piece_bytes(moving.layer, moving.part) for side in sides]
+        sizes = [side.chunk_bytes(moving.layer, moving.part) for side in sides]
         size = gcd(*sizes)
         for every in (wanted, cached):
             for at in range(0, len(every), step):
@@ -121,7 +121,7 @@ class Checker:
                 first = self._first(self.consumer, moving.group, moving, rows)[:, None]
                 begins = np.where(first < 0, -1, first + strides).ravel()
                 for byte in range(0, moving.part.content_bytes, size):
-                    offset = self.consumer.piece_offset(moving.layer, moving.part, byte)
+                    offset = self.consumer.chunk_offset(moving.layer, moving.part, byte)
                     address = np.where(begins < 0, -1, begins + offset)
                     yield Grid(moving, units, rows, every is cached, byte, size, address)
 
@@ -193,7 +193,7 @@ class Checker:
                 first[source] = self._first(side, group, moving, grid.rows)
                 start[source], stop[source] = units.start, units.stop
                 stride[source] = side.unit_stride(moving.layer, moving.part)
-                offset[source] = side.piece_offset(moving.layer, moving.part, grid.byte)
+                offset[source] = side.chunk_offset(moving.layer, moving.part, grid.byte)
         row, unit = np.divmod(content, len(grid.units))
         unit += grid.units.start
         begins = first[number, row]

@@ -114,7 +114,7 @@ def digest(
         placed = rows_of(cache, region, part, tables, want)
         context = engine.context(engine.group(region.group), rank).rank if part.per_token else 0
         for own, unit in enumerate(units):
-            total = sum(pieces_of(region, own, unit, *placed)) % 2**64
+            total = sum(partial_sums(region, own, unit, *placed)) % 2**64
             sums[region.layer, region.part, unit, context] = total
     return sums
 
@@ -228,7 +228,7 @@ def _state_rows(
     return np.full(len(row), table.block_ids[slot]), row, row
 
 
-def pieces_of(
+def partial_sums(
     region: Region, own: int, unit: int, block: Ints, row: Ints, number: Ints
 ) -> Iterator[int]:
     """Yield sums of some rows that add up to that of all, of which *number* is the name.
@@ -236,21 +236,21 @@ def pieces_of(
     Of one *unit* of the model, the *own*-th of *region*. Each is some hundred kilobytes of work.
     """
     many = max(1, MANY_BYTES // region.content_bytes)
-    pieces = [_piece(region, piece) for piece in range(region.pieces)]
+    chunks = [_chunk(region, chunk) for chunk in range(region.chunks)]
     key = _key(region.layer, region.part, unit)
     for at in range(0, len(block), many):
         here = slice(at, at + many)
-        content = _word([piece[block[here], own, row[here]] for piece in pieces])
+        content = _word([chunk[block[here], own, row[here]] for chunk in chunks])
         name = _mix(number[here].astype(np.uint64) ^ key)
         yield int(_mix(content ^ name).sum(dtype=np.uint64))
 
 
-def _word(pieces: list[npt.NDArray[np.uint8]]) -> Words:
-    """Return one word for each content, made of all its bytes in order, which lie in *pieces*.
+def _word(chunks: list[npt.NDArray[np.uint8]]) -> Words:
+    """Return one word for each content, made of all its bytes in order, which lie in *chunks*.
 
     One changed word of a content always changes the result. See the module for the formula.
     """
-    content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+    content = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
     if short := -content.shape[1] % 8:
         content = np.pad(content, ((0, 0), (0, short)))
     words = content.view("<u8")
@@ -262,12 +262,12 @@ def _word(pieces: list[npt.NDArray[np.uint8]]) -> Words:
     return np.asarray(np.einsum("ij,j->i", folded, weights), np.uint64)
 
 
-def _piece(region: Region, piece: int) -> npt.NDArray[np.uint8]:
-    """Return a view of one piece of all contents: [blocks, units, states, bytes]."""
-    extent, size = region.extent, region.piece_bytes
+def _chunk(region: Region, chunk: int) -> npt.NDArray[np.uint8]:
+    """Return a view of one chunk of all contents: [blocks, units, states, bytes]."""
+    extent, size = region.extent, region.chunk_bytes
     memory = (ctypes.c_uint8 * len(extent)).from_address(extent.start)
     return np.lib.stride_tricks.as_strided(
-        np.ctypeslib.as_array(memory)[piece * region.piece_stride :],
+        np.ctypeslib.as_array(memory)[chunk * region.chunk_stride :],
         (region.num_blocks, region.units, region.states, size),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
         writeable=False,

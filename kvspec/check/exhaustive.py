@@ -22,7 +22,7 @@ from kvspec.ownership.replicas import (
     tp_chooser,
 )
 from kvspec.ownership.sharding import Sharding, even_sharding
-from kvspec.ownership.slices import Piece, consumer_pieces
+from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
 from kvspec.ownership.stripes import times_held
 
 Owned = tuple[tuple[int, int], ...]
@@ -159,7 +159,7 @@ def _fault(
     for rank, (start, stop) in enumerate(wanted):
         reached = start
         for source, first, last, stripe, equals in _whole(
-            consumer_pieces(consumer, producer, rank, chooser)
+            consumer_unit_ranges(consumer, producer, rank, chooser)
         ):
             if first != reached or last <= first:
                 return f"rank {rank}: heads {reached}.. missing or double at {first}..{last - 1}"
@@ -194,13 +194,15 @@ def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: 
     return None
 
 
-def _whole(pieces: list[Piece]) -> Iterable[Piece]:
-    """Return one piece for each range whose stripes together are every virtual block once."""
-    if all(piece.stripe.whole for piece in pieces):
-        return pieces
-    ways: dict[tuple[int, int], list[Piece]] = {}
-    for piece in pieces:
-        ways.setdefault((piece.start, piece.stop), []).append(piece)
+def _whole(unit_ranges: list[UnitRange]) -> Iterable[UnitRange]:
+    """Return one range for each range whose stripes together are every virtual block once."""
+    if all(unit_range.stripe.whole for unit_range in unit_ranges):
+        return unit_ranges
+    ways: dict[tuple[int, int], list[UnitRange]] = {}
+    for unit_range in unit_ranges:
+        ways.setdefault((unit_range.start, unit_range.stop), []).append(unit_range)
     return [
-        pieces[0] for pieces in ways.values() if times_held(piece.stripe for piece in pieces) == 1
+        unit_ranges[0]
+        for unit_ranges in ways.values()
+        if times_held(unit_range.stripe for unit_range in unit_ranges) == 1
     ]

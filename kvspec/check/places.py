@@ -65,15 +65,15 @@ class Places:
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.unit_stride
 
-    def piece_bytes(self, layer: str, part: Part) -> int:
-        """Return the bytes of one piece of *part*'s contents; 0 where the rank has none."""
+    def chunk_bytes(self, layer: str, part: Part) -> int:
+        """Return the bytes of one chunk of *part*'s contents; 0 where the rank has none."""
         region = self.regions.get((layer, part.name))
-        return 0 if region is None else region.piece_bytes
+        return 0 if region is None else region.chunk_bytes
 
-    def piece_offset(self, layer: str, part: Part, byte: int) -> int:
+    def chunk_offset(self, layer: str, part: Part, byte: int) -> int:
         """Return how far a *byte* lies from where its content begins; 0 where there is none."""
         region = self.regions.get((layer, part.name))
-        return 0 if region is None else region.piece_offset(byte)
+        return 0 if region is None else region.chunk_offset(byte)
 
     def units(self, group: KVCacheGroup, part: Part) -> range:
         """Return the model's units of *part* that the rank holds."""
@@ -104,8 +104,8 @@ class Places:
         inside = (stored[token] == place) & (block >= 0) & (block < len(table.block_ids))
         ids = np.append(table.block_ids, -1)[np.where(inside, block, -1)]
         inside = self._in_pool(group, region, ids)
-        piece, token = np.divmod(token, group.memory_block_size)
-        blocks = np.where(inside, ids, 0) * group.split + piece
+        kernel_block, token = np.divmod(token, group.memory_block_size)
+        blocks = np.where(inside, ids, 0) * group.split + kernel_block
         states = token // part.tokens_per_state * region.state_stride
         return np.where(inside, region.base + blocks * region.block_stride + states, -1)
 
@@ -181,6 +181,6 @@ def _merged(contents: list[Contents]) -> Contents:
 def _first_block(region: Region, rows: int) -> Contents:
     """Return what block 0 of *region* holds, of each unit its first *rows*."""
     units = np.arange(region.units)[:, None] * region.unit_stride
-    pieces = np.arange(region.pieces)[:, None, None] * region.piece_stride
-    start = (region.base + pieces + units + np.arange(rows) * region.state_stride).ravel()
-    return start, np.full(len(start), region.piece_bytes)
+    chunks = np.arange(region.chunks)[:, None, None] * region.chunk_stride
+    start = (region.base + chunks + units + np.arange(rows) * region.state_stride).ravel()
+    return start, np.full(len(start), region.chunk_bytes)

@@ -17,7 +17,7 @@ from kvspec.descriptors.shared import check_shared, check_shared_sources, sharin
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
-from kvspec.memory.region import Region, common_pieces
+from kvspec.memory.region import Region, common_chunks
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
@@ -36,7 +36,7 @@ Held = Mapping[RankId, tuple[RankCache, Mapping[str, Any]]]
 Move = tuple["torch.Tensor", "torch.Tensor", TPTransferSlice, list["torch.Tensor"]]
 """From and to: [blocks, units, states, bytes]; which units; producer's and consumer's rows.
 
-The bytes are those of a content, or of a piece of it, that lie together on both sides.
+The bytes are those of a content, or of a chunk of it, that lie together on both sides.
 """
 
 
@@ -105,8 +105,8 @@ def _moves(
                         )
                     ]
                     rows = _rows(request, each, spec, part, places)
-                    size, pieces = common_pieces(*regions)
-                    for byte in pieces:
+                    size, chunks = common_chunks(*regions)
+                    for byte in chunks:
                         source, target = (
                             _view(f"{side}s", own, region, byte, size)
                             for side, own, region in zip(_SIDES, held, regions, strict=True)
@@ -153,7 +153,7 @@ def _view(
         (region.num_blocks, region.units, region.states, size),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
         # Counted from where the tensor's storage begins, which may be before the tensor does.
-        region.base + region.piece_offset(byte) - flat.data_ptr() + flat.storage_offset(),
+        region.base + region.chunk_offset(byte) - flat.data_ptr() + flat.storage_offset(),
     )
 
 

@@ -91,10 +91,12 @@ def slices(
         if rank is not None and not 0 <= rank < local:
             raise SpecError("rank", rank, f"a rank of the {role}: 0 to {local - 1}")
         rows = [
-            (name, own, piece)
+            (name, own, transfer_slice)
             for name, spec in specs.items()
             for own in (range(local) if rank is None else (rank,))
-            for piece in spec.get_tp_transfer_slices(own, local, remote, cast("Role", role), policy)
+            for transfer_slice in spec.get_tp_transfer_slices(
+                own, local, remote, cast("Role", role), policy
+            )
         ]
         if svg is not None:
             _draw(specs, sides, policy, svg)
@@ -105,9 +107,9 @@ def slices(
 
 
 def _values(row: Row, role: str) -> dict[str, Any]:
-    group, rank, piece = row
+    group, rank, transfer_slice = row
     whose = {"group": group or None, "role": role, "rank": rank}
-    return whose | attrs.asdict(piece, recurse=False)
+    return whose | attrs.asdict(transfer_slice, recurse=False)
 
 
 def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict[str, LayerSpec]:
@@ -150,8 +152,8 @@ def _show(rows: list[Row], role: str) -> None:
     names += [f"in the {other}", "blocks", "layers"]
     empty = {
         "group": not any(group for group, _, _ in rows),
-        "blocks": all(piece.stripe.whole for _, _, piece in rows),
-        "layers": not any(piece.layers for _, _, piece in rows),
+        "blocks": all(transfer_slice.stripe.whole for _, _, transfer_slice in rows),
+        "layers": not any(transfer_slice.layers for _, _, transfer_slice in rows),
     }
     shown = [not empty.get(name, False) for name in names]
     output().print(table(compress(names, shown), (compress(line, shown) for line in _lines(rows))))
@@ -160,16 +162,20 @@ def _show(rows: list[Row], role: str) -> None:
 def _lines(rows: list[Row]) -> Iterator[list[str]]:
     """Yield the cells of every slice, and nothing between two ranks."""
     before = rows[0][:2] if rows else None
-    for group, rank, piece in rows:
+    for group, rank, transfer_slice in rows:
         if before != (group, rank):
             yield []
         before = (group, rank)
         units = [
             str(own.start) if len(own) == 1 else f"{own.start}..{own.stop - 1}"
-            for own in (piece.global_range, piece.local_range, piece.remote_range)
+            for own in (
+                transfer_slice.global_range,
+                transfer_slice.local_range,
+                transfer_slice.remote_range,
+            )
         ]
-        more = f" and {len(piece.layers) - 1} more" if piece.layers[1:] else ""
-        layers = f"{piece.layers[0]}{more}" if piece.layers else ""
-        blocks = str(piece.stripe).removeprefix("blocks ")
-        ranks = f"tp{rank}", f"tp{piece.remote_rank}"
-        yield [group, *ranks, "+".join(piece.parts), *units, blocks, layers]
+        more = f" and {len(transfer_slice.layers) - 1} more" if transfer_slice.layers[1:] else ""
+        layers = f"{transfer_slice.layers[0]}{more}" if transfer_slice.layers else ""
+        blocks = str(transfer_slice.stripe).removeprefix("blocks ")
+        ranks = f"tp{rank}", f"tp{transfer_slice.remote_rank}"
+        yield [group, *ranks, "+".join(transfer_slice.parts), *units, blocks, layers]

@@ -1,7 +1,7 @@
 """Block tables with token ranges, and the requests that move them.
 
 Law: a block table says which tokens its blocks hold; nothing is ever paired by count or from the
-end. What to move is ``live ∩ [cached, num_tokens)``, cut into pieces by each side's own table.
+end. What to move is ``live ∩ [cached, num_tokens)``, cut into ranges by each side's own table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs: the maximal pieces of a cell that are contiguous on both sides.
+"""Runs: the maximal ranges of a cell that are contiguous on both sides.
 
 Law: a run never depends on a block number. Boxes of two strided regions become runs by strides
 alone, and runs of several parts and layers become one wherever they touch on both sides.
@@ -26,7 +26,7 @@ from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.paging import Geometry, RowKind, cell_tokens, scale_of
 from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
-from kvspec.memory.region import Region, common_pieces
+from kvspec.memory.region import Region, common_chunks
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
@@ -145,18 +145,18 @@ def row_sets(
         _, contents = families[family]
         alike = len(one.global_range), source.repeats, target.repeats
         _, first = contents.setdefault(alike, ((source, target), []))
-        size, pieces = common_pieces(source.region, target.region)
-        if len(pieces) == 1:
+        size, chunks = common_chunks(source.region, target.region)
+        if len(chunks) == 1:
             first.append((source.first, target.first, size))
             continue
-        # Content that lies in pieces on either side is as many contents.
+        # Content that lies in chunks on either side is as many contents.
         first += (
             (
-                source.first + source.region.piece_offset(byte),
-                target.first + target.region.piece_offset(byte),
+                source.first + source.region.chunk_offset(byte),
+                target.first + target.region.chunk_offset(byte),
                 size,
             )
-            for byte in pieces
+            for byte in chunks
         )
     seams = producer.seams, consumer.seams
     return tuple(

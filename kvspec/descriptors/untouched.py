@@ -65,10 +65,10 @@ def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]
                         first = region.address(0, one.local_range.start, 0)
                         units = np.arange(len(one.local_range)) * region.unit_stride
                         at = first + block * region.block_stride + row * region.state_stride
-                        pieces = np.arange(region.pieces) * region.piece_stride
+                        chunks = np.arange(region.chunks) * region.chunk_stride
                         yield (
-                            (at[:, None, None] + units[:, None] + pieces).ravel(),
-                            region.piece_bytes,
+                            (at[:, None, None] + units[:, None] + chunks).ravel(),
+                            region.chunk_bytes,
                         )
 
 

@@ -59,21 +59,21 @@ class Window:
             rows = rows[self.tokens.start // size : -(-self.tokens.stop // size)]
         units = np.arange(region.units)
         grid = units[:, None] * region.unit_stride + rows * region.state_stride
-        address = grid[..., None] + np.arange(region.pieces) * region.piece_stride
+        address = grid[..., None] + np.arange(region.chunks) * region.chunk_stride
         address = (address + region.address(self.block, 0, 0)).ravel()
-        pieces = np.repeat((units + first) // part.granularity, len(rows) * region.pieces)
+        packs = np.repeat((units + first) // part.granularity, len(rows) * region.chunks)
         order = np.argsort(address, kind="stable")
-        apart = np.diff(address[order]) != region.piece_bytes
+        apart = np.diff(address[order]) != region.chunk_bytes
         if by_unit:
-            apart |= np.diff(pieces[order]) != 0
+            apart |= np.diff(packs[order]) != 0
         return [
             Stretch(
                 memory,
                 int(address[own[0]]),
-                int(address[own[-1]]) + region.piece_bytes,
+                int(address[own[-1]]) + region.chunk_bytes,
                 region.layer,
                 region.part,
-                range(int(pieces[own].min()), int(pieces[own].max()) + 1),
+                range(int(packs[own].min()), int(packs[own].max()) + 1),
             )
             for own in np.split(order, np.flatnonzero(apart) + 1)
         ]

@@ -44,10 +44,10 @@ class Family:
 
     def labels(self, units: range) -> list[str]:
         """Return the text of every cell: of each head or group of channels, or of many."""
-        pieces = range(units.start // self.granularity, units.stop // self.granularity)
-        if len(pieces) <= _MOST_CELLS:
-            return [str(piece) for piece in pieces]
-        return [f"{pieces.start}{DASH}{pieces.stop - 1}"]
+        packs = range(units.start // self.granularity, units.stop // self.granularity)
+        if len(packs) <= _MOST_CELLS:
+            return [str(transfer_slice) for transfer_slice in packs]
+        return [f"{packs.start}{DASH}{packs.stop - 1}"]
 
 
 @attrs.frozen
@@ -138,11 +138,19 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
     places: dict[tuple[RankId, RankId, Family, range, Stripe], list[tuple[str, str]]] = {}
     for edge in plan.edges:
         spec = plan.consumer.group(edge.group).spec
-        for piece in edge.slices if group in (None, edge.group) else ():
-            parts = spec.of_layer(piece.layers[0]).parts
-            family = Family.of([part for part in parts if part.name in piece.parts])
-            key = (edge.consumer, edge.producer, family, piece.global_range, piece.stripe)
-            places.setdefault(key, []).extend((edge.group, layer) for layer in piece.layers)
+        for transfer_slice in edge.slices if group in (None, edge.group) else ():
+            parts = spec.of_layer(transfer_slice.layers[0]).parts
+            family = Family.of([part for part in parts if part.name in transfer_slice.parts])
+            key = (
+                edge.consumer,
+                edge.producer,
+                family,
+                transfer_slice.global_range,
+                transfer_slice.stripe,
+            )
+            places.setdefault(key, []).extend(
+                (edge.group, layer) for layer in transfer_slice.layers
+            )
     for key, found in places.items():
         groups, layers = zip(*found, strict=True)
         yield Read(*key, tuple(dict.fromkeys(groups)), layers)

@@ -128,7 +128,7 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
 
 def _windows(table: DescriptorTable, edge: Edge, runs: Ints) -> list[Window]:
     """Return the blocks of both sides that the first run lies in, from its first token on."""
-    moved = {name for piece in edge.slices for name in piece.parts}
+    moved = {name for transfer_slice in edge.slices for name in transfer_slice.parts}
     windows: list[Window] = []
     for column, cache in enumerate((table.producer, table.consumer)):
         window = Window(cache, 0, range(0))

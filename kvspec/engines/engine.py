@@ -31,7 +31,7 @@ class HeldPart:
     content_bytes: int
     units: int
     states: int
-    pieces: int
+    chunks: int
 
 
 def _groups(value: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
@@ -80,7 +80,7 @@ class EngineSpec:
     def _check_shardings(self) -> None:
         """Check that every explicit sharding is one of a part's units.
 
-        In multiples of its pieces.
+        In multiples of its chunks.
         """
         parts = [(group, part) for group in self.groups for part in group.own_parts]
         known = sorted({part.units for _, part in parts})
@@ -188,7 +188,7 @@ class EngineSpec:
                 here = [layer for layer in layers if self.stage_of[layer] == rank.pp]
                 for part in group.in_memory(layers[0]).parts:
                     units = len(self.units(group, part, rank))
-                    each = HeldPart(group.name, part.content_bytes, units, part.states, part.pieces)
+                    each = HeldPart(group.name, part.content_bytes, units, part.states, part.chunks)
                     found.update(((layer, part.name), each) for layer in here if units)
         return found
 

@@ -146,11 +146,11 @@ def _one_block(one: _Box, other: _Box) -> bool:
 
 def _box(number: int, region: Region, split: int) -> _Box:
     """Return what *region* repeats; axes inside a block that lie end to end are one content."""
-    length = region.piece_bytes
+    length = region.chunk_bytes
     inner = [
         _Axis(region.unit_stride, region.units),
         _Axis(region.state_stride, region.states),
-        _Axis(region.piece_stride, region.pieces),
+        _Axis(region.chunk_stride, region.chunks),
         _Axis(region.block_stride, min(split, region.num_blocks)),
     ]
     axes: list[_Axis] = []
@@ -240,12 +240,12 @@ def _in_one_turn(near: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
 
 def _nested(region: Region) -> bool:
     """Whether each stride of a region steps over all that the smaller ones reach."""
-    reach = region.piece_bytes
+    reach = region.chunk_bytes
     axes = (
         (region.block_stride, region.num_blocks),
         (region.unit_stride, region.units),
         (region.state_stride, region.states),
-        (region.piece_stride, region.pieces),
+        (region.chunk_stride, region.chunks),
     )
     for stride, count in sorted(each for each in axes if each[1] > 1):
         if stride < reach:

@@ -154,11 +154,11 @@ def _region(group: str, each: Placement, count: int, span: Memory) -> Region:
         block_stride=each.block_stride,
         unit_stride=each.unit_stride,
         state_stride=each.state_stride,
-        piece_stride=each.piece_stride if each.part.pieces > 1 else 0,
+        chunk_stride=each.chunk_stride if each.part.chunks > 1 else 0,
         content_bytes=each.part.content_bytes,
         units=each.units,
         states=each.part.states,
-        pieces=each.part.pieces,
+        chunks=each.part.chunks,
         memory_type=span.memory_type,
         device=span.device,
     )

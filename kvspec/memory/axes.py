@@ -21,7 +21,7 @@ from kvspec.ownership.part import Part
 Dims = tuple[str, ...]
 """The letters of each dimension, outermost first."""
 
-NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "P": "piece", "C": "byte"}
+NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "P": "chunk", "C": "byte"}
 
 _ORDERS = (*(layout.replace("L", "") for layout in NAMED_LAYOUTS), "BNKHC", "BHKNC")
 """Orders that engines use; the last two have keys and values of a token, or a head, together."""
@@ -56,8 +56,8 @@ def said(dims: Dims) -> str:
 
 def sizes(part: Part, units: int) -> dict[str, int]:
     """Return how long each axis of *part* is, of which a rank has so many *units*; C in bytes."""
-    content = part.content_bytes // part.pieces
-    return {"K": 1, "H": units, "N": part.states, "P": part.pieces, "C": content}
+    content = part.content_bytes // part.chunks
+    return {"K": 1, "H": units, "N": part.states, "P": part.chunks, "C": content}
 
 
 def beside(letters: str, parts: Iterable[Part]) -> str:
@@ -150,7 +150,7 @@ def check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
     Strides cannot tell: whatever the order, a dense tensor's stand in it.
     """
     if "P" in axes and shape[axes.index("P")] == shape[axes.index("N")] > 1:
-        wanted = f"{axes!r} said: rows in pieces or pieces in rows, both fit {field}.shape={shape}"
+        wanted = f"{axes!r} said: rows in chunks or chunks in rows, both fit {field}.shape={shape}"
         raise SpecError("axes", None, wanted)
     for layout in NAMED_LAYOUTS:
         other = layout.replace("L", "")

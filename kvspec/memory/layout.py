@@ -30,7 +30,7 @@ class Placement:
     block_stride: int = 0
     unit_stride: int = 0
     state_stride: int = 0
-    piece_stride: int = 0
+    chunk_stride: int = 0
 
 
 def place(
@@ -66,11 +66,11 @@ def axes_of(letters: str, parts: Iterable[Part]) -> str:
     | tokens | LKBNHC: LKBTNHC  | LBNHC: LBTNHKC    | T just inside L and B; K as the letters  |
     |        |                  |                   | say, else parts packed in the content    |
     | states | LKBNHC: LBTNKHC  | LBHNC: LBTKHNC    | L and B outermost, so that a page lies   |
-    |        |                  |                   | in one piece; parts side by side along H |
+    |        |                  |                   | in one chunk; parts side by side along H |
     """
     parts = tuple(parts)
-    if any(part.pieces > 1 for part in parts):
-        letters = _with_pieces(letters)
+    if any(part.chunks > 1 for part in parts):
+        letters = _with_chunks(letters)
     if all(part.per_token for part in parts):
         planes = letters if "K" in letters else letters[:-1] + "KC"
         inside = 1 + max(planes.index("L"), planes.index("B"))
@@ -80,14 +80,14 @@ def axes_of(letters: str, parts: Iterable[Part]) -> str:
     return outer + "T" + inner.replace("H", "KH") + "C"
 
 
-def _with_pieces(letters: str) -> str:
-    """Return *letters* with P (pieces of a row's content) put in: all rows of each piece.
+def _with_chunks(letters: str) -> str:
+    """Return *letters* with P (chunks of a row's content) put in: all rows of each chunk.
 
-    Keys of 4 tokens, 3 elements each, in pieces of one: ``abcd`` ``abcd`` ``abcd``, not ``aaa``
+    Keys of 4 tokens, 3 elements each, in chunks of one: ``abcd`` ``abcd`` ``abcd``, not ``aaa``
     ``bbb`` ``ccc`` ``ddd``. So rows and content are the innermost axes, and keys apart from values.
     """
     if not letters.endswith("NC") or "K" not in letters:
-        wanted = "K, and N just before C, such as LBHKNC, for a format that cuts content in pieces"
+        wanted = "K, and N just before C, such as LBHKNC, for a format that cuts content in chunks"
         raise SpecError("layout", letters, wanted)
     return letters[:-2] + "PNC"
 
@@ -105,7 +105,7 @@ class _Boxes:
     num_blocks: int
 
     def whole_pages(self, members: Sequence[Placement]) -> bool:
-        """Whether a page lies in one piece: no axis outside it, but L and B, repeats anything."""
+        """Whether a page lies in one chunk: no axis outside it, but L and B, repeats anything."""
         outside = (axis for axis in self.axes[: self.page_depth] if axis not in "LB")
         return all(self._single(axis, members) for axis in outside)
 
@@ -118,7 +118,7 @@ class _Boxes:
         """Place *members* in the box at *depth*; return the bytes of that box."""
         axis = self.axes[depth]
         if axis == "C":
-            return members[0].part.content_bytes // members[0].part.pieces
+            return members[0].part.content_bytes // members[0].part.chunks
         size = self._beside(axis, depth, members) if axis in "LTK" else self._repeat(depth, members)
         return padded_page(size, members[0].padded) if depth == self.page_depth else size
 
@@ -148,11 +148,11 @@ class _Boxes:
             elif axis == "H":
                 each.unit_stride = size
             elif axis == "P":
-                each.piece_stride = size
+                each.chunk_stride = size
             else:
                 each.state_stride = size
         return counts.pop() * size
 
     def _count(self, axis: str, member: Placement) -> int:
         part = member.part
-        return {"B": self.num_blocks, "H": member.units, "N": part.states, "P": part.pieces}[axis]
+        return {"B": self.num_blocks, "H": member.units, "N": part.states, "P": part.chunks}[axis]

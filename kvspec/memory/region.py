@@ -19,7 +19,7 @@ class Region:
     """One part of one layer in one rank's memory.
 
     Strides and *content_bytes* are bytes; *units* counts the rank's own, *states* the rows of a
-    block. A row's content lies in so many equal *pieces*, *piece_stride* apart. *device* is the
+    block. A row's content lies in so many equal *chunks*, *chunk_stride* apart. *device* is the
     index of the device that holds *memory_type* ``VRAM``.
     """
 
@@ -34,8 +34,8 @@ class Region:
     content_bytes: int
     units: int
     states: int
-    pieces: int = 1
-    piece_stride: int = 0
+    chunks: int = 1
+    chunk_stride: int = 0
     memory_type: str = "DRAM"
     device: int = 0
 
@@ -49,14 +49,14 @@ class Region:
         )
 
     @property
-    def piece_bytes(self) -> int:
-        """Bytes of one piece of the content: those that lie together."""
-        return self.content_bytes // self.pieces
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk of the content: those that lie together."""
+        return self.content_bytes // self.chunks
 
-    def piece_offset(self, byte: int) -> int:
+    def chunk_offset(self, byte: int) -> int:
         """Return how far a *byte* of the content lies from where the content begins."""
-        piece, rest = divmod(byte, self.piece_bytes)
-        return piece * self.piece_stride + rest
+        chunk, rest = divmod(byte, self.chunk_bytes)
+        return chunk * self.chunk_stride + rest
 
     def locate(self, address: int) -> tuple[int, int, int, int] | None:
         """Return (block, unit, state, byte) of an address, or None if no content lies there."""
@@ -66,7 +66,7 @@ class Region:
                 (self.block_stride, self.num_blocks, 0),
                 (self.unit_stride, self.units, 1),
                 (self.state_stride, self.states, 2),
-                (self.piece_stride, self.pieces, 3),
+                (self.chunk_stride, self.chunks, 3),
             ],
             reverse=True,
         )
@@ -76,36 +76,36 @@ class Region:
                 found[axis], rest = divmod(rest, stride)
                 if not 0 <= found[axis] < count:
                     return None
-        if not 0 <= rest < self.piece_bytes:
+        if not 0 <= rest < self.chunk_bytes:
             return None
-        block, unit, state, piece = found
-        return block, unit, state, piece * self.piece_bytes + rest
+        block, unit, state, chunk = found
+        return block, unit, state, chunk * self.chunk_bytes + rest
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
         """All but where it begins: regions of one shape repeat alike in memory."""
         strides = (self.num_blocks, self.block_stride, self.unit_stride, self.state_stride)
-        sizes = (self.content_bytes, self.states, self.pieces, self.piece_stride)
+        sizes = (self.content_bytes, self.states, self.chunks, self.chunk_stride)
         return (*strides, *sizes, self.memory_type, self.device)
 
     @property
     def extent(self) -> range:
         """From the region's first address to the end of its last content."""
         last = self.address(self.num_blocks - 1, self.units - 1, self.states - 1)
-        return range(self.base, last + self.piece_offset(self.content_bytes - 1) + 1)
+        return range(self.base, last + self.chunk_offset(self.content_bytes - 1) + 1)
 
 
-def common_pieces(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of the longest pieces that lie together on both sides, and where they begin.
+def common_chunks(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of the longest chunks that lie together on both sides, and where they begin.
 
     >>> keys = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=0,
-    ...     unit_stride=0, state_stride=2, content_bytes=8, units=1, states=4, pieces=4,
-    ...     piece_stride=8)
-    >>> rows = attrs.evolve(keys, state_stride=8, pieces=1)
-    >>> common_pieces(keys, rows)
+    ...     unit_stride=0, state_stride=2, content_bytes=8, units=1, states=4, chunks=4,
+    ...     chunk_stride=8)
+    >>> rows = attrs.evolve(keys, state_stride=8, chunks=1)
+    >>> common_chunks(keys, rows)
     (2, (0, 2, 4, 6))
     """
-    size = gcd(one.piece_bytes, other.piece_bytes)
+    size = gcd(one.chunk_bytes, other.chunk_bytes)
     return size, tuple(range(0, one.content_bytes, size))
 
 
@@ -114,7 +114,7 @@ MEMORY_TYPES = ("DRAM", "VRAM")
 
 @attrs.frozen
 class Memory:
-    """One distinct piece of memory to register: address and length in bytes."""
+    """One distinct chunk of memory to register: address and length in bytes."""
 
     address: int
     length: int

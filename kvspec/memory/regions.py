@@ -33,20 +33,20 @@ def _check_region(region: Region, wanted: HeldPart) -> None:
     if not isinstance(home[0], str) or type(home[1]) is not int:
         field = f"regions['{region.layer}.{region.part}']"
         raise SpecError(field, home, "a memory_type (a text) and a device (an int)")
-    sizes = (region.content_bytes, region.units, region.states, region.pieces)
-    right = (wanted.content_bytes, wanted.units, wanted.states, wanted.pieces)
-    strides = (region.block_stride, region.unit_stride, region.state_stride, region.piece_stride)
+    sizes = (region.content_bytes, region.units, region.states, region.chunks)
+    right = (wanted.content_bytes, wanted.units, wanted.states, wanted.chunks)
+    strides = (region.block_stride, region.unit_stride, region.state_stride, region.chunk_stride)
     counts = (region.base, *strides)
     plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
     # All is well, nearly always, and this is asked of every region: so no messages until it is not.
     if plain and sizes == right and min(counts) >= 0 < region.num_blocks <= MOST >= max(counts):
         return
-    for name in ("content_bytes", "units", "states", "pieces"):
+    for name in ("content_bytes", "units", "states", "chunks"):
         size, fits = getattr(region, name), getattr(wanted, name)
         if type(size) is not int or size != fits:
             field = f"regions['{region.layer}.{region.part}'].{name}"
             raise SpecError(field, size, f"{fits}, as the engine's part has")
-    named = ("block_stride", "unit_stride", "state_stride", "piece_stride")
+    named = ("block_stride", "unit_stride", "state_stride", "chunk_stride")
     for name in ("num_blocks", "base", *named):
         field = f"regions['{region.layer}.{region.part}'].{name}"
         positive_int(field, getattr(region, name), least=int(name == "num_blocks"))
@@ -103,7 +103,7 @@ class RankCache:
             raise SpecError("null_block", null, told)
 
     def _check_inside(self) -> None:
-        """Check that every region lies inside one piece of the memory given."""
+        """Check that every region lies inside one chunk of the memory given."""
         reach: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         for home, memories in self._by_home.items():
             starts, stops = reach.setdefault(home, ([], []))
@@ -171,7 +171,7 @@ class RankCache:
         holds both k and v has them along ``K``, or packed in ``C``.
 
         *axes*: the letters of a tensor's dimensions in order, outermost first: ``B`` blocks, ``K``
-        the K and V planes, ``H`` heads (units), ``N`` tokens (states) of a block, ``P`` pieces of
+        the K and V planes, ``H`` heads (units), ``N`` tokens (states) of a block, ``P`` chunks of
         the content, ``C`` content; for all tensors, or by the name of a part, a tensor or, for what
         they do not name, a group. Where several axes lie in one dimension they stand in brackets:
         SGLang's ``[slots, heads, size]`` is ``(BN)HC``. A letter that is not there has extent 1;

@@ -190,7 +190,7 @@ def _unsaid(field: str, order: str, array: Array, parts: Mapping[Part, int]) -> 
     Of fewer dimensions it has to be said which axes lie in one.
     """
     letters = order if len(parts) > 1 else order.replace("K", "")
-    if all(part.pieces == 1 for part in parts):
+    if all(part.chunks == 1 for part in parts):
         letters = letters.replace("P", "")
     readings = (
         list(folded_readings(letters, array, parts)) if len(array.shape) < len(letters) else []
@@ -268,8 +268,8 @@ class _Reader:
                 content_bytes=part.content_bytes,
                 units=size["H"],
                 states=part.states,
-                pieces=part.pieces,
-                piece_stride=self.stride("P") if part.pieces > 1 else 0,
+                chunks=part.chunks,
+                chunk_stride=self.stride("P") if part.chunks > 1 else 0,
                 memory_type=self.array.memory.memory_type,
                 device=self.array.memory.device,
             )

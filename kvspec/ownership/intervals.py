@@ -24,33 +24,33 @@ def shift(a: range, by: int) -> range:
 
 @attrs.frozen
 class CoverFault:
-    """The first place where pieces fail to tile a target exactly once."""
+    """The first place where intervals fail to tile a target exactly once."""
 
     kind: Literal["missing", "double", "outside"]
     where: range
 
 
-def cover_fault(pieces: Iterable[range], target: range) -> CoverFault | None:
-    """Return the first fault of *pieces* as an exact tiling of *target*, or None.
+def cover_fault(intervals: Iterable[range], target: range) -> CoverFault | None:
+    """Return the first fault of *intervals* as an exact tiling of *target*, or None.
 
-    Pieces come in any order. Every integer of *target* must lie in exactly one piece, and no
-    piece may reach outside.
+    Intervals come in any order. Every integer of *target* must lie in exactly one interval, and no
+    interval may reach outside.
 
     >>> cover_fault([range(2, 4), range(0, 2)], range(4))
     >>> cover_fault([range(0, 2), range(3, 4)], range(4))
     CoverFault(kind='missing', where=range(2, 3))
     """
     reached = target.start
-    for piece in sorted(pieces, key=lambda r: (r.start, r.stop)):
-        if not piece:
+    for interval in sorted(intervals, key=lambda r: (r.start, r.stop)):
+        if not interval:
             continue
-        if piece.start < target.start or piece.stop > target.stop:
-            return CoverFault("outside", piece)
-        if piece.start > reached:
-            return CoverFault("missing", range(reached, piece.start))
-        if piece.start < reached:
-            return CoverFault("double", range(piece.start, min(reached, piece.stop)))
-        reached = piece.stop
+        if interval.start < target.start or interval.stop > target.stop:
+            return CoverFault("outside", interval)
+        if interval.start > reached:
+            return CoverFault("missing", range(reached, interval.start))
+        if interval.start < reached:
+            return CoverFault("double", range(interval.start, min(reached, interval.stop)))
+        reached = interval.stop
     if reached < target.stop:
         return CoverFault("missing", range(reached, target.stop))
     return None

@@ -21,7 +21,7 @@ def _dtype(value: object) -> str | None:
 class Part:
     """One named array of a block: units x states x content bytes.
 
-    *units*: pieces the model has that TP can shard out (KV heads, SSM heads, conv channels; 1 =
+    *units*: what TP can divide among its ranks (KV heads, SSM heads, conv channels; 1 =
     never split). *states*: rows of one block. *content_bytes*: bytes of one (unit, state),
     contiguous in every layout. *granularity*: units are sharded in whole multiples of this.
     *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
@@ -30,8 +30,8 @@ class Part:
     tensor lie side by side in it: where rows are tokens, packed in the content (k and v) unless the
     layout has planes; in a state, one part's units after the other's (the channels of a conv
     state). *whole*: what one rank holds of the part cannot be cut between units (packed formats
-    whose scales span heads). *pieces*: equal pieces in which the content lies in memory; a block
-    has the first piece of all its rows, then the second.
+    whose scales span heads). *chunks*: equal chunks in which the content lies in memory; a block
+    has the first chunk of all its rows, then the second.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Part:
     dtype: str | None = attrs.field(default=None, converter=_dtype)
     tensor: str = "kv"
     whole: bool = False
-    pieces: int = 1
+    chunks: int = 1
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise SpecError("name", self.name, "a non-empty str")
-        for field in ("units", "states", "content_bytes", "granularity", "pieces"):
+        for field in ("units", "states", "content_bytes", "granularity", "chunks"):
             positive_int(f"{self.name}.{field}", getattr(self, field))
         positive_int(f"{self.name}.tokens_per_state", self.tokens_per_state, least=0)
         if self.units % self.granularity:
@@ -60,9 +60,9 @@ class Part:
         if self.content_bytes % size:
             wanted = f"whole elements of {self.dtype}, {size} bytes each"
             raise SpecError(f"{self.name}.content_bytes", self.content_bytes, wanted)
-        if self.content_bytes % self.pieces:
+        if self.content_bytes % self.chunks:
             wanted = f"a divisor of content_bytes={self.content_bytes}"
-            raise SpecError(f"{self.name}.pieces", self.pieces, wanted)
+            raise SpecError(f"{self.name}.chunks", self.chunks, wanted)
 
     @property
     def per_token(self) -> bool:

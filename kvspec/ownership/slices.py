@@ -69,7 +69,7 @@ class TPTransferSlice:
         return array[(slice(None),) * (axis % dims) + (slice(units.start, units.stop),)]
 
 
-class Piece(NamedTuple):
+class UnitRange(NamedTuple):
     """Global units [start, stop) that a consumer rank reads from *producer*.
 
     *replicas*: the producer ranks among which this one was chosen.
@@ -89,23 +89,25 @@ def _replica_class(
     return ReplicaClass(replicas, consumer.ranks_of(range(start, stop)))
 
 
-def consumer_pieces(
+def consumer_unit_ranges(
     consumer: Sharding, producer: Sharding, rank: int, chooser: ReplicaChooser
-) -> list[Piece]:
+) -> list[UnitRange]:
     """Return what consumer *rank* reads, ascending in units; together, exactly what it owns."""
     own = consumer.ranges[rank]
-    pieces = []
+    unit_ranges = []
     for index in producer.classes(own):
         units, replicas = producer.owned[index], producer.holders[index]
         start, stop = max(own.start, units.start), min(own.stop, units.stop)
         if len(replicas) == 1:
-            pieces.append(Piece(replicas[0], start, stop, WHOLE, replicas))
+            unit_ranges.append(UnitRange(replicas[0], start, stop, WHOLE, replicas))
             continue
         among, chosen = chooser.choose(
             rank, _replica_class(consumer, replicas, units.start, units.stop)
         )
-        pieces.extend(Piece(replica, start, stop, way, among.replicas) for replica, way in chosen)
-    return pieces
+        unit_ranges.extend(
+            UnitRange(replica, start, stop, way, among.replicas) for replica, way in chosen
+        )
+    return unit_ranges
 
 
 def transfer_slices(
@@ -125,11 +127,11 @@ def transfer_slices(
     for same, names in _alike(parts):
         local, remote = local_sharding(same), remote_sharding(same)
         first = local.ranges[local_rank].start
-        for peer, piece in _exchanged(role, local, remote, local_rank, chooser):
-            units = range(piece.start, piece.stop)
+        for peer, unit_range in _exchanged(role, local, remote, local_rank, chooser):
+            units = range(unit_range.start, unit_range.stop)
             away = shift(units, -remote.ranges[peer].start)
             own = shift(units, -first)
-            slices.append(TPTransferSlice(peer, names, units, own, away, layers, piece.stripe))
+            slices.append(TPTransferSlice(peer, names, units, own, away, layers, unit_range.stripe))
     return tuple(slices)
 
 
@@ -144,13 +146,13 @@ def _alike(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
 
 def _exchanged(
     role: Role, local: Sharding, remote: Sharding, rank: int, chooser: ReplicaChooser
-) -> list[tuple[int, Piece]]:
-    """Return (remote rank, piece) of what local *rank* exchanges, from whichever side it is on."""
+) -> list[tuple[int, UnitRange]]:
+    """Return (remote rank, range) of what local *rank* exchanges, from whichever side it is on."""
     if role == "consumer":
-        return [(p.producer, p) for p in consumer_pieces(local, remote, rank, chooser)]
+        return [(p.producer, p) for p in consumer_unit_ranges(local, remote, rank, chooser)]
     return [
-        (reader, piece)
+        (reader, unit_range)
         for reader in remote.ranks_of(local.ranges[rank])
-        for piece in consumer_pieces(remote, local, reader, chooser)
-        if piece.producer == rank
+        for unit_range in consumer_unit_ranges(remote, local, reader, chooser)
+        if unit_range.producer == rank
     ]

@@ -13,7 +13,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
-from kvspec.ownership.slices import Piece, TPTransferSlice, consumer_pieces
+from kvspec.ownership.slices import TPTransferSlice, UnitRange, consumer_unit_ranges
 from kvspec.plan.shares import Share
 
 
@@ -39,7 +39,7 @@ class Exchange:
     share: Share
     reader: int
     layers: tuple[str, ...]
-    piece: Piece
+    unit_range: UnitRange
 
 
 def exchanges(
@@ -56,8 +56,10 @@ def exchanges(
         for reader, own in enumerate(share.readers.ranges):
             if own:
                 layers = at_stage[stages[reader]]
-                for piece in consumer_pieces(share.readers, share.members, reader, chooser):
-                    yield Exchange(share, reader, layers, piece)
+                for unit_range in consumer_unit_ranges(
+                    share.readers, share.members, reader, chooser
+                ):
+                    yield Exchange(share, reader, layers, unit_range)
 
 
 def edges_of(
@@ -72,7 +74,7 @@ def edges_of(
     numbers = {pair: number for number, pair in enumerate(pairs)}
     slices: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
     for one in exchanges(producer, consumer, dealt, replica_policy):
-        key = one.reader, numbers[one.share.pair], one.piece.producer
+        key = one.reader, numbers[one.share.pair], one.unit_range.producer
         slices.setdefault(key, []).append(_slice(one, producers))
     for reader, number, source in sorted(slices):
         pair, moved = pairs[number], slices[reader, number, source]
@@ -88,14 +90,14 @@ def edges_of(
 
 
 def _slice(one: Exchange, producers: tuple[RankId, ...]) -> TPTransferSlice:
-    share, piece = one.share, one.piece
-    units = range(piece.start, piece.stop)
+    share, unit_range = one.share, one.unit_range
+    units = range(unit_range.start, unit_range.stop)
     return TPTransferSlice(
-        remote_rank=producers[piece.producer].tp,
+        remote_rank=producers[unit_range.producer].tp,
         parts=tuple(part.name for part in share.parts),
         global_range=units,
         local_range=shift(units, -share.readers.ranges[one.reader].start),
-        remote_range=shift(units, -share.members.ranges[piece.producer].start),
+        remote_range=shift(units, -share.members.ranges[unit_range.producer].start),
         layers=one.layers,
-        stripe=piece.stripe,
+        stripe=unit_range.stripe,
     )

@@ -23,17 +23,17 @@ H = TypeVar("H", bound=Hashable)
 Cells = tuple[tuple[str, int, int], ...]
 """The regions of one layer: part, number of its shape, how many memories on it lies."""
 Shape = tuple[int, int, int, int, int]
-"""Blocks, and the strides of blocks, units, states and pieces."""
+"""Blocks, and the strides of blocks, units, states and chunks."""
 Steps = tuple[int, tuple[int, ...]]
 """A unit in bytes, and numbers of them."""
 Places = tuple[list[Shape], list[Cells], list[tuple[int, ...]], int, list[tuple[int, int, int]]]
 """Shapes; cells; steps from region to region; their unit; numbers of layer, cells and steps."""
-Pieces = tuple[list[tuple[int, str, int]], list[tuple[int, int]], Steps]
+MemoryRuns = tuple[list[tuple[int, str, int]], list[tuple[int, int]], Steps]
 """Kinds of memory (length, type, device); their numbers, as runs; gaps from end to beginning."""
 
 
-def written_memory(memory: Sequence[Memory]) -> Pieces:
-    """Return the pieces of memory, few numbers for many that are alike."""
+def written_memory(memory: Sequence[Memory]) -> MemoryRuns:
+    """Return the memories, few numbers for many that are alike."""
     kinds, numbers = _tabled((each.length, each.memory_type, each.device) for each in memory)
     ends = [0, *(each.end for each in memory)]
     gaps = [each.address - end for each, end in zip(memory, ends, strict=False)]
@@ -49,7 +49,7 @@ def written_regions(cache: RankCache) -> Places:
             each.block_stride,
             each.unit_stride,
             each.state_stride,
-            each.piece_stride,
+            each.chunk_stride,
         )
         for each in cache.regions
     )
@@ -103,15 +103,15 @@ def _steps(steps: list[int]) -> Steps:
     return unit, tuple(step // unit for step in steps)
 
 
-def read_memory(path: str, reader: Reader, pieces: Pieces) -> tuple[Memory, ...]:
-    """Return the pieces of memory that a message tells of."""
-    kinds, runs, (unit, gaps) = pieces
+def read_memory(path: str, reader: Reader, memories: MemoryRuns) -> tuple[Memory, ...]:
+    """Return the memories that a message tells of."""
+    kinds, runs, (unit, gaps) = memories
     found: list[Memory] = []
     end = 0
     for number, count in runs:
         reader.charge(path, count)
         if not 0 <= number < len(kinds) or len(found) + count > len(gaps):
-            raise WireError(f"{path}.runs", (number, count), "as many gaps, and kinds, as pieces")
+            raise WireError(f"{path}.runs", (number, count), "as many gaps, and kinds, as memories")
         for _ in range(count):
             address = end + gaps[len(found)] * unit
             try:
@@ -120,7 +120,7 @@ def read_memory(path: str, reader: Reader, pieces: Pieces) -> tuple[Memory, ...]
                 refuse(f"{path}[{len(found)}]", error, "memory")
             end = found[-1].end
     if len(found) != len(gaps):
-        raise WireError(f"{path}.gaps", len(gaps), f"{len(found)}, as many as pieces")
+        raise WireError(f"{path}.gaps", len(gaps), f"{len(found)}, as many as memories")
     return tuple(found)
 
 
@@ -167,7 +167,7 @@ def _known(path: str, number: int, table: Sequence[object]) -> None:
 def _region(
     layer: str, part: str, base: int, shape: Shape, wanted: HeldPart, memory: Memory
 ) -> Region:
-    blocks, block_stride, unit_stride, state_stride, piece_stride = shape
+    blocks, block_stride, unit_stride, state_stride, chunk_stride = shape
     return Region(
         group=wanted.group,
         layer=layer,
@@ -180,8 +180,8 @@ def _region(
         content_bytes=wanted.content_bytes,
         units=wanted.units,
         states=wanted.states,
-        pieces=wanted.pieces,
-        piece_stride=piece_stride,
+        chunks=wanted.chunks,
+        chunk_stride=chunk_stride,
         memory_type=memory.memory_type,
         device=memory.device,
     )

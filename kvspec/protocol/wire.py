@@ -47,7 +47,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Index = Annotated[int, Meta(ge=0, le=2**24)]
 Step = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Pieces = tuple[
+MemoryRuns = tuple[
     list[tuple[Count, Text, Index]], list[tuple[Index, Index]], tuple[Count, tuple[Step, ...]]
 ]
 Places = tuple[
@@ -72,7 +72,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     objects: list[tuple[Text, dict[Text, Any]]]
     engine: Index
     replica_policy: Index
-    memory: Pieces
+    memory: MemoryRuns
     regions: Places
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 

@@ -37,9 +37,9 @@ class Work:
         """Add until all is added, or the time is *end*; return whether it is all."""
         began = time.monotonic()
         while not self.over:
-            piece = next(self.left, None)
-            self.over = piece is None
-            self.total = (self.total + (piece or 0)) % 2 ** (8 * SUM)
+            partial_sum = next(self.left, None)
+            self.over = partial_sum is None
+            self.total = (self.total + (partial_sum or 0)) % 2 ** (8 * SUM)
             if time.monotonic() >= end:
                 break
         self.seconds += time.monotonic() - began

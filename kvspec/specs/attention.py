@@ -12,7 +12,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.part import Part
-from kvspec.specs.formats import PLAIN, is_opaque, page_format, pieces_of
+from kvspec.specs.formats import PLAIN, chunks_of, is_opaque, page_format
 from kvspec.specs.layer import LayerSpec, is_count, is_flag, is_size, is_size_or_none
 
 
@@ -117,7 +117,7 @@ class AttentionSpec(LayerSpec):
             dtype=dtype,
             tensor=tensor,
             whole=self.spans_heads,
-            pieces=pieces_of(self.page_format, name, content, dtype),
+            chunks=chunks_of(self.page_format, name, content, dtype),
         )
 
 

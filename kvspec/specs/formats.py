@@ -1,7 +1,7 @@
 """Page formats: in which order elements lie inside a block, where it is not row by row.
 
 Law: a format says where bytes lie, not what they mean. One that is known cuts a row's content into
-equal pieces, each of all the rows of the block; an opaque one is known by its name alone, so that
+equal chunks, each of all the rows of the block; an opaque one is known by its name alone, so that
 only whole pages of it move, and only to the same.
 """
 
@@ -13,14 +13,14 @@ from kvspec.errors import SpecError
 PLAIN, OPAQUE = "plain", "opaque:"
 
 X_BYTES = 16
-"""Bytes of one piece where the head dimension is split by x: 16 bytes, whatever the element."""
+"""Bytes of one chunk where the head dimension is split by x: 16 bytes, whatever the element."""
 
 PIECES: dict[str, dict[str, int | None]] = {
     PLAIN: {},
     "keys-transposed": {"k": None},
     "x-packed": {"k": X_BYTES, "v": None},
 }
-"""The formats that are known: the bytes of one piece of each part, None for one element.
+"""The formats that are known: the bytes of one chunk of each part, None for one element.
 
 ``keys-transposed``: of each head ``[size, tokens]`` keys, ``[tokens, size]`` values (vLLM's CPU
 attention). ``x-packed``: ``[size / x, tokens, x]`` keys, ``[size, tokens]`` values (paged attention
@@ -42,13 +42,13 @@ def is_opaque(name: str) -> bool:
     return name.startswith(OPAQUE)
 
 
-def pieces_of(name: str, part: str, content: int, dtype: str | None) -> int:
-    """Return in how many pieces the *content* bytes of a row of *part* lie."""
+def chunks_of(name: str, part: str, content: int, dtype: str | None) -> int:
+    """Return in how many chunks the *content* bytes of a row of *part* lie."""
     sizes = PIECES.get(name, {})
     if part not in sizes:
         return 1
     size = sizes[part] or (1 if dtype is None else itemsize(dtype))
     if content % size:
-        wanted = f"a format whose pieces of {size} bytes divide the {content} bytes of {part}"
+        wanted = f"a format whose chunks of {size} bytes divide the {content} bytes of {part}"
         raise SpecError("page_format", name, wanted)
     return content // size

@@ -105,11 +105,11 @@ def _carve(
         inner = "C" if letter == "C" else rest
         for some in _apart(planes, letter):
             size = sum(plane.size(inner) for plane in some)
-            piece, flat = flat[..., :size], flat[..., size:]
+            part_array, flat = flat[..., :size], flat[..., size:]
             if letter == "C":
-                yield some[0], piece.transpose([*map(seen.index, "BHN"), 3])
+                yield some[0], part_array.transpose([*map(seen.index, "BHN"), 3])
             else:
-                yield from _carve(piece, rest, some, seen)
+                yield from _carve(part_array, rest, some, seen)
         return
     counts = {plane.counts[letter] for plane in planes}
     if len(counts) != 1:
@@ -157,7 +157,7 @@ def _group_bytes(group: KVCacheGroup, planes: Sequence[_Plane]) -> int:
 def _carve_group(
     flat: Bytes, letters: str, group: KVCacheGroup, planes: Sequence[_Plane]
 ) -> Iterator[tuple[_Plane, Bytes]]:
-    """Cut the storage of one group, layers and blocks first where pages lie in one piece."""
+    """Cut the storage of one group, layers and blocks first where pages lie in one chunk."""
     layers = list(_apart(planes, "L"))
     pages = _pages(group, planes)
     blocks = planes[0].counts["B"]

@@ -1,6 +1,6 @@
 """In which order a head's page has its bytes, counted out element by element.
 
-Part of the byte oracle: no stride and no piece of the library is asked.
+Part of the byte oracle: no stride and no chunk of the library is asked.
 """
 
 from __future__ import annotations

@@ -106,13 +106,13 @@ def explicit_shardings(
     Where there are replicas, one of them may hold nothing instead.
     """
     packs = units // granularity
-    pieces = draw(st.integers(1, min(packs, tp_size)))
+    count = draw(st.integers(1, min(packs, tp_size)))
     inner = st.sampled_from(range(1, packs)) if packs > 1 else st.nothing()
-    cuts = draw(st.lists(inner, min_size=pieces - 1, max_size=pieces - 1, unique=True))
+    cuts = draw(st.lists(inner, min_size=count - 1, max_size=count - 1, unique=True))
     bounds = [0, *sorted(cuts), packs]
     owned = [range(a * granularity, b * granularity) for a, b in pairwise(bounds)]
     more = draw(
-        st.lists(st.sampled_from(owned), min_size=tp_size - pieces, max_size=tp_size - pieces)
+        st.lists(st.sampled_from(owned), min_size=tp_size - count, max_size=tp_size - count)
     )
     if more and draw(st.integers(0, 3)) == 0:
         more[0] = range(0)

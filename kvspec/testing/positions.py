@@ -100,12 +100,12 @@ def rows_of(
                 at, row, token, known, live, dead = found
                 held = _held(table[0], engine.null_block)[at]
                 split = block_split(group)
-                piece, row = np.divmod(row, part.states // split)
+                kernel_block, row = np.divmod(row, part.states // split)
                 yield Rows(
                     key=(group.name, layer, part.name),
                     part=part,
                     units=rank_units(engine, rank, part, group),
-                    block=(table[0][at] * split + piece)[held],
+                    block=(table[0][at] * split + kernel_block)[held],
                     row=row[held],
                     token=token[held],
                     known=known[held],

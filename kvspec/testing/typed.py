@@ -153,7 +153,7 @@ def _of_layer(
     for tensor, members in by_tensor.items():
         arrays: list[Any] = [parts[part] for part in members]
         if any(axes[part.name] == "BHPNC" for part in members):
-            found += [_in_pieces(p, a) for p, a in zip(members, arrays, strict=True)]
+            found += [_in_chunks(p, a) for p, a in zip(members, arrays, strict=True)]
             continue
         whole = _whole(members, arrays) if len(members) > 1 else None
         told = axes.get(tensor)
@@ -166,8 +166,8 @@ def _of_layer(
     return found
 
 
-def _in_pieces(part: Part, array: Any) -> tuple[str, str, Bytes, str | None]:  # noqa: ANN401
-    """Return a part as [block, unit, piece, row, bytes]; one piece, where rows are not cut."""
+def _in_chunks(part: Part, array: Any) -> tuple[str, str, Bytes, str | None]:  # noqa: ANN401
+    """Return a part as [block, unit, chunk, row, bytes]; one chunk, where rows are not cut."""
     if not isinstance(array, Ordered):
         return part.name, "BHPNC", array[:, :, None], part.dtype
     pages, (rows, content) = array.pages, array.order.shape

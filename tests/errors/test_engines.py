@@ -365,7 +365,7 @@ def test_a_wrong_description_is_refused_in_words(call: Callable[[], object], wan
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "LBNHC", "LBKNHC", "BLKHNC"])
-def test_padding_is_accepted_where_a_page_lies_in_one_piece(layout: str) -> None:
+def test_padding_is_accepted_where_a_page_lies_in_one_chunk(layout: str) -> None:
     """The refusals of padding are no broader than they must be."""
     cache(PADDED, layout)
 

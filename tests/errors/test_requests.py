@@ -453,8 +453,8 @@ def test_a_block_read_twice_is_refused_by_every_pair(
 
 
 @pytest.mark.parametrize("sizes", [(4, 16), (16, 4)])
-def test_every_block_of_a_long_piece_is_checked(sizes: tuple[int, int]) -> None:
-    """Blocks of 4 that follow each other are one piece of the other side's block; all must be."""
+def test_every_block_of_a_long_range_is_checked(sizes: tuple[int, int]) -> None:
+    """Blocks of 4 that follow each other are one chunk of the other side's block; all must be."""
     engines = [
         attrs.evolve(
             engine(attrs.evolve(FULL, block_size=size)),

@@ -244,7 +244,7 @@ REFUSED = [
     case(lambda: read([POOL, POOL]),
          "pools='2 of them': wanted one pool for each of the 1 pipeline stages"),
     case(lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
-         "pools.kv_cache_layout='vectorized_5d': wanted 'nhd'; not yet: heads in pieces of 16 "
+         "pools.kv_cache_layout='vectorized_5d': wanted 'nhd'; not yet: heads in chunks of 16 "
          "bytes"),
     case(lambda: read(changed(POOL, k_buffer=None)),
          "pools.k_buffer=None: wanted a sequence of buffers"),

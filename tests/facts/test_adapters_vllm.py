@@ -477,7 +477,7 @@ def test_nvfp4_that_is_not_flashinfer_s_is_refused(change: Any, layout: str, tol
                          backends=like.FLASHINFER)  # fmt: skip
     torn = zeros((4, 4, 16, 12), np.uint8)[..., :9]
     for tensor, wanted in (
-        (torn, "stride=12: wanted one piece, 9 bytes apart"),
+        (torn, "stride=12: wanted one chunk, 9 bytes apart"),
         (zeros((4, 4, 16, 8), np.uint8), "wanted pages of 576 bytes: k, k_scale, v, v_scale"),
     ):
         assert wanted in words(lambda t=tensor: vllm.rank_cache(engine, ONE, {"layer.0": t}))

@@ -63,7 +63,7 @@ def test_gemma_s_34_layers_in_5_tensors() -> None:
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_all_groups_in_one_allocation(layout: str) -> None:
-    """Attention and Mamba2 layers over the same bytes: one piece of memory is registered."""
+    """Attention and Mamba2 layers over the same bytes: one stretch of memory is registered."""
     attention = like.FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype="uint8")
     mamba = state("mamba2", ((72, 3), (8, 8, 4)), page_size_padded=8192)
     page, blocks = 8192, 7
@@ -158,7 +158,7 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
         (conv, r"wanted 2 tensors \(conv, ssm\), or one of raw bytes"),
         ([conv[:, :, :2], ssm], r"\['conv'\].shape=.* of 1 bytes"),
         ([conv, ssm[:, :2]], r"\['ssm'\].shape=.*\[blocks, 4, ...\] of 32 bytes"),
-        ([conv, gap], "stride=8: wanted one piece, 4 bytes apart"),
+        ([conv, gap], "stride=8: wanted one chunk, 4 bytes apart"),
     ):
         with pytest.raises(kvspec.SpecError, match=told):
             vllm.rank_cache(engine, ONE, {"layer.0": given})
@@ -180,7 +180,7 @@ def test_tensors_are_checked_against_the_config() -> None:
 
 
 def test_torch_tensors_are_read_too() -> None:
-    """bfloat16 views of one torch storage: one piece of memory, content in bytes."""
+    """bfloat16 views of one torch storage: one stretch of memory, content in bytes."""
     torch = pytest.importorskip("torch")
     spec = like.FullAttentionSpec(**HEADS)
     mamba = like.MambaSpec(

@@ -260,7 +260,7 @@ def test_traffic() -> None:
 @pytest.mark.parametrize(
     ("layouts", "tp_sizes", "blocks", "count", "length"),
     [
-        (("LBHNC", "LBHNC"), (1, 1), (0, 1, 2), 1, 3 * 65536),  # three blocks in one piece
+        (("LBHNC", "LBHNC"), (1, 1), (0, 1, 2), 1, 3 * 65536),  # three blocks in one chunk
         (("LBHNC", "LBHNC"), (1, 1), (0, 2, 4), 3, 65536),
         (("LBNHC", "LBNHC"), (2, 1), (0, 1, 2), 48, 4 * 512),  # a token's four heads
         (("LBHNC", "LBHNC"), (2, 1), (0, 1, 2), 3, 4 * 16 * 512),  # four heads of a block

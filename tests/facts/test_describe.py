@@ -91,7 +91,7 @@ def test_one_descriptor_in_words() -> None:
     request = builders.request(4, [3], [2])
     first = int(table.select(request)[1][0])
     # Producer tp2 has head 1 alone, its block 3 begins 3 x 4 tokens x 32 bytes on; the consumer's
-    # head 1 follows 6 tokens of head 0 in block 2 of 2 heads. Both hold 4 tokens in one piece.
+    # head 1 follows 6 tokens of head 0 in block 2 of 2 heads. Both hold 4 tokens in one chunk.
     source = ours.region("layers.0", "k").base + 3 * 4 * 32
     target = theirs.region("layers.0", "k").base + (2 * 2 + 1) * 6 * 32
     head = f"id {first}: 128 bytes, tp2 at {source:#x} (its block 3) -> tp0 at {target:#x}"

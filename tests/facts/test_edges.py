@@ -226,7 +226,7 @@ class _Cache:
 
 
 @pytest.mark.parametrize("padded", [0, 1])
-def test_padding_of_any_layer_needs_pages_in_one_piece(padded: int) -> None:
+def test_padding_of_any_layer_needs_pages_in_one_chunk(padded: int) -> None:
     """The layout is refused whichever layer of a uniform group is padded."""
     specs = {f"l.{at}": full(4, total_num_kv_heads=2) for at in range(2)}
     name = f"l.{padded}"

@@ -77,7 +77,7 @@ def found(ranges: Ranges) -> Counter[tuple[int, int, int]]:
 
 
 @given(families(), st.integers(9, 400), st.sampled_from([0, 1, 3, 50, 10_000]))
-def test_every_run_lies_in_one_range_of_one_piece(
+def test_every_run_lies_in_one_range_of_one_chunk(
     runs: list[Repeated], longest: int, gap: int
 ) -> None:
     """Where its bytes are; pieces are no longer than wanted, and what is read is counted."""

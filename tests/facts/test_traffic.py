@@ -70,7 +70,7 @@ def plan_of(first: str = "LBHNC") -> kvspec.TransferPlan:
 
 
 def test_traffic_by_hand() -> None:
-    """Three tokens are two blocks: a head of one layer is one piece a block, 16 bytes long."""
+    """Three tokens are two blocks: a head of one layer is one chunk a block, 16 bytes long."""
     found = kvspec.traffic(plan_of(), 3)
     tp0, tp1 = RankId(tp=0), RankId(tp=1)
     each = Load(nbytes=2 * 3 * 8, descriptors=2 * 2)
@@ -86,7 +86,7 @@ busiest link: consumer tp0: 96 bytes in 8 descriptors"""
 
 
 def test_planes_take_twice_as_many() -> None:
-    """K and V in planes of their own on one side, packed on the other: a piece a live token."""
+    """K and V in planes of their own on one side, packed on the other: a chunk a live token."""
     assert Load(96, 2 * 2 * 2 * 3) == kvspec.traffic(plan_of("LKBHNC"), 3).total
 
 

@@ -20,7 +20,7 @@ from kvspec.check import exhaustive as proof
 from kvspec.check import prove, verify
 from kvspec.ownership.replicas import ReplicaChooser, ReplicaPolicy, tp_chooser
 from kvspec.ownership.sharding import Sharding, even_sharding
-from kvspec.ownership.slices import Piece, consumer_pieces
+from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
 
 LAYERS = ("a", "b")
 HEADS, ROWS, CONTENT = 4, 4, 16
@@ -542,14 +542,14 @@ def test_bounds_of_a_proof_are_plain_ints() -> None:
         assert wanted == str(caught.value)
 
 
-def lost(pieces: list[Piece]) -> list[Piece]:
-    """Lose a head of the last piece."""
-    return [*pieces[:-1], pieces[-1]._replace(stop=pieces[-1].stop - 1)]
+def lost(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Lose a head of the last range."""
+    return [*unit_ranges[:-1], unit_ranges[-1]._replace(stop=unit_ranges[-1].stop - 1)]
 
 
-def doubled(pieces: list[Piece]) -> list[Piece]:
-    """Read the first piece twice."""
-    return [pieces[0], *pieces]
+def doubled(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read the first range twice."""
+    return [unit_ranges[0], *unit_ranges]
 
 
 def test_a_null_block_is_nowhere() -> None:
@@ -566,9 +566,9 @@ def test_a_null_block_is_nowhere() -> None:
         assert None is kvspec.verify(plan, *caches, request)
 
 
-def elsewhere(pieces: list[Piece]) -> list[Piece]:
-    """Read the first piece from producer rank 0."""
-    return [pieces[0]._replace(producer=0), *pieces[1:]]
+def elsewhere(unit_ranges: list[UnitRange]) -> list[UnitRange]:
+    """Read the first range from producer rank 0."""
+    return [unit_ranges[0]._replace(producer=0), *unit_ranges[1:]]
 
 
 @pytest.mark.parametrize(
@@ -581,14 +581,14 @@ def elsewhere(pieces: list[Piece]) -> list[Piece]:
     ],
 )  # fmt: skip
 def test_a_planted_bug_is_found_and_named(
-    bug: Callable[[list[Piece]], list[Piece]], first: str, monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[list[UnitRange]], list[UnitRange]], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads, both TP sizes, policy, rank and heads are in the fault."""
 
-    def wrong(*arguments: Any) -> list[Piece]:
-        return bug(consumer_pieces(*arguments))
+    def wrong(*arguments: Any) -> list[UnitRange]:
+        return bug(consumer_unit_ranges(*arguments))
 
-    monkeypatch.setattr(proof, "consumer_pieces", wrong)
+    monkeypatch.setattr(proof, "consumer_unit_ranges", wrong)
     _, faults = proof._prove_heads(4, 3, ("spread",))
     assert first == faults[0]
     assert all(each.startswith("4 heads, TP ") for each in faults)
@@ -599,11 +599,13 @@ def test_an_unfair_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(
         consumer: Sharding, producer: Sharding, rank: int, _chooser: ReplicaChooser
-    ) -> list[Piece]:
+    ) -> list[UnitRange]:
         sides = len(producer.ranges), len(consumer.ranges)
-        return consumer_pieces(consumer, producer, rank, tp_chooser(ReplicaPolicy("first"), *sides))
+        return consumer_unit_ranges(
+            consumer, producer, rank, tp_chooser(ReplicaPolicy("first"), *sides)
+        )
 
-    monkeypatch.setattr(proof, "consumer_pieces", first)
+    monkeypatch.setattr(proof, "consumer_unit_ranges", first)
     _, faults = proof._prove_heads(1, 3, ("spread",))
     assert [
         "1 heads, TP 2 -> 2, spread: replicas of heads (0, 1) are read [2, 0] times",

@@ -55,15 +55,15 @@ def region_bytes(region: kvspec.Region) -> int:
 
 
 def channels(spec: kvspec.MambaSpec, part: str, tp_size: int, rank: int) -> list[int]:
-    """Return the global units of *part* that a rank holds, sharded piece by piece."""
+    """Return the global units of *part* that a rank holds, sharded pack by pack."""
     found = next(each for each in spec.parts if each.name == part)
-    pieces = found.units // found.granularity
-    copies = max(1, tp_size // pieces)
+    packs = found.units // found.granularity
+    copies = max(1, tp_size // packs)
     sharded: list[list[int]] = [[] for _ in range(tp_size // copies)]
-    for piece in range(pieces):
-        sharded[piece // (pieces // len(sharded))].append(piece)
+    for pack in range(packs):
+        sharded[pack // (packs // len(sharded))].append(pack)
     held = sharded[rank // copies]
-    return [piece * found.granularity + unit for piece in held for unit in range(found.granularity)]
+    return [pack * found.granularity + unit for pack in held for unit in range(found.granularity)]
 
 
 def remote_bytes(

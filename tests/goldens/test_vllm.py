@@ -119,18 +119,20 @@ def in_order(rows: Bytes) -> Bytes:
 
 
 def permuted(row: dict[str, Any], local: Bytes) -> Bytes:
-    """Return where bytes end after vLLM's own permutation of blocks that it received in pieces.
+    """Return where bytes end after vLLM's own permutation of blocks that it received in parts.
 
-    vLLM writes a producer's [heads, tokens, content] into each piece of a larger block, and then
+    vLLM writes a producer's [heads, tokens, content] into each part of a larger block, and then
     permutes the block on the device; we write it in its place at once.
     """
     spec, other = row["d_specs"][0], row["p_specs"][0]
-    pieces = spec["block_size"] // other["block_size"]
+    sub_blocks = spec["block_size"] // other["block_size"]
     content_bytes = spec["head_size"] + spec["head_size_v"]
     heads, rows = spec["num_kv_heads"], other["block_size"]
     page, rest = np.divmod(local, spec["page_size_bytes"])
-    piece, head, token, byte = np.unravel_index(rest, (pieces, heads, rows, content_bytes))
-    inside = np.ravel_multi_index((head, piece, token, byte), (heads, pieces, rows, content_bytes))
+    sub_block, head, token, byte = np.unravel_index(rest, (sub_blocks, heads, rows, content_bytes))
+    inside = np.ravel_multi_index(
+        (head, sub_block, token, byte), (heads, sub_blocks, rows, content_bytes)
+    )
     return page * spec["page_size_bytes"] + inside
 
 

@@ -82,7 +82,7 @@ def test_every_element_lies_where_the_kernel_puts_it(row: dict[str, Any]) -> Non
     for part in "kv":
         region = caches[ONE].region("layer.0", part)
         found = [
-            (region.address(0, head, token) + region.piece_offset(dim * width) - page) // width
+            (region.address(0, head, token) + region.chunk_offset(dim * width) - page) // width
             for token in range(block)
             for head in range(heads)
             for dim in range(size)

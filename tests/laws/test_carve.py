@@ -252,7 +252,7 @@ def test_ragged_axes_are_refused() -> None:
 
 
 def test_padding_needs_a_page() -> None:
-    """Where a layer's block is not in one piece, there is no end that could be padded."""
+    """Where a layer's block is not in one chunk, there is no end that could be padded."""
     spec = builders.gqa(2, block_size=1, head_size=1, dtype="uint8", page_size_padded=7)
     with pytest.raises(ValueError, match="LHBNC has no page"):
         logical_views(engine_of(spec, "LHBNC"), RANK, {"g": np.zeros(14, np.uint8)}, 1)

@@ -22,7 +22,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.draw import table_svg
 from kvspec.dtypes import itemsize
-from kvspec.specs.formats import pieces_of
+from kvspec.specs.formats import chunks_of
 from kvspec.testing import strategies
 
 KINDS = ("full", "full, keys of 16 bytes", "sliding window", "full, V of another size")
@@ -215,7 +215,7 @@ def test_raw_pages_are_read_as_what_they_are() -> None:
     for token, dim in ((0, 0), (3, 5), (7, 15)):
         raw.ravel()[transposed("k", rows, 1, token, dim)] = 9
         region = cache.region("l.0", "k")
-        at = region.address(0, 1, token) + region.piece_offset(2 * dim)
+        at = region.address(0, 1, token) + region.chunk_offset(2 * dim)
         assert 9 == np.frombuffer(ctypes.string_at(at, 2), np.uint16)[0]
         assert (0, 1, token, 2 * dim) == region.locate(at)
 
@@ -336,7 +336,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_format": "opaque:"}, "page_format='opaque:': wanted one of plain,"),
     ({"page_format": None}, "page_format=None: wanted one of plain,"),
     ({"page_format": "x-packed", "head_size": 4},
-     "page_format='x-packed': wanted a format whose pieces of 16 bytes divide the 8 bytes of k"),
+     "page_format='x-packed': wanted a format whose chunks of 16 bytes divide the 8 bytes of k"),
     ({"page_format": "keys-transposed", "scale_dtype": "float32"},
      "page_format='keys-transposed': wanted plain or opaque for a page of k, k_scale, v, v_scale"),
     ({"page_format": "keys-transposed", "state_content_bytes": 8},
@@ -354,7 +354,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "wanted"), REFUSED)
 def test_a_format_that_cannot_be_is_refused(fields: dict[str, Any], wanted: str) -> None:
-    """An unknown name, pieces that do not divide, a page that is not keys and values."""
+    """An unknown name, chunks that do not divide, a page that is not keys and values."""
     base: dict[str, Any] = {
         "block_size": 4, "total_num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"
     }  # fmt: skip
@@ -380,9 +380,9 @@ def test_a_page_in_any_format_can_be_drawn() -> None:
     assert "l.0 k: unit 0, consumer's block 0, row 0" in kvspec.explain(table, consumer_id=0)
 
 
-@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 8), ("float32", 8), (None, 16)])
-def test_transposed_keys_lie_by_element(dtype: str | None, pieces: int) -> None:
-    """A piece is an element, two bytes or four; of opaque bytes, one."""
+@pytest.mark.parametrize(("dtype", "chunks"), [("bfloat16", 8), ("float32", 8), (None, 16)])
+def test_transposed_keys_lie_by_element(dtype: str | None, chunks: int) -> None:
+    """A chunk is an element, two bytes or four; of opaque bytes, one."""
     size = 16 if dtype is None else 8 * itemsize(dtype)
-    assert pieces == pieces_of("keys-transposed", "k", size, dtype)
-    assert 1 == pieces_of("keys-transposed", "v", size, dtype)
+    assert chunks == chunks_of("keys-transposed", "k", size, dtype)
+    assert 1 == chunks_of("keys-transposed", "v", size, dtype)

@@ -154,7 +154,7 @@ def slow_tokens_of_row(
     tokens = slow_tokens(case.consumer, rank, group, table.first_token)
     ids = list(table.block_ids)
     for own in ids:
-        for piece in range(group.spec.block_size // kernel):
+        for kernel_block in range(group.spec.block_size // kernel):
             for row in range(kernel // part.tokens_per_state):
                 first = next(tokens)
                 for _ in range(part.tokens_per_state - 1):
@@ -164,7 +164,7 @@ def slow_tokens_of_row(
                     and ids.count(own) == 1
                     and at
                     == (
-                        own * (group.spec.block_size // kernel) + piece,
+                        own * (group.spec.block_size // kernel) + kernel_block,
                         row,
                     )
                 ):

@@ -36,7 +36,7 @@ def half_cached(cached: int, **fields: int) -> strategies.Case:
 TORN_ROW = half_cached(4, sliding_window=2, tokens_per_state=4)
 """The window begins inside a row of four tokens, none of which is cached."""
 TORN_PIECE = half_cached(1, sliding_window=4)
-"""The window [5, 8) is the end of one piece [4, 8) that may be written whole."""
+"""The window [5, 8) is the end of one chunk [4, 8) that may be written whole."""
 
 
 @pytest.mark.parametrize("case", [TORN_ROW, TORN_PIECE])

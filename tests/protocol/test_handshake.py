@@ -335,7 +335,7 @@ REFUSED = [
     (put("memory", 0, 0, 0, 8), "cache.regions[", "a region inside the memory given"),
     (put("memory", 0, 0, 1, "ROM"), "memory[0].memory_type: got 'ROM'", "DRAM or VRAM"),
     (put("memory", 1, 0, 1, 2**24), "memory: got", "steps of work"),
-    (put("memory", 1, []), "memory.gaps: got 1", "0, as many as pieces"),
+    (put("memory", 1, []), "memory.gaps: got 1", "0, as many as memories"),
     (put("memory", 1, 0, 0, 7), "memory.runs: got (7, 1)", "as many gaps"),
     (put("memory", 2, 0, 2**63 - 1), "memory[0].", None),
 ]  # fmt: skip

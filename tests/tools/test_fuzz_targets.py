@@ -73,7 +73,7 @@ def late_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
-    """Leave out the last piece of every request."""
+    """Leave out the last chunk of every request."""
     right = kvspec.descriptors.cells._cut
 
     def cut(*arguments: Any) -> Any:

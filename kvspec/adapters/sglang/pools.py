@@ -112,10 +112,10 @@ def _pool(
 
 
 def _check_layout(pool: Given) -> None:
-    """Refuse keys and values in pieces, as ROCm's kernels may have them."""
+    """Refuse keys and values in chunks, as ROCm's kernels may have them."""
     layout = pool.get("kv_cache_layout")
     if layout.value not in (None, "nhd"):
-        wanted = "'nhd'; not yet: heads in pieces of 16 bytes"
+        wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
         raise SpecError(layout.path, layout.value, wanted)
 
 

@@ -61,7 +61,7 @@ def flat(field: str, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN40
     dims = list(zip(tensor.shape, strides_of(tensor), strict=True))[kept:]
     for count, stride in reversed(dims):
         if count > 1 and stride != step:
-            raise SpecError(f"{field}.stride", stride, f"one piece, {step} bytes apart")
+            raise SpecError(f"{field}.stride", stride, f"one chunk, {step} bytes apart")
         step *= count
     return tensor.reshape(shape)
 

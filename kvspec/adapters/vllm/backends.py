@@ -16,7 +16,7 @@ from kvspec.adapters.given import Given
 from kvspec.errors import SpecError
 
 ROWS = "rows"
-"""Each head of each token in one piece: keys beside values, a latent, or packed bytes."""
+"""Each head of each token in one chunk: keys beside values, a latent, or packed bytes."""
 
 _V1 = "vllm.v1.attention.backends."
 
@@ -140,7 +140,7 @@ def full_name(field: str, given: Any) -> str:  # noqa: ANN401 - vLLM's class, no
     """Return a backend's module and class, joined by a dot."""
     if callable(Given(field, given).get("full_cls_name").value):
         given = Given(field, given).call("full_cls_name").value
-    if isinstance(given, tuple) and all(isinstance(piece, str) for piece in given):
+    if isinstance(given, tuple) and all(isinstance(name, str) for name in given):
         given = ".".join(given)
     if not isinstance(given, str):
         raise SpecError(field, given, f"{_WANTED}: a spec does not say the order inside a page")

@@ -75,8 +75,8 @@ def _scaled(given_spec: Given, content: int | None) -> dict[str, Any]:
 def layout_of(layout: str, page_format: str) -> str:
     """Return the layout of rows of tokens: vLLM's letters, or those that say the packing.
 
-    Two head slots are planes, K outside the tokens; where heads are cut in pieces, a head has all
-    its rows before the next. A page that is opaque lies in one piece.
+    Two head slots are planes, K outside the tokens; where heads are cut in chunks, a head has all
+    its rows before the next. A page that is opaque lies in one chunk.
     """
     if page_format in ("planes", "x-packed", "keys-transposed"):
         if "K" in layout:
@@ -87,7 +87,7 @@ def layout_of(layout: str, page_format: str) -> str:
         return planes.replace("C", "HC") if page_format == "planes" else planes.replace("N", "HN")
     whole = page_format == "scaled planes" or is_opaque(page_format)
     if whole and layout[:2] != outer(layout):
-        wanted = f"L and B outermost: a page that is {page_format} lies in one piece"
+        wanted = f"L and B outermost: a page that is {page_format} lies in one chunk"
         raise SpecError("layout", layout, wanted)
     if page_format == "scaled planes" and layout.index("N") < layout.index("H"):
         wanted = "H outside N: scales of four tokens of a head lie together"

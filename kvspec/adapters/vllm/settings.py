@@ -95,8 +95,8 @@ def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple
     least, rest = divmod(positive_int("num_layers", num_layers), positive_int("pp_size", pp_size))
     counts = [least + (pp_size - 1 - rest <= stage < pp_size - 1) for stage in range(pp_size)]
     if partition is not None:
-        pieces = partition.split(",")
-        counts = [int(piece) if piece.strip().isdecimal() else -1 for piece in pieces]
+        stage_sizes = partition.split(",")
+        counts = [int(size) if size.strip().isdecimal() else -1 for size in stage_sizes]
         if len(counts) != pp_size or min(counts) < 0 or sum(counts) != num_layers:
             wanted = f"{pp_size} numbers of layers with the sum {num_layers}"
             raise SpecError(PARTITION, partition, wanted)

@@ -107,8 +107,8 @@ class _Layer:
         if several(given):
             raise SpecError(self.field, f"{len(given)} tensors", "one tensor where rows are tokens")
         check_tensor(self.field, given)
-        if any(part.pieces > 1 for part in self.parts):
-            yield from self._pieces(given)
+        if any(part.chunks > 1 for part in self.parts):
+            yield from self._chunks(given)
             return
         if len({part.tensor for part in self.parts}) > 1:
             yield from self._one_after_the_other(given)
@@ -133,8 +133,8 @@ class _Layer:
             )
             start += size
 
-    def _pieces(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-        """Yield views [blocks, heads, pieces, rows, content] of keys and values that lie apart.
+    def _chunks(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+        """Yield views [blocks, heads, chunks, rows, content] of keys and values that lie apart.
 
         Each head has its keys before its values, or the keys of all heads lie before all values.
         """
@@ -148,9 +148,9 @@ class _Layer:
         whole, start = flat(self.field, tensor, (shape[0], outer, prod(shape[2:]))), 0
         for number, part in enumerate(self.parts):
             stop = start + part.states * part.content_bytes // step
-            inner = (part.pieces, part.states, part.content_bytes // part.pieces // step)
-            piece = whole[:, number] if planes else whole[:, :, start:stop]
-            yield part.name, piece.reshape((shape[0], heads, *inner))
+            inner = (part.chunks, part.states, part.content_bytes // part.chunks // step)
+            part_view = whole[:, number] if planes else whole[:, :, start:stop]
+            yield part.name, part_view.reshape((shape[0], heads, *inner))
             start = stop
 
     def _tokens(self, tensor: Any) -> list[Any]:  # noqa: ANN401
@@ -254,12 +254,12 @@ class _Layer:
             )
         start = 0
         for name, parts in held.items():
-            piece = raw[:, 0, 0, start : start + sizes[name]]
+            part_view = raw[:, 0, 0, start : start + sizes[name]]
             extents = self._extents(name, parts)
             if prod(extents) != sizes[name]:
                 unlike = ", ".join(part.name for part, _ in parts)
                 raise SpecError(f"{self.field}[{name!r}]", unlike, "parts of the same rows")
-            yield name, self._units_first(piece.reshape((shape[0], *extents)))
+            yield name, self._units_first(part_view.reshape((shape[0], *extents)))
             start += sizes[name]
 
     def _extents(self, name: str, parts: list[tuple[Part, int]]) -> tuple[int, ...]:
