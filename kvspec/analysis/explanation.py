@@ -102,9 +102,9 @@ def _describe(table: DescriptorTable, consumer_id: int, request: TransferRequest
     Names layers, parts, the model's units and the block; with *request*, the tokens and where the
     bytes come from too.
     """
-    entry, run, block, cell = _found(table, "consumer", consumer_id)
+    entry, run, block, tile = _found(table, "consumer", consumer_id)
     rows, edge = entry.rows, entry.edge
-    start = int(rows.consumer_address[run] + rows.consumer.offsets(block, cell))
+    start = int(rows.consumer_address[run] + rows.consumer.offsets(block, tile))
     length = int(rows.length[run])
     source = "" if request is None else _source(table, consumer_id, request)
     title = f"id {consumer_id}: {length} bytes, {edge.producer}{source} -> {edge.consumer}"
@@ -146,9 +146,9 @@ def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) 
     index = np.flatnonzero(consumer_ids == consumer_id)
     if not len(index):
         return " (not of this request)"
-    entry, run, block, cell = _found(table, "producer", int(producer_ids[index[0]]))
+    entry, run, block, tile = _found(table, "producer", int(producer_ids[index[0]]))
     rows = entry.rows
-    address = int(rows.producer_address[run] + rows.producer.offsets(block, cell))
+    address = int(rows.producer_address[run] + rows.producer.offsets(block, tile))
     return f" at {address:#x} (its block {int(block)})"
 
 
@@ -161,10 +161,10 @@ def _found(table: DescriptorTable, side: Role, at: int) -> tuple[Entry, int, Int
         raise SpecError(f"{side}_id", at, wanted)
     firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
     entry = table.entries[bisect_right(firsts, at) - 1]
-    pool = getattr(entry.rows, side)
-    run, own = divmod(int(at) - getattr(entry, f"{side}_first"), pool.ids_per_run)
-    block, cell = pool.place(own)
-    return entry, run, np.asarray(block, np.int64), np.asarray(cell, np.int64)
+    block_layout = getattr(entry.rows, side)
+    run, own = divmod(int(at) - getattr(entry, f"{side}_first"), block_layout.ids_per_run)
+    block, tile = block_layout.place(own)
+    return entry, run, np.asarray(block, np.int64), np.asarray(tile, np.int64)
 
 
 def _lines(
@@ -207,7 +207,7 @@ def _rows(
     request: TransferRequest | None,
 ) -> str:
     """Say which rows of a block, as token positions where a request's table holds the block."""
-    grain = entry.rows.geometry.grain
+    grain = entry.rows.token_split.grain
     if request is None or not grain:
         return _span("row", state)
     engine, rank = table.consumer.engine, table.consumer.rank

@@ -11,8 +11,8 @@ from functools import cached_property
 import attrs
 import numpy as np
 
+from kvspec.descriptors.block_layout import BlockLayout
 from kvspec.descriptors.paging import Paging, RowKind
-from kvspec.descriptors.pool import Pool
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.region import Region
 from kvspec.memory.regions import RankCache
@@ -133,21 +133,23 @@ class Boxes:
         return min(self.producer.states, self.consumer.states)
 
 
-def pool_of(region: Region, kind: RowKind, grain: int, *, flows: bool) -> Pool:
+def block_layout_of(
+    region: Region, kind: RowKind, grain: int, *, contiguous_across_blocks: bool
+) -> BlockLayout:
     """Return how rows of a kind repeat: each period, as long as they end inside the block.
 
-    Where rows flow from block to block, several cells may end in a later block.
+    Where rows flow from block to block, several tiles may end in a later block.
     """
-    cells, span = 1, 1
-    if grain and flows and kind.tokens > kind.period and not kind.skip:
-        cells, span = region.states * grain // kind.period, kind.tokens // kind.period
+    tiles, span = 1, 1
+    if grain and contiguous_across_blocks and kind.tokens > kind.period and not kind.skip:
+        tiles, span = region.states * grain // kind.period, kind.tokens // kind.period
     elif grain:
-        cells = (region.states * grain - kind.skip - kind.tokens) // kind.period + 1
-    return Pool(
+        tiles = (region.states * grain - kind.skip - kind.tokens) // kind.period + 1
+    return BlockLayout(
         num_blocks=region.num_blocks,
         block_stride=region.block_stride,
-        cells=cells,
-        cell_stride=kind.period // grain * row_stride(region) if cells > 1 or span > 1 else 0,
+        tiles=tiles,
+        tile_stride=kind.period // grain * row_stride(region) if tiles > 1 or span > 1 else 0,
         memory_type=region.memory_type,
         device=region.device,
         span=span,

@@ -12,11 +12,11 @@ from functools import lru_cache
 import attrs
 import numpy as np
 
-from kvspec.descriptors.cells import Begins, Cells, begins, cells
 from kvspec.descriptors.entries import Entry
-from kvspec.descriptors.paging import Geometry, RowKind
+from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.tables import Positions, Tables
+from kvspec.descriptors.tiles import Begins, Tiles, begins, tiles
 from kvspec.errors import SpecError
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
@@ -25,11 +25,11 @@ from kvspec.specs import LayerSpec
 
 @attrs.frozen(eq=False)
 class _Cut:
-    """What was found of a request: its tables, and what begins in them, by geometry."""
+    """What was found of a request: its tables, and what begins in them, by token split."""
 
     tables: Tables
     begins: list[Begins]
-    cells: dict[object, Cells] = attrs.field(init=False, factory=dict)
+    tiles: dict[object, Tiles] = attrs.field(init=False, factory=dict)
 
 
 @attrs.frozen(eq=False)
@@ -41,43 +41,45 @@ class RowFamily:
 
     edge: Edge
     spec: LayerSpec
-    entries: tuple[tuple[Geometry, dict[RowKind, list[Entry]]], ...]
+    entries: tuple[tuple[TokenSplit, dict[RowKind, list[Entry]]], ...]
     likeness: object
 
     @staticmethod
     def of(plan: TransferPlan, entries: Iterable[Entry]) -> list[RowFamily]:
         """Return the families of a table's *entries*."""
-        edges: dict[int, tuple[Edge, dict[int, tuple[Geometry, dict[RowKind, list[Entry]]]]]] = {}
+        edges: dict[int, tuple[Edge, dict[int, tuple[TokenSplit, dict[RowKind, list[Entry]]]]]] = {}
         for entry in entries:
-            geometry = entry.rows.geometry
+            token_split = entry.rows.token_split
             _, cuts = edges.setdefault(id(entry.edge), (entry.edge, {}))
-            _, kinds = cuts.setdefault(id(geometry), (geometry, {}))
+            _, kinds = cuts.setdefault(id(token_split), (token_split, {}))
             kinds.setdefault(entry.rows.kind, []).append(entry)
         found = []
         for edge, cuts in edges.values():
             spec = plan.pair_of(edge).specs[edge.layers[0]]
-            numbers = tuple(attrs.astuple(geometry, recurse=False) for geometry, _ in cuts.values())
+            numbers = tuple(
+                attrs.astuple(token_split, recurse=False) for token_split, _ in cuts.values()
+            )
             likeness = _likeness((edge.producer_group, edge.group, spec, numbers))
             found.append(RowFamily(edge, spec, tuple(cuts.values()), likeness))
         return found
 
     def picked(
         self, request: TransferRequest, tokens: Positions | None
-    ) -> list[tuple[Entry, Cells]]:
+    ) -> list[tuple[Entry, Tiles]]:
         """Return what *request* moves of each entry, or one step of it; raise as `select`."""
-        cut, picked = self._cut(request, tokens), list[tuple[Entry, Cells]]()
+        cut, picked = self._cut(request, tokens), list[tuple[Entry, Tiles]]()
         if cut is None:
             return picked
-        for place, (geometry, kinds) in enumerate(self.entries):
+        for place, (token_split, kinds) in enumerate(self.entries):
             for kind, taken in cut.begins[place].items():
                 for entry in kinds[kind]:
                     rows = entry.rows
                     key = place, kind, rows.alike
-                    found = cut.cells.get(key)
+                    found = cut.tiles.get(key)
                     if found is None:
-                        pools = rows.producer, rows.consumer
-                        found = cells(cut.tables, geometry, kind, taken, pools)
-                        cut.cells[key] = found
+                        block_layouts = rows.producer, rows.consumer
+                        found = tiles(cut.tables, token_split, kind, taken, block_layouts)
+                        cut.tiles[key] = found
                     if len(found):
                         picked.append((entry, found))
         return picked
@@ -85,10 +87,10 @@ class RowFamily:
     def dead(self, request: TransferRequest) -> int:
         """Return how many bytes *request* moves of tokens behind its last."""
         cut, total = self._cut(request, None), 0
-        for place, (geometry, kinds) in enumerate(self.entries):
-            if cut is None or not geometry.cell:
+        for place, (token_split, kinds) in enumerate(self.entries):
+            if cut is None or not token_split.tile:
                 continue
-            context, grain = geometry.consumer.context, geometry.grain
+            context, grain = token_split.consumer.context, token_split.grain
             stop = -(-context.local(cut.tables.wanted.stop) // grain) * grain
             stop -= cut.tables.consumer.first_token // context.size
             for kind, (_, begin) in cut.begins[place].items():
@@ -103,7 +105,7 @@ class RowFamily:
             known: _Cut | None = request.known[self.likeness]
             return known
         first = self.entries[0][0]
-        tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.cell)
+        tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
         cut = None
         if tables.reached:
             if tables.cached % first.cached_in:

@@ -25,14 +25,14 @@ class Paging:
     """How one side's tokens lie in blocks.
 
     Tokens of a table's block, tokens of a block in memory (the physical blocks of a logical one),
-    and which positions the rank owns. *flows*: rows run on from one block in memory to the next.
-    *null_block*: the id that is no block.
+    and which positions the rank owns. *contiguous_across_blocks*: rows run on from one block in
+    memory to the next. *null_block*: the id that is no block.
     """
 
     block_size: int
     memory_block_size: int
     context: BlockCyclic
-    flows: bool = False
+    contiguous_across_blocks: bool = False
     null_block: int | None = None
 
     @cached_property
@@ -48,15 +48,15 @@ class Paging:
     def places(self, own: Ints, kind: RowKind) -> tuple[Ints, Ints | None, Ints | None]:
         """Return where rows of *kind* lie that begin at *own* tokens, counted from the first.
 
-        Block of the table, block in memory of these, cell in it; None where there is but one.
+        Block of the table, block in memory of these, tile in it; None where there is but one.
         """
-        token, part, cell = own, None, None
+        token, part, tile = own, None, None
         if kind.period < self.memory_block_size:
             token = own % self.memory_block_size
-            cell = (token - kind.skip) // kind.period
+            tile = (token - kind.skip) // kind.period
         if self.split > 1:
             part = own // self.memory_block_size % self.split
-        return own // self.block_size, part, cell
+        return own // self.block_size, part, tile
 
 
 class RowKind(NamedTuple):
@@ -72,20 +72,20 @@ class RowKind(NamedTuple):
 
 
 MOST_LENGTHS = 16
-"""Lengths of a part of a cell for which there are rows at one scale, where sizes divide."""
+"""Lengths of a part of a tile for which there are rows between two sizes, where sizes divide."""
 
 
-def scale_of(grain: int, cell: int) -> tuple[int, ...]:
-    """Return sizes from *grain* to *cell* tokens, each of few of the one before.
+def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
+    """Return sizes from *grain* to *tile* tokens, each of few of the one before.
 
-    A part of a cell is cut into multiples of them: so few rows are enough for all its lengths.
+    A part of a tile is cut into multiples of them: so few rows are enough for all its lengths.
 
-    >>> scale_of(1, 16), scale_of(1, 256), scale_of(4, 1056)
+    >>> partial_sizes_of(1, 16), partial_sizes_of(1, 256), partial_sizes_of(4, 1056)
     ((1, 16), (1, 16, 256), (4, 48, 528, 1056))
     """
     sizes = [grain]
-    while sizes[-1] < cell:
-        left = cell // sizes[-1]
+    while sizes[-1] < tile:
+        left = tile // sizes[-1]
         few = [times for times in range(2, MOST_LENGTHS + 1) if left % times == 0]
         rest = (times for times in range(MOST_LENGTHS + 1, left + 1) if left % times == 0)
         sizes.append(sizes[-1] * (max(few) if few else next(rest)))
@@ -93,60 +93,60 @@ def scale_of(grain: int, cell: int) -> tuple[int, ...]:
 
 
 @attrs.frozen(eq=False)
-class Geometry:
+class TokenSplit:
     """What decides how a request is cut for some rows of one edge.
 
-    *cell*: tokens that all tables, memory blocks and interleaves cut alike, 0 for states; *grain*:
-    tokens of one of the part's own rows. *spans*: up to how many cells one row takes. *scale*: the
-    sizes whose multiples are rows of a part of a cell; () where that moves grain by grain. *open*:
-    of how many dead tokens on the last cell moves without them; 0: it never does.
-    *cached_in*: tokens of which cached prefixes are whole multiples.
+    *tile*: tokens that all tables, memory blocks and interleaves cut alike, 0 for states; *grain*:
+    tokens of one of the part's own rows. *spans*: up to how many tiles one row takes.
+    *partial_sizes*: the sizes whose multiples are rows of a part of a tile; () where that moves
+    grain by grain. *trim_from*: of how many dead tokens on the last tile moves without them; 0: it
+    never does. *cached_in*: tokens of which cached prefixes are whole multiples.
     """
 
     stripe: Stripe
-    cell: int
+    tile: int
     grain: int
     producer: Paging
     consumer: Paging
     spans: int = 1
-    scale: tuple[int, ...] = ()
-    open: int = 0
+    partial_sizes: tuple[int, ...] = ()
+    trim_from: int = 0
     cached_in: int = 1
 
     @property
     def begun(self) -> bool:
-        """Whether a cell may begin with cached tokens, counted by who owns them."""
-        cell, context = self.cell, self.consumer.context
+        """Whether a tile may begin with cached tokens, counted by who owns them."""
+        tile, context = self.tile, self.consumer.context
         if context.size > 1 and context.alike(self.producer.context):
-            cell = lcm(cell, context.interleave) * context.size
-        return self.cached_in % cell > 0
+            tile = lcm(tile, context.interleave) * context.size
+        return self.cached_in % tile > 0
 
     def row_kinds(self) -> Iterator[RowKind]:
         """Yield the kinds of rows that a request may take."""
-        if not self.cell:
+        if not self.tile:
             yield RowKind(0, 0, 0)
             return
-        for cells in range(1, self.spans + 1):
-            yield RowKind(self.cell, 0, cells * self.cell)
+        for tiles in range(1, self.spans + 1):
+            yield RowKind(self.tile, 0, tiles * self.tile)
         begun = self.begun
-        if self.cell > self.grain and not self.scale and (begun or self.open):
+        if self.tile > self.grain and not self.partial_sizes and (begun or self.trim_from):
             yield RowKind(self.grain, 0, self.grain)
-        for size, period in pairwise(self.scale):
+        for size, period in pairwise(self.partial_sizes):
             for tokens in range(size, period, size):
                 if begun:
                     yield RowKind(period, period - tokens, tokens)
-                if self.open:
+                if self.trim_from:
                     yield RowKind(period, 0, tokens)
 
 
-def cell_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
-    """Return the tokens of a cell: the gcd of everything that cuts the token axis."""
-    cell = gcd(producer.memory_block_size, consumer.memory_block_size)
+def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
+    """Return the tokens of a tile: the gcd of everything that cuts the token axis."""
+    tile = gcd(producer.memory_block_size, consumer.memory_block_size)
     if not producer.context.alike(consumer.context):
         for context in (producer.context, consumer.context):
-            cell = gcd(cell, context.interleave) if context.size > 1 else cell
-    if cell % part.tokens_per_state:
+            tile = gcd(tile, context.interleave) if context.size > 1 else tile
+    if tile % part.tokens_per_state:
         why = "blocks or interleaves would cut a row that stands for several tokens"
         field = f"{layer}.{part.name}.tokens_per_state"
-        raise MismatchError([Mismatch(field, part.tokens_per_state, cell, why, ("row", "cut"))])
-    return cell
+        raise MismatchError([Mismatch(field, part.tokens_per_state, tile, why, ("row", "cut"))])
+    return tile

@@ -1,7 +1,7 @@
 """What one request picks of a table: ids, and how they repeat.
 
 Law: ids and parts say the same. Whoever only wants ids unpacks them; who checks or joins them does
-that by run and by cell, not by run times cell.
+that by run and by tile, not by run times tile.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.entries import Entry, RowIds
+from kvspec.descriptors.tiles import Tiles
 
-Picked = tuple[Entry, Cells]
-"""A set of rows and the cells of it that move: an id is its run's first id and its cell's."""
+Picked = tuple[Entry, Tiles]
+"""A set of rows and the tiles of it that move: an id is its run's first id and its tile's."""
 
 
 class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tuple
@@ -37,11 +37,11 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tu
         consumer_rows: npt.NDArray[np.uint64],
     ) -> Selection:
         """Return *parts* with their ids."""
-        sizes = [len(entry.rows) * len(cells) for entry, cells in parts]
+        sizes = [len(entry.rows) * len(tiles) for entry, tiles in parts]
         ids = np.empty((2, sum(sizes)), np.int32)
         start = 0
-        for (entry, cells), size in zip(parts, sizes, strict=True):
-            entry.write_ids(cells, ids[:, start : start + size])
+        for (entry, tiles), size in zip(parts, sizes, strict=True):
+            entry.write_ids(tiles, ids[:, start : start + size])
             start += size
         ids.setflags(write=False)  # whoever takes the parts for the ids looks at no id again
         found = Selection((ids[0], ids[1]))

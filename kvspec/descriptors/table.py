@@ -13,16 +13,16 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.descriptors.block_layout import BlockLayout
 from kvspec.descriptors.boxes import coalesce
-from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.families import RowFamily
-from kvspec.descriptors.pool import Pool
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
 from kvspec.descriptors.tables import Positions, check_tokens
+from kvspec.descriptors.tiles import Tiles
 from kvspec.descriptors.untouched import Pair, untouched
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
@@ -72,7 +72,7 @@ class DescriptorTable:
         wait for the next step. States, and what counts other tokens than the prompt's, move with
         the last. Of each step the producer's table need only reach *written*.
         """
-        picked = tuple(self.cells(request, tokens))
+        picked = tuple(self.tiles(request, tokens))
         return Selection.of(picked, self.producer_rows, self.consumer_rows)
 
     def descriptors(self, request: TransferRequest, *, tokens: Positions | None = None) -> Rows:
@@ -81,7 +81,7 @@ class DescriptorTable:
         A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one, each
         inside one memory of either cache. *tokens*: one step of it, as `select` has it.
         """
-        found = [entry.addresses(chosen) for entry, chosen in self.cells(request, tokens)]
+        found = [entry.addresses(chosen) for entry, chosen in self.tiles(request, tokens)]
         if not found:
             return np.empty((0, 3), np.uint64)
         return coalesce(found, (self.producer.seams, self.consumer.seams)).T.view(np.uint64)
@@ -91,7 +91,7 @@ class DescriptorTable:
 
         NIXL joins neighbours of the list whose ids follow each other in one dense row.
         """
-        posted = sum(entry.rows.posted(chosen) for entry, chosen in self.cells(request))
+        posted = sum(entry.rows.posted(chosen) for entry, chosen in self.tiles(request))
         return posted, len(self.descriptors(request))
 
     def dead(self, request: TransferRequest) -> int:
@@ -118,24 +118,24 @@ class DescriptorTable:
         return tuple(group.name for group in self.plan.consumer.groups)
 
     @cached_property
-    def _pools(self) -> tuple[frozenset[str], ...]:
+    def _shared_groups(self) -> tuple[frozenset[str], ...]:
         return sharing(self.consumer)
 
     @cached_property
     def _source_pools(self) -> tuple[frozenset[str], ...]:
         return sharing(self.producer)
 
-    def cells(
+    def tiles(
         self, request: TransferRequest, tokens: Positions | None = None
-    ) -> list[tuple[Entry, Cells]]:
+    ) -> list[tuple[Entry, Tiles]]:
         """Return what of each set of rows *request* moves, or one step of it; raise as `select`."""
         instance("request", request, TransferRequest)
         groups = self._groups
         request.check_groups(groups)
         if tokens is not None:
             check_tokens(tokens, groups)
-        if self._pools:
-            check_shared(self.plan, request, self._pools)
+        if self._shared_groups:
+            check_shared(self.plan, request, self._shared_groups)
         if self._source_pools:
             check_shared_sources(self.plan, request, self._source_pools)
         return [one for family in self._families for one in family.picked(request, tokens)]
@@ -213,15 +213,15 @@ def _known(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _side(side: str, runs: list[tuple[Pool, Ints, Ints]]) -> tuple[Rows, str]:
+def _side(side: str, runs: list[tuple[BlockLayout, Ints, Ints]]) -> tuple[Rows, str]:
     """Return all rows of one side, and the type of memory they lie in."""
-    types = sorted({pool.memory_type for pool, _, _ in runs}) or ["DRAM"]
+    types = sorted({block_layout.memory_type for block_layout, _, _ in runs}) or ["DRAM"]
     if len(types) > 1:
         why = "not yet: one type of memory on each side of a pair of ranks"
         raise MismatchError(
             [Mismatch(f"{side} memory_type", types[0], types[1], why, ("one", "other"))]
         )
-    rows = [pool.rows(address, length) for pool, address, length in runs]
+    rows = [block_layout.rows(address, length) for block_layout, address, length in runs]
     table = np.concatenate([np.empty((0, 5), np.uint64), *rows])
     table.flags.writeable = False
     return table, types[0]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 import numpy as np
 
-from kvspec.descriptors.paging import Geometry, Paging
+from kvspec.descriptors.paging import Paging, TokenSplit
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.ownership.intervals import EMPTY
@@ -75,20 +75,20 @@ class Tables:
         """Whether no later step follows."""
         return self.tokens is None or self.tokens.stop >= self.wanted.stop
 
-    def sides(self, geometry: Geometry) -> tuple[Side, Side]:
+    def sides(self, token_split: TokenSplit) -> tuple[Side, Side]:
         """Return name, group, table and paging of the consumer, and of the producer."""
         return (
-            ("consumer", self.edge.group, self.consumer, geometry.consumer),
-            ("producer", self.edge.producer_group, self.producer, geometry.producer),
+            ("consumer", self.edge.group, self.consumer, token_split.consumer),
+            ("producer", self.edge.producer_group, self.producer, token_split.producer),
         )
 
-    def check(self, geometry: Geometry) -> None:
+    def check(self, token_split: TokenSplit) -> None:
         """Raise `SpecError` for tables that are impossible.
 
         And `MismatchError` for wanted tokens that the producer does not hold.
         """
-        check = self._check_tokens if geometry.cell else self._check_state
-        check(self.sides(geometry))
+        check = self._check_tokens if token_split.tile else self._check_state
+        check(self.sides(token_split))
 
     def _check_tokens(self, sides: tuple[Side, Side]) -> None:
         wanted = self.reached

@@ -1,4 +1,4 @@
-"""Spans of bytes that repeat: those of each cell in each run, as sums of two numbers.
+"""Spans of bytes that repeat: those of each tile in each run, as sums of two numbers.
 
 Law: what is told of a lattice is true of its spans one by one, but takes as long as its two sides
 together, not as their product.
@@ -137,7 +137,7 @@ _ZERO = Marks(np.zeros((4, 1), np.int64))
 class Lattice:
     """Spans of *nbytes* at outer + inner, each outer farther from the next than the inners reach.
 
-    Of cells 1, 2, 4 of runs A, B and runs a, b of bunches X, Y, the outer are A and B, or 1, 2 and
+    Of tiles 1, 2, 4 of runs A, B and runs a, b of bunches X, Y, the outer are A and B, or 1, 2 and
     4, or X and Y:
 
         A1 A2 A4 ....... B1 B2 B4 .......
@@ -150,20 +150,20 @@ class Lattice:
     nbytes: Ints
 
     @staticmethod
-    def of(runs: Bunches, cells: Marks, nbytes: Ints) -> Lattice | None:
-        """Return the lattice of *runs* and *cells* of *nbytes*; None where they make none.
+    def of(runs: Bunches, tiles: Marks, nbytes: Ints) -> Lattice | None:
+        """Return the lattice of *runs* and *tiles* of *nbytes*; None where they make none.
 
-        Cells ascend in the goal, none over another.
+        Tiles ascend in the goal, none over another.
         """
         size = int(nbytes[-1])
-        if runs.every.disjoint(*cells.reach(size)):
-            return Lattice(runs.every, cells, nbytes)
+        if runs.every.disjoint(*tiles.reach(size)):
+            return Lattice(runs.every, tiles, nbytes)
         if np.count_nonzero(nbytes != size):
             return None
-        if runs.every.disjoint(size, size) and cells.disjoint(*runs.every.reach(size)):
-            return Lattice(cells, runs.every, np.full(len(runs.every), size))
-        if runs.pattern.disjoint(size, size) and cells.disjoint(*runs.pattern.reach(size)):
-            inner = cells.plus(runs.pattern)
+        if runs.every.disjoint(size, size) and tiles.disjoint(*runs.every.reach(size)):
+            return Lattice(tiles, runs.every, np.full(len(runs.every), size))
+        if runs.pattern.disjoint(size, size) and tiles.disjoint(*runs.pattern.reach(size)):
+            inner = tiles.plus(runs.pattern)
             return Lattice.bunched(runs, inner, np.full(len(inner), size))
         return None
 

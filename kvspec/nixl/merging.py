@@ -138,9 +138,9 @@ class Runs:
 def continues_in_row(runs: Runs) -> NDArray[np.bool_]:
     """Whether each run of one id, but the first, is the next of the same dense row.
 
-    >>> from kvspec.nixl.rows import checked_rows  # cells of 16 bytes, and quarters of them
+    >>> from kvspec.nixl.rows import checked_rows  # tiles of 16 bytes, and quarters of them
     >>> rows = checked_rows(np.array([(4096, 16, 0, 16, 8), (4096, 4, 0, 4, 32)], np.uint64))
-    >>> ids = np.array([14, 15, 2, 3, 6], np.int32)  # quarters 6 and 7; cells 2, 3 and 6
+    >>> ids = np.array([14, 15, 2, 3, 6], np.int32)  # quarters 6 and 7; tiles 2, 3 and 6
     >>> one_each = runs_of(rows, ids)
     >>> [int(address) - 4096 for address in one_each.address]
     [24, 28, 32, 48, 96]

@@ -22,28 +22,28 @@ MAX_RANGES = 4096  # of one piece: a handle's descriptors
 
 @attrs.frozen(kw_only=True, eq=False)
 class Repeated:
-    """Runs that repeat from cell to cell, as (bytes of the) far and the near side.
+    """Runs that repeat from tile to tile, as (bytes of the) far and the near side.
 
-    Run *r* of cell *c* is `length[r]` bytes at `far[r] + far_cell[c]`, and at `near[r] +
-    near_cell[c]`. *area*: equal where runs lie in one memory of the far side.
+    Run *r* of tile *c* is `length[r]` bytes at `far[r] + far_tile[c]`, and at `near[r] +
+    near_tile[c]`. *area*: equal where runs lie in one memory of the far side.
     """
 
     far: Ints
     near: Ints
     length: Ints
     area: Ints
-    far_cell: Ints
-    near_cell: Ints
+    far_tile: Ints
+    near_tile: Ints
 
     @property
     def runs(self) -> int:
-        """Runs of all cells."""
-        return len(self.far) * len(self.far_cell)
+        """Runs of all tiles."""
+        return len(self.far) * len(self.far_tile)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs of all cells."""
-        return int(self.length.sum()) * len(self.far_cell)
+        """Bytes of all runs of all tiles."""
+        return int(self.length.sum()) * len(self.far_tile)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class Moves:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Windows:
-    """Runs of a cell that lie close together on the far side, as one: windows, ascending.
+    """Runs of a tile that lie close together on the far side, as one: windows, ascending.
 
     *runs* are in the far side's order; window *w* has those from `first[w]` to `first[w + 1]`, and
     spans the bytes from `start[w]` to `end[w]`.
@@ -75,10 +75,10 @@ class _Windows:
         runs = attrs.evolve(
             runs, **{name: getattr(runs, name)[order] for name in ("far", "near", "length", "area")}
         )
-        if (runs.far_cell[1:] < runs.far_cell[:-1]).any():
-            order = np.argsort(runs.far_cell, kind="stable")
-            cells = runs.far_cell[order], runs.near_cell[order]
-            runs = attrs.evolve(runs, far_cell=cells[0], near_cell=cells[1])
+        if (runs.far_tile[1:] < runs.far_tile[:-1]).any():
+            order = np.argsort(runs.far_tile, kind="stable")
+            tiles = runs.far_tile[order], runs.near_tile[order]
+            runs = attrs.evolve(runs, far_tile=tiles[0], near_tile=tiles[1])
         far, end = runs.far, runs.far + runs.length
         apart = far[1:] - np.maximum.accumulate(end)[:-1] > gap
         apart |= runs.area[1:] != runs.area[:-1]
@@ -91,35 +91,35 @@ class _Windows:
         )
 
     def chunks(self) -> tuple[Ints, Ints, Ints]:
-        """Return where the windows of all cells begin, ascending, which they are, of which cell."""
-        cells = self.runs.far_cell
-        starts = self.start[:, None] + cells
+        """Return where the windows of all tiles begin, ascending, which they are, of which tile."""
+        tiles = self.runs.far_tile
+        starts = self.start[:, None] + tiles
         window = np.broadcast_to(np.arange(len(self.start))[:, None], starts.shape)
-        cell = np.broadcast_to(np.arange(len(cells)), starts.shape)
+        tile = np.broadcast_to(np.arange(len(tiles)), starts.shape)
         for turned in (False, True):
-            found = [(each.T if turned else each).reshape(-1) for each in (starts, window, cell)]
+            found = [(each.T if turned else each).reshape(-1) for each in (starts, window, tile)]
             if (found[0][1:] >= found[0][:-1]).all():
                 return found[0], found[1], found[2]
         order = np.argsort(starts.reshape(-1), kind="stable")
-        return starts.reshape(-1)[order], window.reshape(-1)[order], cell.reshape(-1)[order]
+        return starts.reshape(-1)[order], window.reshape(-1)[order], tile.reshape(-1)[order]
 
-    def moves(self, window: Ints, cell: Ints, offset: Ints) -> Iterator[Moves]:
+    def moves(self, window: Ints, tile: Ints, offset: Ints) -> Iterator[Moves]:
         """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
-        near_cell = self.runs.near_cell[cell]
+        near_tile = self.runs.near_tile[tile]
         if self._alike:  # as many runs in each
             inside, places, length = (
                 each.reshape(-1, self._alike)[window]
                 for each in (self._inside, self.runs.near, self.runs.length)
             )
             offsets = (inside + offset[:, None]).reshape(-1)
-            near = (places + near_cell[:, None]).reshape(-1)
+            near = (places + near_tile[:, None]).reshape(-1)
             lengths = length.reshape(-1)
         else:
             counts = self._counts[window]
             run = np.repeat(self.first[window] - (np.cumsum(counts) - counts), counts)
             run += np.arange(len(run))
             offsets = self._inside[run] + np.repeat(offset, counts)
-            near = self.runs.near[run] + np.repeat(near_cell, counts)
+            near = self.runs.near[run] + np.repeat(near_tile, counts)
             lengths = self.runs.length[run]
         if len(self._lengths) == 1:
             yield Moves(offset=offsets, near=near, length=self._lengths[0])
@@ -181,7 +181,7 @@ class Ranges:
     _windows: tuple[_Windows, ...]
     _family: Ints
     _window: Ints
-    _cell: Ints
+    _tile: Ints
     _packed: Ints
 
     @property
@@ -196,15 +196,15 @@ class Ranges:
 
     def moves(self, piece: Batch) -> Iterator[Moves]:
         """Yield the runs of a piece."""
-        window, cell = self._window[piece.chunks], self._cell[piece.chunks]
+        window, tile = self._window[piece.chunks], self._tile[piece.chunks]
         offset = self._packed[piece.chunks] - self._packed[piece.chunks.start]
         if len(self._windows) == 1:
-            yield from self._windows[0].moves(window, cell, offset)
+            yield from self._windows[0].moves(window, tile, offset)
             return
         family = self._family[piece.chunks]
         for place in np.unique(family).tolist():
             which = family == place
-            yield from self._windows[place].moves(window[which], cell[which], offset[which])
+            yield from self._windows[place].moves(window[which], tile[which], offset[which])
 
 
 def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | None:
@@ -222,9 +222,9 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
             runs=0,
             nbytes=0,
             windows=(),
-            **dict.fromkeys(("family", "window", "cell", "packed"), np.empty(0, np.int64)),
+            **dict.fromkeys(("family", "window", "tile", "packed"), np.empty(0, np.int64)),
         )
-    start, family, window, cell = _chunks(windows)
+    start, family, window, tile = _chunks(windows)
     place = window
     if len(windows) > 1:
         place = window + np.cumsum([0, *(len(each.start) for each in windows)])[family]
@@ -245,7 +245,7 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
         windows=windows,
         family=family,
         window=window,
-        cell=cell,
+        tile=tile,
         packed=packed,
     )
 
@@ -255,14 +255,14 @@ def _counts(first: Ints, total: int) -> Ints:
 
 
 def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return where every chunk begins, ascending; of which family, window and cell it is."""
+    """Return where every chunk begins, ascending; of which family, window and tile it is."""
     found = [each.chunks() for each in windows]
     if len(found) == 1:
         return found[0][0], np.empty(0, np.int64), *found[0][1:]
-    start, window, cell = (np.concatenate(each) for each in zip(*found, strict=True))
+    start, window, tile = (np.concatenate(each) for each in zip(*found, strict=True))
     family = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
     order = np.argsort(start, kind="stable")
-    return start[order], family[order], window[order], cell[order]
+    return start[order], family[order], window[order], tile[order]
 
 
 def _pieces(

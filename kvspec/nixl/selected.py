@@ -1,4 +1,4 @@
-"""Pairs of a whole selection: checked and joined by run and by cell, not by run times cell.
+"""Pairs of a whole selection: checked and joined by run and by tile, not by run times tile.
 
 Law: what is returned moves what `pair` would of the same ids, in as many descriptors. Only where
 nothing is to be merged across rows is it worked out: for any other selection the answer is None,
@@ -16,9 +16,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.cells import Cells
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.selection import Picked, Selection
+from kvspec.descriptors.tiles import Tiles
 from kvspec.nixl.lattice import Bunches, Lattice, Marks
 from kvspec.nixl.merging import Pairing, merges
 from kvspec.nixl.pieces import cut, fits, how_many_fit
@@ -29,10 +29,10 @@ from kvspec.ownership.replicas import Role
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Some runs, and the same cells of each, joined where they touch; *size*: bytes of one cell.
+    """Some runs, and the same tiles of each, joined where they touch; *size*: bytes of one tile.
 
-    *runs*, *joined*: ascending in the goal, the joined of *nbytes*. *posted*: the first cells of
-    what NIXL joins, in the order of ids: no cells of different rows. Of cells 1, 2, 3, 5 of the
+    *runs*, *joined*: ascending in the goal, the joined of *nbytes*. *posted*: the first tiles of
+    what NIXL joins, in the order of ids: no tiles of different rows. Of tiles 1, 2, 3, 5 of the
     origin that go to 8, 9, 6, 7:
 
         joined     3 to 6, 5 to 7, 1 to 8    nbytes size, size, 2 size
@@ -43,7 +43,7 @@ class _Part:
     joined: Marks
     nbytes: Ints
     posted: Ints
-    cells: int
+    tiles: int
     size: int
 
     @property
@@ -78,13 +78,13 @@ _WorkedOut = tuple[Callable[[], int], int, tuple[slice, ...]]
 """Counts descriptors posted; bytes, and the pieces of the ids: none where one handle takes all."""
 
 
-def _alone(entry: Entry, cells: Cells) -> _WorkedOut | None:
+def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:
     """Return what becomes of one part of which NIXL joins all that touches; None of another."""
-    rows, size, count = entry.rows, entry.rows.size, len(cells)
+    rows, size, count = entry.rows, entry.rows.size, len(tiles)
     if size is None or not rows.plain:
         return None
     total, nbytes = len(rows) * count, len(rows) * count * size
-    posts = partial(rows.posted, cells)
+    posts = partial(rows.posted, tiles)
     # What is posted is counted only where that decides.
     if fits(total, nbytes) or (fits(1, nbytes) and fits(posts(), nbytes)):
         return posts, nbytes, ()
@@ -110,15 +110,15 @@ def _several(
     posted = nbytes = 0
     for part in parts:
         posted += part.repeats * len(part.posted)
-        nbytes += part.repeats * part.cells * part.size
+        nbytes += part.repeats * part.tiles * part.size
     if not joined or merges(posted, posted - joined):
         return None
     return lambda: posted, nbytes, () if fits(posted, nbytes) else tuple(cut(_Posted(parts)))
 
 
 def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part | None:
-    """Return one part with its cells joined; None where its runs or memories differ."""
-    entry, cells = picked
+    """Return one part with its tiles joined; None where its runs or memories differ."""
+    entry, tiles = picked
     goal, origin = rows["consumer"], rows["producer"]
     if target == "producer":
         goal, origin = origin, goal
@@ -127,13 +127,13 @@ def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part 
     runs, size = goal.known[entry, origin], entry.rows.size
     if runs is None or size is None:
         return None
-    sides, count = entry.rows.offsets(cells), len(cells)
+    sides, count = entry.rows.offsets(tiles), len(tiles)
     marks = Marks.of(*(sides if target == "producer" else sides[::-1]))
     posted, nbytes = np.arange(count), np.full(count, size)
     if marks.apart < 0 or marks.apart == size:
         follows = marks.follows(size, size)
         if np.count_nonzero(follows):
-            posted = _first(follows & entry.rows.next_ids(cells))
+            posted = _first(follows & entry.rows.next_ids(tiles))
         if marks.apart < 0:
             marks, _ = marks.ascending()
             follows = marks.follows(size, size)
@@ -145,16 +145,22 @@ def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part 
 
 def _runs(entry: Entry, rows: dict[Role, StridedRows], target: Role) -> Bunches | None:
     """Return the runs of an entry, in order of the goal; None if one lies in two memories."""
-    pools = entry.rows.consumer, entry.rows.producer
+    block_layouts = entry.rows.consumer, entry.rows.producer
     starts = entry.rows.consumer_address, entry.rows.producer_address
-    goal = rows["consumer"].areas(entry.consumer_first, len(entry.rows), pools[0].rows_per_run)
-    origin = rows["producer"].areas(entry.producer_first, len(entry.rows), pools[1].rows_per_run)
+    goal = rows["consumer"].areas(
+        entry.consumer_first, len(entry.rows), block_layouts[0].rows_per_run
+    )
+    origin = rows["producer"].areas(
+        entry.producer_first, len(entry.rows), block_layouts[1].rows_per_run
+    )
     if origin is None or goal is None:
         return None
     if target == "producer":
-        pools, starts, goal, origin = pools[::-1], starts[::-1], origin, goal
-    pool = pools[0]
-    extent = (pool.num_blocks - 1) * pool.block_stride + pool.cells * pool.cell_stride
+        block_layouts, starts, goal, origin = block_layouts[::-1], starts[::-1], origin, goal
+    block_layout = block_layouts[0]
+    extent = (
+        block_layout.num_blocks - 1
+    ) * block_layout.block_stride + block_layout.tiles * block_layout.tile_stride
     return Bunches.of(Marks.of(*starts, goal, origin), extent)
 
 
@@ -203,7 +209,7 @@ def _together(runs: Bunches, some: list[tuple[_Part, Marks]]) -> tuple[Lattice |
 
 def _spans(picked: Sequence[Picked], target: Role) -> tuple[tuple[Ints, Ints], Spans]:
     """Return begin and end of all that is read, and of all that is written."""
-    found = np.concatenate([entry.addresses(cells) for entry, cells in picked])
+    found = np.concatenate([entry.addresses(tiles) for entry, tiles in picked])
     read, written = (spans_of(found[:, side], found[:, 2]) for side in (0, 1))
     if target == "producer":
         read, written = written, read
@@ -216,11 +222,11 @@ class _Posted:
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
         self._count = [len(part.posted) for part in parts]
-        self._nbytes = [part.cells * part.size for part in parts]
+        self._nbytes = [part.tiles * part.size for part in parts]
         self._first = [part.posted.tolist() for part in parts]
         self._before: tuple[list[int], ...] = [0], [0], [0]
         for part, many, nbytes in zip(parts, self._count, self._nbytes, strict=True):
-            for before, one in zip(self._before, (many, part.cells, nbytes), strict=True):
+            for before, one in zip(self._before, (many, part.tiles, nbytes), strict=True):
                 before.append(before[-1] + part.repeats * one)
 
     def __len__(self) -> int:
@@ -236,15 +242,15 @@ class _Posted:
         if run == len(self):
             return self._before[1][-1]
         part, repeat, place = self._split(run)
-        cell: int = self._first[part][place]
-        return self._before[1][part] + repeat * self._parts[part].cells + cell
+        tile: int = self._first[part][place]
+        return self._before[1][part] + repeat * self._parts[part].tiles + tile
 
     def reached(self, run: int) -> int:
         """Return the bytes of all before it."""
         if run == len(self):
             return self._before[2][-1]
         part, repeat, place = self._split(run)
-        here: int = repeat * self._parts[part].cells + self._first[part][place]
+        here: int = repeat * self._parts[part].tiles + self._first[part][place]
         return self._before[2][part] + here * self._parts[part].size
 
     def within(self, nbytes: int) -> int:
@@ -253,8 +259,8 @@ class _Posted:
             return len(self)
         part = bisect_right(self._before[2], nbytes, hi=len(self._parts)) - 1
         repeat, left = divmod(nbytes - self._before[2][part], self._nbytes[part])
-        cells = left // self._parts[part].size
-        place = bisect_right(self._first[part], cells) - 1
+        tiles = left // self._parts[part].size
+        place = bisect_right(self._first[part], tiles) - 1
         return self._before[0][part] + repeat * self._count[part] + place
 
     def length(self, run: int) -> int:

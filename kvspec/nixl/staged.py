@@ -99,7 +99,7 @@ def families_of(selection: object, order: Order) -> tuple[Repeated, ...]:
 def repeated(parts: Sequence[Picked], far: Role, rows: StridedRows) -> tuple[Repeated, ...] | None:
     """Return picked *parts* as they repeat, *rows* being the *far* side's.
 
-    None where cells of one run may lie in different memories: the plain ids tell which.
+    None where tiles of one run may lie in different memories: the plain ids tell which.
     """
     found = [_repeated(picked, far, rows) for picked in parts]
     kept = tuple(each for each in found if each is not None)
@@ -107,15 +107,15 @@ def repeated(parts: Sequence[Picked], far: Role, rows: StridedRows) -> tuple[Rep
 
 
 def _repeated(picked: Picked, far: Role, rows: StridedRows) -> Repeated | None:
-    entry, cells = picked
+    entry, tiles = picked
     sets = entry.rows
     producer, consumer = zip(
-        (sets.producer_address, sets.consumer_address), sets.offsets(cells), strict=True
+        (sets.producer_address, sets.consumer_address), sets.offsets(tiles), strict=True
     )
-    pool, first, sides = sets.producer, entry.producer_first, (producer, consumer)
+    block_layout, first, sides = sets.producer, entry.producer_first, (producer, consumer)
     if far == "consumer":
-        pool, first, sides = sets.consumer, entry.consumer_first, (consumer, producer)
-    area = rows.areas(first, len(sets), pool.rows_per_run)
+        block_layout, first, sides = sets.consumer, entry.consumer_first, (consumer, producer)
+    area = rows.areas(first, len(sets), block_layout.rows_per_run)
     if area is None:
         return None
     (address, offset), (near, near_offset) = sides
@@ -124,8 +124,8 @@ def _repeated(picked: Picked, far: Role, rows: StridedRows) -> Repeated | None:
         near=near,
         length=sets.length,
         area=area,
-        far_cell=offset,
-        near_cell=near_offset,
+        far_tile=offset,
+        near_tile=near_offset,
     )
 
 
@@ -138,6 +138,6 @@ def _one_by_one(pairs: Pairing, local: StridedRows, remote: StridedRows) -> Repe
         near=local.address_of(pairs.local_ids, rows[0]),
         length=local.length[rows[0]],
         area=remote.area[rows[1]],
-        far_cell=nothing,
-        near_cell=nothing,
+        far_tile=nothing,
+        near_tile=nothing,
     )

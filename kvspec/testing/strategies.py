@@ -143,7 +143,7 @@ def spanning_cases(largest: int = 4) -> st.SearchStrategy[Case]:
 
 
 def interleaved_cases() -> st.SearchStrategy[Case]:
-    """Draw a transfer of tokens sharded alike, by interleaves that cells do not divide."""
+    """Draw a transfer of tokens sharded alike, by interleaves that tiles do not divide."""
     return interleaved_pairs().flatmap(_case)
 
 

@@ -41,14 +41,14 @@ def pair_of(
 
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])
-def test_row_of_two_cells_with_its_second_block_beyond_the_pool_is_refused(side: str) -> None:
+def test_row_of_two_tiles_with_its_second_block_beyond_the_pool_is_refused(side: str) -> None:
     """Blocks 15 and 16 follow each other, so one row takes both; a pool of 16 has no block 16."""
     small = builders.engine(full(4, total_num_kv_heads=4), tp=4, layout="LKBNHC")
     large = builders.engine(full(8, total_num_kv_heads=4), tp=2, layout="LBKHNC")
     _, _, table = pair_of(*((small, large) if side == "producer" else (large, small)))
     ids: dict[str, list[int]] = {"producer": [1], "consumer": [1], side: [14, 15]}
-    entries = table.cells(builders.request(8, ids["producer"], ids["consumer"]))
-    assert {8} == {entry.rows.kind.tokens for entry, _ in entries}, "one row takes both cells"
+    entries = table.tiles(builders.request(8, ids["producer"], ids["consumer"]))
+    assert {8} == {entry.rows.kind.tokens for entry, _ in entries}, "one row takes both tiles"
     ids[side] = [15, 16]
     request = builders.request(8, ids["producer"], ids["consumer"])
     for call in (table.select, table.descriptors):
@@ -60,10 +60,10 @@ WHOLE_TWICE = (range(2), range(2))
 
 
 @pytest.mark.parametrize("cached_in", [8, 12, 24])
-def test_cached_prefix_in_interleaves_that_do_not_divide_cells_begins_in_a_cell(
+def test_cached_prefix_in_interleaves_that_do_not_divide_tiles_begins_in_a_tile(
     cached_in: int,
 ) -> None:
-    """Of 8 cached tokens in interleaves of 6, the first rank owns 6: one and a half cells of 4."""
+    """Of 8 cached tokens in interleaves of 6, the first rank owns 6: one and a half tiles of 4."""
     spec = full(12, total_num_kv_heads=2)
     both = builders.engine(
         builders.group(spec, kernel_block_size=4, shardings={"k": WHOLE_TWICE, "v": WHOLE_TWICE}),
@@ -90,9 +90,9 @@ def test_parts_of_other_grains_are_cut_each_by_itself() -> None:
     plan, caches, table = pair_of(*sides)
     request = builders.request(13, [3, 1], [2, 5])
     cut: dict[str, set[int]] = {}
-    for entry, cells in table.cells(request):
-        assert len(cells)
-        grain = "scales" if entry.rows.geometry.grain == 4 else "keys"
+    for entry, tiles in table.tiles(request):
+        assert len(tiles)
+        grain = "scales" if entry.rows.token_split.grain == 4 else "keys"
         cut.setdefault(grain, set()).add(entry.rows.kind.tokens)
     assert {"keys": {5, 8}, "scales": {8}} == cut
     assert None is kvspec.verify(plan, caches[0], caches[1], request)

@@ -160,8 +160,8 @@ def test_tables_begin_with_a_virtual_block() -> None:
             table.select(request(16, *tables, cached_tokens=12))
 
 
-def test_the_end_of_a_cell_is_not_joined_to_the_next() -> None:
-    """Blocks of 8 and, padded, of 12, one token cached: 3 of the first cell, then whole ones."""
+def test_the_end_of_a_tile_is_not_joined_to_the_next() -> None:
+    """Blocks of 8 and, padded, of 12, one token cached: 3 of the first tile, then whole ones."""
     sides = (
         engine(gqa(1, block_size=8, head_size=1, dtype="uint8"), layout="LBNHC"),
         engine(

@@ -21,18 +21,18 @@ def ints(values: object) -> Ints:
 
 @st.composite
 def families(draw: st.DrawFn) -> list[Repeated]:
-    """Draw runs of two memories that lie apart: no far byte twice, cells side by side or apart."""
+    """Draw runs of two memories that lie apart: no far byte twice, tiles side by side or apart."""
     found, base = [], 0
     for _ in range(draw(st.integers(1, 3))):
-        runs, cells = draw(st.integers(1, 5)), draw(st.integers(0, 5))
+        runs, tiles = draw(st.integers(1, 5)), draw(st.integers(0, 5))
         lengths = draw(st.lists(st.integers(1, 9), min_size=runs, max_size=runs))
         gaps = draw(st.lists(st.integers(0, 4), min_size=runs, max_size=runs))
         steps = np.cumsum([0, *(a + b for a, b in zip(lengths, gaps, strict=True))])
-        inside = draw(st.booleans())  # cells inside one another's gaps, or one after the other
+        inside = draw(st.booleans())  # tiles inside one another's gaps, or one after the other
         stride = 40 if inside else int(steps[-1])
         far = (steps[:-1] * (6 * 40 if inside else 1)) + base
         order = draw(st.permutations(range(runs)))
-        cell = draw(st.permutations(range(cells)))
+        tile = draw(st.permutations(range(tiles)))
         area = draw(st.integers(0, 1))
         found.append(
             Repeated(
@@ -40,8 +40,8 @@ def families(draw: st.DrawFn) -> list[Repeated]:
                 near=NEAR + ints(far)[order] * 2,
                 length=ints(lengths)[order],
                 area=np.full(runs, 2 * len(found) + area),
-                far_cell=ints(cell) * stride,
-                near_cell=ints(cell) * 2 * stride,
+                far_tile=ints(tile) * stride,
+                near_tile=ints(tile) * 2 * stride,
             )
         )
         base = int(far[-1]) + 10 * stride + draw(st.integers(0, 3))
@@ -51,9 +51,9 @@ def families(draw: st.DrawFn) -> list[Repeated]:
 def wanted(runs: list[Repeated]) -> Counter[tuple[int, int, int]]:
     """Return (far, near, length) of every run."""
     return Counter(
-        (int(far + cell), int(near + other), int(length))
+        (int(far + tile), int(near + other), int(length))
         for each in runs
-        for cell, other in zip(each.far_cell, each.near_cell, strict=True)
+        for tile, other in zip(each.far_tile, each.near_tile, strict=True)
         for far, near, length in zip(each.far, each.near, each.length, strict=True)
     )
 
@@ -96,9 +96,9 @@ def test_no_range_lies_in_two_memories(runs: list[Repeated], longest: int, gap: 
     ranges = ranges_of(runs, longest, gap)
     assert ranges is not None
     area = {
-        int(far + cell): int(of)
+        int(far + tile): int(of)
         for each in runs
-        for cell in each.far_cell
+        for tile in each.far_tile
         for far, of in zip(each.far, each.area, strict=True)
     }
     for piece in ranges.pieces:
@@ -115,8 +115,8 @@ def side_by_side(runs: int, length: int, *, apart: int = 0) -> Repeated:
         near=NEAR + place * 4 * length,
         length=np.full(runs, length),
         area=np.zeros(runs, np.int64),
-        far_cell=ints([0]),
-        near_cell=ints([0]),
+        far_tile=ints([0]),
+        near_tile=ints([0]),
     )
 
 

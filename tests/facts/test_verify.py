@@ -289,7 +289,7 @@ def test_right_descriptors_cut_differently_are_accepted() -> None:
 
 
 def test_dead_rows_of_own_blocks_may_be_written() -> None:
-    """Token 11 of the last block is beyond the request: a cell that brings it along is right."""
+    """Token 11 of the last block is beyond the request: a tile that brings it along is right."""
     dead = [
         row(layer, part, head, 11) for layer in LAYERS for part in "kv" for head in range(HEADS)
     ]

@@ -20,7 +20,7 @@ from kvspec.testing.world import selected, world
 @given(st.data(), strategies.cases() | strategies.common_cases() | strategies.sharing_cases())
 @settings(max_examples=settings.default.max_examples // 2)
 def test_the_same_bytes_move(data: st.DataObject, case: Case) -> None:
-    """Of any request that keeps the promise, whether or not cells are whole multiples of it."""
+    """Of any request that keeps the promise, whether or not tiles are whole multiples of it."""
     here, cached = world(case), case.request.cached_tokens
     counts = [*cached.values()] if isinstance(cached, Mapping) else [cached]
     unit = gcd(*counts) or data.draw(st.sampled_from((1, 4, 16, 96)))

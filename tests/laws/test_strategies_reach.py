@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, Phase, given, settings
 
 import kvspec
-from kvspec.descriptors.paging import Geometry, RowKind
+from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
@@ -128,7 +128,7 @@ def blocks(one: Group, other: Group) -> tuple[int, int]:
     return one.spec.block_size, other.spec.block_size
 
 
-def cell(one: Group, other: Group) -> int:
+def tile(one: Group, other: Group) -> int:
     """Return the tokens that both sides' blocks in memory cut alike, contexts aside."""
     return gcd(*((each.kernel_block_size or each.spec.block_size) for each in (one, other)))
 
@@ -348,15 +348,15 @@ def cuts(case: Case) -> set[str]:
             kvspec.lay_out(case.producer, source, case.producer_pool),
             kvspec.lay_out(case.consumer, target, case.consumer_pool),
         )
-        taken: dict[Geometry, set[RowKind]] = {}
-        for entry, _ in kvspec.build_table(plan, *caches).cells(case.request):
-            taken.setdefault(entry.rows.geometry, set()).add(entry.rows.kind)
-        for geometry, kinds in taken.items():
+        taken: dict[TokenSplit, set[RowKind]] = {}
+        for entry, _ in kvspec.build_table(plan, *caches).tiles(case.request):
+            taken.setdefault(entry.rows.token_split, set()).add(entry.rows.kind)
+        for token_split, kinds in taken.items():
             ends = any(kind.skip for kind in kinds)
-            part = any(0 < kind.tokens < geometry.cell and not kind.skip for kind in kinds)
+            part = any(0 < kind.tokens < token_split.tile and not kind.skip for kind in kinds)
             found |= {"an end"} if ends else set()
-            found |= {"a beginning in one row"} if part and geometry.scale else set()
-            found |= {"a beginning row by row"} if part and geometry.open else set()
+            found |= {"a beginning in one row"} if part and token_split.partial_sizes else set()
+            found |= {"a beginning row by row"} if part and token_split.trim_from else set()
     return found
 
 
@@ -466,10 +466,10 @@ AXES: dict[str, Callable[[Case], bool]] = {
         c,
         lambda a, b: len(set(blocks(a, b))) > 1 and window_start(c, b) % min(blocks(a, b)) != 0,
     ),
-    "a cached boundary in a cell": lambda c: any_pair(c, lambda a, b: boundary(c, b) % cell(a, b)),
-    "a cached boundary between cells of a block": lambda c: any_pair(
+    "a cached boundary in a tile": lambda c: any_pair(c, lambda a, b: boundary(c, b) % tile(a, b)),
+    "a cached boundary between tiles of a block": lambda c: any_pair(
         c,
-        lambda a, b: boundary(c, b) % cell(a, b) == 0 < boundary(c, b) % b.spec.block_size,
+        lambda a, b: boundary(c, b) % tile(a, b) == 0 < boundary(c, b) % b.spec.block_size,
     ),
     "groups with their own blocks": lambda c: (
         len({group.spec.block_size for group in token_groups(c)}) > 1
@@ -563,9 +563,9 @@ AXES: dict[str, Callable[[Case], bool]] = {
         isinstance(c.replica_policy, kvspec.ReplicaPolicy)
         and any_part(c, lambda p: replicated(c.producer, p))
     ),
-    "the end of a cell in one row": lambda c: "an end" in cuts(c),
-    "the last cell's beginning in one row": lambda c: "a beginning in one row" in cuts(c),
-    "the last cell's beginning row by row": lambda c: "a beginning row by row" in cuts(c),
+    "the end of a tile in one row": lambda c: "an end" in cuts(c),
+    "the last tile's beginning in one row": lambda c: "a beginning in one row" in cuts(c),
+    "the last tile's beginning row by row": lambda c: "a beginning row by row" in cuts(c),
     "rows of scales for several tokens": lambda c: any_pair(
         c, lambda a, b: max(of_layers(a, "tokens_per_scale") | of_layers(b, "tokens_per_scale")) > 1
     ),
@@ -661,13 +661,13 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
 """What is reached where content cannot be cut."""
 
 INTERLEAVED: dict[str, Callable[[Case], bool]] = {
-    "an interleave that does not divide cells": lambda c: any_pair(
-        c, lambda a, b: cut((c.consumer.parallel.interleave_size, cell(a, b)))
+    "an interleave that does not divide tiles": lambda c: any_pair(
+        c, lambda a, b: cut((c.consumer.parallel.interleave_size, tile(a, b)))
     ),
     "a cached prefix in such an interleave": lambda c: any_pair(
         c,
         lambda a, b: (
-            cut((c.consumer.parallel.interleave_size, cell(a, b))) and boundary(c, b) % 12 > 0
+            cut((c.consumer.parallel.interleave_size, tile(a, b))) and boundary(c, b) % 12 > 0
         ),
     ),
     "several heads sharded so": lambda c: any_part(c, lambda p: p.units > 1),

@@ -48,12 +48,12 @@ def test_what_is_torn_keeps_every_law(case: strategies.Case) -> None:
 def taken(case: strategies.Case) -> list[tuple[int, int, int]]:
     """Return the kinds of row that the first pair of ranks takes."""
     _, _, table = next(world(case).tables())
-    return sorted({tuple(entry.rows.kind) for entry, _ in table.cells(case.request)})
+    return sorted({tuple(entry.rows.kind) for entry, _ in table.tiles(case.request)})
 
 
 HEADS = builders.gqa(4, block_size=32, head_size=1, dtype="uint8")
 PARTS = [
-    (40, 0, [(16, 0, 8), (32, 0, 32)]),  # the last cell's eight live tokens are one row
+    (40, 0, [(16, 0, 8), (32, 0, 32)]),  # the last tile's eight live tokens are one row
     (48, 0, [(32, 0, 16), (32, 0, 32)]),
     (49, 0, [(32, 0, 32)]),  # 17 would be two rows: whole, it is one
     (64, 1, [(16, 1, 15), (32, 0, 32), (32, 16, 16)]),
@@ -66,7 +66,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("tokens", "cached", "rows"), PARTS)
-def test_a_part_of_a_cell_keeps_every_law(
+def test_a_part_of_a_tile_keeps_every_law(
     tokens: int, cached: int, rows: list[tuple[int, int, int]]
 ) -> None:
     """Blocks of 32 tokens, one head of four: by scale (1, 16, 32) a part is at most two rows."""
@@ -77,7 +77,7 @@ def test_a_part_of_a_cell_keeps_every_law(
 
 
 @pytest.mark.parametrize("cached", [1, 2, 3, 5])
-def test_an_end_beside_rows_of_several_cells_keeps_every_law(cached: int) -> None:
+def test_an_end_beside_rows_of_several_tiles_keeps_every_law(cached: int) -> None:
     """Blocks of 4 that follow each other are one row of a block of 16, after the first's end."""
     sides = [
         builders.engine(

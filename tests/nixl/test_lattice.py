@@ -27,7 +27,7 @@ def strides(draw: st.DrawFn, sizes: tuple[int, ...], nbytes: int, inner: list[in
 
 @st.composite
 def parts(draw: st.DrawFn) -> list[_Part]:
-    """Draw one part, or two of the same runs, of other cells: whole ones, and the head of each."""
+    """Draw one part, or two of the same runs, of other tiles: whole ones, and the head of each."""
     sizes = tuple(draw(st.integers(1, 4)) for _ in range(3))
     nbytes = draw(st.sampled_from([2, 4]))
     order = draw(st.permutations(range(3)))
@@ -43,21 +43,21 @@ def parts(draw: st.DrawFn) -> list[_Part]:
     which = [draw(st.sampled_from([0, 0, 0, 1])) for _ in range(sizes[0])]
     found = []
     for part, size in enumerate((nbytes, nbytes // draw(st.sampled_from([1, 2])))):
-        cells = np.array([cell for cell, one in enumerate(which) if one == part], np.int64)
-        if len(cells):
-            marks = Marks.of(*(cells * each[0] for each in apart))
+        tiles = np.array([tile for tile, one in enumerate(which) if one == part], np.int64)
+        if len(tiles):
+            marks = Marks.of(*(tiles * each[0] for each in apart))
             skip = np.array([draw(st.integers(0, 9)), draw(st.integers(0, 9)), 0, 0])[:, None]
             starts, marks = Marks(runs.columns - skip), Marks(marks.columns + skip)
             found.append(_joined_part(starts, draw(st.sampled_from([2, 8, 16, 64])), marks, size))
     return found
 
 
-def _joined_part(runs: Marks, apart: int, cells: Marks, size: int) -> _Part:
-    """Return the part of *cells* in *runs*, those that touch made one."""
-    cells, _ = cells.ascending()
-    first = np.flatnonzero(np.append(True, ~cells.follows(size, size)))
-    nbytes = np.diff(first, append=len(cells)) * size
-    return _Part(Bunches.of(runs, apart), cells.take(first), nbytes, first, len(cells), size)
+def _joined_part(runs: Marks, apart: int, tiles: Marks, size: int) -> _Part:
+    """Return the part of *tiles* in *runs*, those that touch made one."""
+    tiles, _ = tiles.ascending()
+    first = np.flatnonzero(np.append(True, ~tiles.follows(size, size)))
+    nbytes = np.diff(first, append=len(tiles)) * size
+    return _Part(Bunches.of(runs, apart), tiles.take(first), nbytes, first, len(tiles), size)
 
 
 def one_by_one(some: list[_Part]) -> Spans:
@@ -65,10 +65,10 @@ def one_by_one(some: list[_Part]) -> Spans:
     found = []
     for part in some:
         for run in part.runs.every.columns.T.tolist():
-            for cell, nbytes in zip(
+            for tile, nbytes in zip(
                 part.joined.columns.T.tolist(), part.nbytes.tolist(), strict=True
             ):
-                begin, source, goal, origin = (a + b for a, b in zip(run, cell, strict=True))
+                begin, source, goal, origin = (a + b for a, b in zip(run, tile, strict=True))
                 found.append((begin, begin + nbytes, source, goal, origin))
     return sorted(found)
 

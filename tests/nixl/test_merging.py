@@ -226,9 +226,9 @@ def test_counts_of_blocks_that_lie_side_by_side() -> None:
 
 
 def test_runs_of_rows_that_share_memory_are_joined() -> None:
-    """The end of a cell and the cells that follow are one descriptor, although rows differ."""
+    """The end of a tile and the tiles that follow are one descriptor, although rows differ."""
     rows = checked_rows(np.array([(1000, 16, 0, 16, 8), (1000, 4, 0, 4, 32)], np.uint64))
-    ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, then three cells
+    ids = np.array([8 + 6, 8 + 7, 2, 3, 4], np.int32)  # 8 bytes, then three tiles
     pairing = pairs.pair(rows, ids, rows, ids, "local")
     assert pairing.joined is not None
     assert [[1024, 56, 0]] == pairing.joined.local.tolist() == pairing.joined.remote.tolist()

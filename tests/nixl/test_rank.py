@@ -115,7 +115,7 @@ def test_runs_of_several_rows_are_posted_as_one(
 ) -> None:
     """Rows that share memory are joined where their runs touch; the bytes are right, none else."""
     monkeypatch.setattr(pieces, "MAX_BYTES", 9 * 512)
-    rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # whole cells, and their eighths
+    rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # whole tiles, and their eighths
     lists = ranks.lists(rows, [(at + 512, *rest) for at, *rest in rows])
     ids = np.array([*range(64 + 8 * 3 - 5, 64 + 8 * 3), *range(3, 20), 40, 41, 30])
     ranks.local[:] = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
@@ -129,7 +129,7 @@ def test_runs_of_several_rows_are_posted_as_one(
     move = getattr(ranks.near, operation)
     transfer = move(lists[0], ids, lists[1], ids, request="r", timeout=10)
     transfer.wait()
-    # 17.6 cells as 9 and 8.6 of them, each a handle; then two runs in one handle.
+    # 17.6 tiles as 9 and 8.6 of them, each a handle; then two runs in one handle.
     assert (4, 4, 3) == (transfer.runs, transfer.posted, transfer.handles)
     assert len(ids) == transfer.descriptors
     assert 20 * 512 + 320 == transfer.nbytes

@@ -37,7 +37,7 @@ def rows_of(table: DescriptorTable) -> dict[Role, Any]:
 def both(
     table: DescriptorTable, request: kvspec.TransferRequest, target: Role
 ) -> tuple[Pairing | None, Pairing]:
-    """Return what is worked out by cell, and what of the ids one by one, written to *target*."""
+    """Return what is worked out by tile, and what of the ids one by one, written to *target*."""
     selection, rows = table.select(request), rows_of(table)
     ids = [
         checked_ids("ids", each, rows[side].total)
@@ -68,7 +68,7 @@ def posted(rows: dict[Role, Any], pairing: Pairing) -> int:
 
 
 @given(strategies.cases() | strategies.sharing_cases())
-def test_by_cell_is_one_by_one(case: Case) -> None:
+def test_by_tile_is_one_by_one(case: Case) -> None:
     """Bytes, what is posted, what is read and what is written, pulled and pushed."""
     here = world(case)
     for _, _, table in here.tables():
@@ -90,7 +90,7 @@ def test_by_cell_is_one_by_one(case: Case) -> None:
 def test_unequal_blocks_are_posted_as_nixl_joins_them(
     sizes: tuple[int, int], tp_sizes: tuple[int, int]
 ) -> None:
-    """Cells in order, and not: what is told of the plain ones is what NIXL posts."""
+    """Tiles in order, and not: what is told of the plain ones is what NIXL posts."""
     names = ("LBHNC", "LBNHC", "LKBHNC", "BLHNC", "LHBNC")
     for layouts in product(names, repeat=2):
         case = unequal(layouts, sizes, tp_sizes)
@@ -151,7 +151,7 @@ PLAIN = [("LBHNC", "LBHNC"), ("LBNHC", "LBHNC"), ("LKBHNC", "LBHNC"), ("LKBNHC",
 
 @pytest.mark.parametrize("layouts", PLAIN)
 @pytest.mark.parametrize("cached", [0, 6])
-def test_the_common_layouts_are_worked_out_by_cell(layouts: tuple[str, str], cached: int) -> None:
+def test_the_common_layouts_are_worked_out_by_tile(layouts: tuple[str, str], cached: int) -> None:
     """What most engines have takes the fast way, so that it is measured at all."""
     case = asked(layouts, cached_tokens=cached)
     here = world(case)

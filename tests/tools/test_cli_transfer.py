@@ -150,7 +150,7 @@ def test_every_byte_and_every_count_is_right(job: Job) -> None:
 
 
 def test_what_a_request_moves_is_what_its_live_tokens_hold() -> None:
-    """19 tokens of 6 heads, k and v, 2 layers, in cells of 4 tokens: counted by hand."""
+    """19 tokens of 6 heads, k and v, 2 layers, in tiles of 4 tokens: counted by hand."""
     report = ended(run_transfer(pair([heads(6)], (1, 1), requests=1)))
     assert [2 * 2 * 6 * 20 * 32] == [each.nbytes for each in report.moved]
 

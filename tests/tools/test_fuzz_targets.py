@@ -74,12 +74,12 @@ def late_page(patch: pytest.MonkeyPatch) -> None:
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
     """Leave out the last chunk of every request."""
-    right = kvspec.descriptors.cells._cut
+    right = kvspec.descriptors.tiles._cut
 
     def cut(*arguments: Any) -> Any:
         return {step: begins[:-1] for step, begins in right(*arguments).items()}
 
-    patch.setattr(kvspec.descriptors.cells, "_cut", cut)
+    patch.setattr(kvspec.descriptors.tiles, "_cut", cut)
 
 
 def credulous(patch: pytest.MonkeyPatch) -> None:
