@@ -242,15 +242,18 @@ def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
     plan, edge = table.plan, entry.edge
     ranks = plan.producer.parallel.ranks
     at = ranks.index(edge.producer)
-    for share in plan.shares:
-        if share.pair.consumer.name != edge.group or not share.members.ranges[at]:
+    for replica_group in plan.replica_groups:
+        if (
+            replica_group.pair.consumer.name != edge.group
+            or not replica_group.producer_sharding.ranges[at]
+        ):
             continue
-        units = share.members.ranges[at]
+        units = replica_group.producer_sharding.ranges[at]
         held = _span("unit", np.arange(units.start, units.stop))
-        members = share.members.ranks_of(units)
-        if not set(share.layers) & set(edge.layers):
+        members = replica_group.producer_sharding.ranks_of(units)
+        if not set(replica_group.layers) & set(edge.layers):
             continue
-        parts = "+".join(part.name for part in share.parts)
+        parts = "+".join(part.name for part in replica_group.parts)
         if len(members) == 1:
             yield f"only {edge.producer} holds {held} of {parts}"
         else:

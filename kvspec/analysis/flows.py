@@ -15,9 +15,9 @@ from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic, Ints
-from kvspec.plan.edges import exchanges
+from kvspec.plan.edges import assignments
 from kvspec.plan.plan import TransferPlan
-from kvspec.plan.shares import Share
+from kvspec.plan.replica_groups import ReplicaGroup
 
 MAX_LOOKED_AT = 2**28
 """Runs of tokens that are looked at one by one, for a pair of context ranks: some seconds."""
@@ -87,12 +87,12 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     classes: dict[tuple[int, ...], int] = {}
     sizes: dict[tuple[object, ...], int] = {}
     columns: list[tuple[int, int, int, int, int]] = []
-    for one in exchanges(plan.producer, plan.consumer, plan.shares, plan.replica_policy):
-        share, unit_range = one.share, one.unit_range
-        context = plan.consumer.context(share.pair.consumer, consumers[one.reader])
-        key = (id(share), unit_range.stripe, context)
+    for one in assignments(plan.producer, plan.consumer, plan.replica_groups, plan.replica_policy):
+        replica_group, unit_range = one.replica_group, one.unit_range
+        context = plan.consumer.context(replica_group.pair.consumer, consumers[one.reader])
+        key = (id(replica_group), unit_range.stripe, context)
         if key not in sizes:
-            sizes[key] = _unit_bytes(share, unit_range.stripe, context, num_tokens)
+            sizes[key] = _unit_bytes(replica_group, unit_range.stripe, context, num_tokens)
         moved = len(one.layers) * (unit_range.stop - unit_range.start) * sizes[key]
         number = classes.setdefault(unit_range.replicas, len(classes))
         place = unit_range.replicas.index(unit_range.producer)
@@ -115,17 +115,19 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     )
 
 
-def _unit_bytes(share: Share, stripe: Stripe, reader: BlockCyclic, num_tokens: int) -> int:
-    """Return the bytes of one unit of one layer of *share* that a reader's context takes."""
-    live = share.spec.live_tokens(num_tokens)
-    virtual = share.spec.block_size * reader.size
+def _unit_bytes(
+    replica_group: ReplicaGroup, stripe: Stripe, reader: BlockCyclic, num_tokens: int
+) -> int:
+    """Return the bytes of one unit of one layer that a reader's context takes."""
+    live = replica_group.spec.live_tokens(num_tokens)
+    virtual = replica_group.spec.block_size * reader.size
     owners = {
-        share.context or BlockCyclic(),
+        replica_group.context or BlockCyclic(),
         reader,
         BlockCyclic(stripe.first, stripe.step, virtual),
     }
     nbytes = 0
-    for part in share.parts:
+    for part in replica_group.parts:
         if part.per_token:
             rows = shared_rows(owners, live, part.tokens_per_state)
         else:

@@ -132,22 +132,22 @@ def row_sets(
 ) -> tuple[RowSet, ...]:
     """Return the runs of one edge, all *layers* or some, between the two sides' *groups*.
 
-    For each family of layers and parts that are cut alike: rows for whole tiles, rows for several
-    tiles in one where that makes longer runs, and rows for a part of a tile; no tile begins with
-    cached tokens where *cached_in* is a multiple of it.
+    For each split group of layers and parts that are cut alike: rows for whole tiles, rows for
+    several tiles in one where that makes longer runs, and rows for a part of a tile; no tile begins
+    with cached tokens where *cached_in* is a multiple of it.
     """
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
-    families: dict[tuple[object, ...], tuple[TokenSplit, _Contents]] = {}
+    split_groups: dict[tuple[object, ...], tuple[TokenSplit, _Contents]] = {}
     for one, layer, part in _parts(edge, groups[1].spec, layers):
         source = sides[0].part(layer, part.name, one.remote_range.start)
         target = sides[1].part(layer, part.name, one.local_range.start)
         tile = tile_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
         sizes = source.paging.memory_block_size, target.paging.memory_block_size
-        family = (one.stripe.first, one.stripe.step, tile, part.tokens_per_state, sizes)
-        if family not in families:
+        split_group = (one.stripe.first, one.stripe.step, tile, part.tokens_per_state, sizes)
+        if split_group not in split_groups:
             cut = one.stripe, tile, part.tokens_per_state, source.paging, target.paging
-            families[family] = TokenSplit(*cut, cached_in=cached_in), {}
-        _, contents = families[family]
+            split_groups[split_group] = TokenSplit(*cut, cached_in=cached_in), {}
+        _, contents = split_groups[split_group]
         alike = len(one.global_range), source.repeats, target.repeats
         _, first = contents.setdefault(alike, ((source, target), []))
         size, chunks = common_chunks(source.region, target.region)
@@ -166,8 +166,10 @@ def row_sets(
     seams = producer.seams, consumer.seams
     return tuple(
         rows
-        for token_split, contents in families.values()
-        for rows in _family(token_split, tuple(_boxes(token_split.grain, contents, seams)), seams)
+        for token_split, contents in split_groups.values()
+        for rows in _split_group_rows(
+            token_split, tuple(_boxes(token_split.grain, contents, seams)), seams
+        )
     )
 
 
@@ -192,8 +194,13 @@ def _parts(
                     yield one, layer, part
 
 
-def _family(token_split: TokenSplit, boxes: tuple[Boxes, ...], seams: Seams) -> list[RowSet]:
-    """Return every set of rows that a family needs, and none that would not make runs longer."""
+def _split_group_rows(
+    token_split: TokenSplit, boxes: tuple[Boxes, ...], seams: Seams
+) -> list[RowSet]:
+    """Return every set of rows that a split group needs.
+
+    And none that would not make runs longer.
+    """
     if token_split.tile:
         token_split = _with_contiguity(token_split, boxes)
         rows = partial(_rows, token_split, boxes, seams)

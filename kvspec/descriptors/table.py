@@ -16,11 +16,11 @@ import numpy.typing as npt
 from kvspec.descriptors.block_layout import BlockLayout
 from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.entries import Entry
-from kvspec.descriptors.families import RowFamily
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
+from kvspec.descriptors.split_groups import SplitGroup
 from kvspec.descriptors.tables import Positions, check_tokens
 from kvspec.descriptors.tiles import Tiles
 from kvspec.descriptors.untouched import Pair, untouched
@@ -100,7 +100,7 @@ class DescriptorTable:
         The last block is cut where that takes no more descriptors, or fewer seconds.
         """
         instance("request", request, TransferRequest)
-        return sum(family.dead(request) for family in self._families)
+        return sum(split_group.dead(request) for split_group in self._split_groups)
 
     def untouched(self, request: TransferRequest) -> Rows:
         """Return (address, length) of the consumer's bytes that *request* leaves in its own blocks.
@@ -138,11 +138,13 @@ class DescriptorTable:
             check_shared(self.plan, request, self._shared_groups)
         if self._source_pools:
             check_shared_sources(self.plan, request, self._source_pools)
-        return [one for family in self._families for one in family.picked(request, tokens)]
+        return [
+            one for split_group in self._split_groups for one in split_group.picked(request, tokens)
+        ]
 
     @cached_property
-    def _families(self) -> list[RowFamily]:
-        return RowFamily.of(self.plan, self.entries)
+    def _split_groups(self) -> list[SplitGroup]:
+        return SplitGroup.of(self.plan, self.entries)
 
 
 def build_table(

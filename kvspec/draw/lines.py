@@ -19,13 +19,13 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
 from kvspec.plan.plan import TransferPlan
-from kvspec.plan.shares import Share
+from kvspec.plan.replica_groups import ReplicaGroup
 
 _MOST_CELLS, _MOST_READERS = 8, 3
 
 
 @attrs.frozen
-class Family:
+class PartGroup:
     """Parts that are sharded alike.
 
     Their names, all their units, and in how many they are sharded.
@@ -37,10 +37,10 @@ class Family:
     per_token: bool
 
     @staticmethod
-    def of(parts: Sequence[Part]) -> Family:
-        """Return the family of *parts*."""
+    def of(parts: Sequence[Part]) -> PartGroup:
+        """Return the group of *parts*."""
         name, one = "+".join(part.name for part in parts), parts[0]
-        return Family(name, one.units, one.granularity, one.per_token)
+        return PartGroup(name, one.units, one.granularity, one.per_token)
 
     def labels(self, units: range) -> list[str]:
         """Return the text of every cell: of each head or group of channels, or of many."""
@@ -56,7 +56,7 @@ class Read:
 
     consumer: RankId
     producer: RankId
-    family: Family
+    part_group: PartGroup
     units: range
     stripe: Stripe
     groups: tuple[str, ...]
@@ -70,7 +70,7 @@ class Line:
     *number*: of the producer rank among those that are read, or None where nobody reads.
     """
 
-    family: Family
+    part_group: PartGroup
     units: range
     words: str
     number: int | None
@@ -104,7 +104,7 @@ class EngineColumn:
 class Scene:
     """All that is drawn of one plan."""
 
-    families: list[Family]
+    part_groups: list[PartGroup]
     reads: list[Read]
     sides: tuple[EngineColumn, EngineColumn]
 
@@ -113,38 +113,48 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
     """Return what to draw of *plan*: all of it, or one group of the consumer's."""
     if group is not None:
         plan.consumer.group(group)
-    shares = [share for share in plan.shares if group in (None, share.pair.consumer.name)]
-    if not shares:
+    replica_groups = [
+        replica_group
+        for replica_group in plan.replica_groups
+        if group in (None, replica_group.pair.consumer.name)
+    ]
+    if not replica_groups:
         raise SpecError("group", group, "a group that the plan transfers")
-    families = list(dict.fromkeys(Family.of(share.parts) for share in shares))
-    reads = sorted(_reads(plan, group), key=lambda r: (families.index(r.family), r.units.start))
+    part_groups = list(
+        dict.fromkeys(PartGroup.of(replica_group.parts) for replica_group in replica_groups)
+    )
+    reads = sorted(
+        _reads(plan, group), key=lambda r: (part_groups.index(r.part_group), r.units.start)
+    )
     numbers = {r: number for number, r in enumerate(sorted({read.producer for read in reads}))}
     groups = {name for read in reads for name in read.groups}
     homes = {pair.producer.name for pair in plan.pairs if pair.consumer.name in groups}
     consumers: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
     for read in reads:
-        line = Line(read.family, read.units, _source(plan, read), numbers[read.producer], (read,))
+        line = Line(
+            read.part_group, read.units, _source(plan, read), numbers[read.producer], (read,)
+        )
         consumers[read.consumer].append(line)
     targets = [Box(rank, own, "" if own else "reads nothing") for rank, own in consumers.items()]
     sides = (
-        _side("Producer", plan.producer, homes, _producers(plan, shares, reads, numbers)),
+        _side("Producer", plan.producer, homes, _producers(plan, replica_groups, reads, numbers)),
         _side("Consumer", plan.consumer, groups, targets),
     )
-    return Scene(families, reads, sides)
+    return Scene(part_groups, reads, sides)
 
 
 def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
     """Yield what every consumer rank reads; slices that differ only in their layers are one."""
-    places: dict[tuple[RankId, RankId, Family, range, Stripe], list[tuple[str, str]]] = {}
+    places: dict[tuple[RankId, RankId, PartGroup, range, Stripe], list[tuple[str, str]]] = {}
     for edge in plan.edges:
         spec = plan.consumer.group(edge.group).spec
         for transfer_slice in edge.slices if group in (None, edge.group) else ():
             parts = spec.of_layer(transfer_slice.layers[0]).parts
-            family = Family.of([part for part in parts if part.name in transfer_slice.parts])
+            part_group = PartGroup.of([part for part in parts if part.name in transfer_slice.parts])
             key = (
                 edge.consumer,
                 edge.producer,
-                family,
+                part_group,
                 transfer_slice.global_range,
                 transfer_slice.stripe,
             )
@@ -157,17 +167,22 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
 
 
 def _producers(
-    plan: TransferPlan, shares: list[Share], reads: list[Read], numbers: dict[RankId, int]
+    plan: TransferPlan,
+    replica_groups: list[ReplicaGroup],
+    reads: list[Read],
+    numbers: dict[RankId, int],
 ) -> Iterator[Box]:
     """Yield the box of every producer rank: the units that it holds, and who reads them."""
     for index, rank in enumerate(plan.producer.parallel.ranks):
-        held = dict.fromkeys((Family.of(s.parts), s.members.ranges[index]) for s in shares)
+        held = dict.fromkeys(
+            (PartGroup.of(s.parts), s.producer_sharding.ranges[index]) for s in replica_groups
+        )
         here, lines = [read for read in reads if read.producer == rank], list[Line]()
-        for family, units in held:
-            own = tuple(r for r in here if r.family == family and r.units.start in units)
+        for part_group, units in held:
+            own = tuple(r for r in here if r.part_group == part_group and r.units.start in units)
             words = _readers(own) if own else "not read here" if here else ""
             if units:
-                lines.append(Line(family, units, words, numbers[rank] if own else None, own))
+                lines.append(Line(part_group, units, words, numbers[rank] if own else None, own))
         yield Box(rank, lines, "" if here else _unread(plan, rank))
 
 
@@ -185,7 +200,7 @@ def _source(plan: TransferPlan, read: Read) -> str:
         words.append(str(read.stripe))
     producer, consumer = plan.producer, plan.consumer
     home = producer.homes[read.layers[0]]
-    if producer.context_size(home) > 1 and read.family.per_token:
+    if producer.context_size(home) > 1 and read.part_group.per_token:
         words.append(f"context {producer.context(home, read.producer).rank}")
     groups = map(consumer.group, read.groups)
     own = {layer for group in groups for layer in consumer.layers_at(group, read.consumer.pp)}

@@ -56,7 +56,7 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     """
     instance("plan", plan, TransferPlan)
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
-    if group is None and not plan.shares:
+    if group is None and not plan.replica_groups:
         return note_svg("plan", title, ["nothing moves", *excluded(plan)])
     shown = scene(plan, group)
     columns = _columns(shown)
@@ -74,8 +74,10 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
         for box in column.side.boxes:
             _box(canvas, shown, column, box)
     y = canvas.words(end + 32, _MEANINGS, width)
-    if len(shown.families) > 1:
-        keys = ((HOLLOW, hatch(n), family.name) for n, family in enumerate(shown.families))
+    if len(shown.part_groups) > 1:
+        keys = (
+            (HOLLOW, hatch(n), part_group.name) for n, part_group in enumerate(shown.part_groups)
+        )
         y = canvas.keys(y - 8, keys, width)
     return canvas.svg(width, y + 8, f"kvspec plan: {title}")
 
@@ -141,8 +143,8 @@ def _columns(shown: Scene) -> tuple[_Column, _Column]:
         said = [*(line.words for line in lines), *(box.note for box in side.boxes)]
         parts = _PAD + 16 + max(width_of(str(box.rank), bold=True) for box in side.boxes)
         cells = parts
-        if len(shown.families) > 1:
-            cells += max((width_of(line.family.name, SMALL) for line in lines), default=0) + 10
+        if len(shown.part_groups) > 1:
+            cells += max((width_of(line.part_group.name, SMALL) for line in lines), default=0) + 10
         words = cells + max((sum(map(_cell, _labels(line))) for line in lines), default=0) + 8
         width = words + max(width_of(text, SMALL) for text in said) + 4 + _PAD
         x = MARGIN
@@ -157,7 +159,7 @@ def _height(box: Box) -> float:
 
 
 def _labels(line: Line) -> list[str]:
-    return line.family.labels(line.units)
+    return line.part_group.labels(line.units)
 
 
 def _cell(label: str) -> float:
@@ -170,7 +172,7 @@ def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
     words = [
         f"{each.name}: {counted(each.units, 'unit')}"
         + (f" sharded {each.granularity} at a time" if each.granularity > 1 else "")
-        for each in shown.families
+        for each in shown.part_groups
     ]
     layers = len({layer for read in shown.reads for layer in read.layers})
     pairs = len({(read.producer, read.consumer) for read in shown.reads})
@@ -198,7 +200,7 @@ def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
 def _curve(
     canvas: Canvas, read: Read, number: int, start: tuple[float, float], stop: tuple[float, float]
 ) -> None:
-    units = f"{read.family.name} units {read.units.start}..{read.units.stop - 1}"
+    units = f"{read.part_group.name} units {read.units.start}..{read.units.stop - 1}"
     canvas.curve(
         start,
         stop,
@@ -209,7 +211,7 @@ def _curve(
         stroke_dasharray=_DASHES[number // len(PALETTE) % len(_DASHES)],
         data_producer=str(read.producer),
         data_consumer=str(read.consumer),
-        data_parts=read.family.name,
+        data_parts=read.part_group.name,
         data_units=f"{read.units.start}-{read.units.stop}",
         data_groups=" ".join(read.groups),
     )
@@ -236,16 +238,16 @@ def _box(canvas: Canvas, shown: Scene, column: _Column, box: Box) -> None:
 
 def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -> None:
     """Draw one line of a box: part names, cells of units, and who reads or is read."""
-    read, name, x = line.number is not None, line.family.name, column.x + column.cells
+    read, name, x = line.number is not None, line.part_group.name, column.x + column.cells
     ink, fill = (INK, colour(line.number or 0)) if read else (FAINT, HOLLOW)
-    if len(shown.families) > 1:
+    if len(shown.part_groups) > 1:
         canvas.text(column.x + column.parts, y + 4.2, name, size=SMALL, fill=FAINT)
     for label in _labels(line):
         wide = _cell(label)
         canvas.box(
             (x + 1, y + 3 - _ROW / 2),
             (wide - 2, _ROW - 6),
-            hatch(shown.families.index(line.family)),
+            hatch(shown.part_groups.index(line.part_group)),
             fill=fill,
             fill_opacity=0.32 if read else 0.6,
             stroke=fill if read else LINE,

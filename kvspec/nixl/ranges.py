@@ -179,7 +179,7 @@ class Ranges:
     runs: int
     nbytes: int
     _windows: tuple[_Windows, ...]
-    _family: Ints
+    _repeated_set: Ints
     _window: Ints
     _tile: Ints
     _packed: Ints
@@ -201,33 +201,35 @@ class Ranges:
         if len(self._windows) == 1:
             yield from self._windows[0].moves(window, tile, offset)
             return
-        family = self._family[piece.chunks]
-        for place in np.unique(family).tolist():
-            which = family == place
+        repeated_set = self._repeated_set[piece.chunks]
+        for place in np.unique(repeated_set).tolist():
+            which = repeated_set == place
             yield from self._windows[place].moves(window[which], tile[which], offset[which])
 
 
-def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | None:
-    """Return the ranges that hold all runs of *families*, in pieces of *longest* bytes at most.
+def ranges_of(repeated_sets: Sequence[Repeated], longest: int, gap: int) -> Ranges | None:
+    """Return the ranges that hold all runs of *repeated_sets*.
+
+    In pieces of *longest* bytes at most.
 
     Ranges that are *gap* bytes apart or less are one. None where a run is longer than a piece.
     """
-    families = [runs for runs in families if runs.runs]
-    if any(int(runs.length.max()) > longest for runs in families):
+    repeated_sets = [runs for runs in repeated_sets if runs.runs]
+    if any(int(runs.length.max()) > longest for runs in repeated_sets):
         return None
-    windows = tuple(_Windows.of(runs, longest, gap) for runs in families)
+    windows = tuple(_Windows.of(runs, longest, gap) for runs in repeated_sets)
     if not windows:
         return Ranges(
             pieces=(),
             runs=0,
             nbytes=0,
             windows=(),
-            **dict.fromkeys(("family", "window", "tile", "packed"), np.empty(0, np.int64)),
+            **dict.fromkeys(("repeated_set", "window", "tile", "packed"), np.empty(0, np.int64)),
         )
-    start, family, window, tile = _chunks(windows)
+    start, repeated_set, window, tile = _chunks(windows)
     place = window
     if len(windows) > 1:
-        place = window + np.cumsum([0, *(len(each.start) for each in windows)])[family]
+        place = window + np.cumsum([0, *(len(each.start) for each in windows)])[repeated_set]
     span = np.concatenate([each.end - each.start for each in windows])[place]
     area = np.concatenate([each.runs.area[each.first] for each in windows])[place]
     reach = np.maximum.accumulate(start + span)
@@ -240,10 +242,10 @@ def ranges_of(families: Sequence[Repeated], longest: int, gap: int) -> Ranges | 
     pieces = _pieces(packed, reach - skipped[of_range], of_range, start, longest)
     return Ranges(
         pieces=tuple(pieces),
-        runs=sum(runs.runs for runs in families),
-        nbytes=sum(runs.nbytes for runs in families),
+        runs=sum(runs.runs for runs in repeated_sets),
+        nbytes=sum(runs.nbytes for runs in repeated_sets),
         windows=windows,
-        family=family,
+        repeated_set=repeated_set,
         window=window,
         tile=tile,
         packed=packed,
@@ -260,9 +262,9 @@ def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints, Ints]:
     if len(found) == 1:
         return found[0][0], np.empty(0, np.int64), *found[0][1:]
     start, window, tile = (np.concatenate(each) for each in zip(*found, strict=True))
-    family = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
+    repeated_set = np.repeat(np.arange(len(found)), [len(each[0]) for each in found])
     order = np.argsort(start, kind="stable")
-    return start[order], family[order], window[order], tile[order]
+    return start[order], repeated_set[order], window[order], tile[order]
 
 
 def _pieces(

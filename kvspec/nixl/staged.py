@@ -65,7 +65,9 @@ def staged(order: Order, selection: object, areas: Areas) -> Order:
     if None in devices:
         return order
     inward = order.operation == "READ"
-    ranges = ranges_of(families_of(selection, order), staging.longest, costs.gap if inward else 0)
+    ranges = ranges_of(
+        repeated_sets_of(selection, order), staging.longest, costs.gap if inward else 0
+    )
     if ranges is None or not (always or cost_of(ranges, costs) < direct):
         return order
     area = areas.beside(staging, order.local.memory_type, devices[0] or 0)
@@ -86,7 +88,7 @@ def _device(rows: StridedRows) -> int | None:
     return int(devices[0]) if len(devices) and (devices == devices[0]).all() else None
 
 
-def families_of(selection: object, order: Order) -> tuple[Repeated, ...]:
+def repeated_sets_of(selection: object, order: Order) -> tuple[Repeated, ...]:
     """Return the runs of an order as they repeat, or one by one."""
     local, remote = order.local.rows, order.remote.rows
     found = None

@@ -15,11 +15,14 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.stripes import Stripe, times_held
 from kvspec.ownership.tokens import BlockCyclic
 from kvspec.plan.edges import Edge
-from kvspec.plan.shares import Share
+from kvspec.plan.replica_groups import ReplicaGroup
 
 
 def check_cover(
-    producer: EngineSpec, consumer: EngineSpec, dealt: tuple[Share, ...], edges: tuple[Edge, ...]
+    producer: EngineSpec,
+    consumer: EngineSpec,
+    replica_groups: tuple[ReplicaGroup, ...],
+    edges: tuple[Edge, ...],
 ) -> None:
     """Raise `KVSpecError` unless the slices of every consumer rank are exactly what it owns."""
     found: dict[tuple[object, ...], list[TPTransferSlice]] = {}
@@ -29,11 +32,17 @@ def check_cover(
             for name in each.parts:
                 key = (edge.consumer, each.layers, name, context)
                 found.setdefault(key, []).append(each)
-    for share in dealt:
-        at_stage = consumer.by_stage(share.layers)
-        among = _contexts(producer, share) if share.context is None else {share.context}
-        for rank, own in zip(consumer.parallel.ranks, share.readers.ranges, strict=True):
-            for part in share.parts if own else ():
+    for replica_group in replica_groups:
+        at_stage = consumer.by_stage(replica_group.layers)
+        among = (
+            _contexts(producer, replica_group)
+            if replica_group.context is None
+            else {replica_group.context}
+        )
+        for rank, own in zip(
+            consumer.parallel.ranks, replica_group.consumer_sharding.ranges, strict=True
+        ):
+            for part in replica_group.parts if own else ():
                 keys = ((rank, at_stage[rank.pp], part.name, context) for context in among)
                 slices = [each for key in keys for each in found.get(key, ())]
                 fault = cover_fault(_tiles(slices), range(len(own)))
@@ -42,23 +51,23 @@ def check_cover(
                     raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
 
 
-def _contexts(producer: EngineSpec, share: Share) -> set[BlockCyclic]:
-    """Return every context of a state's share: each of their ranks holds it whole."""
-    group = share.pair.producer
+def _contexts(producer: EngineSpec, replica_group: ReplicaGroup) -> set[BlockCyclic]:
+    """Return every context of a state's replica group: each of their ranks holds it whole."""
+    group = replica_group.pair.producer
     return {producer.context(group, rank) for rank in producer.parallel.ranks}
 
 
-def check_whole(dealt: tuple[Share, ...]) -> None:
+def check_whole(replica_groups: tuple[ReplicaGroup, ...]) -> None:
     """Refuse slices that would cut what cannot be cut between units."""
-    for share in dealt:
-        if not share.parts[0].whole:
+    for replica_group in replica_groups:
+        if not replica_group.parts[0].whole:
             continue
         held, wanted = (
             sorted((units.start, units.stop) for units in sharding.owned)
-            for sharding in (share.members, share.readers)
+            for sharding in (replica_group.producer_sharding, replica_group.consumer_sharding)
         )
         if held != wanted:
-            field = f"{share.layers[0]}.{share.parts[0].name}"
+            field = f"{replica_group.layers[0]}.{replica_group.parts[0].name}"
             why = "its content spans the heads of a rank, so both sides must shard heads alike"
             raise MismatchError([Mismatch(field, held, wanted, why)])
 

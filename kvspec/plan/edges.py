@@ -1,6 +1,6 @@
 """Edges: what one producer rank gives to one consumer rank.
 
-Law: edges follow from the shares alone; they are the same for who pulls and who pushes.
+Law: edges follow from the replica groups alone; they are the same for who pulls and who pushes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvspec.ownership.intervals import shift
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.ownership.slices import TPTransferSlice, UnitRange, consumer_unit_ranges
-from kvspec.plan.shares import Share
+from kvspec.plan.replica_groups import ReplicaGroup
 
 
 @attrs.frozen(kw_only=True)
@@ -33,48 +33,54 @@ class Edge:
 
 
 @attrs.frozen(eq=False)
-class Exchange:
-    """What one consumer rank reads of one share: ranks are indices, *layers* those of its stage."""
+class Assignment:
+    """What one consumer rank reads of one replica group.
 
-    share: Share
+    Ranks are indices, *layers* those of its stage.
+    """
+
+    replica_group: ReplicaGroup
     reader: int
     layers: tuple[str, ...]
     unit_range: UnitRange
 
 
-def exchanges(
+def assignments(
     producer: EngineSpec,
     consumer: EngineSpec,
-    dealt: tuple[Share, ...],
+    replica_groups: tuple[ReplicaGroup, ...],
     replica_policy: ReplicaPolicy,
-) -> Iterator[Exchange]:
-    """Yield, share by share, what every consumer rank reads from whom."""
+) -> Iterator[Assignment]:
+    """Yield, replica group by replica group, what every consumer rank reads from whom."""
     chooser = replica_policy.between(producer.parallel.ranks, consumer.parallel.ranks)
     stages = [rank.pp for rank in consumer.parallel.ranks]
-    for share in dealt:
-        at_stage = consumer.by_stage(share.layers)
-        for reader, own in enumerate(share.readers.ranges):
+    for replica_group in replica_groups:
+        at_stage = consumer.by_stage(replica_group.layers)
+        for reader, own in enumerate(replica_group.consumer_sharding.ranges):
             if own:
                 layers = at_stage[stages[reader]]
                 for unit_range in consumer_unit_ranges(
-                    share.readers, share.members, reader, chooser
+                    replica_group.consumer_sharding,
+                    replica_group.producer_sharding,
+                    reader,
+                    chooser,
                 ):
-                    yield Exchange(share, reader, layers, unit_range)
+                    yield Assignment(replica_group, reader, layers, unit_range)
 
 
 def edges_of(
     producer: EngineSpec,
     consumer: EngineSpec,
-    dealt: tuple[Share, ...],
+    replica_groups: tuple[ReplicaGroup, ...],
     replica_policy: ReplicaPolicy,
 ) -> Iterator[Edge]:
     """Yield the edges, ascending by consumer, then group, then producer."""
     producers, consumers = producer.parallel.ranks, consumer.parallel.ranks
-    pairs = list(dict.fromkeys(share.pair for share in dealt))
+    pairs = list(dict.fromkeys(replica_group.pair for replica_group in replica_groups))
     numbers = {pair: number for number, pair in enumerate(pairs)}
     slices: dict[tuple[int, int, int], list[TPTransferSlice]] = {}
-    for one in exchanges(producer, consumer, dealt, replica_policy):
-        key = one.reader, numbers[one.share.pair], one.unit_range.producer
+    for one in assignments(producer, consumer, replica_groups, replica_policy):
+        key = one.reader, numbers[one.replica_group.pair], one.unit_range.producer
         slices.setdefault(key, []).append(_slice(one, producers))
     for reader, number, source in sorted(slices):
         pair, moved = pairs[number], slices[reader, number, source]
@@ -89,15 +95,17 @@ def edges_of(
         )
 
 
-def _slice(one: Exchange, producers: tuple[RankId, ...]) -> TPTransferSlice:
-    share, unit_range = one.share, one.unit_range
+def _slice(one: Assignment, producers: tuple[RankId, ...]) -> TPTransferSlice:
+    replica_group, unit_range = one.replica_group, one.unit_range
     units = range(unit_range.start, unit_range.stop)
     return TPTransferSlice(
         remote_rank=producers[unit_range.producer].tp,
-        parts=tuple(part.name for part in share.parts),
+        parts=tuple(part.name for part in replica_group.parts),
         global_range=units,
-        local_range=shift(units, -share.readers.ranges[one.reader].start),
-        remote_range=shift(units, -share.members.ranges[unit_range.producer].start),
+        local_range=shift(units, -replica_group.consumer_sharding.ranges[one.reader].start),
+        remote_range=shift(
+            units, -replica_group.producer_sharding.ranges[unit_range.producer].start
+        ),
         layers=one.layers,
         stripe=unit_range.stripe,
     )

@@ -20,7 +20,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName
 from kvspec.plan.cover import check_cover, check_whole
 from kvspec.plan.edges import Edge, edges_of
 from kvspec.plan.mismatches import mismatches
-from kvspec.plan.shares import GroupPair, Share, group_pairs, shares
+from kvspec.plan.replica_groups import GroupPair, ReplicaGroup, group_pairs, replica_groups_of
 
 
 @attrs.frozen(kw_only=True)
@@ -31,11 +31,11 @@ class TransferPlan:
     consumer: EngineSpec
     replica_policy: ReplicaPolicy
     pairs: tuple[GroupPair, ...] = attrs.field(hash=False)
-    shares: tuple[Share, ...] = attrs.field(repr=False, eq=False)
+    replica_groups: tuple[ReplicaGroup, ...] = attrs.field(repr=False, eq=False)
     edges: tuple[Edge, ...] = attrs.field(hash=False)
 
     def __attrs_post_init__(self) -> None:
-        check_cover(self.producer, self.consumer, self.shares, self.edges)
+        check_cover(self.producer, self.consumer, self.replica_groups, self.edges)
 
     @property
     def policy_name(self) -> ReplicaPolicyName:
@@ -104,15 +104,15 @@ class TransferPlan:
     def _releasers(self, at: int) -> tuple[RankId, ...]:
         """Choose who tells the producer rank at index *at*, which nobody reads.
 
-        The first share of which it holds any units names it; a rank that holds nothing that moves
-        is told by every consumer.
+        The first replica group of which it holds any units names it; a rank that holds nothing that
+        moves is told by every consumer.
         """
         ranks = self.consumer.parallel.ranks
-        for share in self.shares:
-            units = share.members.ranges[at]
-            readers = share.readers.ranks_of(units)
+        for replica_group in self.replica_groups:
+            units = replica_group.producer_sharding.ranges[at]
+            readers = replica_group.consumer_sharding.ranks_of(units)
             if readers:
-                members = share.members.ranks_of(units)
+                members = replica_group.producer_sharding.ranks_of(units)
                 return (ranks[readers[members.index(at) * len(readers) // len(members)]],)
         return ranks
 
@@ -175,15 +175,17 @@ def plan_transfer(
     if found:
         raise MismatchError(found)
     pairs = tuple(group_pairs(producer, consumer))
-    dealt = tuple(each for pair in pairs for each in shares(producer, consumer, pair))
-    edges = tuple(edges_of(producer, consumer, dealt, replica_policy))
+    replica_groups = tuple(
+        each for pair in pairs for each in replica_groups_of(producer, consumer, pair)
+    )
+    edges = tuple(edges_of(producer, consumer, replica_groups, replica_policy))
     plan = TransferPlan(
         producer=producer,
         consumer=consumer,
         replica_policy=replica_policy,
         pairs=pairs,
-        shares=dealt,
+        replica_groups=replica_groups,
         edges=edges,
     )
-    check_whole(dealt)
+    check_whole(replica_groups)
     return plan

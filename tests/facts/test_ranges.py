@@ -20,7 +20,7 @@ def ints(values: object) -> Ints:
 
 
 @st.composite
-def families(draw: st.DrawFn) -> list[Repeated]:
+def repeated_sets(draw: st.DrawFn) -> list[Repeated]:
     """Draw runs of two memories that lie apart: no far byte twice, tiles side by side or apart."""
     found, base = [], 0
     for _ in range(draw(st.integers(1, 3))):
@@ -76,7 +76,7 @@ def found(ranges: Ranges) -> Counter[tuple[int, int, int]]:
     return runs
 
 
-@given(families(), st.integers(9, 400), st.sampled_from([0, 1, 3, 50, 10_000]))
+@given(repeated_sets(), st.integers(9, 400), st.sampled_from([0, 1, 3, 50, 10_000]))
 def test_every_run_lies_in_one_range_of_one_chunk(
     runs: list[Repeated], longest: int, gap: int
 ) -> None:
@@ -90,7 +90,7 @@ def test_every_run_lies_in_one_range_of_one_chunk(
         assert ranges.read == ranges.nbytes == sum(each[2] for each in wanted(runs))
 
 
-@given(families(), st.integers(9, 400), st.sampled_from([0, 3, 10_000]))
+@given(repeated_sets(), st.integers(9, 400), st.sampled_from([0, 3, 10_000]))
 def test_no_range_lies_in_two_memories(runs: list[Repeated], longest: int, gap: int) -> None:
     """A range's runs are of one area."""
     ranges = ranges_of(runs, longest, gap)

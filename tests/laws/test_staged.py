@@ -61,8 +61,8 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
     def copies(table: DescriptorTable, wanted: TransferRequest, tokens: Any = None) -> list[Copy]:
         selection = table.select(wanted, tokens=tokens)
         rows = selection.producer_rows if far == "producer" else selection.consumer_rows
-        families = repeated(selection.parts, far, checked_rows(rows))
-        ranges = None if families is None else ranges_of(families, longest, gap)
+        repeated_sets = repeated(selection.parts, far, checked_rows(rows))
+        ranges = None if repeated_sets is None else ranges_of(repeated_sets, longest, gap)
         if ranges is None:  # some run is longer than a piece: nothing is staged
             return described(table, wanted, tokens)
         found = []

@@ -89,7 +89,7 @@ def credulous(patch: pytest.MonkeyPatch) -> None:
 
 def one_context(patch: pytest.MonkeyPatch) -> None:
     """Believe that two context ranks share tokens where they have one number."""
-    patch.setattr(kvspec.plan.shares, "meet", lambda one, other: one.rank == other.rank)
+    patch.setattr(kvspec.plan.replica_groups, "meet", lambda one, other: one.rank == other.rank)
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:

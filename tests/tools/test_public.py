@@ -59,7 +59,7 @@ def annotations(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield str(field.type), vars(sys.modules[value.__module__])
 
 
-INSIDE = {"Agent", "Tiles", "ReplicaChooser", "Entry", "GroupPair", "HeldPart", "Share"}
+INSIDE = {"Agent", "Tiles", "ReplicaChooser", "Entry", "GroupPair", "HeldPart", "ReplicaGroup"}
 """What public values carry for the library's own use; no promise goes with them."""
 
 

@@ -33,10 +33,10 @@ class _Cut:
 
 
 @attrs.frozen(eq=False)
-class RowFamily:
+class SplitGroup:
     """The entries of one edge, by how they are cut and by kind of row.
 
-    *likeness*: one thing for all families that cut any request alike, whosever they are.
+    *likeness*: one thing for all split groups that cut any request alike, whosever they are.
     """
 
     edge: Edge
@@ -45,8 +45,8 @@ class RowFamily:
     likeness: object
 
     @staticmethod
-    def of(plan: TransferPlan, entries: Iterable[Entry]) -> list[RowFamily]:
-        """Return the families of a table's *entries*."""
+    def of(plan: TransferPlan, entries: Iterable[Entry]) -> list[SplitGroup]:
+        """Return the split groups of a table's *entries*."""
         edges: dict[int, tuple[Edge, dict[int, tuple[TokenSplit, dict[RowKind, list[Entry]]]]]] = {}
         for entry in entries:
             token_split = entry.rows.token_split
@@ -60,7 +60,7 @@ class RowFamily:
                 attrs.astuple(token_split, recurse=False) for token_split, _ in cuts.values()
             )
             likeness = _likeness((edge.producer_group, edge.group, spec, numbers))
-            found.append(RowFamily(edge, spec, tuple(cuts.values()), likeness))
+            found.append(SplitGroup(edge, spec, tuple(cuts.values()), likeness))
         return found
 
     def picked(

@@ -1,8 +1,8 @@
-"""Shares: what one set of producer ranks gives to the consumers that need it.
+"""Replica groups: what one set of producer ranks gives to the consumers that need it.
 
-Law: a share is fixed by layers, token positions and units together. Replicas are the producer
-ranks that hold the same of all three, and the consumers among which they are chosen are all that
-need anything of it.
+Law: a replica group is fixed by layers, token positions and units together. Replicas are the
+producer ranks that hold the same of all three, and the consumers among which they are chosen are
+all that need anything of it.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPai
 
 
 @attrs.frozen(eq=False)
-class Share:
+class ReplicaGroup:
     """Parts that are sharded alike, of one producer stage's layers and one producer context.
 
-    *members* and *readers* are shardings over all ranks of the producer and of the consumer, in the
-    order of `ParallelConfig.ranks`; a rank outside the share owns nothing in them. *context* is
-    None for states, which every context rank holds whole.
+    *producer_sharding* and *consumer_sharding* are shardings over all ranks of the producer and of
+    the consumer, in the order of `ParallelConfig.ranks`; a rank outside the replica group owns
+    nothing in them. *context* is None for states, which every context rank holds whole.
     """
 
     pair: GroupPair
@@ -77,12 +77,14 @@ class Share:
     layers: tuple[str, ...]
     parts: tuple[Part, ...]
     context: BlockCyclic | None
-    members: Sharding
-    readers: Sharding
+    producer_sharding: Sharding
+    consumer_sharding: Sharding
 
 
-def shares(producer: EngineSpec, consumer: EngineSpec, pair: GroupPair) -> Iterator[Share]:
-    """Yield every share of one pair of groups."""
+def replica_groups_of(
+    producer: EngineSpec, consumer: EngineSpec, pair: GroupPair
+) -> Iterator[ReplicaGroup]:
+    """Yield every replica group of one pair of groups."""
     for spec, names in pair.alike:
         for stage in range(producer.parallel.pp_size):
             layers = tuple(each for each in names if producer.stage_of[each] == stage)
@@ -91,13 +93,22 @@ def shares(producer: EngineSpec, consumer: EngineSpec, pair: GroupPair) -> Itera
             stages = {consumer.stage_of[each] for each in layers}
             for parts in _same_sharding(producer, consumer, pair, spec.parts):
                 for context in _contexts(producer, pair.producer, parts[0]):
-                    members = _sharding(
+                    producer_sharding = _sharding(
                         producer, pair.producer, parts[0], {stage}, context, equal=True
                     )
-                    readers = _sharding(
+                    consumer_sharding = _sharding(
                         consumer, pair.consumer, parts[0], stages, context, equal=False
                     )
-                    yield Share(pair, spec, stage, layers, parts, context, members, readers)
+                    yield ReplicaGroup(
+                        pair,
+                        spec,
+                        stage,
+                        layers,
+                        parts,
+                        context,
+                        producer_sharding,
+                        consumer_sharding,
+                    )
 
 
 def _same_sharding(
