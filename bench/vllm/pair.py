@@ -131,8 +131,8 @@ def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
     """
     found = []
     for place, (want, got) in enumerate(zip(expected["logprobs"], actual["logprobs"], strict=True)):
-        apart = [abs(want[token] - got[token]) for token in want.keys() & got.keys()]
-        found.append(max(apart, default=math.inf))
+        differences = [abs(want[token] - got[token]) for token in want.keys() & got.keys()]
+        found.append(max(differences, default=math.inf))
         if expected["tokens"][place] != actual["tokens"][place]:
             return [*found, math.inf]
     return found
@@ -140,20 +140,20 @@ def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
 
 def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Path) -> str:
     """Return what became of a scenario: one of the words of this program's docstring."""
-    apart: list[float] = []
+    differences: list[float] = []
     try:
         prompts = [prompt for prompt, _ in expected]
         for number, actual in enumerate(answers(scenario, connector, folder, prompts)):
-            apart += distances(expected[number][1], actual)
-            if max(apart) > CLOSE:
-                first = f"log probabilities differ by {apart[TOKENS * number]:.0e} at first"
+            differences += distances(expected[number][1], actual)
+            if max(differences) > CLOSE:
+                first = f"log probabilities differ by {differences[TOKENS * number]:.0e} at first"
                 others = "none of the five best tokens is among the right ones"
                 return f"different: prompt {number}: {others if 'inf' in first else first}"
             if (computed := actual["computed"] - TOKENS + 1) > 1:
                 return f"computed again: {computed} tokens of prompt {number}"
     except Failed as failed:
         return refused(folder, str(failed))
-    return f"same: log probabilities within {max(apart):.0e}"
+    return f"same: log probabilities within {max(differences):.0e}"
 
 
 HEAD = "| scenario | connector | outcome |\n|---|---|---|"

@@ -147,7 +147,7 @@ class _Counts:
     def of(self, producer: RankId, consumer: RankId) -> int:
         """Return the descriptors between two ranks."""
         between = self.plan.between(producer, consumer)
-        alike = tuple(
+        same_shape = tuple(
             (
                 edge.producer_group,
                 edge.group,
@@ -157,7 +157,7 @@ class _Counts:
             for edge in between
             for each in edge.slices
         )
-        key = alike, self.shapes[0][producer], self.shapes[1][consumer]
+        key = same_shape, self.shapes[0][producer], self.shapes[1][consumer]
         if key not in self.known:
             source = lay_out(self.plan.producer, producer, self.pools[0])
             target = lay_out(self.plan.consumer, consumer, self.pools[1])

@@ -132,10 +132,12 @@ class Places:
 
         Blocks of one stride repeat what the first of them holds.
         """
-        alike: dict[tuple[int, int], list[tuple[Region, int]]] = {}
+        same_strides: dict[tuple[int, int], list[tuple[Region, int]]] = {}
         for region, rows in regions:
-            alike.setdefault((region.block_stride, region.num_blocks), []).append((region, rows))
-        for some in alike.values():
+            same_strides.setdefault((region.block_stride, region.num_blocks), []).append(
+                (region, rows)
+            )
+        for some in same_strides.values():
             start, length = merged(
                 *map(np.concatenate, zip(*starmap(_first_block, some), strict=True))
             )

@@ -14,12 +14,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.check.apart import check_ranks_apart
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
 from kvspec.check.coverage import Small
 from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
+from kvspec.check.separate import check_ranks_separate
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.shared import check_read_once, sharing
 from kvspec.descriptors.table import build_table, check_engine
@@ -71,7 +71,7 @@ def verify(
     }
     _check_given(plan, producers, consumers, request, owners)
     if not flag("own_addresses", own_addresses):
-        check_ranks_apart("consumers", consumers)
+        check_ranks_separate("consumers", consumers)
     given = None if descriptors is None else _given(plan, descriptors)
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
     senders = {
@@ -218,7 +218,7 @@ def _check_given(
     for pair in plan.pairs:
         groups: dict[Role, KVCacheGroup] = {"consumer": pair.consumer, "producer": pair.producer}
         tables = {side: request.table(side, group.name) for side, group in groups.items()}
-        for spec, _ in pair.alike:
+        for spec, _ in pair.layers_by_spec:
             wanted = owners["consumer"].wanted(request, pair.consumer, spec)
             for side, group in groups.items() if wanted else ():
                 per_token = all(part.per_token for part in spec.parts)

@@ -18,7 +18,7 @@ from kvspec.memory.region import Region
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.tokens import Ints
 
-Seams = tuple[tuple[int, ...], tuple[int, ...]]
+Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
 """Where no run of the producer's, of the consumer's, may be joined."""
 
 
@@ -93,13 +93,17 @@ class Boxes:
 
     @staticmethod
     def of(
-        units: int, grain: int, sides: tuple[PartSide, PartSide], first: Ints, seams: Seams
+        units: int,
+        grain: int,
+        sides: tuple[PartSide, PartSide],
+        first: Ints,
+        boundaries: Boundaries,
     ) -> Iterator[Boxes]:
         """Yield boxes that repeat like *sides*: a key and its value side by side are one content.
 
         *first*: (producer address, consumer address, length) of each one's first content.
         """
-        source, target, content = coalesce([first], seams)
+        source, target, content = coalesce([first], boundaries)
         for length in np.unique(content).tolist():
             where = np.column_stack([source, target])[content == length]
             yield Boxes(units, grain, sides[0].region, sides[1].region, length, where)
@@ -156,11 +160,11 @@ def block_layout_of(
     )
 
 
-def coalesce(runs: Sequence[Ints], seams: Seams) -> Ints:
+def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
     """Join runs (producer address, consumer address, length) that touch on both sides.
 
     Takes arrays of shape (n, 3); returns one of (3, m), ascending in the producer's address. None
-    is joined over a seam of either side: see `RankCache.seams`.
+    is joined over a boundary of either side: see `RankCache.boundaries`.
     """
     columns = runs[0].T if len(runs) == 1 else np.concatenate([run.T for run in runs], axis=1)
     source = columns[0]
@@ -172,9 +176,9 @@ def coalesce(runs: Sequence[Ints], seams: Seams) -> Ints:
         touches &= target[:-1] + length[:-1] == target[1:]
     if not np.count_nonzero(touches):
         return np.asarray(columns)
-    for begins, seam in zip((source[1:], target[1:]), seams, strict=True):
-        if seam:
-            touches &= ~np.isin(begins, seam)
+    for begins, boundary in zip((source[1:], target[1:]), boundaries, strict=True):
+        if boundary:
+            touches &= ~np.isin(begins, boundary)
     starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
     joined = columns.take(starts, axis=1)
     joined[2] = np.add.reduceat(length, starts)

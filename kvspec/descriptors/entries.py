@@ -48,8 +48,8 @@ class Entry:
             block_layout.num_blocks - 1
         ) * block_layout.block_stride + block_layout.tiles * block_layout.tile_stride
         starts = rows.producer_address
-        apart = np.flatnonzero(starts[1:] - starts[:-1] >= extent)
-        many = int(apart[0]) + 1 if len(apart) else len(rows)
+        separate = np.flatnonzero(starts[1:] - starts[:-1] >= extent)
+        many = int(separate[0]) + 1 if len(separate) else len(rows)
         return len(rows) if len(rows) % many else many
 
     def addresses(self, tiles: Tiles) -> npt.NDArray[np.int64]:

@@ -117,7 +117,7 @@ class TokenSplit:
     def begun(self) -> bool:
         """Whether a tile may begin with cached tokens, counted by who owns them."""
         tile, context = self.tile, self.consumer.context
-        if context.size > 1 and context.alike(self.producer.context):
+        if context.size > 1 and context.same_sharding(self.producer.context):
             tile = lcm(tile, context.interleave) * context.size
         return self.cached_in % tile > 0
 
@@ -142,7 +142,7 @@ class TokenSplit:
 def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
     """Return the tokens of a tile: the gcd of everything that cuts the token axis."""
     tile = gcd(producer.memory_block_size, consumer.memory_block_size)
-    if not producer.context.alike(consumer.context):
+    if not producer.context.same_sharding(consumer.context):
         for context in (producer.context, consumer.context):
             tile = gcd(tile, context.interleave) if context.size > 1 else tile
     if tile % part.tokens_per_state:

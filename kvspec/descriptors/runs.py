@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from kvspec.descriptors.block_layout import BlockLayout
 from kvspec.descriptors.boxes import (
+    Boundaries,
     Boxes,
     GroupSide,
     PartSide,
-    Seams,
     block_layout_of,
     coalesce,
     row_stride,
@@ -60,7 +60,7 @@ class RowSet:
         return len(self) * self.producer.ids_per_run, len(self) * self.consumer.ids_per_run
 
     @cached_property
-    def alike(self) -> tuple[object, ...]:
+    def id_key(self) -> tuple[object, ...]:
         """What the ids of its tiles depend on, beside the request and how it is cut."""
         return tuple(
             (layout.num_blocks, layout.tiles, layout.coalesced, layout.span)
@@ -148,8 +148,8 @@ def row_sets(
             cut = one.stripe, tile, part.tokens_per_state, source.paging, target.paging
             split_groups[split_group] = TokenSplit(*cut, cached_in=cached_in), {}
         _, contents = split_groups[split_group]
-        alike = len(one.global_range), source.repeats, target.repeats
-        _, first = contents.setdefault(alike, ((source, target), []))
+        same_key = len(one.global_range), source.repeats, target.repeats
+        _, first = contents.setdefault(same_key, ((source, target), []))
         size, chunks = common_chunks(source.region, target.region)
         if len(chunks) == 1:
             first.append((source.first, target.first, size))
@@ -163,12 +163,12 @@ def row_sets(
             )
             for byte in chunks
         )
-    seams = producer.seams, consumer.seams
+    boundaries = producer.boundaries, consumer.boundaries
     return tuple(
         rows
         for token_split, contents in split_groups.values()
         for rows in _split_group_rows(
-            token_split, tuple(_boxes(token_split.grain, contents, seams)), seams
+            token_split, tuple(_boxes(token_split.grain, contents, boundaries)), boundaries
         )
     )
 
@@ -179,9 +179,9 @@ _Contents = dict[
 """By units and by how both sides repeat: the sides, and addresses and length of first contents."""
 
 
-def _boxes(grain: int, contents: _Contents, seams: Seams) -> Iterator[Boxes]:
+def _boxes(grain: int, contents: _Contents, boundaries: Boundaries) -> Iterator[Boxes]:
     for (units, *_), (sides, first) in contents.items():
-        yield from Boxes.of(units, grain, sides, np.array(first, np.int64), seams)
+        yield from Boxes.of(units, grain, sides, np.array(first, np.int64), boundaries)
 
 
 def _parts(
@@ -195,7 +195,7 @@ def _parts(
 
 
 def _split_group_rows(
-    token_split: TokenSplit, boxes: tuple[Boxes, ...], seams: Seams
+    token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries
 ) -> list[RowSet]:
     """Return every set of rows that a split group needs.
 
@@ -203,7 +203,7 @@ def _split_group_rows(
     """
     if token_split.tile:
         token_split = _with_contiguity(token_split, boxes)
-        rows = partial(_rows, token_split, boxes, seams)
+        rows = partial(_rows, token_split, boxes, boundaries)
         partial_sizes = _partial_sizes(token_split, rows)
         token_split = attrs.evolve(
             token_split,
@@ -214,7 +214,9 @@ def _split_group_rows(
             ),
         )
     return [
-        rows for kind in token_split.row_kinds() for rows in _rows(token_split, boxes, seams, kind)
+        rows
+        for kind in token_split.row_kinds()
+        for rows in _rows(token_split, boxes, boundaries, kind)
     ]
 
 
@@ -306,10 +308,10 @@ def _trim_from(
 
 
 def _rows(
-    token_split: TokenSplit, boxes: tuple[Boxes, ...], seams: Seams, kind: RowKind
+    token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries, kind: RowKind
 ) -> list[RowSet]:
     """Return the rows of one kind, those of boxes whose blocks repeat alike joined."""
-    alike: dict[tuple[BlockLayout, BlockLayout], list[Ints]] = {}
+    same_key: dict[tuple[BlockLayout, BlockLayout], list[Ints]] = {}
     for box in boxes:
         layouts = (
             block_layout_of(
@@ -325,8 +327,8 @@ def _rows(
                 contiguous_across_blocks=token_split.consumer.contiguous_across_blocks,
             ),
         )
-        alike.setdefault(layouts, []).append(box.runs(kind))
+        same_key.setdefault(layouts, []).append(box.runs(kind))
     return [
-        RowSet(token_split, kind, *layouts, *coalesce(runs, seams))
-        for layouts, runs in alike.items()
+        RowSet(token_split, kind, *layouts, *coalesce(runs, boundaries))
+        for layouts, runs in same_key.items()
     ]

@@ -35,7 +35,7 @@ def check_shared(
     *shared*: groups of the consumer that share memory. Blocks before the first live token are not
     asked: the request may have given them back.
     """
-    pairs = {pair.consumer.name: pair.alike[0][0] for pair in plan.pairs}
+    pairs = {pair.consumer.name: pair.layers_by_spec[0][0] for pair in plan.pairs}
     for groups in shared:
         for name, other in permutations(sorted(groups & set(request.consumer_blocks)), 2):
             if name not in pairs:
@@ -75,7 +75,7 @@ def check_shared_sources(
         table = request.producer_blocks.get(name)
         if table is None:
             continue  # `TransferRequest.table` raises if the request needs it.
-        for spec, _ in pair.alike:
+        for spec, _ in pair.layers_by_spec:
             wanted = request.wanted(pair.consumer.name, spec)
             read.setdefault(name, []).append(_blocks(plan.producer, name, table, wanted))
     check_read_once(read, shared)

@@ -74,7 +74,7 @@ class SplitGroup:
             for kind, taken in cut.begins[place].items():
                 for entry in kinds[kind]:
                     rows = entry.rows
-                    key = place, kind, rows.alike
+                    key = place, kind, rows.id_key
                     found = cut.tiles.get(key)
                     if found is None:
                         block_layouts = rows.producer, rows.consumer

@@ -84,7 +84,9 @@ class DescriptorTable:
         found = [entry.addresses(chosen) for entry, chosen in self.tiles(request, tokens)]
         if not found:
             return np.empty((0, 3), np.uint64)
-        return coalesce(found, (self.producer.seams, self.consumer.seams)).T.view(np.uint64)
+        return coalesce(found, (self.producer.boundaries, self.consumer.boundaries)).T.view(
+            np.uint64
+        )
 
     def counts(self, request: TransferRequest) -> tuple[int, int]:
         """Return how many descriptors NIXL posts for `select`, and the fewest there could be.

@@ -55,11 +55,11 @@ def begins(request: TransferRequest, tables: Tables, token_split: TokenSplit) ->
     if not token_split.tile:
         return _state(request, tables, token_split)
     producer, consumer = token_split.producer.context, token_split.consumer.context
-    alike = producer.alike(consumer)
-    frame = (_own_counts if alike else _positions)(tables, token_split)
+    same_sharding = producer.same_sharding(consumer)
+    frame = (_own_counts if same_sharding else _positions)(tables, token_split)
     found = _cut(tables, token_split, frame).items()
     first = tables.producer.first_token, tables.consumer.first_token
-    if alike and first == (0, 0):
+    if same_sharding and first == (0, 0):
         return {kind: (begin, begin) for kind, begin in found}
     before = first[0] // producer.size, first[1] // consumer.size
     return {

@@ -46,8 +46,8 @@ def untouched(
         moved[moved] = address[moved] < stop[before[moved]]
         left = address[~moved]
         found.append(np.column_stack([left, left, np.full(len(left), content)]))
-    seams = pair.consumer.seams  # coalesce joins on two sides: here both are the consumer
-    return coalesce(found, (seams, seams))[1:].T.view(np.uint64)
+    boundaries = pair.consumer.boundaries  # coalesce joins on two sides: here both are the consumer
+    return coalesce(found, (boundaries, boundaries))[1:].T.view(np.uint64)
 
 
 def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:

@@ -63,9 +63,9 @@ class Window:
         address = (address + region.address(self.block, 0, 0)).ravel()
         packs = np.repeat((units + first) // part.granularity, len(rows) * region.chunks)
         order = np.argsort(address, kind="stable")
-        apart = np.diff(address[order]) != region.chunk_bytes
+        separate = np.diff(address[order]) != region.chunk_bytes
         if by_unit:
-            apart |= np.diff(packs[order]) != 0
+            separate |= np.diff(packs[order]) != 0
         return [
             Stretch(
                 memory,
@@ -75,7 +75,7 @@ class Window:
                 region.part,
                 range(int(packs[own].min()), int(packs[own].max()) + 1),
             )
-            for own in np.split(order, np.flatnonzero(apart) + 1)
+            for own in np.split(order, np.flatnonzero(separate) + 1)
         ]
 
     def part(self, region: Region) -> tuple[Part, int]:

@@ -184,7 +184,7 @@ class EngineSpec:
         """Return what *rank* holds any units of, by layer and part."""
         found: dict[tuple[str, str], HeldPart] = {}
         for group in self.groups:
-            for _, layers in group.alike:
+            for _, layers in group.layers_by_spec:
                 here = [layer for layer in layers if self.stage_of[layer] == rank.pp]
                 for part in group.in_memory(layers[0]).parts:
                     units = len(self.units(group, part, rank))

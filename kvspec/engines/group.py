@@ -113,10 +113,10 @@ class KVCacheGroup:
     @property
     def own_parts(self) -> tuple[Part, ...]:
         """The parts of its layers, those of layers that are alike once."""
-        return tuple(part for spec, _ in self.alike for part in spec.parts)
+        return tuple(part for spec, _ in self.layers_by_spec for part in spec.parts)
 
     @cached_property
-    def alike(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
+    def layers_by_spec(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
         """The layers by their own spec: one entry, unless this is a uniform-type group."""
         found: dict[tuple[Part, ...], tuple[LayerSpec, list[str]]] = {}
         for layer in self.layers:

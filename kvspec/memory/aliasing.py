@@ -71,7 +71,7 @@ class _Box(NamedTuple):
         return self.start + self.length + sum(axis.stride * (axis.times - 1) for axis in self.axes)
 
 
-def check_apart(regions: Iterable[Region], split: Mapping[str, int]) -> None:
+def check_separate(regions: Iterable[Region], split: Mapping[str, int]) -> None:
     """Raise `SpecError` if two parts of one group, or other blocks of two groups, share a byte.
 
     *split*: blocks in memory for each block of the table, by group.
@@ -86,8 +86,8 @@ def check_apart(regions: Iterable[Region], split: Mapping[str, int]) -> None:
     for own in groups.values():
         for one, other, _ in meetings(own, split):
             raise _overlap(one, other)
-    for one, other, alike in meetings(regions, split) if len(groups) > 1 else ():
-        if not alike:
+    for one, other, same_blocks in meetings(regions, split) if len(groups) > 1 else ():
+        if not same_blocks:
             raise _overlap(one, other)
 
 
@@ -121,8 +121,8 @@ def groups_that_share(
     found: list[frozenset[str]] = []
     for one, other, _ in meetings(regions, split):
         pool = frozenset((one.group, other.group))
-        apart = [each for each in found if not each & pool]
-        found = [*apart, pool.union(*(each for each in found if each & pool))]
+        separate = [each for each in found if not each & pool]
+        found = [*separate, pool.union(*(each for each in found if each & pool))]
     return tuple(each for each in found if len(each) > 1)
 
 

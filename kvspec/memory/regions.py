@@ -16,7 +16,7 @@ import attrs
 from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
-from kvspec.memory.aliasing import check_apart
+from kvspec.memory.aliasing import check_separate
 from kvspec.memory.region import MEMORY_TYPES, Memory, Region
 from kvspec.memory.tensors import read
 from kvspec.ownership.parallel import RankId
@@ -92,7 +92,7 @@ class RankCache:
                 told = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
                 raise SpecError("regions", sorted(map(".".join, seen)), told)
         self._check_inside()
-        check_apart(self.regions, {group.name: group.split for group in self.engine.groups})
+        check_separate(self.regions, {group.name: group.split for group in self.engine.groups})
 
     def _check_null_block(self, region: Region) -> None:
         """Check that the engine's null block is one of the region's blocks."""
@@ -131,7 +131,7 @@ class RankCache:
         return found
 
     @cached_property
-    def seams(self) -> tuple[int, ...]:
+    def boundaries(self) -> tuple[int, ...]:
         """Addresses where one memory ends and another of its type and device begins.
 
         No descriptor lies over one.

@@ -48,7 +48,7 @@ class Marks:
         return np.asarray(self.goal[1:] - self.goal[:-1])
 
     @cached_property
-    def apart(self) -> int:
+    def min_gap(self) -> int:
         """The least of the gaps; more than any number if there is none."""
         return int(self.gaps.min()) if len(self) > 1 else MOST
 
@@ -64,8 +64,10 @@ class Marks:
 
     def disjoint(self, goal: int, origin: int) -> bool:
         """Whether what reaches so far from each, in order, shares no byte, and none follows."""
-        apart = self.apart
-        return apart > goal or (apart == goal and not np.count_nonzero(self.follows(goal, origin)))
+        min_gap = self.min_gap
+        return min_gap > goal or (
+            min_gap == goal and not np.count_nonzero(self.follows(goal, origin))
+        )
 
     def reach(self, size: int) -> tuple[int, int]:
         """Return the bytes from the first begin to the last end, of *size*: goal, origin."""
@@ -106,11 +108,11 @@ class Bunches:
     _inside: dict[Bunches, Marks | None] = attrs.field(init=False, factory=dict)
 
     @staticmethod
-    def of(starts: Marks, apart: int) -> Bunches:
-        """Return runs in order, in bunches of those less than *apart* bytes from each other."""
-        if starts.apart < 0:
+    def of(starts: Marks, min_gap: int) -> Bunches:
+        """Return runs in order, in bunches of those less than *min_gap* bytes from each other."""
+        if starts.min_gap < 0:
             starts, _ = starts.ascending()
-        new = np.flatnonzero(starts.gaps >= apart)
+        new = np.flatnonzero(starts.gaps >= min_gap)
         many = int(new[0]) + 1 if len(new) else len(starts)
         first = starts.take(np.arange(many))
         pattern = Marks(first.columns - first.columns[:, :1])

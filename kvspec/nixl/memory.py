@@ -1,4 +1,4 @@
-"""Registered memory: each byte once, and no row outside of it or over a seam.
+"""Registered memory: each byte once, and no row outside of it or over a boundary.
 
 A descriptor must lie in one registered memory, so memories that overlap in part are refused.
 """
@@ -28,7 +28,8 @@ def new_memories(
     """Return what of *memories* is still to be registered, given what is *registered*.
 
     A memory inside a registered one is already covered. One that overlaps another without lying
-    inside it is refused: a row over the seam would lie in neither. So is one in staging *areas*.
+    inside it is refused: a row over the boundary would lie in neither. So is one in staging
+    *areas*.
     """
     given = sequence("memories", memories, "Memories")
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]

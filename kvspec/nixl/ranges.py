@@ -80,12 +80,12 @@ class _Windows:
             tiles = runs.far_tile[order], runs.near_tile[order]
             runs = attrs.evolve(runs, far_tile=tiles[0], near_tile=tiles[1])
         far, end = runs.far, runs.far + runs.length
-        apart = far[1:] - np.maximum.accumulate(end)[:-1] > gap
-        apart |= runs.area[1:] != runs.area[:-1]
-        begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        separate = far[1:] - np.maximum.accumulate(end)[:-1] > gap
+        separate |= runs.area[1:] != runs.area[:-1]
+        begins = np.concatenate(([0], np.flatnonzero(separate) + 1))
         size = max(1, min(longest // 4, longest - int(runs.length.max()) + 1))
         place = (far - np.repeat(far[begins], _counts(begins, len(far)))) // size
-        first = np.flatnonzero(np.concatenate(([True], apart | (place[1:] != place[:-1]))))
+        first = np.flatnonzero(np.concatenate(([True], separate | (place[1:] != place[:-1]))))
         return _Windows(
             runs=runs, first=first, start=far[first], end=np.maximum.reduceat(end, first)
         )
@@ -106,9 +106,9 @@ class _Windows:
     def moves(self, window: Ints, tile: Ints, offset: Ints) -> Iterator[Moves]:
         """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
         near_tile = self.runs.near_tile[tile]
-        if self._alike:  # as many runs in each
+        if self._runs_per_tile:  # as many runs in each
             inside, places, length = (
-                each.reshape(-1, self._alike)[window]
+                each.reshape(-1, self._runs_per_tile)[window]
                 for each in (self._inside, self.runs.near, self.runs.length)
             )
             offsets = (inside + offset[:, None]).reshape(-1)
@@ -134,7 +134,7 @@ class _Windows:
         return _counts(self.first, len(self.runs.far))
 
     @cached_property
-    def _alike(self) -> int:
+    def _runs_per_tile(self) -> int:
         """How many runs each window has, or 0."""
         counts = self._counts
         return int(counts[0]) if (counts[1:] == counts[0]).all() else 0
@@ -148,8 +148,8 @@ class _Windows:
     def _lengths(self) -> list[int]:
         """The lengths that runs have."""
         length = self.runs.length
-        alike = (length[1:] == length[0]).all()
-        return [int(length[0])] if alike else np.unique(length).tolist()
+        same_length = (length[1:] == length[0]).all()
+        return [int(length[0])] if same_length else np.unique(length).tolist()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -233,8 +233,8 @@ def ranges_of(repeated_sets: Sequence[Repeated], longest: int, gap: int) -> Rang
     span = np.concatenate([each.end - each.start for each in windows])[place]
     area = np.concatenate([each.runs.area[each.first] for each in windows])[place]
     reach = np.maximum.accumulate(start + span)
-    apart = (start[1:] - reach[:-1] > gap) | (area[1:] != area[:-1])
-    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    separate = (start[1:] - reach[:-1] > gap) | (area[1:] != area[:-1])
+    first = np.concatenate(([0], np.flatnonzero(separate) + 1))
     length = np.append(reach[first[1:] - 1], reach[-1]) - start[first]
     skipped = start[first] - (np.cumsum(length) - length)
     of_range = np.repeat(np.arange(len(first)), _counts(first, len(start)))

@@ -59,8 +59,8 @@ class StridedRows:
         for number in np.unique(device):
             rows = np.flatnonzero(device == number)
             rows = rows[np.argsort(address[rows], kind="stable")]
-            apart = address[rows[1:]] >= np.maximum.accumulate(self.end[rows])[:-1]
-            area[rows] = areas + np.concatenate(([0], np.cumsum(apart)))
+            separate = address[rows[1:]] >= np.maximum.accumulate(self.end[rows])[:-1]
+            area[rows] = areas + np.concatenate(([0], np.cumsum(separate)))
             areas += len(rows)
         return area
 

@@ -130,11 +130,11 @@ def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part 
     sides, count = entry.rows.offsets(tiles), len(tiles)
     marks = Marks.of(*(sides if target == "producer" else sides[::-1]))
     posted, nbytes = np.arange(count), np.full(count, size)
-    if marks.apart < 0 or marks.apart == size:
+    if marks.min_gap < 0 or marks.min_gap == size:
         follows = marks.follows(size, size)
         if np.count_nonzero(follows):
             posted = _first(follows & entry.rows.next_ids(tiles))
-        if marks.apart < 0:
+        if marks.min_gap < 0:
             marks, _ = marks.ascending()
             follows = marks.follows(size, size)
         if np.count_nonzero(follows):

@@ -55,5 +55,5 @@ def spans_of(start: Ints, nbytes: Ints) -> Spans:
     """Return disjoint spans of *nbytes* from *start* on, in any order: those that touch as one."""
     order = np.argsort(start, kind="stable")
     start, end = start[order], (start + nbytes)[order]
-    apart = np.flatnonzero(start[1:] != end[:-1])
-    return Spans(start[np.append(0, apart + 1)], end[np.append(apart, len(end) - 1)])
+    separate = np.flatnonzero(start[1:] != end[:-1])
+    return Spans(start[np.append(0, separate + 1)], end[np.append(separate, len(end) - 1)])

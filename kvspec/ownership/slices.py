@@ -124,7 +124,7 @@ def transfer_slices(
     Parts of as many units, sharded in equal multiples, share their slices.
     """
     slices = []
-    for same, names in _alike(parts):
+    for same, names in _same_sharding(parts):
         local, remote = local_sharding(same), remote_sharding(same)
         first = local.ranges[local_rank].start
         for peer, unit_range in _exchanged(role, local, remote, local_rank, chooser):
@@ -136,12 +136,12 @@ def transfer_slices(
 
 
 @lru_cache(maxsize=4096)
-def _alike(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
+def _same_sharding(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
     """Return the first of the parts that are sharded alike, and the names of all of them."""
-    alike: dict[tuple[int, int], list[Part]] = {}
+    same_sharding: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
-        alike.setdefault((part.units, part.granularity), []).append(part)
-    return tuple((same[0], tuple(part.name for part in same)) for same in alike.values())
+        same_sharding.setdefault((part.units, part.granularity), []).append(part)
+    return tuple((same[0], tuple(part.name for part in same)) for same in same_sharding.values())
 
 
 def _exchanged(

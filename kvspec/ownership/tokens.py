@@ -51,7 +51,7 @@ class BlockCyclic:
         rounds, rest = np.divmod(local, self.interleave)
         return (rounds * self.size + self.rank) * self.interleave + rest
 
-    def alike(self, other: BlockCyclic) -> bool:
+    def same_sharding(self, other: BlockCyclic) -> bool:
         """Whether both shard positions to as many ranks, in the same way."""
         if self.size == other.size == 1:
             return True
@@ -61,11 +61,11 @@ class BlockCyclic:
 @lru_cache(maxsize=4096)
 def meet(a: BlockCyclic, b: BlockCyclic) -> bool:
     """Return whether any position is owned by both."""
-    if a.alike(b):
+    if a.same_sharding(b):
         return a.size == 1 or a.rank == b.rank
     # Runs begin at every multiple of a's and of b's round, and so, to each other, at each of their
     # gcd: they meet if one of those distances is shorter than the run that comes first.
     step = gcd(a.interleave * a.size, b.interleave * b.size)
-    apart = a.rank * a.interleave - b.rank * b.interleave
+    distance = a.rank * a.interleave - b.rank * b.interleave
     least = 1 - a.interleave
-    return least + (apart - least) % step < b.interleave
+    return least + (distance - least) % step < b.interleave

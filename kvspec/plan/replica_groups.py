@@ -32,13 +32,15 @@ class GroupPair:
     layers: tuple[str, ...]
 
     @cached_property
-    def alike(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
+    def layers_by_spec(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
         """The shared layers by the consumer's spec of them: one entry unless sizes differ.
 
         Of a state, the spec has the rows that both sides have.
         """
         shared = set(self.layers)
-        kept = ((s, tuple(x for x in names if x in shared)) for s, names in self.consumer.alike)
+        kept = (
+            (s, tuple(x for x in names if x in shared)) for s, names in self.consumer.layers_by_spec
+        )
         return tuple(
             (common_rows(spec, self.producer.spec.of_layer(names[0])), names)
             for spec, names in kept
@@ -48,7 +50,7 @@ class GroupPair:
     @cached_property
     def specs(self) -> dict[str, LayerSpec]:
         """The spec of each shared layer, by layer name."""
-        return {layer: spec for spec, names in self.alike for layer in names}
+        return {layer: spec for spec, names in self.layers_by_spec for layer in names}
 
 
 def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPair]:
@@ -85,7 +87,7 @@ def replica_groups_of(
     producer: EngineSpec, consumer: EngineSpec, pair: GroupPair
 ) -> Iterator[ReplicaGroup]:
     """Yield every replica group of one pair of groups."""
-    for spec, names in pair.alike:
+    for spec, names in pair.layers_by_spec:
         for stage in range(producer.parallel.pp_size):
             layers = tuple(each for each in names if producer.stage_of[each] == stage)
             if not layers:
@@ -122,7 +124,7 @@ def _same_sharding(
         )
         key = (part.units, part.granularity, part.per_token, part.whole, *sharded)
         found.setdefault(key, []).append(part)
-    return [tuple(alike) for alike in found.values()]
+    return [tuple(same) for same in found.values()]
 
 
 def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[BlockCyclic | None]:

@@ -37,8 +37,10 @@ def extents_of(
         )
         block = plan.consumer.virtual_block(groups[1])
         for one in edge.slices:
-            for (every, want), alike in _alike(plan, request, edge, one, block).items():
-                for layers, parts in _sized(alike, every):
+            for (every, want), same_extents in _same_extents(
+                plan, request, edge, one, block
+            ).items():
+                for layers, parts in _sized(same_extents, every):
                     yield Extent(
                         layers=layers,
                         parts=parts,
@@ -52,7 +54,7 @@ def extents_of(
                     )
 
 
-def _alike(
+def _same_extents(
     plan: TransferPlan, request: TransferRequest, edge: Edge, one: TPTransferSlice, block: int
 ) -> dict[Alike, list[str]]:
     """Return the layers of a slice by what moves of them: the same of the same parts."""

@@ -63,7 +63,7 @@ def placed(
 def _moving(plan: TransferPlan, group: KVCacheGroup) -> Iterator[LayerSpec]:
     """Yield the specs of *group* that have a layer which neither side excludes."""
     excluded = {*plan.producer.excluded, *plan.consumer.excluded}
-    for spec, layers in group.alike:
+    for spec, layers in group.layers_by_spec:
         if not excluded.issuperset(layers):
             yield spec
 

@@ -166,7 +166,7 @@ class LayerSpec:
         sizes = (remote_tp_size, local_tp_size) if pull else (local_tp_size, remote_tp_size)
         chooser = tp_chooser(replica_policy, *sizes)
         slices: tuple[TPTransferSlice, ...] = ()
-        for layers, parts in self._alike():
+        for layers, parts in self._same_sharding():
             slices += transfer_slices(
                 parts,
                 role,
@@ -178,7 +178,7 @@ class LayerSpec:
             )
         return slices
 
-    def _alike(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
+    def _same_sharding(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
         """Yield layers by name with the parts that each has; no names for any layer of the spec."""
         yield (), self.parts
 

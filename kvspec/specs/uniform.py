@@ -109,7 +109,7 @@ class UniformTypeKVCacheSpecs(LayerSpec):
     def _first(self) -> LayerSpec:
         return next(iter(self.specs.values()))
 
-    def _alike(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
+    def _same_sharding(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
         layers: dict[tuple[Part, ...], list[str]] = {}
         for layer, spec in self.specs.items():
             layers.setdefault(spec.parts, []).append(layer)

@@ -81,7 +81,7 @@ def _planes(engine: EngineSpec, rank: RankId, group: KVCacheGroup, blocks: int) 
     ]
 
 
-def _apart(planes: Sequence[_Plane], letter: str) -> Iterator[list[_Plane]]:
+def _separate(planes: Sequence[_Plane], letter: str) -> Iterator[list[_Plane]]:
     """Yield *planes* layer by layer ("L"), tensor by tensor ("T") or part by part ("K")."""
     names = [
         {"L": p.layer, "T": p.part.tensor, "K": p.part.name, "C": p.part.name}[letter]
@@ -103,7 +103,7 @@ def _carve(
     letter, rest = letters[0], letters[1:]
     if letter in "LTKC":
         inner = "C" if letter == "C" else rest
-        for some in _apart(planes, letter):
+        for some in _separate(planes, letter):
             size = sum(plane.size(inner) for plane in some)
             part_array, flat = flat[..., :size], flat[..., size:]
             if letter == "C":
@@ -127,7 +127,7 @@ def _carve_page(
         size = sum(plane.size("HNC") for plane in planes)
         yield from _carve(page[:, :size], f"T{inner}", planes, "B")
         return
-    for some in _apart(planes, "T"):
+    for some in _separate(planes, "T"):
         size = sum(plane.size("HNC") for plane in some)
         order = "".join(letter for letter in letters if letter in "HN")
         yield from _carve(page[:, :size], order.replace("H", "KH") + "C", some, "B")
@@ -146,7 +146,7 @@ def _pages(group: KVCacheGroup, planes: Sequence[_Plane]) -> list[int]:
     return [
         group.spec.of_layer(some[0].layer).page_size_padded
         or sum(plane.size("HNC") for plane in some)
-        for some in _apart(planes, "L")
+        for some in _separate(planes, "L")
     ]
 
 
@@ -158,7 +158,7 @@ def _carve_group(
     flat: Bytes, letters: str, group: KVCacheGroup, planes: Sequence[_Plane]
 ) -> Iterator[tuple[_Plane, Bytes]]:
     """Cut the storage of one group, layers and blocks first where pages lie in one chunk."""
-    layers = list(_apart(planes, "L"))
+    layers = list(_separate(planes, "L"))
     pages = _pages(group, planes)
     blocks = planes[0].counts["B"]
     size = _group_bytes(group, planes)

@@ -55,8 +55,8 @@ def _fitting(ragged: str, inner: str) -> st.SearchStrategy[str]:
     """Draw a layout: *ragged* letters stand inside of its parts, *inner* ones of its layers."""
 
     def fits(name: str) -> bool:
-        apart = min(max(map(name.index, "LB")), name.find("K") % len(name))
-        inside = all(apart < name.index(letter) for letter in ragged)
+        separate = min(max(map(name.index, "LB")), name.find("K") % len(name))
+        inside = all(separate < name.index(letter) for letter in ragged)
         return inside and all(name.index("L") < name.index(letter) for letter in inner)
 
     return _ANY.filter(fits)

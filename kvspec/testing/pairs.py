@@ -145,7 +145,7 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
         return first, second
     producer = draw(engines((packed, *model), largest))
     consumer = draw(
-        engines((packed, *model), largest).filter(lambda each: _alike(producer, each, packed))
+        engines((packed, *model), largest).filter(lambda each: _same_ranges(producer, each, packed))
     )
     return producer, consumer
 
@@ -192,7 +192,7 @@ def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
     return sides[0], sides[1]
 
 
-def _alike(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
+def _same_ranges(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
     hands = []
     for engine in (one, other):
         own = engine.group(group.name)  # the engine's: it may shard its heads by itself

@@ -134,9 +134,9 @@ def _by_group(
     found: dict[str, str] = {}
     for group in engine.groups:
         names = {name for layer in group.layers for name in tensors.get(layer, ())}
-        alike = {said[name] for name in names}
-        if len(alike) == 1 and choose("by group"):
-            found[group.name] = alike.pop()
+        same_answers = {said[name] for name in names}
+        if len(same_answers) == 1 and choose("by group"):
+            found[group.name] = same_answers.pop()
         else:
             found |= {name: said[name] for name in names}
     return found

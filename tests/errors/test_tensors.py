@@ -370,16 +370,16 @@ def test_groups_share_no_byte_of_two_blocks(
     held = [{at + i * stride + x for x in range(64)} for i in range(blocks)]
     others = [{there + j * step + x for half in halves for x in half} for j in range(count)]
     clash = any(a & b for i, a in enumerate(held) for j, b in enumerate(others) if i != j)
-    alike = blocks == count and (stride == step or count == 1)
+    same_blocks = blocks == count and (stride == step or count == 1)
     try:
         kvspec.RankCache.from_tensors(
             kvspec.EngineSpec(groups=groups, layout="LBNHC"), RankId(), tensors
         )
     except kvspec.SpecError:
-        assert clash or (not alike and set.union(*held) & set.union(*others))
+        assert clash or (not same_blocks and set.union(*held) & set.union(*others))
     else:
         assert not clash
-        assert alike or not set.union(*held) & set.union(*others)
+        assert same_blocks or not set.union(*held) & set.union(*others)
 
 
 def test_a_torch_tensor_is_refused_in_the_same_words() -> None:

@@ -439,7 +439,10 @@ SLOTS = [
 
 
 def turboquant(
-    monkeypatch: pytest.MonkeyPatch, cache: str, apart: Any, device: tuple[int, ...] | None
+    monkeypatch: pytest.MonkeyPatch,
+    cache: str,
+    separate_scales: Any,
+    device: tuple[int, ...] | None,
 ) -> kvspec.EngineSpec:
     """Return the engine of a layer of TurboQuant; *device*: of CUDA, () of others, None unknown."""
     platform = SimpleNamespace(
@@ -453,31 +456,35 @@ def turboquant(
     layer = SimpleNamespace(
         get_attn_backend=lambda: name,
         kv_cache_dtype=cache,
-        impl=SimpleNamespace(_soa_store=apart),
+        impl=SimpleNamespace(_soa_store=separate_scales),
     )
     given = configured()
     given.compilation_config.static_forward_context["layers.0.attn"] = layer
     return vllm.from_vllm(given, cached((["layers.0.attn"], TURBOQUANT)))
 
 
-@pytest.mark.parametrize(("cache", "apart", "device", "page"), SLOTS)
+@pytest.mark.parametrize(("cache", "separate_scales", "device", "page"), SLOTS)
 def test_how_turboquant_keeps_its_rows_is_asked_of_the_layer_and_its_device(
     cache: str,
-    apart: bool,
+    separate_scales: bool,
     device: tuple[int, ...] | None,
     page: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One backend, one spec: scales in each row, or after all rows of a page; keys of either 8."""
-    spec = turboquant(monkeypatch, cache, apart, device).groups[0].spec
+    spec = turboquant(monkeypatch, cache, separate_scales, device).groups[0].spec
     assert (page, 20) == (spec.page_format, spec.state_content_bytes)  # type: ignore[attr-defined]
 
 
 def test_turboquant_of_which_nobody_says_how_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither without an answer of the layer, nor without a platform where the device decides."""
     told = "variants['layers.0.attn']=None: wanted one of rows, e4b15, scales apart"
-    for cache, apart in (("turboquant_k8v4", False), ("turboquant_4bit_nc", None)):
-        said = words(lambda cache=cache, apart=apart: turboquant(monkeypatch, cache, apart, None))
+    for cache, separate_scales in (("turboquant_k8v4", False), ("turboquant_4bit_nc", None)):
+        said = words(
+            lambda cache=cache, separate_scales=separate_scales: turboquant(
+                monkeypatch, cache, separate_scales, None
+            )
+        )
         assert said.startswith(told)
 
 

@@ -267,7 +267,7 @@ def placed(theirs: like.KVCacheConfig, places: dict[str, int], stride: int) -> k
     return vllm.rank_cache(engine, ONE, given, config=theirs)
 
 
-def apart(**moved: int) -> kvspec.RankCache:
+def separate(**moved: int) -> kvspec.RankCache:
     """Read tensors that lie as APART says, but for those that are *moved*."""
     at = {f"{kind}_{n}": n * WHOLE for kind in "fwm" for n in (0, 1)} | moved
     return placed(APART, {name.replace("_", "."): each for name, each in at.items()}, PAGE)
@@ -282,7 +282,7 @@ def rows(stride: int = 2048, **moved: int) -> kvspec.RankCache:
 def test_layers_share_memory_as_the_config_says() -> None:
     """In tensors of their own, or in the rows of one allocation, wherever that begins."""
     further = {f"{kind}_{n}": 64 + n * PAGE for kind in "fwm" for n in (0, 1)}
-    for cache in (apart(), rows(), rows(**further)):
+    for cache in (separate(), rows(), rows(**further)):
         assert 6 == len({region.layer for region in cache.regions})
 
 
@@ -323,18 +323,18 @@ TENSOR = "wanted a torch tensor or a numpy array"
 LENT = "config.kv_cache_tensors[{}].shared_by"
 REFUSED = [
     # against the config
-    case(lambda: apart(w_0=2 * WHOLE),
+    case(lambda: separate(w_0=2 * WHOLE),
          f"tensors='f.0 and w.0, 12288 bytes apart': wanted 0 bytes, as {LENT.format(0)} has both"),
-    case(lambda: apart(m_0=WHOLE, m_1=0),
+    case(lambda: separate(m_0=WHOLE, m_1=0),
          f"tensors='f.0 and m.0, 6144 bytes apart': wanted 0 bytes, as {LENT.format(0)} has both"),
-    case(lambda: apart(f_1=0, w_1=0, m_1=0),
+    case(lambda: separate(f_1=0, w_1=0, m_1=0),
          "tensors='f.0.k and f.1.k': wanted regions of one group that do not overlap"),
     case(lambda: placed(TWO, {"f.0": 0, "w.0": 0}, PAGE),
          "tensors='f.0 and w.0': wanted no byte shared, as "
          f"{LENT.format(0)} and {LENT.format(1)} have them"),
-    case(lambda: apart(m_1=WHOLE + 512),
+    case(lambda: separate(m_1=WHOLE + 512),
          f"tensors='f.1 and m.1, 512 bytes apart': wanted 0 bytes, as {LENT.format(1)} has both"),
-    case(lambda: apart(m_1=WHOLE + 1000),
+    case(lambda: separate(m_1=WHOLE + 1000),
          "tensors='f.1.k and m.1.conv_x': wanted blocks of different groups that coincide or lie "
          "apart"),
     case(lambda: rows(w_0=2 * WHOLE, w_1=2 * WHOLE + PAGE),

@@ -179,13 +179,13 @@ LAST = kvspec.SlidingWindowSpec(
 def test_groups_of_one_memory_share_no_block() -> None:
     """A block that is written for one group is no other group's; both groups are named."""
     both = engine(a=FULL, b=LAST)
-    pair, apart = Pair.of(both, both, shared=True), Pair.of(both, both)
+    pair, separate = Pair.of(both, both, shared=True), Pair.of(both, both)
     same = {"a": [1, 2, 3], "b": [4, 5, 3]}
     mine = {"a": [1, 2, 3], "b": [4, 5, 6]}
     wanted = "consumer_blocks['a']=3: wanted each block once; group 'b', in the same memory, has it"
     for name, way in pair.ways(ask(12, mine, same)).items():
         assert f"{wanted} too" == words(way), name
-    for name, way in apart.ways(ask(12, mine, same)).items():
+    for name, way in separate.ways(ask(12, mine, same)).items():
         assert name != "verify" or way() is None  # each group has its own memory
         way()
 
@@ -193,14 +193,14 @@ def test_groups_of_one_memory_share_no_block() -> None:
 def test_block_that_moves_for_two_groups_is_refused_on_producer() -> None:
     """One block of a shared memory holds the bytes of one group, so that one table is wrong."""
     both = engine(a=FULL, b=LAST)
-    pair, apart = Pair.of(both, both, shared=True), Pair.of(both, both)
+    pair, separate = Pair.of(both, both, shared=True), Pair.of(both, both)
     mine = {"a": [1, 2, 3], "b": [4, 5, 6]}
     same = ask(12, {"a": [1, 2, 3], "b": [4, 5, 3]}, mine)
     for name, way in pair.ways(same).items():
         error = refusal(way)
         assert ("producer_blocks['a']", 3) == (error.field, error.value), name
         assert "'b'" in str(error), name
-    given = {(RANK, RANK): apart.table.descriptors(same)}
+    given = {(RANK, RANK): separate.table.descriptors(same)}
     caches = [{RANK: cache} for cache in pair.caches]
     for thorough in (False, True):
         error = refusal(
@@ -209,7 +209,7 @@ def test_block_that_moves_for_two_groups_is_refused_on_producer() -> None:
             )
         )
         assert ("producer_blocks['a']", 3) == (error.field, error.value)
-    for name, way in apart.ways(same).items():
+    for name, way in separate.ways(same).items():
         assert name != "verify" or way() is None  # each group has its own memory
         way()
 

@@ -13,7 +13,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.check.apart import _neighbours
+from kvspec.check.separate import _neighbours
 from kvspec.memory.regions import Memory
 from kvspec.nixl.lattice import Marks
 from kvspec.nixl.rows import checked_rows

@@ -94,8 +94,8 @@ def test_a_region_ends_with_its_memory() -> None:
         attrs.evolve(right, memory=(attrs.evolve(memory, length=memory.length - 1),))
 
 
-def test_a_memory_inside_another_hides_neither_its_end_nor_its_seam() -> None:
-    """[0, 24) holds [6, 12), where layer a begins, and [24, 48) follows: the one seam is 24."""
+def test_a_memory_inside_another_hides_neither_its_end_nor_its_boundary() -> None:
+    """[0, 24) holds [6, 12), where layer a begins, and [24, 48) follows: the one boundary is 24."""
     side = engine(TOKENS, layers=("a", "b"))
     flat = np.zeros(48, np.uint8)
     first = flat.ctypes.data
@@ -105,7 +105,7 @@ def test_a_memory_inside_another_hides_neither_its_end_nor_its_seam() -> None:
         for region, start in zip(bare.regions, (6, 24), strict=True)
     ]
     memory = [kvspec.Memory(first + a, length) for a, length in ((0, 24), (6, 6), (24, 24))]
-    assert (first + 24,) == kvspec.RankCache(side, RANK, regions, memory).seams
+    assert (first + 24,) == kvspec.RankCache(side, RANK, regions, memory).boundaries
 
 
 @pytest.mark.parametrize("half", [0, 1])

@@ -107,11 +107,11 @@ def test_no_range_lies_in_two_memories(runs: list[Repeated], longest: int, gap: 
             assert 1 == len(held)
 
 
-def side_by_side(runs: int, length: int, *, apart: int = 0) -> Repeated:
-    """Return runs that follow each other far away, *apart* bytes from one to the next."""
+def side_by_side(runs: int, length: int, *, distance: int = 0) -> Repeated:
+    """Return runs that follow each other far away, *distance* bytes from one to the next."""
     place = np.arange(runs, dtype=np.int64)
     return Repeated(
-        far=place * (length + apart),
+        far=place * (length + distance),
         near=NEAR + place * 4 * length,
         length=np.full(runs, length),
         area=np.zeros(runs, np.int64),
@@ -125,8 +125,8 @@ def test_a_gap_is_read_where_that_is_cheaper() -> None:
     gap = Costs(descriptor=1e-6, byte=1e-8).gap
     assert 100 == gap
     counts = []
-    for apart in (0, 99, 100, 101):
-        ranges = ranges_of([side_by_side(8, 64, apart=apart)], 1 << 20, gap)
+    for distance in (0, 99, 100, 101):
+        ranges = ranges_of([side_by_side(8, 64, distance=distance)], 1 << 20, gap)
         assert ranges is not None
         counts.append((ranges.ranges, ranges.read))
     assert [(1, 512), (1, 512 + 7 * 99), (1, 512 + 7 * 100), (8, 512)] == counts

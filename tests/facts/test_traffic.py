@@ -16,7 +16,7 @@ from kvspec.testing.strategies import is_state
 HALF = settings(max_examples=settings.default.max_examples // 2)
 
 
-def apart(
+def separate_tables(
     engine: kvspec.EngineSpec, num_tokens: int
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Return tables of blocks from the end of a pool to its beginning, no two together."""
@@ -39,7 +39,9 @@ def test_traffic_is_that_of_each_pairs_own_table(case: strategies.Case) -> None:
     tokens = case.request.num_tokens
     found = kvspec.traffic(plan, tokens)
     assert tokens == found.num_tokens
-    (ours, pool), (theirs, other) = (apart(e, tokens) for e in (case.producer, case.consumer))
+    (ours, pool), (theirs, other) = (
+        separate_tables(e, tokens) for e in (case.producer, case.consumer)
+    )
     request = builders.request(tokens, ours, theirs, encoder_tokens=tokens)
     assert {(edge.producer, edge.consumer) for edge in plan.edges} == set(found.pairs)
     for (p, c), load in found.pairs.items():

@@ -221,26 +221,26 @@ def check_layer(
     first, last = regions[0], regions[-1]
     blocks, slots, states, content = shape
     block, slot, state = strides
-    apart = last.base - first.base
+    separate = last.base - first.base
     given = STRIDES["specs"][name]
     assert {(blocks, block)} == {(each.num_blocks, each.block_stride) for each in regions}
     if given["class"] == "MambaSpec":
         sizes = [each.units * each.states * each.content_bytes for each in regions]
-        assert (sum(sizes[:-1]), content) == (apart, sum(sizes))
+        assert (sum(sizes[:-1]), content) == (separate, sum(sizes))
         return
     assert {(states, state)} == {(each.states, each.state_stride) for each in regions}
     if given.get("num_head_slots") == 2:
-        assert (slot, content) == (apart, first.units * first.content_bytes)
+        assert (slot, content) == (separate, first.units * first.content_bytes)
         assert {first.content_bytes} == {each.unit_stride for each in regions}
         return
     if slots > 1 or "page_size_padded" not in given:
         assert {slot} == {each.unit_stride for each in regions}
     if given.get("num_head_slots") is not None:
         assert (slots, content) == (2 * first.units, first.content_bytes)
-        assert apart == first.units * slot
+        assert separate == first.units * slot
         return
     assert (slots, content) == (first.units, sum(each.content_bytes for each in regions))
-    assert apart == (first.content_bytes if len(regions) == 2 else 0)
+    assert separate == (first.content_bytes if len(regions) == 2 else 0)
 
 
 @pytest.mark.parametrize("row", STRIDES["rows"], ids=lambda row: "-".join(map(str, row[:3])))

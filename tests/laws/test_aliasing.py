@@ -68,7 +68,7 @@ def right(cache_engine: kvspec.EngineSpec, regions: list[kvspec.Region]) -> bool
     )
 
 
-def alike(cache_engine: kvspec.EngineSpec, one: kvspec.Region, other: kvspec.Region) -> bool:
+def same_blocks(cache_engine: kvspec.EngineSpec, one: kvspec.Region, other: kvspec.Region) -> bool:
     """Whether two regions have as many blocks of a table, as far apart."""
     tables = []
     for region in (one, other):
@@ -125,7 +125,9 @@ def test_a_cache_is_accepted_where_no_byte_is_shared(
             if {at for block in range(one.num_blocks) for at in content(one, block)}
             & {at for block in range(other.num_blocks) for at in content(other, block)}
         ]
-        assert any(not alike(where, *pair) or pair[0].group != pair[1].group for pair in shared)
+        assert any(
+            not same_blocks(where, *pair) or pair[0].group != pair[1].group for pair in shared
+        )
     else:
         assert right(where, found)
 

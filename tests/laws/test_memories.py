@@ -1,4 +1,4 @@
-"""A cache's memories: every region lies inside one, and no descriptor over the seam of two."""
+"""A cache's memories: every region lies inside one, and no descriptor over the boundary of two."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_region_lies_inside_one_memory(
 
     Memories that another holds whole may overlap in any way.
     """
-    apart = abs(one - other) >= 16
+    separate = abs(one - other) >= 16
     own = [each for each in memories if (each.memory_type, each.device) == home]
     inside = all(
         any(set(range(at, at + 16)) <= set(range(each.address, each.end)) for each in own)
@@ -85,26 +85,26 @@ def test_a_region_lies_inside_one_memory(
     )
     outer = [each for each in memories if not any(holds(larger, each) for larger in memories)]
     torn = any(partly(a, b) for a in outer for b in outer)
-    assert (apart and inside and not torn) == cache(one, other, *memories, home=home)
+    assert (separate and inside and not torn) == cache(one, other, *memories, home=home)
 
 
 @given(st.permutations([Memory(84, 16), Memory(100, 16), Memory(116, 16), Memory(102, 3)]))
-def test_a_seam_is_where_memories_of_one_device_meet(memory: list[Memory]) -> None:
+def test_a_boundary_is_where_memories_of_one_device_meet(memory: list[Memory]) -> None:
     """Whatever else lies around, in whatever order; an enclosed memory makes none."""
-    assert (100, 116) == made(84, 100, *memory).seams
+    assert (100, 116) == made(84, 100, *memory).boundaries
 
 
-def test_other_memory_neither_makes_nor_hides_a_seam() -> None:
+def test_other_memory_neither_makes_nor_hides_a_boundary() -> None:
     """Host memory whose addresses lie around two GPU memories that meet; and a second GPU's."""
     gpu = Memory(100, 16, "VRAM"), Memory(116, 16, "VRAM")
     for other in (Memory(90, 60), Memory(90, 60, "VRAM", 1), Memory(116, 16, "VRAM", 1)):
         found = made(100, 116, *gpu, other, home=("VRAM", 0))
-        assert (116,) == found.seams
+        assert (116,) == found.boundaries
     alone = made(100, 116, Memory(100, 32, "VRAM"), Memory(116, 16), home=("VRAM", 0))
-    assert () == alone.seams
+    assert () == alone.boundaries
 
 
-def test_no_descriptor_lies_over_a_seam() -> None:
+def test_no_descriptor_lies_over_a_boundary() -> None:
     """Both layers touch on both sides; where two GPU memories meet, they are two descriptors."""
     around = Memory(0, 1000)
     two = made(100, 116, Memory(100, 16, "VRAM"), Memory(116, 16, "VRAM"), around, home=HOMES[1])

@@ -31,11 +31,13 @@ def parts(draw: st.DrawFn) -> list[_Part]:
     sizes = tuple(draw(st.integers(1, 4)) for _ in range(3))
     nbytes = draw(st.sampled_from([2, 4]))
     order = draw(st.permutations(range(3)))
-    apart = [
+    min_gap = [
         draw(strides(sizes, nbytes, inner))
         for inner in (order, order if draw(st.booleans()) else draw(st.permutations(range(3))))
     ]
-    bunches = [np.add.outer(np.arange(sizes[1]) * a[1], np.arange(sizes[2]) * a[2]) for a in apart]
+    bunches = [
+        np.add.outer(np.arange(sizes[1]) * a[1], np.arange(sizes[2]) * a[2]) for a in min_gap
+    ]
     areas = [np.full(bunches[0].size, draw(st.integers(0, 1))) for _ in range(2)]
     if draw(st.booleans()):
         areas[draw(st.integers(0, 1))] = np.repeat(np.arange(sizes[1]), sizes[2])
@@ -45,19 +47,19 @@ def parts(draw: st.DrawFn) -> list[_Part]:
     for part, size in enumerate((nbytes, nbytes // draw(st.sampled_from([1, 2])))):
         tiles = np.array([tile for tile, one in enumerate(which) if one == part], np.int64)
         if len(tiles):
-            marks = Marks.of(*(tiles * each[0] for each in apart))
+            marks = Marks.of(*(tiles * each[0] for each in min_gap))
             skip = np.array([draw(st.integers(0, 9)), draw(st.integers(0, 9)), 0, 0])[:, None]
             starts, marks = Marks(runs.columns - skip), Marks(marks.columns + skip)
             found.append(_joined_part(starts, draw(st.sampled_from([2, 8, 16, 64])), marks, size))
     return found
 
 
-def _joined_part(runs: Marks, apart: int, tiles: Marks, size: int) -> _Part:
+def _joined_part(runs: Marks, min_gap: int, tiles: Marks, size: int) -> _Part:
     """Return the part of *tiles* in *runs*, those that touch made one."""
     tiles, _ = tiles.ascending()
     first = np.flatnonzero(np.append(True, ~tiles.follows(size, size)))
     nbytes = np.diff(first, append=len(tiles)) * size
-    return _Part(Bunches.of(runs, apart), tiles.take(first), nbytes, first, len(tiles), size)
+    return _Part(Bunches.of(runs, min_gap), tiles.take(first), nbytes, first, len(tiles), size)
 
 
 def one_by_one(some: list[_Part]) -> Spans:

@@ -129,12 +129,15 @@ def test_excluded_layer_of_group_needs_no_blocks() -> None:
 def test_claims_end() -> None:
     """Blocks belong to one load until it is over; groups of one pool have the same ones."""
     engine = builders.engine(FULL, WINDOW)
-    apart = kvspec.lay_out(engine, RANK, 8)
-    bases = {region.part: region.base for region in apart.regions if region.group == "g0"}
+    separate = kvspec.lay_out(engine, RANK, 8)
+    bases = {region.part: region.base for region in separate.regions if region.group == "g0"}
     pooled = kvspec.RankCache(
-        engine, RANK, [attrs.evolve(r, base=bases[r.part]) for r in apart.regions], apart.memory
+        engine,
+        RANK,
+        [attrs.evolve(r, base=bases[r.part]) for r in separate.regions],
+        separate.memory,
     )
-    for cache, conflicts in ((apart, False), (pooled, True)):
+    for cache, conflicts in ((separate, False), (pooled, True)):
         claims = Claims(cache)
         first, second = (
             blocks_of(plan_of(engine), asked(8, tables))

@@ -300,12 +300,12 @@ class World:
         asked, rank, layer = self.to_write[at % len(self.to_write)]
         before, end = asked.written.get((rank, layer), 0), asked.request.num_tokens
         upto = min(before + tokens, end)
-        alike = [
+        same = [
             name
             for other, of, name in self.to_write
             if (other, of) == (asked, rank) and asked.written.get((of, name), 0) == before
         ]
-        layers = alike if all_layers else [layer]
+        layers = same if all_layers else [layer]
         if rank not in asked.freed:
             self.fill(asked, rank, upto, *layers)
         asked.written |= {(rank, name): upto for name in layers}

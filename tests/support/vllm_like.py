@@ -298,10 +298,10 @@ def config_of(row: Mapping[str, Any], side: str) -> KVCacheConfig:
     specs = [spec_of(each) for each in row[f"{side}_specs"]]
     groups = row.get("groups")
     if groups is None:
-        alike: dict[KVCacheSpec, list[int]] = {}
+        same_specs: dict[KVCacheSpec, list[int]] = {}
         for at, spec in enumerate(specs):
-            alike.setdefault(spec, []).append(at)
-        groups = list(alike.values())
+            same_specs.setdefault(spec, []).append(at)
+        groups = list(same_specs.values())
     tensors = [
         KVCacheTensor(
             size=each["size"],

@@ -33,7 +33,7 @@ def heads_of(
     if parallel.tp_size == 1:
         return None
     found: dict[str, int] = {}
-    alike: dict[int, str] = {}
+    layers_by_heads: dict[int, str] = {}
     for config in configs:
         for at, group in enumerate(config.groups):
             only = (
@@ -45,7 +45,7 @@ def heads_of(
                 if kind not in KINDS or "MLA" in kind or kind == "MambaSpec":
                     continue
                 models = _models_of(given, group, layer, only=only)
-                counts = [_count(model, layer, spec, alike) for model in models]
+                counts = [_count(model, layer, spec, layers_by_heads) for model in models]
                 if min(counts) != max(counts):
                     wanted = (
                         f"one number for each layer: {layer!r} may be the target's or a draft's"
@@ -61,10 +61,10 @@ def number_of(layer: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _count(model: Given, layer: str, spec: Given, alike: dict[int, str]) -> int:
+def _count(model: Given, layer: str, spec: Given, layers_by_heads: dict[int, str]) -> int:
     """Return the KV heads of *layer*, which is of *model*.
 
-    *alike*: layers by their heads on a rank, of models that have one number.
+    *layers_by_heads*: layers by their heads on a rank, of models that have one number.
     """
     by_layer, number = model.get("model_arch_config"), number_of(layer)
     local = spec.get("num_kv_heads").size()
@@ -72,17 +72,17 @@ def _count(model: Given, layer: str, spec: Given, alike: dict[int, str]) -> int:
         own = Given(f"{by_layer.path}[{number}]", _item(by_layer, number))
         count = own.get("total_num_kv_heads").size()
         if local == 1 and not by_layer.get("per_layer_overrides").value:
-            _check_alike(model, layer, count)
+            _check_same_heads(model, layer, count)
         return count
-    other = alike.setdefault(local, layer)
-    if len(alike) > 1:
-        other = next(name for count, name in alike.items() if count != local)
+    other = layers_by_heads.setdefault(local, layer)
+    if len(layers_by_heads) > 1:
+        other = next(name for count, name in layers_by_heads.items() if count != local)
         wanted = f"one number for each layer: {layer!r} and {other!r} differ"
         raise SpecError("total_num_kv_heads", None, wanted)
     return model.call("get_total_num_kv_heads").size()
 
 
-def _check_alike(model: Given, layer: str, count: int) -> None:
+def _check_same_heads(model: Given, layer: str, count: int) -> None:
     """Raise `SpecError` if *model*'s own config has other numbers of KV heads than *count*."""
     text = model.get("hf_text_config")
     shares: dict[str, int] = {}

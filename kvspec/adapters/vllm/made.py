@@ -41,13 +41,13 @@ def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
     device = given.get("device_config").get("device_type").value
     for name, layer in made_layers(given, configs).items():
         shuffled = layer.get("uses_shuffled_layout").value
-        apart = layer.get("impl").get("_soa_store").value
+        separate_scales = layer.get("impl").get("_soa_store").value
         if isinstance(shuffled, bool):
             found[name] = "shuffled" if shuffled else "rows"
         elif layer.get("mamba_type").value is not None:
             found[name] = device
-        elif isinstance(apart, bool):
-            found[name] = "scales apart" if apart else _turboquant(layer)
+        elif isinstance(separate_scales, bool):
+            found[name] = "scales apart" if separate_scales else _turboquant(layer)
         else:
             found[name] = layer.get("isa").value
     return found

@@ -59,7 +59,7 @@ def check_places(cache: RankCache, config: Config) -> None:
     if places:
         _check_strides(cache, places)
         _check_starts(cache, places, bases)
-        _check_apart(cache, places)
+        _check_separate(cache, places)
 
 
 def _check_strides(cache: RankCache, places: dict[str, _Place]) -> None:
@@ -87,7 +87,7 @@ def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, 
             raise SpecError("tensors", pair, f"{wanted} bytes, as {_said(places[other], place)}")
 
 
-def _check_apart(cache: RankCache, places: dict[str, _Place]) -> None:
+def _check_separate(cache: RankCache, places: dict[str, _Place]) -> None:
     """Check that what the config holds in two allocations shares no byte."""
     split = {group.name: group.split for group in cache.engine.groups}
     for one, other, _ in meetings(cache.regions, split):

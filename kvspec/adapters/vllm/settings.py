@@ -164,8 +164,8 @@ def _kernel_blocks(configs: Sequence[Config], tensors: Mapping[str, Any]) -> dic
             here = [layer for layer in group.layers if layer in tensors]
             if here and type(group.spec_of(here[0]).value).__name__ != "MambaSpec":
                 size = _kernel_block(config, group, here[0], tensors)
-                alike = (layer for other in groups for layer in other.layers)
-                found |= dict.fromkeys(alike, size)
+                group_layers = (layer for other in groups for layer in other.layers)
+                found |= dict.fromkeys(group_layers, size)
     return found
 
 

@@ -104,11 +104,11 @@ def counted_replicas(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Cou
         for part in parts:
             far = horizon(producer, consumer)
             holds, needs = (_holders(each, part, layers, far) for each in (producer, consumer))
-            alike: dict[Any, list[RankId]] = {}
+            same_holdings: dict[Any, list[RankId]] = {}
             for rank, (units, positions) in holds.items():
                 if rank.pp == stage and units:
-                    alike.setdefault((units, positions.tobytes()), []).append(rank)
-            for (units, _), replicas in alike.items():
+                    same_holdings.setdefault((units, positions.tobytes()), []).append(rank)
+            for (units, _), replicas in same_holdings.items():
                 positions = holds[replicas[0]][1]
                 consumers = [
                     r for r, (u, p) in needs.items() if u & units and (p & positions).any()

@@ -16,7 +16,7 @@ from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 
 
-def check_ranks_apart(field: str, caches: Mapping[RankId, RankCache]) -> None:
+def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None:
     """Raise `SpecError` naming two ranks of *caches* whose regions share a byte."""
     real = {rank: cache for rank, cache in caches.items() if all(m.address for m in cache.memory)}
     for one, other in _neighbours(real):
