@@ -134,7 +134,7 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
         moved = int(table.descriptors(request)[:, 2].sum())
         told = f"{len(table.select(request)[0]):,} ids, {merged:,} after NIXL's merging"
         lines.append(f"  {request.request_id}: {moved:,} bytes; {told}, {fewest:,} the fewest")
-        if dead := table.dead(request):
+        if dead := table.dead_bytes(request):
             why = "which takes less time than the descriptors that would leave them out"
             lines.append(f"  {dead:,} of the bytes are of dead tokens of the last block, {why}")
     return "\n".join(lines)

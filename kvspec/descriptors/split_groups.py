@@ -84,7 +84,7 @@ class SplitGroup:
                         picked.append((entry, found))
         return picked
 
-    def dead(self, request: TransferRequest) -> int:
+    def dead_bytes(self, request: TransferRequest) -> int:
         """Return how many bytes *request* moves of tokens behind its last."""
         cut, total = self._cut(request, None), 0
         for place, (token_split, kinds) in enumerate(self.entries):

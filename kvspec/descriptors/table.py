@@ -23,7 +23,7 @@ from kvspec.descriptors.shared import check_shared, check_shared_sources, sharin
 from kvspec.descriptors.split_groups import SplitGroup
 from kvspec.descriptors.tables import Positions, check_tokens
 from kvspec.descriptors.tiles import Tiles
-from kvspec.descriptors.untouched import Pair, untouched
+from kvspec.descriptors.unwritten import Pair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, positive_int, texts
@@ -96,15 +96,15 @@ class DescriptorTable:
         posted = sum(entry.rows.posted(chosen) for entry, chosen in self.tiles(request))
         return posted, len(self.descriptors(request))
 
-    def dead(self, request: TransferRequest) -> int:
+    def dead_bytes(self, request: TransferRequest) -> int:
         """Return how many of the bytes that *request* moves are of tokens behind its last.
 
         The last block is cut where that takes no more descriptors, or fewer seconds.
         """
         instance("request", request, TransferRequest)
-        return sum(split_group.dead(request) for split_group in self._split_groups)
+        return sum(split_group.dead_bytes(request) for split_group in self._split_groups)
 
-    def untouched(self, request: TransferRequest) -> Rows:
+    def unwritten_ranges(self, request: TransferRequest) -> Rows:
         """Return (address, length) of the consumer's bytes that *request* leaves in its own blocks.
 
         A uint64 array of shape (n, 2), by address. Of the units and tokens that this pair of ranks
@@ -113,7 +113,7 @@ class DescriptorTable:
         request's by now.
         """
         pair = Pair(self.plan, self.producer, self.consumer, self.layers)
-        return untouched(pair, request, self.descriptors(request))
+        return unwritten_ranges(pair, request, self.descriptors(request))
 
     @cached_property
     def _groups(self) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Stand(NamedTuple):
 
     state: LoadState
     error: str
-    undefined: dict[str, tuple[int, ...]]
+    undefined_blocks: dict[str, tuple[int, ...]]
     wrong: int
 
 
@@ -185,7 +185,7 @@ class ServedRank:
                 wrong += int(np.count_nonzero((self.views[key][0][ids] != right) & counts))
         if load.state != "moving":
             del self.loads[name]
-        return Stand(load.state, str(load.error or ""), load.undefined, wrong)
+        return Stand(load.state, str(load.error or ""), load.undefined_blocks, wrong)
 
     def shut(self) -> None:
         """Close the rank, and with it what it registered; the session goes on."""

@@ -16,13 +16,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.analysis.explanation import carried
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
-from kvspec.analysis.explanation import carried
 from kvspec.protocol.notices import Notice
 from kvspec.protocol.order import Name, Place, ReadOrder
 from kvspec.protocol.pushed import Pushed
@@ -34,7 +34,8 @@ LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected anew."""
 VOID = (
-    "its `undefined` blocks hold nothing that may be read: compute them, or load the request anew"
+    "its `undefined_blocks` blocks hold nothing that may be read: compute them, or load the "
+    "request anew"
 )
 
 
@@ -196,7 +197,7 @@ class SessionLoad(Progress):
         return self.audit is not None and bool(self.audit.steps)
 
     @property
-    def undefined(self) -> dict[str, tuple[int, ...]]:
+    def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
         """By group, the consumer's blocks whose content is undefined because this load failed.
 
         Empty where it is done, and where it failed before anything was moved.
@@ -213,11 +214,11 @@ class SessionLoad(Progress):
         return blocks_of(self.remote.plan, self.request)
 
     @property
-    def untouched(self) -> npt.NDArray[np.uint64]:
+    def unwritten_ranges(self) -> npt.NDArray[np.uint64]:
         """(address, length) of the bytes of its own blocks that it does not write: to be zeroed.
 
         A uint64 array of shape (n, 2), for an engine that reads whole blocks.
         """
         lanes = self.remote.tables.values()
-        left = [table.untouched(self.request) for table in lanes]
+        left = [table.unwritten_ranges(self.request) for table in lanes]
         return np.concatenate([np.empty((0, 2), np.uint64), *left])

@@ -78,14 +78,14 @@ class PromptLoad:
         )
 
     @property
-    def undefined(self) -> dict[str, tuple[int, ...]]:
+    def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
         """As a `SessionLoad` has it; of one that did not begin, nothing."""
-        return {} if self.load is None else self.load.undefined
+        return {} if self.load is None else self.load.undefined_blocks
 
     @property
-    def untouched(self) -> npt.NDArray[np.uint64]:
+    def unwritten_ranges(self) -> npt.NDArray[np.uint64]:
         """As a `SessionLoad` has it; of one that did not begin, nothing."""
-        return np.empty((0, 2), np.uint64) if self.load is None else self.load.untouched
+        return np.empty((0, 2), np.uint64) if self.load is None else self.load.unwritten_ranges
 
     @property
     def error(self) -> Exception | None:

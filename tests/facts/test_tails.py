@@ -44,7 +44,7 @@ def test_tails(
     wanted = request(tokens, [3, 5], [7, 2])
     moved = table.descriptors(wanted)
     assert (count, nbytes) == (len(moved), int(moved[:, 2].sum()))
-    assert (count, dead) == (table.counts(wanted)[0], table.dead(wanted))
+    assert (count, dead) == (table.counts(wanted)[0], table.dead_bytes(wanted))
     told = f"{dead:,} of the bytes are of dead tokens of the last block"
     assert (told in kvspec.explain(table, request=wanted)) == (dead > 0)
 
@@ -68,4 +68,4 @@ def test_what_is_dead_is_what_nobody_wants() -> None:
         for tokens in (1, block - 1, block, block + 1, 2 * block):
             wanted = request(tokens, [3, 5], [7, 2])
             moved = int(table.descriptors(wanted)[:, 2].sum())
-            assert 1024 * tokens == moved - table.dead(wanted)
+            assert 1024 * tokens == moved - table.dead_bytes(wanted)

@@ -123,13 +123,13 @@ def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint
 @given(CASES | strategies.sharing_cases())
 @example(TORN_ROW)
 @example(TORN_PIECE)
-def test_what_is_untouched_is_what_is_left(drawn: strategies.Case) -> None:
-    """Each dead byte of a request's own blocks is written, or is untouched of one source."""
+def test_what_is_unwritten_is_what_is_left(drawn: strategies.Case) -> None:
+    """Each dead byte of a request's own blocks is written, or is unwritten of one source."""
     here = world(drawn)
     for rank, (_, storage) in here.consumers.items():
         left = oracle.each_array(storage, np.zeros_like)
         for _, target, table in here.tables():
-            rows = table.untouched(drawn.request)
+            rows = table.unwritten_ranges(drawn.request)
             assert np.uint64 == rows.dtype
             for address, length in rows.tolist() if target == rank else ():
                 name, start = inside(storage, address, length)

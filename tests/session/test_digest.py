@@ -134,7 +134,7 @@ def test_one_wrong_byte_is_named(
         assert error.message.startswith(words)
         assert f"P {error.message.removeprefix(words).split()[0]}" == error.rank
         assert "differs" == error.state
-        assert asked.consumer_blocks.keys() == loads[-1].undefined.keys()
+        assert asked.consumer_blocks.keys() == loads[-1].undefined_blocks.keys()
 
 
 @pytest.mark.parametrize("signs", ["float32", "every odd bfloat16"])

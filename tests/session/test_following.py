@@ -218,7 +218,7 @@ def test_what_is_never_written_fails_in_time(pair: tuple[Side, Side]) -> None:
     prefill.compute(9, *LAYERS)
     assert {"failed"} == set(ended(loads, *pair))
     assert {"timeout"} == {load.error.state for load in loads if load.error}
-    assert all(load.undefined for load in loads)
+    assert all(load.undefined_blocks for load in loads)
     sessions = [*producer.sessions.values(), *consumer.sessions.values()]
     until(lambda: not any(s.leftovers().held + s.leftovers().loads for s in sessions), *pair)
 

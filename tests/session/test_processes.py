@@ -141,14 +141,14 @@ def test_a_producer_may_die_before_during_and_after() -> None:
                 if moment == "during":
                     assert "moving" == consumer.ranks[0].ask("state", moment)[0]
                     producer.kill()
-                ((state, error, undefined, wrong),) = consumer.ended(moment)
+                ((state, error, undefined_blocks, wrong),) = consumer.ended(moment)
                 if moment == "after":
-                    assert DONE == (state, error, undefined, wrong)
+                    assert DONE == (state, error, undefined_blocks, wrong)
                     continue
                 assert ("failed", 0) == (state, wrong)
                 assert "rank=P tp0" in error
                 assert "state=peer_lost" in error
-                assert (moment == "during") <= bool(undefined)
+                assert (moment == "during") <= bool(undefined_blocks)
         with started("P", spec, 9, nixl="the same agent", **sizes) as producer:
             consumer.meet(producer)
             assert [DONE] == load(producer, consumer, "last")
@@ -172,10 +172,10 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
         assert [{"done"}, {"expired"}] == producer.settled("warm", "slow")  # and written over
         consumer.ranks[0].go_on()
         consumer.ask("load", asked("slow", first=5), remote_id, 7, 5.0)
-        ((state, error, undefined, _),) = consumer.ended("slow")
+        ((state, error, undefined_blocks, _),) = consumer.ended("slow")
         assert "failed" == state
         assert "let it go before it was read" in error
-        assert {"full": (5, 6, 7, 8), "window": (6, 7, 8)} == undefined
+        assert {"full": (5, 6, 7, 8), "window": (6, 7, 8)} == undefined_blocks
         producer.ranks[1].stop()
         remote_id = new_remote_id("stopped")
         producer.ranks[0].ask("hold", remote_id, asked("stopped"), 7)
@@ -216,10 +216,10 @@ def test_what_is_deregistered_is_not_valid(tls: str) -> None:
                 if moment == "during":
                     closed.go_on()
                     closed.ask("shut")
-                (state, error, undefined, wrong), other = consumer.ended(moment)
+                (state, error, undefined_blocks, wrong), other = consumer.ended(moment)
                 assert (DONE, 0) == (other, wrong)
                 if moment == "before" or state == "failed":
-                    assert ("failed", {"full", "window"}) == (state, set(undefined))
+                    assert ("failed", {"full", "window"}) == (state, set(undefined_blocks))
                     assert "P tp0" in error
                     assert "let it go before it was read" in error or "peer_lost" in error
                 how = {"failed": {"done", "expired"}, "done": {"done"}}

@@ -190,7 +190,7 @@ def test_who_holds_a_prompt_is_met_when_it_is_asked_for(sides: tuple[Side, Side]
     assert [None, None] == [load.error for load in loads]
     assert [] == consumer.wrong(asked)
     assert loads[0].load is not None
-    assert loads[0].untouched.tolist() == loads[0].load.untouched.tolist()
+    assert loads[0].unwritten_ranges.tolist() == loads[0].load.unwritten_ranges.tolist()
     done: list[str] = []
     until(lambda: done.extend(producer.settled()[0]) or len(done) == 4)
     assert ["read", "read", "released", "released"] == sorted(done)
@@ -208,7 +208,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         until(prompts._meetings["nobody"].met.done)
         first = prompts.load(nobody, asked)
         assert "moving" == first.poll()
-        assert [] == first.untouched.tolist()
+        assert [] == first.unwritten_ranges.tolist()
         until(lambda: first.poll() == "failed")
         assert "no introduction from 127.0.0.1:9" in str(first.error)
         again = prompts.load(nobody, asked)
@@ -366,18 +366,18 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
     for load in early:
         load.cancel()
         load.cancel()
-        assert ("failed", {}) == (load.poll(), load.undefined)
+        assert ("failed", {}) == (load.poll(), load.undefined_blocks)
         with pytest.raises(TransferError, match=r"cancelled.*state=stopped"):
             load.wait()
     wait.set()
     for load in [reader.load(prompts[1], asked) for reader in readers]:
         load.wait()
-        assert ("done", None, {}) == (load.poll(), load.error, load.undefined)
+        assert ("done", None, {}) == (load.poll(), load.error, load.undefined_blocks)
     late = [reader.load(prompts[2], asked) for reader in readers]
     for load in late:
         load.cancel()
         until(lambda load=load: load.poll() != "moving")
-        assert load.load is None or load.undefined == load.load.undefined
+        assert load.load is None or load.undefined_blocks == load.load.undefined_blocks
     done: list[str] = []
     until(lambda: done.extend(producer.settled()[0]) or len(done) == 6)
     assert ["early", "early", "late", "late", "read", "read"] == sorted(done)
@@ -453,7 +453,7 @@ def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
             for flight in net.moving:
                 flight.land()
             until(lambda: load.poll() == "failed")
-            assert {"full", "window"} == set(load.undefined)
+            assert {"full", "window"} == set(load.undefined_blocks)
 
 
 def test_who_takes_connections_and_says_nothing_is_waited_for_as_long_as_a_load() -> None:

@@ -93,7 +93,7 @@ def test_another_request_is_not_done(
         assert ["failed"] == ended(loads, producer, consumer)
         assert f"P tp0 pushed another request: {words}" in str(loads[0].error)
         assert "differs" == loads[0].error.state  # type: ignore[union-attr]
-        assert {"full", "window", "state"} == set(loads[0].undefined)
+        assert {"full", "window", "state"} == set(loads[0].undefined_blocks)
         assert ["done"] * 2 == [one.poll() for one in pushes]
 
 
@@ -132,7 +132,7 @@ def test_what_is_cached_whole_waits_for_what_is_pushed(net: FakeNixl) -> None:
             assert "moving" == load.poll()
             push(producer, request(cached=pushed), remote_id)
             assert [state] == ended([load], producer, consumer)
-            assert {} == load.undefined
+            assert {} == load.undefined_blocks
             until(lambda: not producer.settled()[0], producer, consumer)
 
 

@@ -87,7 +87,7 @@ def test_a_request_is_loaded_and_freed(either: tuple[Side, Side]) -> None:
     loads = consumer.load(asked, remote_id)
     assert ["done", "done"] == ended(loads, producer, consumer)
     assert [] == consumer.wrong(asked)
-    assert [(None, {})] * 2 == [(load.error, load.undefined) for load in loads]
+    assert [(None, {})] * 2 == [(load.error, load.undefined_blocks) for load in loads]
     done: list[str] = []
     until(lambda: done.extend(producer.settled()[0]) or len(done) == 4, producer, consumer)
     assert ["cmpl-1"] * 4 == done
@@ -106,7 +106,7 @@ def test_seconds_are_a_finite_number(pair: tuple[Side, Side], wrong: Any) -> Non
 
 
 def test_what_is_not_written_can_be_zeroed(pair: tuple[Side, Side]) -> None:
-    """`untouched` are the bytes of the request's own blocks that hold what others left."""
+    """`unwritten_ranges` are the bytes of the request's own blocks that hold what others left."""
     producer, consumer = pair
     longer = [6, 5, 4, 3, 2]  # a block for tokens 16 to 19, too
     asked = request(tokens=14, consumer_blocks={"full": longer, "window": longer})
@@ -115,7 +115,7 @@ def test_what_is_not_written_can_be_zeroed(pair: tuple[Side, Side]) -> None:
     for rank, load in zip(consumer.sessions, consumer.load(asked, remote_id), strict=True):
         ended([load], producer, consumer)
         left = {name: flat.ctypes.data for name, flat in consumer.storage[rank].items()}
-        spans = load.untouched
+        spans = load.unwritten_ranges
         assert (np.uint64, (len(spans), 2)) == (spans.dtype, spans.shape)
         # 4 tokens of 2 layers and of 1, K and V, 1 head of 4 bytes
         assert 4 * (2 + 1) * 2 * 4 == int(spans[:, 1].sum())
@@ -201,7 +201,7 @@ def test_what_the_producer_let_go_is_not_done(pair: tuple[Side, Side]) -> None:
         assert load.error is not None
         assert "gone" == load.error.state
         assert "let it go before it was read" in str(load.error)
-        assert {"full": (1, 2, 3, 4), "window": (1, 2, 3)} == load.undefined  # tokens 7..13
+        assert {"full": (1, 2, 3, 4), "window": (1, 2, 3)} == load.undefined_blocks  # tokens 7..13
 
 
 def test_a_load_that_nobody_answers_fails_in_time(pair: tuple[Side, Side]) -> None:
@@ -554,7 +554,7 @@ def test_a_failed_load_is_over_when_nothing_moves(net: FakeNixl, pair: tuple[Sid
     assert load.error is not None
     assert "timeout" == load.error.state
     assert "moving" == load.poll()
-    assert {"full", "window"} == set(load.undefined)
+    assert {"full", "window"} == set(load.undefined_blocks)
     session = next(iter(consumer.sessions.values()))
     with pytest.raises(TransferError, match="busy"):
         session.load(request("another"), remote_id=new_remote_id("another"), timeout=9.0)
@@ -676,12 +676,15 @@ def test_a_load_of_which_nothing_was_posted_leaves_its_blocks_as_they_were(net: 
         )  # fmt: skip
         for load in (first, second):
             load.cancel()
-        assert ({}, "failed") == (second.undefined, second.poll())
-        assert ({}, {"full": (1,), "window": (1,)}) == (second.undefined, first.undefined)
+        assert ({}, "failed") == (second.undefined_blocks, second.poll())
+        assert ({}, {"full": (1,), "window": (1,)}) == (
+            second.undefined_blocks,
+            first.undefined_blocks,
+        )
         for flight in net.moving:
             flight.land()
         assert ["failed"] == ended([first], producer, consumer)
-        assert {"full": (1,), "window": (1,)} == first.undefined
+        assert {"full": (1,), "window": (1,)} == first.undefined_blocks
 
 
 def test_one_of_several_sources_fails_the_load(net: FakeNixl) -> None:
@@ -844,7 +847,7 @@ def test_what_was_given_up_is_not_pushed(net: FakeNixl, pushing: tuple[Side, Sid
     for flight in net.moving:
         flight.land()
     assert ["failed"] == ended([load], producer, consumer)
-    assert {"full", "window"} == set(load.undefined)
+    assert {"full", "window"} == set(load.undefined_blocks)
     assert "failed" == push.poll()
     assert "gave it up" in str(push.error)
     quiet(producer, consumer)

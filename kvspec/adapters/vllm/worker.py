@@ -170,5 +170,5 @@ class Serving:
             log.error("%s: %s: %s", name, type(load.error).__name__, load.error)
             return False
         if self._kv_cache_config.needs_kv_cache_zeroing:
-            zero(self._tensors, load.untouched)
+            zero(self._tensors, load.unwritten_ranges)
         return True

@@ -1,7 +1,7 @@
 """Which bytes of a request's own blocks stay as they were.
 
 Law: of what one producer rank would write on one consumer rank, a byte is written, or cached, or
-untouched. An engine that must not read what other requests left zeroes the last.
+unwritten. An engine that must not read what other requests left zeroes the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pair:
     layers: frozenset[str] | None
 
 
-def untouched(
+def unwritten_ranges(
     pair: Pair, request: TransferRequest, written: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     """Return (address, length) of what the descriptors *written* leave of the consumer's blocks."""
