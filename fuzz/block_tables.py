@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec.testing import oracle, strategies
-from kvspec.testing.carve import block_split, logical_views
+from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.positions import context_of, excluded_layers, live_positions, own_positions
 
 REFUSED = (kvspec.SpecError, kvspec.MismatchError)
@@ -246,12 +246,12 @@ def cached_untouched(
         group, own = engine.group(name), request.consumer_blocks.get(name)
         if own is None or strategies.is_state(group.spec) or not len(own.block_ids):
             continue
-        size, split = group.spec.block_size, block_split(group)
+        size, kernel_blocks_per_block = group.spec.block_size, count_kernel_blocks(group)
         parts = {each.name: each for each in group.spec.of_layer(layer).parts}
         tokens = own_positions(engine, rank, own.first_token, len(own.block_ids) * size, group)
         has = np.flatnonzero(tokens < request.cached(name, group.spec))
         at, row = has // size, has % size // parts[part].tokens_per_state
         block = own.block_ids[at]
-        known = (block >= 0) & (block < len(view) // split)
-        kernel_block, row = np.divmod(row[known], parts[part].states // split)
-        assert not view[block[known] * split + kernel_block, :, row].any()
+        known = (block >= 0) & (block < len(view) // kernel_blocks_per_block)
+        kernel_block, row = np.divmod(row[known], parts[part].states // kernel_blocks_per_block)
+        assert not view[block[known] * kernel_blocks_per_block + kernel_block, :, row].any()

@@ -86,7 +86,7 @@ def placed(
     engine, rank = cache.engine, cache.rank
     [group] = engine.groups
     kernel = group.kernel_block_size or group.spec.block_size
-    split = group.spec.block_size // kernel
+    kernel_blocks_per_block = group.spec.block_size // kernel
     positions = own_positions(engine, rank, 0, len(table) * group.spec.block_size)
     for address in range(start, start + length):
         for region in cache.regions:
@@ -94,11 +94,11 @@ def placed(
             if at is None:
                 continue
             block, unit, row, byte = at
-            if block // split not in table:
+            if block // kernel_blocks_per_block not in table:
                 yield None
                 break
-            local = table.index(block // split) * group.spec.block_size
-            token = int(positions[local + block % split * kernel + row])
+            local = table.index(block // kernel_blocks_per_block) * group.spec.block_size
+            token = int(positions[local + block % kernel_blocks_per_block * kernel + row])
             part = next(p for p in group.spec.parts if p.name == region.part)
             yield region.part, rank_units(engine, rank, part)[unit], token, byte
             break

@@ -213,7 +213,7 @@ def _rows(
     engine, rank = table.consumer.engine, table.consumer.rank
     group = engine.group(entry.edge.group)
     held = request.consumer_blocks[group.name]
-    of_table, part = divmod(block, group.split)
+    of_table, part = divmod(block, group.kernel_blocks_per_block)
     index = np.flatnonzero(held.block_ids == of_table)
     if not len(index):
         return f"{_span('row', state)} of a block that is not the request's"

@@ -144,7 +144,7 @@ def rows_of(
     else:
         placed = _state_rows(group, part, table, want)
     if len(placed[0]) and not 0 <= placed[0].min() <= placed[0].max() < region.num_blocks:
-        told = f"ids of a pool of {region.num_blocks // group.split} blocks"
+        told = f"ids of a pool of {region.num_blocks // group.kernel_blocks_per_block} blocks"
         raise SpecError(f"tables[{group.name!r}]", table.block_ids.tolist(), told)
     return placed
 
@@ -214,8 +214,12 @@ def _token_rows(
     position = position[context.owns(position)]
     local = context.local(position) - table.first_token // context.size
     place, token = np.divmod(local, group.spec.block_size)
-    split, token = np.divmod(token, group.memory_block_size)
-    return table.block_ids[place] * group.split + split, token // grain, position
+    kernel_block, token = np.divmod(token, group.memory_block_size)
+    return (
+        table.block_ids[place] * group.kernel_blocks_per_block + kernel_block,
+        token // grain,
+        position,
+    )
 
 
 def _state_rows(

@@ -105,7 +105,7 @@ class Places:
         ids = np.append(table.block_ids, -1)[np.where(inside, block, -1)]
         inside = self._in_pool(group, region, ids)
         kernel_block, token = np.divmod(token, group.memory_block_size)
-        blocks = np.where(inside, ids, 0) * group.split + kernel_block
+        blocks = np.where(inside, ids, 0) * group.kernel_blocks_per_block + kernel_block
         states = token // part.tokens_per_state * region.state_stride
         return np.where(inside, region.base + blocks * region.block_stride + states, -1)
 
@@ -142,7 +142,9 @@ class Places:
                 *map(np.concatenate, zip(*starmap(_first_block, some), strict=True))
             )
             known = np.unique(ids[self._in_pool(group, some[0][0], ids)])[:, None]
-            block = (known * group.split + np.arange(group.split)).ravel()
+            block = (
+                known * group.kernel_blocks_per_block + np.arange(group.kernel_blocks_per_block)
+            ).ravel()
             first = block[:, None] * some[0][0].block_stride
             yield (start + first).ravel(), np.tile(length, len(block))
 
@@ -159,7 +161,7 @@ class Places:
 
     def _in_pool(self, group: KVCacheGroup, region: Region, ids: Ints) -> npt.NDArray[np.bool_]:
         """Return which ids of a table are blocks of the pool; a null one is none."""
-        inside = (ids >= 0) & (ids < region.num_blocks // group.split)
+        inside = (ids >= 0) & (ids < region.num_blocks // group.kernel_blocks_per_block)
         null = self.owners.engine.null_block
         return inside if null is None else inside & (ids != null)
 

@@ -133,7 +133,9 @@ class _Place:
         if len(null):
             missing = range(int(null[0]), int(null[0]) + 1)
             check_no_null(self.side, self.group.name, self.null_block, missing, wanted)
-        check_ids(self.side, self.group.name, ids, self.num_blocks // self.group.split)
+        check_ids(
+            self.side, self.group.name, ids, self.num_blocks // self.group.kernel_blocks_per_block
+        )
 
 
 def _view(
@@ -231,4 +233,4 @@ def _placed(
     part_of, token = np.divmod(token, group.memory_block_size)
     ids = table.block_ids[block]
     place.check_ids(ids, tokens, wanted)
-    return ids * group.split + part_of, token // part.tokens_per_state
+    return ids * group.kernel_blocks_per_block + part_of, token // part.tokens_per_state

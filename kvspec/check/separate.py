@@ -20,16 +20,16 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
     """Raise `SpecError` naming two ranks of *caches* whose regions share a byte."""
     real = {rank: cache for rank, cache in caches.items() if all(m.address for m in cache.memory)}
     for one, other in _neighbours(real):
-        regions, split = list[Region](), dict[str, int]()
+        regions, kernel_blocks_per_block = list[Region](), dict[str, int]()
         for rank in (one, other):
             for group in real[rank].engine.groups:
-                split[f"{rank} {group.name}"] = group.split
+                kernel_blocks_per_block[f"{rank} {group.name}"] = group.kernel_blocks_per_block
             regions += (
                 attrs.evolve(region, group=f"{rank} {region.group}")
                 for region in real[rank].regions
             )
         of_one = f"{one} "
-        for first, second, _ in meetings(regions, split):
+        for first, second, _ in meetings(regions, kernel_blocks_per_block):
             if first.group.startswith(of_one) != second.group.startswith(of_one):
                 told = f"{second.layer}.{second.part} where {one} has {first.layer}.{first.part}"
                 wanted = "bytes of its own (or own_addresses=True: ranks are processes)"

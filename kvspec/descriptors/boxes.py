@@ -62,15 +62,21 @@ class GroupSide:
 
         The kernel's blocks are taken for one where they follow each other like rows of one block.
         """
-        region, split, paging = self.cache.region(layer, part), self.group.split, self.paging
-        if split > 1 and region.block_stride == region.states * row_stride(region):
+        region, kernel_blocks_per_block, paging = (
+            self.cache.region(layer, part),
+            self.group.kernel_blocks_per_block,
+            self.paging,
+        )
+        if kernel_blocks_per_block > 1 and region.block_stride == region.states * row_stride(
+            region
+        ):
             paging = self._whole
             region = attrs.evolve(
                 region,
-                num_blocks=region.num_blocks // split,
-                block_stride=region.block_stride * split,
+                num_blocks=region.num_blocks // kernel_blocks_per_block,
+                block_stride=region.block_stride * kernel_blocks_per_block,
                 state_stride=row_stride(region),
-                states=region.states * split,
+                states=region.states * kernel_blocks_per_block,
             )
         return PartSide(region, paging, region.base + unit * region.unit_stride)
 

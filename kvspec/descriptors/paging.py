@@ -36,7 +36,7 @@ class Paging:
     null_block: int | None = None
 
     @cached_property
-    def split(self) -> int:
+    def kernel_blocks_per_block(self) -> int:
         """Blocks in memory for each block of the table."""
         return self.block_size // self.memory_block_size
 
@@ -54,8 +54,8 @@ class Paging:
         if kind.period < self.memory_block_size:
             token = own % self.memory_block_size
             tile = (token - kind.skip) // kind.period
-        if self.split > 1:
-            part = own // self.memory_block_size % self.split
+        if self.kernel_blocks_per_block > 1:
+            part = own // self.memory_block_size % self.kernel_blocks_per_block
         return own // self.block_size, part, tile
 
 

@@ -23,8 +23,10 @@ from kvspec.plan.plan import TransferPlan
 
 def sharing(cache: RankCache) -> tuple[frozenset[str], ...]:
     """Return the sets of groups whose blocks of one id share memory on the rank of *cache*."""
-    split = {group.name: group.split for group in cache.engine.groups}
-    return groups_that_share(cache.regions, split)
+    kernel_blocks_per_block = {
+        group.name: group.kernel_blocks_per_block for group in cache.engine.groups
+    }
+    return groups_that_share(cache.regions, kernel_blocks_per_block)
 
 
 def check_shared(

@@ -81,14 +81,17 @@ def tiles(
     for row, (side, group, table, paging) in enumerate(tables.sides(token_split)[::-1]):
         begin, block_layout = taken[row], block_layouts[row]
         place, part, inner = paging.places(begin, kind) if token_split.tile else (begin, None, None)
-        own, blocks = table.block_ids[place], block_layout.num_blocks // paging.split
+        own, blocks = (
+            table.block_ids[place],
+            block_layout.num_blocks // paging.kernel_blocks_per_block,
+        )
         if not table.inside(blocks):
             check_ids(side, group, own, blocks)
             if kind.tokens > token_split.tile:
                 # What runs on has ids that follow the first, so its last is the greatest.
                 last = (begin + kind.tokens - 1) // paging.block_size
                 check_ids(side, group, table.block_ids[last], blocks)
-        block[row] = own if part is None else own * paging.split + part
+        block[row] = own if part is None else own * paging.kernel_blocks_per_block + part
         if inner is not None:
             tile[row] = inner
         ids[row] = block_layout.ids(block[row], tile[row])

@@ -97,14 +97,16 @@ def _token_rows(
     context = engine.context(group, rank)
     local = context.local(position[keep]) - held.first_token // context.size
     place, token = np.divmod(local, group.spec.block_size)
-    split, token = np.divmod(token, group.memory_block_size)
+    kernel_block, token = np.divmod(token, group.memory_block_size)
     ids = held.block_ids[place]
-    count = pair.consumer.region(one.layers[0], part.name).num_blocks // group.split
+    count = (
+        pair.consumer.region(one.layers[0], part.name).num_blocks // group.kernel_blocks_per_block
+    )
     different, times = np.unique(held.block_ids, return_counts=True)
     own = (ids >= 0) & (ids < count) & np.isin(ids, different[times == 1])
     if engine.null_block is not None:
         own &= ids != engine.null_block
-    return ids[own] * group.split + split[own], token[own] // grain
+    return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[own] // grain
 
 
 def _state_rows(

@@ -98,7 +98,7 @@ def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferReques
         group = cache.engine.group(name)
         region = next(region for region in cache.regions if region.group == name)
         sizes.append(cache.engine.virtual_block(group))
-        count, null = region.num_blocks // group.split, cache.engine.null_block
+        count, null = region.num_blocks // group.kernel_blocks_per_block, cache.engine.null_block
         around = (range(count),) if null is None else (range(null), range(null + 1, count))
         free.append(max(around, key=len))
         contexts.append(cache.engine.context(group, cache.rank))

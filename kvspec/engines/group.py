@@ -101,14 +101,18 @@ class KVCacheGroup:
         return self.kernel_block_size or self.spec.block_size
 
     @property
-    def split(self) -> int:
+    def kernel_blocks_per_block(self) -> int:
         """Blocks in memory for each block of the table."""
         return self.spec.block_size // self.memory_block_size
 
     def in_memory(self, layer: str) -> LayerSpec:
         """Return the spec of *layer* as it lies in memory, block by kernel block."""
         spec = self.spec.of_layer(layer)
-        return spec if self.split == 1 else attrs.evolve(spec, block_size=self.memory_block_size)
+        return (
+            spec
+            if self.kernel_blocks_per_block == 1
+            else attrs.evolve(spec, block_size=self.memory_block_size)
+        )
 
     @property
     def own_parts(self) -> tuple[Part, ...]:

@@ -124,7 +124,7 @@ def _plans(engine: EngineSpec, rank: RankId, num_blocks: Blocks) -> list[_Plan]:
     for group in engine.groups:
         layers = engine.layers_at(group, rank.pp)
         count = num_blocks.get(group.name) if isinstance(num_blocks, Mapping) else num_blocks
-        count = positive_int(f"num_blocks[{group.name!r}]", count) * group.split
+        count = positive_int(f"num_blocks[{group.name!r}]", count) * group.kernel_blocks_per_block
         if layers:
             plans.append(_Plan(group, *_placed(engine, group, layers, rank, count), count))
     return plans
@@ -133,7 +133,10 @@ def _plans(engine: EngineSpec, rank: RankId, num_blocks: Blocks) -> list[_Plan]:
 def _check_shared(plans: list[_Plan]) -> None:
     """Raise `SpecError` unless blocks of different groups coincide or are apart."""
     strides = {
-        (placed.block_stride * each.group.split, each.count // each.group.split)
+        (
+            placed.block_stride * each.group.kernel_blocks_per_block,
+            each.count // each.group.kernel_blocks_per_block,
+        )
         for each in plans
         for placed in each.placed
         if placed.units

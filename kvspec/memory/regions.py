@@ -92,12 +92,15 @@ class RankCache:
                 told = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
                 raise SpecError("regions", sorted(map(".".join, seen)), told)
         self._check_inside()
-        check_separate(self.regions, {group.name: group.split for group in self.engine.groups})
+        check_separate(
+            self.regions,
+            {group.name: group.kernel_blocks_per_block for group in self.engine.groups},
+        )
 
     def _check_null_block(self, region: Region) -> None:
         """Check that the engine's null block is one of the region's blocks."""
         null = self.engine.null_block
-        blocks = region.num_blocks // self.engine.group(region.group).split
+        blocks = region.num_blocks // self.engine.group(region.group).kernel_blocks_per_block
         if null is not None and null >= blocks:
             told = f"less than the {blocks} blocks of {region.layer}.{region.part}"
             raise SpecError("null_block", null, told)

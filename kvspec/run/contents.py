@@ -146,11 +146,19 @@ def truth(
         storage, free = expected(engine, rank, storage, blocks, own, request, seed=seed)
     loose = logical_views(engine, rank, free, blocks)
     for key, view in logical_views(engine, rank, storage, blocks).items():
-        name, split = key[0], len(view) // blocks[key[0]]
-        at = in_memory(own[name].block_ids, split)
-        yield key, in_memory(tables[name].block_ids, split), view[at], loose[key][at] == 0
+        name, kernel_blocks_per_block = key[0], len(view) // blocks[key[0]]
+        at = in_memory(own[name].block_ids, kernel_blocks_per_block)
+        yield (
+            key,
+            in_memory(tables[name].block_ids, kernel_blocks_per_block),
+            view[at],
+            loose[key][at] == 0,
+        )
 
 
-def in_memory(ids: NDArray[np.int64], split: int) -> NDArray[np.int64]:
-    """Return the blocks in memory of those that a table names, each cut in *split*."""
-    return (ids[:, None] * split + np.arange(split)).reshape(-1)
+def in_memory(ids: NDArray[np.int64], kernel_blocks_per_block: int) -> NDArray[np.int64]:
+    """Return the blocks in memory of those that a table names.
+
+    Each cut in *kernel_blocks_per_block*.
+    """
+    return (ids[:, None] * kernel_blocks_per_block + np.arange(kernel_blocks_per_block)).reshape(-1)

@@ -202,9 +202,9 @@ class ServedRank:
 
     def _spoil(self, tables: Mapping[str, BlockTable]) -> None:
         """Put rubbish into all of a request's blocks."""
-        for key, (view, split) in self.views.items():
+        for key, (view, kernel_blocks_per_block) in self.views.items():
             ids: npt.NDArray[np.int64] = tables[key[0]].block_ids
-            view[in_memory(ids, split)] = RUBBISH
+            view[in_memory(ids, kernel_blocks_per_block)] = RUBBISH
 
 
 COMMANDS = {

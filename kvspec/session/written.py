@@ -111,7 +111,7 @@ class Claims:
     """Which load of a rank each block of its *cache* belongs to, until that is over."""
 
     def __init__(self, cache: RankCache) -> None:
-        splits = {group.name: group.split for group in cache.engine.groups}
+        splits = {group.name: group.kernel_blocks_per_block for group in cache.engine.groups}
         self._pools: dict[str, npt.NDArray[np.int64]] = {}
         for region in cache.regions:
             count = region.num_blocks // splits[region.group]

@@ -27,7 +27,7 @@ __all__ = [
     "Bytes",
     "Storage",
     "Views",
-    "block_split",
+    "count_kernel_blocks",
     "logical_views",
     "rank_layers",
     "rank_units",
@@ -57,22 +57,22 @@ class _Plane:
         return total
 
 
-def block_split(group: KVCacheGroup) -> int:
+def count_kernel_blocks(group: KVCacheGroup) -> int:
     """Return how many blocks in memory one block of a table is."""
     kernel = group.kernel_block_size
     return 1 if kernel is None else group.spec.block_size // kernel
 
 
 def _planes(engine: EngineSpec, rank: RankId, group: KVCacheGroup, blocks: int) -> list[_Plane]:
-    split = block_split(group)
+    kernel_blocks_per_block = count_kernel_blocks(group)
     return [
         _Plane(
             layer,
             part,
             {
-                "B": blocks * split,
+                "B": blocks * kernel_blocks_per_block,
                 "H": len(rank_units(engine, rank, part, group)),
-                "N": part.states // split,
+                "N": part.states // kernel_blocks_per_block,
                 "C": part.content_bytes,
             },
         )

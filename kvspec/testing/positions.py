@@ -21,7 +21,7 @@ from kvspec.check.counting import (
     rank_layers,
     rank_units,
 )
-from kvspec.testing.carve import block_split
+from kvspec.testing.carve import count_kernel_blocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,13 +99,13 @@ def rows_of(
                     found = _state_rows(group, part, table, request, moves)
                 at, row, token, known, live, dead = found
                 held = _held(table[0], engine.null_block)[at]
-                split = block_split(group)
-                kernel_block, row = np.divmod(row, part.states // split)
+                kernel_blocks_per_block = count_kernel_blocks(group)
+                kernel_block, row = np.divmod(row, part.states // kernel_blocks_per_block)
                 yield Rows(
                     key=(group.name, layer, part.name),
                     part=part,
                     units=rank_units(engine, rank, part, group),
-                    block=(table[0][at] * split + kernel_block)[held],
+                    block=(table[0][at] * kernel_blocks_per_block + kernel_block)[held],
                     row=row[held],
                     token=token[held],
                     known=known[held],

@@ -66,7 +66,10 @@ def test_every_wanted_token_is_told_once(
                         layer, part, units, block, tokens = found.groups()
                         for token in numbers(tokens):
                             logical = blocks["consumer_blocks"]["g"][token // size]
-                            assert logical * group.split + token % size // small == int(block)
+                            assert (
+                                logical * group.kernel_blocks_per_block + token % size // small
+                                == int(block)
+                            )
                             told += [(layer, part, u, token) for u in numbers(units)]
     live = [each for each in told if 5 <= each[3] < 23]
     wanted = {

@@ -51,14 +51,16 @@ def nested(region: kvspec.Region) -> bool:
 
 def right(cache_engine: kvspec.EngineSpec, regions: list[kvspec.Region]) -> bool:
     """Whether no byte belongs to two contents, but block i of one group and of another."""
-    split = {group.name: group.split for group in cache_engine.groups}
+    kernel_blocks_per_block = {
+        group.name: group.kernel_blocks_per_block for group in cache_engine.groups
+    }
     own: dict[str, Counter[int]] = {}
     blocks: dict[tuple[str, int], set[int]] = {}
     for region in regions:
         for block in range(region.num_blocks):
             addresses = list(content(region, block))
             own.setdefault(region.group, Counter()).update(addresses)
-            key = region.group, block // split[region.group]
+            key = region.group, block // kernel_blocks_per_block[region.group]
             blocks.setdefault(key, set()).update(addresses)
     if any(count > 1 for each in own.values() for count in each.values()):
         return False
@@ -72,9 +74,9 @@ def same_blocks(cache_engine: kvspec.EngineSpec, one: kvspec.Region, other: kvsp
     """Whether two regions have as many blocks of a table, as far apart."""
     tables = []
     for region in (one, other):
-        split = cache_engine.group(region.group).split
-        count = region.num_blocks // split
-        tables.append((count, region.block_stride * split if count > 1 else 0))
+        kernel_blocks_per_block = cache_engine.group(region.group).kernel_blocks_per_block
+        count = region.num_blocks // kernel_blocks_per_block
+        tables.append((count, region.block_stride * kernel_blocks_per_block if count > 1 else 0))
     return tables[0] == tables[1]
 
 
@@ -95,7 +97,7 @@ def regions(draw: st.DrawFn, where: kvspec.EngineSpec) -> list[kvspec.Region]:
             found.append(
                 kvspec.Region(
                     group=group.name, layer=group.layers[0], part=part.name,
-                    base=draw(st.integers(0, 60)), num_blocks=count * group.split,
+                    base=draw(st.integers(0, 60)), num_blocks=count * group.kernel_blocks_per_block,
                     block_stride=block, unit_stride=unit, state_stride=row,
                     content_bytes=part.content_bytes, units=HEADS, states=part.states,
                 )
@@ -232,8 +234,10 @@ def test_what_is_allocated_is_apart(case: strategies.Case) -> None:
     for where, pool in ((case.producer, case.producer_pool), (case.consumer, case.consumer_pool)):
         for rank in where.parallel.ranks:
             cache = kvspec.lay_out(where, rank, pool, shared=case.shared)
-            split = {group.name: group.split for group in where.groups}
-            for one, other, same in meetings(cache.regions, split):
+            kernel_blocks_per_block = {
+                group.name: group.kernel_blocks_per_block for group in where.groups
+            }
+            for one, other, same in meetings(cache.regions, kernel_blocks_per_block):
                 assert case.shared
                 assert one.group != other.group
                 assert same

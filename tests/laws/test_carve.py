@@ -51,7 +51,8 @@ def test_shardings_by_hand() -> None:
 class Walk:
     """Every byte of one group's storage on one rank, in the order that the letters say.
 
-    *layers* are the stage's own; *blocks* those of a table, each of which is *split* in memory.
+    *layers* are the stage's own; *blocks* those of a table, each of which is
+    *kernel_blocks_per_block* in memory.
     """
 
     engine: kvspec.EngineSpec
@@ -59,7 +60,7 @@ class Walk:
     group: kvspec.KVCacheGroup
     layers: tuple[str, ...]
     blocks: int
-    split: int
+    kernel_blocks_per_block: int
 
     def __iter__(self) -> Iterator[Mapping[str, Any] | None]:
         """Yield where each byte belongs, by letter ("K" the part); None for padding."""
@@ -82,13 +83,15 @@ class Walk:
     def choices(self, letter: str, at: Mapping[str, Any]) -> Sequence[Any]:
         """Return what *letter* runs over inside the box *at*."""
         if letter in "LB":
-            return self.layers if letter == "L" else range(self.blocks * self.split)
+            return (
+                self.layers if letter == "L" else range(self.blocks * self.kernel_blocks_per_block)
+            )
         parts = self.parts(at)
         if letter in "TK":
             return list(dict.fromkeys(p.tensor if letter == "T" else p.name for p in parts))
         units = len(rank_units(self.engine, self.rank, parts[0], self.group))
         rows = 0
-        while rows * self.split < parts[0].states:
+        while rows * self.kernel_blocks_per_block < parts[0].states:
             rows += 1
         return range({"H": units, "N": rows, "C": parts[0].content_bytes}[letter])
 
@@ -109,10 +112,13 @@ class Walk:
 
 def split_of(group: kvspec.KVCacheGroup) -> int:
     """Return how many kernel's blocks fill one of the table's, tried one after the other."""
-    split = 1
-    while split * (group.kernel_block_size or group.spec.block_size) < group.spec.block_size:
-        split += 1
-    return split
+    kernel_blocks_per_block = 1
+    while (
+        kernel_blocks_per_block * (group.kernel_block_size or group.spec.block_size)
+        < group.spec.block_size
+    ):
+        kernel_blocks_per_block += 1
+    return kernel_blocks_per_block
 
 
 @given(strategies.engine_pairs(largest=4), st.integers(1, 3), st.data())

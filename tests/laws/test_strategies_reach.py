@@ -427,7 +427,8 @@ AXES: dict[str, Callable[[Case], bool]] = {
         max(contexts(c)) > 1 and any(window_start(c, g) for g in token_groups(c))
     ),
     "sharded tokens and kernel blocks": lambda c: (
-        max(contexts(c)) > 1 and any_pair(c, lambda a, b: a.split * b.split > 1)
+        max(contexts(c)) > 1
+        and any_pair(c, lambda a, b: a.kernel_blocks_per_block * b.kernel_blocks_per_block > 1)
     ),
     "sharded tokens, stripes and replicas": lambda c: (
         max(contexts(c)) > 1
@@ -454,10 +455,18 @@ AXES: dict[str, Callable[[Case], bool]] = {
     "larger blocks on D that do not divide": lambda c: any_pair(
         c, lambda a, b: cut(blocks(a, b)) and a.spec.block_size < b.spec.block_size
     ),
-    "kernel blocks on P": lambda c: any_pair(c, lambda a, b: a.split > b.split == 1),
-    "kernel blocks on D": lambda c: any_pair(c, lambda a, b: b.split > a.split == 1),
+    "kernel blocks on P": lambda c: any_pair(
+        c, lambda a, b: a.kernel_blocks_per_block > b.kernel_blocks_per_block == 1
+    ),
+    "kernel blocks on D": lambda c: any_pair(
+        c, lambda a, b: b.kernel_blocks_per_block > a.kernel_blocks_per_block == 1
+    ),
     "kernel blocks on both, unequal": lambda c: any_pair(
-        c, lambda a, b: min(a.split, b.split) > 1 and a.split != b.split
+        c,
+        lambda a, b: (
+            min(a.kernel_blocks_per_block, b.kernel_blocks_per_block) > 1
+            and a.kernel_blocks_per_block != b.kernel_blocks_per_block
+        ),
     ),
     "compressed rows and unequal blocks": lambda c: any_pair(
         c, lambda a, b: len(set(blocks(a, b))) > 1 and parts_of([a])[0].tokens_per_state > 1
@@ -652,7 +661,11 @@ SPANNING: dict[str, Callable[[Case], bool]] = {
         ),
     ),
     "kernel blocks of opaque pages": lambda c: any_pair(
-        c, lambda a, b: a.split != b.split and formats(b) == {"opaque:drawn"}
+        c,
+        lambda a, b: (
+            a.kernel_blocks_per_block != b.kernel_blocks_per_block
+            and formats(b) == {"opaque:drawn"}
+        ),
     ),
     "an opaque page of sharded tokens": lambda c: (
         max(contexts(c)) > 1 and any_pair(c, lambda _, b: formats(b) == {"opaque:drawn"})

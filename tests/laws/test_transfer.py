@@ -15,7 +15,7 @@ from hypothesis import Phase, example, given, settings
 
 import kvspec
 from kvspec.testing import laws, oracle, strategies
-from kvspec.testing.carve import block_split, logical_views
+from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.laws import KVSPEC
 from kvspec.testing.positions import context_of, excluded_layers, live_positions, rows_of
 from kvspec.testing.world import World, described, inside, selected, world
@@ -162,12 +162,17 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
         views = logical_views(case.consumer, c, own, case.consumer_pool)
         for edge in here.plan.between(p, c):
             group = case.consumer.group(edge.group)
-            held, split = case.request.consumer_blocks[edge.group], block_split(group)
+            held, kernel_blocks_per_block = (
+                case.request.consumer_blocks[edge.group],
+                count_kernel_blocks(group),
+            )
             virtual = group.spec.block_size * context_of(case.consumer, c, group)[1]
             number = np.arange(len(held.block_ids)) + held.first_token // virtual
             for each, layer in product(edge.slices, edge.layers):
                 blocks = held.block_ids[each.stripe.holds(number)]
-                blocks = (blocks[:, None] * split + np.arange(split)).ravel()
+                blocks = (
+                    blocks[:, None] * kernel_blocks_per_block + np.arange(kernel_blocks_per_block)
+                ).ravel()
                 for part in each.parts if layer in each.layers else ():
                     units = slice(each.local_range.start, each.local_range.stop)
                     views[edge.group, layer, part][blocks, units] = True

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec.testing import oracle, strategies
-from kvspec.testing.carve import block_split, logical_views
+from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import World, described, world
 
@@ -197,10 +197,13 @@ def others(here: World, rank: kvspec.RankId) -> list[int]:
     own = oracle.each_array(storage, np.zeros_like)
     for (group, *_), view in logical_views(case.producer, rank, own, case.producer_pool).items():
         table = case.request.producer_blocks.get(group)
-        split = block_split(case.producer.group(group))
+        kernel_blocks_per_block = count_kernel_blocks(case.producer.group(group))
         for block in () if table is None else table.block_ids.tolist():
-            if block != case.producer.null_block and 0 <= block < len(view) // split:
-                view[block * split : (block + 1) * split] = 1
+            if (
+                block != case.producer.null_block
+                and 0 <= block < len(view) // kernel_blocks_per_block
+            ):
+                view[block * kernel_blocks_per_block : (block + 1) * kernel_blocks_per_block] = 1
     found = set()
     for name, flat in own.items():
         base = storage[name].ctypes.data

@@ -66,7 +66,7 @@ def _check_strides(cache: RankCache, places: dict[str, _Place]) -> None:
     """Check that blocks follow one another as they do in the config."""
     for region in cache.regions:
         tensor = places[region.layer].tensor
-        found = region.block_stride * cache.engine.homes[region.layer].split
+        found = region.block_stride * cache.engine.homes[region.layer].kernel_blocks_per_block
         if tensor.block_stride not in (0, found) and region.num_blocks > 1:
             wanted = f"{tensor.block_stride}, the block_stride that holds for {tensor.path}"
             raise SpecError(f"tensors[{region.layer!r}].stride", found, wanted)
@@ -78,7 +78,7 @@ def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, 
     for layer, base in bases.items():
         place = places[layer]
         in_rows = place.tensor.layer_stride < place.tensor.block_stride
-        if in_rows and cache.engine.homes[layer].split > 1:
+        if in_rows and cache.engine.homes[layer].kernel_blocks_per_block > 1:
             continue  # finer blocks may make finer rows
         other = firsts.setdefault(place.allocation, layer)
         found, wanted = base - bases[other], place.start - places[other].start
@@ -89,8 +89,10 @@ def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, 
 
 def _check_separate(cache: RankCache, places: dict[str, _Place]) -> None:
     """Check that what the config holds in two allocations shares no byte."""
-    split = {group.name: group.split for group in cache.engine.groups}
-    for one, other, _ in meetings(cache.regions, split):
+    kernel_blocks_per_block = {
+        group.name: group.kernel_blocks_per_block for group in cache.engine.groups
+    }
+    for one, other, _ in meetings(cache.regions, kernel_blocks_per_block):
         pair = places[one.layer], places[other.layer]
         if pair[0].allocation != pair[1].allocation:
             wanted = f"no byte shared, as {_said(*pair)}"

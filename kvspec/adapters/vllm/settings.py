@@ -173,11 +173,11 @@ def _kernel_block(config: Config, group: Group, layer: str, tensors: Mapping[str
     """Return the tokens of a block of *layer*'s tensor."""
     blocks, size = config.given.get("num_blocks").size(), group.spec.get("block_size").size()
     shape = Given(f"tensors[{layer!r}]", tensors[layer]).get("shape").value
-    split, rest = divmod(shape[0], blocks) if shape else (0, 1)
-    if rest or not split or size % split:
+    kernel_blocks_per_block, rest = divmod(shape[0], blocks) if shape else (0, 1)
+    if rest or not kernel_blocks_per_block or size % kernel_blocks_per_block:
         wanted = f"a multiple of the {blocks} blocks of {size} tokens that the config has"
         raise SpecError(f"tensors[{layer!r}].shape", shape, wanted)
-    return size // split
+    return size // kernel_blocks_per_block
 
 
 def _mamba_groups(given: Given) -> int | None:

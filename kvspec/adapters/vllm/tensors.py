@@ -63,7 +63,7 @@ def rank_cache(
                 continue
             views[layer] = dict(_Layer(engine, group, rank, layer).views(tensors[layer]))
             if num_blocks is not None:
-                _check_blocks(layer, views[layer], num_blocks * group.split)
+                _check_blocks(layer, views[layer], num_blocks * group.kernel_blocks_per_block)
     axes = {name: _AXES[view.ndim] for named in views.values() for name, view in named.items()}
     cache = RankCache.from_tensors(engine, rank, views, axes)
     if held is not None:

@@ -15,7 +15,7 @@ import attrs
 
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import KVSpecError
-from kvspec.testing.carve import block_split, rank_units
+from kvspec.testing.carve import count_kernel_blocks, rank_units
 from kvspec.testing.laws.owners import home, targets
 from kvspec.testing.laws.system import Trial
 from kvspec.testing.positions import cached_in, context_of, live_positions, rows_of
@@ -168,7 +168,9 @@ def _live_blocks(case: Case) -> dict[str, list[int]]:
     for rank in case.consumer.parallel.ranks:
         tables = case.request.consumer_blocks
         for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
-            split = block_split(case.consumer.group(rows.key[0]))
-            blocks = (rows.block[rows.live] // split).tolist() if rows.units else ()
+            kernel_blocks_per_block = count_kernel_blocks(case.consumer.group(rows.key[0]))
+            blocks = (
+                (rows.block[rows.live] // kernel_blocks_per_block).tolist() if rows.units else ()
+            )
             found.setdefault(rows.key[0], set()).update(blocks)
     return {group: sorted(blocks) for group, blocks in found.items() if blocks}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.testing.carve import block_split, logical_views
+from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.positions import rows_of
 from kvspec.testing.world import Copy, PreparedLists, World, inside
 
@@ -76,8 +76,8 @@ def _blocks(here: World, rank: RankId) -> dict[str, npt.NDArray[np.int64]]:
     found: Any = {name: np.full(flat.size, -1) for name, flat in here.consumers[rank][1].items()}
     views = logical_views(here.case.consumer, rank, found, here.case.consumer_pool)
     for key, view in views.items():
-        split = block_split(here.case.consumer.group(key[0]))
-        view[:] = (np.arange(len(view)) // split)[:, None, None, None]
+        kernel_blocks_per_block = count_kernel_blocks(here.case.consumer.group(key[0]))
+        view[:] = (np.arange(len(view)) // kernel_blocks_per_block)[:, None, None, None]
     return dict(found)
 
 
