@@ -24,7 +24,7 @@ import works
 from timing import Options, Row, told
 
 import kvspec
-from kvspec import RankId, allocate, build_table, lay_out, plan_transfer
+from kvspec import RankId, allocate, build_table, plan_memory, plan_transfer
 from kvspec.nixl import Costs, NixlRank, Staging, Transfer
 from kvspec.run.calibrate import fitted, measure, probes
 
@@ -217,7 +217,7 @@ class Lanes:
         metadata, self.bases = pipe.recv()
         self.memory = cache.memory[0]
         self.tables = [
-            build_table(plan, lay_out(producer, source, work.pools[0], base), cache)
+            build_table(plan, plan_memory(producer, source, work.pools[0], base), cache)
             for source, base in zip(plan.sources(TARGET), self.bases, strict=True)
         ]
         self.nbytes = sum(int(table.descriptors(self.request)[:, 2].sum()) for table in self.tables)

@@ -9,7 +9,7 @@ import works
 from mooncake_client import Mooncake
 from timing import Options, Row, clock, forget, interleaved, times, told
 
-from kvspec import DescriptorTable, RankId, TransferPlan, build_table, lay_out, plan_transfer
+from kvspec import DescriptorTable, RankId, TransferPlan, build_table, plan_memory, plan_transfer
 from kvspec.analysis.simulation import simulate
 
 OTHERS = (works.W4, works.W5, works.W6)
@@ -101,8 +101,8 @@ def first_pair(work: works.Work, share: int = 1) -> Callable[[], float]:
     source, target = first_ranks(plan)
 
     def run() -> float:
-        ours = lay_out(producer, source, work.pools[0] // share, 1 << 40)
-        theirs = lay_out(consumer, target, work.pools[1] // share, 2 << 40)
+        ours = plan_memory(producer, source, work.pools[0] // share, 1 << 40)
+        theirs = plan_memory(consumer, target, work.pools[1] // share, 2 << 40)
         return clock(lambda: build_table(plan, ours, theirs))()
 
     return run
@@ -113,8 +113,8 @@ def first_table(work: works.Work, share: int = 1) -> DescriptorTable:
     producer, consumer = work.engines()
     plan = plan_transfer(producer, consumer)
     source, target = first_ranks(plan)
-    ours = lay_out(producer, source, work.pools[0] // share, 1 << 40)
-    theirs = lay_out(consumer, target, work.pools[1] // share, 2 << 40)
+    ours = plan_memory(producer, source, work.pools[0] // share, 1 << 40)
+    theirs = plan_memory(consumer, target, work.pools[1] // share, 2 << 40)
     return build_table(plan, ours, theirs)
 
 

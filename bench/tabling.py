@@ -93,11 +93,11 @@ def _caches(options: Options) -> Iterator[Row]:
     ours, other = interleaved(
         options.times(16),
         cpu(lambda: kvspec.RankCache.from_tensors(engine, rank, tensors, "KBHNC")),
-        cpu(lambda: kvspec.lay_out(engine, rank, 4, 1 << 40)),
+        cpu(lambda: kvspec.plan_memory(engine, rank, 4, 1 << 40)),
     )
     yield Row(
         budget="B14",
-        what="RankCache.from_tensors, 80 layers; other: lay_out, which looks at no tensor",
+        what="RankCache.from_tensors, 80 layers; other: plan_memory, which looks at no tensor",
         ours=told(ours),
         other=told(other),
         ratio=f"{ours / other:.2f}",
@@ -113,6 +113,6 @@ def _between(
 ) -> Callable[[], DescriptorTable]:
     plan = kvspec.plan_transfer(producer, consumer)
     ranks = first_ranks(plan)
-    source = kvspec.lay_out(producer, ranks[0], pools[0], 1 << 40)
-    target = kvspec.lay_out(consumer, ranks[1], pools[1], 2 << 40)
+    source = kvspec.plan_memory(producer, ranks[0], pools[0], 1 << 40)
+    target = kvspec.plan_memory(consumer, ranks[1], pools[1], 2 << 40)
     return lambda: kvspec.build_table(plan, source, target)

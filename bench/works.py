@@ -21,7 +21,7 @@ from kvspec import (
     RankCache,
     RankId,
     TransferRequest,
-    lay_out,
+    plan_memory,
 )
 
 GROUP = "full"
@@ -222,4 +222,4 @@ def caches(engine: EngineSpec, num_blocks: int, side: int) -> Iterator[tuple[Ran
     """
     for at, rank in enumerate(engine.parallel.ranks):
         base = (1 + 1024 * side + at) << 40
-        yield rank, lay_out(engine, rank, num_blocks, base)
+        yield rank, plan_memory(engine, rank, num_blocks, base)

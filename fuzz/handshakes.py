@@ -71,7 +71,7 @@ def messages() -> list[bytes]:
             kvspec.ReplicaPolicy("nearest", topology=topology),
         )
         for rank in engine.parallel.ranks:
-            cache = kvspec.lay_out(engine, rank, 6, address=4096)
+            cache = kvspec.plan_memory(engine, rank, 6, address=4096)
             replica_policy = replica_policies[len(found) % 2]
             shake = Handshake(
                 engine_id="prefill",

@@ -19,7 +19,7 @@ from kvspec.errors import (
     TransferState,
     WireError,
 )
-from kvspec.memory.allocation import allocate, lay_out
+from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
@@ -89,8 +89,8 @@ __all__ = [
     "build_table",
     "even_sharding",
     "explain",
-    "lay_out",
     "mismatches",
+    "plan_memory",
     "plan_transfer",
     "traffic",
     "verify",

@@ -16,7 +16,7 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.memory.allocation import lay_out
+from kvspec.memory.allocation import plan_memory
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan
@@ -159,8 +159,8 @@ class _Counts:
         )
         key = same_shape, self.shapes[0][producer], self.shapes[1][consumer]
         if key not in self.known:
-            source = lay_out(self.plan.producer, producer, self.pools[0])
-            target = lay_out(self.plan.consumer, consumer, self.pools[1])
+            source = plan_memory(self.plan.producer, producer, self.pools[0])
+            target = plan_memory(self.plan.consumer, consumer, self.pools[1])
             table = build_table(self.plan, source, target)
             self.known[key] = len(table.descriptors(self.request))
         return self.known[key]

@@ -1,6 +1,6 @@
 """The caches that an engine's own layout makes, in memory or on paper.
 
-Law: `allocate` and `lay_out` make the same regions; one of them has bytes behind them.
+Law: `allocate` and `plan_memory` make the same regions; one of them has bytes behind them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def allocate(
         return memory
 
     flag("shared", shared)
-    cache, groups = _laid_out(engine, rank, num_blocks, obtain, shared=shared)
+    cache, groups = _planned(engine, rank, num_blocks, obtain, shared=shared)
     each = arrays * len(groups) if shared else arrays
     return cache, dict(zip(groups, each, strict=True))
 
 
-def lay_out(
+def plan_memory(
     engine: EngineSpec,
     rank: RankId,
     num_blocks: Blocks,
@@ -72,7 +72,7 @@ def lay_out(
         at += size
         return Memory(at - size, size)
 
-    return _laid_out(engine, rank, num_blocks, obtain, shared=shared)[0]
+    return _planned(engine, rank, num_blocks, obtain, shared=shared)[0]
 
 
 @attrs.frozen
@@ -85,7 +85,7 @@ class _Plan:
     count: int
 
 
-def _laid_out(
+def _planned(
     engine: EngineSpec,
     rank: RankId,
     num_blocks: Blocks,

@@ -22,7 +22,7 @@ from kvspec.descriptors.table import build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import TransferError, TransferState
-from kvspec.memory.allocation import allocate, lay_out
+from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.nixl import NixlRank, Prepared, Staging
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.fitting import Sample, fit
@@ -140,7 +140,7 @@ def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sam
     cache, storage = allocate(consumer, RANK, probe.blocks)
     for memory in storage.values():
         memory[:] = 2
-    far = lay_out(producer, RANK, probe.blocks, base)
+    far = plan_memory(producer, RANK, probe.blocks, base)
     table = build_table(plan_transfer(producer, consumer), far, cache)
     samples = []
     costs = Costs()

@@ -18,7 +18,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, seconds
-from kvspec.memory.allocation import lay_out
+from kvspec.memory.allocation import plan_memory
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.plan import TransferPlan, plan_transfer
@@ -172,7 +172,7 @@ class Job:
         return [
             sum(
                 memory.length
-                for memory in lay_out(self.engine(side), rank, self.num_blocks(side)).memory
+                for memory in plan_memory(self.engine(side), rank, self.num_blocks(side)).memory
             )
             for side, rank in self.ranks()
         ]

@@ -13,7 +13,7 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
-from kvspec.memory.allocation import lay_out
+from kvspec.memory.allocation import plan_memory
 from kvspec.run.conduct import exits
 from kvspec.run.job import SIDES, Job
 from kvspec.run.limits import check_memory
@@ -40,7 +40,7 @@ def check_kills(job: Job, kills: int) -> list[Job]:
         tokens = drawn.randint(1, job.tokens)
         jobs.append(attrs.evolve(job, tokens=tokens, cached=min(job.cached, tokens), requests=1))
     pools = {side: pools_of(jobs, side) for side in SIDES}
-    laid = [lay_out(job.engine(side), rank, pools[side]).memory for side, rank in job.ranks()]
+    laid = [plan_memory(job.engine(side), rank, pools[side]).memory for side, rank in job.ranks()]
     check_memory([sum(memory.length for memory in memories) for memories in laid])
     return jobs
 

@@ -286,10 +286,10 @@ REFUSED: list[Any] = [
      "memory=None: wanted a sequence of Memories"),
     (lambda: kvspec.RankCache(engine(), RankId(), (), (5,)),  # type: ignore[arg-type]
      "memory=5: wanted a Memory"),
-    (lambda: kvspec.lay_out(engine(), RankId(), 1, 2**63 - 8),
+    (lambda: kvspec.plan_memory(engine(), RankId(), 1, 2**63 - 8),
      "length=512: wanted an end of at most 9223372036854775807"),
-    (lambda: kvspec.lay_out(engine(), RankId(), 1, -8), "address=-8: wanted an int >= 0"),
-    (lambda: kvspec.lay_out(engine(), RankId(), 1, shared=1),  # type: ignore[arg-type]
+    (lambda: kvspec.plan_memory(engine(), RankId(), 1, -8), "address=-8: wanted an int >= 0"),
+    (lambda: kvspec.plan_memory(engine(), RankId(), 1, shared=1),  # type: ignore[arg-type]
      "shared=1: wanted True or False"),
     (lambda: blocks(2**62),
      "num_blocks='2361183241434822606848 bytes': wanted what fits into memory"),

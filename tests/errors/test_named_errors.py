@@ -17,7 +17,7 @@ from kvspec.protocol.extent import Extent
 
 RANK = RankId()
 ENGINE = builders.engine(builders.gqa(), layers=("l", "m"))
-CACHE = kvspec.lay_out(ENGINE, RANK, 4)
+CACHE = kvspec.plan_memory(ENGINE, RANK, 4)
 ODD: tuple[Any, ...] = (None, [], {}, 1.5, "0", True, np.zeros((2, 2), np.int64))
 """Values that are no plain int."""
 

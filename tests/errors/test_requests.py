@@ -301,7 +301,7 @@ def test_the_innermost_difference_is_told() -> None:
     one, other = (
         engine(FULL, tp_size=2, shardings={4: sharding}) for sharding in ((low, high), (high, low))
     )
-    caches = kvspec.lay_out(other, RankId(), 2), kvspec.lay_out(one, RankId(), 2)
+    caches = kvspec.plan_memory(other, RankId(), 2), kvspec.plan_memory(one, RankId(), 2)
     plan = kvspec.plan_transfer(one, one)
     fault = words(lambda: kvspec.build_table(plan, *caches), kvspec.MismatchError)
     field = "producer_cache.engine.parallel.shardings[4]"

@@ -423,7 +423,7 @@ def test_ids_of_a_long_shuffled_table_ascend(pool: int, blocks: int) -> None:
         block_size=16, total_num_kv_heads=1, head_size=8, dtype="float32"
     )
     both = engine(None, full=spec)
-    caches = [kvspec.lay_out(both, RANK, pool, base << 40) for base in (1, 2)]
+    caches = [kvspec.plan_memory(both, RANK, pool, base << 40) for base in (1, 2)]
     table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
     drawn = [np.random.default_rng(seed).permutation(pool)[:blocks] for seed in (3, 4)]
     asked = kvspec.TransferRequest(
@@ -440,7 +440,7 @@ def test_ids_of_a_long_shuffled_table_ascend(pool: int, blocks: int) -> None:
 def test_a_request_never_changes() -> None:
     """Not when what it was made of does, nor if told to: tables remember what they found."""
     both = engine(None, full=WINDOW)
-    caches = [kvspec.lay_out(both, RANK, NUM_BLOCKS, base << 40) for base in (1, 2)]
+    caches = [kvspec.plan_memory(both, RANK, NUM_BLOCKS, base << 40) for base in (1, 2)]
     table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
     cached, blocks = {"full": 32}, {"full": [3, 4]}
     asked = kvspec.TransferRequest(

@@ -111,7 +111,7 @@ def test_who_alone_holds_is_said() -> None:
     """A producer without replicas is not chosen."""
     producer, consumer = PAIRS[1]
     plan = kvspec.plan_transfer(producer, consumer)
-    sides = (kvspec.lay_out(each, RankId(tp=1), 4) for each in (producer, consumer))
+    sides = (kvspec.plan_memory(each, RankId(tp=1), 4) for each in (producer, consumer))
     table = kvspec.build_table(plan, *sides)
     assert "only tp1 holds units 2..3 of k+v" in kvspec.explain(table, consumer_id=0)
 
@@ -124,7 +124,10 @@ def test_a_descriptor_that_runs_over_blocks(layouts: tuple[str, str]) -> None:
         engine(each, layers=("l.0", "l.1"), layout=layout)
         for each, layout in zip((spec, attrs.evolve(spec, block_size=16)), layouts, strict=True)
     )
-    caches = kvspec.lay_out(producer, RankId(), 4, 10**6), kvspec.lay_out(consumer, RankId(), 8)
+    caches = (
+        kvspec.plan_memory(producer, RankId(), 4, 10**6),
+        kvspec.plan_memory(consumer, RankId(), 8),
+    )
     table = kvspec.build_table(kvspec.plan_transfer(producer, consumer), *caches)
     request = builders.request(40, [2], [4, 5, 3])
     told: list[tuple[str, str, int, int]] = []

@@ -34,7 +34,7 @@ def pair_of(
     """Return the plan, the caches of both sides, and the table between the first ranks."""
     plan = kvspec.plan_transfer(producer, consumer)
     caches = [
-        {rank: kvspec.lay_out(side, rank, blocks) for rank in side.parallel.ranks}
+        {rank: kvspec.plan_memory(side, rank, blocks) for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
     return plan, caches, kvspec.build_table(plan, caches[0][RANK], caches[1][RANK], **more)
@@ -203,8 +203,8 @@ def test_null_block_of_a_smaller_later_pool_is_refused() -> None:
     )
     for null, blocks in ((0, 1), (3, 4), (7, 8)):
         both = builders.engine(*groups, null_block=null)
-        kvspec.lay_out(both, RANK, {"a": 16, "b": blocks})
-        error = refusal(partial(kvspec.lay_out, both, RANK, {"a": 16, "b": null}))
+        kvspec.plan_memory(both, RANK, {"a": 16, "b": blocks})
+        error = refusal(partial(kvspec.plan_memory, both, RANK, {"a": 16, "b": null}))
         assert error.field in ("null_block", "num_blocks", "num_blocks['b']")
 
 
@@ -232,8 +232,8 @@ def test_padding_of_any_layer_needs_pages_in_one_chunk(padded: int) -> None:
     name = f"l.{padded}"
     specs[name] = attrs.evolve(specs[name], page_size_padded=specs[name].page_size_bytes() + 4)
     spec = kvspec.UniformTypeKVCacheSpecs(specs=specs)
-    kvspec.lay_out(builders.engine(spec, layout="LBHNC"), RANK, 4)
-    error = refusal(lambda: kvspec.lay_out(builders.engine(spec, layout="LHBNC"), RANK, 4))
+    kvspec.plan_memory(builders.engine(spec, layout="LBHNC"), RANK, 4)
+    error = refusal(lambda: kvspec.plan_memory(builders.engine(spec, layout="LHBNC"), RANK, 4))
     assert "page_size_padded" == error.field
 
 

@@ -18,7 +18,7 @@ def table_of(layout: str, tp: tuple[int, int], block_size: int) -> DescriptorTab
     """Return the table of the first ranks: two heads of 128 elements, one layer."""
     spec = gqa(2, block_size=block_size, head_size=128)
     sides = [engine(spec, tp=size, layout=layout) for size in tp]
-    caches = [kvspec.lay_out(side, RankId(), 10, 1 << 30 + at) for at, side in enumerate(sides)]
+    caches = [kvspec.plan_memory(side, RankId(), 10, 1 << 30 + at) for at, side in enumerate(sides)]
     return kvspec.build_table(kvspec.plan_transfer(*sides), *caches)
 
 

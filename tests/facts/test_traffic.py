@@ -45,7 +45,10 @@ def test_traffic_is_that_of_each_pairs_own_table(case: strategies.Case) -> None:
     request = builders.request(tokens, ours, theirs, encoder_tokens=tokens)
     assert {(edge.producer, edge.consumer) for edge in plan.edges} == set(found.pairs)
     for (p, c), load in found.pairs.items():
-        caches = kvspec.lay_out(case.producer, p, pool), kvspec.lay_out(case.consumer, c, other)
+        caches = (
+            kvspec.plan_memory(case.producer, p, pool),
+            kvspec.plan_memory(case.consumer, c, other),
+        )
         moved = kvspec.build_table(plan, *caches).descriptors(request)
         assert load.descriptors == len(moved)
         assert load.nbytes <= int(moved[:, 2].sum())  # blocks move with their dead ends

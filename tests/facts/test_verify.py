@@ -800,7 +800,7 @@ def test_consumer_ranks_side_by_side_in_one_memory_are_right() -> None:
     """Pages of two ranks by turns, or one rank after the other; and caches on paper."""
     assert None is judged(beside(0, 128, 256))
     assert None is judged(beside(0, 6 * 128, 128))
-    paper = {rank: kvspec.lay_out(TWO, rank, 6) for rank in TWO.parallel.ranks}
+    paper = {rank: kvspec.plan_memory(TWO, rank, 6) for rank in TWO.parallel.ranks}
     assert None is judged(paper)
     with pytest.raises(kvspec.SpecError, match="own_addresses=1: wanted True or False"):
         judged(paper, own_addresses=1)
@@ -811,7 +811,7 @@ def test_caches_on_paper_have_no_bytes_to_share() -> None:
     specs = builders.gqa(4, block_size=4), builders.mla(block_size=4)
     plan = kvspec.plan_transfer(builders.engine(*specs), builders.engine(*specs, tp=2))
     sources, targets = (
-        {rank: kvspec.lay_out(side, rank, 6) for rank in side.parallel.ranks}
+        {rank: kvspec.plan_memory(side, rank, 6) for rank in side.parallel.ranks}
         for side in (plan.producer, plan.consumer)
     )
     assert 2 == len(targets[RankId()].memory)

@@ -233,7 +233,7 @@ def test_what_is_allocated_is_apart(case: strategies.Case) -> None:
     """Every layout's own regions are accepted: `allocate` makes them through the same check."""
     for where, pool in ((case.producer, case.producer_pool), (case.consumer, case.consumer_pool)):
         for rank in where.parallel.ranks:
-            cache = kvspec.lay_out(where, rank, pool, shared=case.shared)
+            cache = kvspec.plan_memory(where, rank, pool, shared=case.shared)
             kernel_blocks_per_block = {
                 group.name: group.kernel_blocks_per_block for group in where.groups
             }

@@ -210,7 +210,7 @@ def test_raw_pages_are_read_as_what_they_are() -> None:
     cache = kvspec.RankCache.from_tensors(
         described_engine, RankId(), {"l.0": given}, {"k": "BHPN", "v": "BHNC"}
     )
-    wanted = kvspec.lay_out(described_engine, RankId(), blocks, raw.ctypes.data)
+    wanted = kvspec.plan_memory(described_engine, RankId(), blocks, raw.ctypes.data)
     assert wanted.regions == cache.regions
     for token, dim in ((0, 0), (3, 5), (7, 15)):
         raw.ravel()[transposed("k", rows, 1, token, dim)] = 9
@@ -256,7 +256,7 @@ def test_opaque_pages_move_whole() -> None:
     assert ("page", 1, 8, HEADS * 2 * 8 * SIZE * 2) == (
         part.name, part.states, part.tokens_per_state, part.units * part.content_bytes
     )  # fmt: skip
-    cache = kvspec.lay_out(where, RankId(), 6)
+    cache = kvspec.plan_memory(where, RankId(), 6)
     request = kvspec.TransferRequest(
         request_id="r", num_tokens=20, cached_tokens=8,
         producer_blocks={"g": [0, 2, 4]}, consumer_blocks={"g": [5, 3, 1]},
@@ -368,7 +368,7 @@ def test_a_layout_without_pages_of_heads_has_no_format(layout: str) -> None:
     """Rows and content must be the innermost axes, and keys apart from values."""
     where = attrs.evolve(engine("keys-transposed", 8), layout=layout)
     with pytest.raises(kvspec.SpecError, match="N just before C, such as LBHKNC"):
-        kvspec.lay_out(where, RankId(), 3)
+        kvspec.plan_memory(where, RankId(), 3)
 
 
 def test_a_page_in_any_format_can_be_drawn() -> None:

@@ -148,7 +148,7 @@ def test_nvfp4_and_mxfp8_pages_by_hand() -> None:
     assert [*zip(names, (128, 4, 128, 4), strict=True)] == [
         (part.name, part.content_bytes) for part in mxfp8.parts
     ]
-    cache = kvspec.lay_out(engine("LBHNC", 4, nvfp4), RankId(), 3)
+    cache = kvspec.plan_memory(engine("LBHNC", 4, nvfp4), RankId(), 3)
     heads = 2
     rows = [16 * heads * size for size in (64, 8, 64, 8)]
     assert [sum(rows[:at]) for at in range(4)] == [each.base for each in cache.regions]

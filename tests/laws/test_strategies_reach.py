@@ -345,8 +345,8 @@ def cuts(case: Case) -> set[str]:
     plan = plan_of(case)
     for source, target in {(edge.producer, edge.consumer) for edge in plan.edges}:
         caches = (
-            kvspec.lay_out(case.producer, source, case.producer_pool),
-            kvspec.lay_out(case.consumer, target, case.consumer_pool),
+            kvspec.plan_memory(case.producer, source, case.producer_pool),
+            kvspec.plan_memory(case.consumer, target, case.consumer_pool),
         )
         taken: dict[TokenSplit, set[RowKind]] = {}
         for entry, _ in kvspec.build_table(plan, *caches).tiles(case.request):

@@ -183,14 +183,14 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
 
 @given(CASES | strategies.sharing_cases())
 def test_a_cache_on_paper(case: strategies.Case) -> None:
-    """`lay_out` has the regions of `allocate`, each as far into its memory, and no bytes."""
+    """`plan_memory` has the regions of `allocate`, each as far into its memory, and no bytes."""
     for side, pool in (
         (case.producer, case.producer_pool),
         (case.consumer, case.consumer_pool),
     ):
         for rank in side.parallel.ranks:
             cache, _ = kvspec.allocate(side, rank, pool, shared=case.shared)
-            paper = kvspec.lay_out(side, rank, pool, 4096, shared=case.shared)
+            paper = kvspec.plan_memory(side, rank, pool, 4096, shared=case.shared)
             assert [m.length for m in cache.memory] == [m.length for m in paper.memory]
             assert 4096 == paper.memory[0].address if paper.memory else True
             ends = [m.address + m.length for m in paper.memory]

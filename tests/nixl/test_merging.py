@@ -160,7 +160,7 @@ def test_requests_of_which_ids_alone_post_too_many(layouts: tuple[str, str], cac
     group = kvspec.KVCacheGroup(name="g", layers=("l.0", "l.1", "l.2"), spec=spec)
     parallel = kvspec.ParallelConfig(tp_size=4)
     sides = [kvspec.EngineSpec(groups=(group,), parallel=parallel, layout=each) for each in layouts]
-    caches = [kvspec.lay_out(each, kvspec.RankId(), 40) for each in sides]
+    caches = [kvspec.plan_memory(each, kvspec.RankId(), 40) for each in sides]
     table = build_table(kvspec.plan_transfer(*sides), *caches)
     request = kvspec.TransferRequest(
         request_id="r", num_tokens=517, cached_tokens=cached,
@@ -215,7 +215,7 @@ def test_counts_of_blocks_that_lie_side_by_side() -> None:
         group = kvspec.KVCacheGroup(name="g", layers=("l.0",), spec=spec)
         sides.append(kvspec.EngineSpec(groups=(group,), layout="LHNBC"))
     caches = [
-        kvspec.lay_out(each, kvspec.RankId(), n) for each, n in zip(sides, (2, 4), strict=True)
+        kvspec.plan_memory(each, kvspec.RankId(), n) for each, n in zip(sides, (2, 4), strict=True)
     ]
     table = build_table(kvspec.plan_transfer(*sides), *caches)
     request = kvspec.TransferRequest(

@@ -94,7 +94,7 @@ def test_a_rank_serves_on_whatever_it_is_given(ranks: Pair, name: str) -> None:
 
 P, C = engine(gqa(), tp=2), engine(gqa())
 PLAN = kvspec.plan_transfer(P, C)
-CACHES = kvspec.lay_out(P, RankId(), 8, 4096), kvspec.lay_out(C, RankId(), 8, 1 << 30)
+CACHES = kvspec.plan_memory(P, RankId(), 8, 4096), kvspec.plan_memory(C, RankId(), 8, 1 << 30)
 TABLE = kvspec.build_table(PLAN, *CACHES)
 ASKED = ask(20, [1, 2], [3, 4])
 PROMPT: dict[str, Any] = {

@@ -40,7 +40,7 @@ def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
 
 def shake(tp: int = 0, of: kvspec.EngineSpec | None = None, **more: Any) -> Handshake:
     """Return the introduction of one rank."""
-    cache = kvspec.lay_out(of or engine(), kvspec.RankId(tp=tp), 100, address=4096)
+    cache = kvspec.plan_memory(of or engine(), kvspec.RankId(tp=tp), 100, address=4096)
     fields: dict[str, Any] = {"engine_id": "prefill-0", "epoch": 7, "library": "0.1.0"}
     return Handshake(**{**fields, "cache": cache, **more})
 
@@ -105,7 +105,7 @@ def scattered(cache: kvspec.RankCache, *, one_memory: bool) -> kvspec.RankCache:
 def test_a_plain_rank_takes_little() -> None:
     """32 layers in under 2 KB; 80 layers of 33 parts in under 20 KB, wherever each part lies."""
     assert len(encode_handshake(shake(of=engine(layers=32)))) < 2000
-    cache = kvspec.lay_out(wide(), kvspec.RankId(tp=3), 1000, address=1 << 46)
+    cache = kvspec.plan_memory(wide(), kvspec.RankId(tp=3), 1000, address=1 << 46)
     several = [cache, *(scattered(cache, one_memory=one) for one in (True, False))]
     sizes = [len(encode_handshake(shake(cache=cache))) for cache in several]
     assert max(sizes) < 20_000
@@ -420,7 +420,7 @@ def test_kinds_that_are_not_read_back_as_they_were_are_not_sent(
     with pytest.raises(kvspec.SpecError, match=r"texts of UTF-8"):
         encode_handshake(shake(of=kvspec.EngineSpec(groups=[layer])))
     many = wide(parts=1025, layers=1)
-    cache = kvspec.lay_out(many, kvspec.RankId(), 1)
+    cache = kvspec.plan_memory(many, kvspec.RankId(), 1)
     assert "at most 1024 parts" in words(lambda: encode_handshake(shake(cache=cache)))
 
 

@@ -33,7 +33,7 @@ def asked(tokens: int, tables: Tables, **more: Any) -> kvspec.TransferRequest:
 def table_of(*specs: kvspec.LayerSpec) -> DescriptorTable:
     """Return the rows between two ranks of groups "g0", "g1" and so on, or "g" alone."""
     engine = builders.engine(*specs)
-    cache = kvspec.lay_out(engine, RANK, 16)
+    cache = kvspec.plan_memory(engine, RANK, 16)
     return kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
 
 
@@ -129,7 +129,7 @@ def test_excluded_layer_of_group_needs_no_blocks() -> None:
 def test_claims_end() -> None:
     """Blocks belong to one load until it is over; groups of one pool have the same ones."""
     engine = builders.engine(FULL, WINDOW)
-    separate = kvspec.lay_out(engine, RANK, 8)
+    separate = kvspec.plan_memory(engine, RANK, 8)
     bases = {region.part: region.base for region in separate.regions if region.group == "g0"}
     pooled = kvspec.RankCache(
         engine,

@@ -33,7 +33,7 @@ def caches(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.RankCache:
     rank = draw(st.sampled_from(engine.parallel.ranks))
     least = 1 + (engine.null_block or 0)
     blocks = {group.name: draw(st.integers(least, 40)) for group in engine.groups}
-    return kvspec.lay_out(engine, rank, blocks, address=draw(st.integers(0, 2**48)))
+    return kvspec.plan_memory(engine, rank, blocks, address=draw(st.integers(0, 2**48)))
 
 
 @st.composite

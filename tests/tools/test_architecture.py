@@ -91,7 +91,7 @@ def watch(event, args):
 
 plan = kvspec.plan_transfer(engine(2), engine(4))
 caches = [
-    {rank: kvspec.lay_out(one, rank, 8) for rank in one.parallel.ranks}
+    {rank: kvspec.plan_memory(one, rank, 8) for rank in one.parallel.ranks}
     for one in (plan.producer, plan.consumer)
 ]
 table = kvspec.build_table(plan, caches[0][RankId()], caches[1][RankId()])
