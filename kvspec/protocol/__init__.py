@@ -1,8 +1,8 @@
 """What two engines say to each other: the handshake, and who is done with which request."""
 
+from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.fingerprint import fingerprint
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
 from kvspec.protocol.notices import (
     Closed,
@@ -43,12 +43,12 @@ __all__ = [
     "Release",
     "Row",
     "Tell",
+    "compatibility_hash",
     "decode_handshake",
     "decode_notice",
     "disagreements",
     "encode_handshake",
     "encode_notice",
-    "fingerprint",
     "one_engine",
     "register",
 ]

@@ -17,7 +17,7 @@ from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.mismatches import differing, mismatches
-from kvspec.protocol.fingerprint import fingerprint
+from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.version import __version__
 
 MAX_NAME = 255
@@ -92,9 +92,9 @@ class Handshake:
         return self.cache.rank
 
     @property
-    def fingerprint(self) -> str:
-        """What its bytes mean; see `kvspec.protocol.fingerprint`."""
-        return fingerprint(self.engine)
+    def compatibility_hash(self) -> str:
+        """What its bytes mean; see `kvspec.protocol.compatibility`."""
+        return compatibility_hash(self.engine)
 
 
 _WHY = {

@@ -20,8 +20,8 @@ from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
+from kvspec.protocol.compatibility import SIZE
 from kvspec.protocol.extent import MAX_NAMES, Extent
-from kvspec.protocol.fingerprint import SIZE
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
 from kvspec.protocol.notices import SUM, Key, Notice, Party
 from kvspec.protocol.plain import Writer
@@ -68,7 +68,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rank: tuple[Index, Index, Index]
     model: Text | None
     revision: Text | None
-    fingerprint: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
+    compatibility_hash: Annotated[bytes, Meta(min_length=SIZE, max_length=SIZE)]
     objects: list[tuple[Text, dict[Text, Any]]]
     engine: Index
     replica_policy: Index
@@ -138,7 +138,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
         rank=(rank.pp, rank.pcp, rank.tp),
         model=shake.model,
         revision=shake.revision,
-        fingerprint=bytes.fromhex(shake.fingerprint),
+        compatibility_hash=bytes.fromhex(shake.compatibility_hash),
         objects=writer.objects,
         engine=engine,
         replica_policy=replica_policy,
@@ -181,12 +181,12 @@ def decode_handshake(data: bytes) -> Handshake:
             revision=message.revision,
             library=message.library,
         )
-        meaning = shake.fingerprint
+        meaning = shake.compatibility_hash
     except SpecError as error:
         refuse("handshake", error, "a handshake")
-    if meaning != message.fingerprint.hex():
+    if meaning != message.compatibility_hash.hex():
         wanted = f"{meaning}, what the engine means here; sent by kvspec {message.library}"
-        raise WireError("fingerprint", message.fingerprint.hex(), wanted)
+        raise WireError("compatibility_hash", message.compatibility_hash.hex(), wanted)
     return shake
 
 

@@ -12,7 +12,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.protocol import Key, Notice, Party, fingerprint
+from kvspec.protocol import Key, Notice, Party, compatibility
 from kvspec.protocol.extent import Extent
 
 RANK = RankId()
@@ -100,8 +100,8 @@ def test_stages_accept_layer_number_with_leading_zeros() -> None:
 @pytest.mark.parametrize("kind", [set, frozenset, list, tuple, np.array])
 def test_fingerprint_accepts_excluded_layers_of_any_collection(kind: Any) -> None:
     """An empty set is what no excluded layers are; order does not matter."""
-    assert fingerprint(ENGINE) == fingerprint(ENGINE, kind([]))
-    assert fingerprint(ENGINE, ["m"]) == fingerprint(ENGINE, kind(["m"]))
+    assert compatibility_hash(ENGINE) == compatibility_hash(ENGINE, kind([]))
+    assert compatibility_hash(ENGINE, ["m"]) == compatibility_hash(ENGINE, kind(["m"]))
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_fingerprint_accepts_excluded_layers_of_any_collection(kind: Any) -> Non
 )
 def test_fingerprint_rejects_excluded_that_are_no_names(value: Any) -> None:
     """The error names the argument."""
-    assert "excluded" == refusal(lambda: fingerprint(ENGINE, value)).field
+    assert "excluded" == refusal(lambda: compatibility_hash(ENGINE, value)).field

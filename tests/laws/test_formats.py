@@ -325,7 +325,7 @@ def test_opaque_pages_of_other_kernel_blocks_are_refused_by_name() -> None:
 
 
 def test_formats_that_are_known_mean_the_same() -> None:
-    """They are no mismatch, and the fingerprint of the two engines is one."""
+    """They are no mismatch, and the compatibility hash of the two engines is one."""
     one, other = engine("keys-transposed", 8), engine("x-packed", 16)
     assert () == kvspec.mismatches(one, other)
 

@@ -50,7 +50,7 @@ def test_what_is_written_is_read_back(given: Handshake) -> None:
     """Every kind of layer, engine, cache and replica policy arrives equal, and means the same."""
     read = decode_handshake(encode_handshake(given))
     assert given == read
-    assert given.fingerprint == read.fingerprint
+    assert given.compatibility_hash == read.compatibility_hash
     assert given.cache.regions == read.cache.regions
 
 
@@ -280,7 +280,7 @@ REFUSED = [
     (put("library", 1), "library: got '`int`'", "`str`"),
     (put("more", 1), "message: got", "unknown field `more`"),
     (lambda message: message.pop("epoch"), "message: got", "missing required field `epoch`"),
-    (put("fingerprint", bytes(16)), "fingerprint: got", "what the engine means here"),
+    (put("compatibility_hash", bytes(16)), "compatibility_hash: got", "what the engine means here"),
     (put("engine", SPEC), "message.engine: got", "an EngineSpec"),
     (put("engine", 99), "engine: got [99]", "the number of an object"),
     (put("replica_policy", SPEC), "handshake.replica_policy: got", "a ReplicaPolicy"),

@@ -1,10 +1,10 @@
 """What two engines must agree on for the same bytes to mean the same, as one hash.
 
-Law: engines between which `kvspec.mismatches` finds nothing have one fingerprint, and engines of
-one fingerprint differ in nothing but which tokens each keeps. It takes in what changes the meaning
-of bytes (kinds, dtypes, heads, sizes, layer names) and nothing of what a plan bridges: parallel
-sizes, blocks, layouts, padding, order, grouping. A field that has its default does not count, so
-that fields may be added.
+Law: engines between which `kvspec.mismatches` finds nothing have one compatibility hash, and
+engines of one compatibility hash differ in nothing but which tokens each keeps. It takes in what
+changes the meaning of bytes (kinds, dtypes, heads, sizes, layer names) and nothing of what a plan
+bridges: parallel sizes, blocks, layouts, padding, order, grouping. A field that has its default
+does not count, so that fields may be added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, meaning
 SIZE = 16  # bytes
 
 
-def fingerprint(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
+def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     """Return 32 hexadecimal digits that stand for the meaning of *engine*'s bytes.
 
     Layers that the engine itself excludes do not count, nor do those *excluded* here: of two
@@ -38,9 +38,9 @@ def fingerprint(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     ...                              head_size=head_size, dtype="bfloat16")
     ...     group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
     ...     return EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=tp_size))
-    >>> fingerprint(engine(16, 4)) == fingerprint(engine(64, 1))
+    >>> compatibility_hash(engine(16, 4)) == compatibility_hash(engine(64, 1))
     True
-    >>> fingerprint(engine(16, 4)) == fingerprint(engine(16, 4, head_size=64))
+    >>> compatibility_hash(engine(16, 4)) == compatibility_hash(engine(16, 4, head_size=64))
     False
     """
     instance("engine", engine, EngineSpec)

@@ -1,4 +1,4 @@
-"""A fingerprint stands for the meaning of bytes: equal where nothing differs in it."""
+"""A compatibility hash stands for the meaning of bytes: equal where nothing differs in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refused import words
 
 import kvspec
-from kvspec.protocol import fingerprint
+from kvspec.protocol import compatibility_hash
 from kvspec.specs.layer import LIVENESS_FIELDS
 from kvspec.testing import strategies
 
@@ -18,9 +18,11 @@ Engines = tuple[kvspec.EngineSpec, kvspec.EngineSpec]
 
 
 def prints(pair: Engines) -> tuple[str, str]:
-    """Return both fingerprints, of the layers that neither side excludes."""
+    """Return both compatibility hashes, of the layers that neither side excludes."""
     producer, consumer = pair
-    return fingerprint(producer, consumer.excluded), fingerprint(consumer, producer.excluded)
+    return compatibility_hash(producer, consumer.excluded), compatibility_hash(
+        consumer, producer.excluded
+    )
 
 
 @st.composite
@@ -63,7 +65,10 @@ def full(**more: Any) -> kvspec.EngineSpec:
 
 @given(strategies.engine_pairs())
 def test_what_a_plan_bridges_does_not_count(pair: Engines) -> None:
-    """Engines of one model have one fingerprint, however each lays out and shards its cache."""
+    """Engines of one model have one compatibility hash.
+
+    However each lays out and shards its cache.
+    """
     assert () == kvspec.mismatches(*pair)
     one, other = prints(pair)
     assert one == other
@@ -75,7 +80,10 @@ def test_what_a_plan_bridges_does_not_count(pair: Engines) -> None:
 @example((full(scale_dtype="float32"), full(scale_dtype="float32", elements_per_scale=3)))
 @example((full(), full(block_size=8)))
 def test_equal_exactly_where_only_what_is_kept_differs(pair: Engines) -> None:
-    """Without a mismatch there is one fingerprint; with one, two, unless it is of kept tokens."""
+    """Without a mismatch there is one compatibility hash.
+
+    With one, two, unless it is of kept tokens.
+    """
     found = kvspec.mismatches(*pair)
     one, other = prints(pair)
     if not found:
@@ -105,24 +113,30 @@ def test_to_fit_is_no_equivalence() -> None:
     )
     assert () == kvspec.mismatches(full(), short) == kvspec.mismatches(full(), long)
     assert kvspec.mismatches(short, long)
-    assert fingerprint(full()) == fingerprint(short) == fingerprint(long)
+    assert compatibility_hash(full()) == compatibility_hash(short) == compatibility_hash(long)
 
 
 @given(strategies.engine_pairs(), st.data())
 def test_layers_count_by_name(pair: Engines, data: st.DataObject) -> None:
-    """A layer more or under another name is another fingerprint; groups and their order are not."""
+    """A layer more or under another name is another compatibility hash.
+
+    Groups and their order are not.
+    """
     engine = pair[0]
     kept = [layer for layer in engine.homes if layer not in engine.excluded]
     without = data.draw(st.sampled_from(kept)) if kept else None
     if without is not None:
-        assert fingerprint(engine) != fingerprint(engine, [without])
+        assert compatibility_hash(engine) != compatibility_hash(engine, [without])
     again = attrs.evolve(engine, groups=engine.groups[::-1])
-    assert fingerprint(engine) == fingerprint(again)
+    assert compatibility_hash(engine) == compatibility_hash(again)
 
 
 def test_it_stays() -> None:
-    """The fingerprint of one engine, kept: a change of it is a change of the wire's version."""
-    assert "751e55beb088bc6007eb331d49422fcc" == fingerprint(full())
+    """The compatibility hash of one engine, kept.
+
+    A change of it is a change of the wire's version.
+    """
+    assert "751e55beb088bc6007eb331d49422fcc" == compatibility_hash(full())
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -151,22 +165,24 @@ class Forgetful(kvspec.MLAAttentionSpec):
 def test_kind_that_keeps_other_tokens_has_the_fingerprint_of_its_base_and_no_other_has() -> None:
     """A new field, or another count of tokens, changes the kind even with equal field values."""
     fields: dict[str, Any] = {"block_size": 4, "head_size": 2, "dtype": "uint8"}
-    latent = fingerprint(engine(kvspec.MLAAttentionSpec(**fields)))
-    assert latent == fingerprint(engine(Forgetful(**fields)))
-    kinds = [fingerprint(engine(kind(**fields))) for kind in (Rotated, Encoded)]
+    latent = compatibility_hash(engine(kvspec.MLAAttentionSpec(**fields)))
+    assert latent == compatibility_hash(engine(Forgetful(**fields)))
+    kinds = [compatibility_hash(engine(kind(**fields))) for kind in (Rotated, Encoded)]
     assert 3 == len({latent, *kinds})
     heads = {**fields, "total_num_kv_heads": 2}
-    assert fingerprint(full(head_size=2)) != fingerprint(engine(kvspec.CrossAttentionSpec(**heads)))
+    assert compatibility_hash(full(head_size=2)) != compatibility_hash(
+        engine(kvspec.CrossAttentionSpec(**heads))
+    )
 
 
 def test_what_has_none_is_refused() -> None:
     """Only engines have one, and only of fields that are plain values."""
     wrong: Any = 1
-    assert "engine=1" in words(lambda: fingerprint(wrong))
+    assert "engine=1" in words(lambda: compatibility_hash(wrong))
 
     @attrs.frozen(kw_only=True, slots=False)
     class Odd(kvspec.MLAAttentionSpec):
         what: object = attrs.field(hash=False)
 
     odd = engine(Odd(block_size=1, head_size=1, dtype="uint8", what={1}))
-    assert "fields of plain values" in words(lambda: fingerprint(odd))
+    assert "fields of plain values" in words(lambda: compatibility_hash(odd))
