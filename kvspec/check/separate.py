@@ -32,7 +32,7 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
         for first, second, _ in meetings(regions, kernel_blocks_per_block):
             if first.group.startswith(of_one) != second.group.startswith(of_one):
                 told = f"{second.layer}.{second.part} where {one} has {first.layer}.{first.part}"
-                wanted = "bytes of its own (or own_addresses=True: ranks are processes)"
+                wanted = "bytes of its own (or separate_processes=True: ranks are processes)"
                 raise SpecError(f"{field}[{other}]", told, wanted)
 
 

@@ -47,8 +47,8 @@ def verify(
     request: TransferRequest,
     descriptors: Mapping[tuple[RankId, RankId], npt.ArrayLike] | None = None,
     *,
-    thorough: bool = False,
-    own_addresses: bool = False,
+    independent: bool = False,
+    separate_processes: bool = False,
 ) -> CounterExample | None:
     """Return the first byte of *request* that would not be right, or None if every byte is.
 
@@ -57,20 +57,20 @@ def verify(
 
     What is read of the plan are its two engines alone: neither edges nor runs, rows or ids. Which
     units, layers and positions a rank owns, and which tokens are live, is what the library says,
-    the planner too: a fault in that is not found. If *thorough*, they are counted out one by one
+    the planner too: a fault in that is not found. If *independent*, they are counted out one by one
     instead, at most 2**24 tokens, for the kinds of layers that this library has.
 
     Two consumer ranks that keep anything in the same bytes are refused, unless ranks have their
-    *own_addresses*, as processes have, so that equal ones are different bytes.
+    *separate_processes*, as processes have, so that equal ones are different bytes.
     """
     instance("plan", plan, TransferPlan)
-    kind = Counted if flag("thorough", thorough) else Owners
+    kind = Counted if flag("independent", independent) else Owners
     owners: dict[Role, Owners] = {
         "producer": kind(plan.producer),
         "consumer": kind(plan.consumer),
     }
     _check_given(plan, producers, consumers, request, owners)
-    if not flag("own_addresses", own_addresses):
+    if not flag("separate_processes", separate_processes):
         check_ranks_separate("consumers", consumers)
     given = None if descriptors is None else _given(plan, descriptors)
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])

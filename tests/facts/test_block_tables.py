@@ -202,10 +202,10 @@ def test_block_that_moves_for_two_groups_is_refused_on_producer() -> None:
         assert "'b'" in str(error), name
     given = {(RANK, RANK): separate.table.descriptors(same)}
     caches = [{RANK: cache} for cache in pair.caches]
-    for thorough in (False, True):
+    for independent in (False, True):
         error = refusal(
-            lambda thorough=thorough: kvspec.verify(
-                pair.plan, *caches, same, given, thorough=thorough
+            lambda independent=independent: kvspec.verify(
+                pair.plan, *caches, same, given, independent=independent
             )
         )
         assert ("producer_blocks['a']", 3) == (error.field, error.value)

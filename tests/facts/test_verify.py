@@ -793,7 +793,7 @@ def test_consumer_ranks_that_share_bytes_are_refused_by_name(first: int, second:
         judged(beside(first, second, step))
     assert "consumers[tp1]='l." in str(caught.value)
     assert " where tp0 has l." in str(caught.value)
-    assert None is judged(beside(first, second, step), own_addresses=True)
+    assert None is judged(beside(first, second, step), separate_processes=True)
 
 
 def test_consumer_ranks_side_by_side_in_one_memory_are_right() -> None:
@@ -802,8 +802,8 @@ def test_consumer_ranks_side_by_side_in_one_memory_are_right() -> None:
     assert None is judged(beside(0, 6 * 128, 128))
     paper = {rank: kvspec.plan_memory(TWO, rank, 6) for rank in TWO.parallel.ranks}
     assert None is judged(paper)
-    with pytest.raises(kvspec.SpecError, match="own_addresses=1: wanted True or False"):
-        judged(paper, own_addresses=1)
+    with pytest.raises(kvspec.SpecError, match="separate_processes=1: wanted True or False"):
+        judged(paper, separate_processes=1)
 
 
 def test_caches_on_paper_have_no_bytes_to_share() -> None:

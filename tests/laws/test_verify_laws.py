@@ -39,8 +39,10 @@ def caches(here: World) -> tuple[Any, Any]:
 def test_verify_accepts_what_the_library_does(case: strategies.Case) -> None:
     """Every byte of every transfer is right, also by the checker that users have."""
     here = world(case)
-    for thorough in (False, True):
-        assert None is kvspec.verify(here.plan, *caches(here), case.request, thorough=thorough)
+    for independent in (False, True):
+        assert None is kvspec.verify(
+            here.plan, *caches(here), case.request, independent=independent
+        )
 
 
 @HALF
@@ -48,8 +50,10 @@ def test_verify_accepts_what_the_library_does(case: strategies.Case) -> None:
 def test_verify_accepts_shared_memory_and_spanning_content(case: strategies.Case) -> None:
     """So it is where groups share their memory, and where content spans heads."""
     here = world(case)
-    for thorough in (False, True):
-        assert None is kvspec.verify(here.plan, *caches(here), case.request, thorough=thorough)
+    for independent in (False, True):
+        assert None is kvspec.verify(
+            here.plan, *caches(here), case.request, independent=independent
+        )
 
 
 @HALF

@@ -29,7 +29,7 @@ WINDOW: dict[str, Any] = {
 
 
 def check(
-    producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, *, thorough: bool
+    producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, *, independent: bool
 ) -> kvspec.CounterExample | None:
     """Return what `verify` finds in the library's own descriptors."""
     plan = kvspec.plan_transfer(producer, consumer)
@@ -44,7 +44,7 @@ def check(
         {group.name: range(NUM_TOKENS, 2 * NUM_TOKENS) for group in consumer.groups},
         cached_tokens=5,
     )
-    return kvspec.verify(plan, *caches, request, thorough=thorough)
+    return kvspec.verify(plan, *caches, request, independent=independent)
 
 
 def one_token_short(spec: type[kvspec.LayerSpec], patch: pytest.MonkeyPatch) -> None:
@@ -71,11 +71,11 @@ def test_a_live_token_too_few_is_found(
 ) -> None:
     """The token that `live_tokens` forgets is missing; by the library's own word nothing is."""
     side = engine(spec)
-    assert None is check(side, side, thorough=True)
+    assert None is check(side, side, independent=True)
     if isinstance(spec, kvspec.SlidingWindowSpec | kvspec.ChunkedLocalAttentionSpec):
         one_token_short(type(spec), monkeypatch)
-        assert None is check(side, side, thorough=False)
-        found = check(side, side, thorough=True)
+        assert None is check(side, side, independent=False)
+        found = check(side, side, independent=True)
         assert found is not None
         assert ("missing", first) == (found.kind, found.token)
 
@@ -139,11 +139,11 @@ def test_a_planted_fault_of_ownership_is_found(
         return engine(spec, layers=sizes.get("layers", ("l",))), engine(spec, **sizes)
 
     for pair in (sides(), sides()[::-1]):
-        assert None is check(*pair, thorough=True)
+        assert None is check(*pair, independent=True)
     plant(monkeypatch)
     for pair in (sides(), sides()[::-1]):
-        assert None is check(*pair, thorough=False)
-        found = check(*pair, thorough=True)
+        assert None is check(*pair, independent=False)
+        found = check(*pair, independent=True)
         assert found is not None
         assert found.kind in {"missing", "wrong source", "unwanted"}
 
@@ -152,14 +152,14 @@ def test_positions_are_counted_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
     """Who asks for more positions than can be looked at is told so."""
     monkeypatch.setattr(owners, "MAX_COUNTED", NUM_TOKENS - 1)
     side = engine(gqa())
-    assert None is check(side, side, thorough=False)
+    assert None is check(side, side, independent=False)
     told = "num_tokens=100: wanted at most 99 positions, which are looked at one by one"
     with pytest.raises(kvspec.SpecError, match=told):
-        check(side, side, thorough=True)
+        check(side, side, independent=True)
 
 
-def test_thorough_is_a_flag() -> None:
+def test_independent_is_a_flag() -> None:
     """Anything but True and False is refused."""
     side = engine(gqa())
-    with pytest.raises(kvspec.SpecError, match="thorough=1: wanted True or False"):
-        check(side, side, thorough=1)  # type: ignore[arg-type]
+    with pytest.raises(kvspec.SpecError, match="independent=1: wanted True or False"):
+        check(side, side, independent=1)  # type: ignore[arg-type]
