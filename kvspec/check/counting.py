@@ -154,7 +154,7 @@ def of_group(value: int | Mapping[str, int] | None, group: str, default: int) ->
     return value if isinstance(value, int) else value.get(group, default)
 
 
-def cached_in(request: TransferRequest, group: KVCacheGroup) -> int:
+def cached_tokens_of(request: TransferRequest, group: KVCacheGroup) -> int:
     """Return how many tokens of *group* the consumer has: one count is never the encoder's."""
     cross = type(group.spec).__name__ == "CrossAttentionSpec"
     if cross and isinstance(request.cached_tokens, int):

@@ -92,7 +92,7 @@ class Counted(Owners):
 
     def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:  # noqa: ARG002
         """Return the one count, unless it is told by group or is not of the encoder's tokens."""
-        return counting.cached_in(request, group)
+        return counting.cached_tokens_of(request, group)
 
 
 @lru_cache(maxsize=4096)

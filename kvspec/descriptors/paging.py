@@ -100,7 +100,7 @@ class TokenSplit:
     tokens of one of the part's own rows. *spans*: up to how many tiles one row takes.
     *partial_sizes*: the sizes whose multiples are rows of a part of a tile; () where that moves
     grain by grain. *trim_from*: of how many dead tokens on the last tile moves without them; 0: it
-    never does. *cached_in*: tokens of which cached prefixes are whole multiples.
+    never does. *prefix_multiple*: tokens of which cached prefixes are whole multiples.
     """
 
     stripe: Stripe
@@ -111,7 +111,7 @@ class TokenSplit:
     spans: int = 1
     partial_sizes: tuple[int, ...] = ()
     trim_from: int = 0
-    cached_in: int = 1
+    prefix_multiple: int = 1
 
     @property
     def begun(self) -> bool:
@@ -119,7 +119,7 @@ class TokenSplit:
         tile, context = self.tile, self.consumer.context
         if context.size > 1 and context.same_sharding(self.producer.context):
             tile = lcm(tile, context.interleave) * context.size
-        return self.cached_in % tile > 0
+        return self.prefix_multiple % tile > 0
 
     def row_kinds(self) -> Iterator[RowKind]:
         """Yield the kinds of rows that a request may take."""

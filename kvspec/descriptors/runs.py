@@ -128,13 +128,13 @@ def row_sets(
     producer: RankCache,
     consumer: RankCache,
     layers: frozenset[str] | None = None,
-    cached_in: int = 1,
+    prefix_multiple: int = 1,
 ) -> tuple[RowSet, ...]:
     """Return the runs of one edge, all *layers* or some, between the two sides' *groups*.
 
     For each split group of layers and parts that are cut alike: rows for whole tiles, rows for
     several tiles in one where that makes longer runs, and rows for a part of a tile; no tile begins
-    with cached tokens where *cached_in* is a multiple of it.
+    with cached tokens where *prefix_multiple* is a multiple of it.
     """
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
     split_groups: dict[tuple[object, ...], tuple[TokenSplit, _Contents]] = {}
@@ -146,7 +146,7 @@ def row_sets(
         split_group = (one.stripe.first, one.stripe.step, tile, part.tokens_per_state, sizes)
         if split_group not in split_groups:
             cut = one.stripe, tile, part.tokens_per_state, source.paging, target.paging
-            split_groups[split_group] = TokenSplit(*cut, cached_in=cached_in), {}
+            split_groups[split_group] = TokenSplit(*cut, prefix_multiple=prefix_multiple), {}
         _, contents = split_groups[split_group]
         same_key = len(one.global_range), source.repeats, target.repeats
         _, first = contents.setdefault(same_key, ((source, target), []))

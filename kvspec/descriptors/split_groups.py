@@ -108,8 +108,11 @@ class SplitGroup:
         tables = Tables.of(request, self.edge, self.spec, tokens, whole=not first.tile)
         cut = None
         if tables.reached:
-            if tables.cached % first.cached_in:
-                told = f"a multiple of cached_in={first.cached_in}, as the table was promised"
+            if tables.cached % first.prefix_multiple:
+                told = (
+                    f"a multiple of prefix_multiple={first.prefix_multiple}, as the table "
+                    f"was promised"
+                )
                 raise SpecError("cached_tokens", tables.cached, told)
             tables.check(first)
             cut = _Cut(tables, [begins(request, tables, each) for each, _ in self.entries])

@@ -43,8 +43,8 @@ class DescriptorTable:
 
     *producer_rows*, *consumer_rows*: uint64 of shape (rows, 5), one row ``(address, length,
     device, stride, count)``. A descriptor's id counts through the rows' counts in order. All rows
-    of a side lie in one type of memory. *layers*: the only ones whose rows these are. *cached_in*:
-    tokens of which the cached prefixes of its requests are multiples.
+    of a side lie in one type of memory. *layers*: the only ones whose rows these are.
+    *prefix_multiple*: tokens of which the cached prefixes of its requests are multiples.
     """
 
     plan: TransferPlan
@@ -56,7 +56,7 @@ class DescriptorTable:
     producer_memory_type: str
     consumer_memory_type: str
     layers: frozenset[str] | None = None
-    cached_in: int = 1
+    prefix_multiple: int = 1
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
         """Return the ids of the descriptors that *request* moves: producer's, consumer's.
@@ -155,12 +155,12 @@ def build_table(
     consumer_cache: RankCache,
     *,
     layers: Iterable[str] | None = None,
-    cached_in: int = 1,
+    prefix_multiple: int = 1,
 ) -> DescriptorTable:
     """Make the descriptor rows of one pair of ranks, of all *layers* unless given.
 
-    *cached_in*: a promise that cached prefixes are multiples of so many tokens, as where an engine
-    caches whole blocks. There are far fewer rows then; `select` refuses what breaks it.
+    *prefix_multiple*: a promise that cached prefixes are multiples of so many tokens, as where an
+    engine caches whole blocks. There are far fewer rows then; `select` refuses what breaks it.
 
     The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
     not one of the plan's, or if the ids of one side would not fit an int32; `SpecError` for a layer
@@ -169,7 +169,7 @@ def build_table(
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
     instance("consumer_cache", consumer_cache, RankCache)
-    positive_int("cached_in", cached_in)
+    positive_int("prefix_multiple", prefix_multiple)
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
     only = None if layers is None else _known(plan, layers)
@@ -177,7 +177,7 @@ def build_table(
     at = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
-        for rows in row_sets(edge, groups, producer_cache, consumer_cache, only, cached_in):
+        for rows in row_sets(edge, groups, producer_cache, consumer_cache, only, prefix_multiple):
             entries.append(Entry(edge, rows, *at))
             used = rows.ids_used
             at = at[0] + used[0], at[1] + used[1]
@@ -205,7 +205,7 @@ def build_table(
         producer_memory_type=producer_type,
         consumer_memory_type=consumer_type,
         layers=only,
-        cached_in=cached_in,
+        prefix_multiple=prefix_multiple,
     )
 
 

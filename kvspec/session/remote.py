@@ -70,7 +70,9 @@ class Lane:
         if layer not in self.layers:
             whole = self.table
             caches = whole.producer, whole.consumer
-            table = build_table(whole.plan, *caches, layers=[layer], cached_in=whole.cached_in)
+            table = build_table(
+                whole.plan, *caches, layers=[layer], prefix_multiple=whole.prefix_multiple
+            )
             role: Role = "producer" if self.consumer.peer is None else "consumer"
             agent = self.producer.peer or self.consumer.peer or ""
             self.layers[layer] = Lane.open(nixl, table, agent, role)
@@ -129,7 +131,9 @@ class RemoteEngine:
 
     def same(self, other: RemoteEngine) -> bool:
         """Whether nothing has changed since *other* was met."""
-        told = [(x.ranks, {table.cached_in for table in x.tables.values()}) for x in (self, other)]
+        told = [
+            (x.ranks, {table.prefix_multiple for table in x.tables.values()}) for x in (self, other)
+        ]
         return told[0] == told[1] and not other.lost
 
     def order(

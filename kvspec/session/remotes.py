@@ -22,7 +22,11 @@ from kvspec.session.remote import RemoteEngine
 
 
 def judged(
-    own: Introduced, nixl: NixlRank, introductions: Iterable[bytes], role: Role, cached_in: int
+    own: Introduced,
+    nixl: NixlRank,
+    introductions: Iterable[bytes],
+    role: Role,
+    prefix_multiple: int,
 ) -> RemoteEngine:
     """Return who is introduced, not connected yet; each thing that does not fit is refused.
 
@@ -48,7 +52,7 @@ def judged(
     for rank in partners:
         caches = ranks[rank].cache, own.handshake.cache
         producer, consumer = caches if role == "producer" else caches[::-1]
-        tables[rank] = build_table(plan, producer, consumer, cached_in=cached_in)
+        tables[rank] = build_table(plan, producer, consumer, prefix_multiple=prefix_multiple)
     by_rank = {member.rank: member for member in members}
     return RemoteEngine(role=role, plan=plan, ranks={r: by_rank[r] for r in ranks}, tables=tables)
 

@@ -132,20 +132,20 @@ class Session:
         introductions: Iterable[bytes],
         *,
         role: Role = "producer",
-        cached_in: int = 1,
+        prefix_multiple: int = 1,
         timeout: float = 10.0,
     ) -> TransferPlan:
         """Meet an engine by the introductions of all of its ranks, and return the plan with it.
 
-        *role*: what it is to this rank. *cached_in*: as `build_table` has it. Whatever does not fit
-        is refused by name before anything is connected, as `judged` tells; `SpecError` for a start
-        before the one that was met. It stays met, with its connections and lists, until `part`, or
-        a new start takes its place: loads from it fail then. Connecting waits *timeout* seconds at
-        most.
+        *role*: what it is to this rank. *prefix_multiple*: as `build_table` has it. Whatever does
+        not fit is refused by name before anything is connected, as `judged` tells; `SpecError` for
+        a start before the one that was met. It stays met, with its connections and lists, until
+        `part`, or a new start takes its place: loads from it fail then. Connecting waits *timeout*
+        seconds at most.
         """
         with self._meeting.held:
             most = seconds("timeout", timeout)
-            remote = judged(self._own, self.nixl, introductions, role, cached_in)
+            remote = judged(self._own, self.nixl, introductions, role, prefix_multiple)
             name, epoch = remote.start
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:

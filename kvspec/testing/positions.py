@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvspec.check.counting import (
-    cached_in,
+    cached_tokens_of,
     context_of,
     live_positions,
     of_group,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Rows",
     "Tables",
-    "cached_in",
+    "cached_tokens_of",
     "context_of",
     "excluded_layers",
     "live_positions",
@@ -161,7 +161,7 @@ def _token_rows(
     request: TransferRequest,
 ) -> _Found:
     """Return (place in the table, row, token, known, live, dead) of rows that are tokens."""
-    cached = cached_in(request, group)
+    cached = cached_tokens_of(request, group)
     live = live_positions(group.spec.of_layer(layer), request)
     blocks = len(own) // group.spec.block_size
     at, row = (each.ravel() for each in np.indices((blocks, part.states)))
@@ -187,6 +187,6 @@ def _state_rows(
     row, slot = np.arange(part.states), 0
     if len(table[0]) > 1:
         slot = (request.num_tokens - 1 - table[1]) // group.spec.block_size
-    wanted = cached_in(request, group) < request.num_tokens
+    wanted = cached_tokens_of(request, group) < request.num_tokens
     none = np.zeros(part.states, bool)
     return np.full_like(row, slot), row, np.full_like(row, -1), ~none, wanted & (row < moves), none

@@ -19,7 +19,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import RankId
 from kvspec.specs import CrossAttentionSpec, LayerSpec
 from kvspec.testing.parallels import is_state, parts_of, sample
-from kvspec.testing.positions import cached_in, context_of, excluded_layers, live_positions
+from kvspec.testing.positions import cached_tokens_of, context_of, excluded_layers, live_positions
 
 
 def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
@@ -35,7 +35,7 @@ def needed(
 
     *reader*: the consumer, if it keeps other tokens of the layers than *group* says.
     """
-    cached = cached_in(request, group)
+    cached = cached_tokens_of(request, group)
     tokens = [
         int(token)
         for layer in group.layers

@@ -59,9 +59,9 @@ def test_row_of_two_tiles_with_its_second_block_beyond_the_pool_is_refused(side:
 WHOLE_TWICE = (range(2), range(2))
 
 
-@pytest.mark.parametrize("cached_in", [8, 12, 24])
+@pytest.mark.parametrize("prefix_multiple", [8, 12, 24])
 def test_cached_prefix_in_interleaves_that_do_not_divide_tiles_begins_in_a_tile(
-    cached_in: int,
+    prefix_multiple: int,
 ) -> None:
     """Of 8 cached tokens in interleaves of 6, the first rank owns 6: one and a half tiles of 4."""
     spec = full(12, total_num_kv_heads=2)
@@ -71,8 +71,8 @@ def test_cached_prefix_in_interleaves_that_do_not_divide_tiles_begins_in_a_tile(
         dcp_size=2,
         interleave_size=6,
     )
-    plan, caches, table = pair_of(both, both, cached_in=cached_in)
-    for cached in range(0, 40, cached_in):
+    plan, caches, table = pair_of(both, both, prefix_multiple=prefix_multiple)
+    for cached in range(0, 40, prefix_multiple):
         request = builders.request(40, [3, 1], [2, 5], cached_tokens=cached)
         copied = int(table.descriptors(request)[:, 2].sum())
         own = sum(1 for token in range(cached, 40) if token // 6 % 2 == 0)

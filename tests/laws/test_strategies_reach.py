@@ -18,7 +18,7 @@ from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.positions import cached_in, context_of, live_positions, own_positions
+from kvspec.testing.positions import cached_tokens_of, context_of, live_positions, own_positions
 from kvspec.testing.strategies import (
     NAMED_LAYOUTS,
     Case,
@@ -64,7 +64,7 @@ def drawn(
 
 def cached_of(case: Case, group: kvspec.KVCacheGroup) -> int:
     """Return how many tokens of *group* the consumer has."""
-    return cached_in(case.request, group)
+    return cached_tokens_of(case.request, group)
 
 
 def token_groups(case: Case) -> list[kvspec.KVCacheGroup]:

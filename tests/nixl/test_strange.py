@@ -111,7 +111,7 @@ PLAIN: dict[str, Call] = {
     "block table": (kvspec.BlockTable, {"block_ids": [1, 2], "first_token": 0}),
     "build_table": (kvspec.build_table, {
         "plan": PLAN, "producer_cache": CACHES[0], "consumer_cache": CACHES[1], "layers": None,
-        "cached_in": 1,
+        "prefix_multiple": 1,
     }),
     "select": (TABLE.select, {"request": ASKED, "tokens": None}),
     "descriptors": (TABLE.descriptors, {"request": ASKED, "tokens": None}),

@@ -223,7 +223,7 @@ class Asking:
     def meet(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
         given = {"introductions": self.pair[0].introductions, "role": "producer"}
-        return self.consumer.meet, given | {"cached_in": 1, "timeout": 1.0}
+        return self.consumer.meet, given | {"prefix_multiple": 1, "timeout": 1.0}
 
     def fetch(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer; nobody is there."""

@@ -358,7 +358,7 @@ def test_a_producer_that_is_met_anew_fails_what_follows_it() -> None:
         prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
         loads = follow(consumer, prefill)
         for session in consumer.sessions.values():
-            session.meet(producer.introductions, cached_in=4)
+            session.meet(producer.introductions, prefix_multiple=4)
         prefill.compute(14, *LAYERS)
         assert ["failed"] * 2 == ended(loads, *sides)
         assert all("P was met anew meanwhile" in str(load.error) for load in loads)

@@ -274,7 +274,7 @@ def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
             consumer.meet(other)
             assert ("moving", None) == (load.poll(), load.error)
         for session in consumer.sessions.values():
-            session.meet(producer.introductions, cached_in=4)
+            session.meet(producer.introductions, prefix_multiple=4)
             session.part("Q")
         assert ("moving", None) == (load.poll(), load.error)
         push(producer, asked, remote_id)

@@ -150,7 +150,7 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
 
     plain = rows()
     for one in (session, other):
-        one.meet(producer.introductions, cached_in=4)
+        one.meet(producer.introductions, prefix_multiple=4)
     assert rows() < plain
     asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
     producer.fill(asked)
@@ -159,10 +159,10 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
     loads = consumer.load(asked, remote_id)
     assert ["done", "done"] == ended(loads, producer, consumer)
     assert [] == consumer.wrong(asked)
-    with pytest.raises(SpecError, match="cached_tokens=7: wanted a multiple of cached_in=4"):
+    with pytest.raises(SpecError, match="cached_tokens=7: wanted a multiple of prefix_multiple=4"):
         session.load(request(cached=7), remote_id=new_remote_id("r"), timeout=1.0)
-    with pytest.raises(SpecError, match="cached_in=0"):
-        session.meet(producer.introductions, cached_in=0)
+    with pytest.raises(SpecError, match="prefix_multiple=0"):
+        session.meet(producer.introductions, prefix_multiple=0)
     quiet(producer, consumer)
     session.meet(producer.introductions)
     assert plain == rows()

@@ -18,7 +18,7 @@ from kvspec.errors import KVSpecError
 from kvspec.testing.carve import count_kernel_blocks, rank_units
 from kvspec.testing.laws.owners import home, targets
 from kvspec.testing.laws.system import Trial
-from kvspec.testing.positions import cached_in, context_of, live_positions, rows_of
+from kvspec.testing.positions import cached_tokens_of, context_of, live_positions, rows_of
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
@@ -159,7 +159,7 @@ def _read_blocks(case: Case) -> dict[str, list[int]]:
 def _wanted(case: Case, group: KVCacheGroup, layer: str) -> list[int]:
     """Return the tokens that *layer*, in *group* of the consumer, has to receive."""
     live = live_positions(group.spec.of_layer(layer), case.request).nonzero()[0].tolist()
-    return [token for token in live if token >= cached_in(case.request, group)]
+    return [token for token in live if token >= cached_tokens_of(case.request, group)]
 
 
 def _live_blocks(case: Case) -> dict[str, list[int]]:

@@ -27,7 +27,7 @@ def test_the_same_bytes_move(data: st.DataObject, case: Case) -> None:
     unit = data.draw(st.sampled_from([n for n in range(1, unit + 1) if unit % n == 0]))
     for producer, consumer, table in here.tables():
         caches = here.producers[producer][0], here.consumers[consumer][0]
-        promised = build_table(here.plan, *caches, cached_in=unit)
+        promised = build_table(here.plan, *caches, prefix_multiple=unit)
         assert len(promised.consumer_rows) <= len(table.consumer_rows)
         assert np.array_equal(table.descriptors(case.request), promised.descriptors(case.request))
         assert sorted(selected(table, case.request)) == sorted(selected(promised, case.request))
@@ -35,7 +35,7 @@ def test_the_same_bytes_move(data: st.DataObject, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cached_in", "rows"),
+    ("prefix_multiple", "rows"),
     [
         (1, 1 + 15 * 2),  # a whole block; the last 1 to 15 tokens of one, of K and of V
         (8, 1 + 15 * 2),  # a block may begin with cached tokens still
@@ -43,13 +43,13 @@ def test_the_same_bytes_move(data: st.DataObject, case: Case) -> None:
         (48, 1),
     ],
 )
-def test_rows_of_parts_of_blocks_are_left_out(cached_in: int, rows: int) -> None:
+def test_rows_of_parts_of_blocks_are_left_out(prefix_multiple: int, rows: int) -> None:
     """Where a whole block of each side is one run, and prefixes end on blocks, no row is more."""
     spec = builders.gqa(4, block_size=16)
     engines = [builders.engine(spec, tp=2, layout="LBKNHC") for _ in range(2)]
     plan = plan_transfer(*engines)
     caches = [allocate(engine, RankId(), 4)[0] for engine in engines]
-    table = build_table(plan, *caches, cached_in=cached_in)
+    table = build_table(plan, *caches, prefix_multiple=prefix_multiple)
     assert rows == len(table.consumer_rows)
 
 
@@ -58,7 +58,7 @@ def test_a_broken_promise_is_refused() -> None:
     spec = builders.gqa(2, block_size=16)
     engines = [builders.engine(spec), builders.engine(spec)]
     caches = [allocate(engine, RankId(), 4)[0] for engine in engines]
-    table = build_table(plan_transfer(*engines), *caches, cached_in=16)
+    table = build_table(plan_transfer(*engines), *caches, prefix_multiple=16)
     request = builders.request(40, [1, 2, 3], [3, 2, 1])
     for cached in (0, 16, 32, 40):
         table.select(attrs.evolve(request, cached_tokens=cached))
@@ -66,5 +66,5 @@ def test_a_broken_promise_is_refused() -> None:
         with pytest.raises(SpecError, match=f"cached_tokens={cached}: wanted a multiple of"):
             table.select(attrs.evolve(request, cached_tokens=cached))
     for wrong in (0, -16, 1.5, True):
-        with pytest.raises(SpecError, match="cached_in="):
-            build_table(plan_transfer(*engines), *caches, cached_in=wrong)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="prefix_multiple="):
+            build_table(plan_transfer(*engines), *caches, prefix_multiple=wrong)  # type: ignore[arg-type]
