@@ -197,9 +197,9 @@ def test_stages_have_a_pool_each() -> None:
 def test_ranks_are_cut_into_engines_by_attention_dp() -> None:
     """TP 8 with attention DP 4: four engines of two ranks; ranks run on within one."""
     assert kvspec.ParallelConfig(tp_size=2) == sglang.parallel_config(8, attn_dp_size=4)
-    found = [sglang.rank_of(rank, tp_size=8, attn_dp_size=4) for rank in range(8)]
+    found = [sglang.worker_rank(rank, tp_size=8, attn_dp_size=4) for rank in range(8)]
     assert [(rank // 2, RankId(tp=rank % 2)) for rank in range(8)] == found
-    assert (0, RankId(pp=1, tp=3)) == sglang.rank_of(3, 1, tp_size=4)
+    assert (0, RankId(pp=1, tp=3)) == sglang.worker_rank(3, 1, tp_size=4)
 
 
 def test_torch_buffers_are_viewed() -> None:
@@ -279,7 +279,7 @@ REFUSED = [
          "layer_name='layers': wanted a name with {} for the layer's number"),
     case(lambda: sglang.parallel_config(8, attn_dp_size=3),
          "attn_dp_size=3: wanted a divisor of tp_size=8"),
-    case(lambda: sglang.rank_of(8, tp_size=8), "tp_rank=8: wanted less than tp_size=8"),
+    case(lambda: sglang.worker_rank(8, tp_size=8), "tp_rank=8: wanted less than tp_size=8"),
     case(lambda: slots([4, 5, 6, 8]),
          "slots['full'][3]=8: wanted slot 7: pages of 4 tokens lie in consecutive slots"),
     case(lambda: slots([5, 6]),

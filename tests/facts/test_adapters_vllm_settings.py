@@ -390,7 +390,7 @@ def fp8(monkeypatch: pytest.MonkeyPatch, cache: Any, usual: str) -> kvspec.Engin
     made = given.compilation_config.static_forward_context
     made["layers.0.attn"].kv_cache_dtype = cache
     engine = vllm.from_vllm(given, one)
-    assert engine == vllm.whole_engine(given, [vllm.WorkerTold.of(given, one)], {})
+    assert engine == vllm.whole_engine(given, [vllm.WorkerInfo.of(given, one)], {})
     return engine
 
 
@@ -508,7 +508,7 @@ def test_a_worker_s_number_says_which_rank_it_is() -> None:
     sizes = {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 2}
     for number, (pp, pcp, tp) in enumerate(np.ndindex(2, 2, 3)):
         given = configured(tensor_parallel_size=3, rank=number, **sizes)
-        assert kvspec.RankId(pp=pp, pcp=pcp, tp=tp) == vllm.rank_of(given)
+        assert kvspec.RankId(pp=pp, pcp=pcp, tp=tp) == vllm.worker_rank(given)
 
 
 def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
@@ -521,11 +521,11 @@ def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
         (configured(*parts[n // 4], rank=n, **sizes), cached((parts[n // 4], FULL)))
         for n in range(8)
     ]
-    told = [vllm.WorkerTold.of(*both) for both in workers]
+    told = [vllm.WorkerInfo.of(*both) for both in workers]
     halves = [cached((part, FULL)) for part in parts]
     whole = vllm.from_vllm(configured(*names, **sizes), halves)
     assert [whole] * 8 == [vllm.whole_engine(given, told, {}) for given, _ in workers]
-    wanted = "told='7 workers': wanted all 8 of the engine"
+    wanted = "workers='7 workers': wanted all 8 of the engine"
     assert wanted == words(lambda: vllm.whole_engine(workers[0][0], told[:7], {}))
 
 

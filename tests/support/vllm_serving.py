@@ -23,7 +23,7 @@ from typing import Any, Self
 import vllm_like as like
 
 import kvspec
-from kvspec.adapters.vllm.told import WorkerTold, whole_engine
+from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.testing import oracle
 
 BLOCKS, SIZE = 12, 8
@@ -201,7 +201,7 @@ class Engine:
             for number in range(tp * pp)
         ]
         self.workers = [made(vllm_config, "WORKER", config) for vllm_config, config in given]
-        told = [WorkerTold.of(*both) for both in given]
+        told = [WorkerInfo.of(*both) for both in given]
         self.spec = whole_engine(given[0][0], told, {})
         WORLDS.append(World(len(given)))
         calls = []

@@ -5,8 +5,8 @@ main branch in the second half of 2026, read, not run. Nothing of it is imported
 """
 
 from kvspec.adapters.sglang.engine import engine_spec
-from kvspec.adapters.sglang.ranks import parallel_config, rank_of
+from kvspec.adapters.sglang.ranks import parallel_config, worker_rank
 from kvspec.adapters.sglang.tables import block_tables
 from kvspec.adapters.sglang.tensors import rank_cache
 
-__all__ = ["block_tables", "engine_spec", "parallel_config", "rank_cache", "rank_of"]
+__all__ = ["block_tables", "engine_spec", "parallel_config", "rank_cache", "worker_rank"]

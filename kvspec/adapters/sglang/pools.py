@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping
 from kvspec.memory.arrays import check_tensor
@@ -64,10 +64,10 @@ class TokenPool:
         return slots, heads, size
 
 
-def read_pools(path: str, given: object, group: str) -> tuple[TokenPool, ...]:
-    """Return the pools that *given*, one of SGLang's, is made of; its layers are of *group*."""
-    pool = Given(path, given)
-    name = type(given).__name__
+def read_pools(path: str, fields: object, group: str) -> tuple[TokenPool, ...]:
+    """Return the pools that *fields*, one of SGLang's, is made of; its layers are of *group*."""
+    pool = FieldReader(path, fields)
+    name = type(fields).__name__
     if name not in KINDS:
         why = f"; not yet: {NOT_YET[name]}" if name in NOT_YET else ""
         raise SpecError(path, name, f"one of {', '.join(KINDS)}{why}")
@@ -79,7 +79,7 @@ def read_pools(path: str, given: object, group: str) -> tuple[TokenPool, ...]:
     return (_pool(pool, group, tuple(range(start, start + len(found))), found),)
 
 
-def _halves(pool: Given) -> Iterator[TokenPool]:
+def _halves(pool: FieldReader) -> Iterator[TokenPool]:
     """Yield the two pools of a model with windows; its layers are named by number."""
     field = pool.get("layers_mapping")
     places = mapping(field.path, field.value, "layer numbers to places")
@@ -103,7 +103,7 @@ def _halves(pool: Given) -> Iterator[TokenPool]:
 
 
 def _pool(
-    pool: Given, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
+    pool: FieldReader, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
 ) -> TokenPool:
     if not buffers:
         raise SpecError(pool.path, "no buffers", "at least one layer")
@@ -111,7 +111,7 @@ def _pool(
     return TokenPool(pool.path, group, size, dtype, layers, buffers)
 
 
-def _check_layout(pool: Given) -> None:
+def _check_layout(pool: FieldReader) -> None:
     """Refuse keys and values in chunks, as ROCm's kernels may have them."""
     layout = pool.get("kv_cache_layout")
     if layout.value not in (None, "nhd"):
@@ -119,10 +119,10 @@ def _check_layout(pool: Given) -> None:
         raise SpecError(layout.path, layout.value, wanted)
 
 
-def _buffers(pool: Given, *, latent: bool) -> Iterator[dict[str, Any]]:
+def _buffers(pool: FieldReader, *, latent: bool) -> Iterator[dict[str, Any]]:
     """Yield each layer's buffers by part, checked to have three axes."""
     names = {"latent": "kv_buffer"} if latent else {"k": "k_buffer", "v": "v_buffer"}
-    columns: dict[str, tuple[Given, ...]] = {
+    columns: dict[str, tuple[FieldReader, ...]] = {
         part: pool.get(name).members("buffers") for part, name in names.items()
     }
     counts = {part: len(column) for part, column in columns.items()}
@@ -137,8 +137,8 @@ def _buffers(pool: Given, *, latent: bool) -> Iterator[dict[str, Any]]:
         yield dict(zip(columns, (buffer.value for buffer in row), strict=True))
 
 
-def stages_of(path: str, given: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:
+def stages_of(path: str, fields: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:
     """Return what *read* makes of one pool, or of one of each pipeline stage."""
-    if isinstance(given, Sequence):
-        return tuple(read(f"{path}[{at}]", pool) for at, pool in enumerate(given))
-    return (read(path, given),)
+    if isinstance(fields, Sequence):
+        return tuple(read(f"{path}[{at}]", pool) for at, pool in enumerate(fields))
+    return (read(path, fields),)

@@ -24,12 +24,12 @@ def parallel_config(
     )
 
 
-def rank_of(
+def worker_rank(
     tp_rank: int, pp_rank: int = 0, *, tp_size: int, attn_dp_size: int = 1
 ) -> tuple[int, RankId]:
     """Return which engine a server's rank is of, counted from 0, and which rank of that.
 
-    >>> rank_of(5, tp_size=8, attn_dp_size=4)
+    >>> worker_rank(5, tp_size=8, attn_dp_size=4)
     (2, RankId(pp=0, pcp=0, tp=1))
     """
     size = _attention_tp(tp_size, attn_dp_size)

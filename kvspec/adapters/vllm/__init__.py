@@ -2,20 +2,20 @@
 
 from kvspec.adapters.vllm.backends import FORMATS
 from kvspec.adapters.vllm.engine import engine_spec
-from kvspec.adapters.vllm.settings import from_vllm, rank_of, stages
+from kvspec.adapters.vllm.settings import from_vllm, stages, worker_rank
 from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.adapters.vllm.tensors import rank_cache
-from kvspec.adapters.vllm.told import WorkerTold, whole_engine
+from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 
 __all__ = [
     "FORMATS",
-    "WorkerTold",
+    "WorkerInfo",
     "block_tables",
     "engine_spec",
     "from_vllm",
     "loses_a_token",
     "rank_cache",
-    "rank_of",
     "stages",
     "whole_engine",
+    "worker_rank",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.errors import SpecError
 
 ROWS = "rows"
@@ -101,12 +101,12 @@ class Backends:
     *variants*: in the same way, what a backend's name leaves open.
     """
 
-    given: Any
+    fields: Any
     variants: Any = None
 
-    def format_of(self, layer: str, spec: Given) -> str:
+    def format_of(self, layer: str, spec: FieldReader) -> str:
         """Return the format of the pages of *layer*, whose spec is *spec*, or raise `SpecError`."""
-        name = full_name(f"backends[{layer!r}]", self._of(self.given, layer))
+        name = full_name(f"backends[{layer!r}]", self._of(self.fields, layer))
         form = FORMATS.get(name)
         field = f"backends[{layer!r}]"
         if form is None:
@@ -132,28 +132,28 @@ class Backends:
             raise SpecError(f"variants[{layer!r}]", device, "a type of device, as cuda or cpu")
         return device
 
-    def _of(self, given: Any, layer: str) -> Any:  # noqa: ANN401
-        return given.get(layer) if isinstance(given, Mapping) else given
+    def _of(self, fields: Any, layer: str) -> Any:  # noqa: ANN401
+        return fields.get(layer) if isinstance(fields, Mapping) else fields
 
 
-def full_name(field: str, given: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
+def full_name(field: str, fields: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
     """Return a backend's module and class, joined by a dot."""
-    if callable(Given(field, given).get("full_cls_name").value):
-        given = Given(field, given).call("full_cls_name").value
-    if isinstance(given, tuple) and all(isinstance(name, str) for name in given):
-        given = ".".join(given)
-    if not isinstance(given, str):
-        raise SpecError(field, given, f"{_WANTED}: a spec does not say the order inside a page")
-    return given
+    if callable(FieldReader(field, fields).get("full_cls_name").value):
+        fields = FieldReader(field, fields).call("full_cls_name").value
+    if isinstance(fields, tuple) and all(isinstance(name, str) for name in fields):
+        fields = ".".join(fields)
+    if not isinstance(fields, str):
+        raise SpecError(field, fields, f"{_WANTED}: a spec does not say the order inside a page")
+    return fields
 
 
-def quantization(spec: Given) -> str:
+def quantization(spec: FieldReader) -> str:
     """Return the name of a spec's quantization mode, ``NONE`` where it has none."""
     mode = spec.get("kv_quant_mode").value
     return str(getattr(mode, "name", mode)).upper()
 
 
-def _for_spec(form: str, spec: Given) -> str:
+def _for_spec(form: str, spec: FieldReader) -> str:
     """Return which format a backend that has two keeps *spec* in."""
     if form == "AITER's":
         return "opaque:aiter" if spec.get("num_head_slots").value else ROWS
@@ -165,7 +165,7 @@ def _for_spec(form: str, spec: Given) -> str:
     return form
 
 
-def _check(field: str, name: str, form: str, spec: Given) -> None:
+def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
     """Refuse a spec that its backend would not have made."""
     slots = spec.get("num_head_slots").size_or_none()
     heads = spec.get("num_kv_heads").size_or_none()

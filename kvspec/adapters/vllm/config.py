@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given, layer_names
+from kvspec.adapters.field_reader import FieldReader, layer_names
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, mapping, positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig
@@ -24,7 +24,7 @@ class Group:
     """One of `kv_cache_groups`."""
 
     layers: tuple[str, ...]
-    spec: Given
+    spec: FieldReader
     transferred: bool
     eagle: bool
 
@@ -33,7 +33,7 @@ class Group:
         """Whether each layer has a spec of its own."""
         return type(self.spec.value).__name__ == UNIFORM
 
-    def spec_of(self, layer: str) -> Given:
+    def spec_of(self, layer: str) -> FieldReader:
         """Return the spec of *layer*."""
         if not self.uniform:
             return self.spec
@@ -41,7 +41,7 @@ class Group:
         specs = mapping(field.path, field.value, "layer names to specs")
         if layer not in specs:
             raise SpecError(field.path, sorted(specs, key=repr), f"a spec for {layer!r}")
-        return Given(f"{field.path}[{layer!r}]", specs[layer])
+        return FieldReader(f"{field.path}[{layer!r}]", specs[layer])
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ class Tensor:
 class Config:
     """A KVCacheConfig; *tensors* is empty where it does not say which there are."""
 
-    given: Given
+    fields: FieldReader
     groups: tuple[Group, ...]
     tensors: tuple[Tensor, ...]
 
@@ -73,18 +73,18 @@ class Config:
         return tuple(layer for group in self.groups for layer in group.layers)
 
 
-def read_config(given: Given) -> Config:
-    """Return the config that *given* is; every layer stands in a tensor, if any does."""
-    found = given.get("kv_cache_groups")
+def read_config(fields: FieldReader) -> Config:
+    """Return the config that *fields* is; every layer stands in a tensor, if any does."""
+    found = fields.get("kv_cache_groups")
     if found.value is None:
         wanted = "a KVCacheConfig, with kv_cache_groups"
-        raise SpecError(given.path or "config", type(given.value).__name__, wanted)
+        raise SpecError(fields.path or "config", type(fields.value).__name__, wanted)
     groups = tuple(map(_group, found.members("KVCacheGroupSpecs")))
     if not groups:
         raise SpecError(found.path, found.value, "at least one group")
-    tensors = given.get("kv_cache_tensors")
+    tensors = fields.get("kv_cache_tensors")
     placed = () if tensors.value is None else tensors.members("KVCacheTensors")
-    config = Config(given, groups, tuple(map(_tensor, placed)))
+    config = Config(fields, groups, tuple(map(_tensor, placed)))
     held = {layer for tensor in config.tensors for layer in tensor.layers}
     for layer in config.layers if placed else ():
         if layer not in held:
@@ -97,29 +97,33 @@ def read_config(given: Given) -> Config:
 def read_configs(config: Any, parallel: ParallelConfig) -> tuple[Config, ...]:  # noqa: ANN401
     """Return the config of each pipeline stage."""
     several = isinstance(config, Sequence) and not isinstance(config, (str, bytes))
-    found = Given("config", config).members("KVCacheConfigs") if several else (Given("", config),)
+    found = (
+        FieldReader("config", config).members("KVCacheConfigs")
+        if several
+        else (FieldReader("", config),)
+    )
     if len(found) != parallel.pp_size:
         wanted = f"one KVCacheConfig for each of the {parallel.pp_size} pipeline stages"
         raise SpecError("config", f"{len(found)} of them", wanted)
     return tuple(map(read_config, found))
 
 
-def _group(given: Given) -> Group:
-    layers = given.get("layer_names").names()
-    transferred = given.get("enable_kv_transfer")
+def _group(fields: FieldReader) -> Group:
+    layers = fields.get("layer_names").names()
+    transferred = fields.get("enable_kv_transfer")
     moves = transferred.value is None or flag(transferred.path, transferred.value)
-    eagle = given.get("is_eagle_group").value is True
-    return Group(layers, given.get("kv_cache_spec"), moves, eagle)
+    eagle = fields.get("is_eagle_group").value is True
+    return Group(layers, fields.get("kv_cache_spec"), moves, eagle)
 
 
-def _tensor(given: Given) -> Tensor:
-    names = given.get("shared_by")
-    if not names.value and given.get("layers").value is not None:
-        names = given.get("layers")
+def _tensor(fields: FieldReader) -> Tensor:
+    names = fields.get("shared_by")
+    if not names.value and fields.get("layers").value is not None:
+        names = fields.get("layers")
     return Tensor(
         names.path,
         names.names(),
-        *(given.get(name).size(0, least=0) for name in ("offset", "layer_stride", "block_stride")),
+        *(fields.get(name).size(0, least=0) for name in ("offset", "layer_stride", "block_stride")),
     )
 
 
@@ -131,19 +135,19 @@ def known_layers(field: str, layers: Iterable[object], configs: Sequence[Config]
             raise SpecError(field, layer, "layers of kv_cache_groups")
 
 
-def excluded_layers(given: Iterable[str], configs: Sequence[Config]) -> frozenset[str]:
+def excluded_layers(fields: Iterable[str], configs: Sequence[Config]) -> frozenset[str]:
     """Return the layers that the caller excludes."""
-    unordered = isinstance(given, (set, frozenset))
-    found = tuple(given) if unordered else sequence("excluded", given, "layer names")
+    unordered = isinstance(fields, (set, frozenset))
+    found = tuple(fields) if unordered else sequence("excluded", fields, "layer names")
     known_layers("excluded", layer_names("excluded", found), configs)
     return frozenset(found)
 
 
-def given_heads(given: object, configs: Sequence[Config]) -> int | Mapping[str, int] | None:
+def given_heads(fields: object, configs: Sequence[Config]) -> int | Mapping[str, int] | None:
     """Return the model's KV heads: a number, one by layer, or None."""
-    if isinstance(given, Mapping):
-        known_layers("total_num_kv_heads", given, configs)
-        for layer, heads in given.items():
+    if isinstance(fields, Mapping):
+        known_layers("total_num_kv_heads", fields, configs)
+        for layer, heads in fields.items():
             positive_int(f"total_num_kv_heads[{layer!r}]", heads)
-        return given
-    return None if given is None else positive_int("total_num_kv_heads", given)
+        return fields
+    return None if fields is None else positive_int("total_num_kv_heads", fields)

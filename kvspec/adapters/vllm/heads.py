@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config, Group
 from kvspec.adapters.vllm.specs import KINDS
 from kvspec.errors import SpecError
@@ -23,7 +23,7 @@ _SHARES = re.compile(r"heads_in_group$")
 
 
 def heads_of(
-    given: Given, configs: Sequence[Config], parallel: ParallelConfig
+    given: FieldReader, configs: Sequence[Config], parallel: ParallelConfig
 ) -> dict[str, int] | None:
     """Return the KV heads of every layer that has any: the target's, layer by layer, or a draft's.
 
@@ -61,7 +61,9 @@ def number_of(layer: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _count(model: Given, layer: str, spec: Given, layers_by_heads: dict[int, str]) -> int:
+def _count(
+    model: FieldReader, layer: str, spec: FieldReader, layers_by_heads: dict[int, str]
+) -> int:
     """Return the KV heads of *layer*, which is of *model*.
 
     *layers_by_heads*: layers by their heads on a rank, of models that have one number.
@@ -69,7 +71,7 @@ def _count(model: Given, layer: str, spec: Given, layers_by_heads: dict[int, str
     by_layer, number = model.get("model_arch_config"), number_of(layer)
     local = spec.get("num_kv_heads").size()
     if hasattr(type(by_layer.value), "__getitem__") and number is not None:
-        own = Given(f"{by_layer.path}[{number}]", _item(by_layer, number))
+        own = FieldReader(f"{by_layer.path}[{number}]", _item(by_layer, number))
         count = own.get("total_num_kv_heads").size()
         if local == 1 and not by_layer.get("per_layer_overrides").value:
             _check_same_heads(model, layer, count)
@@ -82,7 +84,7 @@ def _count(model: Given, layer: str, spec: Given, layers_by_heads: dict[int, str
     return model.call("get_total_num_kv_heads").size()
 
 
-def _check_same_heads(model: Given, layer: str, count: int) -> None:
+def _check_same_heads(model: FieldReader, layer: str, count: int) -> None:
     """Raise `SpecError` if *model*'s own config has other numbers of KV heads than *count*."""
     text = model.get("hf_text_config")
     shares: dict[str, int] = {}
@@ -111,7 +113,7 @@ def _numbers(path: str, value: object, depth: int = 5) -> Iterator[tuple[str, in
             yield from _numbers(here, each, depth - 1)
 
 
-def _item(place: Given, number: int) -> object:
+def _item(place: FieldReader, number: int) -> object:
     try:
         return place.value[number]
     except Exception as error:  # another's method may do anything
@@ -119,7 +121,9 @@ def _item(place: Given, number: int) -> object:
         raise SpecError(f"{place.path}[{number}]", message, "a value, not an error") from error
 
 
-def _models_of(given: Given, group: Group, layer: str, *, only: bool) -> tuple[Given, ...]:
+def _models_of(
+    given: FieldReader, group: Group, layer: str, *, only: bool
+) -> tuple[FieldReader, ...]:
     """Return the config of the model that *layer* is of: the target's, or the draft's; or both.
 
     vLLM marks a whole group for one draft layer in it. *only*: the group has one layer.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.backends import ROWS
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
@@ -23,7 +23,7 @@ PACKED = ("opaque:turboquant", "opaque:ultraquant")
 and codes are as long as UltraQuant's."""
 
 
-def packing(given_spec: Given, page_format: str) -> dict[str, Any]:
+def packing(given_spec: FieldReader, page_format: str) -> dict[str, Any]:
     """Return the fields of a spec with heads that say its packing, none where k lies beside v."""
     content = given_spec.get("state_content_bytes").size_or_none()
     local, width = given_spec.get("num_kv_heads").size(), itemsize(given_spec.get("dtype").dtype())
@@ -50,7 +50,7 @@ def packing(given_spec: Given, page_format: str) -> dict[str, Any]:
     return {"page_format": page_format}
 
 
-def _scaled(given_spec: Given, content: int | None) -> dict[str, Any]:
+def _scaled(given_spec: FieldReader, content: int | None) -> dict[str, Any]:
     """Return FlashInfer's NVFP4: half a byte an element, a scale for 16 of them.
 
     The page is the data of all keys, their scales, the data of all values, theirs. Scales of four
@@ -100,7 +100,7 @@ def outer(layout: str) -> str:
     return "".join(letter for letter in layout if letter in "LB")
 
 
-def real_page(given_spec: Given) -> int | None:
+def real_page(given_spec: FieldReader) -> int | None:
     """Return the bytes of a page without padding, if vLLM says them."""
     found = given_spec.get("unpadded_page_size_bytes").size_or_none()
     return given_spec.get("real_page_size_bytes").size_or_none() if found is None else found

@@ -12,11 +12,11 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config, Group, read_configs
 from kvspec.adapters.vllm.engine import engine_spec
 from kvspec.adapters.vllm.heads import heads_of, number_of
-from kvspec.adapters.vllm.made import backends_of, fp8_dtypes_of, variants_of
+from kvspec.adapters.vllm.layer_info import backends_of, fp8_dtypes_of, variants_of
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
@@ -53,31 +53,31 @@ def from_vllm(
     Interleaving is read as vLLM sets it once its caches are known, so that it does not matter
     whether that has happened yet.
     """
-    given = Given("vllm_config", vllm_config)
-    sizes = given.get("parallel_config")
+    fields = FieldReader("vllm_config", vllm_config)
+    sizes = fields.get("parallel_config")
     parallel = _parallel(sizes)
     configs = read_configs(kv_cache_config, parallel)
-    _check_stages(given, configs)
+    _check_stages(fields, configs)
     heads = total_num_kv_heads
     return engine_spec(
         kv_cache_config,
-        parallel=attrs.evolve(parallel, interleave_size=_interleave(given, configs)),
-        total_num_kv_heads=heads_of(given, configs, parallel) if heads is None else heads,
-        layout=_layout(given, configs),
+        parallel=attrs.evolve(parallel, interleave_size=_interleave(fields, configs)),
+        total_num_kv_heads=heads_of(fields, configs, parallel) if heads is None else heads,
+        layout=_layout(fields, configs),
         tp_rank=sizes.get("rank").size(0, least=0) % parallel.tp_size,
         kernel_block_size=None if tensors is None else _kernel_blocks(configs, tensors),
         conv_layout=os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD"),
-        n_groups=_mamba_groups(given),
-        backends=backends_of(given, configs) if backends is None else backends,
-        variants=variants_of(given, configs) if variants is None else variants,
-        fp8_dtype=fp8_dtypes_of(given, configs) if fp8_dtype is None else fp8_dtype,
+        n_groups=_mamba_groups(fields),
+        backends=backends_of(fields, configs) if backends is None else backends,
+        variants=variants_of(fields, configs) if variants is None else variants,
+        fp8_dtype=fp8_dtypes_of(fields, configs) if fp8_dtype is None else fp8_dtype,
         excluded=excluded,
     )
 
 
-def rank_of(vllm_config: Any) -> RankId:  # noqa: ANN401 - vLLM's class, not imported
+def worker_rank(vllm_config: Any) -> RankId:  # noqa: ANN401 - vLLM's class, not imported
     """Return which rank of its engine a vLLM worker is: TP ranks come first, then PCP, then PP."""
-    sizes = Given("vllm_config", vllm_config).get("parallel_config")
+    sizes = FieldReader("vllm_config", vllm_config).get("parallel_config")
     rest, tp = divmod(sizes.get("rank").size(0, least=0), sizes.get("tensor_parallel_size").size())
     pp, pcp = divmod(rest, sizes.get("prefill_context_parallel_size").size(1))
     return RankId(pp=pp, pcp=pcp, tp=tp)
@@ -104,7 +104,7 @@ def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple
     return tuple(range(starts[stage], starts[stage + 1]) for stage in range(pp_size))
 
 
-def _parallel(sizes: Given) -> ParallelConfig:
+def _parallel(sizes: FieldReader) -> ParallelConfig:
     """Return the parallel sizes; context ranks run over PCP first, then over TP."""
     tp = sizes.get("tensor_parallel_size").size()
     pcp = sizes.get("prefill_context_parallel_size").size(1)
@@ -119,9 +119,9 @@ def _parallel(sizes: Given) -> ParallelConfig:
     )
 
 
-def _interleave(given: Given, configs: Sequence[Config]) -> int:
+def _interleave(fields: FieldReader, configs: Sequence[Config]) -> int:
     """Return the tokens of one context rank before the next, as vLLM will have set them."""
-    sizes, transfer = given.get("parallel_config"), given.get("kv_transfer_config")
+    sizes, transfer = fields.get("parallel_config"), fields.get("kv_transfer_config")
     if sizes.get("decode_context_parallel_size").size(1) == 1:
         return 1
     configured = sizes.get("cp_kv_cache_interleave_size").size(1)
@@ -136,7 +136,7 @@ def _interleave(given: Given, configs: Sequence[Config]) -> int:
     return min(group.spec.get("block_size").size() for group in groups)
 
 
-def _connectors(transfer: Given) -> list[object]:
+def _connectors(transfer: FieldReader) -> list[object]:
     """Return the names of the connectors, also of those inside a MultiConnector."""
     name = transfer.get("kv_connector").value
     if name != "MultiConnector":
@@ -146,9 +146,9 @@ def _connectors(transfer: Given) -> list[object]:
     return [child.get("kv_connector") for child in children if isinstance(child, Mapping)]
 
 
-def _layout(given: Given, configs: Sequence[Config]) -> str:
+def _layout(fields: FieldReader, configs: Sequence[Config]) -> str:
     """Return the layout that the engine core resolved."""
-    for place in (configs[0].given, given.get("cache_config")):
+    for place in (configs[0].fields, fields.get("cache_config")):
         field = place.get("kv_cache_layout")
         if field.value is not None:
             name = getattr(field.value, "name", field.value)
@@ -171,8 +171,8 @@ def _kernel_blocks(configs: Sequence[Config], tensors: Mapping[str, Any]) -> dic
 
 def _kernel_block(config: Config, group: Group, layer: str, tensors: Mapping[str, Any]) -> int:
     """Return the tokens of a block of *layer*'s tensor."""
-    blocks, size = config.given.get("num_blocks").size(), group.spec.get("block_size").size()
-    shape = Given(f"tensors[{layer!r}]", tensors[layer]).get("shape").value
+    blocks, size = config.fields.get("num_blocks").size(), group.spec.get("block_size").size()
+    shape = FieldReader(f"tensors[{layer!r}]", tensors[layer]).get("shape").value
     kernel_blocks_per_block, rest = divmod(shape[0], blocks) if shape else (0, 1)
     if rest or not kernel_blocks_per_block or size % kernel_blocks_per_block:
         wanted = f"a multiple of the {blocks} blocks of {size} tokens that the config has"
@@ -180,17 +180,17 @@ def _kernel_block(config: Config, group: Group, layer: str, tensors: Mapping[str
     return size // kernel_blocks_per_block
 
 
-def _mamba_groups(given: Given) -> int | None:
+def _mamba_groups(fields: FieldReader) -> int | None:
     """Return the groups of the model's Mamba2 layers, whatever the model calls them."""
-    text = given.get("model_config").get("hf_text_config")
+    text = fields.get("model_config").get("hf_text_config")
     return next((n for n in (text.get(name).size_or_none() for name in _GROUPS) if n), None)
 
 
-def _check_stages(given: Given, configs: Sequence[Config]) -> None:
+def _check_stages(fields: FieldReader, configs: Sequence[Config]) -> None:
     """Check that each stage's config has the layers that vLLM's rule gives the stage."""
     if len(configs) == 1:
         return
-    count = given.get("model_config").call("get_total_num_hidden_layers").size()
+    count = fields.get("model_config").call("get_total_num_hidden_layers").size()
     expected = stages(count, len(configs), os.environ.get(PARTITION))
     for stage, (config, numbers) in enumerate(zip(configs, expected, strict=True)):
         for layer in config.layers:

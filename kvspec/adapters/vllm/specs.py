@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.backends import ROWS, Backends, quantization
 from kvspec.adapters.vllm.packing import layout_of, outer, packing, real_page
 from kvspec.adapters.vllm.states import read_state
@@ -104,13 +104,13 @@ class RankSpecs:
             wanted = "'DS' (dimension first), 'SD' (row first), or None"
             raise SpecError("conv_layout", self.conv_layout, wanted)
 
-    def format_of(self, layer: str, given_spec: Given) -> str:
+    def format_of(self, layer: str, given_spec: FieldReader) -> str:
         """Return the format of the pages of *layer*; a state's follows from its shapes."""
         if name_of(given_spec.value) in (None, "MambaSpec"):
             return ROWS
         return self.backends.format_of(layer, given_spec)
 
-    def knows(self, layer: str, given_spec: Given) -> bool:
+    def knows(self, layer: str, given_spec: FieldReader) -> bool:
         """Whether the kind of *layer* and the format of its pages are known."""
         if name_of(given_spec.value) is None:
             return False
@@ -120,7 +120,7 @@ class RankSpecs:
             return False
         return True
 
-    def read(self, layer: str, given_spec: Given) -> RankLayer:
+    def read(self, layer: str, given_spec: FieldReader) -> RankLayer:
         """Return what *layer* is whose spec on this rank is *given_spec*."""
         name = name_of(given_spec.value)
         if name is None:
@@ -146,7 +146,9 @@ class RankSpecs:
             spec = self._heads(name, layer, given_spec, page_format)
         return self._layer(layer, spec, given_spec, layout_of(self.layout, page_format))
 
-    def _layer(self, layer: str, spec: LayerSpec, given_spec: Given, layout: str) -> RankLayer:
+    def _layer(
+        self, layer: str, spec: LayerSpec, given_spec: FieldReader, layout: str
+    ) -> RankLayer:
         kernel = None
         if isinstance(spec, AttentionSpec):
             kernel = self._kernel_block(layer, spec.block_size)
@@ -165,11 +167,13 @@ class RankSpecs:
         size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
         return size if size is not None and size < block_size else None
 
-    def _latent(self, name: str, layer: str, given_spec: Given, page_format: str) -> AttentionSpec:
+    def _latent(
+        self, name: str, layer: str, given_spec: FieldReader, page_format: str
+    ) -> AttentionSpec:
         kind, more = KINDS[name]
-        given = self._common(layer, given_spec, more)
-        size = given["head_size"] * itemsize(given["dtype"])
-        rows = given["block_size"] // given["tokens_per_state"]
+        fields = self._common(layer, given_spec, more)
+        size = fields["head_size"] * itemsize(fields["dtype"])
+        rows = fields["block_size"] // fields["tokens_per_state"]
         content = given_spec.get("state_content_bytes").size_or_none()
         if content is None:
             page = real_page(given_spec)
@@ -177,15 +181,17 @@ class RankSpecs:
                 content = page // rows
         with given_spec.named():
             spec: AttentionSpec = kind(
-                **given,
+                **fields,
                 state_content_bytes=None if content == size else content,
                 page_format=page_format if is_opaque(page_format) else PLAIN,
             )
             return spec
 
-    def _heads(self, name: str, layer: str, given_spec: Given, page_format: str) -> AttentionSpec:
+    def _heads(
+        self, name: str, layer: str, given_spec: FieldReader, page_format: str
+    ) -> AttentionSpec:
         kind, more = KINDS[name]
-        given = self._common(layer, given_spec, more)
+        fields = self._common(layer, given_spec, more)
         local = given_spec.get("num_kv_heads").size()
         total = self._total(layer, local)
         own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
@@ -196,22 +202,22 @@ class RankSpecs:
             )
             wanted += f"model's {total} (total_num_kv_heads) in {layer!r}"
             raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
-        given["total_num_kv_heads"] = total
-        given["head_size_v"] = given_spec.get("head_size_v").size_or_none()
-        given |= packing(given_spec, page_format)
+        fields["total_num_kv_heads"] = total
+        fields["head_size_v"] = given_spec.get("head_size_v").size_or_none()
+        fields |= packing(given_spec, page_format)
         with given_spec.named():
-            spec: AttentionSpec = kind(**given)
+            spec: AttentionSpec = kind(**fields)
             return spec
 
     def _common(
-        self, layer: str, given_spec: Given, more: Mapping[str, int | None]
+        self, layer: str, given_spec: FieldReader, more: Mapping[str, int | None]
     ) -> dict[str, Any]:
-        given = {name: given_spec.get(name).size() for name in ("block_size", "head_size")}
+        fields = {name: given_spec.get(name).size() for name in ("block_size", "head_size")}
         for name, missing in {"tokens_per_state": 1, **more}.items():
-            given[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
-        return {**given, "dtype": self._dtype(layer, given_spec)}
+            fields[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
+        return {**fields, "dtype": self._dtype(layer, given_spec)}
 
-    def _dtype(self, layer: str, given_spec: Given) -> str:
+    def _dtype(self, layer: str, given_spec: FieldReader) -> str:
         """Return the elements of *layer*: of every fp8 there is, a spec says ``uint8``."""
         dtype = given_spec.get("dtype").dtype()
         if dtype != "uint8" or not quantization(given_spec).startswith("FP8"):
@@ -233,7 +239,7 @@ class RankSpecs:
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         return total
 
-    def _paged(self, spec: LayerSpec, given_spec: Given) -> LayerSpec:
+    def _paged(self, spec: LayerSpec, given_spec: FieldReader) -> LayerSpec:
         """Return *spec* with vLLM's padding, if its page has the bytes that vLLM says."""
 
         def local(part: Part) -> int:
@@ -253,7 +259,7 @@ class RankSpecs:
         return attrs.evolve(spec, page_size_padded=page)
 
 
-def _context_sharded(spec: LayerSpec, given_spec: Given) -> bool:
+def _context_sharded(spec: LayerSpec, given_spec: FieldReader) -> bool:
     """Return whether vLLM shards a layer's tokens to context ranks; True for older vLLMs."""
     sharded = given_spec.get("dcp_sharded")
     if sharded.value is None or not spec.parts[0].per_token:

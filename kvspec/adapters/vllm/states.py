@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import flag
@@ -152,7 +152,7 @@ TYPES: dict[str, Callable[[_State], MambaSpec]] = {
 
 
 def read_state(
-    given_spec: Given,
+    given_spec: FieldReader,
     parallel: ParallelConfig,
     tp_rank: int,
     conv_layout: str | None,
@@ -191,7 +191,7 @@ def read_state(
 
 
 def _state(
-    given_spec: Given, parallel: ParallelConfig, tp_rank: int, n_groups: int | None
+    given_spec: FieldReader, parallel: ParallelConfig, tp_rank: int, n_groups: int | None
 ) -> _State:
     """Return the shapes of *given_spec*, without an order of the conv state."""
     shapes = tuple(shape.sizes() for shape in given_spec.get("shapes").members("shapes"))

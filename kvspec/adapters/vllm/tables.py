@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Group, read_config
 from kvspec.adapters.vllm.engine import NULL_BLOCK
 from kvspec.descriptors.request import BlockTable
@@ -37,7 +37,7 @@ def block_tables(
     *num_tokens*; blocks after it are scratch.
     """
     instance("engine", engine, EngineSpec)
-    groups = read_config(Given("kv_cache_config", kv_cache_config)).groups
+    groups = read_config(FieldReader("kv_cache_config", kv_cache_config)).groups
     tables = sequence("block_ids", block_ids, "lists of ids")
     if len(tables) != len(groups):
         raise SpecError(
@@ -85,7 +85,7 @@ def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: i
             raise SpecError(f"block_ids[{name!r}]", table.block_ids.tolist(), told)
 
 
-def _spec_of(group: Group) -> Given:
+def _spec_of(group: Group) -> FieldReader:
     """Return what a group's layers are, also where all of them are another stage's."""
     return group.spec_of(group.layers[0]) if group.layers else group.spec
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.arrays import flat, has, is_raw, itemsize, ordered, several, strides_of
 from kvspec.adapters.vllm.config import Config, read_config
 from kvspec.adapters.vllm.memory import check_places, owned
@@ -54,7 +54,7 @@ def rank_cache(
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     tensors = owned(engine, tensors)
     check_layers(engine, rank, tensors)
-    held = None if config is None else read_config(Given("config", config))
+    held = None if config is None else read_config(FieldReader("config", config))
     num_blocks = _blocks(num_blocks, held)
     views = {}
     for group in engine.groups:
@@ -71,15 +71,15 @@ def rank_cache(
     return cache
 
 
-def _blocks(given: int | None, config: Config | None) -> int | None:
+def _blocks(fields: int | None, config: Config | None) -> int | None:
     """Return the table's blocks, as the caller or the config says."""
-    if given is not None:
-        positive_int("num_blocks", given)
+    if fields is not None:
+        positive_int("num_blocks", fields)
     if config is None:
-        return given
-    count = config.given.get("num_blocks").size()
-    if given not in (None, count):
-        raise SpecError("num_blocks", given, f"{count}, as the config has")
+        return fields
+    count = config.fields.get("num_blocks").size()
+    if fields not in (None, count):
+        raise SpecError("num_blocks", fields, f"{count}, as the config has")
     return count
 
 
@@ -99,21 +99,23 @@ class _Layer:
         self.letters = engine.layout_of(group).replace("L", "")
         self.units = [len(engine.units(group, part, rank)) for part in self.parts]
 
-    def views(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    def views(self, fields: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         """Yield views of the layer's tensors by the name of the part or tensor that they hold."""
         if not self.parts[0].per_token:
-            yield from self._states(given)
+            yield from self._states(fields)
             return
-        if several(given):
-            raise SpecError(self.field, f"{len(given)} tensors", "one tensor where rows are tokens")
-        check_tensor(self.field, given)
+        if several(fields):
+            raise SpecError(
+                self.field, f"{len(fields)} tensors", "one tensor where rows are tokens"
+            )
+        check_tensor(self.field, fields)
         if any(part.chunks > 1 for part in self.parts):
-            yield from self._chunks(given)
+            yield from self._chunks(fields)
             return
         if len({part.tensor for part in self.parts}) > 1:
-            yield from self._one_after_the_other(given)
+            yield from self._one_after_the_other(fields)
             return
-        for part, view in zip(self.parts, self._tokens(given), strict=True):
+        for part, view in zip(self.parts, self._tokens(fields), strict=True):
             yield part.name, view[:, :, None] if part.name in ("k", "v") else view
 
     def _one_after_the_other(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
@@ -221,15 +223,15 @@ class _Layer:
         rows_outside = self.letters.index("N") < self.letters.index("H")
         return rows_outside == (strides["N"] > strides["H"])
 
-    def _states(self, given: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    def _states(self, fields: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         held: dict[str, list[tuple[Part, int]]] = {}
         for part, units in zip(self.parts, self.units, strict=True):
             held.setdefault(part.tensor, []).append((part, units))
-        tensors = list(given) if several(given) else [given]
+        tensors = list(fields) if several(fields) else [fields]
         for at, tensor in enumerate(tensors):
-            check_tensor(f"{self.field}[{at}]" if several(given) else self.field, tensor)
-        if not several(given) and is_raw(given):
-            yield from self._cut(given, held)
+            check_tensor(f"{self.field}[{at}]" if several(fields) else self.field, tensor)
+        if not several(fields) and is_raw(fields):
+            yield from self._cut(fields, held)
             return
         if len(tensors) != len(held):
             wanted = f"{len(held)} tensors ({', '.join(held)}), or one of raw bytes"

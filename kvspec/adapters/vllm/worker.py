@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.arrays import zero
 from kvspec.adapters.vllm.scheduling import EngineStep, Served
-from kvspec.adapters.vllm.settings import rank_of
+from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache
-from kvspec.adapters.vllm.told import WorkerTold, whole_engine
+from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.nixl import NixlRank
@@ -65,7 +65,7 @@ class Settings:
     @staticmethod
     def of(vllm_config: Any) -> Settings:
         """Return what *vllm_config* says."""
-        model = Given("model_config", vllm_config.model_config)
+        model = FieldReader("model_config", vllm_config.model_config)
         given = {name: model.get(name).value for name in ("model", "revision")}
         given |= vllm_config.kv_transfer_config.kv_connector_extra_config
         known = [field.name for field in attrs.fields(Settings)]
@@ -94,7 +94,7 @@ class Serving:
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Be ready for peers; all workers are called at once, and share the time of the first."""
         config, settings = self._kv_cache_config, self._settings
-        own = time.time_ns(), WorkerTold.of(self._vllm_config, config)
+        own = time.time_ns(), WorkerInfo.of(self._vllm_config, config)
         (epoch, _), *_ = told = self._everybody(own)
         engine = whole_engine(self._vllm_config, [each for _, each in told], kv_caches)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
@@ -104,7 +104,7 @@ class Serving:
         self._tensors = tuple(kv_caches.values())
         self._session = Session(
             nixl,
-            rank_cache(engine, rank_of(self._vllm_config), kv_caches, config=config),
+            rank_cache(engine, worker_rank(self._vllm_config), kv_caches, config=config),
             engine_id=engine_id,
             epoch=epoch,
             model=settings.model,

@@ -18,28 +18,28 @@ from kvspec.inputs import positive_int, sequence
 
 
 @attrs.frozen
-class Given:
+class FieldReader:
     """A value of an engine's, and the path by which it was reached; None for a missing field."""
 
     path: str
     value: Any
 
-    def get(self, name: str) -> Given:
+    def get(self, name: str) -> FieldReader:
         """Return the field called *name*."""
         path = f"{self.path}.{name}" if self.path else name
         try:
-            return Given(path, getattr(self.value, name, None))
+            return FieldReader(path, getattr(self.value, name, None))
         except Exception as error:  # another's property may do anything
             message = f"{type(error).__name__}: {error}"
             raise SpecError(path, message, "a value, not an error") from error
 
-    def call(self, name: str) -> Given:
+    def call(self, name: str) -> FieldReader:
         """Return what the method called *name* returns."""
         method = self.get(name)
         if not callable(method.value):
             raise SpecError(method.path, method.value, "a method")
         try:
-            return Given(f"{method.path}()", method.value())
+            return FieldReader(f"{method.path}()", method.value())
         except Exception as error:  # so may a method
             message = f"{type(error).__name__}: {error}"
             raise SpecError(f"{method.path}()", message, "a value, not an error") from error
@@ -66,10 +66,10 @@ class Given:
         """Return the name of a dtype."""
         return dtype_name(self.value, self.path)
 
-    def members(self, wanted: str) -> tuple[Given, ...]:
+    def members(self, wanted: str) -> tuple[FieldReader, ...]:
         """Return the members of a sequence of what is *wanted*."""
         found = sequence(self.path, self.value, wanted)
-        return tuple(Given(f"{self.path}[{at}]", each) for at, each in enumerate(found))
+        return tuple(FieldReader(f"{self.path}[{at}]", each) for at, each in enumerate(found))
 
     def names(self) -> tuple[str, ...]:
         """Return a sequence of layer names."""

@@ -10,36 +10,36 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config
 
 _E4M3 = 8, 9
 """The first of CUDA's devices on which TurboQuant keeps keys of 8 bits as e4m3."""
 
 
-def made_layers(given: Given, configs: Sequence[Config]) -> dict[str, Given]:
+def constructed_layers(fields: FieldReader, configs: Sequence[Config]) -> dict[str, FieldReader]:
     """Return the layers that a worker has made, by name."""
-    layers = given.get("compilation_config").get("static_forward_context").value
+    layers = fields.get("compilation_config").get("static_forward_context").value
     names = [layer for config in configs for layer in config.layers]
     known = layers if isinstance(layers, Mapping) else {}
     return {
-        name: Given(f"static_forward_context[{name!r}]", known[name])
+        name: FieldReader(f"static_forward_context[{name!r}]", known[name])
         for name in names
         if name in known
     }
 
 
-def backends_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+def backends_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any]:
     """Return the attention backend of every layer that a worker has made."""
-    made = made_layers(given, configs)
-    return {name: layer.call("get_attn_backend").value for name, layer in made.items()}
+    layers = constructed_layers(fields, configs)
+    return {name: layer.call("get_attn_backend").value for name, layer in layers.items()}
 
 
-def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
+def variants_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any]:
     """Return what the names of backends leave open, of every layer that says it."""
     found: dict[str, Any] = {}
-    device = given.get("device_config").get("device_type").value
-    for name, layer in made_layers(given, configs).items():
+    device = fields.get("device_config").get("device_type").value
+    for name, layer in constructed_layers(fields, configs).items():
         shuffled = layer.get("uses_shuffled_layout").value
         separate_scales = layer.get("impl").get("_soa_store").value
         if isinstance(shuffled, bool):
@@ -53,12 +53,12 @@ def variants_of(given: Given, configs: Sequence[Config]) -> dict[str, Any]:
     return found
 
 
-def _platform() -> Given:
+def _platform() -> FieldReader:
     """Return vLLM's platform, None where none of it is loaded."""
-    return Given("vllm.platforms", sys.modules.get("vllm.platforms")).get("current_platform")
+    return FieldReader("vllm.platforms", sys.modules.get("vllm.platforms")).get("current_platform")
 
 
-def _turboquant(layer: Given) -> str | None:
+def _turboquant(layer: FieldReader) -> str | None:
     """Return how rows of TurboQuant are kept: keys of 8 bits by the device, e4b15 on older ones."""
     platform = _platform()
     if layer.get("kv_cache_dtype").value != "turboquant_k8v4":
@@ -72,7 +72,7 @@ def _turboquant(layer: Given) -> str | None:
     return "rows" if found >= _E4M3 else "e4b15"
 
 
-def fp8_dtypes_of(given: Given, configs: Sequence[Config]) -> dict[str, str]:
+def fp8_dtypes_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, str]:
     """Return the elements of every layer whose cache is fp8: its own choice, or its platform's.
 
     Where no platform of vLLM's is loaded, and of a choice that the platform has otherwise, nothing
@@ -87,6 +87,6 @@ def fp8_dtypes_of(given: Given, configs: Sequence[Config]) -> dict[str, str]:
         known["fp8_e5m2"] = "float8_e5m2"
     chosen = {
         name: layer.get("kv_cache_dtype").value
-        for name, layer in made_layers(given, configs).items()
+        for name, layer in constructed_layers(fields, configs).items()
     }
     return {name: known[cache] for name, cache in chosen.items() if str(cache) in known}

@@ -11,17 +11,17 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.given import Given
+from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import read_config
-from kvspec.adapters.vllm.made import fp8_dtypes_of, made_layers, variants_of
-from kvspec.adapters.vllm.settings import from_vllm, rank_of
+from kvspec.adapters.vllm.layer_info import constructed_layers, fp8_dtypes_of, variants_of
+from kvspec.adapters.vllm.settings import from_vllm, worker_rank
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import sequence
 
 
 @attrs.frozen(kw_only=True)
-class WorkerTold:
+class WorkerInfo:
     """One worker's `KVCacheConfig`, and what its layers say of their pages, as `engine_spec` does.
 
     It pickles, as vLLM's own config does.
@@ -33,38 +33,44 @@ class WorkerTold:
     fp8_dtypes: Mapping[str, str]
 
     @staticmethod
-    def of(vllm_config: Any, kv_cache_config: Any) -> WorkerTold:  # noqa: ANN401 - vLLM's classes
+    def of(vllm_config: Any, kv_cache_config: Any) -> WorkerInfo:  # noqa: ANN401 - vLLM's classes
         """Return what a worker with these configs tells."""
-        given, config = Given("vllm_config", vllm_config), read_config(Given("", kv_cache_config))
-        return WorkerTold(
+        fields, config = (
+            FieldReader("vllm_config", vllm_config),
+            read_config(FieldReader("", kv_cache_config)),
+        )
+        return WorkerInfo(
             config=kv_cache_config,
             backends={
                 name: tuple(layer.call("get_attn_backend").call("full_cls_name").value)
-                for name, layer in made_layers(given, [config]).items()
+                for name, layer in constructed_layers(fields, [config]).items()
             },
-            variants=variants_of(given, [config]),
-            fp8_dtypes=fp8_dtypes_of(given, [config]),
+            variants=variants_of(fields, [config]),
+            fp8_dtypes=fp8_dtypes_of(fields, [config]),
         )
 
 
 def whole_engine(
     vllm_config: Any,  # noqa: ANN401 - vLLM's class, not imported
-    told: Sequence[WorkerTold],
+    workers: Sequence[WorkerInfo],
     tensors: Mapping[str, Any],
 ) -> EngineSpec:
-    """Return the engine of a worker, from what all of its workers have *told*, in order of rank.
+    """Return the engine of a worker, from what all of its workers have *workers*, in order of rank.
 
     *tensors*: the worker's own, as `register_kv_caches` got them. The layers of each stage are as
     its first worker with the same TP rank tells.
     """
-    sizes, rank = Given("vllm_config", vllm_config).get("parallel_config"), rank_of(vllm_config)
+    sizes, rank = (
+        FieldReader("vllm_config", vllm_config).get("parallel_config"),
+        worker_rank(vllm_config),
+    )
     column = sizes.get("tensor_parallel_size").size()
     column *= sizes.get("prefill_context_parallel_size").size(1)
     count = column * sizes.get("pipeline_parallel_size").size(1)
-    everybody = sequence("told", told, "what workers tell")
+    everybody = sequence("workers", workers, "what workers tell")
     if len(everybody) != count:
-        raise SpecError("told", f"{len(everybody)} workers", f"all {count} of the engine")
-    stages: Sequence[WorkerTold] = everybody[rank.tp :: column]
+        raise SpecError("workers", f"{len(everybody)} workers", f"all {count} of the engine")
+    stages: Sequence[WorkerInfo] = everybody[rank.tp :: column]
     return from_vllm(
         vllm_config,
         [each.config for each in stages],
