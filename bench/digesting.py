@@ -66,7 +66,7 @@ def _loaded(options: Options) -> Row:
             session = Session(nixl, cache, engine_id=name, owner=storage)
             sessions[name] = stack.enter_context(session)
         producer, consumer = sessions.values()
-        consumer.meet([producer.introduction])
+        consumer.connect([producer.introduction])
 
         def load(*, digest: bool) -> None:
             request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")

@@ -242,13 +242,13 @@ class ConsumerLedger:
                 actions += self._fault(load, why, TransferState.GONE)
         return actions + self._moved(load) + self._told(load)
 
-    def meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
+    def connect(self, engine_id: str, epoch: int, now: float) -> list[Action]:
         """Know which start of a producer is the present one; what an earlier one had is lost."""
         return self._whole(math.inf, None, lambda: self._meet(engine_id, epoch, now))
 
     def _meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
         actions = self._tick(now)
-        self._present.meet(engine_id, epoch)
+        self._present.connect(engine_id, epoch)
         for load in list(self._loads.values()):
             if load.order.engine_id == engine_id and load.order.epoch != epoch:
                 load.untold.clear()
@@ -257,9 +257,9 @@ class ConsumerLedger:
                 actions += self._told(load)
         return actions
 
-    def part(self, engine_id: str) -> None:
+    def disconnect(self, engine_id: str) -> None:
         """Forget an engine that was met."""
-        self._present.part(engine_id)
+        self._present.disconnect(engine_id)
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass: beats and repeated notices go out, requests that are late fail."""

@@ -244,12 +244,12 @@ class Present:
     def __init__(self) -> None:
         self._epochs: dict[str, int] = {}
 
-    def meet(self, engine_id: str, epoch: int) -> None:
+    def connect(self, engine_id: str, epoch: int) -> None:
         """Know a start of an engine; raise `SpecError` where *epoch* goes back."""
         positive_int("epoch", epoch, least=self._epochs.get(is_name("engine_id", engine_id), 0))
         self._epochs[engine_id] = epoch
 
-    def part(self, engine_id: str) -> None:
+    def disconnect(self, engine_id: str) -> None:
         """Forget an engine."""
         self._epochs.pop(engine_id, None)
 

@@ -145,17 +145,17 @@ class ProducerLedger:
         key = self._open.get(request_id)
         return actions + (self._step(self._requests[key], "abort") if key is not None else [])
 
-    def meet(self, engine_id: str, epoch: int) -> None:
+    def connect(self, engine_id: str, epoch: int) -> None:
         """Know which start of an engine is the present one; notices of others are refused.
 
         Raises `SpecError` where *epoch* goes back. Requests that an earlier start read are held
         until their lease is over: nobody can say that it reads no more.
         """
-        self._present.meet(engine_id, epoch)
+        self._present.connect(engine_id, epoch)
 
-    def part(self, engine_id: str) -> None:
+    def disconnect(self, engine_id: str) -> None:
         """Forget an engine that was met."""
-        self._present.part(engine_id)
+        self._present.disconnect(engine_id)
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass, which never goes back."""

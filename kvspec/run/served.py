@@ -124,9 +124,9 @@ class ServedRank:
         """Return what others meet this rank by."""
         return self.session.introduction
 
-    def meet(self, introductions: list[bytes], role: Role = "producer") -> None:
+    def connect(self, introductions: list[bytes], role: Role = "producer") -> None:
         """Meet an engine."""
-        self.session.meet(introductions, role=role)
+        self.session.connect(introductions, role=role)
 
     def hold(
         self, remote_id: str, request: TransferRequest, seed: int, lease: float | None = None
@@ -211,7 +211,7 @@ COMMANDS = {
     command.__name__: command
     for command in (
         ServedRank.introduce,
-        ServedRank.meet,
+        ServedRank.connect,
         ServedRank.hold,
         ServedRank.drop,
         ServedRank.settled,

@@ -100,9 +100,9 @@ class Soak:
         )
         self.engines[side] = StartedEngine(self.job.engine(side), start, self.tls)
         if len(self.engines) == len(SIDES):
-            self.engines["consumer"].meet(self.engines["producer"])
+            self.engines["consumer"].connect(self.engines["producer"])
             if self.pushed:
-                self.engines["producer"].meet(self.engines["consumer"], role="consumer")
+                self.engines["producer"].connect(self.engines["consumer"], role="consumer")
 
     def tables(self, side: Side, job: Job) -> dict[str, BlockTable] | None:
         """Return block tables of free blocks; None if there are too few."""

@@ -104,9 +104,9 @@ class StartedEngine:
             rank.tell(command, *arguments, **more)
         return [rank.answer() for rank in self.ranks]
 
-    def meet(self, other: StartedEngine, role: Role = "producer") -> None:
+    def connect(self, other: StartedEngine, role: Role = "producer") -> None:
         """Meet a producer, or whoever has another *role*."""
-        self.ask("meet", other.ask("introduce"), role=role)
+        self.ask("connect", other.ask("introduce"), role=role)
 
     def ended(self, name: str) -> list[Stand]:
         """Wait until every rank's load is over; return how each stands."""

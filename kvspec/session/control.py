@@ -82,14 +82,14 @@ class Control:
         self._closed = True
         self._channel.close()
 
-    def meet(self, ranks: Iterable[Introduced]) -> None:
+    def connect(self, ranks: Iterable[Introduced]) -> None:
         """Know where the *ranks* of one start of an engine are."""
         for each in ranks:
             shake = each.handshake
             start = self._addresses.setdefault((shake.engine_id, shake.epoch), {})
             start[Party(shake.engine_id, shake.epoch, shake.rank)] = each.address
 
-    def part(self, starts: Iterable[tuple[str, int]]) -> None:
+    def disconnect(self, starts: Iterable[tuple[str, int]]) -> None:
         """Forget where the ranks of some starts of engines are."""
         for start in starts:
             self._addresses.pop(start, None)

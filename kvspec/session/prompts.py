@@ -33,17 +33,19 @@ ABSENT = 2.0
 
 
 @attrs.define(eq=False)
-class Meeting:
-    """That a producer's ranks at some *addresses* are *met*, or will be; or *lost* since."""
+class Connection:
+    """That a producer's ranks at some *addresses* are *connected*, or will be; or *lost* since."""
 
     addresses: tuple[str, ...]
-    met: Future[object]
+    connected: Future[object]
     lost: bool = False
 
     @property
     def over(self) -> bool:
         """Whether it was not met, and will not be by this, or has to be met anew."""
-        failed = self.met.done() and (self.met.cancelled() or self.met.exception() is not None)
+        failed = self.connected.done() and (
+            self.connected.cancelled() or self.connected.exception() is not None
+        )
         return self.lost or failed
 
     def lose(self) -> None:
@@ -60,7 +62,7 @@ class PromptLoad:
     def __init__(
         self,
         request: TransferRequest,
-        meeting: Future[object],
+        connection: Future[object],
         begin: Callable[[], SessionLoad],
         release: Callable[[], None],
         failed: Callable[[], None],
@@ -70,7 +72,7 @@ class PromptLoad:
         self._refused: Exception | None = None
         self._begin, self._release, self._failed = begin, release, failed
         self._lock = threading.Lock()
-        meeting.add_done_callback(self._met)
+        connection.add_done_callback(self._connected)
 
     def __repr__(self) -> str:
         return (
@@ -121,10 +123,10 @@ class PromptLoad:
         if self.load is not None:
             self.load.cancel()
 
-    def _met(self, meeting: Future[object]) -> None:
-        """Begin after a *meeting*; what is wrong with it, or then, is the error."""
+    def _connected(self, connection: Future[object]) -> None:
+        """Begin after a *connection*; what is wrong with it, or then, is the error."""
         try:
-            meeting.result()
+            connection.result()
             with self._lock:
                 if self._refused is None:
                     self.load = self._begin()
@@ -157,8 +159,8 @@ class Prompts:
         self._timeout = seconds("timeout", timeout)
         self._patience = min(self._timeout, seconds("patience", patience))
         self._most = positive_int("most", most)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-meet")
-        self._meetings: OrderedDict[str, Meeting] = OrderedDict()  # by producer
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvspec-connect")
+        self._connections: OrderedDict[str, Connection] = OrderedDict()  # by producer
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -190,12 +192,12 @@ class Prompts:
         def release() -> None:
             self._release(prompt)
 
-        meeting = self._meeting(prompt)
-        return PromptLoad(request, meeting.met, begin, release, meeting.lose)
+        connection = self._connection(prompt)
+        return PromptLoad(request, connection.connected, begin, release, connection.lose)
 
     def release(self, prompt: HeldPrompt) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
-        self._meeting(prompt).met.add_done_callback(lambda _: self._release(prompt))
+        self._connection(prompt).connected.add_done_callback(lambda _: self._release(prompt))
 
     def close(self) -> None:
         """Meet nobody any more; the session is the caller's to close."""
@@ -205,17 +207,17 @@ class Prompts:
         with contextlib.suppress(KVSpecError):
             self.session.release(prompt.remote_id, engine_id=prompt.engine_id)
 
-    def _meeting(self, prompt: HeldPrompt) -> Meeting:
+    def _connection(self, prompt: HeldPrompt) -> Connection:
         """Return when a producer is met, or was; one that could not be met is tried again."""
         name = prompt.engine_id
         with self._lock:
-            known = self._meetings.get(name)
+            known = self._connections.get(name)
             if known is None or known.addresses != prompt.addresses or known.over:
-                known = Meeting(prompt.addresses, self._submit(self._meet, prompt.addresses))
-            self._meetings[name] = known
-            self._meetings.move_to_end(name)
-            if len(self._meetings) > self._most:
-                self._submit(self.session.part, self._meetings.popitem(last=False)[0])
+                known = Connection(prompt.addresses, self._submit(self._connect, prompt.addresses))
+            self._connections[name] = known
+            self._connections.move_to_end(name)
+            if len(self._connections) > self._most:
+                self._submit(self.session.disconnect, self._connections.popitem(last=False)[0])
         return known
 
     def _submit(self, act: Callable[[T], object], given: T) -> Future[object]:
@@ -227,7 +229,7 @@ class Prompts:
             never.cancel()
             return never
 
-    def _meet(self, addresses: tuple[str, ...]) -> None:
+    def _connect(self, addresses: tuple[str, ...]) -> None:
         wait = self._patience
         found = self.session.fetch(addresses, wait, absent=min(wait, ABSENT))
-        self.session.meet(found, timeout=wait)
+        self.session.connect(found, timeout=wait)

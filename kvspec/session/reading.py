@@ -289,13 +289,13 @@ class Reading:
                 return
         self.note(f"{notice.kind} of {notice.by}: nothing that it pushes is waited for")
 
-    def meet(self, engine_id: str, epoch: int) -> None:
+    def connect(self, engine_id: str, epoch: int) -> None:
         """Know the present start of an engine: loads from another fail."""
-        self.recorded.extend(self.book.meet(engine_id, epoch, self.now()))
+        self.recorded.extend(self.book.connect(engine_id, epoch, self.now()))
         self.act()
         self._gone(engine_id, epoch)
 
-    def part(self, engine_id: str) -> None:
+    def disconnect(self, engine_id: str) -> None:
         """Forget an engine that is no more: loads from it fail."""
         instance("engine_id", engine_id, str)
         for name, load in list(self.loads.items()):
@@ -305,7 +305,7 @@ class Reading:
                 self.recorded.extend(self.book.cancel(name, now, why, state))
                 self.act()
         self._gone(engine_id)
-        self.book.part(engine_id)
+        self.book.disconnect(engine_id)
 
     def _gone(self, engine_id: str, epoch: int | None = None) -> None:
         """Take that all starts of an engine but *epoch* are no more: they write nothing."""

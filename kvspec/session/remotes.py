@@ -65,13 +65,13 @@ class Remotes:
 
     def __init__(self, nixl: NixlRank, lock: SessionLock) -> None:
         self._nixl, self._lock = nixl, lock
-        self._met: dict[tuple[Role, str], RemoteEngine] = {}
+        self._connected: dict[tuple[Role, str], RemoteEngine] = {}
         self._coming: RemoteEngine | None = None  # what is being connected, unless parted from
         self._leaving: list[RemoteEngine] = []
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._met)
+        return len(self._connected)
 
     @property
     def leaving(self) -> int:
@@ -81,7 +81,7 @@ class Remotes:
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
         """Return the one that was met, if *remote* tells nothing new."""
         self._check_open()
-        old = self._met.get((remote.role, remote.start[0]))
+        old = self._connected.get((remote.role, remote.start[0]))
         return old if old is not None and remote.same(old) else None
 
     def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
@@ -90,12 +90,12 @@ class Remotes:
         *epoch*: of a consumer, the start whose blocks the caller knows.
         """
         self._check_open()
-        met = sorted(name for other, name in self._met if other == role)
+        met = sorted(name for other, name in self._connected if other == role)
         name = met[0] if engine_id is None and len(met) == 1 else engine_id
-        if not isinstance(name, str) or (role, name) not in self._met:
+        if not isinstance(name, str) or (role, name) not in self._connected:
             wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
-        remote = self._met[role, name]
+        remote = self._connected[role, name]
         if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
             raise SpecError("epoch", epoch, f"{remote.start[1]}, the start that was met")
         return remote
@@ -117,26 +117,26 @@ class Remotes:
             message = f"{remote.start[0]} was parted from while it was met"
             raise TransferError(message, rank=remote.start[0], state=TransferState.STOPPED)
         self._coming = None
-        self._met[remote.role, remote.start[0]] = remote
+        self._connected[remote.role, remote.start[0]] = remote
 
     def _give_up(self, remote: RemoteEngine) -> None:
         self._coming = None
         self._leaving.append(remote)
         self.leave()
 
-    def drop(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
+    def forget(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
         """Forget an engine, but for what a *new* start leaves as it is; return the starts gone.
 
         `TransferError` "busy" where a start is to be connected anew while its bytes still move.
         """
         gone = [
             key
-            for key, old in self._met.items()
+            for key, old in self._connected.items()
             if key[1] == engine_id and (new is None or key[0] == new.role or old.start != new.start)
         ]
         if self._coming is not None and self._coming.start[0] == engine_id:
             self._coming = None
-        dropped = [self._met.pop(key) for key in gone]
+        dropped = [self._connected.pop(key) for key in gone]
         self._leaving += dropped
         self.leave()
         if new is not None and any(old.start == new.start for old in self._leaving):
@@ -152,10 +152,10 @@ class Remotes:
     def close(self) -> None:
         """Forget every engine, and know none any more."""
         self._closed, self._coming = True, None
-        for remote in (*self._met.values(), *self._leaving):
+        for remote in (*self._connected.values(), *self._leaving):
             remote.unheard = True
-        for _, engine_id in tuple(self._met):
-            self.drop(engine_id)
+        for _, engine_id in tuple(self._connected):
+            self.forget(engine_id)
 
     def leave(self) -> None:
         """Give up the lanes of engines that are gone, where nothing moves over them.
@@ -164,7 +164,7 @@ class Remotes:
         """
         for remote in tuple(self._leaving):
             coming = () if self._coming is None else (self._coming,)
-            others = [o for o in (*self._met.values(), *coming) if o.agents & remote.agents]
+            others = [o for o in (*self._connected.values(), *coming) if o.agents & remote.agents]
             keep = set[str]() if remote.lost else set[str]().union(*(o.agents for o in others))
             for other in others if remote.lost else ():
                 other.lost = True

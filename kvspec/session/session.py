@@ -89,7 +89,7 @@ class Session:
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
         self._own = Introduced(handshake=shake, address=self.channel.address)
-        self._lock, self._meeting, self._clock = SessionLock(), SessionLock(), clock
+        self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
         self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._control.tell
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def introduction(self) -> bytes:
-        """What others `meet` this rank by: sealed, not secret."""
+        """What others `connect` to this rank by: sealed, not secret."""
         return self._control.introduction
 
     def fetch(
@@ -122,12 +122,12 @@ class Session:
         Waits *timeout* seconds for who is there to answer, and *absent* seconds, as long unless
         given, for somebody to be there; then `TransferError` "timeout" names who is not.
         """
-        with self._meeting.held:
+        with self._connecting.held:
             most = seconds("timeout", timeout)
             least = most if absent is None else seconds("absent", absent)
             return self._control.fetch(addresses, most, least, self.poll, self._lock)
 
-    def meet(
+    def connect(
         self,
         introductions: Iterable[bytes],
         *,
@@ -140,31 +140,31 @@ class Session:
         *role*: what it is to this rank. *prefix_multiple*: as `build_table` has it. Whatever does
         not fit is refused by name before anything is connected, as `judged` tells; `SpecError` for
         a start before the one that was met. It stays met, with its connections and lists, until
-        `part`, or a new start takes its place: loads from it fail then. Connecting waits *timeout*
-        seconds at most.
+        `disconnect`, or a new start takes its place: loads from it fail then. Connecting waits
+        *timeout* seconds at most.
         """
-        with self._meeting.held:
+        with self._connecting.held:
             most = seconds("timeout", timeout)
             remote = judged(self._own, self.nixl, introductions, role, prefix_multiple)
             name, epoch = remote.start
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
-                self._reading.meet(name, epoch)
-                self._book.meet(name, epoch)
-                self._control.part(self._remotes.drop(name, remote))
+                self._reading.connect(name, epoch)
+                self._book.connect(name, epoch)
+                self._control.disconnect(self._remotes.forget(name, remote))
             self._remotes.connect(remote, most)
             with self._lock.held:
                 self._remotes.replace(remote)
-                self._control.meet(remote.ranks.values())
+                self._control.connect(remote.ranks.values())
             return remote.plan
 
-    def part(self, engine_id: str) -> None:
+    def disconnect(self, engine_id: str) -> None:
         """Forget an engine that is no more: what is loaded from it fails."""
         with self._lock.held:
-            self._reading.part(engine_id)
-            self._book.part(engine_id)
-            self._control.part(self._remotes.drop(engine_id))
+            self._reading.disconnect(engine_id)
+            self._book.disconnect(engine_id)
+            self._control.disconnect(self._remotes.forget(engine_id))
 
     def load(
         self,

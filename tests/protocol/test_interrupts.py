@@ -57,7 +57,7 @@ LATE: Calls = [
 RESTARTED: Calls = [
     *DONE[:2],
     lambda ledger, _: ledger.cancel("mine", 3.0),
-    lambda ledger, _: ledger.meet("prefill", 99, 4.0),
+    lambda ledger, _: ledger.connect("prefill", 99, 4.0),
     lambda ledger, told: ledger.finish(told[1], 5.0),
     lambda ledger, _: ledger.tick(40.0),
 ]

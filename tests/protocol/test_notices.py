@@ -340,7 +340,7 @@ def test_who_waits_for_what_nobody_admits_is_told() -> None:
 
 
 def test_beats_hold_up_to_the_longest() -> None:
-    """A beat grants ten seconds from when it comes, and none beyond thirty from the admission."""
+    """A beat grants ten seconds from when it comes, and none beyond thirty after admission."""
     ledger = held()
     leases = []
     for now in (5.0, 14.0, 23.0):
@@ -387,7 +387,7 @@ def test_what_the_engine_says_is_not_disputed() -> None:
 def test_notices_that_are_not_for_it_change_nothing() -> None:
     """Another rank's, another start's of either side, a producer's, an earlier attempt's."""
     ledger = held()
-    ledger.meet("decode", 1)
+    ledger.connect("decode", 1)
     ledger.receive(said("beat", attempt=1), 1.0)
     for notice in (
         said("done", to=P[1]),
@@ -397,9 +397,9 @@ def test_notices_that_are_not_for_it_change_nothing() -> None:
         said("valid"),
     ):
         assert ["Refused"] == kinds(ledger.receive(notice, 2.0))
-    assert "epoch=0: wanted an int >= 1" == words(lambda: ledger.meet("decode", 0))
-    ledger.part("decode")
-    ledger.meet("decode", 0)
+    assert "epoch=0: wanted an int >= 1" == words(lambda: ledger.connect("decode", 0))
+    ledger.disconnect("decode")
+    ledger.connect("decode", 0)
 
 
 def test_starts_that_read_one_request_are_bounded() -> None:
@@ -586,13 +586,13 @@ def test_a_full_hit_is_ready_at_once() -> None:
 def test_a_restarted_producer_fails_what_it_had() -> None:
     """A new epoch: what the earlier start held is lost, and there is nobody to tell."""
     ledger = moving()
-    actions = ledger.meet("prefill", 2, 1.0)
+    actions = ledger.connect("prefill", 2, 1.0)
     failed = Failed("mine", "prefill was started again", TransferState.GONE)
     assert [failed, Release("mine")] == actions[:2]
     assert ["Closed"] == kinds(actions[2:])
     assert "epoch=1" in words(lambda: ledger.expect(reads(), 2.0, 9.0))
-    assert "epoch=1" in words(lambda: ledger.meet("prefill", 1, 2.0))
-    ledger.part("prefill")
+    assert "epoch=1" in words(lambda: ledger.connect("prefill", 1, 2.0))
+    ledger.disconnect("prefill")
     assert ["beat", "beat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
 
 

@@ -25,9 +25,9 @@ def pair() -> Iterator[tuple[Side, Side]]:
         Side("P", engine(2), polled=False) as producer,
         Side("D", engine(1), polled=False) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         for session in producer.sessions.values():
-            session.meet(consumer.introductions, role="consumer")
+            session.connect(consumer.introductions, role="consumer")
         yield producer, consumer
 
 
@@ -134,7 +134,7 @@ def test_a_channel_hands_on_bytes(kind: Any) -> None:
         Side("P", engine(2), polled=False) as producer,
         Side("D", engine(1), polled=False, channel=handing) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         remote_id, asked = new_remote_id("r"), request()
         producer.expect(remote_id)
         (load,) = consumer.load(asked, remote_id, timeout=1.0)
@@ -167,7 +167,7 @@ def test_meeting_takes_seconds(pair: tuple[Side, Side]) -> None:
     """Also where it would not have waited."""
     for wrong in (-1, None, float("nan")):
         with pytest.raises(SpecError, match="timeout="):
-            first(pair[1]).meet(pair[0].introductions, timeout=wrong)
+            first(pair[1]).connect(pair[0].introductions, timeout=wrong)
 
 
 def test_a_closed_session_does_nothing_any_more(pair: tuple[Side, Side]) -> None:
@@ -178,7 +178,7 @@ def test_a_closed_session_does_nothing_any_more(pair: tuple[Side, Side]) -> None
         lambda: session.load(request(), remote_id=remote_id, timeout=1.0),
         lambda: session.push(request(), remote_id=remote_id, timeout=1.0, epoch=1),
         lambda: session.release(remote_id),
-        lambda: session.meet(pair[0].introductions),
+        lambda: session.connect(pair[0].introductions),
         lambda: session.fetch(pair[0].addresses),
     ):
         with pytest.raises(TransferError, match=r"the session was closed \(state=closed\)"):
@@ -220,18 +220,18 @@ class Asking:
         given = {"remote_id": self.held(), "engine_id": "P", "attempt": 0, "sample": 0}
         return self.consumer.release, given | {"samples": 1}
 
-    def meet(self) -> tuple[Any, dict[str, Any]]:
+    def connect(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
         given = {"introductions": self.pair[0].introductions, "role": "producer"}
-        return self.consumer.meet, given | {"prefix_multiple": 1, "timeout": 1.0}
+        return self.consumer.connect, given | {"prefix_multiple": 1, "timeout": 1.0}
 
     def fetch(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer; nobody is there."""
         return self.consumer.fetch, {"addresses": [], "timeout": 0.01, "absent": 0.01}
 
-    def part(self) -> tuple[Any, dict[str, Any]]:
+    def disconnect(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
-        return self.consumer.part, {"engine_id": "Q"}
+        return self.consumer.disconnect, {"engine_id": "Q"}
 
     def expect(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
@@ -253,7 +253,7 @@ class Asking:
         return self.producer.ledger.drop, {"remote_id": self.held()}
 
 
-CALLS = ("load", "push", "release", "meet", "fetch", "part", "expect", "wrote", "drop")
+CALLS = ("load", "push", "release", "connect", "fetch", "disconnect", "expect", "wrote", "drop")
 
 
 @pytest.mark.parametrize("name", CALLS)

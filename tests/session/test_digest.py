@@ -39,7 +39,7 @@ def met(sizes: tuple[Any, Any], **more: Any) -> Iterator[tuple[Side, Side]]:
         Side("P", sizes[0], polled=False, lease=5.0) as producer,
         Side("D", sizes[1], polled=True, **given) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         yield producer, consumer
 
 
@@ -377,7 +377,7 @@ def test_what_follows_or_is_pushed_is_compared_too(how: str) -> None:
         producer, consumer = sides
         if how == "pushed":
             for session in producer.sessions.values():
-                session.meet(consumer.introductions, role="consumer")
+                session.connect(consumer.introductions, role="consumer")
         for broken in (False, True):
             if broken:
                 net.fate = corrupt

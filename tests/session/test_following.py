@@ -33,7 +33,7 @@ def two(heads: int = 2, **sizes: Any) -> Iterator[tuple[Side, Side]]:
         Side("P", engine(4, heads), polled=False, lease=5.0) as producer,
         Side("D", engine(2, heads, **sizes), polled=True, beat=0.2) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         yield producer, consumer
 
 
@@ -166,7 +166,7 @@ def test_a_stage_that_has_nothing_to_read_hides_no_other() -> None:
         Side("P", spec, polled=False) as producer,
         Side("D", engine(1), polled=True, beat=0.2) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         asked = request(tokens=14, cached={"full": 14, "window": 0})
         prefill = Prefill(producer, asked, new_remote_id("r"))
         consumer.spoil(asked)
@@ -191,10 +191,10 @@ def test_who_is_parted_from_leaves_no_list(pair: tuple[Side, Side]) -> None:
         assert {"done"} == set(ended(loads, *pair))
         for session in consumer.sessions.values():
             assert session.nixl.leftovers().lists > 2
-            session.part("P")
+            session.disconnect("P")
             left = session.nixl.leftovers()
             assert (0, 0, ()) == (left.lists, left.peers, session.nixl.peers)
-        consumer.meet(producer)
+        consumer.connect(producer)
 
 
 def test_what_is_written_before_anybody_asks_is_read(pair: tuple[Side, Side]) -> None:
@@ -262,7 +262,7 @@ def test_groups_of_other_names_are_told_apart_by_their_layers() -> None:
             Side("P", renamed, polled=False) as producer,
             Side("D", engine(1), polled=True, beat=0.2) as consumer,
         ):
-            consumer.meet(producer)
+            consumer.connect(producer)
             prefill = Prefill(producer, asked, new_remote_id("r"))
             consumer.spoil(asked)
             loads = follow(consumer, prefill)
@@ -334,7 +334,7 @@ def test_a_failure_in_quarantine_stops_what_follows() -> None:
         Side("P", engine(1), polled=False) as producer,
         Side("D", engine(1), polled=True, clock=lambda: 0.0) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
         net.fate = lambda _: None
         (load,) = follow(consumer, prefill, timeout=0.05)
@@ -358,7 +358,7 @@ def test_a_producer_that_is_met_anew_fails_what_follows_it() -> None:
         prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
         loads = follow(consumer, prefill)
         for session in consumer.sessions.values():
-            session.meet(producer.introductions, prefix_multiple=4)
+            session.connect(producer.introductions, prefix_multiple=4)
         prefill.compute(14, *LAYERS)
         assert ["failed"] * 2 == ended(loads, *sides)
         assert all("P was met anew meanwhile" in str(load.error) for load in loads)

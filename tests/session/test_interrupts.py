@@ -40,9 +40,9 @@ class Pair:
         self.consumer = stack.enter_context(
             Side("D", engine(1), channel=Direct("D"), beat=2.0, **more)
         )
-        self.consumer.meet(self.producer)
+        self.consumer.connect(self.producer)
         for one in self.producer.sessions.values():
-            one.meet(self.consumer.introductions, role="consumer")
+            one.connect(self.consumer.introductions, role="consumer")
         (self.session,) = self.consumer.sessions.values()
         (self.other,) = self.producer.sessions.values()
         self.asked = request()

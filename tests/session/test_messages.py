@@ -88,7 +88,7 @@ def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
         Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
         Side("D", engine(1), polled=True, channel=Direct("D")) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         producer.expect(REMOTE_ID, blocks=request().producer_blocks)
         (load,) = consumer.load(request(), REMOTE_ID, timeout=1e9)
         stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret

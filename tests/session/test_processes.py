@@ -62,14 +62,14 @@ def test_a_killed_consumer_leaves_nothing_behind() -> None:
         names = [f"r{epoch}" for epoch in (1, 2)]
         for epoch, name in enumerate(names, 1):
             with started("D", spec, epoch, **sizes) as consumer:
-                consumer.meet(producer)
+                consumer.connect(producer)
                 remote_id, request = new_remote_id(name), asked(name, tokens, 16)
                 producer.ask("hold", remote_id, request, 7)
                 consumer.ranks[0].tell("load", request, remote_id, 7, 20.0)
                 time.sleep(2e-3 * epoch)
         producer.settled(*names)  # once on every rank, whether or not it was read in time
         with started("D", spec, 3, **sizes) as consumer:
-            consumer.meet(producer)
+            consumer.connect(producer)
             remote_id, request = new_remote_id("again"), asked("again", tokens, 16)
             producer.ask("hold", remote_id, request, 7, lease=20.0)
             consumer.ask("load", request, remote_id, 7, 20.0)
@@ -92,9 +92,9 @@ def test_over_tcp_a_reader_costs_at_most_the_producers_process(end: str) -> None
     with started("E", spec, 1, **sizes) as other:
         producer = started("P", spec, 1, **sizes)
         for turn in (1, 2):
-            other.meet(producer)
+            other.connect(producer)
             with started("D", spec, turn, **sizes) as consumer:
-                consumer.meet(producer)
+                consumer.connect(producer)
                 for reader in (consumer, other):
                     name = f"{turn} {reader.ranks[0].name}"
                     request = kvspec.TransferRequest(
@@ -118,7 +118,7 @@ def test_over_tcp_a_reader_costs_at_most_the_producers_process(end: str) -> None
                 producer.kill()
                 producer = started("P", spec, turn + 1, **sizes)
         with producer:
-            other.meet(producer)
+            other.connect(producer)
             assert [DONE] == load(producer, other, "last")
             other.quiet()
 
@@ -130,7 +130,7 @@ def test_a_producer_may_die_before_during_and_after() -> None:
     with started("D", spec, 1, **sizes) as consumer:
         for epoch, moment in enumerate(("before", "during", "after"), 1):
             with started("P", spec, epoch, nixl="the same agent", **sizes) as producer:
-                consumer.meet(producer)
+                consumer.connect(producer)
                 remote_id, request = new_remote_id(moment), asked(moment, tokens, 16)
                 producer.ask("hold", remote_id, request, 7, lease=20.0)
                 if moment == "before":
@@ -150,7 +150,7 @@ def test_a_producer_may_die_before_during_and_after() -> None:
                 assert "state=peer_lost" in error
                 assert (moment == "during") <= bool(undefined_blocks)
         with started("P", spec, 9, nixl="the same agent", **sizes) as producer:
-            consumer.meet(producer)
+            consumer.connect(producer)
             assert [DONE] == load(producer, consumer, "last")
             consumer.quiet()
             producer.quiet()
@@ -164,7 +164,7 @@ def test_who_is_stopped_longer_than_the_lease_is_fenced() -> None:
         started("P", engine(2), 1, **TIMES) as producer,
         started("D", engine(1), 1, **TIMES) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         assert [DONE] == load(producer, consumer, "warm")
         remote_id = new_remote_id("slow")
         producer.ask("hold", remote_id, asked("slow", first=5), 7, lease=0.5)
@@ -203,7 +203,7 @@ def test_what_is_deregistered_is_not_valid(tls: str) -> None:
     with started("D", spec, 1, **sizes) as consumer:
         for epoch, moment in enumerate(("before", "during"), 1):
             with started("P", spec, epoch, **sizes) as producer:
-                consumer.meet(producer)
+                consumer.connect(producer)
                 assert [DONE] * 2 == load(producer, consumer, f"well {epoch}")
                 remote_id, request = new_remote_id(moment), asked(moment, tokens, 16)
                 producer.ask("hold", remote_id, request, 7, lease=20.0)
@@ -234,7 +234,7 @@ def test_a_late_reader_of_blocks_that_are_used_again_is_fenced() -> None:
         started("P", engine(1), 1, **TIMES) as producer,
         started("D", engine(2, block=2), 1, **TIMES) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         for turn in range(5):
             first, second = f"first {turn}", f"second {turn}"
             remote_id = new_remote_id(first)

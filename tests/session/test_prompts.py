@@ -205,7 +205,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
     there = held((*producer.addresses,), tables=asked.producer_blocks)
     with Prompts(session, timeout=1.0) as prompts:
         prompts.release(nobody)
-        until(prompts._meetings["nobody"].met.done)
+        until(prompts._connections["nobody"].connected.done)
         first = prompts.load(nobody, asked)
         assert "moving" == first.poll()
         assert [] == first.unwritten_ranges.tolist()
@@ -214,19 +214,19 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         again = prompts.load(nobody, asked)
         assert "moving" == again.poll()
         lost = prompts.load(there, asked)  # it is not held any more
-        met = prompts._meetings["P"]
+        met = prompts._connections["P"]
         until(lambda: lost.poll() == "failed", producer)
         assert "failed" == again.poll()
         assert met.over
         back = attrs.evolve(there, remote_id=new_remote_id("p-1"))
         producer.expect(back.remote_id)
         last = prompts.load(back, attrs.evolve(asked, request_id="r-1"))
-        anew = prompts._meetings["P"]
+        anew = prompts._connections["P"]
         assert anew is not met
         until(lambda: last.poll() == "done", producer)
         prompts.release(back)
-        assert anew is prompts._meetings["P"]
-        session.part("P")
+        assert anew is prompts._connections["P"]
+        session.disconnect("P")
         refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))
         assert "failed" == refused.poll()
         assert "producers that were met" in str(refused.error)
@@ -268,7 +268,7 @@ def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
 
         def met() -> set[str]:
             until(lambda: prompts._submit(lambda _: None, None).result() or True)
-            return {engine_id for _, engine_id in session._remotes._met}
+            return {engine_id for _, engine_id in session._remotes._connected}
 
         for number in (0, 1, 0, 2):
             read(number, f"first {number}")
@@ -278,7 +278,7 @@ def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
         assert {"P", "Q"} == met()
         (first,) = producers[0].sessions.values()
         until(lambda: not first.leftovers().held)
-        assert {"P", "Q"} == {*prompts._meetings}
+        assert {"P", "Q"} == {*prompts._connections}
         gone = held((*producers[0].addresses,), engine_id="P", remote_id=new_remote_id("gone"))
         lost = prompts.load(gone, request("lost", producer_blocks=BLOCKS, consumer_blocks=BLOCKS))
         lost.cancel()
@@ -298,7 +298,7 @@ def test_a_producer_that_moved_is_met_where_it_is(sides: tuple[Side, Side]) -> N
         producer.expect(prompt.remote_id)
         now = prompts.load(prompt, asked)
         until(lambda: now.poll() == "done", producer)
-        assert ("failed", ["P"]) == (before.poll(), [*prompts._meetings])
+        assert ("failed", ["P"]) == (before.poll(), [*prompts._connections])
 
 
 def test_nobody_is_waited_for_by_a_session_that_is_closed() -> None:
@@ -327,7 +327,7 @@ def test_prompt_wait_raises_when_the_session_is_closed() -> None:
         asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
         prompt = held((*producer.addresses,), tables=asked.producer_blocks)
         with Prompts(session, timeout=30.0) as prompts:
-            until(prompts._meeting(prompt).met.done)
+            until(prompts._connection(prompt).connected.done)
             net.fate = lambda _: None  # no byte arrives
             load = prompts.load(prompt, asked)
             assert load.load is not None
@@ -441,7 +441,7 @@ def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
         prompt = held((*producer.addresses,), tables=asked.producer_blocks)
         producer.expect(prompt.remote_id)
         with Prompts(session, timeout=10.0) as prompts:
-            until(prompts._meeting(prompt).met.done)
+            until(prompts._connection(prompt).connected.done)
             net.fate = lambda _: None
             load = prompts.load(prompt, asked)
             assert ("moving", "<PromptLoad 'r': <SessionLoad 'r': moving>>") == (

@@ -30,9 +30,9 @@ def pushing(producers: int = 2, consumers: int = 1, **more: Any) -> Iterator[tup
         Side("P", engine(producers, **more), polled=True) as producer,
         Side("D", engine(consumers, **more), polled=False, beat=0.05) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         for session in producer.sessions.values():
-            session.meet(consumer.introductions, role="consumer")
+            session.connect(consumer.introductions, role="consumer")
         yield producer, consumer
 
 
@@ -205,9 +205,9 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
             (load,) = consumer.load(request(name), new_remote_id("r"), **mode)
             load.cancel()
             for session in consumer.sessions.values():
-                session.part("P")
+                session.disconnect("P")
             assert "failed" == load.poll()
-            consumer.meet(producer)
+            consumer.connect(producer)
 
 
 def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +245,9 @@ def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
         Side("P", engine(1), polled=True) as producer,
         Side("D", engine(1), polled=False, beat=600.0) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         (session,) = producer.sessions.values()
-        session.meet(consumer.introductions, role="consumer")
+        session.connect(consumer.introductions, role="consumer")
         remote_id = new_remote_id("r")
         producer.expect(remote_id)
         loads = consumer.load(request(), remote_id, pushed=True)
@@ -271,11 +271,11 @@ def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
         producer.expect(remote_id)
         (load,) = consumer.load(asked, remote_id, pushed=True)
         for other in (before, producer, after):
-            consumer.meet(other)
+            consumer.connect(other)
             assert ("moving", None) == (load.poll(), load.error)
         for session in consumer.sessions.values():
-            session.meet(producer.introductions, prefix_multiple=4)
-            session.part("Q")
+            session.connect(producer.introductions, prefix_multiple=4)
+            session.disconnect("Q")
         assert ("moving", None) == (load.poll(), load.error)
         push(producer, asked, remote_id)
         assert ["done"] == ended([load], producer, consumer)
@@ -291,9 +291,9 @@ def test_who_does_not_answer_is_asked_to_stop_once_a_beat(net: FakeNixl) -> None
             "D", engine(1), polled=False, channel=Direct("D"), beat=1.0, clock=lambda: now
         ) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         (session,) = producer.sessions.values()
-        session.meet(consumer.introductions, role="consumer")
+        session.connect(consumer.introductions, role="consumer")
         (load,) = consumer.load(request(), new_remote_id("r"), pushed=True)
         load.cancel()
         asked = []
@@ -312,9 +312,9 @@ def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> No
         Side("P", engine(1), polled=True, longest=60.0, clock=lambda: now) as producer,
         Side("D", engine(1), polled=False, beat=0.05) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         (session,) = producer.sessions.values()
-        session.meet(consumer.introductions, role="consumer")
+        session.connect(consumer.introductions, role="consumer")
         held, unknown = new_remote_id("held"), new_remote_id("unknown")
         producer.expect(held, lease=100.0)
         loads = [
@@ -342,7 +342,7 @@ def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
     """A lane that broke is opened again when its engine is met; one that was late stays."""
     with pushing(producers=1) as (producer, consumer):
         (session,) = producer.sessions.values()
-        known = session.meet(consumer.introductions, role="consumer")
+        known = session.connect(consumer.introductions, role="consumer")
         remote_id = new_remote_id("r")
         producer.expect(remote_id)
         net.fate = lambda _: None
@@ -357,7 +357,7 @@ def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
         until(lambda: push_.poll() == "failed", producer)
         assert (0, 0) == (session.nixl.leftovers().transfers, session.nixl.leftovers().handles)
         net.fate = FakeFlight.land
-        assert lost is (session.meet(consumer.introductions, role="consumer") is not known)
+        assert lost is (session.connect(consumer.introductions, role="consumer") is not known)
         producer.poll()
         again, asked = new_remote_id("again"), request()
         producer.fill(asked)

@@ -35,7 +35,7 @@ def two(staging: Staging | None = None) -> Iterator[tuple[Side, Side]]:
         Side("P", engine(4), polled=False, lease=5.0, staging=staging) as producer,
         Side("D", engine(2), polled=True, beat=0.2, staging=staging) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         yield producer, consumer
 
 
@@ -150,7 +150,7 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
 
     plain = rows()
     for one in (session, other):
-        one.meet(producer.introductions, prefix_multiple=4)
+        one.connect(producer.introductions, prefix_multiple=4)
     assert rows() < plain
     asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
     producer.fill(asked)
@@ -162,9 +162,9 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
     with pytest.raises(SpecError, match="cached_tokens=7: wanted a multiple of prefix_multiple=4"):
         session.load(request(cached=7), remote_id=new_remote_id("r"), timeout=1.0)
     with pytest.raises(SpecError, match="prefix_multiple=0"):
-        session.meet(producer.introductions, prefix_multiple=0)
+        session.connect(producer.introductions, prefix_multiple=0)
     quiet(producer, consumer)
-    session.meet(producer.introductions)
+    session.connect(producer.introductions)
     assert plain == rows()
 
 
@@ -263,7 +263,7 @@ def test_load_ignores_tables_of_excluded_group(net: FakeNixl) -> None:
         Side("P", sides[0], polled=False, lease=5.0) as producer,
         Side("D", sides[1], polled=True, beat=0.2) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         loads: list[SessionLoad] = []
         for name, full_blocks in (("a", [1, 2]), ("b", [3, 4])):
             blocks = {"full": full_blocks, "window": [5]}
@@ -342,15 +342,15 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
         (consumer.introductions, MismatchError, "itself"),
     ):
         with pytest.raises(error, match=words):
-            session.meet(introductions)
+            session.connect(introductions)
         assert peers == session.nixl.peers
     with pytest.raises(SpecError, match="'producer' or 'consumer'"):
-        session.meet([good, *others], role="friend")  # type: ignore[arg-type]
-    session.meet([good, *others])
+        session.connect([good, *others], role="friend")  # type: ignore[arg-type]
+    session.connect([good, *others])
     assert peers == session.nixl.peers
-    session.meet(newer)
+    session.connect(newer)
     with pytest.raises(SpecError, match="epoch=1"):
-        session.meet([good, *others])
+        session.connect([good, *others])
 
 
 def test_an_epoch_is_shared_by_the_ranks_of_a_start(net: FakeNixl) -> None:
@@ -462,7 +462,7 @@ def test_a_thread_moves_a_session_on(net: FakeNixl) -> None:
         Side("D", engine(2), polled=True, background=True) as consumer,
     ):
         for session in consumer.sessions.values():
-            session.meet(session.fetch(producer.addresses))
+            session.connect(session.fetch(producer.addresses))
         asked, remote_id = request(), new_remote_id("r")
         producer.fill(asked)
         consumer.spoil(asked)
@@ -480,7 +480,7 @@ def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
     consumer = either[1]
     old = consumer.load(request("old"), new_remote_id("old"))
     with Side("P", engine(1), epoch=2, polled=False) as again:
-        consumer.meet(again)
+        consumer.connect(again)
         assert ["failed"] * 2 == [load.state for load in old]
         assert all("was started again" in str(load.error) for load in old)
         asked, remote_id = request("new"), new_remote_id("new")
@@ -494,7 +494,7 @@ def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
         for session in consumer.sessions.values():
             assert 1 == len(session.nixl.peers)
             assert (1, 0) == (session.leftovers().engines, session.leftovers().leaving)
-            session.part("P")
+            session.disconnect("P")
             assert () == session.nixl.peers
             with pytest.raises(SpecError, match="none yet"):
                 session.release(remote_id)
@@ -602,7 +602,7 @@ def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:
         Side("P", engine(1), polled=False, lease=5.0, clock=lambda: now["P"]) as producer,
         Side("D", engine(1), polled=True, beat=1.0, clock=lambda: now["D"]) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         remote_id = new_remote_id("r")
         producer.fill(request())
         consumer.spoil(request())
@@ -649,7 +649,7 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
     quiet(producer, consumer)
     net.fate = FakeFlight.land
     session = list(consumer.sessions.values())[1]
-    assert load.remote.plan is not session.meet(producer.introductions), "its lane was lost"
+    assert load.remote.plan is not session.connect(producer.introductions), "its lane was lost"
     asked, again = request("again"), new_remote_id("again")
     producer.fill(asked)
     producer.expect(again)
@@ -664,7 +664,7 @@ def test_a_load_of_which_nothing_was_posted_leaves_its_blocks_as_they_were(net: 
         Side("P", engine(1), polled=False) as producer,
         Side("D", engine(1), polled=True, staging=staging) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         (session,) = consumer.sessions.values()
         hang(net)
         first, second = (
@@ -693,7 +693,7 @@ def test_one_of_several_sources_fails_the_load(net: FakeNixl) -> None:
         Side("P", engine(2), polled=False) as producer,
         Side("D", engine(1), polled=True) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         remote_id = new_remote_id("r")
         producer.expect(remote_id)
         hang(net)
@@ -715,14 +715,14 @@ def test_who_is_parted_from_fails_its_loads(
     _, consumer = pair
     session = next(iter(consumer.sessions.values()))
     with Side("Q", engine(4), polled=False) as other:
-        session.meet(other.introductions)
+        session.connect(other.introductions)
         hang(net)
         given: dict[str, Any] = {"timeout": 9.0, **more}
         gone = session.load(request("a"), remote_id=new_remote_id("a"), engine_id="P", **given)
         asked = request("b", 4, consumer_blocks={"full": [7], "window": [7]})
         stays = session.load(asked, remote_id=new_remote_id("b"), engine_id="Q", **given)
         moving = [flight for flight in net.moving if flight.copies[0][2]]
-        session.part("P")
+        session.disconnect("P")
         assert "P was parted from" in str(gone.error)
         assert (None, "moving") == (stays.error, stays.poll())
         assert ("failed" if more else "moving") == gone.poll()
@@ -795,9 +795,9 @@ def test_a_producer_may_push(kind: str) -> None:
         Side("P", engine(4), polled=False) as producer,
         Side("D", engine(2, block=2), polled=False) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         for session in producer.sessions.values():
-            session.meet(consumer.introductions, role="consumer")
+            session.connect(consumer.introductions, role="consumer")
         asked = request(tokens=7, consumer_blocks={"full": [1, 3, 5, 7], "window": [1, 3, 5, 7]})
         remote_id = new_remote_id("r")
         producer.fill(asked)
@@ -823,9 +823,9 @@ def pushing(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
         Side("P", engine(2), polled=True) as producer,
         Side("D", engine(1), polled=False, beat=0.05) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         for session in producer.sessions.values():
-            session.meet(consumer.introductions, role="consumer")
+            session.connect(consumer.introductions, role="consumer")
         yield producer, consumer
 
 
@@ -926,7 +926,7 @@ def test_a_producer_that_is_gone_pushes_nothing(pushing: tuple[Side, Side]) -> N
     load.cancel()
     assert "moving" == load.poll()
     for session in consumer.sessions.values():
-        session.part("P")
+        session.disconnect("P")
     assert "failed" == load.poll()
 
 
@@ -938,8 +938,8 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
     ):
         (near,), (far,) = one.sessions.values(), other.sessions.values()
         for role in ("producer", "consumer"):
-            near.meet(other.introductions, role=role)  # type: ignore[arg-type]
-            far.meet(one.introductions, role=role)  # type: ignore[arg-type]
+            near.connect(other.introductions, role=role)  # type: ignore[arg-type]
+            far.connect(one.introductions, role=role)  # type: ignore[arg-type]
         hang(net)
         asked: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0}
         far.ledger.expect(asked["remote_id"])
@@ -948,7 +948,7 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
         assert ["failed"] == ended([load], one, other)
         net.fate = FakeFlight.land
         for role in ("producer", "consumer"):
-            near.meet(other.introductions, role=role)  # type: ignore[arg-type]
+            near.connect(other.introductions, role=role)  # type: ignore[arg-type]
         assert (2, 0) == (near.leftovers().engines, near.leftovers().leaving)
         asked["remote_id"] = new_remote_id("pushed")
         one.fill(request("pushed"))
@@ -963,7 +963,7 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
         load = near.load(request("again"), **asked)
         assert ["done"] == ended([load], one, other)
         quiet(one, other)
-        near.part("B")
+        near.disconnect("B")
         assert () == near.nixl.peers
 
 
@@ -978,14 +978,14 @@ def test_who_cannot_be_prepared_for_is_not_met(net: FakeNixl) -> None:
         kept = list(life.memory)
         life.memory[1:] = []
         with pytest.raises(TransferError, match="not inside memory that was registered"):
-            session.meet(producer.introductions)
+            session.connect(producer.introductions)
         assert ((), 0) == (session.nixl.peers, session.leftovers().engines)
         life.memory[:] = kept
-        session.meet(producer.introductions)
-        session.part("P")
+        session.connect(producer.introductions)
+        session.disconnect("P")
         net.kill(name)
         with pytest.raises(TransferError):
-            session.meet(producer.introductions)
+            session.connect(producer.introductions)
         assert () == session.nixl.peers
 
 
@@ -1055,7 +1055,7 @@ def test_many_threads_may_load_at_once(net: FakeNixl) -> None:
         Side("P", engine(2), polled=False, background=True) as producer,
         Side("D", engine(1), polled=True, background=True) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         (session,) = consumer.sessions.values()
         told: list[str] = []
 
@@ -1089,7 +1089,7 @@ def test_a_fork_does_nothing(net: FakeNixl) -> None:
         Side("P", engine(1), polled=False, background=True) as producer,
         Side("D", engine(1), polled=True, background=True) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         (session,) = consumer.sessions.values()
         for name in "abc":
             remote_id = new_remote_id(name)

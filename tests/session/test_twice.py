@@ -27,9 +27,9 @@ def sides() -> Iterator[tuple[Side, Side]]:
         Side("P", engine(1), polled=False, lease=5.0) as producer,
         Side("D", engine(2), polled=True, beat=0.05) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         for session in producer.sessions.values():
-            session.meet(consumer.introductions, role="consumer")
+            session.connect(consumer.introductions, role="consumer")
         yield producer, consumer
 
 

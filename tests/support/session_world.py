@@ -211,10 +211,10 @@ class World:
         self.to_push.clear()
         if "D" in self.engines:
             for session in self.engines["D"].sessions.values():
-                session.meet(self.engines["P"].introductions())
+                session.connect(self.engines["P"].introductions())
         if "D" in self.engines and self.pushed:
             for session in self.engines["P"].sessions.values():
-                session.meet(self.engines["D"].introductions(), role="consumer")
+                session.connect(self.engines["D"].introductions(), role="consumer")
         self.look()
 
     def admit(self, tokens: int, cached: int, *, early: bool) -> None:

@@ -112,10 +112,10 @@ class Side:
         """Where its ranks' channels are."""
         return [session.channel.address for session in self.sessions.values()]
 
-    def meet(self, other: Side) -> None:
+    def connect(self, other: Side) -> None:
         """Let every rank meet a producer."""
         for session in self.sessions.values():
-            session.meet(other.introductions)
+            session.connect(other.introductions)
 
     def expect(self, remote_id: str, **more: Any) -> None:
         """Hold a request on every rank."""

@@ -109,14 +109,16 @@ class World:
                 for rank, party in own.items()
             }
             for ledger in self.producers.values():
-                ledger.meet("D", self.epochs["D"])
+                ledger.connect("D", self.epochs["D"])
         else:
             self.consumers = {
                 rank: self.kinds[1](party, beat=BEAT, patience=PATIENCE)
                 for rank, party in own.items()
             }
             for reader in self.consumers.values():
-                self.acted(reader.meet("P", self.epochs["P"], self.reader_now), "D", reader.me.rank)
+                self.acted(
+                    reader.connect("P", self.epochs["P"], self.reader_now), "D", reader.me.rank
+                )
 
     def restart(self, name: str) -> None:
         """End an engine and start it again; its peer is introduced to the new start."""
@@ -128,7 +130,7 @@ class World:
             self.to_expect = []
             self.start_engine("P")
             for rank, reader in self.consumers.items():
-                self.acted(reader.meet("P", self.epochs["P"], self.reader_now), "D", rank)
+                self.acted(reader.connect("P", self.epochs["P"], self.reader_now), "D", rank)
             return
         for load in self.loads:
             if not load.closed:
@@ -137,7 +139,7 @@ class World:
         self.to_expect = []
         self.start_engine("D")
         for ledger in self.producers.values():
-            ledger.meet("D", self.epochs["D"])
+            ledger.connect("D", self.epochs["D"])
 
     def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
         """Make a request: its ranks are told one by one, and so are the readers."""

@@ -29,7 +29,7 @@ def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
         Side("P", engine(2), polled=False) as producer,
         Side("D", engine(1), polled=False) as consumer,
     ):
-        consumer.meet(producer)
+        consumer.connect(producer)
         yield producer, consumer
 
 
@@ -53,7 +53,7 @@ def test_a_meeting_that_fails_breaks_no_other(net: FakeNixl, pair: tuple[Side, S
     last = net.agents[max(session.nixl.peers)]
     last.alive = False
     with pytest.raises(TransferError, match="P-tp1"):
-        session.meet(producer.introductions, role="consumer")
+        session.connect(producer.introductions, role="consumer")
     last.alive = True
     assert (2, 1) == (len(session.nixl.peers), session.leftovers().engines)
     assert loads(producer, session, "r")
@@ -65,21 +65,21 @@ def test_who_is_parted_from_while_it_is_met(pair: tuple[Side, Side]) -> None:
     (session,) = consumer.sessions.values()
     failed = 0
     for place in range(0, 80, 4):
-        other = Other(lambda: session.part("P"))
+        other = Other(lambda: session.disconnect("P"))
         with contextlib.suppress(TransferError), between_lines(other.at(place), remote, remotes):
             failed += 1
-            session.meet(producer.introductions, role="consumer")
+            session.connect(producer.introductions, role="consumer")
             failed -= 1
         other.join()
         met = session.leftovers().engines
         assert bool(met) == bool(session.nixl.peers)
         assert loads(producer, session, f"a{place}") in (False, met > 1)
         for role in ("consumer", "producer"):
-            session.meet(producer.introductions, role=role)
+            session.connect(producer.introductions, role=role)
         assert loads(producer, session, f"b{place}")
-        session.part("P")
+        session.disconnect("P")
         assert (0, ()) == (session.nixl.leftovers().lists, session.nixl.peers)
-        session.meet(producer.introductions)
+        session.connect(producer.introductions)
     assert failed
 
 
