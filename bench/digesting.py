@@ -70,7 +70,7 @@ def _loaded(options: Options) -> Row:
 
         def load(*, digest: bool) -> None:
             request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")
-            producer.ledger.expect(remote_id, blocks=request.producer_blocks)
+            producer.ledger.hold(remote_id, blocks=request.producer_blocks)
             one = consumer.load(request, remote_id=remote_id, timeout=60.0, digest=digest)
             while one.poll() == "moving" or consumer.leftovers().loads:
                 producer.poll()

@@ -135,7 +135,7 @@ class ServedRank:
         given = self.engine, self.rank, request.producer_blocks, request, seed
         for key, ids, right, _ in truth(*given, producer=True):
             self.views[key][0][ids] = right
-        self.session.ledger.expect(remote_id, lease=lease, blocks=request.producer_blocks)
+        self.session.ledger.hold(remote_id, lease=lease, blocks=request.producer_blocks)
         self.held[remote_id.rpartition("#")[0]] = request
 
     def drop(self, remote_id: str) -> None:

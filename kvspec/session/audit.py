@@ -117,7 +117,7 @@ class Audit:
         if notice.kind == "summed":
             question.answer = int.from_bytes(notice.total, "little")
         else:
-            self._refused = f"{notice.by} cannot sum it: `ledger.expect` it with `blocks`"
+            self._refused = f"{notice.by} cannot sum it: `ledger.hold` it with `blocks`"
         return True
 
     def _begun(self) -> dict[int, Question]:

@@ -69,7 +69,7 @@ class Ledger:
         """The ids of the requests whose blocks are not free."""
         return self._book.held
 
-    def expect(
+    def hold(
         self,
         remote_id: str,
         *,

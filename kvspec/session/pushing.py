@@ -62,7 +62,7 @@ class Pushing:
         positive_int("attempt", attempt, least=0)
         positive_int("sample", sample, least=0, most=MAX_READERS - 1)
         if not self.book.holds(key):
-            raise SpecError("remote_id", push.remote_id, "a request that `ledger.expect` holds")
+            raise SpecError("remote_id", push.remote_id, "a request that `ledger.hold` holds")
         readers = {
             rank: (key, attempt, sample, Party(*remote.start, rank)) for rank in remote.lanes
         }

@@ -185,7 +185,7 @@ class Session:
 
         *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
         were met. *follow*: read each layer as far as its producer `wrote` it. *digest*: be done
-        only if what arrived has the sums of what producers hold, who `expect` it with `blocks`.
+        only if what arrived has the sums of what producers hold, who `hold` it with `blocks`.
         *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
         Raises, before anything is posted, `SpecError` and `MismatchError` as
         `DescriptorTable.select` does, and `TransferError` "busy" where a load that is not over is

@@ -55,7 +55,7 @@ def test_a_load_that_is_no_load_is_refused(
 ) -> None:
     """Nothing is posted, and the next one has its blocks."""
     remote_id = new_remote_id("r")
-    pair[0].expect(remote_id)
+    pair[0].hold(remote_id)
     given = {"request": request(), "remote_id": remote_id, "timeout": 5.0}
     with pytest.raises(SpecError, match=words):
         first(pair[1]).load(**given | more)
@@ -80,7 +80,7 @@ def test_a_push_that_is_no_push_is_refused(
 ) -> None:
     """One that does not say of which start the blocks are, too: they could be written anew."""
     remote_id = new_remote_id("r")
-    pair[0].expect(remote_id)
+    pair[0].hold(remote_id)
     given = {"request": request(), "remote_id": remote_id, "timeout": 5.0, "epoch": 1}
     with pytest.raises(SpecError, match=words):
         first(pair[0]).push(**given | more)
@@ -136,7 +136,7 @@ def test_a_channel_hands_on_bytes(kind: Any) -> None:
     ):
         consumer.connect(producer)
         remote_id, asked = new_remote_id("r"), request()
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         (load,) = consumer.load(asked, remote_id, timeout=1.0)
         until(lambda: load.poll() != "moving", producer)
         foreign = " ".join(first(consumer).ledger.poll().foreign)
@@ -149,7 +149,7 @@ def test_readers_are_counted(pair: tuple[Side, Side]) -> None:
     """By the name that they were given by."""
     for wrong in (0, True, 1.0):
         with pytest.raises(SpecError, match=f"readers={wrong}: wanted an int >= 1"):
-            first(pair[0]).ledger.expect(new_remote_id("r"), readers=wrong)
+            first(pair[0]).ledger.hold(new_remote_id("r"), readers=wrong)
 
 
 def test_an_address_is_a_rank_s(pair: tuple[Side, Side]) -> None:
@@ -198,7 +198,7 @@ class Asking:
     def held(self) -> str:
         """Return a request that the producer's ranks hold."""
         remote_id = new_remote_id(next(self.names))
-        self.pair[0].expect(remote_id, lease=2.0)
+        self.pair[0].hold(remote_id, lease=2.0)
         return remote_id
 
     def load(self) -> tuple[Any, dict[str, Any]]:
@@ -233,7 +233,7 @@ class Asking:
         """Of a consumer."""
         return self.consumer.disconnect, {"engine_id": "Q"}
 
-    def expect(self) -> tuple[Any, dict[str, Any]]:
+    def hold(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
         given = {
             "remote_id": new_remote_id(next(self.names)),
@@ -241,7 +241,7 @@ class Asking:
             "readers": 1,
             "blocks": {},
         }
-        return self.producer.ledger.expect, given
+        return self.producer.ledger.hold, given
 
     def wrote(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
@@ -253,7 +253,7 @@ class Asking:
         return self.producer.ledger.drop, {"remote_id": self.held()}
 
 
-CALLS = ("load", "push", "release", "connect", "fetch", "disconnect", "expect", "wrote", "drop")
+CALLS = ("load", "push", "release", "connect", "fetch", "disconnect", "hold", "wrote", "drop")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -36,7 +36,7 @@ def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
 def loads(producer: Side, session: Session, name: str) -> bool:
     """Whether a request is loaded; False where its producer is not met."""
     remote_id = new_remote_id(name)
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     try:
         load = session.load(request(name), remote_id=remote_id, timeout=9.0)
     except SpecError:

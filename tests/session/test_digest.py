@@ -71,7 +71,7 @@ def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[SessionLoad]
     asked, remote_id = asked_of(sides), new_remote_id("r")
     producer.fill(asked)
     consumer.spoil(asked)
-    producer.expect(remote_id, blocks=asked.producer_blocks)
+    producer.hold(remote_id, blocks=asked.producer_blocks)
     return asked, consumer.load(asked, remote_id, digest=True, **more)
 
 
@@ -160,7 +160,7 @@ def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
         producer, consumer = sides
         asked, remote_id = asked_of(sides), new_remote_id("r")
         producer.fill(asked)
-        producer.expect(remote_id, blocks=asked.producer_blocks)
+        producer.hold(remote_id, blocks=asked.producer_blocks)
         wrong = attrs.evolve(asked, producer_blocks={"full": [1, 3, 2, 4], "window": [1, 2, 3, 4]})
         loads = consumer.load(wrong, remote_id, digest=True)
         assert {"failed"} == set(ended(loads, *sides))
@@ -174,10 +174,10 @@ def test_who_cannot_be_asked_fails_the_load() -> None:
         asked = asked_of(sides)
         for told in ({}, {"blocks": {name: [1] for name in asked.producer_blocks}}):
             remote_id = new_remote_id("r")
-            producer.expect(remote_id, **told)
+            producer.hold(remote_id, **told)
             loads = consumer.load(asked, remote_id, digest=True)
             assert ["failed"] * 2 == ended(loads, *sides)
-            assert all("cannot sum it: `ledger.expect` it with `blocks`" in str(load.error)
+            assert all("cannot sum it: `ledger.hold` it with `blocks`" in str(load.error)
                        for load in loads)  # fmt: skip
             until(lambda: not any(s.ledger.held for s in producer.sessions.values()), *sides)
         loads = consumer.load(asked, new_remote_id("r"), digest=True, timeout=0.2)
@@ -186,7 +186,7 @@ def test_who_cannot_be_asked_fails_the_load() -> None:
         session = next(iter(producer.sessions.values()))
         for blocks, words in (({"else": [1]}, "block tables of the engine's"), ([1], "mapping")):
             with pytest.raises(SpecError, match=words):
-                session.ledger.expect(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
+                session.ledger.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
         with pytest.raises(SpecError, match="digest=7"):
             consumer.load(asked, new_remote_id("r"), digest=7)
 
@@ -225,7 +225,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
     with FakeNixl(), Side("P", one, polled=False) as producer:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
-        session.ledger.expect(remote_id, blocks={"s": [1]})
+        session.ledger.hold(remote_id, blocks={"s": [1]})
         question = Notice(
             kind="sum", key=key_of(remote_id), by=Party("D", 1, session.me.rank), to=session.me,
             extent=extent,

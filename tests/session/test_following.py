@@ -52,7 +52,7 @@ class Prefill:
     def __init__(self, side: Side, asked: kvspec.TransferRequest, remote_id: str) -> None:
         self.side, self.asked, self.remote_id = side, asked, remote_id
         self.upto = dict.fromkeys(LAYERS, 0)
-        side.expect(remote_id)
+        side.hold(remote_id)
         side.fill(asked)
         self.true = {
             rank: {name: flat.copy() for name, flat in storage.items()}

@@ -59,7 +59,7 @@ class Pair:
         remote_id = new_remote_id(f"r{self.count}")
         self.remote_id = remote_id
         blocks = self.asked.producer_blocks if more.get("digest") else None
-        self.producer.expect(remote_id, blocks=blocks)
+        self.producer.hold(remote_id, blocks=blocks)
         if more.get("follow"):
             self.other.ledger.wrote(remote_id, 14)
         self.consumer.spoil(self.asked)

@@ -89,7 +89,7 @@ def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
         Side("D", engine(1), polled=True, channel=Direct("D")) as consumer,
     ):
         consumer.connect(producer)
-        producer.expect(REMOTE_ID, blocks=request().producer_blocks)
+        producer.hold(REMOTE_ID, blocks=request().producer_blocks)
         (load,) = consumer.load(request(), REMOTE_ID, timeout=1e9)
         stranger, secret = Direct("stranger"), producer.sessions[RANK].nixl.secret
         for to, message in messages:
@@ -266,7 +266,7 @@ def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvspec.session.control.MAX_ROUTES", 2)
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         (session,) = producer.sessions.values()
-        producer.expect(REMOTE_ID)
+        producer.hold(REMOTE_ID)
         ranks = [Direct(name) for name in "abc"]
 
         def beat(at: int) -> None:

@@ -182,7 +182,7 @@ def test_who_holds_a_prompt_is_met_when_it_is_asked_for(sides: tuple[Side, Side]
     consumer.spoil(asked)
     readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
     for prompt in prompts:
-        producer.expect(prompt.remote_id)
+        producer.hold(prompt.remote_id)
     loads = [reader.load(prompts[0], asked) for reader in readers]
     for reader in readers:
         reader.release(prompts[1])
@@ -219,7 +219,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         assert "failed" == again.poll()
         assert met.over
         back = attrs.evolve(there, remote_id=new_remote_id("p-1"))
-        producer.expect(back.remote_id)
+        producer.hold(back.remote_id)
         last = prompts.load(back, attrs.evolve(asked, request_id="r-1"))
         anew = prompts._connections["P"]
         assert anew is not met
@@ -231,7 +231,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         assert "failed" == refused.poll()
         assert "producers that were met" in str(refused.error)
         after = attrs.evolve(there, remote_id=new_remote_id("p-2"))
-        producer.expect(after.remote_id)
+        producer.hold(after.remote_id)
         once_more = prompts.load(after, attrs.evolve(asked, request_id="r-3"))
         until(lambda: once_more.poll() == "done", producer)
 
@@ -262,7 +262,7 @@ def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
             producer = producers[number]
             remote_id = new_remote_id(name)
             asked = request(name, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
-            producer.expect(remote_id)
+            producer.hold(remote_id)
             address = (*producer.addresses,)
             prompts.load(held(address, engine_id="PQR"[number], remote_id=remote_id), asked).wait()
 
@@ -295,7 +295,7 @@ def test_a_producer_that_moved_is_met_where_it_is(sides: tuple[Side, Side]) -> N
     with Prompts(next(iter(consumer.sessions.values())), timeout=1.0) as prompts:
         before = prompts.load(held(), asked)
         prompt = held((*producer.addresses,))
-        producer.expect(prompt.remote_id)
+        producer.hold(prompt.remote_id)
         now = prompts.load(prompt, asked)
         until(lambda: now.poll() == "done", producer)
         assert ("failed", ["P"]) == (before.poll(), [*prompts._connections])
@@ -357,7 +357,7 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
         for name in ("early", "read", "late")
     ]
     for prompt in prompts:
-        producer.expect(prompt.remote_id)
+        producer.hold(prompt.remote_id)
     readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
     wait = threading.Event()
     for reader in readers:
@@ -401,7 +401,7 @@ def test_a_request_of_another_prompt_is_not_read(
     asked = request(tokens=14, producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
     tables = asked.producer_blocks
     prompt = held((*producer.addresses,), tables=tables, remote_id=new_remote_id("p-1"))
-    producer.expect(prompt.remote_id)
+    producer.hold(prompt.remote_id)
     consumer.spoil(asked)
     readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
     loads = [reader.load(prompt, attrs.evolve(asked, **changed)) for reader in readers]
@@ -439,7 +439,7 @@ def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
         (session,) = consumer.sessions.values()
         asked = request(producer_blocks=BLOCKS, consumer_blocks=BLOCKS)
         prompt = held((*producer.addresses,), tables=asked.producer_blocks)
-        producer.expect(prompt.remote_id)
+        producer.hold(prompt.remote_id)
         with Prompts(session, timeout=10.0) as prompts:
             until(prompts._connection(prompt).connected.done)
             net.fate = lambda _: None
@@ -477,7 +477,7 @@ def test_what_does_not_fit_fails_and_is_released(sides: tuple[Side, Side]) -> No
     producer, consumer = sides
     prompt = held((*producer.addresses,), tables={"full": [1, 2], "window": [3, 4]})
     short = prompt.request("d-1", 14, BLOCKS)
-    producer.expect(prompt.remote_id)
+    producer.hold(prompt.remote_id)
     readers = [Prompts(session, timeout=10.0) for session in consumer.sessions.values()]
     loads = [reader.load(prompt, short) for reader in readers]
     until(lambda: all(load.poll() == "failed" for load in loads), producer)

@@ -86,7 +86,7 @@ def test_another_request_is_not_done(
         wanted, pushed = request(**BASE), request(**BASE | other)
         remote_id = new_remote_id("r")
         producer.fill(wanted)
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         pushes = push(producer, pushed, remote_id) if first == "push" else []
         loads = consumer.load(wanted, remote_id, pushed=True)
         pushes = pushes or push(producer, pushed, remote_id)
@@ -115,7 +115,7 @@ def test_the_same_request_in_other_words_is_done(net: FakeNixl, same: dict[str, 
         remote_id = new_remote_id("r")
         producer.fill(pushed)
         consumer.spoil(wanted)
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         loads = consumer.load(wanted, remote_id, pushed=True)
         push(producer, pushed, remote_id)
         assert ["done"] == ended(loads, producer, consumer)
@@ -127,7 +127,7 @@ def test_what_is_cached_whole_waits_for_what_is_pushed(net: FakeNixl) -> None:
     with pushing() as (producer, consumer):
         for pushed, state in ((20, "done"), (0, "failed")):
             remote_id = new_remote_id("r")
-            producer.expect(remote_id)
+            producer.hold(remote_id)
             (load,) = consumer.load(request(cached=14), remote_id, pushed=True)
             assert "moving" == load.poll()
             push(producer, request(cached=pushed), remote_id)
@@ -140,7 +140,7 @@ def test_who_released_a_request_is_not_pushed_to(net: FakeNixl) -> None:
     """Its blocks are another's by then; the other readers get theirs."""
     with pushing(producers=1, consumers=2) as (producer, consumer):
         remote_id, asked = new_remote_id("r"), request()
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         producer.fill(asked)
         consumer.spoil(asked)
         gone, reads = consumer.sessions.values()
@@ -169,7 +169,7 @@ def test_blocks_belong_to_one_load(net: FakeNixl, first: str, second: str) -> No
         net.fate = lambda _: None
         names = [new_remote_id(name) for name in "ab"]
         for name in names:
-            producer.expect(name)
+            producer.hold(name)
         modes = {"pull": {}, "push": {"pushed": True}, "follow": {"follow": True}}
         (open_,) = consumer.load(request("a"), names[0], **modes[first])
         for flight in net.moving:
@@ -216,7 +216,7 @@ def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) 
         remote_id, asked = new_remote_id("r"), request()
         producer.fill(asked)
         consumer.spoil(asked)
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         (session,), (reader,) = producer.sessions.values(), consumer.sessions.values()
         beats, heard = list[Notice](), Pushing.heard
 
@@ -249,7 +249,7 @@ def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
         (session,) = producer.sessions.values()
         session.connect(consumer.introductions, role="consumer")
         remote_id = new_remote_id("r")
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         loads = consumer.load(request(), remote_id, pushed=True)
         (reader,) = consumer.sessions.values()
         asked = reader._reading.book._loads["r"].asked[kvspec.RankId()]
@@ -268,7 +268,7 @@ def test_who_else_is_met_does_not_end_a_push(net: FakeNixl) -> None:
         remote_id, asked = new_remote_id("r"), request()
         producer.fill(asked)
         consumer.spoil(asked)
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         (load,) = consumer.load(asked, remote_id, pushed=True)
         for other in (before, producer, after):
             consumer.connect(other)
@@ -316,7 +316,7 @@ def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> No
         (session,) = producer.sessions.values()
         session.connect(consumer.introductions, role="consumer")
         held, unknown = new_remote_id("held"), new_remote_id("unknown")
-        producer.expect(held, lease=100.0)
+        producer.hold(held, lease=100.0)
         loads = [
             *consumer.load(request("a", tokens=4), held, pushed=True, again=True),
             *consumer.load(request("b", tokens=4, consumer_blocks=blocks(5)), unknown,
@@ -344,7 +344,7 @@ def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
         (session,) = producer.sessions.values()
         known = session.connect(consumer.introductions, role="consumer")
         remote_id = new_remote_id("r")
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         net.fate = lambda _: None
         push_ = session.push(request(), remote_id=remote_id, timeout=0.05, epoch=1)
         if lost:
@@ -362,7 +362,7 @@ def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
         again, asked = new_remote_id("again"), request()
         producer.fill(asked)
         consumer.spoil(asked)
-        producer.expect(again)
+        producer.hold(again)
         loads = consumer.load(asked, again, pushed=True)
         push(producer, asked, again)
         assert ["done"] == ended(loads, producer, consumer)

@@ -83,7 +83,7 @@ def test_a_request_is_loaded_and_freed(either: tuple[Side, Side]) -> None:
     remote_id = new_remote_id("cmpl-1")
     producer.fill(asked)
     consumer.spoil(asked)
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     loads = consumer.load(asked, remote_id)
     assert ["done", "done"] == ended(loads, producer, consumer)
     assert [] == consumer.wrong(asked)
@@ -111,7 +111,7 @@ def test_what_is_not_written_can_be_zeroed(pair: tuple[Side, Side]) -> None:
     longer = [6, 5, 4, 3, 2]  # a block for tokens 16 to 19, too
     asked = request(tokens=14, consumer_blocks={"full": longer, "window": longer})
     remote_id = new_remote_id("cmpl-1")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     for rank, load in zip(consumer.sessions, consumer.load(asked, remote_id), strict=True):
         ended([load], producer, consumer)
         left = {name: flat.ctypes.data for name, flat in consumer.storage[rank].items()}
@@ -128,8 +128,8 @@ def test_a_full_hit_and_a_release_move_nothing(pair: tuple[Side, Side]) -> None:
     """What is cached whole is done at once, and told to every producer rank, as a release is."""
     producer, consumer = pair
     hit, given_up = new_remote_id("hit"), new_remote_id("given up")
-    producer.expect(hit)
-    producer.expect(given_up)
+    producer.hold(hit)
+    producer.hold(given_up)
     loads = consumer.load(request(tokens=14, cached=14), hit)
     assert ["done", "done"] == [load.state for load in loads]
     for session in consumer.sessions.values():
@@ -155,7 +155,7 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
     asked, remote_id = request(tokens=14, cached=8), new_remote_id("r")
     producer.fill(asked)
     consumer.spoil(asked)
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     loads = consumer.load(asked, remote_id)
     assert ["done", "done"] == ended(loads, producer, consumer)
     assert [] == consumer.wrong(asked)
@@ -172,7 +172,7 @@ def test_samples_of_a_prompt_are_counted(pair: tuple[Side, Side]) -> None:
     """A request that two samples read is held until both did."""
     producer, consumer = pair
     remote_id = new_remote_id("n=2")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     first = consumer.load(request("a"), remote_id, sample=0, samples=2)
     assert ["done", "done"] == ended(first, producer, consumer)
     assert ([], []) == producer.settled()
@@ -186,8 +186,8 @@ def test_what_the_producer_let_go_is_not_done(pair: tuple[Side, Side]) -> None:
     """A reader that comes after the lease, or for a request that was dropped, fails closed."""
     producer, consumer = pair
     late, dropped = new_remote_id("late"), new_remote_id("dropped")
-    producer.expect(late, lease=0.01)
-    producer.expect(dropped)
+    producer.hold(late, lease=0.01)
+    producer.hold(dropped)
     for session in producer.sessions.values():
         session.ledger.drop(dropped)
     expired: list[str] = []
@@ -218,7 +218,7 @@ def test_a_load_can_be_cancelled(pair: tuple[Side, Side]) -> None:
     """It fails, and the producer's blocks are free as soon as it is told."""
     producer, consumer = pair
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     loads = consumer.load(request(), remote_id)
     for load in loads:
         load.cancel()
@@ -268,7 +268,7 @@ def test_load_ignores_tables_of_excluded_group(net: FakeNixl) -> None:
         for name, full_blocks in (("a", [1, 2]), ("b", [3, 4])):
             blocks = {"full": full_blocks, "window": [5]}
             remote_id = new_remote_id(name)
-            producer.expect(remote_id)
+            producer.hold(remote_id)
             asked = request(name, tokens=8, producer_blocks=blocks, consumer_blocks=blocks)
             loads += consumer.load(asked, remote_id)
         assert {"done"} == {*ended(loads, producer, consumer)}
@@ -278,11 +278,11 @@ def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
     """The same request cannot be expected twice; what is dropped has to be what is held."""
     ledger = next(iter(pair[0].sessions.values())).ledger
     remote_id = new_remote_id("r")
-    ledger.expect(remote_id)
+    ledger.hold(remote_id)
     with pytest.raises(SpecError, match="one that is not held"):
-        ledger.expect(remote_id)
+        ledger.hold(remote_id)
     with pytest.raises(SpecError, match="one that is not held"):
-        ledger.expect(new_remote_id("r"))
+        ledger.hold(new_remote_id("r"))
     ledger.drop(new_remote_id("r"))
     assert ("r",) == ledger.held
     for name in ("", "x" * 1025, "\ud800", b"binary", None):
@@ -466,7 +466,7 @@ def test_a_thread_moves_a_session_on(net: FakeNixl) -> None:
         asked, remote_id = request(), new_remote_id("r")
         producer.fill(asked)
         consumer.spoil(asked)
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         loads = consumer.load(asked, remote_id)
         until(lambda: all(load.state == "done" for load in loads))
         assert [] == consumer.wrong(asked)
@@ -486,7 +486,7 @@ def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
         asked, remote_id = request("new"), new_remote_id("new")
         again.fill(asked)
         consumer.spoil(asked)
-        again.expect(remote_id)
+        again.hold(remote_id)
         loads = consumer.load(asked, remote_id)
         assert ["done"] * 2 == ended(loads, again, consumer)
         assert [] == consumer.wrong(asked)
@@ -520,7 +520,7 @@ def test_a_closed_rank_holds_nothing(pair: tuple[Side, Side]) -> None:
     """All bytes had arrived, but nobody can say that they were valid: the load fails, by name."""
     producer, consumer = pair
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     loads = consumer.load(request(), remote_id)
     (first, *_) = producer.sessions.values()
     first.nixl.close()
@@ -547,7 +547,7 @@ def test_a_failed_load_is_over_when_nothing_moves(net: FakeNixl, pair: tuple[Sid
     """It has failed, and says so; but its blocks are its own until the last byte has landed."""
     producer, consumer = pair
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     hang(net)
     (load,) = consumer.load(request(), remote_id, timeout=0.05)[:1]
     until(lambda: load.error, producer, consumer)
@@ -574,7 +574,7 @@ def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
     session = next(iter(consumer.sessions.values()))
     remote_id = new_remote_id("r")
     producer.fill(request())
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     consumer.spoil(request())
     hang(net)
     lane = next(iter(session._remotes.find("producer", "P").lanes.values()))
@@ -606,7 +606,7 @@ def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:
         remote_id = new_remote_id("r")
         producer.fill(request())
         consumer.spoil(request())
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         hang(net)
         (load,) = consumer.load(request(), remote_id)
         (session,) = consumer.sessions.values()
@@ -631,7 +631,7 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
     """Which rank, which request, layers, heads and tokens, what NIXL said, and what to do."""
     producer, consumer = pair
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     hang(net)
     load = consumer.load(request("mine"), remote_id)[1]
     for flight in net.moving:
@@ -652,7 +652,7 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
     assert load.remote.plan is not session.connect(producer.introductions), "its lane was lost"
     asked, again = request("again"), new_remote_id("again")
     producer.fill(asked)
-    producer.expect(again)
+    producer.hold(again)
     load = session.load(asked, remote_id=again, timeout=9.0)
     assert ["done"] == ended([load], producer, consumer)
 
@@ -695,7 +695,7 @@ def test_one_of_several_sources_fails_the_load(net: FakeNixl) -> None:
     ):
         consumer.connect(producer)
         remote_id = new_remote_id("r")
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         hang(net)
         (load,) = consumer.load(request(), remote_id)
         first, second = net.moving
@@ -756,7 +756,7 @@ def test_a_killed_producer_fails_its_loads(net: FakeNixl, pair: tuple[Side, Side
     """Whether it dies while it is read, or after; and the consumer serves on."""
     producer, consumer = pair
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     hang(net)
     loads = consumer.load(request(), remote_id, timeout=0.2)
     for name in list(net.agents):
@@ -802,7 +802,7 @@ def test_a_producer_may_push(kind: str) -> None:
         remote_id = new_remote_id("r")
         producer.fill(asked)
         consumer.spoil(asked)
-        producer.expect(remote_id)
+        producer.hold(remote_id)
         loads = consumer.load(asked, remote_id, pushed=True)
         pushes = [
             session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
@@ -833,7 +833,7 @@ def test_what_was_given_up_is_not_pushed(net: FakeNixl, pushing: tuple[Side, Sid
     """Neither what is in flight when a load is cancelled ends it early, nor does more begin."""
     producer, consumer = pushing
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     hang(net)
     first, second = producer.sessions.values()
     push = first.push(request(), remote_id=remote_id, timeout=9.0, epoch=1)
@@ -859,7 +859,7 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
     """Whoever writes says that it will not be whole; both ends name the ranks."""
     producer, consumer = pushing
     remote_id = new_remote_id("r")
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     hang(net)
     (load,) = consumer.load(request(), remote_id, pushed=True)
     asked: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0}
@@ -883,7 +883,7 @@ def test_a_push_that_is_refused_fails_the_load(pushing: tuple[Side, Side], first
     """At once, or at the reader's first beat; the attempt is over for both, the next is not."""
     producer, consumer = pushing
     remote_id, asked = new_remote_id("r"), request()
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     loads = consumer.load(asked, remote_id, pushed=True) if first == "load" else []
     short = request(producer_blocks={"full": [1], "window": [1]})
     given: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0, "epoch": 1}
@@ -900,7 +900,7 @@ def test_a_push_that_is_refused_fails_the_load(pushing: tuple[Side, Side], first
     again = new_remote_id("r")
     producer.fill(asked)
     consumer.spoil(asked)
-    producer.expect(again)
+    producer.hold(again)
     loads = consumer.load(asked, again, pushed=True)
     for one in producer.sessions.values():
         one.push(asked, **given | {"remote_id": again})
@@ -942,7 +942,7 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
             far.connect(one.introductions, role=role)  # type: ignore[arg-type]
         hang(net)
         asked: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0}
-        far.ledger.expect(asked["remote_id"])
+        far.ledger.hold(asked["remote_id"])
         load = near.load(request(), **asked)
         net.moving[0].fail()
         assert ["failed"] == ended([load], one, other)
@@ -953,13 +953,13 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
         asked["remote_id"] = new_remote_id("pushed")
         one.fill(request("pushed"))
         other.spoil(request("pushed"))
-        near.ledger.expect(asked["remote_id"])
+        near.ledger.hold(asked["remote_id"])
         near.push(request("pushed"), epoch=1, **asked)
         load = far.load(request("pushed"), pushed=True, **asked)
         assert ["done"] == ended([load], one, other)
         assert [] == other.wrong(request("pushed"))
         asked["remote_id"] = new_remote_id("again")
-        far.ledger.expect(asked["remote_id"])
+        far.ledger.hold(asked["remote_id"])
         load = near.load(request("again"), **asked)
         assert ["done"] == ended([load], one, other)
         quiet(one, other)
@@ -1017,7 +1017,7 @@ def test_an_address_that_is_none_is_refused(pair: tuple[Side, Side], address: by
 
 def test_a_session_of_which_nothing_moves_is_closed_at_once(pair: tuple[Side, Side]) -> None:
     """However long it might wait; what it holds for readers that may come is no reason to."""
-    pair[0].expect(new_remote_id("r"))
+    pair[0].hold(new_remote_id("r"))
     began = time.monotonic()
     for side in pair:
         for session in side.sessions.values():
@@ -1065,7 +1065,7 @@ def test_many_threads_may_load_at_once(net: FakeNixl) -> None:
                 name = f"{number}.{turn}"
                 asked = request(name, 4, producer_blocks=ids, consumer_blocks=ids)
                 remote_id = new_remote_id(name)
-                producer.expect(remote_id)
+                producer.hold(remote_id)
                 load = session.load(asked, remote_id=remote_id, timeout=20.0)
                 load.wait()
                 told.append(load.state)
@@ -1093,7 +1093,7 @@ def test_a_fork_does_nothing(net: FakeNixl) -> None:
         (session,) = consumer.sessions.values()
         for name in "abc":
             remote_id = new_remote_id(name)
-            producer.expect(remote_id)
+            producer.hold(remote_id)
             (load,) = consumer.load(request(name), remote_id)
             load.wait()
             child = os.fork()

@@ -47,7 +47,7 @@ def test_what_was_freed_since_is_not_done(sides: tuple[Side, Side]) -> None:
     remote_id = new_remote_id("r")
     producer.fill(ASKED)
     consumer.spoil(ASKED)
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     assert ["done"] * 2 == ended(consumer.load(ASKED, remote_id), *sides)
     assert [] == consumer.wrong(ASKED)
     freed: list[str] = []
@@ -63,7 +63,7 @@ def test_what_is_held_still_is_read_and_waited_for(sides: tuple[Side, Side]) -> 
     producer, consumer = sides
     remote_id = new_remote_id("r")
     producer.fill(ASKED)
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     first, last = consumer.sessions.values()
     for asked in (ASKED, AGAIN):
         consumer.spoil(asked)
@@ -83,7 +83,7 @@ def test_what_was_pushed_before_is_not_done(sides: tuple[Side, Side]) -> None:
     remote_id = new_remote_id("r")
     producer.fill(ASKED)
     consumer.spoil(ASKED)
-    producer.expect(remote_id)
+    producer.hold(remote_id)
     first = next(iter(consumer.sessions.values()))
     load = first.load(ASKED, remote_id=remote_id, timeout=9.0, pushed=True)
     for session in producer.sessions.values():

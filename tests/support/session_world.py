@@ -253,7 +253,7 @@ class World:
         if self.to_hold:
             asked, rank = self.to_hold.pop(at % len(self.to_hold))
             ledger = self.engines["P"].sessions[rank].ledger
-            ledger.expect(
+            ledger.hold(
                 asked.remote_id, blocks=asked.request.producer_blocks if self.digest else None
             )
             asked.held.add(rank)

@@ -117,10 +117,10 @@ class Side:
         for session in self.sessions.values():
             session.connect(other.introductions)
 
-    def expect(self, remote_id: str, **more: Any) -> None:
+    def hold(self, remote_id: str, **more: Any) -> None:
         """Hold a request on every rank."""
         for session in self.sessions.values():
-            session.ledger.expect(remote_id, **more)
+            session.ledger.hold(remote_id, **more)
 
     def load(self, asked: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[SessionLoad]:
         """Load a request on every rank."""

@@ -140,7 +140,7 @@ class Serving:
         """Hold, fetch and release what the scheduler says."""
         for request_id, remote_id in step.held:
             try:
-                self._session.ledger.expect(remote_id, lease=self._settings.hold)
+                self._session.ledger.hold(remote_id, lease=self._settings.hold)
             except SpecError as error:  # who reads it is told that it is void
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
