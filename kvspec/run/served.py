@@ -138,9 +138,9 @@ class ServedRank:
         self.session.ledger.hold(remote_id, lease=lease, blocks=request.producer_blocks)
         self.held[remote_id.rpartition("#")[0]] = request
 
-    def drop(self, remote_id: str) -> None:
+    def abort(self, remote_id: str) -> None:
         """Abort a request."""
-        self.session.ledger.drop(remote_id)
+        self.session.ledger.abort(remote_id)
 
     def settled(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what is free, as done and as expired, and put rubbish there."""
@@ -213,7 +213,7 @@ COMMANDS = {
         ServedRank.introduce,
         ServedRank.connect,
         ServedRank.hold,
-        ServedRank.drop,
+        ServedRank.abort,
         ServedRank.settled,
         ServedRank.load,
         ServedRank.push,

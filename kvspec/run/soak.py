@@ -23,7 +23,7 @@ from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
 FAULTS = (
-    *KILLS, "stop producer", "stop consumer", "deregister producer", "drop", "cancel", "late",
+    *KILLS, "stop producer", "stop consumer", "deregister producer", "abort", "cancel", "late",
 )  # fmt: skip
 """What may break while a request is under way."""
 LEASE, BEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
@@ -221,8 +221,8 @@ class Soak:
             time.sleep(0.3)
             self.look()
             self.start(side)
-        elif verb == "drop":
-            self.engines["producer"].ask("drop", flying.remote_id)
+        elif verb == "abort":
+            self.engines["producer"].ask("abort", flying.remote_id)
         elif verb == "cancel":
             self.engines["consumer"].ranks[0].ask("cancel", flying.request.request_id)
 

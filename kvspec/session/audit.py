@@ -67,7 +67,7 @@ class Audit:
             if region.memory_type != "DRAM":
                 raise SpecError("digest", True, f"host memory, DRAM, not {region.memory_type}")  # noqa: FBT003
 
-    def drop(self) -> tuple[int, ...]:
+    def cancel(self) -> tuple[int, ...]:
         """Compare nothing any more; return the ledger's steps that were held back."""
         steps, self.steps = self.steps, ()
         self._open = dict[int, Question]()

@@ -30,7 +30,7 @@ class Settled:
     """What `Ledger.poll` returns, each once: requests by id, whose blocks are free again.
 
     *done*: every reader has what it came for. *expired*: the lease was over, or the request was
-    dropped; who reads it later is told that it is void. *foreign*: what was heard and changed
+    aborted; who reads it later is told that it is void. *foreign*: what was heard and changed
     nothing, and why, the last few.
     """
 
@@ -123,7 +123,7 @@ class Ledger:
                 self.recorded.extend(self._book.wrote(key.request_id, *place, upto, now))
             self.act()
 
-    def drop(self, remote_id: str) -> None:
+    def abort(self, remote_id: str) -> None:
         """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""
         key = key_of(remote_id)
         with self._lock.held:

@@ -64,13 +64,13 @@ class PromptLoad:
         request: TransferRequest,
         connection: Future[object],
         begin: Callable[[], SessionLoad],
-        release: Callable[[], None],
+        decline: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self.request = request
         self.load: SessionLoad | None = None
         self._refused: Exception | None = None
-        self._begin, self._release, self._failed = begin, release, failed
+        self._begin, self._decline, self._failed = begin, decline, failed
         self._lock = threading.Lock()
         connection.add_done_callback(self._connected)
 
@@ -131,7 +131,7 @@ class PromptLoad:
                 if self._refused is None:
                     self.load = self._begin()
             if self.load is None:
-                self._release()
+                self._decline()
         except CancelledError:
             message = "its producer is not met any more: `Prompts` was closed"
             name = self.request.request_id
@@ -186,26 +186,26 @@ class Prompts:
                     timeout=self._timeout,
                 )
             except BaseException:
-                release()
+                decline()
                 raise
 
-        def release() -> None:
-            self._release(prompt)
+        def decline() -> None:
+            self._decline(prompt)
 
         connection = self._connection(prompt)
-        return PromptLoad(request, connection.connected, begin, release, connection.lose)
+        return PromptLoad(request, connection.connected, begin, decline, connection.lose)
 
-    def release(self, prompt: HeldPrompt) -> None:
+    def decline(self, prompt: HeldPrompt) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
-        self._connection(prompt).connected.add_done_callback(lambda _: self._release(prompt))
+        self._connection(prompt).connected.add_done_callback(lambda _: self._decline(prompt))
 
     def close(self) -> None:
         """Meet nobody any more; the session is the caller's to close."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _release(self, prompt: HeldPrompt) -> None:
+    def _decline(self, prompt: HeldPrompt) -> None:
         with contextlib.suppress(KVSpecError):
-            self.session.release(prompt.remote_id, engine_id=prompt.engine_id)
+            self.session.decline(prompt.remote_id, engine_id=prompt.engine_id)
 
     def _connection(self, prompt: HeldPrompt) -> Connection:
         """Return when a producer is met, or was; one that could not be met is tried again."""

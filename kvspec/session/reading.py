@@ -390,7 +390,7 @@ class Reading:
         if why:
             load.fail(load.audit.source, why, state)
         self._close(load, load.audit.steps, why, state)
-        load.audit.drop()
+        load.audit.cancel()
         self.act()
 
     def _summed(self, notice: Notice) -> None:
@@ -423,7 +423,7 @@ class Reading:
             load.fail(None, action.why, action.state)
             if load.audit is not None:
                 self._close(load, load.audit.steps)
-                load.audit.drop()
+                load.audit.cancel()
             load.stop()
         elif isinstance(action, Release):
             load.state = "failed"

@@ -97,7 +97,7 @@ class Session:
         self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl)
         self._reading = Reading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
-        self._remotes, self._releases = Remotes(nixl, self._lock), itertools.count()
+        self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
         self._background = Background(self.poll, self._moving, self.channel.wait) if alone else None
 
     def __repr__(self) -> str:
@@ -220,7 +220,7 @@ class Session:
 
         The ledger has to expect it. *engine_id*, *epoch*: whose blocks they are, of which start.
         All its ranks load the same request with `pushed`, what they have cached whole too, or
-        `release` it. Raises as `load` does; loads of this attempt fail then.
+        `decline` it. Raises as `load` does; loads of this attempt fail then.
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
@@ -228,7 +228,7 @@ class Session:
             self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
         return push
 
-    def release(
+    def decline(
         self,
         remote_id: str,
         *,
@@ -241,7 +241,7 @@ class Session:
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
             more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
-            order = remote.order(self.me.rank, remote_id, f"release {next(self._releases)}", more)
+            order = remote.order(self.me.rank, remote_id, f"decline {next(self._count)}", more)
             self._reading.recorded.extend(self._reading.book.expect(order, self._clock(), 0.0))
             self._reading.act()
 

@@ -177,7 +177,7 @@ def test_a_closed_session_does_nothing_any_more(pair: tuple[Side, Side]) -> None
     for act in (
         lambda: session.load(request(), remote_id=remote_id, timeout=1.0),
         lambda: session.push(request(), remote_id=remote_id, timeout=1.0, epoch=1),
-        lambda: session.release(remote_id),
+        lambda: session.decline(remote_id),
         lambda: session.connect(pair[0].introductions),
         lambda: session.fetch(pair[0].addresses),
     ):
@@ -215,10 +215,10 @@ class Asking:
         given = {"request": request(next(self.names)), "remote_id": self.held(), "timeout": 5.0}
         return given | {"engine_id": engine_id, "attempt": 0, "sample": 0}
 
-    def release(self) -> tuple[Any, dict[str, Any]]:
+    def decline(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
         given = {"remote_id": self.held(), "engine_id": "P", "attempt": 0, "sample": 0}
-        return self.consumer.release, given | {"samples": 1}
+        return self.consumer.decline, given | {"samples": 1}
 
     def connect(self) -> tuple[Any, dict[str, Any]]:
         """Of a consumer."""
@@ -248,12 +248,12 @@ class Asking:
         given = {"remote_id": self.held(), "upto": 3, "layers": ["l.0"]}
         return self.producer.ledger.wrote, given
 
-    def drop(self) -> tuple[Any, dict[str, Any]]:
+    def abort(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
-        return self.producer.ledger.drop, {"remote_id": self.held()}
+        return self.producer.ledger.abort, {"remote_id": self.held()}
 
 
-CALLS = ("load", "push", "release", "connect", "fetch", "disconnect", "hold", "wrote", "drop")
+CALLS = ("load", "push", "decline", "connect", "fetch", "disconnect", "hold", "wrote", "abort")
 
 
 @pytest.mark.parametrize("name", CALLS)

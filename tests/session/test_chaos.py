@@ -55,7 +55,7 @@ class Machine(RuleBasedStateMachine):
     def hold(self, at: int) -> None:
         self.world.hold(at)
 
-    @rule(at=AT, how=st.sampled_from(("load", "load", "load", "release")))
+    @rule(at=AT, how=st.sampled_from(("load", "load", "load", "decline")))
     def read(self, at: int, how: str) -> None:
         self.world.read(at, how)
 
@@ -84,8 +84,8 @@ class Machine(RuleBasedStateMachine):
         self.world.forge(at, how)
 
     @rule(at=AT)
-    def drop(self, at: int) -> None:
-        self.world.drop(at)
+    def abort(self, at: int) -> None:
+        self.world.abort(at)
 
     @rule(at=AT)
     def cancel(self, at: int) -> None:
@@ -124,7 +124,7 @@ def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
                 drawn.randint(1, 18), drawn.choice((0, 0, 3, 20)), early=drawn.random() < 0.3)),
             "hold": (6, lambda: world.hold(small())),
             "read": (12, lambda: world.read(
-                small(), "release" if drawn.random() < 0.1 else "load")),
+                small(), "decline" if drawn.random() < 0.1 else "load")),
             "reread": (4, lambda: world.reread(small())),
             "push": (15 * world.pushed, lambda: world.push(
                 small(), short=drawn.random() < 0.1)),
@@ -133,7 +133,7 @@ def chaos(seed: int, mode: Mode, *, digest: bool, steps: int = 120) -> World:
             "land": (20, lambda: world.land(small(), drawn.choice(LANDS * 2 + ("land",) * 6))),
             "deliver": (40, lambda: world.deliver(small(), drawn.choice(DELIVERS + ("once",) * 9))),
             "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
-            "drop": (4, lambda: world.drop(small())),
+            "abort": (4, lambda: world.abort(small())),
             "cancel": (0.7, lambda: world.cancel(small())),
             "advance": (5, lambda: world.advance(drawn.choice((0.5, 1.0, 3.0, 6.0)))),
             "restart": (0.4, lambda: world.restart(drawn.choice("PD"))),

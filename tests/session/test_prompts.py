@@ -185,7 +185,7 @@ def test_who_holds_a_prompt_is_met_when_it_is_asked_for(sides: tuple[Side, Side]
         producer.hold(prompt.remote_id)
     loads = [reader.load(prompts[0], asked) for reader in readers]
     for reader in readers:
-        reader.release(prompts[1])
+        reader.decline(prompts[1])
     until(lambda: all(load.poll() == "done" for load in loads), producer)
     assert [None, None] == [load.error for load in loads]
     assert [] == consumer.wrong(asked)
@@ -204,7 +204,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
     nobody = held(engine_id="nobody")
     there = held((*producer.addresses,), tables=asked.producer_blocks)
     with Prompts(session, timeout=1.0) as prompts:
-        prompts.release(nobody)
+        prompts.decline(nobody)
         until(prompts._connections["nobody"].connected.done)
         first = prompts.load(nobody, asked)
         assert "moving" == first.poll()
@@ -224,7 +224,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         anew = prompts._connections["P"]
         assert anew is not met
         until(lambda: last.poll() == "done", producer)
-        prompts.release(back)
+        prompts.decline(back)
         assert anew is prompts._connections["P"]
         session.disconnect("P")
         refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))

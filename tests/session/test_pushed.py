@@ -144,7 +144,7 @@ def test_who_released_a_request_is_not_pushed_to(net: FakeNixl) -> None:
         producer.fill(asked)
         consumer.spoil(asked)
         gone, reads = consumer.sessions.values()
-        gone.release(remote_id)
+        gone.decline(remote_id)
         for _ in range(9):
             producer.poll()
             consumer.poll()

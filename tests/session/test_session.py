@@ -133,7 +133,7 @@ def test_a_full_hit_and_a_release_move_nothing(pair: tuple[Side, Side]) -> None:
     loads = consumer.load(request(tokens=14, cached=14), hit)
     assert ["done", "done"] == [load.state for load in loads]
     for session in consumer.sessions.values():
-        session.release(given_up)
+        session.decline(given_up)
     done: list[str] = []
     until(lambda: done.extend(producer.settled()[0]) or len(done) == 8, producer, consumer)
     assert ["given up"] * 4 + ["hit"] * 4 == sorted(done)
@@ -177,7 +177,7 @@ def test_samples_of_a_prompt_are_counted(pair: tuple[Side, Side]) -> None:
     assert ["done", "done"] == ended(first, producer, consumer)
     assert ([], []) == producer.settled()
     for session in consumer.sessions.values():
-        session.release(remote_id, sample=1, samples=2)
+        session.decline(remote_id, sample=1, samples=2)
     done: list[str] = []
     until(lambda: done.extend(producer.settled()[0]) or len(done) == 4, producer, consumer)
 
@@ -185,16 +185,16 @@ def test_samples_of_a_prompt_are_counted(pair: tuple[Side, Side]) -> None:
 def test_what_the_producer_let_go_is_not_done(pair: tuple[Side, Side]) -> None:
     """A reader that comes after the lease, or for a request that was dropped, fails closed."""
     producer, consumer = pair
-    late, dropped = new_remote_id("late"), new_remote_id("dropped")
+    late, aborted = new_remote_id("late"), new_remote_id("dropped")
     producer.hold(late, lease=0.01)
-    producer.hold(dropped)
+    producer.hold(aborted)
     for session in producer.sessions.values():
-        session.ledger.drop(dropped)
+        session.ledger.abort(aborted)
     expired: list[str] = []
     until(lambda: expired.extend(producer.settled()[1]) or len(expired) == 4, producer)
     assert ["late"] * 4 == expired
     loads = []
-    for name, remote_id in (("a", late), ("b", dropped)):
+    for name, remote_id in (("a", late), ("b", aborted)):
         loads += consumer.load(request(name), remote_id)
         assert ["failed"] * 2 == ended(loads[-2:], producer, consumer)
     for load in loads:
@@ -283,7 +283,7 @@ def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
         ledger.hold(remote_id)
     with pytest.raises(SpecError, match="one that is not held"):
         ledger.hold(new_remote_id("r"))
-    ledger.drop(new_remote_id("r"))
+    ledger.abort(new_remote_id("r"))
     assert ("r",) == ledger.held
     for name in ("", "x" * 1025, "\ud800", b"binary", None):
         with pytest.raises(SpecError, match="request_id"):
@@ -497,7 +497,7 @@ def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
             session.disconnect("P")
             assert () == session.nixl.peers
             with pytest.raises(SpecError, match="none yet"):
-                session.release(remote_id)
+                session.decline(remote_id)
 
 
 def test_a_closed_session_leaves_nothing(pair: tuple[Side, Side]) -> None:

@@ -343,8 +343,8 @@ class World:
             return
         asked, rank = self.to_read.pop(at % len(self.to_read))
         session, load = self.engines["D"].sessions[rank], None
-        if how == "release" and not self.pushed:
-            session.release(asked.remote_id)
+        if how == "decline" and not self.pushed:
+            session.decline(asked.remote_id)
         else:
             if not self.pushed:
                 self.spoil(asked, rank)
@@ -355,7 +355,7 @@ class World:
                 )  # fmt: skip
             except TransferError as error:
                 raise AssertionError("its blocks were free, and are written") from error
-            if how == "release":
+            if how == "decline":
                 load.cancel()
         again = rank in asked.read
         asked.read.add(rank)
@@ -439,11 +439,11 @@ class World:
                 self.net.append((route, sender, bad))
                 self.deliver(-1)
 
-    def drop(self, at: int) -> None:
+    def abort(self, at: int) -> None:
         """Abort a request on every rank of the producer."""
         if self.asked and not (asked := self.asked[at % len(self.asked)]).lost:
             for session in self.engines["P"].sessions.values():
-                session.ledger.drop(asked.remote_id)
+                session.ledger.abort(asked.remote_id)
 
     def cancel(self, at: int) -> None:
         """Cancel a load."""
@@ -537,7 +537,7 @@ class World:
         while self.to_hold or self.to_read or self.to_push or self.to_write:
             self.hold(0)
             self.write(0, 99, all_layers=True)
-            self.read(0, "release")
+            self.read(0, "decline")
             self.push(0)
         for _ in range(40):
             while self.nixl.moving:

@@ -1,4 +1,4 @@
-"""What a connector does in vLLM's scheduler: which requests are held, fetched and released.
+"""What a connector does in vLLM's scheduler: which requests are held, fetched and declined.
 
 Law: a consumer fetches all of a prompt but its last token, once, and whatever becomes of that, the
 producer is told once. Of what a router passes on nothing is believed: what is not a producer's
@@ -39,12 +39,12 @@ class EngineStep:
     """What the scheduler tells the workers: vLLM's connector metadata.
 
     *held*: requests that peers may read, with their remote ids; *fetched*: what is read, of which
-    prompt; *released*: prompts that are not read; *failed*: requests that cannot be read.
+    prompt; *declined*: prompts that are not read; *failed*: requests that cannot be read.
     """
 
     held: list[tuple[str, str]] = attrs.field(factory=list)
     fetched: list[tuple[HeldPrompt, TransferRequest]] = attrs.field(factory=list)
-    released: list[HeldPrompt] = attrs.field(factory=list)
+    declined: list[HeldPrompt] = attrs.field(factory=list)
     failed: list[str] = attrs.field(factory=list)
 
 
@@ -95,7 +95,7 @@ class Scheduling:
         if prompt is None:
             return
         if not num_external_tokens:
-            self._next.released.append(prompt)
+            self._next.declined.append(prompt)
             return
         end = _end(request, prompt)
         try:
@@ -105,7 +105,7 @@ class Scheduling:
         except SpecError as error:
             log.error("%s: %s", name, error)  # noqa: TRY400
             self._next.failed.append(name)
-            self._next.released.append(prompt)
+            self._next.declined.append(prompt)
 
     def build_connector_meta(self, scheduler_output: Any) -> EngineStep:  # noqa: ARG002
         """Return what came up since the last step."""
@@ -118,7 +118,7 @@ class Scheduling:
         """Return whether a request's blocks are held for a peer, and what the peer has to know."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
-            self._next.released.append(prompt)
+            self._next.declined.append(prompt)
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or request.status.name not in FINISHED:
             return False, None

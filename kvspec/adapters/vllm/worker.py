@@ -144,8 +144,8 @@ class Serving:
             except SpecError as error:  # who reads it is told that it is void
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
-        for prompt in step.released:
-            self._reads.release(prompt)
+        for prompt in step.declined:
+            self._reads.decline(prompt)
         for prompt, request in step.fetched:
             self._loads[request.request_id] = self._reads.load(prompt, request)
         self._failed.update(step.failed)
