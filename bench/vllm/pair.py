@@ -30,7 +30,7 @@ from models import make
 from process import Failed, reason, started
 from scenarios import SCENARIOS, Scenario, beginnings
 
-from kvspec.session import HeldPrompt
+from kvspec.session import PrefillTicket
 
 TOKENS = 16
 CLOSE = 1e-3
@@ -197,8 +197,8 @@ def faults(policy: str, expected: list[Any], folder: Path) -> str:
 
     with started(*sides[1]) as consumer:
         with started(*sides[0]) as producer:
-            away = attrs.evolve(HeldPrompt.of(prefilled(5)), addresses=("127.0.0.1:9",))
-            lost = [answered(5, {"do_remote_prefill": True, **away.plain()})]
+            away = attrs.evolve(PrefillTicket.from_params(prefilled(5)), addresses=("127.0.0.1:9",))
+            lost = [answered(5, {"do_remote_prefill": True, **away.to_params()})]
             late = prefilled(1)
             time.sleep(12)
             lost.append(answered(1, late))

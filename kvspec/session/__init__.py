@@ -1,19 +1,19 @@
 """What a connector is written on: engines that meet, requests that are loaded, held and freed."""
 
 from kvspec.session.channel import Channel, TcpChannel
-from kvspec.session.heldprompt import HeldPrompt, content_of
 from kvspec.session.introduction import new_remote_id
 from kvspec.session.ledger import Ledger, Settled
 from kvspec.session.leftovers import SessionLeftovers
 from kvspec.session.load import LoadState, Progress, SessionLoad, SessionPush
 from kvspec.session.prompts import PromptLoad, Prompts
 from kvspec.session.session import Session
+from kvspec.session.ticket import PrefillTicket, content_of
 
 __all__ = [
     "Channel",
-    "HeldPrompt",
     "Ledger",
     "LoadState",
+    "PrefillTicket",
     "Progress",
     "PromptLoad",
     "Prompts",

@@ -23,9 +23,9 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.nixl.notifications import LAST_WAIT
-from kvspec.session.heldprompt import HeldPrompt
 from kvspec.session.load import LoadState, SessionLoad
 from kvspec.session.session import Session
+from kvspec.session.ticket import PrefillTicket
 
 T = TypeVar("T")
 ABSENT = 2.0
@@ -169,12 +169,12 @@ class Prompts:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def load(self, prompt: HeldPrompt, request: TransferRequest) -> PromptLoad:
-        """Start reading *request*, of `HeldPrompt.request`; its producer is met before, if need be.
+    def load(self, prompt: PrefillTicket, request: TransferRequest) -> PromptLoad:
+        """Start reading *request*, of `PrefillTicket.request`; its producer is connected first.
 
-        Never raises, of a `HeldPrompt`: what is wrong is the load's error, the producer is told.
+        Never raises, of a `PrefillTicket`: what is wrong is the load's error, the producer is told.
         """
-        instance("prompt", prompt, HeldPrompt)
+        instance("prompt", prompt, PrefillTicket)
 
         def begin() -> SessionLoad:
             try:
@@ -195,7 +195,7 @@ class Prompts:
         connection = self._connection(prompt)
         return PromptLoad(request, connection.connected, begin, decline, connection.lose)
 
-    def decline(self, prompt: HeldPrompt) -> None:
+    def decline(self, prompt: PrefillTicket) -> None:
         """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
         self._connection(prompt).connected.add_done_callback(lambda _: self._decline(prompt))
 
@@ -203,11 +203,11 @@ class Prompts:
         """Meet nobody any more; the session is the caller's to close."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _decline(self, prompt: HeldPrompt) -> None:
+    def _decline(self, prompt: PrefillTicket) -> None:
         with contextlib.suppress(KVSpecError):
             self.session.decline(prompt.remote_id, engine_id=prompt.engine_id)
 
-    def _connection(self, prompt: HeldPrompt) -> Connection:
+    def _connection(self, prompt: PrefillTicket) -> Connection:
         """Return when a producer is met, or was; one that could not be met is tried again."""
         name = prompt.engine_id
         with self._lock:

@@ -16,7 +16,7 @@ from strange import STRANGE
 import kvspec
 from kvspec import KVSpecError, RankId
 from kvspec.nixl import Costs, NixlRank, Staging, calibrated
-from kvspec.session import HeldPrompt, TcpChannel, content_of, new_remote_id
+from kvspec.session import PrefillTicket, TcpChannel, content_of, new_remote_id
 from kvspec.testing import FakeNixl
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -101,7 +101,7 @@ PROMPT: dict[str, Any] = {
     "engine_id": "P", "addresses": ["a:1"], "remote_id": new_remote_id("p"), "num_tokens": 20,
     "tables": {"g": [1, 2]}, "content": "",
 }  # fmt: skip
-HELD = HeldPrompt(**PROMPT)
+HELD = PrefillTicket(**PROMPT)
 PLAIN: dict[str, Call] = {
     "request": (kvspec.TransferRequest, {
         "request_id": "r", "num_tokens": 20, "producer_blocks": {"g": [1, 2]},
@@ -126,8 +126,8 @@ PLAIN: dict[str, Call] = {
     "staging": (Staging, {"area": 4096, "piece": 4096, "costs": Costs(), "always": False}),
     "costs": (Costs, {"handle": 0.0, "byte": 0.0, "run": 0.0}),
     "calibrated": (calibrated, {"path": "/nowhere"}),
-    "held prompt": (HeldPrompt, PROMPT),
-    "of": (HeldPrompt.of, {"given": HELD.plain(), "secret": None}),
+    "held prompt": (PrefillTicket, PROMPT),
+    "of": (PrefillTicket.from_params, {"given": HELD.to_params(), "secret": None}),
     "its request": (HELD.request, {
         "request_id": "r", "num_tokens": 20, "blocks": {"g": [3, 4]}, "cached": 0,
     }),

@@ -20,41 +20,41 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Side, engine, new_remote_id, request, until
 
-from kvspec.session import HeldPrompt, Prompts, content_of
+from kvspec.session import PrefillTicket, Prompts, content_of
 from kvspec.testing import FakeNixl
 
 BLOCKS = {"full": [1, 2, 3, 4], "window": [4, 3, 2, 1]}
 
 
-def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> HeldPrompt:
+def held(addresses: tuple[str, ...] = ("127.0.0.1:9",), **changed: Any) -> PrefillTicket:
     """Return what a producer's scheduler says."""
     given = {"engine_id": "P", "addresses": addresses, "remote_id": new_remote_id("p-1")}
-    return HeldPrompt(**{**given, "num_tokens": 14, "tables": BLOCKS, **changed})
+    return PrefillTicket(**{**given, "num_tokens": 14, "tables": BLOCKS, **changed})
 
 
 def test_what_a_router_passes_on_is_what_was_said() -> None:
     """Over JSON, beside whatever else it says; an id is its own."""
     said = held()
-    read = HeldPrompt.of(json.loads(json.dumps({**said.plain(), "more": 1})))
+    read = PrefillTicket.from_params(json.loads(json.dumps({**said.to_params(), "more": 1})))
     assert said == read
-    assert said.plain() == read.plain()
-    plain = said.plain()
-    tables = dict(reversed(plain["remote_block_ids"].items()))
-    other = dict(reversed((plain | {"remote_block_ids": tables}).items()))
-    assert said == HeldPrompt.of(other), "in another order, which JSON does not keep"
+    assert said.to_params() == read.to_params()
+    params = said.to_params()
+    tables = dict(reversed(params["remote_block_ids"].items()))
+    other = dict(reversed((params | {"remote_block_ids": tables}).items()))
+    assert said == PrefillTicket.from_params(other), "in another order, which JSON does not keep"
 
 
 WRONG = [None, 5, "", [], [1], {"group0": [0]}, {"group0": 5}, {"group0": [0, ["x"]]}, -1]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("name", [*held().plain()])
+@pytest.mark.parametrize("name", [*held().to_params()])
 def test_what_no_producer_said_is_refused(name: str, value: object) -> None:
     """By the name of what is wrong; a count of 5 is one, and to say nothing of the content."""
     if (name, value) in (("remote_num_tokens", 5), ("remote_content", "")):
         return
     with pytest.raises(SpecError, match=r"remote_|block_ids|first_token") as caught:
-        HeldPrompt.of({**held().plain(), name: value})
+        PrefillTicket.from_params({**held().to_params(), name: value})
     assert ("remote_seal" in str(caught.value)) == (name == "remote_seal")
 
 
@@ -73,22 +73,22 @@ LEGAL: dict[str, Any] = {
 @pytest.mark.parametrize("name", [*LEGAL])
 def test_what_was_changed_on_the_way_is_refused(name: str, secret: bytes | None) -> None:
     """Another request's blocks, or count, or name, however legal; also where there is no secret."""
-    said = held().plain(secret)
+    said = held().to_params(secret)
     assert set(LEGAL) == set(said)
-    HeldPrompt.of(said, secret)
-    for changed in (LEGAL[name], held(num_tokens=9).plain(secret)[name]):
+    PrefillTicket.from_params(said, secret)
+    for changed in (LEGAL[name], held(num_tokens=9).to_params(secret)[name]):
         if changed != said[name]:
             with pytest.raises(SpecError, match=r"remote_seal='.*what the producer sealed"):
-                HeldPrompt.of(said | {name: changed}, secret)
+                PrefillTicket.from_params(said | {name: changed}, secret)
 
 
 def test_who_does_not_know_the_secret_is_not_believed() -> None:
     """Neither who has another, nor who has none; and none is taken for the environment's."""
     said = held()
-    assert said == HeldPrompt.of(said.plain(), os.environ["KVSPEC_SECRET"])
+    assert said == PrefillTicket.from_params(said.to_params(), os.environ["KVSPEC_SECRET"])
     for own, other in ((None, b""), (b"", None), (b"another secret, as long", None)):
         with pytest.raises(SpecError, match="remote_seal"):
-            HeldPrompt.of(said.plain(own), other)
+            PrefillTicket.from_params(said.to_params(own), other)
 
 
 def test_another_prompt_is_refused() -> None:
@@ -123,9 +123,9 @@ def test_what_is_held_does_not_change() -> None:
     """Nor is it told otherwise, whatever becomes of the mapping that it was made of."""
     tables = {"full": kvspec.BlockTable([1, 2], first_token=4)}
     prompt = held(tables=tables)
-    said = prompt.plain()
+    said = prompt.to_params()
     tables["full"] = kvspec.BlockTable([7])
-    assert said == prompt.plain()
+    assert said == prompt.to_params()
     assert [1, 2] == prompt.tables["full"].block_ids.tolist()
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_held_is_refused(name: str, value: object) -> None:
 def test_what_is_no_mapping_was_said_by_nobody(given: Any) -> None:
     """Whatever a router passes on."""
     with pytest.raises(SpecError, match="wanted a mapping from names to what a producer said"):
-        HeldPrompt.of(given)
+        PrefillTicket.from_params(given)
 
 
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], None, 3, [2**70], [[1, 2], [3, 4]], [[1], []]])
@@ -420,7 +420,7 @@ def test_what_is_no_request_is_refused(sides: tuple[Side, Side]) -> None:
     """A prompt at once, since nobody can be told; a request as the load's error."""
     wrong: Any = None
     with Prompts(next(iter(sides[1].sessions.values())), timeout=1.0) as prompts:
-        with pytest.raises(SpecError, match="prompt=None: wanted a HeldPrompt"):
+        with pytest.raises(SpecError, match="prompt=None: wanted a PrefillTicket"):
             prompts.load(wrong, request())
         load = prompts.load(held((*sides[0].addresses,)), wrong)
         until(lambda: load.poll() == "failed")

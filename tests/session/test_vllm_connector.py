@@ -27,7 +27,7 @@ from vllm_serving import (
 import kvspec
 from kvspec.adapters.vllm import engine_spec
 from kvspec.adapters.vllm.scheduling import Scheduling, Served
-from kvspec.session import HeldPrompt, new_remote_id
+from kvspec.session import PrefillTicket, new_remote_id
 
 pytestmark = pytest.mark.nixl
 
@@ -46,14 +46,14 @@ OTHERS = [9, 8, 7, 6], [0, 4, 3, 2]
 
 def said(num_tokens: int = 7) -> dict[str, Any]:
     """Return what a producer says of a request."""
-    prompt = HeldPrompt(
+    prompt = PrefillTicket(
         engine_id="p",
         addresses=("127.0.0.1:9",),
         remote_id=new_remote_id("p-1"),
         num_tokens=num_tokens,
         tables={"group0": kvspec.BlockTable([1, 2])},
     )
-    return {"do_remote_prefill": True, **prompt.plain()}
+    return {"do_remote_prefill": True, **prompt.to_params()}
 
 
 HELD = said()
@@ -145,7 +145,9 @@ def test_nobody_there_fails_the_request_alone(caplog: pytest.LogCaptureFixture) 
     with Engine("p") as producer, Engine("d", timeout=2.0) as consumer:
         params = producer.prefill(Request("p-1", 14), *TABLES)
         assert params is not None
-        lost = attrs.evolve(HeldPrompt.of(params), addresses=("127.0.0.1:9",)).plain()
+        lost = attrs.evolve(
+            PrefillTicket.from_params(params), addresses=("127.0.0.1:9",)
+        ).to_params()
         consumer.decode(Request("d-1", 14, {**params, **lost}), *OTHERS)
         until(lambda: consumer.failed, consumer)
         assert "d-1: TransferError: no introduction from 127.0.0.1:9" in caplog.text

@@ -17,7 +17,7 @@ from kvspec.adapters.vllm.tables import block_tables, loses_a_token
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
-from kvspec.session import HeldPrompt, content_of, new_remote_id
+from kvspec.session import PrefillTicket, content_of, new_remote_id
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class EngineStep:
     """
 
     held: list[tuple[str, str]] = attrs.field(factory=list)
-    fetched: list[tuple[HeldPrompt, TransferRequest]] = attrs.field(factory=list)
-    declined: list[HeldPrompt] = attrs.field(factory=list)
+    fetched: list[tuple[PrefillTicket, TransferRequest]] = attrs.field(factory=list)
+    declined: list[PrefillTicket] = attrs.field(factory=list)
     failed: list[str] = attrs.field(factory=list)
 
 
@@ -57,7 +57,7 @@ class Scheduling:
     def __init__(self, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._ranks: tuple[Served, ...] = ()
-        self._prompts: dict[str, HeldPrompt] = {}  # of requests that are yet to be fetched
+        self._prompts: dict[str, PrefillTicket] = {}  # of requests that are yet to be fetched
         self._next = EngineStep()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Served]) -> None:
@@ -69,7 +69,7 @@ class Scheduling:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             try:
-                prompt = HeldPrompt.of(params)
+                prompt = PrefillTicket.from_params(params)
                 prompt.check(request.prompt_token_ids or ())
                 self._prompts[request.request_id] = prompt
             except SpecError as error:
@@ -128,11 +128,11 @@ class Scheduling:
             log.warning("%s is not held: %s", request.request_id, error)
             return False, None
         self._next.held.append((request.request_id, held.remote_id))
-        return True, {"do_remote_prefill": True, "do_remote_decode": False, **held.plain()}
+        return True, {"do_remote_prefill": True, "do_remote_decode": False, **held.to_params()}
 
-    def _hold(self, request: Any, block_ids: Any) -> HeldPrompt:
+    def _hold(self, request: Any, block_ids: Any) -> PrefillTicket:
         computed = request.num_computed_tokens
-        return HeldPrompt(
+        return PrefillTicket(
             tables=self._tables(block_ids, computed),
             engine_id=self._ranks[0].engine_id,
             addresses=tuple(rank.address for rank in self._ranks),
@@ -147,7 +147,7 @@ class Scheduling:
         return block_tables(self._ranks[0].engine, self._kv_cache_config, block_ids, num_tokens)
 
 
-def _end(request: Any, prompt: HeldPrompt) -> int:
+def _end(request: Any, prompt: PrefillTicket) -> int:
     """Return before which token to stop fetching: vLLM computes the last one of a prompt itself."""
     return int(min(request.num_tokens - 1, prompt.num_tokens))
 

@@ -52,7 +52,7 @@ def _addresses(value: object) -> tuple[str, ...]:
 
 
 @attrs.frozen(kw_only=True)
-class HeldPrompt:
+class PrefillTicket:
     """A request that all ranks of a producer hold, as its scheduler tells whoever is to read it.
 
     *engine_id*: the producer's name; *addresses*: of its ranks' channels; *remote_id*: of
@@ -96,8 +96,8 @@ class HeldPrompt:
         if num_tokens > self.num_tokens:
             raise SpecError("num_tokens", num_tokens, f"at most {self.num_tokens}, as are held")
 
-    def plain(self, secret: str | bytes | None = None) -> dict[str, Any]:
-        """Return what `of` reads: texts, ints, lists and dicts, so that it can be JSON.
+    def to_params(self, secret: str | bytes | None = None) -> dict[str, Any]:
+        """Return what `from_params` reads: texts, ints, lists and dicts, so that it can be JSON.
 
         *secret*: as a `NixlRank` has it, the environment's `KVSPEC_SECRET` unless given.
         """
@@ -114,7 +114,7 @@ class HeldPrompt:
         return Secret(secret_of(secret) or b"").seal(PROMPT, body)[len(PROMPT) :][:MAC]
 
     @staticmethod
-    def of(given: Mapping[str, Any], secret: str | bytes | None = None) -> HeldPrompt:
+    def from_params(given: Mapping[str, Any], secret: str | bytes | None = None) -> PrefillTicket:
         """Return what *given* says, beside anything else; `SpecError` for what no producer said.
 
         Nor for what was changed since, or sealed by another *secret* than the producer's: without
@@ -125,11 +125,11 @@ class HeldPrompt:
         field, tables = _SAID["tables"], dict[str, BlockTable]()
         for group, table in mapping(field, said["tables"], "groups to tables").items():
             pair = sequence(f"{field}[{group!r}]", table, _TABLE)
-            if len(pair) != 2:  # noqa: PLR2004 - as `plain` writes it
+            if len(pair) != 2:  # noqa: PLR2004 - as `to_params` writes it
                 raise SpecError(f"{field}[{group!r}]", pair, _TABLE)
             tables[str(group)] = BlockTable(pair[1], first_token=pair[0])
         try:
-            prompt = HeldPrompt(**said | {"tables": tables})
+            prompt = PrefillTicket(**said | {"tables": tables})
         except SpecError as error:
             name = _SAID.get(error.field, error.field)
             raise SpecError(name, error.value, error.wanted) from error
