@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvspec.protocol import CONSUMER, PRODUCER, Row
-from kvspec.protocol.notices import NOTICES
+from kvspec.protocol.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
 HEAD = """\
@@ -16,7 +16,7 @@ Law 12: of every admitted request each producer rank frees its blocks exactly on
 reader is done or when the lease is over, and who reads later is told; what failed never becomes
 readable.
 
-A notice names its request by id, nonce and attempt, who sends it and to whom; a reader's says how
+A message names its request by id, nonce and attempt, who sends it and to whom; a reader's says how
 many readers will come, and has a number that nothing else it asks has, so that a load is not told
 what held for an earlier one of the same attempt."""
 Table = dict[tuple[str, str], Row]
@@ -26,7 +26,7 @@ def page() -> str:
     """Return the page."""
     sections = (
         HEAD,
-        rows(("notice", "says"), [(f"`{kind}`", means) for kind, means in NOTICES.items()]),
+        rows(("message", "says"), [(f"`{kind}`", means) for kind, means in MESSAGES.items()]),
         *told("Producer", PRODUCER, "unknown"),
         *told("Consumer", CONSUMER, "moving"),
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config", "handshakes", "notices")
+TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config", "handshakes", "messages")
 LONGEST = 4096
 """Bytes of the longest input."""
 SEEDS = 64

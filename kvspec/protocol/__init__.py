@@ -4,12 +4,12 @@ from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
-from kvspec.protocol.notices import (
+from kvspec.protocol.messages import (
     Closed,
     Failed,
     Free,
     Key,
-    Notice,
+    Message,
     Party,
     Ready,
     Refused,
@@ -21,7 +21,7 @@ from kvspec.protocol.plain import register
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.states import CONSUMER, PRODUCER, Row
-from kvspec.protocol.wire import decode_handshake, decode_notice, encode_handshake, encode_notice
+from kvspec.protocol.wire import decode_handshake, decode_message, encode_handshake, encode_message
 
 __all__ = [
     "CONSUMER",
@@ -33,7 +33,7 @@ __all__ = [
     "Free",
     "Handshake",
     "Key",
-    "Notice",
+    "Message",
     "Party",
     "ProducerLedger",
     "Pushed",
@@ -45,10 +45,10 @@ __all__ = [
     "Tell",
     "compatibility_hash",
     "decode_handshake",
-    "decode_notice",
+    "decode_message",
     "disagreements",
     "encode_handshake",
-    "encode_notice",
+    "encode_message",
     "one_engine",
     "register",
 ]

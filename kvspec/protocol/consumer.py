@@ -21,11 +21,11 @@ from typing import TypeVar
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.notices import (
+from kvspec.protocol.messages import (
     Action,
     Closed,
     Failed,
-    Notice,
+    Message,
     Party,
     Present,
     Ready,
@@ -43,13 +43,13 @@ T = TypeVar("T")
 class ConsumerLedger:
     """The requests that one consumer rank reads.
 
-    *beat*: seconds between beats, and between repeated notices that have no answer; less than half
-    of the producer's lease. *patience*: seconds for which a producer that does not answer is told.
+    *heartbeat*: seconds between heartbeats, and between repeats of unanswered messages; less than
+    half of the producer's lease. *patience*: seconds for which a silent producer is told again.
     """
 
-    def __init__(self, me: Party, *, beat: float = 5.0, patience: float = 60.0) -> None:
+    def __init__(self, me: Party, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
         self.me = me
-        self.beat = seconds("beat", beat)
+        self.heartbeat = seconds("heartbeat", heartbeat)
         self.patience = seconds("patience", patience)
         self._now = 0.0
         self._loads: dict[str, Pending] = {}
@@ -106,7 +106,7 @@ class ConsumerLedger:
                 load.sources[rank] = Source(Frontiers(ends, partial=order.partial))
         load.untold = set(order.expected)
         self._due = min(self._due, load.due)
-        actions += self._tell(load, "beat") if load.sources else []
+        actions += self._tell(load, "heartbeat") if load.sources else []
         return actions + self._moved(load)
 
     def readable(self, request_id: str) -> dict[RankId, dict[Place, int]]:
@@ -212,33 +212,33 @@ class ConsumerLedger:
         load = self._loads.get(request_id)
         return actions + (self._fault(load, why, state) if load else [])
 
-    def receive(self, notice: Notice, now: float) -> list[Action]:
-        """Take a producer's notice."""
-        name = self._names.get(name_of(notice), "")
-        # A frontier grows in one line, so `wrote`, which is frequent, needs no copy.
-        copied = None if notice.kind == "wrote" else name
-        return self._whole(now, copied, lambda: self._receive(name, notice, now))
+    def receive(self, message: Message, now: float) -> list[Action]:
+        """Take a producer's message."""
+        name = self._names.get(name_of(message), "")
+        # A frontier grows in one line, so `progress`, which is frequent, needs no copy.
+        copied = None if message.kind == "progress" else name
+        return self._whole(now, copied, lambda: self._receive(name, message, now))
 
-    def _receive(self, name: str, notice: Notice, now: float) -> list[Action]:
+    def _receive(self, name: str, message: Message, now: float) -> list[Action]:
         actions = self._tick(now)
         load = self._loads.get(name)
-        why = refusal_of(notice, load, self.me)
+        why = refusal_of(message, load, self.me)
         if load is None or why is not None:
-            return [*actions, Refused(notice, why or "of no request that is open")]
-        rank = notice.by.rank
-        if notice.kind == "wrote":
+            return [*actions, Refused(message, why or "of no request that is open")]
+        rank = message.by.rank
+        if message.kind == "progress":
             if rank in load.sources:
-                load.sources[rank].frontiers.wrote((notice.group, notice.layer), notice.upto)
+                load.sources[rank].frontiers.record((message.group, message.layer), message.upto)
             return actions
-        del load.asked[rank][notice.number]
-        if notice.kind != "grant":
+        del load.asked[rank][message.number]
+        if message.kind != "lease":
             load.untold.discard(rank)
-            if notice.kind == "valid":
+            if message.kind == "valid":
                 # Only questions asked after everything arrived have an answer in this state.
                 if load.state == "asking" and rank in load.sources:
                     load.sources[rank].valid = True
             elif rank in load.sources and not load.sources[rank].sound:
-                why = f"{notice.by} let it go before it was read"
+                why = f"{message.by} let it go before it was read"
                 actions += self._fault(load, why, TransferState.GONE)
         return actions + self._moved(load) + self._told(load)
 
@@ -262,7 +262,7 @@ class ConsumerLedger:
         self._present.disconnect(engine_id)
 
     def tick(self, now: float) -> list[Action]:
-        """Let time pass: beats and repeated notices go out, requests that are late fail."""
+        """Let time pass: heartbeats and repeated messages go out, requests that are late fail."""
         return self._whole(now, None, lambda: self._tick(now))
 
     def open_steps(self, request_id: str) -> frozenset[int]:
@@ -309,7 +309,7 @@ class ConsumerLedger:
                 actions += self._told(load)
             elif load.state != "draining" and self._now >= load.next_tell:
                 moves = load.state == "moving"
-                actions += self._tell(load, "beat" if moves else "done", again=not moves)
+                actions += self._tell(load, "heartbeat" if moves else "done", again=not moves)
         waiting = (load.due for load in self._loads.values() if load.state != "draining")
         self._due = min(waiting, default=math.inf)
         return actions
@@ -319,12 +319,12 @@ class ConsumerLedger:
         if not again:
             self._numbers += 1
             load.number = self._numbers
-        load.next_tell = self._now + self.beat
+        load.next_tell = self._now + self.heartbeat
         self._due = min(self._due, load.due)
         actions: list[Action] = []
         for rank in sorted(load.untold):
             load.ask(rank, self._now, self.patience)
-            actions.append(Tell(load.notice(kind, self.me, rank)))
+            actions.append(Tell(load.message(kind, self.me, rank)))
         return actions
 
     def _ended(self, step: int) -> tuple[Pending, RankId, Mapping[Place, range]]:

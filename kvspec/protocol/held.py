@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvspec.protocol.notices import Key, Notice, Party
+from kvspec.protocol.messages import Key, Message, Party
 
 Reader = tuple[Party, int]
 """A rank that reads, and which of its samples."""
@@ -20,14 +20,14 @@ MAX_STARTS = 16
 class Seen:
     """What one reader said last, whether it is done, and how it was answered."""
 
-    notice: Notice
+    message: Message
     done: bool = False
     answer: str = "gone"
 
     @property
     def said(self) -> tuple[int, int]:
         """Which attempt that was of, and which of the reader's questions."""
-        return self.notice.attempt, self.notice.number
+        return self.message.attempt, self.message.number
 
 
 @attrs.define(eq=False)
@@ -41,7 +41,7 @@ class Start:
     @property
     def last(self) -> list[Seen]:
         """The readers of the last attempt, as far as they came."""
-        return [seen for seen in self.readers.values() if seen.notice.attempt == self.attempt]
+        return [seen for seen in self.readers.values() if seen.message.attempt == self.attempt]
 
     @property
     def complete(self) -> bool:
@@ -65,7 +65,7 @@ class Request:
     expected: int | None = None
     disputed: bool = False
     starts: dict[tuple[str, int], Start] = attrs.field(factory=dict)
-    early: dict[Reader, Notice] = attrs.field(factory=dict)
+    early: dict[Reader, Message] = attrs.field(factory=dict)
     written: dict[tuple[str, str], int] = attrs.field(factory=dict)
 
     @property
@@ -74,38 +74,38 @@ class Request:
         known = bool(self.starts) and not self.disputed
         return known and all(start.complete for start in self.starts.values())
 
-    def seen(self, notice: Notice) -> Seen | None:
-        """Return what the sender of *notice* said before."""
-        start = self.starts.get((notice.by.engine_id, notice.by.epoch))
-        return start.readers.get((notice.by, notice.sample)) if start else None
+    def seen(self, message: Message) -> Seen | None:
+        """Return what the sender of *message* said before."""
+        start = self.starts.get((message.by.engine_id, message.by.epoch))
+        return start.readers.get((message.by, message.sample)) if start else None
 
-    def reading(self) -> list[Notice]:
-        """Return the last notice of each reader that is not done."""
+    def reading(self) -> list[Message]:
+        """Return the last message of each reader that is not done."""
         starts = self.starts.values()
-        return [s.notice for start in starts for s in start.readers.values() if not s.done]
+        return [s.message for start in starts for s in start.readers.values() if not s.done]
 
-    def note(self, notice: Notice, answer: str) -> None:
+    def note(self, message: Message, answer: str) -> None:
         """Note what a reader said, and the answer."""
-        start = self.starts[notice.by.engine_id, notice.by.epoch]
-        start.readers[notice.by, notice.sample] = Seen(notice, notice.kind == "done", answer)
+        start = self.starts[message.by.engine_id, message.by.epoch]
+        start.readers[message.by, message.sample] = Seen(message, message.kind == "done", answer)
 
-    def contradicts(self, notice: Notice) -> str | None:
-        """Return why *notice* cannot be, beside what was heard; None and count on it if it can."""
-        name = (notice.by.engine_id, notice.by.epoch)
-        if self.expected is not None and notice.expected != self.expected:
-            return f"it expects {notice.expected} readers, this engine {self.expected}"
+    def contradicts(self, message: Message) -> str | None:
+        """Return why *message* cannot be, beside what was heard; None and count on it if it can."""
+        name = (message.by.engine_id, message.by.epoch)
+        if self.expected is not None and message.expected != self.expected:
+            return f"it expects {message.expected} readers, this engine {self.expected}"
         start = self.starts.get(name)
-        seen = self.seen(notice)
+        seen = self.seen(message)
         if start is None:
             if len(self.starts) == MAX_STARTS:
                 return self._dispute(f"{MAX_STARTS} starts of engines read it already")
-            self.starts[name] = Start(notice.attempt, notice.expected)
-        elif notice.attempt > start.attempt:
-            start.attempt, start.expected = notice.attempt, notice.expected
-        elif (notice.attempt, notice.number) < (seen.said if seen else (start.attempt, 0)):
+            self.starts[name] = Start(message.attempt, message.expected)
+        elif message.attempt > start.attempt:
+            start.attempt, start.expected = message.attempt, message.expected
+        elif (message.attempt, message.number) < (seen.said if seen else (start.attempt, 0)):
             return "of an earlier attempt, or of before what it said last"
-        elif notice.attempt == start.attempt and notice.expected != start.expected:
-            return self._dispute(f"it expects {notice.expected} readers, others {start.expected}")
+        elif message.attempt == start.attempt and message.expected != start.expected:
+            return self._dispute(f"it expects {message.expected} readers, others {start.expected}")
         elif seen is None and len(start.last) == start.expected:
             return self._dispute(f"one reader more than the {start.expected} that were to come")
         return None

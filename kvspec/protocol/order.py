@@ -16,12 +16,12 @@ from kvspec.inputs import Frozen, flag, instance, mapping, positive_int
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.handshake import is_name
-from kvspec.protocol.notices import MAX_READERS, Key
+from kvspec.protocol.messages import MAX_READERS, Key
 
 Place = tuple[str, str]
 """A group and a layer of it."""
 Name = tuple[Key, int, int, str, int]
-"""What notices name a request by: key, attempt, sample, the producer's name and epoch."""
+"""What messages name a request by: key, attempt, sample, the producer's name and epoch."""
 
 
 def _sources(value: object) -> Mapping[RankId, Mapping[Place, int]]:
@@ -41,7 +41,7 @@ class ReadOrder:
     *request_id*: the consumer's own; *key*, *engine_id*, *epoch*: the producer's. *expected*: each
     producer rank that is to be told, and how many readers it will hear of, samples counted.
     *sources*: of each that is read, the end of each layer of each group; empty where nothing moves.
-    *attempt*, *sample*: as a `Notice` has them. *partial*: read only what the producer said is
+    *attempt*, *sample*: as a `Message` has them. *partial*: read only what the producer said is
     written; else all is. *again*: if it fails, another attempt will follow: tell nobody.
     """
 
@@ -74,7 +74,7 @@ class ReadOrder:
 
     @property
     def name(self) -> Name:
-        """What its notices name it by."""
+        """What its messages name it by."""
         return self.key, self.attempt, self.sample, self.engine_id, self.epoch
 
     @staticmethod
@@ -144,7 +144,7 @@ class Frontiers:
         """Whether everything has arrived."""
         return not any(self._left.values())
 
-    def wrote(self, place: Place, upto: int) -> None:
+    def record(self, place: Place, upto: int) -> None:
         """Note how far the producer wrote; a frontier never goes back, nor beyond the end."""
         if place in self._written:
             self._written[place] = max(self._written[place], min(upto, self._ends[place]))

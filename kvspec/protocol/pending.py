@@ -10,7 +10,7 @@ import attrs
 
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.notices import Notice, Party
+from kvspec.protocol.messages import Message, Party
 from kvspec.protocol.order import Frontiers, Name, ReadOrder
 
 
@@ -39,7 +39,7 @@ class Source:
 class Pending:
     """One request: its order, its sources, the steps that may still write, who has to answer.
 
-    *asked*: when each notice that has no answer yet was sent, by rank and number.
+    *asked*: when each message that has no answer yet was sent, by rank and number.
     """
 
     order: ReadOrder
@@ -68,16 +68,16 @@ class Pending:
         return attrs.evolve(self, sources=sources, asked=asked, steps=steps, untold=untold)
 
     def ask(self, rank: RankId, now: float, patience: float) -> None:
-        """Note when the next notice is sent; forget those older than *patience* seconds."""
+        """Note when the next message is sent; forget those older than *patience* seconds."""
         asked = self.asked.setdefault(rank, {})
         for old in [n for n, at in asked.items() if at < now - patience]:
             del asked[old]
         asked[self.number] = now
 
-    def notice(self, kind: str, by: Party, rank: RankId) -> Notice:
-        """Return the next notice to a producer *rank*."""
+    def message(self, kind: str, by: Party, rank: RankId) -> Message:
+        """Return the next message to a producer *rank*."""
         order = self.order
-        return Notice(
+        return Message(
             kind=kind,
             key=order.key,
             by=by,
@@ -89,12 +89,12 @@ class Pending:
         )
 
 
-def name_of(answer: Notice) -> Name:
-    """Return what a producer's notice names a request by."""
+def name_of(answer: Message) -> Name:
+    """Return what a producer's message names a request by."""
     return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
 
 
-def notice_of(
+def message_of(
     name: Name,
     kind: str,
     by: Party,
@@ -102,11 +102,11 @@ def notice_of(
     *,
     number: int = 0,
     extent: Extent | None = None,
-) -> Notice:
-    """Return a reader's notice about the request of that *name*, to a producer *rank* of it."""
+) -> Message:
+    """Return a reader's message about the request of that *name*, to a producer *rank* of it."""
     key, attempt, sample, engine_id, epoch = name
     to = Party(engine_id, epoch, rank)
-    return Notice(
+    return Message(
         kind=kind,
         key=key,
         by=by,
@@ -118,15 +118,15 @@ def notice_of(
     )
 
 
-def refusal_of(answer: Notice, load: Pending | None, me: Party) -> str | None:
+def refusal_of(answer: Message, load: Pending | None, me: Party) -> str | None:
     """Return why rank *me* does not expect *answer* about *load*, or None if it does."""
     if load is None or answer.to != me:
         return "of no request that is open, or not for this rank"
     if answer.by.rank not in load.asked:
         return "of a rank that was not asked"
-    if answer.kind == "wrote":
+    if answer.kind == "progress":
         return None
-    if answer.kind not in ("grant", "valid", "gone"):
+    if answer.kind not in ("lease", "valid", "gone"):
         return "no producer's"
     if answer.number not in load.asked[answer.by.rank]:
         return "an answer that nobody waits for: it came twice, or too late"

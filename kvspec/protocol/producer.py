@@ -13,13 +13,13 @@ from collections.abc import Callable
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.protocol.held import Request, Seen
-from kvspec.protocol.notices import (
+from kvspec.protocol.messages import (
     MAX_READERS,
     READERS,
     Action,
     Free,
     Key,
-    Notice,
+    Message,
     Party,
     Present,
     Refused,
@@ -31,9 +31,10 @@ from kvspec.protocol.states import PRODUCER
 class ProducerLedger:
     """The requests that one producer rank holds.
 
-    *lease*: seconds that a request is held after it was admitted, or after a reader's last beat;
-    as long, a freed one is remembered and an unknown one kept. *longest*: seconds after which beats
-    no longer help. *most_early*: notices kept of requests that the engine did not tell of yet.
+    *lease*: seconds that a request is held after it was admitted, or after a reader's last
+    heartbeat; as long, a freed one is remembered and an unknown one kept. *longest*: seconds after
+    which heartbeats no longer help. *most_early*: messages kept of requests that the engine did not
+    tell of yet.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ProducerLedger:
         request = self._requests.get(key)
         start = request.starts.get((reader.engine_id, reader.epoch)) if request else None
         seen = start.readers.get((reader, sample)) if start else None
-        last = seen.notice.attempt if seen else -1
+        last = seen.message.attempt if seen else -1
         return last > attempt or (last == attempt and seen is not None and seen.done)
 
     @property
@@ -108,20 +109,22 @@ class ProducerLedger:
         self._open[request_id] = key
         return actions + self._step(request, "admit")
 
-    def receive(self, notice: Notice, now: float) -> list[Action]:
-        """Take a reader's notice."""
+    def receive(self, message: Message, now: float) -> list[Action]:
+        """Take a reader's message."""
         actions = self.tick(now)
-        if notice.kind not in READERS or notice.to != self.me:
-            return [*actions, Refused(notice, f"not for {self.me}, or no reader's")]
-        if self._present.past(notice.by.engine_id, notice.by.epoch):
-            return [*actions, Refused(notice, "of another start of that engine")]
-        request = self._requests.get(notice.key)
+        if message.kind not in READERS or message.to != self.me:
+            return [*actions, Refused(message, f"not for {self.me}, or no reader's")]
+        if self._present.past(message.by.engine_id, message.by.epoch):
+            return [*actions, Refused(message, "of another start of that engine")]
+        request = self._requests.get(message.key)
         if request is None and self._kept == self._most_early:
-            return [*actions, Refused(notice, f"of an unknown request: {self._kept} wait already")]
-        request = request or self._remember(notice.key, self.lease)
-        return actions + self._heard(request, notice)
+            return [*actions, Refused(message, f"of an unknown request: {self._kept} wait already")]
+        request = request or self._remember(message.key, self.lease)
+        return actions + self._heard(request, message)
 
-    def wrote(self, request_id: str, group: str, layer: str, upto: int, now: float) -> list[Action]:
+    def record_progress(
+        self, request_id: str, group: str, layer: str, upto: int, now: float
+    ) -> list[Action]:
         """Say that a layer of a group is written up to position *upto*; readers are told."""
         actions = self.tick(now)
         key = self._open.get(request_id)
@@ -131,8 +134,10 @@ class ProducerLedger:
         if upto < self.written(request_id, group, layer):
             raise SpecError("upto", upto, "a frontier that does not go back")
         request.written[group, layer] = upto
-        told = (n.answer("wrote", group=group, layer=layer, upto=upto) for n in request.reading())
-        return actions + [Tell(notice) for notice in told]
+        told = (
+            n.answer("progress", group=group, layer=layer, upto=upto) for n in request.reading()
+        )
+        return actions + [Tell(message) for message in told]
 
     def written(self, request_id: str, group: str, layer: str) -> int:
         """Return up to where a layer of a group is written, as far as was said."""
@@ -146,7 +151,7 @@ class ProducerLedger:
         return actions + (self._step(self._requests[key], "abort") if key is not None else [])
 
     def connect(self, engine_id: str, epoch: int) -> None:
-        """Know which start of an engine is the present one; notices of others are refused.
+        """Know which start of an engine is the present one; messages of others are refused.
 
         Raises `SpecError` where *epoch* goes back. Requests that an earlier start read are held
         until their lease is over: nobody can say that it reads no more.
@@ -180,76 +185,76 @@ class ProducerLedger:
         self._pushed += 1
         heapq.heappush(self._wake, (request.expires, self._pushed, request.key))
 
-    def _heard(self, request: Request, notice: Notice) -> list[Action]:
-        """Take a notice about a request: count it, answer it, or refuse it."""
+    def _heard(self, request: Request, message: Message) -> list[Action]:
+        """Take a message about a request: count it, answer it, or refuse it."""
         if request.state == "unknown":
-            return self._step(request, notice.kind, notice)
-        seen = request.seen(notice)
+            return self._step(request, message.kind, message)
+        seen = request.seen(message)
         if request.state == "freed":
-            return self._step(request, "again" if _again(seen, notice) else notice.kind, notice)
-        why = request.contradicts(notice)
+            return self._step(request, "again" if _again(seen, message) else message.kind, message)
+        why = request.contradicts(message)
         if why is not None:
-            return [Refused(notice, why)]
-        actions = self._step(request, "again" if _again(seen, notice) else notice.kind, notice)
+            return [Refused(message, why)]
+        actions = self._step(request, "again" if _again(seen, message) else message.kind, message)
         return actions + (self._step(request, "complete") if request.complete else [])
 
-    def _step(self, request: Request, event: str, notice: Notice | None = None) -> list[Action]:
+    def _step(self, request: Request, event: str, message: Message | None = None) -> list[Action]:
         """Take the row of the table for *event*, and do what it says."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
         act = _ACTS.get(row.done)
-        actions = act(self, request, notice, before) if act else []
+        actions = act(self, request, message, before) if act else []
         if row.state == "forgotten":
             self._kept -= len(request.early)
             del self._requests[request.key]
         return actions
 
-    def _keep(self, request: Request, notice: Notice, _: str) -> list[Action]:
-        """Keep an early notice; of one reader, the last: it is done, or of a later attempt."""
-        reader = (notice.by, notice.sample)
+    def _keep(self, request: Request, message: Message, _: str) -> list[Action]:
+        """Keep an early message; of one reader, the last: it is done, or of a later attempt."""
+        reader = (message.by, message.sample)
         old = request.early.get(reader)
         if old is None:
             if self._kept == self._most_early:
-                return [Refused(notice, f"of an unknown request: {self._kept} wait already")]
+                return [Refused(message, f"of an unknown request: {self._kept} wait already")]
             self._kept += 1
-        if old is None or _order(notice) > _order(old):
-            request.early[reader] = notice
+        if old is None or _order(message) > _order(old):
+            request.early[reader] = message
         return []
 
-    def _replay(self, request: Request, _: Notice | None, __: str) -> list[Action]:
-        """Take the early notices of a request that is admitted now."""
+    def _replay(self, request: Request, _: Message | None, __: str) -> list[Action]:
+        """Take the early messages of a request that is admitted now."""
         early = list(request.early.values())
         request.early.clear()
         self._kept -= len(early)
-        return [action for notice in early for action in self._heard(request, notice)]
+        return [action for message in early for action in self._heard(request, message)]
 
-    def _grant(self, request: Request, notice: Notice, _: str) -> list[Action]:
+    def _lease(self, request: Request, message: Message, _: str) -> list[Action]:
         """Give a reader time, and tell it what it can read."""
-        request.note(notice, "grant")
+        request.note(message, "lease")
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
         told = (
-            Tell(notice.answer("wrote", group=group, layer=layer, upto=upto))
+            Tell(message.answer("progress", group=group, layer=layer, upto=upto))
             for (group, layer), upto in request.written.items()
         )
-        return [Tell(notice.answer("grant", lease=request.expires - self._now)), *told]
+        return [Tell(message.answer("lease", lease=request.expires - self._now)), *told]
 
-    def _valid(self, request: Request, notice: Notice, _: str) -> list[Action]:
-        request.note(notice, "valid")
-        return [Tell(notice.answer("valid"))]
+    def _valid(self, request: Request, message: Message, _: str) -> list[Action]:
+        request.note(message, "valid")
+        return [Tell(message.answer("valid"))]
 
-    def _gone(self, request: Request, notice: Notice | None, before: str) -> list[Action]:
+    def _gone(self, request: Request, message: Message | None, before: str) -> list[Action]:
         """Tell whoever asked that nothing is held; of an unknown request, all who asked."""
-        if notice is None:
+        if message is None:
             return [Tell(early.answer("gone")) for early in request.early.values()]
         if before == "fenced":
-            request.note(notice, "gone")
-        return [Tell(notice.answer("gone"))]
+            request.note(message, "gone")
+        return [Tell(message.answer("gone"))]
 
-    def _repeat(self, request: Request, notice: Notice, _: str) -> list[Action]:
-        seen = request.seen(notice)
-        return [Tell(notice.answer(seen.answer if seen else "gone"))]
+    def _repeat(self, request: Request, message: Message, _: str) -> list[Action]:
+        seen = request.seen(message)
+        return [Tell(message.answer(seen.answer if seen else "gone"))]
 
-    def _free(self, request: Request, _: Notice | None, before: str) -> list[Action]:
+    def _free(self, request: Request, _: Message | None, before: str) -> list[Action]:
         """Free a request, and remember its readers as long as a lease, for those who ask again."""
         del self._open[request.key.request_id]
         why = "sent" if request.complete else "expired"
@@ -257,24 +262,24 @@ class ProducerLedger:
         return [Free(request.key.request_id, "aborted" if before == "fenced" else why)]
 
 
-def _again(seen: Seen | None, notice: Notice) -> bool:
+def _again(seen: Seen | None, message: Message) -> bool:
     """Return whether the reader said this before, or before it was done with this attempt.
 
     What it says after that, it says of another load: what was valid for the first may be gone.
     """
     if seen is None or not seen.done:
         return False
-    return seen.notice.attempt == notice.attempt and notice.number <= seen.notice.number
+    return seen.message.attempt == message.attempt and message.number <= seen.message.number
 
 
-def _order(notice: Notice) -> tuple[int, int]:
-    return notice.attempt, notice.number
+def _order(message: Message) -> tuple[int, int]:
+    return message.attempt, message.number
 
 
 _ACTS: dict[str, Callable[..., list[Action]]] = {
     "keep": ProducerLedger._keep,  # noqa: SLF001
     "replay": ProducerLedger._replay,  # noqa: SLF001
-    "grant": ProducerLedger._grant,  # noqa: SLF001
+    "lease": ProducerLedger._lease,  # noqa: SLF001
     "valid": ProducerLedger._valid,  # noqa: SLF001
     "gone": ProducerLedger._gone,  # noqa: SLF001
     "repeat": ProducerLedger._repeat,  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""The handshake and the notices as bytes; the only module that knows their format.
+"""The handshake and the messages as bytes; the only module that knows their format.
 
 Law: any bytes give a valid object or a `WireError` with the path of the fault, and an object that
 was written is read back equal. Nothing in a message is trusted: sizes, counts and nesting are
@@ -23,7 +23,7 @@ from kvspec.ownership.tokens import BlockCyclic
 from kvspec.protocol.compatibility import SIZE
 from kvspec.protocol.extent import MAX_NAMES, Extent
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
-from kvspec.protocol.notices import SUM, Key, Notice, Party
+from kvspec.protocol.messages import SUM, Key, Message, Party
 from kvspec.protocol.plain import Writer
 from kvspec.protocol.pushed import SUM as PUSHED_SUM
 from kvspec.protocol.pushed import Pushed
@@ -35,11 +35,11 @@ VERSION = 6
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
 
-MAX_NOTICE = 8192
-"""Bytes of one notice; the longest names fit."""
+MAX_MESSAGE = 8192
+"""Bytes of one message; the longest names fit."""
 
 _MAGIC = b"kvspec-handshake\n"
-_NOTICE = b"kvspec-notice\n" + VERSION.to_bytes(2, "big")
+_MESSAGE = b"kvspec-message\n" + VERSION.to_bytes(2, "big")
 _HEAD = len(_MAGIC) + 2  # and the version
 
 S = TypeVar("S")
@@ -59,7 +59,7 @@ Places = tuple[
 ]
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class HandshakeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A handshake as it is sent; *memory*, *regions* as `kvspec.protocol.regions` writes them."""
 
     library: Text
@@ -94,8 +94,8 @@ Sum = Annotated[bytes, Meta(max_length=PUSHED_SUM)]
 Written = tuple[Count, Count, Count, Sum, Sum]
 
 
-class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=True):
-    """A notice as it is sent."""
+class MessageFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=True):
+    """A message as it is sent."""
 
     kind: Text
     request_id: Text
@@ -116,8 +116,8 @@ class Note(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Message)
-_NOTES = msgspec.msgpack.Decoder(Note)
+_DECODER = msgspec.msgpack.Decoder(HandshakeFields)
+_MESSAGES = msgspec.msgpack.Decoder(MessageFields)
 _SAME = (
     "kind", "attempt", "number", "sample", "expected", "lease", "group", "layer", "upto", "total",
 )  # fmt: skip
@@ -131,7 +131,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
         writer.plain(value)[1] for value in (shake.engine, shake.replica_policy)
     )
     rank = shake.rank
-    message = Message(
+    fields = HandshakeFields(
         library=shake.library,
         engine_id=shake.engine_id,
         epoch=shake.epoch,
@@ -147,7 +147,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
         transport=shake.transport,
     )
     try:
-        data = _MAGIC + VERSION.to_bytes(2, "big") + _ENCODER.encode(message)
+        data = _MAGIC + VERSION.to_bytes(2, "big") + _ENCODER.encode(fields)
     except (OverflowError, UnicodeEncodeError) as error:
         raise SpecError("handshake", str(error), "numbers of 64 bits and texts of UTF-8") from None
     try:
@@ -162,35 +162,35 @@ def encode_handshake(handshake: Handshake) -> bytes:
 
 def decode_handshake(data: bytes) -> Handshake:
     """Return the handshake that *data* is; raise `WireError` for any other bytes."""
-    message = _message(data)
+    fields = _fields(data)
     reader = Reader()
-    reader.table("objects", message.objects)
+    reader.table("objects", fields.objects)
     engine, replica_policy = (
         reader.object(path, [number])
-        for path, number in (("engine", message.engine), ("replica_policy", message.replica_policy))
+        for path, number in (("engine", fields.engine), ("replica_policy", fields.replica_policy))
     )
-    cache = _cache(reader, engine, message)
+    cache = _cache(reader, engine, fields)
     try:
         shake = Handshake(
-            engine_id=message.engine_id,
-            epoch=message.epoch,
+            engine_id=fields.engine_id,
+            epoch=fields.epoch,
             cache=cache,
             replica_policy=replica_policy,
-            transport=message.transport,
-            model=message.model,
-            revision=message.revision,
-            library=message.library,
+            transport=fields.transport,
+            model=fields.model,
+            revision=fields.revision,
+            library=fields.library,
         )
         meaning = shake.compatibility_hash
     except SpecError as error:
         refuse("handshake", error, "a handshake")
-    if meaning != message.compatibility_hash.hex():
-        wanted = f"{meaning}, what the engine means here; sent by kvspec {message.library}"
-        raise WireError("compatibility_hash", message.compatibility_hash.hex(), wanted)
+    if meaning != fields.compatibility_hash.hex():
+        wanted = f"{meaning}, what the engine means here; sent by kvspec {fields.library}"
+        raise WireError("compatibility_hash", fields.compatibility_hash.hex(), wanted)
     return shake
 
 
-def _message(data: object) -> Message:
+def _fields(data: object) -> HandshakeFields:
     """Return the message in *data*, of the right types, within the bounds of each field."""
     if not isinstance(data, bytes):
         raise WireError("handshake", type(data).__name__, "bytes")
@@ -217,47 +217,47 @@ def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
         raise WireError("message", str(error), "MessagePack, whole") from None
 
 
-def _cache(reader: Reader, engine: Any, message: Message) -> RankCache:  # noqa: ANN401
+def _cache(reader: Reader, engine: Any, fields: HandshakeFields) -> RankCache:  # noqa: ANN401
     try:
         instance("engine", engine, EngineSpec)
     except SpecError as error:
         refuse("message", error, "a handshake")
-    memory = read_memory("memory", reader, message.memory)
-    return read_cache("regions", engine, RankId(*message.rank), memory, message.regions)
+    memory = read_memory("memory", reader, fields.memory)
+    return read_cache("regions", engine, RankId(*fields.rank), memory, fields.regions)
 
 
-def encode_notice(notice: Notice) -> bytes:
-    """Return *notice* as bytes, at most MAX_NOTICE."""
-    instance("notice", notice, Notice)
-    note = Note(
-        request_id=notice.key.request_id,
-        nonce=notice.key.nonce,
-        by=_who(notice.by),
-        to=_who(notice.to),
-        extent=None if notice.extent is None else _asked(notice.extent),
-        pushed=None if notice.pushed is None else attrs.astuple(notice.pushed),
-        **{name: getattr(notice, name) for name in _SAME},
+def encode_message(message: Message) -> bytes:
+    """Return *message* as bytes, at most MAX_MESSAGE."""
+    instance("message", message, Message)
+    fields = MessageFields(
+        request_id=message.key.request_id,
+        nonce=message.key.nonce,
+        by=_who(message.by),
+        to=_who(message.to),
+        extent=None if message.extent is None else _asked(message.extent),
+        pushed=None if message.pushed is None else attrs.astuple(message.pushed),
+        **{name: getattr(message, name) for name in _SAME},
     )
-    return _NOTICE + _ENCODER.encode(note)
+    return _MESSAGE + _ENCODER.encode(fields)
 
 
-def decode_notice(data: bytes) -> Notice:
-    """Return the notice that *data* is; raise `WireError` for any other bytes."""
-    if not isinstance(data, bytes) or len(data) > MAX_NOTICE or not data.startswith(_NOTICE):
-        shown = data[: len(_NOTICE)] if isinstance(data, bytes) else type(data).__name__
-        raise WireError("notice", shown, f"what encode_notice returned, of version {VERSION}")
-    note = _typed(_NOTES, data[len(_NOTICE) :])
+def decode_message(data: bytes) -> Message:
+    """Return the message that *data* is; raise `WireError` for any other bytes."""
+    if not isinstance(data, bytes) or len(data) > MAX_MESSAGE or not data.startswith(_MESSAGE):
+        shown = data[: len(_MESSAGE)] if isinstance(data, bytes) else type(data).__name__
+        raise WireError("message", shown, f"what encode_message returned, of version {VERSION}")
+    fields = _typed(_MESSAGES, data[len(_MESSAGE) :])
     try:
-        return Notice(
-            key=Key(note.request_id, note.nonce),
-            by=_party(note.by),
-            to=_party(note.to),
-            extent=None if note.extent is None else _extent(*note.extent),
-            pushed=None if note.pushed is None else Pushed(*note.pushed),
-            **{name: getattr(note, name) for name in _SAME},
+        return Message(
+            key=Key(fields.request_id, fields.nonce),
+            by=_party(fields.by),
+            to=_party(fields.to),
+            extent=None if fields.extent is None else _extent(*fields.extent),
+            pushed=None if fields.pushed is None else Pushed(*fields.pushed),
+            **{name: getattr(fields, name) for name in _SAME},
         )
     except SpecError as error:
-        refuse("notice", error, "a notice")
+        refuse("message", error, "a message")
 
 
 def _who(party: Party) -> Who:

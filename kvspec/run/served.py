@@ -39,7 +39,7 @@ class Launch:
     """One start of an engine, as each of its ranks gets it.
 
     *blocks*: of every group, or of each by name. *polled*: this side starts the transfers. *lease*,
-    *beat*, *patience*: of its sessions, in seconds. *nixl*: the agent's name, if it needs one.
+    *heartbeat*, *patience*: of its sessions, in seconds. *nixl*: the agent's name, if it needs one.
     *one_in*: of so many messages one is lost, and one doubled. *secret*: None as the environment
     has it.
     """
@@ -50,7 +50,7 @@ class Launch:
     polled: bool
     replica_policy: ReplicaPolicy = attrs.field(factory=ReplicaPolicy)
     lease: float = 30.0
-    beat: float = 5.0
+    heartbeat: float = 5.0
     patience: float = 60.0
     nixl: str | None = None
     one_in: int = 0
@@ -114,7 +114,7 @@ class ServedRank:
             channel=Lossy(start.one_in),
             background=True,
             lease=start.lease,
-            beat=start.beat,
+            heartbeat=start.heartbeat,
             patience=start.patience,
         )
         self.held: dict[str, TransferRequest] = {}

@@ -26,7 +26,7 @@ FAULTS = (
     *KILLS, "stop producer", "stop consumer", "deregister producer", "abort", "cancel", "late",
 )  # fmt: skip
 """What may break while a request is under way."""
-LEASE, BEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
+LEASE, HEARTBEAT, PATIENCE = 3.0, 0.4, 3.0  # of the sessions, in seconds
 MOST = 8  # requests under way
 ROOM = 4  # of the longest requests, for which each side has blocks
 ENDS = 20.0  # seconds in which the last requests come to an end
@@ -93,7 +93,7 @@ class Soak:
             polled=side == self.job.active,
             replica_policy=self.job.replica_policy,
             lease=LEASE,
-            beat=BEAT,
+            heartbeat=HEARTBEAT,
             patience=PATIENCE,
             one_in=self.one_in,
             secret=self.secret,

@@ -17,9 +17,9 @@ from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.notices import Notice, Party
+from kvspec.protocol.messages import Message, Party
 from kvspec.protocol.order import Name
-from kvspec.protocol.pending import notice_of
+from kvspec.protocol.pending import message_of
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.summing import Work
@@ -52,7 +52,7 @@ class Audit:
     me: Party
     nixl: NixlRank
     cache: RankCache
-    tell: Callable[[Notice], None]
+    tell: Callable[[Message], None]
     steps: tuple[int, ...] = ()
     differs: str = ""
     verdict: TransferState = TransferState.UNVERIFIED
@@ -73,8 +73,8 @@ class Audit:
         self._open = dict[int, Question]()
         return steps
 
-    def move(self, name: Name, now: float, beat: float, end: float) -> str | None:
-        """Compare what notices name by *name*, until the time is *end*.
+    def move(self, name: Name, now: float, heartbeat: float, end: float) -> str | None:
+        """Compare what messages name by *name*, until the time is *end*.
 
         Return "" once all is equal, what differs once that is known, and None before.
         """
@@ -85,10 +85,10 @@ class Audit:
             questions = self._begun()
             for number, question in questions.items():
                 if question.answer is None and now >= question.again:
-                    question.again = now + beat
-                    asked = notice_of(
+                    question.again = now + heartbeat
+                    asked = message_of(
                         name,
-                        "sum",
+                        "checksum_request",
                         self.me,
                         question.rank,
                         number=number,
@@ -109,15 +109,15 @@ class Audit:
             return str(error)
         return self._refused or (None if questions else self._equal())
 
-    def heard(self, notice: Notice) -> bool:
+    def heard(self, message: Message) -> bool:
         """Take a producer's answer; return whether it was waited for."""
-        question = (self._open or {}).get(notice.number)
-        if question is None or question.rank != notice.by.rank:
+        question = (self._open or {}).get(message.number)
+        if question is None or question.rank != message.by.rank:
             return False
-        if notice.kind == "summed":
-            question.answer = int.from_bytes(notice.total, "little")
+        if message.kind == "checksum":
+            question.answer = int.from_bytes(message.total, "little")
         else:
-            self._refused = f"{notice.by} cannot sum it: `ledger.hold` it with `blocks`"
+            self._refused = f"{message.by} cannot sum it: `ledger.hold` it with `blocks`"
         return True
 
     def _begun(self) -> dict[int, Question]:

@@ -1,4 +1,4 @@
-"""How notices travel: bytes out, bytes in. A small TCP channel, and the face of an engine's own.
+"""How messages travel: bytes out, bytes in. A small TCP channel, and the face of an engine's own.
 
 Law: a message arrives whole or not at all; it may be lost, which who sends it must expect. Nothing
 here waits, blocks, or grows without bound, and whoever stalls or says nonsense is cut off. What a

@@ -1,6 +1,6 @@
-"""What goes over a session's channel: sealed notices, and the exchange that fetches introductions.
+"""What goes over a session's channel: sealed messages, and the exchange that fetches introductions.
 
-Law: what was not sealed by the secret is noted and changes nothing. A notice may be lost; who said
+Law: what was not sealed by the secret is noted and changes nothing. A message may be lost; who said
 it says it again. An introduction is sent once for each answer to a fresh challenge.
 
 How it works:
@@ -30,14 +30,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
-from kvspec.protocol.notices import Notice, Party
+from kvspec.protocol.messages import Message, Party
 from kvspec.protocol.seal import Secret
-from kvspec.protocol.wire import VERSION, decode_notice, encode_notice
+from kvspec.protocol.wire import VERSION, decode_message, encode_message
 from kvspec.session.background import SessionLock
 from kvspec.session.channel import Channel
 from kvspec.session.introduction import INTRODUCTION, Introduced
 
-NOTICE = b"kvspec-notice-1\n"
+MESSAGE = b"kvspec-message-1\n"
 QUESTION = b"kvspec-question-2\n"
 CHALLENGE = b"kvspec-challenge-1\n"
 ANSWER = b"kvspec-answer-1\n"
@@ -54,7 +54,7 @@ MAX_CHALLENGES = 1 << 12
 MAX_ROUTES = 1 << 16
 """Ranks of which is remembered where they were heard."""
 
-_WANTED = f"a notice or a question, of version {VERSION}"
+_WANTED = f"a message or a question, of version {VERSION}"
 
 
 class Control:
@@ -94,24 +94,24 @@ class Control:
         for start in starts:
             self._addresses.pop(start, None)
 
-    def tell(self, notice: Notice) -> None:
-        """Send *notice* to whom it is for; lost where nobody knows where that is."""
-        to = notice.to
+    def tell(self, message: Message) -> None:
+        """Send *message* to whom it is for; lost where nobody knows where that is."""
+        to = message.to
         met = self._addresses.get((to.engine_id, to.epoch), {})
         route = met.get(to) or self._heard.get(to)
         if route is not None:
-            self._channel.send(route, self._secret.seal(NOTICE, encode_notice(notice)))
+            self._channel.send(route, self._secret.seal(MESSAGE, encode_message(message)))
 
-    def receive(self) -> Iterator[Notice]:
-        """Yield the notices that came; answer questions, and keep what answers one."""
+    def receive(self) -> Iterator[Message]:
+        """Yield the messages that came; answer questions, and keep what answers one."""
         for route, came in self._channel.receive():
             try:
                 data = _bytes(came)
-                if data.startswith(NOTICE):
-                    body = self._secret.unseal("notice", NOTICE, data, "a notice, sealed")
-                    notice = decode_notice(body)
-                    self._remember(notice.by, route)
-                    yield notice
+                if data.startswith(MESSAGE):
+                    body = self._secret.unseal("message", MESSAGE, data, "a message, sealed")
+                    message = decode_message(body)
+                    self._remember(message.by, route)
+                    yield message
                 elif data.startswith(INTRODUCTION) and route in self._asked:
                     self._asked[route] = data
                 elif data.startswith(CHALLENGE) and self._waits_for(route):

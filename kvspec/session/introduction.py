@@ -15,7 +15,7 @@ from kvspec.inputs import instance
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.handshake import MAX_NAME, Handshake
-from kvspec.protocol.notices import Key
+from kvspec.protocol.messages import Key
 from kvspec.protocol.seal import Secret
 from kvspec.protocol.wire import decode_handshake, encode_handshake
 

@@ -15,7 +15,7 @@ from kvspec.descriptors.request import Tables, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
-from kvspec.protocol.notices import MAX_READERS, Action, Free, Notice, Refused, Tell
+from kvspec.protocol.messages import MAX_READERS, Action, Free, Message, Refused, Tell
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import SessionLock
 from kvspec.session.introduction import key_of
@@ -47,7 +47,7 @@ class Ledger:
         book: ProducerLedger,
         lock: SessionLock,
         now: Callable[[], float],
-        tell: Callable[[Notice], None],
+        tell: Callable[[Message], None],
         step: Callable[[], None],
         foreign: deque[str],
         summing: Summing,
@@ -97,7 +97,9 @@ class Ledger:
             if tables and self._book.holds(key):
                 self._summing.tables[key] = tables
 
-    def wrote(self, remote_id: str, upto: int, layers: Iterable[str] | None = None) -> None:
+    def record_progress(
+        self, remote_id: str, upto: int, layers: Iterable[str] | None = None
+    ) -> None:
         """Say that *layers*, all unless given, are written up to the position *upto*.
 
         Loads that follow read that far; of a state, `num_tokens` is the only frontier, and of what
@@ -120,7 +122,7 @@ class Ledger:
                 if upto < (before := self._book.written(key.request_id, *place)):
                     raise SpecError("upto", upto, f"at least {before}, as {place[1]} has it")
             for place in places:
-                self.recorded.extend(self._book.wrote(key.request_id, *place, upto, now))
+                self.recorded.extend(self._book.record_progress(key.request_id, *place, upto, now))
             self.act()
 
     def abort(self, remote_id: str) -> None:
@@ -163,7 +165,7 @@ class Ledger:
         """Carry out the recorded actions of the book, but keep what is freed for `poll`."""
         for action in self.recorded:
             if isinstance(action, Tell):
-                self._tell(action.notice)
+                self._tell(action.message)
             elif isinstance(action, Refused):
                 self._foreign.append(refusal(action))
         # One assignment: after an interrupt before it, a message is sent twice, but none is lost.
@@ -172,5 +174,5 @@ class Ledger:
 
 def refusal(refused: Refused) -> str:
     """Say what was refused, and why."""
-    notice = refused.notice
-    return f"{notice.kind} of {notice.by} about {notice.key.request_id!r:.80}: {refused.why}"
+    message = refused.message
+    return f"{message.kind} of {message.by} about {message.key.request_id!r:.80}: {refused.why}"

@@ -23,7 +23,7 @@ from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.notices import Notice
+from kvspec.protocol.messages import Message
 from kvspec.protocol.order import Name, Place, ReadOrder
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.audit import Audit
@@ -51,12 +51,12 @@ class Flight:
     steps: tuple[int, ...]
     pushed: Pushed | None = None
 
-    def wrong(self, notice: Notice) -> str:
-        """Say what is wrong with what *notice* says was pushed, if anything is."""
-        if notice.pushed is None or self.pushed is None:
-            return f"{notice.by} gave up writing"
-        differs = notice.pushed.differs(self.pushed)
-        return f"{notice.by} pushed another request: {differs}" if differs else ""
+    def wrong(self, message: Message) -> str:
+        """Say what is wrong with what *message* says was pushed, if anything is."""
+        if message.pushed is None or self.pushed is None:
+            return f"{message.by} gave up writing"
+        differs = message.pushed.differs(self.pushed)
+        return f"{message.by} pushed another request: {differs}" if differs else ""
 
 
 class Progress:
@@ -142,7 +142,7 @@ class SessionLoad(Progress):
 
     way, advice = "from", f"; {VOID}"
     order: ReadOrder  # what the ledger expects
-    name: Name  # what its notices name it by
+    name: Name  # what its messages name it by
 
     def __init__(
         self,

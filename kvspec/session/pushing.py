@@ -14,7 +14,7 @@ import attrs
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.protocol.notices import MAX_READERS, Key, Notice, Party
+from kvspec.protocol.messages import MAX_READERS, Key, Message, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.introduction import key_of
@@ -44,7 +44,7 @@ class Pushing:
     book: ProducerLedger
     nixl: NixlRank
     now: Callable[[], float]
-    tell: Callable[[Notice], None]
+    tell: Callable[[Message], None]
     writing: dict[Reader, Writing] = attrs.field(factory=dict)
     fences: dict[Reader, float] = attrs.field(factory=dict)
 
@@ -100,20 +100,20 @@ class Pushing:
             if not self.book.holds(reader[0]):
                 del self.fences[reader]
 
-    def heard(self, notice: Notice) -> None:
-        """Take a reader's beat or stop: it has not heard how it ended, or wants no more."""
-        reader = notice.key, notice.attempt, notice.sample, notice.by
+    def heard(self, message: Message) -> None:
+        """Take a reader's heartbeat or stop: it has not heard how it ended, or wants no more."""
+        reader = message.key, message.attempt, message.sample, message.by
         each = self.writing.get(reader)
-        if each is None and (notice.kind == "stop" or reader in self.fences):
-            if notice.kind != "done":
+        if each is None and (message.kind == "stop" or reader in self.fences):
+            if message.kind != "done":
                 self._fence(reader)
         elif each is not None and each.told:
-            if notice.kind == "beat" and self.book.finished(*reader):
+            if message.kind == "heartbeat" and self.book.finished(*reader):
                 each.told = "stopped"  # it was done: another load of this attempt gets nothing
             self._tell(reader, each.told, each)
-        elif each is not None and notice.kind == "stop" and each.transfer is not None:
+        elif each is not None and message.kind == "stop" and each.transfer is not None:
             with contextlib.suppress(TransferError):
-                each.transfer.stop(f"{notice.by} gave it up", TransferState.STOPPED)
+                each.transfer.stop(f"{message.by} gave it up", TransferState.STOPPED)
 
     def _gave_up(self, reader: Reader) -> bool:
         """Whether nothing may be written to a reader, by what it said."""
@@ -152,7 +152,7 @@ class Pushing:
     def _tell(self, reader: Reader, kind: str, each: Writing | None = None) -> None:
         key, attempt, sample, to = reader
         self.tell(
-            Notice(
+            Message(
                 kind=kind,
                 key=key,
                 by=self.book.me,

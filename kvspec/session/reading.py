@@ -24,18 +24,18 @@ from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.notices import (
+from kvspec.protocol.messages import (
     Action,
     Closed,
     Failed,
-    Notice,
+    Message,
     Ready,
     Refused,
     Release,
     Tell,
 )
 from kvspec.protocol.order import ReadOrder
-from kvspec.protocol.pending import name_of, notice_of
+from kvspec.protocol.pending import message_of, name_of
 from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
@@ -76,7 +76,7 @@ class Reading:
     nixl: NixlRank
     cache: RankCache
     now: Callable[[], float]
-    tell: Callable[[Notice], None]
+    tell: Callable[[Message], None]
     note: Callable[[str], None]
     loads: dict[str, SessionLoad] = attrs.field(factory=dict)
     recorded: deque[Action] = attrs.field(factory=deque)
@@ -241,17 +241,17 @@ class Reading:
             now, quiet = self.now(), not begun
             self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
 
-    def receive(self, notice: Notice) -> None:
-        """Take a producer's notice; its own groups may have other names than this engine's."""
-        if notice.kind in ("pushed", "stopped"):
-            self._written(notice)
+    def receive(self, message: Message) -> None:
+        """Take a producer's message; its own groups may have other names than this engine's."""
+        if message.kind in ("pushed", "stopped"):
+            self._written(message)
             return
-        if notice.kind in ("summed", "unsummed"):
-            self._summed(notice)
+        if message.kind in ("checksum", "checksum_unavailable"):
+            self._checksum(message)
             return
-        if notice.kind == "wrote" and (home := self.cache.engine.homes.get(notice.layer)):
-            notice = attrs.evolve(notice, group=home.name)
-        self.recorded.extend(self.book.receive(notice, self.now()))
+        if message.kind == "progress" and (home := self.cache.engine.homes.get(message.layer)):
+            message = attrs.evolve(message, group=home.name)
+        self.recorded.extend(self.book.receive(message, self.now()))
         self.act()
 
     def move(self) -> None:
@@ -276,18 +276,18 @@ class Reading:
                 self._turn += place + 1
                 break
 
-    def _written(self, notice: Notice) -> None:
+    def _written(self, message: Message) -> None:
         """Take from a producer that it writes no more: it has written all, or has given up."""
-        rank = notice.by.rank
+        rank = message.by.rank
         for load in self.loads.values():
-            flight = load.flights.get(rank) if load.name == name_of(notice) else None
+            flight = load.flights.get(rank) if load.name == name_of(message) else None
             if flight is not None and flight.transfer is None:
-                state = TransferState.DIFFERS if notice.pushed else TransferState.STOPPED
-                if why := flight.wrong(notice):
+                state = TransferState.DIFFERS if message.pushed else TransferState.STOPPED
+                if why := flight.wrong(message):
                     load.fail(rank, why, state)
                 self._end(load, rank, why, state)
                 return
-        self.note(f"{notice.kind} of {notice.by}: nothing that it pushes is waited for")
+        self.note(f"{message.kind} of {message.by}: nothing that it pushes is waited for")
 
     def connect(self, engine_id: str, epoch: int) -> None:
         """Know the present start of an engine: loads from another fail."""
@@ -317,9 +317,9 @@ class Reading:
 
     def _stop(self, load: SessionLoad) -> None:
         """Ask the producers that push to stop, again and again until they answer."""
-        load.asked = self.now() + self.book.beat
+        load.asked = self.now() + self.book.heartbeat
         for flight in load.flights.values():
-            self.tell(notice_of(load.name, "stop", self.book.me, flight.rank))
+            self.tell(message_of(load.name, "stop", self.book.me, flight.rank))
 
     def _settle(
         self, load: SessionLoad, key: RankId | int, flight: Flight, transfer: Transfer
@@ -383,7 +383,7 @@ class Reading:
         """Compare what arrived with what its producers hold, once all of it has."""
         if load.audit is None or load.flights or load.frontiers != load.ends:
             return
-        why = load.audit.move(load.name, self.now(), self.book.beat, end)
+        why = load.audit.move(load.name, self.now(), self.book.heartbeat, end)
         if why is None:
             return
         state = load.audit.verdict
@@ -393,11 +393,11 @@ class Reading:
         load.audit.cancel()
         self.act()
 
-    def _summed(self, notice: Notice) -> None:
+    def _checksum(self, message: Message) -> None:
         """Take a producer's sum, or that it has none."""
-        audits = [one.audit for one in self.loads.values() if one.name == name_of(notice)]
-        if not any(audit.heard(notice) for audit in audits if audit is not None):
-            self.note(f"{notice.kind} of {notice.by}: nobody asked, or it came twice")
+        audits = [one.audit for one in self.loads.values() if one.name == name_of(message)]
+        if not any(audit.heard(message) for audit in audits if audit is not None):
+            self.note(f"{message.kind} of {message.by}: nobody asked, or it came twice")
 
     def act(self) -> None:
         """Carry out the recorded actions of the ledger."""
@@ -406,7 +406,7 @@ class Reading:
             if isinstance(action, Tell | Refused):
                 self.recorded.popleft()  # first: a message may be lost, since it is sent again
                 if isinstance(action, Tell):
-                    self.tell(action.notice)
+                    self.tell(action.message)
                 else:
                     self.note(refusal(action))
                 continue

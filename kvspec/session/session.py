@@ -22,7 +22,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.notices import READERS, Notice, Party
+from kvspec.protocol.messages import READERS, Message, Party
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import BUSY, Background, SessionLock
 from kvspec.session.channel import Channel, TcpChannel, check_channel
@@ -45,12 +45,12 @@ class Session:
     *nixl* moves the bytes of *cache*, whose memory it registers and whose *owner* it keeps.
     *engine_id*: the engine's name, the same at every start; *epoch*: a number that the ranks of one
     start share and that grows with every start, the time in ns by default, if there is one rank.
-    *replica_policy*, *model*, *revision*: what both engines must have alike. *channel*: how notices
-    travel, a `TcpChannel` of this machine unless given; it is closed with the session. *lease*,
-    *longest*: of a `ProducerLedger`; *beat*, *patience*: of a `ConsumerLedger`.
+    *replica_policy*, *model*, *revision*: what both engines must have alike. *channel*: how
+    messages travel, a `TcpChannel` of this machine unless given; it is closed with the session.
+    *lease*, *longest*: of a `ProducerLedger`; *heartbeat*, *patience*: of a `ConsumerLedger`.
 
-    Something has to move it on several times in a *beat*: `poll`, that of a load or of the ledger;
-    or a thread of its own, if *background*. Methods may be called from any thread, not in a fork.
+    Something has to move it on several times in a *heartbeat*: any `poll`, or a thread of its own,
+    if *background*. Methods may be called from any thread, not in a fork.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         owner: object = None,
         lease: float = 30.0,
         longest: float = 3600.0,
-        beat: float = 5.0,
+        heartbeat: float = 5.0,
         patience: float = 60.0,
         background: bool = False,
         clock: Callable[[], float] = since_boot,
@@ -84,7 +84,7 @@ class Session:
         )
         self.me = Party(shake.engine_id, shake.epoch, shake.rank)
         book = ProducerLedger(self.me, lease=lease, longest=longest)
-        reader = ConsumerLedger(self.me, beat=beat, patience=patience)
+        reader = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
         nixl.register(cache.memory, owner=owner)
         shake = attrs.evolve(shake, transport=nixl.metadata())
         self.channel: Channel = TcpChannel() if channel is None else channel
@@ -184,7 +184,7 @@ class Session:
         """Start reading *request* from all ranks that hold it; or wait for what they have *pushed*.
 
         *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
-        were met. *follow*: read each layer as far as its producer `wrote` it. *digest*: be done
+        were met. *follow*: read each layer as far as its producer has written it. *digest*: be done
         only if what arrived has the sums of what producers hold, who `hold` it with `blocks`.
         *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
         Raises, before anything is posted, `SpecError` and `MismatchError` as
@@ -249,8 +249,8 @@ class Session:
         """Move everything on: what came, what is in flight, and what time brings; never waits."""
         with self._lock.held:
             self.ledger.tick()
-            for notice in self._control.receive():
-                self._heard(notice)
+            for message in self._control.receive():
+                self._heard(message)
             self._reading.move()
             self._pushing.move()
             self._summing.move()
@@ -285,19 +285,19 @@ class Session:
             self._summing.close()
             self._control.close()
 
-    def _heard(self, notice: Notice) -> None:
-        """Give a notice to whom it concerns."""
-        if notice.to != self.me:
-            self._reading.note(f"{notice.kind} of {notice.by}: it is for {notice.to}")
-        elif notice.kind == "sum":
-            self._summing.heard(notice)
-        elif notice.kind in (*READERS, "stop"):
-            self._pushing.heard(notice)
-            if notice.kind != "stop":
-                self.ledger.recorded.extend(self._book.receive(notice, self._clock()))
+    def _heard(self, message: Message) -> None:
+        """Give a message to whom it concerns."""
+        if message.to != self.me:
+            self._reading.note(f"{message.kind} of {message.by}: it is for {message.to}")
+        elif message.kind == "checksum_request":
+            self._summing.heard(message)
+        elif message.kind in (*READERS, "stop"):
+            self._pushing.heard(message)
+            if message.kind != "stop":
+                self.ledger.recorded.extend(self._book.receive(message, self._clock()))
                 self.ledger.act()
         else:
-            self._reading.receive(notice)
+            self._reading.receive(message)
 
     def _moving(self) -> bool:
         with self._lock.held:

@@ -15,7 +15,7 @@ from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.memory.regions import RankCache
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.notices import SUM, Key, Notice
+from kvspec.protocol.messages import SUM, Key, Message
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.extents import sums_of
 
@@ -53,10 +53,10 @@ class Summing:
     book: ProducerLedger
     cache: RankCache
     owner: object
-    tell: Callable[[Notice], None]
+    tell: Callable[[Message], None]
     note: Callable[[str], None]
     tables: dict[Key, Mapping[str, BlockTable]] = attrs.field(factory=dict)
-    _asked: dict[Notice, Work] = attrs.field(factory=dict)
+    _asked: dict[Message, Work] = attrs.field(factory=dict)
     _known: dict[Key, dict[Extent, bytes]] = attrs.field(factory=dict)
 
     @property
@@ -64,17 +64,17 @@ class Summing:
         """How many sums are asked for, and not told yet."""
         return len(self._asked)
 
-    def heard(self, notice: Notice) -> None:
+    def heard(self, message: Message) -> None:
         """Take a question; of a request that is not held yet, or no more, it is not answered."""
-        extent, key = notice.extent, notice.key
-        if extent is None or not self.book.holds(key) or notice in self._asked:
+        extent, key = message.extent, message.key
+        if extent is None or not self.book.holds(key) or message in self._asked:
             return
         total = self._known.get(key, {}).get(extent)
         if total is not None:
-            self.tell(notice.answer("summed", total=total))
+            self.tell(message.answer("checksum", total=total))
         elif len(self._asked) < MAX_ASKED:
             sums = sums_of(self.cache, self.tables.get(key, {}), extent)
-            self._asked[notice] = Work(sums)
+            self._asked[message] = Work(sums)
 
     def move(self) -> None:
         """Sum for a while, and forget what is not held any more."""
@@ -82,24 +82,24 @@ class Summing:
             del self.tables[key]
             self._known.pop(key, None)
         end = time.monotonic() + TURN
-        for notice, work in list(self._asked.items()):
-            if self.book.holds(notice.key):
+        for message, work in list(self._asked.items()):
+            if self.book.holds(message.key):
                 try:
                     if not work.go_on(end):
                         return
-                    self._sum(notice, work.total.to_bytes(SUM, "little"))
+                    self._sum(message, work.total.to_bytes(SUM, "little"))
                 except SpecError as error:
-                    self.note(f"{notice.kind} of {notice.by}: {error}")
-                    self.tell(notice.answer("unsummed"))
-            del self._asked[notice]
+                    self.note(f"{message.kind} of {message.by}: {error}")
+                    self.tell(message.answer("checksum_unavailable"))
+            del self._asked[message]
             if time.monotonic() >= end:
                 return
 
-    def _sum(self, notice: Notice, total: bytes) -> None:
-        known = self._known.setdefault(notice.key, {})
-        if notice.extent is not None and len(known) < MAX_KNOWN:
-            known[notice.extent] = total
-        self.tell(notice.answer("summed", total=total))
+    def _sum(self, message: Message, total: bytes) -> None:
+        known = self._known.setdefault(message.key, {})
+        if message.extent is not None and len(known) < MAX_KNOWN:
+            known[message.extent] = total
+        self.tell(message.answer("checksum", total=total))
 
     def close(self) -> None:
         """Sum nothing any more, and let the memory go."""

@@ -12,7 +12,7 @@ import kvspec
 from kvspec.protocol import (
     ConsumerLedger,
     Key,
-    Notice,
+    Message,
     Party,
     ReadOrder,
     Tell,
@@ -33,15 +33,15 @@ def reads() -> ReadOrder:
     )  # fmt: skip
 
 
-def answers(actions: list[Any], kind: str, **more: Any) -> list[Notice]:
-    """Return the answers to the notices among *actions*."""
-    return [a.notice.answer(kind, **more) for a in actions if isinstance(a, Tell)]
+def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
+    """Return the answers to the messages among *actions*."""
+    return [a.message.answer(kind, **more) for a in actions if isinstance(a, Tell)]
 
 
 DONE: Calls = [
     lambda ledger, _: ledger.expect(reads(), 0.0, 20.0),
     lambda ledger, _: ledger.start("mine", RANK, "full"),
-    lambda ledger, told: ledger.receive(answers(told[0], "grant", lease=9.0)[0], 1.0),
+    lambda ledger, told: ledger.receive(answers(told[0], "lease", lease=9.0)[0], 1.0),
     lambda ledger, _: ledger.tick(6.0),
     lambda ledger, told: ledger.finish(told[1], 7.0),
     lambda ledger, told: ledger.receive(answers(told[4], "valid")[0], 8.0),
@@ -68,7 +68,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
     Return what the calls returned, and whether call *at* has so many lines.
     """
-    ledger = ConsumerLedger(Party("decode", 1, RANK), beat=5.0, patience=12.0)
+    ledger = ConsumerLedger(Party("decode", 1, RANK), heartbeat=5.0, patience=12.0)
     told: list[Any] = []
     reached = False
     for number, call in enumerate(calls):

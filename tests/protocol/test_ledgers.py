@@ -1,7 +1,8 @@
 """Law 12: each request is freed once, after its last reader; what failed never becomes readable.
 
-Over any plan and any order of lost, doubled, early, late, foreign and reordered notices, beats,
-aborts, restarts and frontiers. A dozen broken ledgers are caught by the same assertions.
+Over any plan and any order of lost, doubled, early, late, foreign and reordered messages,
+heartbeats, aborts, restarts and frontiers. A dozen broken ledgers are caught by the same
+assertions.
 """
 
 # ruff: noqa: D102 - the rules of the machine are named by what happens
@@ -23,7 +24,7 @@ from kvspec.protocol import (
     CONSUMER,
     PRODUCER,
     ConsumerLedger,
-    Notice,
+    Message,
     ProducerLedger,
     Tell,
 )
@@ -69,8 +70,8 @@ class Machine(RuleBasedStateMachine):
         self.world.finish(at, how)
 
     @rule(at=AT, upto=st.integers(1, 6))
-    def wrote(self, at: int, upto: int) -> None:
-        self.world.wrote(at, upto)
+    def record_progress(self, at: int, upto: int) -> None:
+        self.world.record_progress(at, upto)
 
     @rule(at=AT, twice=st.booleans())
     def deliver(self, at: int, twice: bool) -> None:
@@ -157,7 +158,7 @@ def chaos(seed: int, steps: int = 160, **ledgers: Any) -> World:
             small(), again=drawn.random() < 0.4, rejected=drawn.random() < 0.1)),
         "start": (25, lambda: world.start(small(), drawn.choice((6, 6, 3)))),
         "finish": (25, lambda: world.finish(small(), drawn.choice(ENDS * 2 + ("done",) * 8))),
-        "wrote": (3, lambda: world.wrote(small(), drawn.randrange(1, 7))),
+        "progress": (3, lambda: world.record_progress(small(), drawn.randrange(1, 7))),
         "deliver": (30, lambda: world.deliver(small(), twice=drawn.random() < 0.2)),
         "lose": (1, lambda: world.lose(small())),
         "forge": (3, lambda: world.forge(small(), drawn.choice(FORGED))),
@@ -237,26 +238,26 @@ def test_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ByTotal(ProducerLedger):
-    """Count notices that say done, not readers."""
+    """Count messages that say done, not readers."""
 
-    def receive(self, notice: Any, now: float) -> Any:
+    def receive(self, message: Any, now: float) -> Any:
         """Take each done as one reader's."""
         self.extra = getattr(self, "extra", 0) + 1
-        by = attrs.evolve(notice.by, rank=kvspec.RankId(tp=1000 + self.extra))
-        request = self._requests.get(notice.key)
-        known = request and request.state == "held" and request.seen(notice)
-        if notice.kind == "done" and known and known.done:
-            super().receive(attrs.evolve(notice, by=by), now)
-        return super().receive(notice, now)
+        by = attrs.evolve(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
+        request = self._requests.get(message.key)
+        known = request and request.state == "held" and request.seen(message)
+        if message.kind == "done" and known and known.done:
+            super().receive(attrs.evolve(message, by=by), now)
+        return super().receive(message, now)
 
 
 class ByRequest(ProducerLedger):
     """Know a request by its id alone."""
 
-    def receive(self, notice: Any, now: float) -> Any:
+    def receive(self, message: Any, now: float) -> Any:
         """Take whatever nonce for the right one."""
-        key = self._open.get(notice.key.request_id, notice.key)
-        return super().receive(attrs.evolve(notice, key=key), now)
+        key = self._open.get(message.key.request_id, message.key)
+        return super().receive(attrs.evolve(message, key=key), now)
 
 
 class OnAbort(ProducerLedger):
@@ -272,42 +273,42 @@ class OnAbort(ProducerLedger):
 class FirstCount(ProducerLedger):
     """Believe the first that says how many will come."""
 
-    def receive(self, notice: Any, now: float) -> Any:
+    def receive(self, message: Any, now: float) -> Any:
         """Replace every later count by the first."""
-        request = self._requests.get(notice.key)
-        start = request and request.starts.get((notice.by.engine_id, notice.by.epoch))
-        if start and notice.expected:
-            notice = attrs.evolve(notice, expected=start.expected)
-        return super().receive(notice, now)
+        request = self._requests.get(message.key)
+        start = request and request.starts.get((message.by.engine_id, message.by.epoch))
+        if start and message.expected:
+            message = attrs.evolve(message, expected=start.expected)
+        return super().receive(message, now)
 
 
 class NoEarly(ProducerLedger):
     """Tell who is early that nothing is here."""
 
-    def _keep(self, request: Any, notice: Any, _: str) -> Any:
-        return self._gone(request, notice, _)
+    def _keep(self, request: Any, message: Any, _: str) -> Any:
+        return self._gone(request, message, _)
 
-    def _step(self, request: Any, event: str, notice: Any = None) -> Any:
-        if request.state == "unknown" and event in ("beat", "done"):
-            return self._keep(request, notice, "unknown")
-        return super()._step(request, event, notice)
+    def _step(self, request: Any, event: str, message: Any = None) -> Any:
+        if request.state == "unknown" and event in ("heartbeat", "done"):
+            return self._keep(request, message, "unknown")
+        return super()._step(request, event, message)
 
 
 class NoFence(ProducerLedger):
     """Tell who is late that all is well."""
 
-    def _step(self, request: Any, event: str, notice: Any = None) -> Any:
+    def _step(self, request: Any, event: str, message: Any = None) -> Any:
         if request.state == "freed" and event == "done":
-            return [kvspec.protocol.Tell(notice.answer("valid"))]
-        return super()._step(request, event, notice)
+            return [kvspec.protocol.Tell(message.answer("valid"))]
+        return super()._step(request, event, message)
 
 
 class NoBeats(ProducerLedger):
     """Grant time, and do not keep the promise."""
 
-    def _heard(self, request: Any, notice: Any) -> Any:
+    def _heard(self, request: Any, message: Any) -> Any:
         expires = request.expires
-        actions = super()._heard(request, notice)
+        actions = super()._heard(request, message)
         if request.state == "held":
             request.expires = expires
         return actions
@@ -325,21 +326,21 @@ class Twice(ProducerLedger):
 
 
 class AnyStart(ProducerLedger):
-    """Take a notice of an engine's earlier start for one of the present."""
+    """Take a message of an engine's earlier start for one of the present."""
 
-    def receive(self, notice: Any, now: float) -> Any:
+    def receive(self, message: Any, now: float) -> Any:
         """Replace the epoch."""
-        epoch = self._present._epochs.get(notice.by.engine_id, notice.by.epoch)
-        return super().receive(attrs.evolve(notice, by=attrs.evolve(notice.by, epoch=epoch)), now)
+        epoch = self._present._epochs.get(message.by.engine_id, message.by.epoch)
+        return super().receive(attrs.evolve(message, by=attrs.evolve(message.by, epoch=epoch)), now)
 
 
 class AnyRank(ProducerLedger):
-    """Take one rank's notices for another's."""
+    """Take one rank's messages for another's."""
 
-    def receive(self, notice: Any, now: float) -> Any:
+    def receive(self, message: Any, now: float) -> Any:
         """Count all ranks as one, and all that come as it."""
-        by = attrs.evolve(notice.by, rank=kvspec.RankId())
-        return super().receive(attrs.evolve(notice, by=by, expected=min(notice.expected, 1)), now)
+        by = attrs.evolve(message.by, rank=kvspec.RankId())
+        return super().receive(attrs.evolve(message, by=by, expected=min(message.expected, 1)), now)
 
 
 class Everlasting(ProducerLedger):
@@ -356,15 +357,15 @@ class Everlasting(ProducerLedger):
 class ByAttempt(ProducerLedger):
     """Take what a reader says after it was done for what it said before."""
 
-    def receive(self, notice: Notice, now: float) -> Any:
+    def receive(self, message: Message, now: float) -> Any:
         """Give it the number of what it said last."""
-        request = self._requests.get(notice.key)
-        seen = request.seen(notice) if request else None
-        if seen is None or not seen.done or seen.notice.attempt != notice.attempt:
-            return super().receive(notice, now)
-        actions = super().receive(attrs.evolve(notice, number=seen.notice.number), now)
+        request = self._requests.get(message.key)
+        seen = request.seen(message) if request else None
+        if seen is None or not seen.done or seen.message.attempt != message.attempt:
+            return super().receive(message, now)
+        actions = super().receive(attrs.evolve(message, number=seen.message.number), now)
         return [
-            Tell(attrs.evolve(action.notice, number=notice.number))
+            Tell(attrs.evolve(action.message, number=message.number))
             if isinstance(action, Tell)
             else action
             for action in actions
@@ -395,15 +396,15 @@ class Unasked(ConsumerLedger):
 class Leased(ConsumerLedger):
     """Be ready without the producer's answer while a granted lease lasts by the own clock."""
 
-    def receive(self, notice: Any, now: float) -> Any:
+    def receive(self, message: Any, now: float) -> Any:
         """Remember until when the producer holds the request."""
-        load = self._loads.get(self._names.get(name_of(notice), ""))
-        asked = load.asked.get(notice.by.rank, {}).get(notice.number) if load else None
-        if notice.kind == "grant" and asked is not None:
+        load = self._loads.get(self._names.get(name_of(message), ""))
+        asked = load.asked.get(message.by.rank, {}).get(message.number) if load else None
+        if message.kind == "lease" and asked is not None:
             self.leases = getattr(self, "leases", {}) | {
-                (load.order.request_id, notice.by.rank): asked + notice.lease - 0.01
+                (load.order.request_id, message.by.rank): asked + message.lease - 0.01
             }
-        return super().receive(notice, now)
+        return super().receive(message, now)
 
     def finish(self, step: int, now: float) -> Any:
         """Take what arrives during the lease for valid."""

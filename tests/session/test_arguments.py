@@ -243,17 +243,27 @@ class Asking:
         }
         return self.producer.ledger.hold, given
 
-    def wrote(self) -> tuple[Any, dict[str, Any]]:
+    def record_progress(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
         given = {"remote_id": self.held(), "upto": 3, "layers": ["l.0"]}
-        return self.producer.ledger.wrote, given
+        return self.producer.ledger.record_progress, given
 
     def abort(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
         return self.producer.ledger.abort, {"remote_id": self.held()}
 
 
-CALLS = ("load", "push", "decline", "connect", "fetch", "disconnect", "hold", "wrote", "abort")
+CALLS = (
+    "load",
+    "push",
+    "decline",
+    "connect",
+    "fetch",
+    "disconnect",
+    "hold",
+    "record_progress",
+    "abort",
+)
 
 
 @pytest.mark.parametrize("name", CALLS)

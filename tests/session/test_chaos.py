@@ -21,7 +21,7 @@ from session_world import MODES, PAIRS, Mode, World
 
 from kvspec.descriptors.tables import Tables
 from kvspec.nixl import Transfer
-from kvspec.protocol import ConsumerLedger, Notice
+from kvspec.protocol import ConsumerLedger, Message
 from kvspec.protocol.order import Frontiers
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.seal import MAC, Secret
@@ -202,7 +202,7 @@ def unsealed(patch: pytest.MonkeyPatch) -> None:
 
 def unmarked(patch: pytest.MonkeyPatch) -> None:
     """Answer whoever is late that all was valid."""
-    patch.setattr("kvspec.protocol.notices.Notice.answer", deceive(Notice.answer))
+    patch.setattr("kvspec.protocol.messages.Message.answer", deceive(Message.answer))
 
 
 def deceive(answer: Any) -> Any:
@@ -215,21 +215,21 @@ def remembering(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvspec.protocol.producer._again", _was_done)
 
 
-def _was_done(seen: Any, notice: Notice) -> bool:
-    return seen is not None and seen.done and seen.notice.attempt == notice.attempt
+def _was_done(seen: Any, message: Message) -> bool:
+    return seen is not None and seen.done and seen.message.attempt == message.attempt
 
 
 def repeating(patch: pytest.MonkeyPatch) -> None:
     """Tell every load of an attempt what the first was told that was pushed."""
     heard = Pushing.heard
 
-    def told(self: Any, notice: Notice) -> None:
-        reader = notice.key, notice.attempt, notice.sample, notice.by
+    def told(self: Any, message: Message) -> None:
+        reader = message.key, message.attempt, message.sample, message.by
         each = self.writing.get(reader)
         if each is not None and each.told:
             self._tell(reader, each.told, each)
         else:
-            heard(self, notice)
+            heard(self, message)
 
     patch.setattr(Pushing, "heard", told)
 
@@ -262,7 +262,9 @@ def early(patch: pytest.MonkeyPatch) -> None:
 def unfenced(patch: pytest.MonkeyPatch) -> None:
     """Forget who gave up what was not pushed yet."""
     heard = Pushing.heard
-    patch.setattr(Pushing, "heard", lambda self, notice: [heard(self, notice), self.fences.clear()])
+    patch.setattr(
+        Pushing, "heard", lambda self, message: [heard(self, message), self.fences.clear()]
+    )
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:
@@ -271,13 +273,13 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
 
 
 def ahead(patch: pytest.MonkeyPatch) -> None:
-    """Read whatever a notice says of a layer up to its end."""
-    wrote = Frontiers.wrote
-    patch.setattr(Frontiers, "wrote", lambda self, place, _: wrote(self, place, 10**6))
+    """Read whatever a message says of a layer up to its end."""
+    wrote = Frontiers.record
+    patch.setattr(Frontiers, "record", lambda self, place, _: wrote(self, place, 10**6))
 
 
 def back(patch: pytest.MonkeyPatch) -> None:
-    """Let a frontier go back to where a late notice says, and read from there again."""
+    """Let a frontier go back to where a late message says, and read from there again."""
 
     def again(self: Any, place: Any, upto: int) -> None:
         if place in self._written:
@@ -286,15 +288,15 @@ def back(patch: pytest.MonkeyPatch) -> None:
 
     receive = Reading.receive
 
-    def heard(self: Any, notice: Notice) -> None:
+    def heard(self: Any, message: Message) -> None:
         for load in self.loads.values():
-            for rank, place in load.frontiers or () if notice.kind == "wrote" else ():
-                if (rank, place[1]) == (notice.by.rank, notice.layer):
+            for rank, place in load.frontiers or () if message.kind == "progress" else ():
+                if (rank, place[1]) == (message.by.rank, message.layer):
                     frontier = load.frontiers[rank, place]
-                    load.frontiers[rank, place] = min(frontier, notice.upto)
-        receive(self, notice)
+                    load.frontiers[rank, place] = min(frontier, message.upto)
+        receive(self, message)
 
-    patch.setattr(Frontiers, "wrote", again)
+    patch.setattr(Frontiers, "record", again)
     patch.setattr(Reading, "receive", heard)
 
 
@@ -309,14 +311,14 @@ def _hastily(reached: Any) -> Any:
 
 def other_layers(patch: pytest.MonkeyPatch) -> None:
     """Take what is said of one layer for all layers of its group."""
-    wrote = Frontiers.wrote
+    wrote = Frontiers.record
 
     def all_of(self: Any, place: Any, upto: int) -> None:
         for other in self._ends:
             if other[0] == place[0]:
                 wrote(self, other, upto)
 
-    patch.setattr(Frontiers, "wrote", all_of)
+    patch.setattr(Frontiers, "record", all_of)
 
 
 def half_way(patch: pytest.MonkeyPatch) -> None:

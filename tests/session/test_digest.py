@@ -18,7 +18,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Extent, Notice, Party
+from kvspec.protocol import Extent, Message, Party
 from kvspec.session import SessionLoad
 from kvspec.session.extents import sums_of
 from kvspec.session.introduction import key_of
@@ -34,7 +34,7 @@ SIZES = {
 @contextlib.contextmanager
 def met(sizes: tuple[Any, Any], **more: Any) -> Iterator[tuple[Side, Side]]:
     """Yield a producer and a consumer that met."""
-    given: dict[str, Any] = {"beat": 0.05} | more
+    given: dict[str, Any] = {"heartbeat": 0.05} | more
     with (
         Side("P", sizes[0], polled=False, lease=5.0) as producer,
         Side("D", sizes[1], polled=True, **given) as consumer,
@@ -86,7 +86,7 @@ def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
     """Sums do not depend on sizes, blocks, contexts; and the request is freed as ever."""
-    with met(SIZES[sizes], beat=2.0) as sides:  # nobody asks twice
+    with met(SIZES[sizes], heartbeat=2.0) as sides:  # nobody asks twice
         producer, consumer = sides
         began = time.monotonic()
         asked, loads = begin(sides)
@@ -226,8 +226,9 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
         session.ledger.hold(remote_id, blocks={"s": [1]})
-        question = Notice(
-            kind="sum", key=key_of(remote_id), by=Party("D", 1, session.me.rank), to=session.me,
+        question = Message(
+            kind="checksum_request", key=key_of(remote_id), by=Party("D", 1, session.me.rank),
+            to=session.me,
             extent=extent,
         )  # fmt: skip
         session._summing.heard(question)
@@ -292,22 +293,22 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
 def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
     """The same questions, by the same numbers; an answer to none of them is noted."""
     now = 0.0
-    with FakeNixl(), met(SIZES["blocks of two"], beat=1.0, clock=lambda: now) as sides:
+    with FakeNixl(), met(SIZES["blocks of two"], heartbeat=1.0, clock=lambda: now) as sides:
         producer, consumer = sides
         _, loads = begin(sides, timeout=99.0)
         session, load = next(iter(consumer.sessions.values())), loads[0]
-        asked: list[Notice] = []
+        asked: list[Message] = []
         assert load.audit is not None
         tell, load.audit.tell = load.audit.tell, asked.append
         until(lambda: asked, consumer)
-        numbers, counts = [notice.number for notice in asked], []
+        numbers, counts = [message.number for message in asked], []
         for later in (0.0, 0.9, 1.0, 1.9, 2.5):
             now = later
             session.poll()
             counts.append(len(asked) // len(numbers))
-        assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [notice.number for notice in asked])
+        assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [message.number for message in asked])
         by = next(iter(producer.sessions.values())).me
-        session._heard(attrs.evolve(asked[0].answer("summed", total=bytes(8)), number=0, by=by))
+        session._heard(attrs.evolve(asked[0].answer("checksum", total=bytes(8)), number=0, by=by))
         assert "nobody asked, or it came twice" in session.ledger.poll().foreign[-1]
         load.audit.tell = tell
         now = 4.0
@@ -332,7 +333,7 @@ def test_a_rank_that_is_closed_keeps_nothing_to_sum() -> None:
 def test_an_answer_that_was_lost_is_given_again() -> None:
     """What was summed is known: who asks again is told, and nothing is summed again."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
-        begun, lost = begin(sides, timeout=5.0), list[Notice]()
+        begun, lost = begin(sides, timeout=5.0), list[Message]()
         summings = [session._summing for session in sides[0].sessions.values()]
         tells = [summing.tell for summing in summings]
         for summing in summings:
@@ -387,10 +388,10 @@ def test_what_follows_or_is_pushed_is_compared_too(how: str) -> None:
                     remote_id = loads[0].remote_id
                     session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
                 else:
-                    session.ledger.wrote(loads[0].remote_id, 7)
+                    session.ledger.record_progress(loads[0].remote_id, 7)
                     producer.poll()
                     consumer.poll()
-                    session.ledger.wrote(loads[0].remote_id, 14)
+                    session.ledger.record_progress(loads[0].remote_id, 14)
             assert [["done", "done"], ["failed", "failed"]][broken] == ended(loads, *sides)
             assert broken == any(load.error for load in loads)
             assert broken or [] == consumer.wrong(asked)

@@ -17,7 +17,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Notice
+from kvspec.protocol import Message
 from kvspec.session import SessionLoad
 from kvspec.session.introduction import key_of
 from kvspec.testing import FakeNixl, logical_views
@@ -31,7 +31,7 @@ def two(heads: int = 2, **sizes: Any) -> Iterator[tuple[Side, Side]]:
     """Yield a producer and a consumer of other sizes, that met."""
     with (
         Side("P", engine(4, heads), polled=False, lease=5.0) as producer,
-        Side("D", engine(2, heads, **sizes), polled=True, beat=0.2) as consumer,
+        Side("D", engine(2, heads, **sizes), polled=True, heartbeat=0.2) as consumer,
     ):
         consumer.connect(producer)
         yield producer, consumer
@@ -72,7 +72,7 @@ class Prefill:
                 later = rows.token >= self.upto[rows.key[1]]
                 views[rows.key][rows.block[later], :, rows.row[later]] ^= 255
         for session in self.side.sessions.values():
-            session.ledger.wrote(self.remote_id, upto, layers)
+            session.ledger.record_progress(self.remote_id, upto, layers)
 
 
 def follow(consumer: Side, prefill: Prefill, **more: Any) -> list[SessionLoad]:
@@ -164,7 +164,7 @@ def test_a_stage_that_has_nothing_to_read_hides_no_other() -> None:
     with (
         FakeNixl(),
         Side("P", spec, polled=False) as producer,
-        Side("D", engine(1), polled=True, beat=0.2) as consumer,
+        Side("D", engine(1), polled=True, heartbeat=0.2) as consumer,
     ):
         consumer.connect(producer)
         asked = request(tokens=14, cached={"full": 14, "window": 0})
@@ -260,7 +260,7 @@ def test_groups_of_other_names_are_told_apart_by_their_layers() -> None:
         asked = request(tokens=14, producer_blocks=tables)
         with (
             Side("P", renamed, polled=False) as producer,
-            Side("D", engine(1), polled=True, beat=0.2) as consumer,
+            Side("D", engine(1), polled=True, heartbeat=0.2) as consumer,
         ):
             consumer.connect(producer)
             prefill = Prefill(producer, asked, new_remote_id("r"))
@@ -281,7 +281,7 @@ def test_what_is_said_of_no_layer_moves_nothing(pair: tuple[Side, Side]) -> None
         by = next(iter(producer.sessions.values())).me
         more: dict[str, Any] = {"group": "full", "layer": "l.9", "upto": 14}
         key = key_of(prefill.remote_id)
-        session._reading.receive(Notice(kind="wrote", key=key, by=by, to=session.me, **more))
+        session._reading.receive(Message(kind="progress", key=key, by=by, to=session.me, **more))
         assert ("moving", {0}) == (load.poll(), {*(load.frontiers or {}).values()})
     prefill.compute(14, *LAYERS)
     assert {"done"} == set(ended(loads, *pair))
@@ -293,7 +293,7 @@ def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> Non
     asked = request(tokens=14)
     prefill = Prefill(producer, asked, new_remote_id("r"))
     ledger = next(iter(producer.sessions.values())).ledger
-    ledger.wrote(prefill.remote_id, 9)
+    ledger.record_progress(prefill.remote_id, 9)
     wrong: list[tuple[str, Any, Any, Any]] = [
         ("upto", prefill.remote_id, 4, None),
         ("upto", prefill.remote_id, -1, None),
@@ -304,7 +304,7 @@ def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> Non
     ]
     for field, remote_id, upto, layers in wrong:
         with pytest.raises(SpecError, match=field):
-            ledger.wrote(remote_id, upto, layers)
+            ledger.record_progress(remote_id, upto, layers)
     with pytest.raises(SpecError, match="follow=True: wanted False, of what is pushed"):
         follow(consumer, prefill, pushed=True)
     short = request(tokens=14, consumer_blocks={"full": [1], "window": [1]})
@@ -318,11 +318,11 @@ def test_a_frontier_that_goes_back_moves_no_other(pair: tuple[Side, Side]) -> No
     prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
     loads = follow(consumer, prefill)
     (ledger, *_) = (session.ledger for session in producer.sessions.values())
-    ledger.wrote(prefill.remote_id, 9, ["w.0"])
+    ledger.record_progress(prefill.remote_id, 9, ["w.0"])
     for layers in (["l.0", "w.0"], None):
         with pytest.raises(SpecError, match=r"upto=8: wanted at least 9, as w.0 has it"):
-            ledger.wrote(prefill.remote_id, 8, layers)
-    ledger.wrote(prefill.remote_id, 1, ["l.0"])
+            ledger.record_progress(prefill.remote_id, 8, layers)
+    ledger.record_progress(prefill.remote_id, 1, ["l.0"])
     for load in loads:
         load.cancel()
 

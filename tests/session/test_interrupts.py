@@ -38,7 +38,7 @@ class Pair:
             Side("P", engine(1), channel=Direct("P"), lease=50.0, **more)
         )
         self.consumer = stack.enter_context(
-            Side("D", engine(1), channel=Direct("D"), beat=2.0, **more)
+            Side("D", engine(1), channel=Direct("D"), heartbeat=2.0, **more)
         )
         self.consumer.connect(self.producer)
         for one in self.producer.sessions.values():
@@ -61,7 +61,7 @@ class Pair:
         blocks = self.asked.producer_blocks if more.get("digest") else None
         self.producer.hold(remote_id, blocks=blocks)
         if more.get("follow"):
-            self.other.ledger.wrote(remote_id, 14)
+            self.other.ledger.record_progress(remote_id, 14)
         self.consumer.spoil(self.asked)
         return lambda: self.session.load(self.asked, remote_id=remote_id, timeout=30.0, **more)
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
-from kvspec.protocol import Key, Notice, Party, Pushed, encode_notice
+from kvspec.protocol import Key, Message, Party, Pushed, encode_message
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.notices import NOTICES
+from kvspec.protocol.messages import MESSAGES
 from kvspec.protocol.seal import Secret
 from kvspec.session import TcpChannel
-from kvspec.session.control import ANSWER, CHALLENGE, NOTICE, QUESTION
+from kvspec.session.control import ANSWER, CHALLENGE, MESSAGE, QUESTION
 from kvspec.session.introduction import INTRODUCTION, key_of
 from kvspec.session.ledger import MAX_FOREIGN
 from kvspec.testing import FakeNixl
@@ -33,17 +33,17 @@ SMALL = st.sampled_from((0, 1, 2, 3, 2**62, 2**63 - 1))
 
 
 @st.composite
-def notices(draw: st.DrawFn) -> bytes:
-    """Draw a notice that anybody who knows the secret could send, much like a true one."""
-    kind = draw(st.sampled_from(sorted(NOTICES)))
+def messages(draw: st.DrawFn) -> bytes:
+    """Draw a message that anybody who knows the secret could send, much like a true one."""
+    kind = draw(st.sampled_from(sorted(MESSAGES)))
     more: dict[str, Any] = {}
-    if kind in ("beat", "done"):
+    if kind in ("heartbeat", "done"):
         more["expected"] = draw(st.integers(1, 3))
-    if kind == "grant":
+    if kind == "lease":
         more["lease"] = draw(st.sampled_from((0.0, 1.0, 1e6)))
-    if kind == "wrote":
+    if kind == "progress":
         more |= {"group": "full", "layer": "l.0", "upto": draw(SMALL)}
-    if kind == "sum":
+    if kind == "checksum_request":
         units, tokens = (range(draw(SMALL), draw(SMALL)) for _ in range(2))
         try:
             more["extent"] = Extent(
@@ -55,9 +55,9 @@ def notices(draw: st.DrawFn) -> bytes:
             )
     if kind == "pushed":
         more["pushed"] = Pushed(draw(SMALL) % 2**62, 0, 0, bytes(16), bytes(16))
-    if kind == "summed":
+    if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
-    notice = Notice(
+    message = Message(
         kind=kind,
         key=draw(KEYS),
         by=draw(PARTIES),
@@ -67,22 +67,22 @@ def notices(draw: st.DrawFn) -> bytes:
         sample=draw(st.sampled_from((0, 1))),
         **more,
     )  # fmt: skip
-    return encode_notice(notice)
+    return encode_message(message)
 
 
-PURPOSES = st.sampled_from((NOTICE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION, b"kvspec-nixl-2\n"))
-MESSAGES = st.one_of(
+PURPOSES = st.sampled_from((MESSAGE, QUESTION, CHALLENGE, ANSWER, INTRODUCTION, b"kvspec-nixl-2\n"))
+ANY_MESSAGES = st.one_of(
     st.binary(max_size=200),
     st.tuples(PURPOSES, st.binary(max_size=200)).map(b"".join),
-    st.tuples(PURPOSES, st.binary(max_size=200) | notices()),
-    st.tuples(st.just(NOTICE), notices()),
+    st.tuples(PURPOSES, st.binary(max_size=200) | messages()),
+    st.tuples(st.just(MESSAGE), messages()),
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from("PD"), MESSAGES), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("PD"), ANY_MESSAGES), max_size=40))
 @settings(max_examples=50)
 def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
-    """Rubbish, sealed or not, and notices about anything, from and to anybody."""
+    """Rubbish, sealed or not, and messages about anything, from and to anybody."""
     with (
         FakeNixl(lambda flight: flight.land() if flight.copies[0][2] == 1 else None),
         Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
@@ -98,7 +98,7 @@ def test_anything_may_come(messages: list[tuple[str, Any]]) -> None:
             producer.poll()
             assert load.poll() != "done"
         answers = [data for _, data in stranger.receive()]
-        assert all(each.startswith((NOTICE, CHALLENGE)) for each in answers)
+        assert all(each.startswith((MESSAGE, CHALLENGE)) for each in answers)
 
 
 def test_who_does_not_know_the_secret_learns_nothing() -> None:
@@ -269,16 +269,18 @@ def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyP
         producer.hold(REMOTE_ID)
         ranks = [Direct(name) for name in "abc"]
 
-        def beat(at: int) -> None:
+        def heartbeat(at: int) -> None:
             """Let one rank say that it lives, and not look for the answer."""
             by = Party("D", 1, kvspec.RankId(tp=at))
-            notice = Notice(kind="beat", key=key_of(REMOTE_ID), by=by, to=session.me, expected=3)
-            ranks[at].send("P", session.nixl.secret.seal(NOTICE, encode_notice(notice)))
+            message = Message(
+                kind="heartbeat", key=key_of(REMOTE_ID), by=by, to=session.me, expected=3
+            )
+            ranks[at].send("P", session.nixl.secret.seal(MESSAGE, encode_message(message)))
             session.poll()
 
         for at in (0, 1, 0, 2):
-            beat(at)
+            heartbeat(at)
         for rank in ranks:
             rank.receive()
-        session.ledger.wrote(REMOTE_ID, 1, ["l.0"])
+        session.ledger.record_progress(REMOTE_ID, 1, ["l.0"])
         assert [1, 0, 1] == [len(rank.receive()) for rank in ranks]

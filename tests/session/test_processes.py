@@ -18,7 +18,7 @@ from kvspec.run.served import Launch
 from kvspec.run.started import StartedEngine, until
 
 pytestmark = pytest.mark.nixl
-TIMES = {"lease": 2.0, "beat": 0.3, "patience": 2.0}
+TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 
 
 def started(

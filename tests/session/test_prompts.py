@@ -165,7 +165,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
     with (
         FakeNixl(),
         Side("P", engine(2), polled=False, lease=5.0, background=True) as producer,
-        Side("D", engine(2), polled=True, beat=0.2, background=True) as consumer,
+        Side("D", engine(2), polled=True, heartbeat=0.2, background=True) as consumer,
     ):
         yield producer, consumer
 
@@ -254,7 +254,7 @@ def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
     with FakeNixl(), contextlib.ExitStack() as stack:
         enter = stack.enter_context
         producers = [enter(Side(name, engine(1), polled=False, background=True)) for name in "PQR"]
-        consumer = enter(Side("D", engine(1), polled=True, beat=0.2, background=True))
+        consumer = enter(Side("D", engine(1), polled=True, heartbeat=0.2, background=True))
         (session,) = consumer.sessions.values()
         prompts = enter(Prompts(session, timeout=10.0, most=2))
 
@@ -434,7 +434,7 @@ def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
     with (
         FakeNixl() as net,
         Side("P", engine(1), polled=False, background=True) as producer,
-        Side("D", engine(1), polled=True, beat=0.2, background=True) as consumer,
+        Side("D", engine(1), polled=True, heartbeat=0.2, background=True) as consumer,
     ):
         (session,) = consumer.sessions.values()
         asked = request(producer_blocks=BLOCKS, consumer_blocks=BLOCKS)

@@ -17,7 +17,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Notice
+from kvspec.protocol import Message
 from kvspec.session import SessionLoad, SessionPush
 from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeFlight, FakeNixl
@@ -28,7 +28,7 @@ def pushing(producers: int = 2, consumers: int = 1, **more: Any) -> Iterator[tup
     """Yield a producer that met the consumer, and is met by it."""
     with (
         Side("P", engine(producers, **more), polled=True) as producer,
-        Side("D", engine(consumers, **more), polled=False, beat=0.05) as consumer,
+        Side("D", engine(consumers, **more), polled=False, heartbeat=0.05) as consumer,
     ):
         consumer.connect(producer)
         for session in producer.sessions.values():
@@ -211,27 +211,27 @@ def test_a_load_that_did_not_begin_owns_nothing(net: FakeNixl) -> None:
 
 
 def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its beats, before anything is pushed and while it is, are no reason not to."""
+    """Its heartbeats, before anything is pushed and while it is, are no reason not to."""
     with pushing(producers=1) as (producer, consumer):
         remote_id, asked = new_remote_id("r"), request()
         producer.fill(asked)
         consumer.spoil(asked)
         producer.hold(remote_id)
         (session,), (reader,) = producer.sessions.values(), consumer.sessions.values()
-        beats, heard = list[Notice](), Pushing.heard
+        heartbeats, heard = list[Message](), Pushing.heard
 
-        def hear(self: Pushing, notice: Notice) -> None:
-            heard(self, notice)
-            beats.append(notice)
+        def hear(self: Pushing, message: Message) -> None:
+            heard(self, message)
+            heartbeats.append(message)
 
         monkeypatch.setattr(Pushing, "heard", hear)
         (load,) = consumer.load(asked, remote_id, pushed=True)
-        until(lambda: beats, producer, consumer)
+        until(lambda: heartbeats, producer, consumer)
         assert (False, True) == (session._moving(), reader._moving())
         net.fate = lambda _: None
         (pushed,) = push(producer, asked, remote_id)
-        beats.clear()
-        until(lambda: beats, producer, consumer)
+        heartbeats.clear()
+        until(lambda: heartbeats, producer, consumer)
         assert (True, "moving") == (session._moving(), pushed.poll())
         for flight in net.moving:
             flight.land()
@@ -243,7 +243,7 @@ def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
     """And not when it next asks, which is in minutes."""
     with (
         Side("P", engine(1), polled=True) as producer,
-        Side("D", engine(1), polled=False, beat=600.0) as consumer,
+        Side("D", engine(1), polled=False, heartbeat=600.0) as consumer,
     ):
         consumer.connect(producer)
         (session,) = producer.sessions.values()
@@ -253,7 +253,7 @@ def test_who_is_pushed_to_is_told_at_once(net: FakeNixl) -> None:
         loads = consumer.load(request(), remote_id, pushed=True)
         (reader,) = consumer.sessions.values()
         asked = reader._reading.book._loads["r"].asked[kvspec.RankId()]
-        until(lambda: not asked, producer, consumer)  # its first beat is answered
+        until(lambda: not asked, producer, consumer)  # its first heartbeat is answered
         push(producer, request(), remote_id)
         assert ["done"] == ended(loads, producer, consumer)
 
@@ -288,7 +288,7 @@ def test_who_does_not_answer_is_asked_to_stop_once_a_beat(net: FakeNixl) -> None
     with (
         Side("P", engine(1), polled=True, channel=Direct("P")) as producer,
         Side(
-            "D", engine(1), polled=False, channel=Direct("D"), beat=1.0, clock=lambda: now
+            "D", engine(1), polled=False, channel=Direct("D"), heartbeat=1.0, clock=lambda: now
         ) as consumer,
     ):
         consumer.connect(producer)
@@ -310,7 +310,7 @@ def test_who_gave_up_is_not_pushed_to_as_long_as_it_is_held(net: FakeNixl) -> No
     now = 0.0
     with (
         Side("P", engine(1), polled=True, longest=60.0, clock=lambda: now) as producer,
-        Side("D", engine(1), polled=False, beat=0.05) as consumer,
+        Side("D", engine(1), polled=False, heartbeat=0.05) as consumer,
     ):
         consumer.connect(producer)
         (session,) = producer.sessions.values()

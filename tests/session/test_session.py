@@ -22,7 +22,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank, Staging
-from kvspec.protocol import Notice, encode_handshake
+from kvspec.protocol import Message, encode_handshake
 from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
 from kvspec.session.introduction import INTRODUCTION, introduced, key_of
 from kvspec.testing import FakeFlight, FakeNixl
@@ -33,7 +33,7 @@ def two(staging: Staging | None = None) -> Iterator[tuple[Side, Side]]:
     """Yield a producer of four ranks, two of which are read, and a consumer of two."""
     with (
         Side("P", engine(4), polled=False, lease=5.0, staging=staging) as producer,
-        Side("D", engine(2), polled=True, beat=0.2, staging=staging) as consumer,
+        Side("D", engine(2), polled=True, heartbeat=0.2, staging=staging) as consumer,
     ):
         consumer.connect(producer)
         yield producer, consumer
@@ -261,7 +261,7 @@ def test_load_ignores_tables_of_excluded_group(net: FakeNixl) -> None:
         sides.append(attrs.evolve(engine(tp), groups=(full, draft)))
     with (
         Side("P", sides[0], polled=False, lease=5.0) as producer,
-        Side("D", sides[1], polled=True, beat=0.2) as consumer,
+        Side("D", sides[1], polled=True, heartbeat=0.2) as consumer,
     ):
         consumer.connect(producer)
         loads: list[SessionLoad] = []
@@ -374,7 +374,7 @@ def test_an_epoch_is_shared_by_the_ranks_of_a_start(net: FakeNixl) -> None:
     [
         ({"lease": -1.0}, "lease=-1.0"),
         ({"longest": float("nan")}, "longest=nan"),
-        ({"beat": "1"}, "beat='1'"),
+        ({"heartbeat": "1"}, "heartbeat='1'"),
         ({"patience": None}, "patience=None"),
         ({"model": ""}, "model=''"),
         ({"replica_policy": "spread"}, "replica_policy='spread'"),
@@ -600,7 +600,7 @@ def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:
     with (
         FakeNixl() as net,
         Side("P", engine(1), polled=False, lease=5.0, clock=lambda: now["P"]) as producer,
-        Side("D", engine(1), polled=True, beat=1.0, clock=lambda: now["D"]) as consumer,
+        Side("D", engine(1), polled=True, heartbeat=1.0, clock=lambda: now["D"]) as consumer,
     ):
         consumer.connect(producer)
         remote_id = new_remote_id("r")
@@ -740,15 +740,15 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
     for kind, why in (
         ("valid", "'r': of no request that is open, or not for this rank"),
         ("stopped", "nothing that it pushes is waited for"),
-        ("unsummed", "nobody asked, or it came twice"),
+        ("checksum_unavailable", "nobody asked, or it came twice"),
     ):
         key = key_of(new_remote_id("r"))
-        notice = Notice(kind=kind, key=key, by=by.me, to=session.me)
-        session._heard(notice)
+        message = Message(kind=kind, key=key, by=by.me, to=session.me)
+        session._heard(message)
         (told,) = session.ledger.poll().foreign
         assert (kind, True) == (told.split()[0], why in told)
     load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
-    session._heard(Notice(kind="unsummed", key=load.name[0], by=by.me, to=session.me))
+    session._heard(Message(kind="checksum_unavailable", key=load.name[0], by=by.me, to=session.me))
     assert "nobody asked" in session.ledger.poll().foreign[-1]
 
 
@@ -771,7 +771,7 @@ def test_strangers_and_rubbish_change_nothing(net: FakeNixl, pair: tuple[Side, S
     producer, consumer = pair
     session = next(iter(producer.sessions.values()))
     stranger = TcpChannel()
-    for data in (b"", b"rubbish", b"kvspec-notice-1\n" + bytes(99), b"kvspec-question-2\n"):
+    for data in (b"", b"rubbish", b"kvspec-message-1\n" + bytes(99), b"kvspec-question-2\n"):
         stranger.send(session.channel.address, data)
     foreign: list[str] = []
 
@@ -821,7 +821,7 @@ def pushing(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
     """Return a producer of two ranks that met the consumer of one."""
     with (
         Side("P", engine(2), polled=True) as producer,
-        Side("D", engine(1), polled=False, beat=0.05) as consumer,
+        Side("D", engine(1), polled=False, heartbeat=0.05) as consumer,
     ):
         consumer.connect(producer)
         for session in producer.sessions.values():
@@ -880,7 +880,7 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
 
 @pytest.mark.parametrize("first", ["load", "push"])
 def test_a_push_that_is_refused_fails_the_load(pushing: tuple[Side, Side], first: str) -> None:
-    """At once, or at the reader's first beat; the attempt is over for both, the next is not."""
+    """At once, or at the reader's first heartbeat; the attempt is over for both, not the next."""
     producer, consumer = pushing
     remote_id, asked = new_remote_id("r"), request()
     producer.hold(remote_id)
@@ -933,8 +933,8 @@ def test_a_producer_that_is_gone_pushes_nothing(pushing: tuple[Side, Side]) -> N
 def test_one_engine_may_be_both(net: FakeNixl) -> None:
     """What is met in one role stays when the other is met anew; what is lost is lost in both."""
     with (
-        Side("A", engine(1), polled=False, beat=0.05) as one,
-        Side("B", engine(1), polled=False, beat=0.05) as other,
+        Side("A", engine(1), polled=False, heartbeat=0.05) as one,
+        Side("B", engine(1), polled=False, heartbeat=0.05) as other,
     ):
         (near,), (far,) = one.sessions.values(), other.sessions.values()
         for role in ("producer", "consumer"):

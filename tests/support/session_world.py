@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCKS = 12
-LEASE, LONGEST, BEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
+LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 RUBBISH = 0xEE
 Rank = kvspec.RankId
 PAIRS = tuple(
@@ -117,7 +117,7 @@ class Engine:
             self.hooks[rank] = Hook(world, f"{name}{start}-{rank}")
             self.sessions[rank] = Session(
                 nixl, cache, engine_id=name, epoch=start, owner=storage, channel=self.hooks[rank],
-                lease=LEASE, longest=LONGEST, beat=BEAT, patience=PATIENCE,
+                lease=LEASE, longest=LONGEST, heartbeat=HEARTBEAT, patience=PATIENCE,
                 clock=world.reader_clock if name == "D" else world.clock,
             )  # fmt: skip
             self.views[rank] = logical_views(spec, rank, storage, BLOCKS)
@@ -259,7 +259,7 @@ class World:
             asked.held.add(rank)
             for (of, layer), upto in asked.written.items():
                 if of == rank and self.held(asked, rank):
-                    ledger.wrote(asked.remote_id, upto, [layer])
+                    ledger.record_progress(asked.remote_id, upto, [layer])
             if self.pushed:
                 self.to_push.append((asked, rank))
 
@@ -310,7 +310,7 @@ class World:
             self.fill(asked, rank, upto, *layers)
         asked.written |= {(rank, name): upto for name in layers}
         if self.held(asked, rank):
-            self.engines["P"].sessions[rank].ledger.wrote(asked.remote_id, upto, layers)
+            self.engines["P"].sessions[rank].ledger.record_progress(asked.remote_id, upto, layers)
         if upto == end:
             gone = {(id(asked), rank, name) for name in layers}
             self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
@@ -433,7 +433,9 @@ class World:
             bad = {
                 "byte": lambda: data[:-1] + bytes([data[-1] ^ 1]),
                 "cut": lambda: data[:-1],
-                "valid": lambda: data.replace(b"\xa4gone", b"\xa5valid").replace(b"beat", b"done"),
+                "valid": lambda: data.replace(b"\xa4gone", b"\xa5valid").replace(
+                    b"\xa9heartbeat", b"\xa4done"
+                ),
             }[how]()
             if bad != data:
                 self.net.append((route, sender, bad))
@@ -544,7 +546,7 @@ class World:
                 self.land(0, "land")
             while self.net:
                 self.deliver(0)
-            self.advance(BEAT)
+            self.advance(HEARTBEAT)
         for reader in self.readers:
             assert reader.load is None or reader.load.state != "moving", "never over"
         for name, side in self.engines.items():

@@ -18,18 +18,18 @@ from kvspec.protocol import (
     Failed,
     Free,
     Key,
-    Notice,
+    Message,
     Party,
     ProducerLedger,
     ReadOrder,
     Ready,
     Release,
     Tell,
-    decode_notice,
-    encode_notice,
+    decode_message,
+    encode_message,
 )
 
-LEASE, LONGEST, BEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
+LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 Rank = kvspec.RankId
 
 
@@ -112,7 +112,7 @@ class World:
                 ledger.connect("D", self.epochs["D"])
         else:
             self.consumers = {
-                rank: self.kinds[1](party, beat=BEAT, patience=PATIENCE)
+                rank: self.kinds[1](party, heartbeat=HEARTBEAT, patience=PATIENCE)
                 for rank, party in own.items()
             }
             for reader in self.consumers.values():
@@ -246,7 +246,7 @@ class World:
             actions = ledger.fail(name[1], "a read hangs", self.reader_now, quiet=False)
         self.acted(actions, "D", name[0])
 
-    def wrote(self, at: int, upto: int) -> None:
+    def record_progress(self, at: int, upto: int) -> None:
         """Let a producer rank say how far it wrote a layer of a request that is read in parts."""
         told = [
             (request, rank)
@@ -262,7 +262,7 @@ class World:
                     ledger, name = self.producers[rank], request.key.request_id
                     written = ledger._requests[request.key].written.get((group.name, layer), 0)
                     frontier = max(written, upto)
-                    actions = ledger.wrote(name, group.name, layer, frontier, self.now)
+                    actions = ledger.record_progress(name, group.name, layer, frontier, self.now)
                     self.acted(actions, "P", rank)
                     if name not in ledger.held:
                         return
@@ -272,21 +272,21 @@ class World:
         if self.net:
             at %= len(self.net)
             data = self.net[at] if twice else self.net.pop(at)
-            self.arrive(decode_notice(data))
+            self.arrive(decode_message(data))
 
-    def arrive(self, notice: Notice) -> None:
-        """Give a notice to the rank that it is addressed to."""
-        ledgers: dict[Rank, Any] = self.producers if notice.to.engine_id == "P" else self.consumers
-        ledger = ledgers.get(notice.to.rank)
+    def arrive(self, message: Message) -> None:
+        """Give a message to the rank that it is addressed to."""
+        ledgers: dict[Rank, Any] = self.producers if message.to.engine_id == "P" else self.consumers
+        ledger = ledgers.get(message.to.rank)
         if ledger is None:
             return
-        mine = [r for r in self.requests if r.key == notice.key and not r.lost]
-        true = notice.by.epoch == self.epochs["D"] and notice.to == ledger.me
-        if mine and notice.kind == "done" and true:
-            reader = notice.by.rank, notice.sample
-            mine[0].done.setdefault(notice.to.rank, set()).add(reader)
-        now = self.now if notice.to.engine_id == "P" else self.reader_now
-        self.acted(ledger.receive(notice, now), notice.to.engine_id, notice.to.rank)
+        mine = [r for r in self.requests if r.key == message.key and not r.lost]
+        true = message.by.epoch == self.epochs["D"] and message.to == ledger.me
+        if mine and message.kind == "done" and true:
+            reader = message.by.rank, message.sample
+            mine[0].done.setdefault(message.to.rank, set()).add(reader)
+        now = self.now if message.to.engine_id == "P" else self.reader_now
+        self.acted(ledger.receive(message, now), message.to.engine_id, message.to.rank)
 
     def lose(self, at: int) -> None:
         """Lose a message."""
@@ -297,18 +297,20 @@ class World:
         """Deliver a message that nobody sent: one that was sent, with something changed."""
         if not self.sent:
             return
-        notice = decode_notice(self.sent[at % len(self.sent)])
-        reader = notice.kind in ("beat", "done")
-        stranger = attrs.evolve(notice.by, rank=Rank(tp=77))
-        changes: dict[str, Callable[[], Notice]] = {
-            "nonce": lambda: attrs.evolve(notice, key=Key(notice.key.request_id, b"another nonce")),
-            "id": lambda: attrs.evolve(notice, key=Key("another", notice.key.nonce)),
-            "epoch": lambda: attrs.evolve(notice, by=attrs.evolve(notice.by, epoch=0)),
-            "start": lambda: attrs.evolve(notice, to=attrs.evolve(notice.to, epoch=0)),
-            "number": lambda: attrs.evolve(notice, number=notice.number + 1000),
-            "fewer": lambda: attrs.evolve(notice, kind="beat", expected=1),
-            "more": lambda: attrs.evolve(notice, kind="beat", expected=9),
-            "stranger": lambda: attrs.evolve(notice, kind="beat", by=stranger),
+        message = decode_message(self.sent[at % len(self.sent)])
+        reader = message.kind in ("heartbeat", "done")
+        stranger = attrs.evolve(message.by, rank=Rank(tp=77))
+        changes: dict[str, Callable[[], Message]] = {
+            "nonce": lambda: attrs.evolve(
+                message, key=Key(message.key.request_id, b"another nonce")
+            ),
+            "id": lambda: attrs.evolve(message, key=Key("another", message.key.nonce)),
+            "epoch": lambda: attrs.evolve(message, by=attrs.evolve(message.by, epoch=0)),
+            "start": lambda: attrs.evolve(message, to=attrs.evolve(message.to, epoch=0)),
+            "number": lambda: attrs.evolve(message, number=message.number + 1000),
+            "fewer": lambda: attrs.evolve(message, kind="heartbeat", expected=1),
+            "more": lambda: attrs.evolve(message, kind="heartbeat", expected=9),
+            "stranger": lambda: attrs.evolve(message, kind="heartbeat", by=stranger),
         }
         if how in ("fewer", "more", "stranger") and not reader:
             return
@@ -387,24 +389,24 @@ class World:
         """Do what a ledger wants, and hold it against the truth."""
         for action in actions:
             if isinstance(action, Tell):
-                notice = action.notice
-                assert (name, rank) == (notice.by.engine_id, notice.by.rank)
-                if notice.kind == "grant":
-                    self.promise(notice)
-                self.net.append(encode_notice(notice))
+                message = action.message
+                assert (name, rank) == (message.by.engine_id, message.by.rank)
+                if message.kind == "lease":
+                    self.promise(message)
+                self.net.append(encode_message(message))
                 self.sent = [*self.sent[-60:], self.net[-1]]
             elif isinstance(action, Free):
                 self.freed(action, rank)
             elif isinstance(action, Ready | Failed | Release | Closed):
                 self.loaded(action)
 
-    def promise(self, notice: Notice) -> None:
+    def promise(self, message: Message) -> None:
         """Note a grant: before it ends, nothing is freed but what all are done with."""
         for request in self.requests:
-            if request.key == notice.key and not request.lost:
-                until = self.now + notice.lease
-                before = request.promised[notice.by.rank]
-                request.promised[notice.by.rank] = max(before, until)
+            if request.key == message.key and not request.lost:
+                until = self.now + message.lease
+                before = request.promised[message.by.rank]
+                request.promised[message.by.rank] = max(before, until)
 
     def freed(self, action: Free, rank: Rank) -> None:
         """Blocks are used again: once, and when nobody reads or the lease is over."""
@@ -459,7 +461,7 @@ class World:
         for _ in range(60):
             while self.net:
                 self.deliver(0)
-            self.advance(BEAT)
+            self.advance(HEARTBEAT)
         for ledger in self.producers.values():
             assert ((), 0, None) == (ledger.held, ledger.remembered, ledger.due)
         for reader in self.consumers.values():

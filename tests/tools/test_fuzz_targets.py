@@ -100,7 +100,7 @@ def trusting(patch: pytest.MonkeyPatch) -> None:
 
 
 def unread(patch: pytest.MonkeyPatch) -> None:
-    """Let a notice that cannot be be the caller's error, not the sender's."""
+    """Let a message that cannot be be the caller's error, not the sender's."""
     patch.setattr("kvspec.protocol.wire.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
 
 
@@ -121,7 +121,7 @@ def gullible(patch: pytest.MonkeyPatch) -> None:
         ("block_tables", credulous),
         ("from_config", trusting),
         ("handshakes", gullible),
-        ("notices", unread),
+        ("messages", unread),
     ],
 )
 def test_a_target_can_fail(target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

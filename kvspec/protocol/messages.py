@@ -1,6 +1,6 @@
 """What two ranks tell each other about one request.
 
-Law: a notice names its request by id, nonce and attempt, who sends it and to whom, each of one
+Law: a message names its request by id, nonce and attempt, who sends it and to whom, each of one
 start; so none is taken for another's, another attempt's or an earlier start's. What a reader asks
 has a number of its own; so no answer is taken for that to an earlier load's question.
 """
@@ -16,23 +16,23 @@ from kvspec.protocol.extent import Extent
 from kvspec.protocol.handshake import is_name
 from kvspec.protocol.pushed import Pushed
 
-NOTICES = {
-    "beat": "a reader lives, and reads or is about to: it asks for more time",
+MESSAGES = {
+    "heartbeat": "a reader lives, and reads or is about to: it asks for more time",
     "done": "a reader reads no more, whether or not it has all; it asks if what it read was valid",
-    "grant": "answers a beat: nothing is freed for so many seconds",
+    "lease": "answers a heartbeat: nothing is freed for so many seconds",
     "valid": "answers a reader that is done: all that it read was still held",
     "gone": "answers either: the blocks are freed, or about to be; what was read is void",
     "stop": "a reader wants no more of what is pushed to it; answered once nothing of it can move",
     "pushed": "a producer has written all that it has for a reader, and sums up what that was",
     "stopped": "a producer writes no more into a reader's blocks, and has not written all",
-    "wrote": "a producer has written a layer of a group up to a token: so far it can be read",
-    "sum": "a reader has it all, and asks for the sum of what the producer holds, to compare",
-    "summed": "answers it: the sum",
-    "unsummed": "answers it: it cannot be summed, by what the producer was told",
+    "progress": "a producer has written a layer of a group up to a token: so far it can be read",
+    "checksum_request": "a reader has it all, and asks for the sum of what the producer holds",
+    "checksum": "answers it: the sum",
+    "checksum_unavailable": "answers it: it cannot be summed, by what the producer was told",
 }
-"""Every kind of notice: "beat", "done", "stop", "sum" are a reader's, the others a producer's."""
+"""By kind. Readers send heartbeat, done, stop, checksum_request; producers send the others."""
 
-READERS = ("beat", "done")
+READERS = ("heartbeat", "done")
 MAX_REQUEST = 1024
 """Bytes of a request's id."""
 NONCE = range(8, 65)
@@ -41,15 +41,15 @@ MAX_READERS = 2**20
 SUM = 8
 """Bytes of a sum."""
 OWN = {
-    "lease": ("grant", 0.0),
-    "group": ("wrote", ""),
-    "layer": ("wrote", ""),
-    "upto": ("wrote", 0),
-    "extent": ("sum", None),
-    "total": ("summed", b""),
+    "lease": ("lease", 0.0),
+    "group": ("progress", ""),
+    "layer": ("progress", ""),
+    "upto": ("progress", 0),
+    "extent": ("checksum_request", None),
+    "total": ("checksum", b""),
     "pushed": ("pushed", None),
 }
-"""Fields of one kind of notice alone, and what they are of the others."""
+"""Fields of one kind of message alone, and what they are of the others."""
 
 
 def _request(_: object, at: attrs.Attribute[str], value: object) -> None:
@@ -96,13 +96,13 @@ class Key:
 
 
 @attrs.frozen(kw_only=True)
-class Notice:
-    """One message of *by* to *to* about the request *key*; *kind* is one of `NOTICES`.
+class Message:
+    """One message of *by* to *to* about the request *key*; *kind* is one of `MESSAGES`.
 
     *attempt* grows with each attempt to read the request, *number* with each question of a reader,
     about any; asked again, it has the same, and so has its answer. *sample*: which of several equal
     requests of a prompt reads. *expected*, of a reader: how many readers *to* will hear of in this
-    attempt, the samples counted. *lease*, of a grant: seconds. *group*, *layer*, *upto*, of what
+    attempt, the samples counted. *lease*, of a `lease`: seconds. *group*, *layer*, *upto*, of what
     was written: every token before position *upto*. *extent*: what is to be summed; *total*: its
     sum, 8 bytes. *pushed*: what was written for the reader.
     """
@@ -124,8 +124,8 @@ class Notice:
     pushed: Pushed | None = None
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in NOTICES:
-            raise SpecError("kind", self.kind, f"one of {', '.join(NOTICES)}")
+        if not isinstance(self.kind, str) or self.kind not in MESSAGES:
+            raise SpecError("kind", self.kind, f"one of {', '.join(MESSAGES)}")
         for name, kind in (("key", Key), ("by", Party), ("to", Party)):
             instance(name, getattr(self, name), kind)
         least = int(self.kind in READERS)
@@ -140,10 +140,10 @@ class Notice:
 
     def _check_own(self) -> None:
         """Check what only this kind has."""
-        if self.kind == "wrote":
+        if self.kind == "progress":
             for name in ("group", "layer"):
                 is_name(name, getattr(self, name), MAX_REQUEST)
-        elif self.kind == "summed" and (
+        elif self.kind == "checksum" and (
             not isinstance(self.total, bytes) or len(self.total) != SUM
         ):
             raise SpecError("total", self.total, f"{SUM} bytes")
@@ -160,9 +160,9 @@ class Notice:
         layer: str = "",
         upto: int = 0,
         total: bytes = b"",
-    ) -> Notice:
+    ) -> Message:
         """Return the answer to this one."""
-        return Notice(
+        return Message(
             kind=kind,
             key=self.key,
             by=self.to,
@@ -180,16 +180,16 @@ class Notice:
 
 @attrs.frozen
 class Tell:
-    """Send *notice*, to its *to*."""
+    """Send *message*, to its *to*."""
 
-    notice: Notice
+    message: Message
 
 
 @attrs.frozen
 class Refused:
-    """A notice that changed nothing, and *why*."""
+    """A message that changed nothing, and *why*."""
 
-    notice: Notice
+    message: Message
     why: str
 
 

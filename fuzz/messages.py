@@ -1,6 +1,6 @@
-"""Any bytes are a notice that can be written again, or a `WireError`; no notice breaks a ledger.
+"""Any bytes are a message that can be written again, or a `WireError`; no message breaks a ledger.
 
-Notices are true ones with values changed at any place, bytes flipped, or no notices at all. What
+Messages are true ones with values changed at any place, bytes flipped, or no messages at all. What
 decodes is given to both ledgers, which never raise, and keep no more than what they were told of.
 """
 
@@ -19,14 +19,14 @@ import kvspec
 from kvspec.protocol import (
     ConsumerLedger,
     Key,
-    Notice,
+    Message,
     Party,
     ProducerLedger,
     Pushed,
     ReadOrder,
     Tell,
-    decode_notice,
-    encode_notice,
+    decode_message,
+    encode_message,
 )
 from kvspec.protocol.extent import Extent
 
@@ -36,44 +36,55 @@ P, D = ([Party(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode
 KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
 EXTENT = Extent(layers=PLACE[1:], parts=("k", "v"), units=range(2), tokens=range(3, 9))
-TRUE = Notice(kind="valid", key=KEYS[0], by=P[0], to=D[0])
-HEAD = encode_notice(TRUE)[: len(b"kvspec-notice\n") + 2]
+TRUE = Message(kind="valid", key=KEYS[0], by=P[0], to=D[0])
+HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2]
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 9, 2**20, 2**31, 2**63 - 1, 2**64 - 1, 0.0, 1e9, -1.0, float("nan"),
-    float("inf"), None, True, "", "x", "beat", "done", "grant", "valid", "gone", "wrote", "full",
+    float("inf"), None, True, "", "x", "heartbeat", "done", "lease", "valid", "gone", "progress",
+    "full",
     "layers.0", b"", bytes(8), bytes(65), [], {}, [0, 0, 0], "x" * 2000, "prefill", "decode",
 )  # fmt: skip
 
 
-def true_notice(drawn: random.Random) -> Notice:
-    """Return a notice that may well be sent."""
+def true_message(drawn: random.Random) -> Message:
+    """Return a message that may well be sent."""
     kind = drawn.choice(
-        ("beat", "done", "grant", "valid", "gone", "wrote", "sum", "summed", "pushed")
+        (
+            "heartbeat",
+            "done",
+            "lease",
+            "valid",
+            "gone",
+            "progress",
+            "checksum_request",
+            "checksum",
+            "pushed",
+        )
     )
-    by, to = (D, P) if kind in ("beat", "done", "sum") else (P, D)
+    by, to = (D, P) if kind in ("heartbeat", "done", "checksum_request") else (P, D)
     more: dict[str, Any] = {}
-    if kind in ("beat", "done"):
+    if kind in ("heartbeat", "done"):
         more["expected"] = drawn.choice((1, 2, 3))
-    if kind == "sum":
+    if kind == "checksum_request":
         more["extent"] = drawn.choice((EXTENT, *(EXTENT.halves or ())))
     if kind == "pushed":
         more["pushed"] = Pushed(drawn.randrange(9), 0, drawn.randrange(2), bytes(16), bytes(16))
-    if kind == "summed":
+    if kind == "checksum":
         more["total"] = bytes(8)
-    if kind == "grant":
+    if kind == "lease":
         more["lease"] = drawn.choice((0.0, 5.0, 10.0))
-    if kind == "wrote":
+    if kind == "progress":
         more = {"group": PLACE[0], "layer": PLACE[1], "upto": drawn.randrange(9)}
-    return Notice(
+    return Message(
         kind=kind, key=drawn.choice(KEYS), by=drawn.choice(by), to=drawn.choice(to[:1] * 3 + to),
         attempt=drawn.choice((0, 0, 1)), number=drawn.randrange(9), sample=drawn.choice((0, 0, 1)),
         **more,
     )  # fmt: skip
 
 
-def notice_bytes(drawn: random.Random) -> bytes:
-    """Return a notice's bytes, with values or bytes changed, or any bytes."""
-    data = encode_notice(true_notice(drawn))
+def message_bytes(drawn: random.Random) -> bytes:
+    """Return a message's bytes, with values or bytes changed, or any bytes."""
+    data = encode_message(true_message(drawn))
     sort = drawn.randrange(8)
     if sort < 2:  # noqa: PLR2004
         return data
@@ -100,7 +111,7 @@ class Pair:
     def __init__(self, drawn: random.Random) -> None:
         self.drawn, self.now = drawn, 0.0
         self.producer = ProducerLedger(P[0], lease=10.0, longest=30.0, most_early=20)
-        self.consumer = ConsumerLedger(D[0], beat=3.0, patience=9.0)
+        self.consumer = ConsumerLedger(D[0], heartbeat=3.0, patience=9.0)
         self.started = 0
 
     def step(self) -> None:
@@ -123,7 +134,7 @@ class Pair:
         """Begin a request on both sides, where it is not under way."""
         try:
             self.producer.admit(key.request_id, key.nonce, self.now)
-            self.producer.wrote(key.request_id, *PLACE, 8, self.now)
+            self.producer.record_progress(key.request_id, *PLACE, 8, self.now)
         except kvspec.SpecError:
             return
         self.started += 1
@@ -140,13 +151,13 @@ class Pair:
         """Give each ledger what the other tells it, now and then."""
         for action in actions:
             if isinstance(action, Tell) and self.drawn.random() < 0.7:  # noqa: PLR2004
-                notice = decode_notice(encode_notice(action.notice))
-                self.give(notice)
+                message = decode_message(encode_message(action.message))
+                self.give(message)
 
-    def give(self, notice: Notice) -> None:
-        """Give a notice to both ledgers, whomever it is for."""
+    def give(self, message: Message) -> None:
+        """Give a message to both ledgers, whomever it is for."""
         for actions in (
-            self.producer.receive(notice, self.now), self.consumer.receive(notice, self.now)
+            self.producer.receive(message, self.now), self.consumer.receive(message, self.now)
         ):  # fmt: skip
             self.answered(actions)
         assert len(self.producer.held) <= len(KEYS)
@@ -166,26 +177,26 @@ class Pair:
 
 
 def check(data: bytes, pair: Pair | None = None) -> bool:
-    """Decode *data*, and give it to the ledgers; say if it is a notice."""
+    """Decode *data*, and give it to the ledgers; say if it is a message."""
     try:
-        notice = decode_notice(data)
+        message = decode_message(data)
     except kvspec.WireError as error:
         if not error.path:
             raise AssertionError("an error without a path") from error
         return False
-    assert notice == decode_notice(encode_notice(notice))
+    assert message == decode_message(encode_message(message))
     if pair is not None:
-        pair.give(notice)
+        pair.give(message)
     return True
 
 
 @given(DRAWN)
-def test_any_notice(drawn: random.Random) -> None:
+def test_any_message(drawn: random.Random) -> None:
     """One after the other, with what is true between them."""
     pair = Pair(drawn)
     for _ in range(drawn.randrange(1, 12)):
         pair.step()
-        check(notice_bytes(drawn), pair)
+        check(message_bytes(drawn), pair)
     pair.end()
 
 
@@ -203,13 +214,13 @@ def flood(drawn: random.Random) -> Iterator[tuple[bytes, Pair]]:
         for _ in range(100):
             if not drawn.randrange(3):
                 pair.step()
-            yield notice_bytes(drawn), pair
+            yield message_bytes(drawn), pair
         pair.end()
 
 
 def decode(drawn: random.Random) -> Iterator[tuple[bytes]]:
-    """Yield true notices with a few bytes changed or cut, for the decoder alone."""
-    true = [encode_notice(true_notice(drawn)) for _ in range(4096)]
+    """Yield true messages with a few bytes changed or cut, for the decoder alone."""
+    true = [encode_message(true_message(drawn)) for _ in range(4096)]
     chance = drawn.random
     while True:
         for kept in true:

@@ -1,4 +1,4 @@
-"""Notices, and what the ledgers do with each: facts beside the law of `test_ledgers`."""
+"""Messages, and what the ledgers do with each: facts beside the law of `test_ledgers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvspec.protocol import (
     Failed,
     Free,
     Key,
-    Notice,
+    Message,
     Party,
     ProducerLedger,
     Pushed,
@@ -29,16 +29,16 @@ from kvspec.protocol import (
     Refused,
     Release,
     Tell,
-    decode_notice,
-    encode_notice,
+    decode_message,
+    encode_message,
 )
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.notices import NOTICES
+from kvspec.protocol.messages import MESSAGES
 
 P = [Party("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
 D = [Party("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
 KEY = Key("cmpl-1", b"8 bytes!")
-HEAD = len(b"kvspec-notice\n") + 2
+HEAD = len(b"kvspec-message\n") + 2
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
 COUNTS = st.integers(0, 2**20 - 1)
 PARTIES = st.builds(
@@ -46,12 +46,12 @@ PARTIES = st.builds(
 )
 
 
-def said(kind: str, by: int = 0, **more: Any) -> Notice:
-    """Return a notice: of a reader, two of which will come; of a producer, the answer to it."""
-    reader = kind in ("beat", "done")
+def said(kind: str, by: int = 0, **more: Any) -> Message:
+    """Return a message: of a reader, two of which will come; of a producer, the answer to it."""
+    reader = kind in ("heartbeat", "done")
     fields: dict[str, Any] = {"expected": 2, "by": D[by], "to": P[0]} if reader else {}
     fields = fields or {"by": P[by], "to": D[0]}
-    return Notice(**{"kind": kind, "key": KEY, **fields, **more})
+    return Message(**{"kind": kind, "key": KEY, **fields, **more})
 
 
 @st.composite
@@ -96,25 +96,25 @@ def test_halves_are_smaller_and_end(given: Extent) -> None:
 
 
 @st.composite
-def notices(draw: st.DrawFn) -> Notice:
-    """Draw any notice."""
-    kind = draw(st.sampled_from(sorted(NOTICES)))
+def messages(draw: st.DrawFn) -> Message:
+    """Draw any message."""
+    kind = draw(st.sampled_from(sorted(MESSAGES)))
     more: dict[str, Any] = {}
-    if kind in ("beat", "done"):
+    if kind in ("heartbeat", "done"):
         more["expected"] = draw(st.integers(1, 2**20))
-    if kind == "grant":
+    if kind == "lease":
         more["lease"] = draw(st.floats(0, 1e6))
-    if kind == "wrote":
+    if kind == "progress":
         more |= {"group": draw(WORDS), "layer": draw(WORDS), "upto": draw(COUNTS)}
-    if kind == "sum":
+    if kind == "checksum_request":
         more["extent"] = draw(extents())
     if kind == "pushed":
         more["pushed"] = Pushed(
             *draw(st.tuples(*[COUNTS] * 3, *[st.binary(min_size=16, max_size=16)] * 2))
         )
-    if kind == "summed":
+    if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
-    return Notice(
+    return Message(
         kind=kind,
         key=Key(draw(WORDS), draw(st.binary(min_size=8, max_size=64))),
         by=draw(PARTIES),
@@ -126,20 +126,20 @@ def notices(draw: st.DrawFn) -> Notice:
     )
 
 
-@given(notices())
-def test_what_is_written_is_read_back(given: Notice) -> None:
-    """Every notice arrives equal, in few bytes."""
-    data = encode_notice(given)
-    assert given == decode_notice(data)
+@given(messages())
+def test_what_is_written_is_read_back(given: Message) -> None:
+    """Every message arrives equal, in few bytes."""
+    data = encode_message(given)
+    assert given == decode_message(data)
     assert len(data) < 400
 
 
-BEAT = encode_notice(said("beat"))
+HEARTBEAT = encode_message(said("heartbeat"))
 
 
 def changed(at: int, value: Any) -> bytes:
-    """Return a beat's message with another value."""
-    data = encode_notice(said("beat"))
+    """Return a heartbeat's message with another value."""
+    data = encode_message(said("heartbeat"))
     fields = msgspec.msgpack.decode(data[HEAD:])
     fields[at] = value
     return data[:HEAD] + msgspec.msgpack.encode(fields)
@@ -155,9 +155,9 @@ ASKED = Extent(layers=["l.0"], parts=["k"], units=range(2), tokens=range(9))
 DONE = Pushed(num_tokens=9, encoder_tokens=0, state_tokens=9, cached=bytes(16), blocks=bytes(16))
 
 
-def within(notice: Notice, field: int, at: int, value: Any) -> bytes:
+def within(message: Message, field: int, at: int, value: Any) -> bytes:
     """Return a message with another value inside one of its fields."""
-    data = encode_notice(notice)
+    data = encode_message(message)
     fields = msgspec.msgpack.decode(data[HEAD:])
     fields[field][at] = value
     return data[:HEAD] + msgspec.msgpack.encode(fields)
@@ -165,7 +165,7 @@ def within(notice: Notice, field: int, at: int, value: Any) -> bytes:
 
 def asked(at: int, value: Any) -> bytes:
     """Return the message of a question for a sum with another value."""
-    return within(said("sum", by=0, extent=ASKED), EXTENT, at, value)
+    return within(said("checksum_request", by=0, extent=ASKED), EXTENT, at, value)
 
 
 def wrote(at: int, value: Any) -> bytes:
@@ -176,60 +176,60 @@ def wrote(at: int, value: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        ("text", "notice: got 'str', wanted what encode_notice returned"),
-        (b"", "notice: got b'', wanted what encode_notice returned"),
-        (encode_notice(said("beat"))[:-1], "message: got 'Input data was truncated'"),
-        (encode_notice(said("beat")) + b"x", "message: got"),
-        (encode_notice(said("beat")) + bytes(9000), "wanted what encode_notice returned"),
-        (b"kvspec-notice\n\0\2" + BEAT[HEAD:], "returned, of version 6"),
-        (BEAT[:HEAD] + b"\x91" * 5000, "message: got"),
-        (BEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
+        ("text", "message: got 'str', wanted what encode_message returned"),
+        (b"", "message: got b'', wanted what encode_message returned"),
+        (encode_message(said("heartbeat"))[:-1], "message: got 'Input data was truncated'"),
+        (encode_message(said("heartbeat")) + b"x", "message: got"),
+        (encode_message(said("heartbeat")) + bytes(9000), "wanted what encode_message returned"),
+        (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "returned, of version 6"),
+        (HEARTBEAT[:HEAD] + b"\x91" * 5000, "message: got"),
+        (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
         (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]: got"),
-        (changed(KIND, "shout"), "notice.kind: got 'shout', wanted one of beat, done"),
-        (changed(ID, ""), "notice.request_id: got '', wanted a text of 1 to 1024 bytes"),
+        (changed(KIND, "shout"), "message.kind: got 'shout', wanted one of heartbeat, done"),
+        (changed(ID, ""), "message.request_id: got '', wanted a text of 1 to 1024 bytes"),
         (changed(ID, b"x"), "$[1]: got '`bytes`', wanted Expected `str`"),
-        (changed(NONCE, b"short"), "notice.nonce: got b'short', wanted 8 to 64 bytes"),
+        (changed(NONCE, b"short"), "message.nonce: got b'short', wanted 8 to 64 bytes"),
         (changed(BY, ["decode", -1, [0, 0, 0]]), "$[3][1]: got"),
-        (changed(TO, ["", 1, [0, 0, 0]]), "notice.engine_id: got ''"),
+        (changed(TO, ["", 1, [0, 0, 0]]), "message.engine_id: got ''"),
         (changed(ATTEMPT, 2**64 - 1), "$[5]: got"),
-        (changed(SAMPLE, 2**21), "notice.sample: got 2097152, wanted less than 1048576"),
-        (changed(EXPECTED, 0), "notice.expected: got 0, wanted an int >= 1"),
-        (changed(EXPECTED, 2**20 + 1), "notice.expected: got 1048577, wanted at most 1048576"),
-        (changed(LEASE, float("nan")), "notice.lease: got nan, wanted finite seconds"),
-        (changed(LEASE, 1.0), "notice.lease: got 1.0, wanted 0.0, but of a 'grant'"),
-        (changed(LAYER, "x"), "notice.layer: got 'x', wanted '', but of a 'wrote'"),
-        (changed(UPTO, 1), "notice.upto: got 1, wanted 0, but of a 'wrote'"),
-        (changed(TOTAL, bytes(8)), "wanted b'', but of a 'summed'"),
+        (changed(SAMPLE, 2**21), "message.sample: got 2097152, wanted less than 1048576"),
+        (changed(EXPECTED, 0), "message.expected: got 0, wanted an int >= 1"),
+        (changed(EXPECTED, 2**20 + 1), "message.expected: got 1048577, wanted at most 1048576"),
+        (changed(LEASE, float("nan")), "message.lease: got nan, wanted finite seconds"),
+        (changed(LEASE, 1.0), "message.lease: got 1.0, wanted 0.0, but of a 'lease'"),
+        (changed(LAYER, "x"), "message.layer: got 'x', wanted '', but of a 'progress'"),
+        (changed(UPTO, 1), "message.upto: got 1, wanted 0, but of a 'progress'"),
+        (changed(TOTAL, bytes(8)), "wanted b'', but of a 'checksum'"),
         (changed(TOTAL, bytes(9)), "$[14]: got"),
-        (changed(KIND, "sum"), "notice.expected: got 2, wanted at most 0"),
+        (changed(KIND, "checksum_request"), "message.expected: got 2, wanted at most 0"),
         (changed(PUSHED, [1, 0, 0, bytes(16), bytes(16)]), "wanted None, but of a 'pushed'"),
         (wrote(0, -1), "$[15][0]: got"),
-        (wrote(1, 2**63 - 1), "notice.pushed.encoder_tokens: got 9223372036854775807, wanted at"),
+        (wrote(1, 2**63 - 1), "message.pushed.encoder_tokens: got 9223372036854775807, wanted at"),
         (wrote(2, 1.0), "$[15][2]: got"),
-        (wrote(3, bytes(15)), "notice.pushed.cached: got"),
+        (wrote(3, bytes(15)), "message.pushed.cached: got"),
         (wrote(4, bytes(17)), "$[15][4]: got"),
-        (asked(0, []), "notice.layers: got (), wanted at least one name, each once"),
+        (asked(0, []), "message.layers: got (), wanted at least one name, each once"),
         (asked(0, ["l.0", "l.0"]), "wanted at least one name, each once"),
         (asked(0, ["é" * 1024]), "wanted a text of 1 to 1024 bytes"),
-        (asked(0, ["x" * 1000 + str(n) for n in range(5)]), "notice.layers: got '5006 bytes'"),
+        (asked(0, ["x" * 1000 + str(n) for n in range(5)]), "message.layers: got '5006 bytes'"),
         (asked(1, [""] * 5000), "$[13][1]: got"),
-        (asked(2, [2, 2]), "notice.units: got range(2, 2), wanted a range of at least 1"),
-        (asked(3, [0, 2**63 - 1]), "notice.tokens: got range(0, 9223372036854775807), wanted"),
-        (asked(3, [9, 0]), "notice.tokens: got range(9, 0), wanted a range of at least 1"),
-        (asked(4, [1, 0]), "notice.rows: got range(1, 0), wanted a range of at least 0"),
-        (asked(5, [0, 0, 1]), "notice.producer.size: got 0, wanted an int >= 1"),
-        (asked(6, [0, 1, 0]), "notice.consumer.interleave: got 0, wanted an int >= 1"),
-        (asked(7, [1, 1]), "notice.stripe.first: got 1, wanted less than step=1"),
-        (asked(8, 0), "notice.block: got 0, wanted an int >= 1"),
+        (asked(2, [2, 2]), "message.units: got range(2, 2), wanted a range of at least 1"),
+        (asked(3, [0, 2**63 - 1]), "message.tokens: got range(0, 9223372036854775807), wanted"),
+        (asked(3, [9, 0]), "message.tokens: got range(9, 0), wanted a range of at least 1"),
+        (asked(4, [1, 0]), "message.rows: got range(1, 0), wanted a range of at least 0"),
+        (asked(5, [0, 0, 1]), "message.producer.size: got 0, wanted an int >= 1"),
+        (asked(6, [0, 1, 0]), "message.consumer.interleave: got 0, wanted an int >= 1"),
+        (asked(7, [1, 1]), "message.stripe.first: got 1, wanted less than step=1"),
+        (asked(8, 0), "message.block: got 0, wanted an int >= 1"),
         (asked(8, -1), "$[13][8]: got"),
     ],
 )
 def test_other_bytes_are_refused(data: Any, wanted: str) -> None:
     """Truncated, too long, of other types, out of bounds, or of fields that do not belong."""
-    assert wanted in words(lambda: decode_notice(data), kvspec.WireError)
+    assert wanted in words(lambda: decode_message(data), kvspec.WireError)
 
 
-def test_a_notice_that_cannot_be_sent_is_refused() -> None:
+def test_a_message_that_cannot_be_sent_is_refused() -> None:
     """Ids that are empty, huge or binary; parties that are no ranks."""
     for name in ("", "x" * 1025, b"x", 7):
         with pytest.raises(
@@ -237,14 +237,14 @@ def test_a_notice_that_cannot_be_sent_is_refused() -> None:
         ):
             Key(name, b"8 bytes!")
     assert "rank.tp=-1" in words(lambda: Party("x", 0, kvspec.RankId(tp=-1)))
-    long = said("wrote", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024)
+    long = said("progress", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024)
     far = [attrs.evolve(party, engine_id="e" * 255, epoch=2**62) for party in (P[0], D[0])]
-    data = encode_notice(attrs.evolve(long, by=far[0], to=far[1]))
+    data = encode_message(attrs.evolve(long, by=far[0], to=far[1]))
     assert 3500 < len(data) < 4096
     most = attrs.evolve(ASKED, layers=["x" * 1024, "y" * 1024], parts=["k" * 1024, "v" * 1024])
     key = Key("x" * 1024, bytes(64))
-    asking = Notice(kind="sum", key=key, by=far[1], to=far[0], extent=most)
-    assert 5500 < len(encode_notice(asking)) < 8192
+    asking = Message(kind="checksum_request", key=key, by=far[1], to=far[0], extent=most)
+    assert 5500 < len(encode_message(asking)) < 8192
 
 
 def held(**more: Any) -> ProducerLedger:
@@ -255,14 +255,14 @@ def held(**more: Any) -> ProducerLedger:
 
 
 def kinds(actions: list[Any]) -> list[str]:
-    """Return what actions are, notices by their kind."""
-    return [a.notice.kind if isinstance(a, Tell) else type(a).__name__ for a in actions]
+    """Return what actions are, messages by their kind."""
+    return [a.message.kind if isinstance(a, Tell) else type(a).__name__ for a in actions]
 
 
 def test_free_after_the_last_reader() -> None:
     """Two readers will come: the first done, twice, frees nothing; the second does."""
     ledger = held()
-    assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat"), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", number=2), 2.0))
     assert ["valid"] == kinds(ledger.receive(said("done", number=2), 2.0))
     assert (KEY.request_id,) == ledger.held
@@ -276,11 +276,11 @@ def test_free_after_the_last_reader() -> None:
 
 
 def test_what_was_valid_for_one_load_is_not_for_the_next() -> None:
-    """A reader that beats after it was done reads again: it is waited for, and late if it is."""
+    """A reader that sends a heartbeat after `done` reads again: it is waited for."""
     ledger = held()
     assert ["valid"] == kinds(ledger.receive(said("done", number=2), 1.0))
-    assert ["Refused"] == kinds(ledger.receive(said("beat", number=1), 1.0))  # came late
-    assert ["grant"] == kinds(ledger.receive(said("beat", number=3), 1.0))
+    assert ["Refused"] == kinds(ledger.receive(said("heartbeat", number=1), 1.0))  # came late
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat", number=3), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", 1), 2.0))
     (late,) = ledger.receive(said("done", number=2), 2.0)
     assert isinstance(late, Refused)
@@ -288,18 +288,18 @@ def test_what_was_valid_for_one_load_is_not_for_the_next() -> None:
     assert (KEY.request_id,) == ledger.held, "what was granted is freed"
     assert ["valid", "Free"] == kinds(ledger.receive(said("done", number=4), 3.0))
     assert ["valid"] == kinds(ledger.receive(said("done", number=4), 3.0))
-    assert ["gone"] == kinds(ledger.receive(said("beat", number=5), 4.0))
+    assert ["gone"] == kinds(ledger.receive(said("heartbeat", number=5), 4.0))
     assert ["gone"] == kinds(ledger.receive(said("done", number=6), 4.0))
 
 
 def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> None:
     """One reader of the first attempt was done and the other failed: both come again."""
     ledger = held()
-    assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat"), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", 1), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", attempt=1), 2.0))
     assert (KEY.request_id,) == ledger.held, "the second reader may read again"
-    assert ["grant"] == kinds(ledger.receive(said("beat", 1, attempt=1), 3.0))
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat", 1, attempt=1), 3.0))
     actions = ledger.receive(said("done", 1, attempt=1, number=2), 4.0)
     assert ["valid", "Free"] == kinds(actions)
 
@@ -307,7 +307,7 @@ def test_request_is_held_until_every_reader_of_the_last_attempt_is_done() -> Non
 def test_request_waits_for_a_reader_that_the_last_attempt_has_not_heard_of() -> None:
     """A reader of the first attempt that still reads is waited for, though the second is whole."""
     ledger = held()
-    assert ["grant"] == kinds(ledger.receive(said("beat", 1), 1.0))
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat", 1), 1.0))
     assert ["valid"] == kinds(ledger.receive(said("done", attempt=1, expected=1), 2.0))
     assert (KEY.request_id,) == ledger.held, "the first attempt's reader may still read"
 
@@ -316,15 +316,15 @@ def test_request_is_never_complete_when_more_readers_come_than_the_last_attempt_
     """The second attempt expects one reader, but both readers of the first come."""
     ledger = held()
     assert ["valid"] == kinds(ledger.receive(said("done", 1), 1.0))
-    assert ["grant"] == kinds(ledger.receive(said("beat"), 1.0))
-    assert ["grant"] == kinds(ledger.receive(said("beat", attempt=1, expected=1), 2.0))
-    ledger.receive(said("beat", 1, attempt=1, expected=1), 3.0)
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat"), 1.0))
+    assert ["lease"] == kinds(ledger.receive(said("heartbeat", attempt=1, expected=1), 2.0))
+    ledger.receive(said("heartbeat", 1, attempt=1, expected=1), 3.0)
     for by in (0, 1):
         ledger.receive(said("done", by, attempt=1, expected=1, number=2), 4.0)
     assert (KEY.request_id,) == ledger.held
 
 
-def test_an_early_notice_counts() -> None:
+def test_an_early_message_counts() -> None:
     """Readers that are done before the engine told this rank are not waited for again."""
     ledger = ProducerLedger(P[0], lease=10.0)
     assert [] == ledger.receive(said("done"), 0.0) + ledger.receive(said("done", 1), 1.0)
@@ -332,29 +332,29 @@ def test_an_early_notice_counts() -> None:
 
 
 def test_who_waits_for_what_nobody_admits_is_told() -> None:
-    """A lease after it came, an early notice is answered: gone."""
+    """A lease after it came, an early message is answered: gone."""
     ledger = ProducerLedger(P[0], lease=10.0)
-    assert [] == ledger.receive(said("beat"), 0.0)
+    assert [] == ledger.receive(said("heartbeat"), 0.0)
     assert ["gone"] == kinds(ledger.tick(10.0))
     assert 0 == ledger.remembered
 
 
-def test_beats_hold_up_to_the_longest() -> None:
-    """A beat grants ten seconds from when it comes, and none beyond thirty after admission."""
+def test_heartbeats_hold_up_to_the_longest() -> None:
+    """A heartbeat grants ten seconds from when it comes, and none beyond thirty after admission."""
     ledger = held()
     leases = []
     for now in (5.0, 14.0, 23.0):
-        (told,) = ledger.receive(said("beat"), now)
+        (told,) = ledger.receive(said("heartbeat"), now)
         assert isinstance(told, Tell)
-        leases.append(told.notice.lease)
+        leases.append(told.message.lease)
     assert [10.0, 10.0, 7.0] == leases
-    assert ["Free", "gone"] == kinds(ledger.receive(said("beat"), 30.0))
+    assert ["Free", "gone"] == kinds(ledger.receive(said("heartbeat"), 30.0))
 
 
 def test_an_abort_fences_and_waits() -> None:
     """After an abort readers are told to stop, and it is freed when they have."""
     ledger = held()
-    ledger.receive(said("beat"), 1.0)
+    ledger.receive(said("heartbeat"), 1.0)
     assert [] == ledger.abort(KEY.request_id, 2.0)
     assert ["gone"] == kinds(ledger.receive(said("done"), 3.0))
     actions = ledger.receive(said("done", 1), 3.0)
@@ -366,7 +366,7 @@ def test_an_abort_fences_and_waits() -> None:
 def test_readers_that_contradict_each_other_leave_the_lease() -> None:
     """Two say how many come, and differ: it is freed when the lease is over, not before."""
     ledger = held()
-    ledger.receive(said("beat"), 1.0)
+    ledger.receive(said("heartbeat"), 1.0)
     (refused,) = ledger.receive(said("done", 1, expected=1), 1.0)
     assert isinstance(refused, Refused)
     assert "it expects 1 readers, others 2" == refused.why
@@ -384,19 +384,19 @@ def test_what_the_engine_says_is_not_disputed() -> None:
     assert ["valid", "Free"] == kinds(ledger.receive(said("done", 1), 2.0))
 
 
-def test_notices_that_are_not_for_it_change_nothing() -> None:
+def test_messages_that_are_not_for_it_change_nothing() -> None:
     """Another rank's, another start's of either side, a producer's, an earlier attempt's."""
     ledger = held()
     ledger.connect("decode", 1)
-    ledger.receive(said("beat", attempt=1), 1.0)
-    for notice in (
+    ledger.receive(said("heartbeat", attempt=1), 1.0)
+    for message in (
         said("done", to=P[1]),
         said("done", to=attrs.evolve(P[0], epoch=0)),
         said("done", by=0, attempt=0),
         attrs.evolve(said("done"), by=attrs.evolve(D[0], epoch=0)),
         said("valid"),
     ):
-        assert ["Refused"] == kinds(ledger.receive(notice, 2.0))
+        assert ["Refused"] == kinds(ledger.receive(message, 2.0))
     assert "epoch=0: wanted an int >= 1" == words(lambda: ledger.connect("decode", 0))
     ledger.disconnect("decode")
     ledger.connect("decode", 0)
@@ -434,15 +434,15 @@ def test_a_request_is_admitted_once() -> None:
         told = words(lambda key=key: ledger.admit(key.request_id, key.nonce, 1.0))
         assert "one that is not held, and a new nonce" in told
     assert "upto=1" in words(lambda: _back(ledger))
-    assert "one that is held" in words(lambda: ledger.wrote("other", "g", "l", 1, 1.0))
+    assert "one that is held" in words(lambda: ledger.record_progress("other", "g", "l", 1, 1.0))
     ledger.tick(9.0)
     assert [] == ledger.tick(1.0)
     assert "now=nan" in words(lambda: ledger.tick(float("nan")))
 
 
 def _back(ledger: ProducerLedger) -> None:
-    ledger.wrote(KEY.request_id, "g", "l", 2, 1.0)
-    ledger.wrote(KEY.request_id, "g", "l", 1, 1.0)
+    ledger.record_progress(KEY.request_id, "g", "l", 2, 1.0)
+    ledger.record_progress(KEY.request_id, "g", "l", 1, 1.0)
 
 
 PLACE = ("full", "layers.0")
@@ -459,14 +459,14 @@ def reads(**more: Any) -> ReadOrder:
 
 def moving(**more: Any) -> ConsumerLedger:
     """Return a consumer rank that reads, since second 0, for at most twenty."""
-    ledger = ConsumerLedger(D[0], beat=5.0, patience=12.0)
-    assert ["beat", "beat"] == kinds(ledger.expect(reads(**more), 0.0, 20.0))
+    ledger = ConsumerLedger(D[0], heartbeat=5.0, patience=12.0)
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(**more), 0.0, 20.0))
     return ledger
 
 
-def answers(actions: list[Any], kind: str, **more: Any) -> list[Notice]:
-    """Return the answers to the notices among *actions*."""
-    return [a.notice.answer(kind, **more) for a in actions if isinstance(a, Tell)]
+def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
+    """Return the answers to the messages among *actions*."""
+    return [a.message.answer(kind, **more) for a in actions if isinstance(a, Tell)]
 
 
 def test_ready_when_the_source_held_it_afterwards() -> None:
@@ -491,8 +491,8 @@ def test_what_was_held_when_the_last_byte_came_is_sound() -> None:
 
 def test_load_with_granted_lease_waits_for_valid() -> None:
     """The consumer's clock may have stood still, so its measure of the lease proves nothing."""
-    ledger = ConsumerLedger(D[0], beat=500.0)
-    grant = answers(ledger.expect(reads(), 0.0, 2000.0), "grant", lease=1000.0)[0]
+    ledger = ConsumerLedger(D[0], heartbeat=500.0)
+    grant = answers(ledger.expect(reads(), 0.0, 2000.0), "lease", lease=1000.0)[0]
     assert [] == ledger.receive(grant, 0.0)
     asked = ledger.finish(ledger.start("mine", P[0].rank, "full"), 0.0)
     assert {"done"} == set(kinds(asked))
@@ -512,14 +512,14 @@ def test_a_question_has_one_number_however_often_it_is_asked() -> None:
     """And none that a question of another load had, of the same attempt or not."""
     ledger = moving()
     later = ledger.finish(ledger.start("mine", P[0].rank, "full"), 3.0)
-    first, *_ = [action.notice for action in later]
-    again = [action.notice for action in ledger.tick(8.0)]
-    assert ({first.number}, 2) == ({notice.number for notice in again}, len(again))
-    for notice in again:
-        ledger.receive(notice.answer("valid"), 9.0)
+    first, *_ = [action.message for action in later]
+    again = [action.message for action in ledger.tick(8.0)]
+    assert ({first.number}, 2) == ({message.number for message in again}, len(again))
+    for message in again:
+        ledger.receive(message.answer("valid"), 9.0)
     assert {} == ledger.open
-    beats = [action.notice for action in ledger.expect(reads(), 9.0, 20.0)]
-    assert all(notice.number > first.number for notice in beats)
+    heartbeats = [action.message for action in ledger.expect(reads(), 9.0, 20.0)]
+    assert all(message.number > first.number for message in heartbeats)
     assert "Refused" in kinds(ledger.receive(first.answer("valid"), 9.0))
 
 
@@ -565,7 +565,7 @@ def test_failed_step_passes_its_state_to_the_failed_action() -> None:
 def test_late_is_failed_and_a_dead_producer_is_not_told_for_ever() -> None:
     """Not there in time: it fails. Nobody answers: it is repeated, then given up."""
     ledger = moving()
-    assert ["beat", "beat"] == kinds(ledger.tick(5.0))
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.tick(5.0))
     late = ledger.tick(20.0)
     assert ["Failed", "Release", "done", "done"] == kinds(late)
     assert Failed("mine", "not there in time", TransferState.TIMEOUT) == late[0]
@@ -593,7 +593,7 @@ def test_a_restarted_producer_fails_what_it_had() -> None:
     assert "epoch=1" in words(lambda: ledger.expect(reads(), 2.0, 9.0))
     assert "epoch=1" in words(lambda: ledger.connect("prefill", 1, 2.0))
     ledger.disconnect("prefill")
-    assert ["beat", "beat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
+    assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
 
 
 def test_frontiers_move_once_and_after_they_are_written() -> None:
@@ -602,7 +602,7 @@ def test_frontiers_move_once_and_after_they_are_written() -> None:
     source = P[0].rank
     assert {} == ledger.readable("mine")
     assert "at most 0" in words(lambda: ledger.start("mine", source, "full"))
-    wrote = said("wrote", group=PLACE[0], layer=PLACE[1], upto=5)
+    wrote = said("progress", group=PLACE[0], layer=PLACE[1], upto=5)
     assert [] == ledger.receive(wrote, 1.0)
     assert {source: {PLACE: 5}} == ledger.readable("mine")
     first = ledger.start("mine", source, "full", ["layers.0"], 5)
@@ -634,8 +634,12 @@ def test_what_is_no_order_is_refused() -> None:
         assert words(call)
     assert [] == ledger.cancel("other", 0.0)
     assert {} == ledger.readable("other")
-    beat = attrs.evolve(said("grant", number=1), kind="done", expected=1)
-    for notice in (beat, said("valid", by=1, number=7), said("valid", key=Key("x", b"8 bytes!"))):
-        assert ["Refused"] == kinds(ledger.receive(notice, 0.0))
+    heartbeat = attrs.evolve(said("lease", number=1), kind="done", expected=1)
+    for message in (
+        heartbeat,
+        said("valid", by=1, number=7),
+        said("valid", key=Key("x", b"8 bytes!")),
+    ):
+        assert ["Refused"] == kinds(ledger.receive(message, 0.0))
     stranger = attrs.evolve(said("valid"), by=attrs.evolve(P[0], rank=kvspec.RankId(tp=9)))
     assert ["Refused"] == kinds(ledger.receive(stranger, 0.0))
