@@ -20,9 +20,9 @@ from kvspec.protocol import (
     ConsumerLedger,
     Key,
     Message,
-    Party,
     ProducerLedger,
     Pushed,
+    RankAddress,
     ReadOrder,
     Tell,
     decode_message,
@@ -32,7 +32,7 @@ from kvspec.protocol.extent import Extent
 
 DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
-P, D = ([Party(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode"))
+P, D = ([RankAddress(name, 1, rank) for rank in RANKS] for name in ("prefill", "decode"))
 KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
 EXTENT = Extent(layers=PLACE[1:], parts=("k", "v"), units=range(2), tokens=range(3, 9))

@@ -26,8 +26,8 @@ from kvspec.protocol.messages import (
     Closed,
     Failed,
     Message,
-    Party,
     Present,
+    RankAddress,
     Ready,
     Refused,
     Release,
@@ -47,7 +47,7 @@ class ConsumerLedger:
     half of the producer's lease. *patience*: seconds for which a silent producer is told again.
     """
 
-    def __init__(self, me: Party, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
+    def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
         self.me = me
         self.heartbeat = seconds("heartbeat", heartbeat)
         self.patience = seconds("patience", patience)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import attrs
 
-from kvspec.protocol.messages import Key, Message, Party
+from kvspec.protocol.messages import Key, Message, RankAddress
 
-Reader = tuple[Party, int]
+Reader = tuple[RankAddress, int]
 """A rank that reads, and which of its samples."""
 MAX_STARTS = 16
 """Starts of engines that read one request."""

@@ -66,7 +66,7 @@ def _count(_: object, at: attrs.Attribute[int], value: object) -> None:
 
 
 @attrs.frozen
-class Party:
+class RankAddress:
     """One rank of one start of an engine."""
 
     engine_id: str
@@ -109,8 +109,8 @@ class Message:
 
     kind: str
     key: Key
-    by: Party
-    to: Party
+    by: RankAddress
+    to: RankAddress
     attempt: int = attrs.field(default=0, validator=_count)
     number: int = attrs.field(default=0, validator=_count)
     sample: int = attrs.field(default=0, validator=_count)
@@ -126,7 +126,7 @@ class Message:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in MESSAGES:
             raise SpecError("kind", self.kind, f"one of {', '.join(MESSAGES)}")
-        for name, kind in (("key", Key), ("by", Party), ("to", Party)):
+        for name, kind in (("key", Key), ("by", RankAddress), ("to", RankAddress)):
             instance(name, getattr(self, name), kind)
         least = int(self.kind in READERS)
         positive_int("expected", self.expected, least=least, most=MAX_READERS * least)

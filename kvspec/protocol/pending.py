@@ -10,7 +10,7 @@ import attrs
 
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import Message, Party
+from kvspec.protocol.messages import Message, RankAddress
 from kvspec.protocol.order import Frontiers, Name, ReadOrder
 
 
@@ -74,14 +74,14 @@ class Pending:
             del asked[old]
         asked[self.number] = now
 
-    def message(self, kind: str, by: Party, rank: RankId) -> Message:
+    def message(self, kind: str, by: RankAddress, rank: RankId) -> Message:
         """Return the next message to a producer *rank*."""
         order = self.order
         return Message(
             kind=kind,
             key=order.key,
             by=by,
-            to=Party(order.engine_id, order.epoch, rank),
+            to=RankAddress(order.engine_id, order.epoch, rank),
             attempt=order.attempt,
             number=self.number,
             sample=order.sample,
@@ -97,7 +97,7 @@ def name_of(answer: Message) -> Name:
 def message_of(
     name: Name,
     kind: str,
-    by: Party,
+    by: RankAddress,
     rank: RankId,
     *,
     number: int = 0,
@@ -105,7 +105,7 @@ def message_of(
 ) -> Message:
     """Return a reader's message about the request of that *name*, to a producer *rank* of it."""
     key, attempt, sample, engine_id, epoch = name
-    to = Party(engine_id, epoch, rank)
+    to = RankAddress(engine_id, epoch, rank)
     return Message(
         kind=kind,
         key=key,
@@ -118,7 +118,7 @@ def message_of(
     )
 
 
-def refusal_of(answer: Message, load: Pending | None, me: Party) -> str | None:
+def refusal_of(answer: Message, load: Pending | None, me: RankAddress) -> str | None:
     """Return why rank *me* does not expect *answer* about *load*, or None if it does."""
     if load is None or answer.to != me:
         return "of no request that is open, or not for this rank"

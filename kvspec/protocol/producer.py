@@ -20,8 +20,8 @@ from kvspec.protocol.messages import (
     Free,
     Key,
     Message,
-    Party,
     Present,
+    RankAddress,
     Refused,
     Tell,
 )
@@ -38,7 +38,12 @@ class ProducerLedger:
     """
 
     def __init__(
-        self, me: Party, *, lease: float = 30.0, longest: float = 3600.0, most_early: int = 4096
+        self,
+        me: RankAddress,
+        *,
+        lease: float = 30.0,
+        longest: float = 3600.0,
+        most_early: int = 4096,
     ) -> None:
         self.me = me
         self.lease = seconds("lease", lease)
@@ -61,7 +66,7 @@ class ProducerLedger:
         """Return whether the blocks of just this request are not free."""
         return self._open.get(key.request_id) == key
 
-    def finished(self, key: Key, attempt: int, sample: int, reader: Party) -> bool:
+    def finished(self, key: Key, attempt: int, sample: int, reader: RankAddress) -> bool:
         """Return whether *reader* reads no more of a request in this attempt, or a later one."""
         request = self._requests.get(key)
         start = request.starts.get((reader.engine_id, reader.epoch)) if request else None

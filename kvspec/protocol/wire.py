@@ -23,7 +23,7 @@ from kvspec.ownership.tokens import BlockCyclic
 from kvspec.protocol.compatibility import SIZE
 from kvspec.protocol.extent import MAX_NAMES, Extent
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
-from kvspec.protocol.messages import SUM, Key, Message, Party
+from kvspec.protocol.messages import SUM, Key, Message, RankAddress
 from kvspec.protocol.plain import Writer
 from kvspec.protocol.pushed import SUM as PUSHED_SUM
 from kvspec.protocol.pushed import Pushed
@@ -250,8 +250,8 @@ def decode_message(data: bytes) -> Message:
     try:
         return Message(
             key=Key(fields.request_id, fields.nonce),
-            by=_party(fields.by),
-            to=_party(fields.to),
+            by=_address(fields.by),
+            to=_address(fields.to),
             extent=None if fields.extent is None else _extent(*fields.extent),
             pushed=None if fields.pushed is None else Pushed(*fields.pushed),
             **{name: getattr(fields, name) for name in _SAME},
@@ -260,13 +260,13 @@ def decode_message(data: bytes) -> Message:
         refuse("message", error, "a message")
 
 
-def _who(party: Party) -> Who:
-    return party.engine_id, party.epoch, (party.rank.pp, party.rank.pcp, party.rank.tp)
+def _who(address: RankAddress) -> Who:
+    return address.engine_id, address.epoch, (address.rank.pp, address.rank.pcp, address.rank.tp)
 
 
-def _party(who: Who) -> Party:
+def _address(who: Who) -> RankAddress:
     engine_id, epoch, rank = who
-    return Party(engine_id, epoch, RankId(*rank))
+    return RankAddress(engine_id, epoch, RankId(*rank))
 
 
 def _asked(extent: Extent) -> Asked:

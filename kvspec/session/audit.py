@@ -17,7 +17,7 @@ from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import Message, Party
+from kvspec.protocol.messages import Message, RankAddress
 from kvspec.protocol.order import Name
 from kvspec.protocol.pending import message_of
 from kvspec.session.extents import extents_of, sums_of
@@ -49,7 +49,7 @@ class Audit:
 
     remote: RemoteEngine
     request: TransferRequest
-    me: Party
+    me: RankAddress
     nixl: NixlRank
     cache: RankCache
     tell: Callable[[Message], None]

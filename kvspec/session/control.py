@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
-from kvspec.protocol.messages import Message, Party
+from kvspec.protocol.messages import Message, RankAddress
 from kvspec.protocol.seal import Secret
 from kvspec.protocol.wire import VERSION, decode_message, encode_message
 from kvspec.session.background import SessionLock
@@ -71,8 +71,8 @@ class Control:
         self._channel = channel
         self._secret = secret
         self._note = note
-        self._addresses: dict[tuple[str, int], dict[Party, str]] = {}  # of engines that were met
-        self._heard: OrderedDict[Party, str] = OrderedDict()
+        self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by start
+        self._heard: OrderedDict[RankAddress, str] = OrderedDict()
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
         self._closed = False
@@ -87,7 +87,7 @@ class Control:
         for each in ranks:
             shake = each.handshake
             start = self._addresses.setdefault((shake.engine_id, shake.epoch), {})
-            start[Party(shake.engine_id, shake.epoch, shake.rank)] = each.address
+            start[RankAddress(shake.engine_id, shake.epoch, shake.rank)] = each.address
 
     def disconnect(self, starts: Iterable[tuple[str, int]]) -> None:
         """Forget where the ranks of some starts of engines are."""
@@ -197,9 +197,9 @@ class Control:
         reaches = getattr(self._channel, "reaches", None)
         return reaches is None or reaches(address)
 
-    def _remember(self, party: Party, route: str) -> None:
-        self._heard[party] = route
-        self._heard.move_to_end(party)
+    def _remember(self, rank: RankAddress, route: str) -> None:
+        self._heard[rank] = route
+        self._heard.move_to_end(rank)
         if len(self._heard) > MAX_ROUTES:
             self._heard.popitem(last=False)
 

@@ -14,14 +14,14 @@ import attrs
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.protocol.messages import MAX_READERS, Key, Message, Party
+from kvspec.protocol.messages import MAX_READERS, Key, Message, RankAddress
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.introduction import key_of
 from kvspec.session.load import LOST, SessionPush
 from kvspec.session.written import pushed_of
 
-Reader = tuple[Key, int, int, Party]
+Reader = tuple[Key, int, int, RankAddress]
 """A request, attempt and sample, and the rank that reads it."""
 MAX_FENCES = 1 << 16
 """Readers to whom nothing is pushed any more; more are not answered, so that they wait."""
@@ -64,7 +64,7 @@ class Pushing:
         if not self.book.holds(key):
             raise SpecError("remote_id", push.remote_id, "a request that `ledger.hold` holds")
         readers = {
-            rank: (key, attempt, sample, Party(*remote.start, rank)) for rank in remote.lanes
+            rank: (key, attempt, sample, RankAddress(*remote.start, rank)) for rank in remote.lanes
         }
         if any(reader in self.writing for reader in readers.values()):
             raise SpecError("remote_id", push.remote_id, "an attempt that is not pushed already")

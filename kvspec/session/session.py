@@ -22,7 +22,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.messages import READERS, Message, Party
+from kvspec.protocol.messages import READERS, Message, RankAddress
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import BUSY, Background, SessionLock
 from kvspec.session.channel import Channel, TcpChannel, check_channel
@@ -82,7 +82,7 @@ class Session:
             model=model,
             revision=revision,
         )
-        self.me = Party(shake.engine_id, shake.epoch, shake.rank)
+        self.me = RankAddress(shake.engine_id, shake.epoch, shake.rank)
         book = ProducerLedger(self.me, lease=lease, longest=longest)
         reader = ConsumerLedger(self.me, heartbeat=heartbeat, patience=patience)
         nixl.register(cache.memory, owner=owner)

@@ -12,7 +12,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.protocol import Key, Notice, Party, compatibility
+from kvspec.protocol import Key, Notice, RankAddress, compatibility
 from kvspec.protocol.extent import Extent
 
 RANK = RankId()
@@ -55,7 +55,7 @@ def test_extent_rejects_names_that_are_no_sequence_of_texts(name: str, value: An
 @pytest.mark.parametrize("value", [None, [], {}, 1, "no kind", np.zeros(2)], ids=repr)
 def test_notice_rejects_kind_that_is_unknown(value: Any) -> None:
     """A kind may be a value that has no hash."""
-    party = Party("P", 1, RANK)
+    party = RankAddress("P", 1, RANK)
     error = refusal(lambda: Notice(kind=value, key=Key("r", b"12345678"), by=party, to=party))
     assert "kind" == error.field
     assert value is error.value

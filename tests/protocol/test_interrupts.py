@@ -13,7 +13,7 @@ from kvspec.protocol import (
     ConsumerLedger,
     Key,
     Message,
-    Party,
+    RankAddress,
     ReadOrder,
     Tell,
     consumer,
@@ -68,7 +68,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
     Return what the calls returned, and whether call *at* has so many lines.
     """
-    ledger = ConsumerLedger(Party("decode", 1, RANK), heartbeat=5.0, patience=12.0)
+    ledger = ConsumerLedger(RankAddress("decode", 1, RANK), heartbeat=5.0, patience=12.0)
     told: list[Any] = []
     reached = False
     for number, call in enumerate(calls):

@@ -22,9 +22,9 @@ from kvspec.protocol import (
     Free,
     Key,
     Message,
-    Party,
     ProducerLedger,
     Pushed,
+    RankAddress,
     ReadOrder,
     Refused,
     Release,
@@ -35,14 +35,14 @@ from kvspec.protocol import (
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.messages import MESSAGES
 
-P = [Party("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
-D = [Party("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
+P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
+D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]
 KEY = Key("cmpl-1", b"8 bytes!")
 HEAD = len(b"kvspec-message\n") + 2
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
 COUNTS = st.integers(0, 2**20 - 1)
 PARTIES = st.builds(
-    Party, WORDS, st.integers(0, 2**63 - 1), st.builds(kvspec.RankId, COUNTS, COUNTS, COUNTS)
+    RankAddress, WORDS, st.integers(0, 2**63 - 1), st.builds(kvspec.RankId, COUNTS, COUNTS, COUNTS)
 )
 
 
@@ -236,9 +236,9 @@ def test_a_message_that_cannot_be_sent_is_refused() -> None:
             kvspec.SpecError, match=r"request_id=.*wanted a text of 1 to 1024 bytes"
         ):
             Key(name, b"8 bytes!")
-    assert "rank.tp=-1" in words(lambda: Party("x", 0, kvspec.RankId(tp=-1)))
+    assert "rank.tp=-1" in words(lambda: RankAddress("x", 0, kvspec.RankId(tp=-1)))
     long = said("progress", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024)
-    far = [attrs.evolve(party, engine_id="e" * 255, epoch=2**62) for party in (P[0], D[0])]
+    far = [attrs.evolve(address, engine_id="e" * 255, epoch=2**62) for address in (P[0], D[0])]
     data = encode_message(attrs.evolve(long, by=far[0], to=far[1]))
     assert 3500 < len(data) < 4096
     most = attrs.evolve(ASKED, layers=["x" * 1024, "y" * 1024], parts=["k" * 1024, "v" * 1024])

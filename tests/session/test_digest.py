@@ -18,7 +18,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Extent, Message, Party
+from kvspec.protocol import Extent, Message, RankAddress
 from kvspec.session import SessionLoad
 from kvspec.session.extents import sums_of
 from kvspec.session.introduction import key_of
@@ -227,7 +227,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         remote_id = new_remote_id("r")
         session.ledger.hold(remote_id, blocks={"s": [1]})
         question = Message(
-            kind="checksum_request", key=key_of(remote_id), by=Party("D", 1, session.me.rank),
+            kind="checksum_request", key=key_of(remote_id), by=RankAddress("D", 1, session.me.rank),
             to=session.me,
             extent=extent,
         )  # fmt: skip

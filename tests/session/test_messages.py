@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
-from kvspec.protocol import Key, Message, Party, Pushed, encode_message
+from kvspec.protocol import Key, Message, Pushed, RankAddress, encode_message
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.messages import MESSAGES
 from kvspec.protocol.seal import Secret
@@ -26,7 +26,7 @@ REMOTE_ID = new_remote_id("r")
 RANK = kvspec.RankId()
 RANKS = (RANK, kvspec.RankId(tp=7))
 PARTIES = st.builds(
-    Party, st.sampled_from("PDX"), st.sampled_from((0, 1)), st.sampled_from(RANKS)
+    RankAddress, st.sampled_from("PDX"), st.sampled_from((0, 1)), st.sampled_from(RANKS)
 )  # fmt: skip
 KEYS = st.sampled_from((key_of(REMOTE_ID), Key("r", b"another nonce"), Key("\0", bytes(8))))
 SMALL = st.sampled_from((0, 1, 2, 3, 2**62, 2**63 - 1))
@@ -271,7 +271,7 @@ def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyP
 
         def heartbeat(at: int) -> None:
             """Let one rank say that it lives, and not look for the answer."""
-            by = Party("D", 1, kvspec.RankId(tp=at))
+            by = RankAddress("D", 1, kvspec.RankId(tp=at))
             message = Message(
                 kind="heartbeat", key=key_of(REMOTE_ID), by=by, to=session.me, expected=3
             )

@@ -19,8 +19,8 @@ from kvspec.protocol import (
     Free,
     Key,
     Message,
-    Party,
     ProducerLedger,
+    RankAddress,
     ReadOrder,
     Ready,
     Release,
@@ -102,18 +102,18 @@ class World:
         """Start an engine: ledgers that know nothing, of a new epoch."""
         side = self.plan.producer if name == "P" else self.plan.consumer
         ranks = side.parallel.ranks
-        own = {rank: Party(name, self.epochs[name], rank) for rank in ranks}
+        own = {rank: RankAddress(name, self.epochs[name], rank) for rank in ranks}
         if name == "P":
             self.producers = {
-                rank: self.kinds[0](party, lease=LEASE, longest=LONGEST)
-                for rank, party in own.items()
+                rank: self.kinds[0](address, lease=LEASE, longest=LONGEST)
+                for rank, address in own.items()
             }
             for ledger in self.producers.values():
                 ledger.connect("D", self.epochs["D"])
         else:
             self.consumers = {
-                rank: self.kinds[1](party, heartbeat=HEARTBEAT, patience=PATIENCE)
-                for rank, party in own.items()
+                rank: self.kinds[1](address, heartbeat=HEARTBEAT, patience=PATIENCE)
+                for rank, address in own.items()
             }
             for reader in self.consumers.values():
                 self.acted(
