@@ -23,8 +23,8 @@ import kvspec
 from kvspec import DescriptorTable
 from kvspec.nixl import NixlRank
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.order import Prepared, order_of
 from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.transfer_spec import Prepared, spec_of
 
 PLAIN = works.Work(
     name="80 layers, TP 4 -> 4, blocks of 16",
@@ -115,10 +115,10 @@ class Lanes:
         request, made = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
-            order = order_of(
+            spec = spec_of(
                 self.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
             )
-            made += [order.make(self.agent, piece) for piece in order.pairs.pieces]
+            made += [spec.make(self.agent, piece) for piece in spec.pairs.pieces]
         return made
 
     def by_hand(self) -> list[int]:
@@ -156,14 +156,14 @@ class Lanes:
 def b11(options: Options) -> Iterator[Row]:
     """Time one request until its handles are made by NIXL, beside the same by hand."""
     for work, limit in ((PLAIN, 1.5), (LATENT, 1.5), (FOUR, 2.0)):
-        for order, fragments in (("in order", 0), ("shuffled", 1)):
+        for spec, fragments in (("in order", 0), ("shuffled", 1)):
             with ExitStack() as stack:
                 lanes = Lanes(attrs.evolve(work, fragments=fragments), stack)
                 timers = lanes.timed(lanes.whole), lanes.timed(lanes.by_hand)
                 ours, other = interleaved(options.times(400), *timers)
             yield Row(
                 budget="B11",
-                what=f"one request, {work.name}, {order}; other: by hand, unchecked",
+                what=f"one request, {work.name}, {spec}; other: by hand, unchecked",
                 ours=told(ours),
                 other=told(other),
                 ratio=f"{ours / other:.2f}",
@@ -179,7 +179,7 @@ def b12(options: Options) -> Iterator[Row]:
     selection = table.select(lanes.request())
 
     def joined() -> object:
-        return order_of(
+        return spec_of(
             lanes.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
         )
 

@@ -19,11 +19,11 @@ import kvspec
 from kvspec.protocol import (
     ConsumerLedger,
     Key,
+    LoadPlan,
     Message,
     ProducerLedger,
     Pushed,
     RankAddress,
-    ReadOrder,
     Tell,
     decode_message,
     encode_message,
@@ -138,12 +138,12 @@ class Pair:
         except kvspec.SpecError:
             return
         self.started += 1
-        order = ReadOrder(
+        load_plan = LoadPlan(
             request_id=f"{self.started}", key=key, engine_id="prefill", epoch=1, partial=True,
             expected=dict.fromkeys(RANKS, 2), sources={RANKS[0]: {PLACE: 8}, RANKS[1]: {PLACE: 8}},
         )  # fmt: skip
         try:
-            self.answered(self.consumer.expect(order, self.now, 20.0))
+            self.answered(self.consumer.expect(load_plan, self.now, 20.0))
         except kvspec.SpecError:
             return
 

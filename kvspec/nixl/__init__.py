@@ -5,9 +5,9 @@ from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.choice import explain_cost
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.flights import Event, Leftovers
-from kvspec.nixl.order import Operation, Prepared
 from kvspec.nixl.rank import NixlRank
 from kvspec.nixl.transfer import Transfer
+from kvspec.nixl.transfer_spec import Operation, Prepared
 
 __all__ = [
     "Costs",

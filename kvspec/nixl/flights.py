@@ -16,9 +16,9 @@ from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import seconds
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT, Inbox
-from kvspec.nixl.order import Order
 from kvspec.nixl.spans import Spans
 from kvspec.nixl.transfer import Transfer
+from kvspec.nixl.transfer_spec import TransferSpec
 
 
 @attrs.frozen
@@ -74,8 +74,8 @@ class _Live:
                 moving.append(transfer)
                 continue
             if transfer not in self.fresh:
-                place = transfer.order.target_place
-                written[place] = written[place].minus(transfer.order.pairs.written)
+                place = transfer.spec.target_place
+                written[place] = written[place].minus(transfer.spec.pairs.written)
         known = tuple(transfer for transfer in self.transfers if not transfer.forgotten)
         fresh = tuple(transfer for transfer in self.fresh if not transfer.over)
         return _Live(known, tuple(moving), written, fresh)
@@ -93,42 +93,42 @@ class _Live:
         """Return the same with the bytes of all that move."""
         written = dict(self.written)
         for transfer in self.fresh:
-            place = transfer.order.target_place
-            written[place] = written.get(place, Spans()).plus(transfer.order.pairs.written)
+            place = transfer.spec.target_place
+            written[place] = written.get(place, Spans()).plus(transfer.spec.pairs.written)
         return _Live(self.transfers, self.moving, written)
 
-    def refuse(self, order: Order) -> None:
-        """Refuse *order* if it moves bytes that another transfer writes, or writes what one reads.
+    def refuse(self, spec: TransferSpec) -> None:
+        """Refuse *spec* if it moves bytes that another transfer writes, or writes what one reads.
 
         Bytes are told apart by address: those of two devices of one kind differ too.
         """
-        place = order.target_place
-        if any(transfer.order.source_place == place for transfer in self.moving) or any(
-            _moves(order, where, spans) for where, spans in self.written.items()
+        place = spec.target_place
+        if any(transfer.spec.source_place == place for transfer in self.moving) or any(
+            _moves(spec, where, spans) for where, spans in self.written.items()
         ):
             for transfer in self.moving:
-                if _clash(order, transfer.order):
+                if _clash(spec, transfer.spec):
                     message = (
                         f"some of its bytes are moved by {transfer!r}, {TransferState.BUSY.advice}"
                     )
-                    peer = order.remote.peer
+                    peer = spec.remote.peer
                     raise TransferError(
-                        message, rank=peer, request=order.request, state=TransferState.BUSY
+                        message, rank=peer, request=spec.request, state=TransferState.BUSY
                     )
 
 
-def _moves(order: Order, place: tuple[str, str], spans: Spans) -> bool:
-    """Whether *order* writes or reads some of *spans* at *place*."""
-    written, source = order.pairs.written, order.pairs.source
-    return (order.target_place == place and spans.meets(written.start, written.end)) or (
-        order.source_place == place and spans.meets(*source)
+def _moves(spec: TransferSpec, place: tuple[str, str], spans: Spans) -> bool:
+    """Whether *spec* writes or reads some of *spans* at *place*."""
+    written, source = spec.pairs.written, spec.pairs.source
+    return (spec.target_place == place and spans.meets(written.start, written.end)) or (
+        spec.source_place == place and spans.meets(*source)
     )
 
 
-def _clash(order: Order, other: Order) -> bool:
+def _clash(spec: TransferSpec, other: TransferSpec) -> bool:
     """Whether one of two orders writes what the other writes or reads."""
-    return _moves(order, other.target_place, other.pairs.written) or _moves(
-        other, order.target_place, order.pairs.written
+    return _moves(spec, other.target_place, other.pairs.written) or _moves(
+        other, spec.target_place, spec.pairs.written
     )
 
 
@@ -147,16 +147,16 @@ class Flights:
         known = self._live.transfers
         return (transfer for transfer in known if not transfer.forgotten)
 
-    def start(self, orders: Iterable[Order]) -> tuple[Transfer, ...]:
-        """Start *orders*; refused if bytes of one are busy. Other errors are kept for `poll`."""
+    def start(self, specs: Iterable[TransferSpec]) -> tuple[Transfer, ...]:
+        """Start *specs*; refused if bytes of one are busy. Other errors are kept for `poll`."""
         with self._agent.locked():
             live = self._live.swept()
             started: list[Transfer] = []
-            for order in orders:
+            for spec in specs:
                 if live.moving:
                     live = live.asked()
-                    live.refuse(order)
-                started.append(Transfer(self._agent, order))
+                    live.refuse(spec)
+                started.append(Transfer(self._agent, spec))
                 live = live.plus(started[-1])
             self._live = live
             for transfer in started:
@@ -199,7 +199,7 @@ class Flights:
                 settled |= transfer.step()
                 if kind := transfer.ending():
                     self._events.append(Event(kind, transfer.peer, transfer))
-                    transfer.hear(kind)  # afterwards: rather told twice than lost to an interrupt
+                    transfer.hear(kind)  # last: twice is better than lost
             self._receive()
             if self._events or time.monotonic() >= deadline:
                 self._turn += place + 1

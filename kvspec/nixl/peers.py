@@ -11,7 +11,7 @@ from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.introduction import Envelope, opened
 from kvspec.nixl.notifications import HELLO, Inbox
-from kvspec.nixl.order import Prepared
+from kvspec.nixl.transfer_spec import Prepared
 
 
 class Peers:

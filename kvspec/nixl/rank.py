@@ -28,11 +28,11 @@ from kvspec.nixl.flights import Event, Flights, Leftovers
 from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import Inbox, check_payload
-from kvspec.nixl.order import Operation, Prepared, Sides
 from kvspec.nixl.peers import Peers
 from kvspec.nixl.rows import checked_rows, row_of_one
-from kvspec.nixl.staged import orders_of
+from kvspec.nixl.staged import specs_of
 from kvspec.nixl.transfer import Transfer
+from kvspec.nixl.transfer_spec import Operation, Prepared, Sides
 from kvspec.protocol.seal import Secret
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class NixlRank:
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
     ) -> tuple[Transfer, ...]:
         """Start a read or write of each (local, ids, remote, ids): none unless all are right."""
-        found = orders_of(self._agent, operation, pairs, self._areas, request, timeout)
+        found = specs_of(self._agent, operation, pairs, self._areas, request, timeout)
         return self._flights.start(found)
 
     def reap(self) -> tuple[Transfer, ...]:

@@ -18,10 +18,10 @@ from kvspec.nixl.agent import Agent
 from kvspec.nixl.area import Areas
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.merging import Pairing
-from kvspec.nixl.order import Operation, Order, Sides, order_of
 from kvspec.nixl.ranges import Ranges, Repeated, ranges_of
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.stage import Stage
+from kvspec.nixl.transfer_spec import Operation, Sides, TransferSpec, spec_of
 from kvspec.ownership.replicas import Role
 
 OPERATIONS = ("READ", "WRITE")  # whatever else would move one of the two ways
@@ -30,14 +30,14 @@ WORTH = 0.9
 """What share of the direct cost the best staged one must be below, for ranges to be looked for."""
 
 
-def orders_of(
+def specs_of(
     agent: Agent,
     operation: Operation,
     pairs: Iterable[Sides],
     areas: Areas,
     request: object,
     timeout: object,
-) -> tuple[Order, ...]:
+) -> tuple[TransferSpec, ...]:
     """Return the checked order of each (local, ids, remote, ids); nothing is posted yet."""
     if not isinstance(operation, str) or operation not in OPERATIONS:
         raise SpecError("operation", operation, " or ".join(OPERATIONS))
@@ -45,34 +45,34 @@ def orders_of(
     for each in sequence("pairs", pairs, SIDES):
         if not isinstance(each, tuple) or len(each) != 4:  # noqa: PLR2004 - as `SIDES` are
             raise SpecError("pairs", each, SIDES)
-        order = order_of(agent, operation, each[:2], each[2:], request=request, timeout=timeout)
-        found.append(staged(order, each[1], areas))
+        spec = spec_of(agent, operation, each[:2], each[2:], request=request, timeout=timeout)
+        found.append(staged(spec, each[1], areas))
     return tuple(found)
 
 
-def staged(order: Order, selection: object, areas: Areas) -> Order:
-    """Return *order*, to be staged if that is cheaper; *selection*: what it was found of."""
-    staging, pairs = areas.staging, order.pairs
+def staged(spec: TransferSpec, selection: object, areas: Areas) -> TransferSpec:
+    """Return *spec*, to be staged if that is cheaper; *selection*: what it was found of."""
+    staging, pairs = areas.staging, spec.pairs
     if staging is None:
-        return order
+        return spec
     costs, always = staging.costs, staging.always and pairs.nbytes > 0
     direct = costs.direct(pairs.runs, pairs.nbytes, len(pairs.pieces))
     pieces = -(-pairs.nbytes // staging.longest)
     least = costs.staged(1, pairs.nbytes, pairs.runs, pairs.nbytes, pieces)
     if not always and WORTH * direct <= least:
-        return order
-    devices = [_device(each.rows) for each in (order.local, order.remote)]
+        return spec
+    devices = [_device(each.rows) for each in (spec.local, spec.remote)]
     if None in devices:
-        return order
-    inward = order.operation == "READ"
+        return spec
+    inward = spec.operation == "READ"
     ranges = ranges_of(
-        repeated_sets_of(selection, order), staging.longest, costs.gap if inward else 0
+        repeated_sets_of(selection, spec), staging.longest, costs.gap if inward else 0
     )
     if ranges is None or not (always or cost_of(ranges, costs) < direct):
-        return order
-    area = areas.beside(staging, order.local.memory_type, devices[0] or 0)
+        return spec
+    area = areas.beside(staging, spec.local.memory_type, devices[0] or 0)
     return attrs.evolve(
-        order, stage=Stage(area=area, ranges=ranges, device=devices[1] or 0, inward=inward)
+        spec, stage=Stage(area=area, ranges=ranges, device=devices[1] or 0, inward=inward)
     )
 
 
@@ -88,14 +88,14 @@ def _device(rows: StridedRows) -> int | None:
     return int(devices[0]) if len(devices) and (devices == devices[0]).all() else None
 
 
-def repeated_sets_of(selection: object, order: Order) -> tuple[Repeated, ...]:
+def repeated_sets_of(selection: object, spec: TransferSpec) -> tuple[Repeated, ...]:
     """Return the runs of an order as they repeat, or one by one."""
-    local, remote = order.local.rows, order.remote.rows
+    local, remote = spec.local.rows, spec.remote.rows
     found = None
     if isinstance(selection, Selection):
-        far: Role = "producer" if order.remote.source is selection.producer_rows else "consumer"
+        far: Role = "producer" if spec.remote.source is selection.producer_rows else "consumer"
         found = repeated(selection.parts, far, remote)
-    return (_one_by_one(order.pairs, local, remote),) if found is None else found
+    return (_one_by_one(spec.pairs, local, remote),) if found is None else found
 
 
 def repeated(parts: Sequence[Picked], far: Role, rows: StridedRows) -> tuple[Repeated, ...] | None:

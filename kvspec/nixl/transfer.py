@@ -14,8 +14,8 @@ from typing import Literal
 from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
-from kvspec.nixl.order import Order
 from kvspec.nixl.ranges import Batch
+from kvspec.nixl.transfer_spec import TransferSpec
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
 TURN = 0.01  # seconds after which a poll of what is staged ends: its pieces are short
@@ -29,29 +29,29 @@ class Transfer:
     that nixl did post. *staged*: whether it goes through the area.
     """
 
-    def __init__(self, agent: Agent, order: Order) -> None:
-        self.order = order
-        self.request = order.request
-        self.peer = order.remote.peer or ""
-        self.descriptors = len(order.pairs.local_ids)
-        self.staged = order.stage is not None
-        self.area = None if order.stage is None else order.stage.area
+    def __init__(self, agent: Agent, spec: TransferSpec) -> None:
+        self.spec = spec
+        self.request = spec.request
+        self.peer = spec.remote.peer or ""
+        self.descriptors = len(spec.pairs.local_ids)
+        self.staged = spec.stage is not None
+        self.area = None if spec.stage is None else spec.stage.area
         self.ticket: int | None = None  # its place in the line for a piece of the area
-        self.nbytes = order.pairs.nbytes
+        self.nbytes = spec.pairs.nbytes
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
         self.error: TransferError | None = None
         self.heard = False  # whether somebody knows how it ended
         self._freed = False  # whether somebody knows that quarantine ended
         self._agent = agent
-        self._deadline = time.monotonic() + order.timeout
-        self._pending: deque[slice | Batch] = deque(order.pieces)
+        self._deadline = time.monotonic() + spec.timeout
+        self._pending: deque[slice | Batch] = deque(spec.pieces)
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # handles: what, and its room
         self._turn = 0.0  # when it has moved on enough for one step
         self._settled = 0
 
     def __repr__(self) -> str:
-        what = f"{self.order.operation} {self.request!r} with {self.peer!r}"
+        what = f"{self.spec.operation} {self.request!r} with {self.peer!r}"
         return f"<Transfer {what}: {self.state}, {self.live_handles} in flight>"
 
     @property
@@ -64,7 +64,7 @@ class Transfer:
     @property
     def runs(self) -> int:
         """What merging should leave of its pairs; of what is staged: ranges of the peer."""
-        return self.order.pairs.runs if self.order.stage is None else self.order.stage.ranges.ranges
+        return self.spec.pairs.runs if self.spec.stage is None else self.spec.stage.ranges.ranges
 
     @property
     def live_handles(self) -> int:
@@ -119,7 +119,7 @@ class Transfer:
         settled, self._turn = self._settled, time.monotonic() + TURN
         try:
             for handle in tuple(self._in_flight):
-                if self._agent.check(handle, self.order.subject):
+                if self._agent.check(handle, self.spec.subject):
                     self._settle(handle)
                     if self.staged and time.monotonic() >= self._turn:
                         break
@@ -141,7 +141,7 @@ class Transfer:
         return not self._in_flight
 
     def ending(self) -> Literal["done", "failed", "freed"] | None:
-        """Return what to `hear` of: "done" or "failed", then "freed" where quarantine ended."""
+        """Return what to `hear` of: "done" or "failed", then "freed" after quarantine."""
         if not self.heard and self.state != "PROC":
             return "done" if self.error is None else "failed"
         return "freed" if self.quarantined and self.reap() else None
@@ -189,7 +189,7 @@ class Transfer:
                 self._let_go(next(reversed(self._in_flight)))
 
     def _post(self) -> None:
-        order, agent = self.order, self._agent
+        spec, agent = self.spec, self._agent
         while self._pending and len(self._in_flight) < IN_FLIGHT:
             piece, room = self._pending[0], 0
             if self.area is not None:
@@ -198,19 +198,19 @@ class Transfer:
                     self.ticket = self.area.ticket() if self.ticket is None else self.ticket
                     return
                 room, self.ticket = free, None
-            handle = order.make(agent, piece, room)
+            handle = spec.make(agent, piece, room)
             self._in_flight[handle] = piece, room
             self._pending.popleft()
             self.handles += 1
-            if agent.post(handle, order.subject):
+            if agent.post(handle, spec.subject):
                 self._settle(handle)
                 if not self.staged or time.monotonic() >= self._turn:
                     return
 
     def _settle(self, handle: int) -> None:
         piece, room = self._in_flight[handle]
-        if self.order.stage is not None and not isinstance(piece, slice):
-            self.order.stage.land(piece, room)  # first: if it is interrupted, it is done again
+        if self.spec.stage is not None and not isinstance(piece, slice):
+            self.spec.stage.land(piece, room)  # first: if it is interrupted, it is done again
         if self.posted is not None:
             self.posted += self._agent.posted(handle)
         self._let_go(handle)
@@ -221,7 +221,7 @@ class Transfer:
         self._agent.release(handle)
 
     def _late(self) -> TransferError:
-        done, pieces = self._settled, len(self.order.pieces)
+        done, pieces = self._settled, len(self.spec.pieces)
         rest = "nothing is in flight"
         if self.live_handles:
             rest = (
@@ -229,7 +229,7 @@ class Transfer:
                 " used again until reap() returns this transfer or the rank is closed"
             )
         return TransferError(
-            f"not done after {self.order.timeout} s: {done} of {pieces} pieces are; {rest}",
+            f"not done after {self.spec.timeout} s: {done} of {pieces} pieces are; {rest}",
             rank=self.peer,
             request=self.request,
             state=TransferState.TIMEOUT,

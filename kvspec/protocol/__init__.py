@@ -4,6 +4,7 @@ from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
+from kvspec.protocol.load_plan import LoadPlan
 from kvspec.protocol.messages import (
     Closed,
     Failed,
@@ -16,7 +17,6 @@ from kvspec.protocol.messages import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import ReadOrder
 from kvspec.protocol.plain import register
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
@@ -33,11 +33,11 @@ __all__ = [
     "Free",
     "Handshake",
     "Key",
+    "LoadPlan",
     "Message",
     "ProducerLedger",
     "Pushed",
     "RankAddress",
-    "ReadOrder",
     "Ready",
     "Refused",
     "Release",

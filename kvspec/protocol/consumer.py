@@ -21,6 +21,7 @@ from typing import TypeVar
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
+from kvspec.protocol.load_plan import Frontiers, LoadPlan, Name, Place
 from kvspec.protocol.messages import (
     Action,
     Closed,
@@ -33,7 +34,6 @@ from kvspec.protocol.messages import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import Frontiers, Name, Place, ReadOrder
 from kvspec.protocol.pending import Pending, Source, name_of, refusal_of
 from kvspec.protocol.states import CONSUMER
 
@@ -74,37 +74,37 @@ class ConsumerLedger:
         """How many steps may still write."""
         return len(self._steps)
 
-    def check(self, order: ReadOrder) -> None:
+    def check(self, plan: LoadPlan) -> None:
         """Raise `SpecError` where a request is open already, or of a start that is not present."""
-        if order.request_id in self._loads:
-            raise SpecError("request_id", order.request_id, "a request that is not open")
-        if self._present.past(order.engine_id, order.epoch):
-            raise SpecError("epoch", order.epoch, f"the start of {order.engine_id} that was met")
-        if order.name in self._names:
-            raise SpecError("key", order.key, "another attempt or sample than an open request's")
+        if plan.request_id in self._loads:
+            raise SpecError("request_id", plan.request_id, "a request that is not open")
+        if self._present.past(plan.engine_id, plan.epoch):
+            raise SpecError("epoch", plan.epoch, f"the start of {plan.engine_id} that was met")
+        if plan.name in self._names:
+            raise SpecError("key", plan.key, "another attempt or sample than an open request's")
 
-    def expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
-        """Wait for what *order* says, at most *timeout* seconds; what moves nothing is ready."""
-        self.check(order)
+    def expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
+        """Wait for what *plan* says, at most *timeout* seconds; what moves nothing is ready."""
+        self.check(plan)
         most = seconds("timeout", timeout)
-        return self._whole(now, None, lambda: self._expect(order, now, most))
+        return self._whole(now, None, lambda: self._expect(plan, now, most))
 
-    def forget(self, order: ReadOrder) -> None:
+    def forget(self, plan: LoadPlan) -> None:
         """Forget a request whose caller gave up before anything was told about it."""
-        load = self._loads.pop(order.request_id, None)
-        self._names.pop(order.name, None)
+        load = self._loads.pop(plan.request_id, None)
+        self._names.pop(plan.name, None)
         for step in load.steps if load is not None else ():
             self._steps.pop(step, None)
 
-    def _expect(self, order: ReadOrder, now: float, timeout: float) -> list[Action]:
+    def _expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
         actions = self._tick(now)
-        load = Pending(order, self._now + timeout)
-        self._loads[order.request_id] = load
-        self._names[load.order.name] = order.request_id
-        for rank, ends in order.sources.items():
+        load = Pending(plan, self._now + timeout)
+        self._loads[plan.request_id] = load
+        self._names[load.plan.name] = plan.request_id
+        for rank, ends in plan.sources.items():
             if ends:
-                load.sources[rank] = Source(Frontiers(ends, partial=order.partial))
-        load.untold = set(order.expected)
+                load.sources[rank] = Source(Frontiers(ends, partial=plan.partial))
+        load.untold = set(plan.expected)
         self._due = min(self._due, load.due)
         actions += self._tell(load, "heartbeat") if load.sources else []
         return actions + self._moved(load)
@@ -250,7 +250,7 @@ class ConsumerLedger:
         actions = self._tick(now)
         self._present.connect(engine_id, epoch)
         for load in list(self._loads.values()):
-            if load.order.engine_id == engine_id and load.order.epoch != epoch:
+            if load.plan.engine_id == engine_id and load.plan.epoch != epoch:
                 load.untold.clear()
                 why = f"{engine_id} was started again"
                 actions += self._fault(load, why, TransferState.GONE)
@@ -284,7 +284,7 @@ class ConsumerLedger:
             copied = {name: load.copied() for name, load in self._loads.items()}
         else:
             load = self._loads.get(request_id) if request_id is not None else None
-            copied = {} if load is None else {load.order.request_id: load.copied()}
+            copied = {} if load is None else {load.plan.request_id: load.copied()}
         # The order of requests stays, since `tick` tells of them in this order.
         loads = {name: copied.get(name, load) for name, load in self._loads.items()}
         names, steps = dict(self._names), dict(self._steps)
@@ -347,7 +347,7 @@ class ConsumerLedger:
             load.state = CONSUMER["asking", "sound"].state
             load.deadline = self._now + self.patience
             self._due = min(self._due, load.due)
-            actions.append(Ready(load.order.request_id))
+            actions.append(Ready(load.plan.request_id))
             actions += self._told(load)
         return actions
 
@@ -357,7 +357,7 @@ class ConsumerLedger:
         load.state = failed.state
         if failed.done != "fail":
             return []
-        return [Failed(load.order.request_id, why, state), *self._quiet(load)]
+        return [Failed(load.plan.request_id, why, state), *self._quiet(load)]
 
     def _quiet(self, load: Pending) -> list[Action]:
         """Release a failed request's blocks once no step is open, and tell the producers then."""
@@ -366,16 +366,16 @@ class ConsumerLedger:
         load.state = CONSUMER["draining", "quiet"].state
         load.deadline = self._now + self.patience
         load.asked.clear()
-        if load.order.again:
+        if load.plan.again:
             load.untold.clear()
         told = self._tell(load, "done")
-        return [Release(load.order.request_id), *told, *self._told(load)]
+        return [Release(load.plan.request_id), *told, *self._told(load)]
 
     def _told(self, load: Pending) -> list[Action]:
         """Close a request once nobody is left to be told."""
         if load.state != "telling" or load.untold:
             return []
         load.state = CONSUMER["telling", "told"].state
-        del self._loads[load.order.request_id], self._names[load.order.name]
+        del self._loads[load.plan.request_id], self._names[load.plan.name]
         self._due = self._due if self._loads else math.inf
-        return [Closed(load.order.request_id)]
+        return [Closed(load.plan.request_id)]

@@ -10,8 +10,8 @@ import attrs
 
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
+from kvspec.protocol.load_plan import Frontiers, LoadPlan, Name
 from kvspec.protocol.messages import Message, RankAddress
-from kvspec.protocol.order import Frontiers, Name, ReadOrder
 
 
 @attrs.define(eq=False)
@@ -42,7 +42,7 @@ class Pending:
     *asked*: when each message that has no answer yet was sent, by rank and number.
     """
 
-    order: ReadOrder
+    plan: LoadPlan
     deadline: float
     state: str = "moving"
     sources: dict[RankId, Source] = attrs.field(factory=dict)
@@ -76,16 +76,16 @@ class Pending:
 
     def message(self, kind: str, by: RankAddress, rank: RankId) -> Message:
         """Return the next message to a producer *rank*."""
-        order = self.order
+        plan = self.plan
         return Message(
             kind=kind,
-            key=order.key,
+            key=plan.key,
             by=by,
-            to=RankAddress(order.engine_id, order.epoch, rank),
-            attempt=order.attempt,
+            to=RankAddress(plan.engine_id, plan.epoch, rank),
+            attempt=plan.attempt,
             number=self.number,
-            sample=order.sample,
-            expected=order.expected[rank],
+            sample=plan.sample,
+            expected=plan.expected[rank],
         )
 
 

@@ -166,7 +166,7 @@ def _timed(rank: NixlRank, selection: Selection, sides: tuple[Prepared, Prepared
     at_once = not read.live_handles
     read.wait()
     seconds = (time.process_time if at_once else time.perf_counter)() - started[at_once]
-    posted, stage = read.posted or read.runs, read.order.stage
+    posted, stage = read.posted or read.runs, read.spec.stage
     counts = {"descriptors": posted, "handles": read.handles}
     if stage is None:
         return Sample(seconds=seconds, nbytes=read.nbytes, **counts)

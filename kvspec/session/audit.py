@@ -17,8 +17,8 @@ from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent
+from kvspec.protocol.load_plan import Name
 from kvspec.protocol.messages import Message, RankAddress
-from kvspec.protocol.order import Name
 from kvspec.protocol.pending import message_of
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.session.remote import RemoteEngine

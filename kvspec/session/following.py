@@ -12,9 +12,9 @@ import attrs
 
 from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.nixl.order import Sides
+from kvspec.nixl.transfer_spec import Sides
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.order import Place
+from kvspec.protocol.load_plan import Place
 from kvspec.session.load import SessionLoad
 
 Frontiers = dict[tuple[RankId, Place], int]

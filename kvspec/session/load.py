@@ -23,8 +23,8 @@ from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
+from kvspec.protocol.load_plan import LoadPlan, Name, Place
 from kvspec.protocol.messages import Message
-from kvspec.protocol.order import Name, Place, ReadOrder
 from kvspec.protocol.pushed import Pushed
 from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine
@@ -141,7 +141,7 @@ class SessionLoad(Progress):
     """What `Session.load` returns: a request, from all ranks that hold it, as one thing."""
 
     way, advice = "from", f"; {VOID}"
-    order: ReadOrder  # what the ledger expects
+    load_plan: LoadPlan  # what the ledger expects
     name: Name  # what its messages name it by
 
     def __init__(

@@ -24,6 +24,7 @@ from kvspec.memory.regions import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.load_plan import LoadPlan
 from kvspec.protocol.messages import (
     Action,
     Closed,
@@ -34,7 +35,6 @@ from kvspec.protocol.messages import (
     Release,
     Tell,
 )
-from kvspec.protocol.order import ReadOrder
 from kvspec.protocol.pending import message_of, name_of
 from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
@@ -115,16 +115,16 @@ class Reading:
         if flag("follow", follow):
             self._begin_following(load, timeout, options)
             return
-        order = remote.order(self.book.me.rank, load.remote_id, request.request_id, options)
+        load_plan = remote.load_plan(self.book.me.rank, load.remote_id, request.request_id, options)
         lanes = remote.lanes
         pushes = {r: pushed_of(lane.table, request) for r, lane in lanes.items() if pushed}
         sides = remote.sides(request, () if pushed else lanes)
         sources = {rank: lanes[rank].places for rank in (*sides, *pushes)}
-        order = attrs.evolve(order, sources=sources)
-        self._own(load, order)
+        load_plan = attrs.evolve(load_plan, sources=sources)
+        self._own(load, load_plan)
         name = request.request_id
         transfers = self.nixl.move("READ", sides.values(), request=name, timeout=timeout)
-        told = self._expect(order, timeout)
+        told = self._expect(load_plan, timeout)
         moved = dict(zip(sides, transfers, strict=True))
         for rank, places in sources.items():
             groups = dict.fromkeys(group for group, _ in places)
@@ -139,11 +139,11 @@ class Reading:
         self.loads[name] = load
         self.act()
 
-    def _expect(self, order: ReadOrder, timeout: float) -> list[Action]:
-        """Return what the ledger wants done for *order* alone; record what time brought others."""
+    def _expect(self, load_plan: LoadPlan, timeout: float) -> list[Action]:
+        """Return what the ledger wants done for *load_plan* alone; record what time brought others."""
         now = self.now()
         self.recorded.extend(self.book.tick(now))
-        return self.book.expect(order, now, timeout)
+        return self.book.expect(load_plan, now, timeout)
 
     def give_up(self, load: SessionLoad) -> None:
         """Undo the beginning of a load that its caller never received.
@@ -158,13 +158,13 @@ class Reading:
             self.recorded.extend(self.book.cancel(name, self.now()))
             self.act()
             return
-        self.book.forget(load.order)
+        self.book.forget(load.load_plan)
         known = {id(f.transfer) for other in self.loads.values() for f in other.flights.values()}
         mine = tuple(
             transfer
             for transfer in self.nixl.transfers
             if transfer.request == name
-            and transfer.order.operation == "READ"
+            and transfer.load_plan.operation == "READ"
             and id(transfer) not in known
         )
         self._orphans.append(Orphan(load.owner, load.blocks, mine))
@@ -179,19 +179,21 @@ class Reading:
                 self._claims.give(orphan.owner, orphan.blocks)
                 self._orphans.remove(orphan)
 
-    def _own(self, load: SessionLoad, order: ReadOrder) -> None:
+    def _own(self, load: SessionLoad, load_plan: LoadPlan) -> None:
         """Let its blocks belong to *load*, if it may begin and no other load is to write them."""
-        self.book.check(order)
-        load.order, load.name = order, order.name
+        self.book.check(load_plan)
+        load.load_plan, load.name = load_plan, load_plan.name
         load.owner = self._claims.take(load.request.request_id, load.blocks)
 
     def _begin_following(self, load: SessionLoad, timeout: float, options: ReadOptions) -> None:
         request, ends = load.request, ends_of(load)
-        order = load.remote.order(self.book.me.rank, load.remote_id, request.request_id, options)
-        order = attrs.evolve(order, sources=ends, partial=True)
-        self._own(load, order)
+        load_plan = load.remote.load_plan(
+            self.book.me.rank, load.remote_id, request.request_id, options
+        )
+        load_plan = attrs.evolve(load_plan, sources=ends, partial=True)
+        self._own(load, load_plan)
         load.follow(ends, self.now() + timeout)
-        self._know(load, self._expect(order, timeout))
+        self._know(load, self._expect(load_plan, timeout))
 
     def _follow(self, load: SessionLoad, frontiers: Frontiers) -> None:
         """Start to read what was written since the last time."""
@@ -231,7 +233,7 @@ class Reading:
                 transfer
                 for transfer in self.nixl.transfers
                 if transfer.request == name
-                and transfer.order.operation == "READ"
+                and transfer.load_plan.operation == "READ"
                 and id(transfer) not in known
             ]
             why, state = "it was interrupted", TransferState.STOPPED

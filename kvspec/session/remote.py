@@ -17,18 +17,18 @@ from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tables import Positions
 from kvspec.errors import TransferError
 from kvspec.nixl import NixlRank, Prepared
-from kvspec.nixl.order import Sides
+from kvspec.nixl.transfer_spec import Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.order import Place, ReadOrder
+from kvspec.protocol.load_plan import LoadPlan, Place
 from kvspec.session.introduction import Introduced, key_of
 
 
 @attrs.frozen(kw_only=True)
 class ReadOptions:
-    """Which read of a request this is; `ReadOrder` has these fields, and checks them.
+    """Which read of a request this is; `LoadPlan` has these fields, and checks them.
 
     Attributes:
         attempt: Number of the attempt to read the request.
@@ -136,12 +136,12 @@ class RemoteEngine:
         ]
         return told[0] == told[1] and not other.lost
 
-    def order(
+    def load_plan(
         self, rank: RankId, remote_id: str, request_id: str, options: ReadOptions
-    ) -> ReadOrder:
+    ) -> LoadPlan:
         """Return what its ranks are told of a request that consumer *rank* reads, or will not."""
         engine_id, epoch = self.start
-        return ReadOrder.of(
+        return LoadPlan.of(
             self.plan,
             rank,
             {},

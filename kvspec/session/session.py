@@ -186,7 +186,7 @@ class Session:
         *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
         were met. *follow*: read each layer as far as its producer has written it. *digest*: be done
         only if what arrived has the sums of what producers hold, who `hold` it with `blocks`.
-        *attempt*, *again*, *sample*: as a `ReadOrder` has them; *samples*: of the prompt.
+        *attempt*, *again*, *sample*: as a `LoadPlan` has them; *samples*: of the prompt.
         Raises, before anything is posted, `SpecError` and `MismatchError` as
         `DescriptorTable.select` does, and `TransferError` "busy" where a load that is not over is
         to write its blocks. Whatever happens later, the load tells.
@@ -241,8 +241,8 @@ class Session:
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
             more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
-            order = remote.order(self.me.rank, remote_id, f"decline {next(self._count)}", more)
-            self._reading.recorded.extend(self._reading.book.expect(order, self._clock(), 0.0))
+            plan = remote.load_plan(self.me.rank, remote_id, f"decline {next(self._count)}", more)
+            self._reading.recorded.extend(self._reading.book.expect(plan, self._clock(), 0.0))
             self._reading.act()
 
     def poll(self) -> None:

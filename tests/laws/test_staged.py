@@ -51,8 +51,8 @@ def test_staged_bytes_are_right(drawn: Case, staging: Staging, operation: Any, p
 
 
 def _longest(transfer: Any) -> int:
-    rows = transfer.order.local.rows
-    return int(rows.length[rows.row_of(transfer.order.pairs.local_ids)].max())
+    rows = transfer.spec.local.rows
+    return int(rows.length[rows.row_of(transfer.spec.pairs.local_ids)].max())
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:

@@ -12,12 +12,12 @@ import kvspec
 from kvspec.protocol import (
     ConsumerLedger,
     Key,
+    LoadPlan,
     Message,
     RankAddress,
-    ReadOrder,
     Tell,
     consumer,
-    order,
+    load_plan,
     pending,
 )
 
@@ -25,9 +25,9 @@ Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
 
 
-def reads() -> ReadOrder:
+def reads() -> LoadPlan:
     """Return an order: read one layer of the first producer rank, and tell both."""
-    return ReadOrder(
+    return LoadPlan(
         request_id="mine", key=Key("theirs", b"8 bytes!"), engine_id="prefill", epoch=1,
         expected={RANK: 1, OTHER: 1}, sources={RANK: {("full", "layers.0"): 8}},
     )  # fmt: skip
@@ -78,7 +78,7 @@ def played(calls: Calls, at: int = -1, place: int = 0) -> tuple[list[Any], bool]
 
         raised = True
         if number == at:
-            reached, raised = interrupted_at(place, act, consumer, order, pending)
+            reached, raised = interrupted_at(place, act, consumer, load_plan, pending)
         if raised:
             act()
     assert {} == ledger.open

@@ -21,11 +21,11 @@ from kvspec.protocol import (
     Failed,
     Free,
     Key,
+    LoadPlan,
     Message,
     ProducerLedger,
     Pushed,
     RankAddress,
-    ReadOrder,
     Refused,
     Release,
     Tell,
@@ -448,13 +448,13 @@ def _back(ledger: ProducerLedger) -> None:
 PLACE = ("full", "layers.0")
 
 
-def reads(**more: Any) -> ReadOrder:
+def reads(**more: Any) -> LoadPlan:
     """Return an order: read one layer of the first producer rank, and tell both."""
     fields: dict[str, Any] = {
         "request_id": "mine", "key": KEY, "engine_id": "prefill", "epoch": 1,
         "expected": {P[0].rank: 2, P[1].rank: 1}, "sources": {P[0].rank: {PLACE: 8}},
     }  # fmt: skip
-    return ReadOrder(**{**fields, **more})
+    return LoadPlan(**{**fields, **more})
 
 
 def moving(**more: Any) -> ConsumerLedger:

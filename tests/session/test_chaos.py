@@ -22,7 +22,7 @@ from session_world import MODES, PAIRS, Mode, World
 from kvspec.descriptors.tables import Tables
 from kvspec.nixl import Transfer
 from kvspec.protocol import ConsumerLedger, Message
-from kvspec.protocol.order import Frontiers
+from kvspec.protocol.load_plan import Frontiers
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.seal import MAC, Secret
 from kvspec.session import Ledger, SessionLoad

@@ -15,12 +15,12 @@ from lines import interrupted_at
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import flights, rank, transfer
-from kvspec.protocol import consumer, order, pending
+from kvspec.protocol import consumer, load_plan, pending
 from kvspec.session import following, ledger, load, reading, session, written
 from kvspec.testing import FakeFlight, FakeNixl
 
 LINES = (
-    consumer, order, pending, session, reading, load, following, ledger, written, rank, flights,
+    consumer, load_plan, pending, session, reading, load, following, ledger, written, rank, flights,
     transfer,
 )  # fmt: skip
 ENOUGH = 20_000
@@ -154,7 +154,7 @@ def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
                 pair.producer.poll()
                 pair.session.poll()
 
-        came, _ = interrupted_at(place, polls, consumer, order, pending, reading, load, written)
+        came, _ = interrupted_at(place, polls, consumer, load_plan, pending, reading, load, written)
         pair.settle()
         assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
         return came

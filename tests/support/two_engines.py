@@ -18,10 +18,10 @@ from kvspec.protocol import (
     Failed,
     Free,
     Key,
+    LoadPlan,
     Message,
     ProducerLedger,
     RankAddress,
-    ReadOrder,
     Ready,
     Release,
     Tell,
@@ -56,7 +56,7 @@ class Load:
 
     request: Request
     rank: Rank
-    order: ReadOrder
+    load_plan: LoadPlan
     left: dict[tuple[Rank, str, str], int]
     void: bool = False
     outcome: str = ""
@@ -182,7 +182,7 @@ class World:
         if not self.to_expect:
             return
         request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
-        order = ReadOrder.of(
+        load_plan = LoadPlan.of(
             self.plan,
             rank,
             {} if rejected else request.ends,
@@ -199,11 +199,13 @@ class World:
         if request.epoch != self.epochs["P"]:
             return
         left = {
-            (s, *place): end for s, ends in order.sources.items() for place, end in ends.items()
+            (s, *place): end for s, ends in load_plan.sources.items() for place, end in ends.items()
         }
-        reread = any(load.order.name == order.name for load in self.loads if load.rank == rank)
-        self.loads.append(Load(request, rank, order, left, reread=reread))
-        self.acted(self.consumers[rank].expect(order, self.reader_now, TIMEOUT), "D", rank)
+        reread = any(
+            load.load_plan.name == load_plan.name for load in self.loads if load.rank == rank
+        )
+        self.loads.append(Load(request, rank, load_plan, left, reread=reread))
+        self.acted(self.consumers[rank].expect(load_plan, self.reader_now, TIMEOUT), "D", rank)
 
     def start(self, at: int, upto: int) -> None:
         """Post a read of something that can be read."""
@@ -211,16 +213,16 @@ class World:
         if not moving:
             return
         load = moving[at % len(moving)]
-        readable = self.consumers[load.rank].readable(load.order.request_id)
+        readable = self.consumers[load.rank].readable(load.load_plan.request_id)
         places = [(s, place, end) for s, ends in readable.items() for place, end in ends.items()]
         if not places:
             return
         source, (group, layer), end = places[at % len(places)]
-        begin = load.order.sources[source][group, layer] - load.left[source, group, layer]
+        begin = load.load_plan.sources[source][group, layer] - load.left[source, group, layer]
         open_ = [s for s in self.steps.values() if s.load is load and s.source == source]
         begin += sum(len(s.moved.get((group, layer), ())) for s in open_)
         stop = min(end, begin + upto)
-        name = load.order.request_id
+        name = load.load_plan.request_id
         step = self.consumers[load.rank].start(name, source, group, [layer], stop)
         self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
 
@@ -330,7 +332,7 @@ class World:
         still = [load for load in self.loads if not load.closed]
         if still:
             load = still[at % len(still)]
-            actions = self.consumers[load.rank].cancel(load.order.request_id, self.reader_now)
+            actions = self.consumers[load.rank].cancel(load.load_plan.request_id, self.reader_now)
             self.acted(actions, "D", load.rank)
 
     def retry(self, at: int) -> None:
@@ -340,10 +342,10 @@ class World:
         request = self.requests[at % len(self.requests)]
         loads = [load for load in self.loads if load.request is request]
         waits = any(one is request for one, _, _ in self.to_expect) or request.lost
-        last = [load for load in loads if load.order.attempt == request.attempt]
+        last = [load for load in loads if load.load_plan.attempt == request.attempt]
         if waits or not last or not all(load.closed for load in last):
             return
-        if any(load.outcome == "failed" and load.order.again for load in last):
+        if any(load.outcome == "failed" and load.load_plan.again for load in last):
             request.attempt += 1
             self.expected(request)
 
@@ -352,9 +354,9 @@ class World:
         ended = [load for load in self.loads if load.closed and not load.request.lost]
         if ended:
             load = ended[at % len(ended)]
-            name = load.request, load.rank, load.order.sample
+            name = load.request, load.rank, load.load_plan.sample
             still = [
-                (other.request, other.rank, other.order.sample)
+                (other.request, other.rank, other.load_plan.sample)
                 for other in self.loads
                 if not other.closed
             ]
@@ -382,7 +384,9 @@ class World:
     def state(self, load: Load) -> str | None:
         """Return the state in which the ledger has a load."""
         return (
-            self.consumers[load.rank].open.get(load.order.request_id) if not load.closed else None
+            self.consumers[load.rank].open.get(load.load_plan.request_id)
+            if not load.closed
+            else None
         )
 
     def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
@@ -431,7 +435,7 @@ class World:
 
     def loaded(self, action: Ready | Failed | Release | Closed) -> None:
         """Follow a load: ready or failed once; released when nothing writes; closed last."""
-        (load,) = (x for x in self.loads if x.order.request_id == action.request_id)
+        (load,) = (x for x in self.loads if x.load_plan.request_id == action.request_id)
         assert not load.closed
         if isinstance(action, Ready):
             assert load.outcome == ""

@@ -35,7 +35,7 @@ def _expected(value: object) -> Mapping[RankId, int]:
 
 
 @attrs.frozen(kw_only=True)
-class ReadOrder:
+class LoadPlan:
     """One request to read, by one consumer rank.
 
     *request_id*: the consumer's own; *key*, *engine_id*, *epoch*: the producer's. *expected*: each
@@ -92,7 +92,7 @@ class ReadOrder:
         samples: int = 1,
         partial: bool = False,
         again: bool = False,
-    ) -> ReadOrder:
+    ) -> LoadPlan:
         """Return what consumer *rank* reads by *plan*.
 
         *ends*: by consumer group, the position before which all tokens are to move; 0, or a group
@@ -109,7 +109,7 @@ class ReadOrder:
         positive_int("sample", sample, least=0, most=most)
         told = plan.notifies(rank)
         expected = {producer: len(plan.notifiers(producer)) * samples for producer in told}
-        return ReadOrder(
+        return LoadPlan(
             request_id=request_id,
             key=key,
             engine_id=engine_id,

@@ -85,7 +85,7 @@ Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np
 
 
 @attrs.frozen(kw_only=True)
-class Order:
+class TransferSpec:
     """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds.
 
     *stage*: how it goes through the area, if it does.
@@ -138,7 +138,7 @@ class Order:
         return agent.make(self.operation, *sides, self.subject)
 
 
-def order_of(
+def spec_of(
     agent: Agent,
     operation: Operation,
     local: tuple[Prepared, object],
@@ -146,7 +146,7 @@ def order_of(
     *,
     request: object,
     timeout: object,
-) -> Order:
+) -> TransferSpec:
     """Return the checked order to move (list, ids) pairs; nothing is posted yet."""
     _check_side("local", local[0], agent)
     _check_side("remote", remote[0], agent)
@@ -161,7 +161,7 @@ def order_of(
             checked_ids("remote_ids", remote[1], remote[0].total),
             target,
         )
-    return Order(
+    return TransferSpec(
         operation=operation,
         local=local[0],
         remote=remote[0],
