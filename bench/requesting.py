@@ -118,7 +118,7 @@ class Lanes:
             spec = spec_of(
                 self.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
             )
-            made += [spec.make(self.agent, piece) for piece in spec.pairs.pieces]
+            made += [spec.make(self.agent, batch) for batch in spec.pairs.batches]
         return made
 
     def by_hand(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""The area: registered memory through which staged transfers go, piece by piece.
+"""The area: registered memory through which staged transfers go, slot by slot.
 
-Law: a piece belongs to one transfer from before it is posted until no byte of it can move, in
-quarantine too. Who finds no piece free waits in line, and moves the others on while it waits: so
-a free piece goes to who waits longest, and nobody waits for a transfer that nobody polls.
+Law: a slot belongs to one transfer from before it is posted until no byte of it can move, in
+quarantine too. Who finds no slot free waits in line, and moves the others on while it waits: so
+a free slot goes to who waits longest, and nobody waits for a transfer that nobody polls.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from kvspec.nixl.memory import overlap, text_of
 from kvspec.nixl.permuting import SPARE
 
 AREA = 32 << 20
-PIECE = 8 << 20
+SLOT_BYTES = 8 << 20
 LEAST = 4096
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Staging:
-    """How a rank stages: through which area, in pieces of which size, and by which costs.
+    """How a rank stages: through which area, in slots of which size, and by which costs.
 
     *area*: bytes of memory to allocate where it is first needed, beside what is moved; or memory of
     the caller's, held from then on: a numpy array or a torch tensor of one dimension, without gaps.
     No other rank may have it, nor any cache lie in it: what this process knows of is refused.
-    *piece*: bytes that one handle moves. A transfer is staged where *costs*, by default those of
-    `calibrated`, say that it takes less time, or *always* where it can be. Of one with a run longer
-    than a piece nothing is staged.
+    *slot_bytes*: bytes that one handle moves. A transfer is staged where *costs*, by default those
+    of `calibrated`, say that it takes less time, or *always* where it can be. Of one with a run
+    longer than a slot nothing is staged.
     """
 
     area: Any = AREA
-    piece: int = PIECE
+    slot_bytes: int = SLOT_BYTES
     costs: Costs = attrs.field(factory=calibrated)
     always: bool = False
 
@@ -55,15 +55,15 @@ class Staging:
             positive_int("staging.area", self.area, least=LEAST)
         else:
             memory_of(self.area)
-        positive_int("staging.piece", self.piece)
+        positive_int("staging.slot_bytes", self.slot_bytes)
         instance("staging.costs", self.costs, Costs)
         flag("staging.always", self.always)
 
     @property
     def longest(self) -> int:
-        """Bytes of a piece, no more than the area has."""
+        """Bytes of a slot, no more than the area has."""
         whole = self.area if isinstance(self.area, int) else memory_of(self.area).length
-        return min(self.piece, whole)
+        return min(self.slot_bytes, whole)
 
     @staticmethod
     def of(value: object) -> Staging | None:
@@ -117,7 +117,7 @@ Register = Callable[[Iterable[Memory], object], None]
 class User(Protocol):
     """A transfer, as it is seen here.
 
-    *area*: through which it goes. *ticket*: its place in the line, if it waits for a piece.
+    *area*: through which it goes. *ticket*: its place in the line, if it waits for a slot.
     """
 
     area: Area | None
@@ -128,58 +128,58 @@ class User(Protocol):
         """Whether no byte of it moves any more."""
 
     @property
-    def pieces_held(self) -> Iterable[int]:
-        """Which pieces of the area are its own."""
+    def slots_held(self) -> Iterable[int]:
+        """Which slots of the area are its own."""
 
     def step(self) -> bool:
         """Move it on; return whether anything of it was done."""
 
 
 class Area:
-    """One registered memory in pieces, for those of the rank's *transfers* that go through it.
+    """One registered memory in slots, for those of the rank's *transfers* that go through it.
 
-    *spares*: where bytes begin that are no piece's, before and behind all pieces; see `copy_runs`.
+    *spares*: where bytes begin that are no slot's, before and behind all slots; see `copy_runs`.
     """
 
     def __init__(
-        self, memory: Memory, piece: int, transfers: Iterable[User], given: object = None
+        self, memory: Memory, slot_bytes: int, transfers: Iterable[User], given: object = None
     ) -> None:
         self.memory = memory
-        self.piece = piece
+        self.slot_bytes = slot_bytes
         margin = SPARE if given is None and memory.memory_type == "DRAM" else 0
         self.spares = (memory.address, memory.end - margin) if margin else ()
-        self.pieces = (memory.length - 2 * margin) // piece
+        self.slots = (memory.length - 2 * margin) // slot_bytes
         self._first = memory.address + margin
         self._given = given  # by a caller, who may free what is held here
         self._transfers = transfers
         self._tickets = itertools.count()
 
-    def address(self, piece: int) -> int:
-        """Return where a piece begins; refuse an area that its owner freed."""
+    def address(self, slot: int) -> int:
+        """Return where a slot begins; refuse an area that its owner freed."""
         if self._given is not None:
             with contextlib.suppress(SpecError):
                 if memory_of(self._given) == self.memory:
-                    return self._first + piece * self.piece
+                    return self._first + slot * self.slot_bytes
             message = (
                 f"the staging area was freed or moved while in use: {TransferState.BUG.advice}"
             )
             raise TransferError(message, state=TransferState.BUG)
-        return self._first + piece * self.piece
+        return self._first + slot * self.slot_bytes
 
     def ticket(self) -> int:
         """Return a place in the line."""
         return next(self._tickets)
 
     def room(self, ticket: int | None) -> int | None:
-        """Return a free piece for who holds *ticket*, or none yet; None where it has to wait."""
+        """Return a free slot for who holds *ticket*, or none yet; None where it has to wait."""
         others = self._users()
-        held = {piece for user in others for piece in user.pieces_held}
+        held = {slot for user in others for slot in user.slots_held}
         ahead = sum(
             user.ticket is not None and (ticket is None or user.ticket < ticket) for user in others
         )
-        if self.pieces - len(held) <= ahead:
+        if self.slots - len(held) <= ahead:
             return None
-        return next(piece for piece in range(self.pieces) if piece not in held)
+        return next(slot for slot in range(self.slots) if slot not in held)
 
     def move_on(self, waiting: User) -> None:
         """Move the others on, that *waiting* gets its turn: until something of them is done."""

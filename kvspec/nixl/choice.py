@@ -11,7 +11,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import counted, nbytes
-from kvspec.nixl.area import PIECE
+from kvspec.nixl.area import SLOT_BYTES
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.ranges import Ranges, ranges_of
@@ -37,7 +37,7 @@ class Choice:
         costs, pulled = calibrated(), operation == "READ"
         rows = checked_rows(selection.producer_rows if pulled else selection.consumer_rows)
         found = repeated(selection.parts, "producer" if pulled else "consumer", rows)
-        ranges = None if found is None else ranges_of(found, PIECE, costs.gap if pulled else 0)
+        ranges = None if found is None else ranges_of(found, SLOT_BYTES, costs.gap if pulled else 0)
         return Choice(descriptors=descriptors, size=size, ranges=ranges, costs=costs)
 
     @property

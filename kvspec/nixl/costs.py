@@ -11,7 +11,7 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import seconds
 
-FIGURES = ("handle", "descriptor", "byte", "order", "piece", "run", "run_byte")
+FIGURES = ("handle", "descriptor", "byte", "order", "batch", "run", "run_byte")
 MOST = 1e3
 """Seconds that no single figure reaches: greater ones are nonsense."""
 MAX_GAP = 256 << 10
@@ -30,7 +30,7 @@ class Costs:
 
     *handle*: one transfer handle made, posted and polled. *descriptor*: each that is posted.
     *byte*: each that the transport moves. Of what is staged, *order*: finding the ranges of a
-    transfer; *piece*: permuting one piece, before any run of it; *run*, *run_byte*: each run that
+    transfer; *batch*: permuting one batch, before any run of it; *run*, *run_byte*: each run that
     is permuted, and each byte of it. The defaults are those of NIXL over shared memory, one core;
     *origin* says where others come from.
     """
@@ -39,7 +39,7 @@ class Costs:
     descriptor: float = attrs.field(default=2.4e-6, validator=_figure)
     byte: float = attrs.field(default=1 / 9e9, validator=_figure)
     order: float = attrs.field(default=2e-4, validator=_figure)
-    piece: float = attrs.field(default=3e-5, validator=_figure)
+    batch: float = attrs.field(default=3e-5, validator=_figure)
     run: float = attrs.field(default=1.2e-7, validator=_figure)
     run_byte: float = attrs.field(default=1 / 14e9, validator=_figure)
     origin: str = attrs.field(default="the stated defaults", eq=False)
@@ -52,15 +52,15 @@ class Costs:
         """
         return handles * self.handle + descriptors * self.descriptor + nbytes * self.byte
 
-    def staged(self, ranges: int, read: int, runs: int, nbytes: int, pieces: int = 1) -> float:
+    def staged(self, ranges: int, read: int, runs: int, nbytes: int, batches: int = 1) -> float:
         """Return the seconds of *ranges* of *read* bytes in all, of which *runs* are permuted.
 
         *nbytes*: of the runs alone; the rest of the ranges is dropped.
 
-        >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, pieces=3), 1)
+        >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, batches=3), 1)
         11.9
         """
-        moved = self.direct(ranges, read, pieces) + self.order + pieces * self.piece
+        moved = self.direct(ranges, read, batches) + self.order + batches * self.batch
         return moved + runs * self.run + nbytes * self.run_byte
 
     @property

@@ -39,15 +39,15 @@ class Sample:
         if not self.runs:
             return costs.direct(self.descriptors, self.nbytes, self.handles)
         numbers = self.descriptors, self.nbytes, self.runs, self.permuted
-        return costs.staged(*numbers, pieces=self.handles)
+        return costs.staged(*numbers, batches=self.handles)
 
 
 def fit(samples: Iterable[Sample], origin: str = "fitted") -> Costs:
     """Return what fits *samples* best: first those that went directly, then the staged ones.
 
-    >>> known = Costs(handle=1e-5, descriptor=2e-6, byte=1e-10, order=1e-4, piece=2e-5, run=3e-8)
+    >>> known = Costs(handle=1e-5, descriptor=2e-6, byte=1e-10, order=1e-4, batch=2e-5, run=3e-8)
     >>> direct = [(1, 10**7, 1), (1000, 10**7, 1), (4000, 10**6, 2), (10, 10**5, 1), (1, 10, 1)]
-    >>> staged = [(1, n * size, pieces, n, n * size) for n, size, pieces in (
+    >>> staged = [(1, n * size, batches, n, n * size) for n, size, batches in (
     ...     (1000, 1000, 1), (10, 10**6, 9), (50000, 100, 2), (20, 500, 1), (1, 10**6, 1))]
     >>> every = [Sample(seconds=1, descriptors=d, nbytes=b, handles=h) for d, b, h in direct]
     >>> every += [Sample(seconds=1, descriptors=d, nbytes=b, handles=h, runs=r, permuted=p)
@@ -64,8 +64,8 @@ def fit(samples: Iterable[Sample], origin: str = "fitted") -> Costs:
     direct = Costs(handle=handle, descriptor=descriptor, byte=byte)
     rest = [one.seconds - direct.direct(one.descriptors, one.nbytes, one.handles) for one in staged]
     more = [(1, one.handles, one.runs, one.permuted) for one in staged]
-    order, piece, run, run_byte = _least(more, rest, [one.seconds for one in staged])
-    return attrs.evolve(direct, order=order, piece=piece, run=run, run_byte=run_byte, origin=origin)
+    order, batch, run, run_byte = _least(more, rest, [one.seconds for one in staged])
+    return attrs.evolve(direct, order=order, batch=batch, run=run, run_byte=run_byte, origin=origin)
 
 
 def _least(

@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 
 from kvspec.errors import SpecError
-from kvspec.nixl import pieces
+from kvspec.nixl import batches
 from kvspec.nixl.rows import Ids, Ints, StridedRows
 from kvspec.nixl.spans import Spans
 
@@ -73,11 +73,11 @@ def _nothing() -> tuple[tuple[Ints, Ints], Spans]:
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class Pairing:
-    """Checked pairs of ids, cut into pieces that fit one handle each.
+    """Checked pairs of ids, cut into batches that fit one handle each.
 
-    Where runs of different rows were merged, *joined* has them, and *pieces* are slices of it; else
-    of the ids. *spans* makes `source` and `written`, which are only needed where other bytes move
-    too; *posts* counts `runs`, which only who asks for them needs.
+    Where runs of different rows were merged, *joined* has them, and *batches* are slices of it;
+    else of the ids. *spans* makes `source` and `written`, which are only needed where other bytes
+    move too; *posts* counts `runs`, which only who asks for them needs.
     """
 
     local_ids: Ids
@@ -85,7 +85,7 @@ class Pairing:
     spans: Callable[[], tuple[tuple[Ints, Ints], Spans]] = _nothing
     nbytes: int = 0
     posts: Callable[[], int] = int
-    pieces: tuple[slice, ...] = ()
+    batches: tuple[slice, ...] = ()
     joined: PlainDescriptors | None = None
 
     @cached_property
@@ -209,7 +209,7 @@ def pair(
         spans=lambda: ((source.address, source.address + source.nbytes), written),
         nbytes=int(nbytes.sum()),
         posts=lambda: len(first),
-        pieces=tuple(pieces.cut(pieces.Each(first, nbytes.cumsum(), length))),
+        batches=tuple(batches.cut(batches.Each(first, nbytes.cumsum(), length))),
         joined=joined,
     )
 
@@ -243,10 +243,10 @@ def _starts(continues: NDArray[np.bool_]) -> Ints:
 def _joined(runs: list[Runs], order: Ints, starts: Ints) -> PlainDescriptors:
     """Return the runs in *order*, from each of *starts* to the next as one that a handle takes."""
     total = np.add.reduceat(runs[0].nbytes[order], starts)
-    cuts = -(-total // pieces.MAX_BYTES)
+    cuts = -(-total // batches.MAX_BYTES)
     run = np.repeat(np.arange(len(starts)), cuts)
-    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * pieces.MAX_BYTES
-    length = np.minimum(total[run] - skipped, pieces.MAX_BYTES)
+    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * batches.MAX_BYTES
+    length = np.minimum(total[run] - skipped, batches.MAX_BYTES)
     local, remote = (side.plain(order[starts[run]], skipped, length) for side in runs)
     return PlainDescriptors(local=local, remote=remote)
 

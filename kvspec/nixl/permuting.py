@@ -1,4 +1,4 @@
-"""Runs of equal length, copied between a piece of the area and where they belong.
+"""Runs of equal length, copied between a slot of the area and where they belong.
 
 Law: only the named bytes change. Addresses were checked before and their owners are held: nothing
 here looks at a size. Host memory by numpy; a GPU's by torch, one kernel that gathers and one that
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WORD = 8  # bytes: what torch copies at a time where all runs allow it
 SPARE = 64 << 10
-MOST = 1.5  # items of a piece for each run, for copying all of them
+MOST = 1.5  # items of a slot for each run, for copying all of them
 
 
 class _Shown:
@@ -37,10 +37,10 @@ def copy_runs(
     place: tuple[str, int] = ("DRAM", 0),
     spares: tuple[int, ...] = (),
 ) -> None:
-    """Copy *moves* from the piece that begins at *base* to the near side, or back.
+    """Copy *moves* from the slot that begins at *base* to the near side, or back.
 
-    *inward*: as a read does, from the piece. *place*: memory type and device of both. *spares*:
-    where `SPARE` bytes begin that are nobody's, below the piece and above it.
+    *inward*: as a read does, from the slot. *place*: memory type and device of both. *spares*:
+    where `SPARE` bytes begin that are nobody's, below the slot and above it.
     """
     memory_type, device = place
     if memory_type == "DRAM":
@@ -55,23 +55,23 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
     length, low = moves.length, int(moves.near.min())
     near = _items(low, int(moves.near.max()) - low + 1, length, 1)
     offset, places = moves.offset, moves.near - low
-    piece: Any
+    slot: Any
     if ((offset[1:] - offset[:-1]) == length).all():
-        piece = _items(base + int(offset[0]), len(offset), length, length)
+        slot = _items(base + int(offset[0]), len(offset), length, length)
         where: Any = slice(None)
     else:
-        piece, where = _items(base, int(offset.max()) + 1, length, 1), offset
+        slot, where = _items(base, int(offset.max()) + 1, length, 1), offset
     if inward:
-        near[places] = piece[where]
+        near[places] = slot[where]
     else:
-        piece[where] = near[places]
+        slot[where] = near[places]
 
 
 def _copied_whole(base: int, moves: Moves, spares: tuple[int, ...]) -> bool:
-    """Copy the piece as items of a run's length, those between the runs to a spare place.
+    """Copy the slot as items of a run's length, those between the runs to a spare place.
 
     That takes one pass where picking runs takes two. False where it cannot be: runs that do not lie
-    on items, or that are few; near memory on both sides of the piece, or numpy would copy it first.
+    on items, or that are few; near memory on both sides of the slot, or numpy would copy it first.
     """
     length, low, high = moves.length, int(moves.near.min()), int(moves.near.max())
     first, last = int(moves.offset[0]), int(moves.offset[-1])

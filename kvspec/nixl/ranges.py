@@ -1,6 +1,6 @@
-"""Which whole ranges of the far side an order takes, in which pieces, and where its runs lie there.
+"""Which ranges of the far side an order takes, in which batches, and where its runs lie there.
 
-Law: every run lies whole in one range of one piece, and in no other; a range lies in one memory of
+Law: every run lies whole in one range of one batch, and in no other; a range lies in one memory of
 the far side. Where ranges are written, they are the runs and not a byte more. Numbers only.
 
 The *far* side is the peer's: the source of a read, the target of a write. The *near* side is this
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-MAX_RANGES = 4096  # of one piece: a handle's descriptors
+MAX_RANGES = 4096  # of one batch: a handle's descriptors
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class Repeated:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Moves:
-    """Runs of *length* bytes each: where in their piece they begin, and where on the near side."""
+    """Runs of *length* bytes each: where in their slot they begin, and where on the near side."""
 
     offset: Ints
     near: Ints
@@ -104,7 +104,7 @@ class _Windows:
         return starts.reshape(-1)[order], window.reshape(-1)[order], tile.reshape(-1)[order]
 
     def moves(self, window: Ints, tile: Ints, offset: Ints) -> Iterator[Moves]:
-        """Yield the runs of chunks, each of which begins at an *offset* of their piece."""
+        """Yield the runs of chunks, each of which begins at an *offset* of their slot."""
         near_tile = self.runs.near_tile[tile]
         if self._runs_per_tile:  # as many runs in each
             inside, places, length = (
@@ -167,15 +167,15 @@ class Batch:
 
     @property
     def offset(self) -> Ints:
-        """Where in the piece each range begins."""
+        """Where in the slot each range begins."""
         return np.cumsum(self.length) - self.length
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Ranges:
-    """All pieces of an order: *ranges* of *read* bytes together, *runs* of *nbytes* to permute."""
+    """All batches of an order: *ranges* of *read* bytes together, *runs* of *nbytes* to permute."""
 
-    pieces: tuple[Batch, ...]
+    batches: tuple[Batch, ...]
     runs: int
     nbytes: int
     _windows: tuple[_Windows, ...]
@@ -187,21 +187,21 @@ class Ranges:
     @property
     def ranges(self) -> int:
         """How many descriptors the transport gets."""
-        return sum(len(piece.address) for piece in self.pieces)
+        return sum(len(batch.address) for batch in self.batches)
 
     @property
     def read(self) -> int:
         """How many bytes the transport moves."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(batch.nbytes for batch in self.batches)
 
-    def moves(self, piece: Batch) -> Iterator[Moves]:
-        """Yield the runs of a piece."""
-        window, tile = self._window[piece.chunks], self._tile[piece.chunks]
-        offset = self._packed[piece.chunks] - self._packed[piece.chunks.start]
+    def moves(self, batch: Batch) -> Iterator[Moves]:
+        """Yield the runs of a batch."""
+        window, tile = self._window[batch.chunks], self._tile[batch.chunks]
+        offset = self._packed[batch.chunks] - self._packed[batch.chunks.start]
         if len(self._windows) == 1:
             yield from self._windows[0].moves(window, tile, offset)
             return
-        repeated_set = self._repeated_set[piece.chunks]
+        repeated_set = self._repeated_set[batch.chunks]
         for place in np.unique(repeated_set).tolist():
             which = repeated_set == place
             yield from self._windows[place].moves(window[which], tile[which], offset[which])
@@ -210,9 +210,9 @@ class Ranges:
 def ranges_of(repeated_sets: Sequence[Repeated], longest: int, gap: int) -> Ranges | None:
     """Return the ranges that hold all runs of *repeated_sets*.
 
-    In pieces of *longest* bytes at most.
+    In batches of *longest* bytes at most.
 
-    Ranges that are *gap* bytes apart or less are one. None where a run is longer than a piece.
+    Ranges that are *gap* bytes apart or less are one. None where a run is longer than a slot.
     """
     repeated_sets = [runs for runs in repeated_sets if runs.runs]
     if any(int(runs.length.max()) > longest for runs in repeated_sets):
@@ -220,7 +220,7 @@ def ranges_of(repeated_sets: Sequence[Repeated], longest: int, gap: int) -> Rang
     windows = tuple(_Windows.of(runs, longest, gap) for runs in repeated_sets)
     if not windows:
         return Ranges(
-            pieces=(),
+            batches=(),
             runs=0,
             nbytes=0,
             windows=(),
@@ -239,9 +239,9 @@ def ranges_of(repeated_sets: Sequence[Repeated], longest: int, gap: int) -> Rang
     skipped = start[first] - (np.cumsum(length) - length)
     of_range = np.repeat(np.arange(len(first)), _counts(first, len(start)))
     packed = start - skipped[of_range]
-    pieces = _pieces(packed, reach - skipped[of_range], of_range, start, longest)
+    batches = _batches(packed, reach - skipped[of_range], of_range, start, longest)
     return Ranges(
-        pieces=tuple(pieces),
+        batches=tuple(batches),
         runs=sum(runs.runs for runs in repeated_sets),
         nbytes=sum(runs.nbytes for runs in repeated_sets),
         windows=windows,
@@ -267,10 +267,10 @@ def _chunks(windows: Iterable[_Windows]) -> tuple[Ints, Ints, Ints, Ints]:
     return start[order], repeated_set[order], window[order], tile[order]
 
 
-def _pieces(
+def _batches(
     packed: Ints, reach: Ints, of_range: Ints, start: Ints, longest: int
 ) -> Iterator[Batch]:
-    """Yield the chunks in pieces: their ranges are *packed* one after the other, up to *reach*."""
+    """Yield the chunks in batches: their ranges are *packed* one after the other, up to *reach*."""
     begin = 0
     while begin < len(packed):
         stop = int(np.searchsorted(reach, packed[begin] + longest, side="right"))

@@ -248,7 +248,7 @@ class NixlRank:
         """Move everything on, for *budget* seconds or until there is something to tell; tell it.
 
         Polls all transfers, also those that nobody holds, holds their deadlines, reaps quarantine,
-        takes notifications, in turns of one piece (13 ms, or 64 MiB). One thread pumps a rank; a
+        takes notifications, in turns of one batch (13 ms, or 64 MiB). One thread pumps a rank; a
         `wait` competes with it. A transfer's end is told once: here, or by its `poll` or `wait`.
         """
         return self._flights.pump(budget)

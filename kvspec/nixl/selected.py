@@ -19,9 +19,9 @@ import numpy.typing as npt
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.selection import Picked, Selection
 from kvspec.descriptors.tiles import Tiles
+from kvspec.nixl.batches import cut, fits, how_many_fit
 from kvspec.nixl.lattice import Bunches, Lattice, Marks
 from kvspec.nixl.merging import Pairing, merges
-from kvspec.nixl.pieces import cut, fits, how_many_fit
 from kvspec.nixl.rows import Ints, StridedRows
 from kvspec.nixl.spans import Spans, spans_of
 from kvspec.ownership.replicas import Role
@@ -62,7 +62,7 @@ def pair_selection(
         worked_out = _several(picked, rows, target)
     if worked_out is None:
         return None
-    posts, nbytes, pieces = worked_out
+    posts, nbytes, batches = worked_out
     ids = selection if local == "producer" else selection[::-1]
     return Pairing(
         local_ids=ids[0],
@@ -70,12 +70,12 @@ def pair_selection(
         spans=lambda: _spans(picked, target),
         nbytes=nbytes,
         posts=posts,
-        pieces=pieces or (slice(0, len(ids[0])),),
+        batches=batches or (slice(0, len(ids[0])),),
     )
 
 
 _WorkedOut = tuple[Callable[[], int], int, tuple[slice, ...]]
-"""Counts descriptors posted; bytes, and the pieces of the ids: none where one handle takes all."""
+"""Counts descriptors posted; bytes, and the batches of the ids: none where one handle takes all."""
 
 
 def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:
@@ -92,8 +92,8 @@ def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:
     if not repeats:
         return None
     step = repeats * count
-    pieces = tuple(slice(first, min(first + step, total)) for first in range(0, total, step))
-    return posts, nbytes, pieces
+    batches = tuple(slice(first, min(first + step, total)) for first in range(0, total, step))
+    return posts, nbytes, batches
 
 
 def _several(

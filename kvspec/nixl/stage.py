@@ -30,9 +30,9 @@ class Stage:
     inward: bool
 
     @property
-    def pieces(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[Batch, ...]:
         """What handles are made of."""
-        return self.ranges.pieces
+        return self.ranges.batches
 
     def make(
         self,
@@ -40,28 +40,28 @@ class Stage:
         operation: str,
         remote_type: str,
         subject: Subject,
-        piece: Batch,
+        batch: Batch,
         room: int,
     ) -> int:
-        """Return nixl's handle for a piece that goes through *room*; what is written is there."""
+        """Return nixl's handle for a batch that goes through *room*; what is written is there."""
         base = self.area.address(room)
         if not self.inward:
-            self._copy(piece, base)
+            self._copy(batch, base)
         memory = self.area.memory
-        near = _descriptors(base + piece.offset, piece.length, memory.device)
-        far = _descriptors(piece.address, piece.length, self.device)
+        near = _descriptors(base + batch.offset, batch.length, memory.device)
+        far = _descriptors(batch.address, batch.length, self.device)
         sides = (memory.memory_type, near), (remote_type, far)
         return agent.make_plain(operation, *sides, subject)
 
-    def land(self, piece: Batch, room: int) -> None:
+    def land(self, batch: Batch, room: int) -> None:
         """Take what is done: what was read goes where it belongs."""
         if self.inward:
-            self._copy(piece, self.area.address(room))
+            self._copy(batch, self.area.address(room))
 
-    def _copy(self, piece: Batch, base: int) -> None:
+    def _copy(self, batch: Batch, base: int) -> None:
         memory = self.area.memory
         place = memory.memory_type, memory.device
-        for moves in self.ranges.moves(piece):
+        for moves in self.ranges.moves(batch):
             copy_runs(base, moves, inward=self.inward, place=place, spares=self.area.spares)
 
 

@@ -1,7 +1,7 @@
 """Which orders are staged: where that is cheaper, and where it can be.
 
 Law: costs decide alone. Nothing is staged but ranges of one device of the peer, for runs on one
-device of this rank, none of them longer than a piece.
+device of this rank, none of them longer than a slot.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def staged(spec: TransferSpec, selection: object, areas: Areas) -> TransferSpec:
     if staging is None:
         return spec
     costs, always = staging.costs, staging.always and pairs.nbytes > 0
-    direct = costs.direct(pairs.runs, pairs.nbytes, len(pairs.pieces))
-    pieces = -(-pairs.nbytes // staging.longest)
-    least = costs.staged(1, pairs.nbytes, pairs.runs, pairs.nbytes, pieces)
+    direct = costs.direct(pairs.runs, pairs.nbytes, len(pairs.batches))
+    batches = -(-pairs.nbytes // staging.longest)
+    least = costs.staged(1, pairs.nbytes, pairs.runs, pairs.nbytes, batches)
     if not always and WORTH * direct <= least:
         return spec
     devices = [_device(each.rows) for each in (spec.local, spec.remote)]
@@ -79,7 +79,7 @@ def staged(spec: TransferSpec, selection: object, areas: Areas) -> TransferSpec:
 def cost_of(ranges: Ranges, costs: Costs) -> float:
     """Return the seconds that *ranges* take."""
     numbers = ranges.ranges, ranges.read, ranges.runs, ranges.nbytes
-    return costs.staged(*numbers, pieces=len(ranges.pieces))
+    return costs.staged(*numbers, batches=len(ranges.batches))
 
 
 def _device(rows: StridedRows) -> int | None:

@@ -1,4 +1,4 @@
-"""One read or write in flight: posted in pieces, polled, ended exactly once.
+"""One read or write in flight: posted in batches, polled, ended exactly once.
 
 A handle is released only when no byte of it can move any more, because release is not an abort:
 whatever is in flight when a transfer fails stays in quarantine until it ends or the agent is gone.
@@ -18,13 +18,13 @@ from kvspec.nixl.ranges import Batch
 from kvspec.nixl.transfer_spec import TransferSpec
 
 IN_FLIGHT = 16  # handles posted at once, so that a list of any length makes few
-TURN = 0.01  # seconds after which a poll of what is staged ends: its pieces are short
+TURN = 0.01  # seconds after which a poll of what is staged ends: its batches are short
 
 
 class Transfer:
     """A read or write under way. `poll` or `wait` until it is "DONE"; both raise if it fails.
 
-    *request*, *peer*, *descriptors* (pairs of ids), *nbytes*, *handles* (pieces posted so far),
+    *request*, *peer*, *descriptors* (pairs of ids), *nbytes*, *handles* (batches posted so far),
     *error* (None unless it failed) and, if the rank captures telemetry, *posted*: the descriptors
     that nixl did post. *staged*: whether it goes through the area.
     """
@@ -36,7 +36,7 @@ class Transfer:
         self.descriptors = len(spec.pairs.local_ids)
         self.staged = spec.stage is not None
         self.area = None if spec.stage is None else spec.stage.area
-        self.ticket: int | None = None  # its place in the line for a piece of the area
+        self.ticket: int | None = None  # its place in the line for a slot of the area
         self.nbytes = spec.pairs.nbytes
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
@@ -45,7 +45,7 @@ class Transfer:
         self._freed = False  # whether somebody knows that quarantine ended
         self._agent = agent
         self._deadline = time.monotonic() + spec.timeout
-        self._pending: deque[slice | Batch] = deque(spec.pieces)
+        self._pending: deque[slice | Batch] = deque(spec.batches)
         self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # handles: what, and its room
         self._turn = 0.0  # when it has moved on enough for one step
         self._settled = 0
@@ -72,8 +72,8 @@ class Transfer:
         return len(self._in_flight)
 
     @property
-    def pieces_held(self) -> tuple[int, ...]:
-        """Which pieces of the area are its own; none can be another's before they are over."""
+    def slots_held(self) -> tuple[int, ...]:
+        """Which slots of the area are its own; none can be another's before they are over."""
         return tuple(room for _, room in self._in_flight.values()) if self.staged else ()
 
     @property
@@ -84,7 +84,7 @@ class Transfer:
     def poll(self) -> str:
         """Return "PROC" or "DONE" without waiting; raise `TransferError` if it failed or is late.
 
-        Posts at most one piece that the transport copies at once (about 13 ms, or 64 MiB), of what
+        Posts at most one batch that the transport copies at once (about 13 ms, or 64 MiB), of what
         is staged as many as 10 ms take.
         """
         with self._agent.locked():
@@ -191,15 +191,15 @@ class Transfer:
     def _post(self) -> None:
         spec, agent = self.spec, self._agent
         while self._pending and len(self._in_flight) < IN_FLIGHT:
-            piece, room = self._pending[0], 0
+            batch, room = self._pending[0], 0
             if self.area is not None:
                 free = self.area.room(self.ticket)
                 if free is None:
                     self.ticket = self.area.ticket() if self.ticket is None else self.ticket
                     return
                 room, self.ticket = free, None
-            handle = spec.make(agent, piece, room)
-            self._in_flight[handle] = piece, room
+            handle = spec.make(agent, batch, room)
+            self._in_flight[handle] = batch, room
             self._pending.popleft()
             self.handles += 1
             if agent.post(handle, spec.subject):
@@ -208,9 +208,9 @@ class Transfer:
                     return
 
     def _settle(self, handle: int) -> None:
-        piece, room = self._in_flight[handle]
-        if self.spec.stage is not None and not isinstance(piece, slice):
-            self.spec.stage.land(piece, room)  # first: if it is interrupted, it is done again
+        batch, room = self._in_flight[handle]
+        if self.spec.stage is not None and not isinstance(batch, slice):
+            self.spec.stage.land(batch, room)  # first: if it is interrupted, it is done again
         if self.posted is not None:
             self.posted += self._agent.posted(handle)
         self._let_go(handle)
@@ -221,7 +221,7 @@ class Transfer:
         self._agent.release(handle)
 
     def _late(self) -> TransferError:
-        done, pieces = self._settled, len(self.spec.pieces)
+        done, batches = self._settled, len(self.spec.batches)
         rest = "nothing is in flight"
         if self.live_handles:
             rest = (
@@ -229,7 +229,7 @@ class Transfer:
                 " used again until reap() returns this transfer or the rank is closed"
             )
         return TransferError(
-            f"not done after {self.spec.timeout} s: {done} of {pieces} pieces are; {rest}",
+            f"not done after {self.spec.timeout} s: {done} of {batches} batches are; {rest}",
             rank=self.peer,
             request=self.request,
             state=TransferState.TIMEOUT,

@@ -119,22 +119,22 @@ class TransferSpec:
         return prepared.peer or "", prepared.memory_type
 
     @property
-    def pieces(self) -> tuple[slice, ...] | tuple[Batch, ...]:
-        """What handles are made of: slices of the pairs, or pieces of the stage's ranges."""
-        return self.pairs.pieces if self.stage is None else self.stage.pieces
+    def batches(self) -> tuple[slice, ...] | tuple[Batch, ...]:
+        """What handles are made of: slices of the pairs, or batches of the stage's ranges."""
+        return self.pairs.batches if self.stage is None else self.stage.batches
 
-    def make(self, agent: Agent, piece: slice | Batch, room: int = 0) -> int:
-        """Return nixl's handle for one of the pieces, which goes through *room* of the area."""
+    def make(self, agent: Agent, batch: slice | Batch, room: int = 0) -> int:
+        """Return nixl's handle for one of the batches, which goes through *room* of the area."""
         handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
         pairs = self.pairs
-        if isinstance(piece, Batch):
+        if isinstance(batch, Batch):
             stage, kind = instance("stage", self.stage, Stage), self.remote.memory_type
-            return stage.make(agent, self.operation, kind, self.subject, piece, room)
+            return stage.make(agent, self.operation, kind, self.subject, batch, room)
         if pairs.joined is not None:
-            local = self.local.memory_type, pairs.joined.local[piece]
-            remote = self.remote.memory_type, pairs.joined.remote[piece]
+            local = self.local.memory_type, pairs.joined.local[batch]
+            remote = self.remote.memory_type, pairs.joined.remote[batch]
             return agent.make_plain(self.operation, local, remote, self.subject)
-        sides = (handles[0], pairs.local_ids[piece]), (handles[1], pairs.remote_ids[piece])
+        sides = (handles[0], pairs.local_ids[batch]), (handles[1], pairs.remote_ids[batch])
         return agent.make(self.operation, *sides, self.subject)
 
 

@@ -32,7 +32,7 @@ from kvspec.specs import FullAttentionSpec
 
 RANK = RankId()
 TIMEOUT = 60.0
-SMALL = 1 << 20  # bytes of a piece, so that what each costs is known from what an order costs
+SMALL = 1 << 20  # bytes of a batch, so that what each costs is known from what an order costs
 
 
 @attrs.frozen(kw_only=True)
@@ -126,7 +126,7 @@ def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
 def measure(
     wanted: tuple[Probe, ...], tries: int = 7, progress: Callable[[int], object] = lambda _: None
 ) -> list[tuple[Sample, ...]]:
-    """Return of each probe the least that it took directly, staged, and staged in small pieces."""
+    """Return of each probe the least that it took directly, staged, and staged in small batches."""
     found = []
     with _served(wanted) as told:
         for probe, (metadata, base) in zip(wanted, told, strict=True):
@@ -147,7 +147,7 @@ def _measured(probe: Probe, metadata: bytes, base: int, tries: int) -> tuple[Sam
     ways = (
         None,
         Staging(always=True, costs=costs),
-        Staging(always=True, costs=costs, piece=SMALL),
+        Staging(always=True, costs=costs, slot_bytes=SMALL),
     )
     for staging in ways:
         with NixlRank(secret=b"", polled=True, telemetry=True, staging=staging) as rank:

@@ -1,4 +1,4 @@
-"""Ranges hold every run once, whole, in one piece; what is written is the runs and nothing else."""
+"""Ranges hold every run once, whole, in one batch; what is written is the runs and nothing else."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def wanted(runs: list[Repeated]) -> Counter[tuple[int, int, int]]:
 
 
 def found(ranges: Ranges) -> Counter[tuple[int, int, int]]:
-    """Return the same of what pieces permute, by where their ranges lie."""
+    """Return the same of what batches permute, by where their ranges lie."""
     runs: Counter[tuple[int, int, int]] = Counter()
-    for piece in ranges.pieces:
+    for batch in ranges.batches:
         far = np.concatenate(
-            [np.arange(a, a + n) for a, n in zip(piece.address, piece.length, strict=True)]
+            [np.arange(a, a + n) for a, n in zip(batch.address, batch.length, strict=True)]
         )
-        assert len(far) == piece.nbytes
-        assert piece.offset.tolist() == [0, *np.cumsum(piece.length)[:-1].tolist()]
-        for moves in ranges.moves(piece):
+        assert len(far) == batch.nbytes
+        assert batch.offset.tolist() == [0, *np.cumsum(batch.length)[:-1].tolist()]
+        for moves in ranges.moves(batch):
             assert len(moves.offset)
             for offset, near in zip(moves.offset, moves.near, strict=True):
                 bytes_ = far[offset : offset + moves.length]
@@ -80,11 +80,11 @@ def found(ranges: Ranges) -> Counter[tuple[int, int, int]]:
 def test_every_run_lies_in_one_range_of_one_chunk(
     runs: list[Repeated], longest: int, gap: int
 ) -> None:
-    """Where its bytes are; pieces are no longer than wanted, and what is read is counted."""
+    """Where its bytes are; batches are no longer than wanted, and what is read is counted."""
     ranges = ranges_of(runs, longest, gap)
     assert ranges is not None
     assert wanted(runs) == found(ranges)
-    assert all(piece.nbytes <= longest for piece in ranges.pieces)
+    assert all(batch.nbytes <= longest for batch in ranges.batches)
     assert ranges.runs == sum(wanted(runs).values())
     if not gap:
         assert ranges.read == ranges.nbytes == sum(each[2] for each in wanted(runs))
@@ -101,8 +101,8 @@ def test_no_range_lies_in_two_memories(runs: list[Repeated], longest: int, gap: 
         for tile in each.far_tile
         for far, of in zip(each.far, each.area, strict=True)
     }
-    for piece in ranges.pieces:
-        for address, length in zip(piece.address.tolist(), piece.length.tolist(), strict=True):
+    for batch in ranges.batches:
+        for address, length in zip(batch.address.tolist(), batch.length.tolist(), strict=True):
             held = {of for far, of in area.items() if address <= far < address + length}
             assert 1 == len(held)
 
@@ -132,16 +132,16 @@ def test_a_gap_is_read_where_that_is_cheaper() -> None:
     assert [(1, 512), (1, 512 + 7 * 99), (1, 512 + 7 * 100), (8, 512)] == counts
 
 
-def test_what_is_longer_than_a_piece_has_no_ranges() -> None:
+def test_what_is_longer_than_a_batch_has_no_ranges() -> None:
     """Nothing is cut inside a run."""
     assert None is ranges_of([side_by_side(3, 64)], 63, 0)
     whole = ranges_of([side_by_side(3, 64)], 64, 0)
     assert whole is not None
-    assert [64] * 3 == [piece.nbytes for piece in whole.pieces]
+    assert [64] * 3 == [batch.nbytes for batch in whole.batches]
 
 
-def test_nothing_has_no_pieces() -> None:
+def test_nothing_has_no_batches() -> None:
     """No runs, no ranges."""
     nothing = ranges_of([], 64, 0)
     assert nothing is not None
-    assert (0, 0, 0, ()) == (nothing.ranges, nothing.read, nothing.runs, nothing.pieces)
+    assert (0, 0, 0, ()) == (nothing.ranges, nothing.read, nothing.runs, nothing.batches)

@@ -29,11 +29,11 @@ OPERATIONS = st.sampled_from(["READ", "WRITE"])
 
 @st.composite
 def stagings(draw: st.DrawFn) -> Staging:
-    """Draw areas of one piece to many, and gaps that are read from none to all."""
+    """Draw areas of one batch to many, and gaps that are read from none to all."""
     area = draw(st.sampled_from([4096, 1 << 14, 1 << 20]))
-    piece = draw(st.sampled_from([1 << 20, 4096, 1024, 256]))
+    batch = draw(st.sampled_from([1 << 20, 4096, 1024, 256]))
     costs = Costs(descriptor=draw(st.sampled_from([0.0, 3e-9, 3e-8, 3e-6])))
-    return Staging(area=area, piece=piece, costs=costs, always=True)
+    return Staging(area=area, slot_bytes=batch, costs=costs, always=True)
 
 
 @given(strategies.cases() | strategies.sharing_cases(), stagings(), OPERATIONS, st.booleans())
@@ -56,21 +56,21 @@ def _longest(transfer: Any) -> int:
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:
-    """Return kvspec with the copies that pieces make: a range to the area, and from there on."""
+    """Return kvspec with the copies that batches make: a range to the area, and from there on."""
 
     def copies(table: DescriptorTable, wanted: TransferRequest, tokens: Any = None) -> list[Copy]:
         selection = table.select(wanted, tokens=tokens)
         rows = selection.producer_rows if far == "producer" else selection.consumer_rows
         repeated_sets = repeated(selection.parts, far, checked_rows(rows))
         ranges = None if repeated_sets is None else ranges_of(repeated_sets, longest, gap)
-        if ranges is None:  # some run is longer than a piece: nothing is staged
+        if ranges is None:  # some run is longer than a batch: nothing is staged
             return described(table, wanted, tokens)
         found = []
-        for piece in ranges.pieces:
+        for batch in ranges.batches:
             place = np.concatenate(
-                [np.arange(a, a + n) for a, n in zip(piece.address, piece.length, strict=True)]
+                [np.arange(a, a + n) for a, n in zip(batch.address, batch.length, strict=True)]
             )
-            for moves in ranges.moves(piece):
+            for moves in ranges.moves(batch):
                 for offset, near in zip(moves.offset.tolist(), moves.near.tolist(), strict=True):
                     sides = int(place[offset]), near
                     found.append((*sides[:: 1 if far == "producer" else -1], moves.length))
@@ -102,7 +102,7 @@ OF_BYTES = [law for law in LAWS if law.number in {1, 4, 9, 10, 11, 13}]
 def test_staged_bytes_keep_the_laws(
     twins: tuple[Case, Case], far: Any, longest: int, gap: int
 ) -> None:
-    """All laws of bytes but those of long runs, over pieces of any size, read and written."""
+    """All laws of bytes but those of long runs, over batches of any size, read and written."""
     system = through_ranges(far, longest, gap if far == "producer" else 0)
     assert [] == laws.broken(system, *twins, of=OF_BYTES)
 

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.nixl
 
 INTERRUPTED = """
 import numpy as np
-from kvspec.nixl import NixlRank, pieces
+from kvspec.nixl import NixlRank, batches
 from kvspec.nixl.agent import Agent
 from nixl_pair import Pair
 
-pieces.MAX_DESCRIPTORS = 1
+batches.MAX_DESCRIPTORS = 1
 release = Agent.release
 
 def interrupted(agent, handle):
@@ -53,7 +53,7 @@ def test_an_interrupted_release_leaves_no_freed_handle(then: str) -> None:
 
 UNANSWERED = """
 import threading, time
-from kvspec.nixl import NixlRank, pieces
+from kvspec.nixl import NixlRank, batches
 from kvspec.nixl.agent import Agent
 from nixl_pair import Pair
 
@@ -92,7 +92,7 @@ def test_signals_at_any_moment_neither_crash_nor_leak() -> None:
     code = """
 import random, signal, sys
 from kvspec.errors import TransferError
-from kvspec.nixl import NixlRank, pieces
+from kvspec.nixl import NixlRank, batches
 from nixl_pair import Pair
 import time
 
@@ -104,7 +104,7 @@ def ring(*_):
     if armed:
         raise Alarm
 
-pieces.MAX_DESCRIPTORS = 2
+batches.MAX_DESCRIPTORS = 2
 signal.signal(signal.SIGALRM, ring)
 end, alarms, done = time.monotonic() + 3, 0, 0
 with NixlRank(polled=True) as near, NixlRank() as far:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec.descriptors.table import build_table
 from kvspec.errors import SpecError
+from kvspec.nixl import batches
 from kvspec.nixl import merging as pairs
-from kvspec.nixl import pieces
 from kvspec.nixl.rows import StridedRows, checked_rows
 from kvspec.testing import strategies
 from kvspec.testing.world import finest, world
@@ -75,14 +75,14 @@ def drawn_pairs(draw: st.DrawFn) -> tuple[Drawn, Drawn]:
 
 
 def moves(local: Drawn, remote: Drawn, pairing: pairs.Pairing) -> Iterator[tuple[list[int], ...]]:
-    """Yield the bytes of both sides of each descriptor of *pairing*, piece after piece."""
+    """Yield the bytes of both sides of each descriptor of *pairing*, batch after batch."""
     ids = local.bytes_of(), remote.bytes_of()
-    for piece in pairing.pieces:
+    for batch in pairing.batches:
         if pairing.joined is None:
-            yield from zip(ids[0][piece], ids[1][piece], strict=True)
+            yield from zip(ids[0][batch], ids[1][batch], strict=True)
             continue
         for one, other in zip(
-            pairing.joined.local[piece].tolist(), pairing.joined.remote[piece].tolist(), strict=True
+            pairing.joined.local[batch].tolist(), pairing.joined.remote[batch].tolist(), strict=True
         ):
             assert one[1:] == other[1:]
             yield tuple(list(range(at, at + length)) for at, length, _ in (one, other))
@@ -100,8 +100,8 @@ def test_descriptors_are_the_bytes_that_the_ids_name(
         for pair in zip(one, other, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MAX_BYTES", most_bytes)
-        patch.setattr(pieces, "MAX_DESCRIPTORS", most)
+        patch.setattr(batches, "MAX_BYTES", most_bytes)
+        patch.setattr(batches, "MAX_DESCRIPTORS", most)
         written = [pair[destination == "remote"] for pair in wanted]
         twice = len(set(written)) < len(written)
         sent = local.rows, local.ids, remote.rows, remote.ids, destination
@@ -114,15 +114,15 @@ def test_descriptors_are_the_bytes_that_the_ids_name(
     assert wanted == sorted(p for one, other in moved for p in zip(one, other, strict=True))
     assert pairing.nbytes == len(wanted)
     size = int(local.rows.length[0])
-    ends = [0, *(each.stop for each in pairing.pieces)]
-    assert ends[:-1] == [each.start for each in pairing.pieces]
-    for piece in pairing.pieces:
+    ends = [0, *(each.stop for each in pairing.batches)]
+    assert ends[:-1] == [each.start for each in pairing.batches]
+    for batch in pairing.batches:
         if pairing.joined is None:
-            assert by_nixls_rule_of(local, remote, piece) <= most
-            assert (piece.stop - piece.start) * size <= max(most_bytes, size)
+            assert by_nixls_rule_of(local, remote, batch) <= most
+            assert (batch.stop - batch.start) * size <= max(most_bytes, size)
         else:
-            assert piece.stop - piece.start <= most
-            assert int(pairing.joined.local[piece, 1].sum()) <= most_bytes
+            assert batch.stop - batch.start <= most
+            assert int(pairing.joined.local[batch, 1].sum()) <= most_bytes
     for side, number in ((local, 0), (remote, 1)):
         for each in moved:
             assert side.memory_of(each[number][0]) == side.memory_of(each[number][-1])
@@ -173,9 +173,9 @@ def test_requests_of_which_ids_alone_post_too_many(layouts: tuple[str, str], cac
     assert pairs.pair(rows[0], consumer_ids, rows[1], producer_ids, "local").runs <= 1.15 * fewest
 
 
-def by_nixls_rule_of(local: Drawn, remote: Drawn, piece: slice) -> int:
+def by_nixls_rule_of(local: Drawn, remote: Drawn, batch: slice) -> int:
     """Return the descriptors left of some pairs of drawn ids."""
-    both = (local.rows.table, remote.rows.table), (local.ids[piece], remote.ids[piece])
+    both = (local.rows.table, remote.rows.table), (local.ids[batch], remote.ids[batch])
     return left_of(*both)
 
 
@@ -232,7 +232,7 @@ def test_runs_of_rows_that_share_memory_are_joined() -> None:
     pairing = pairs.pair(rows, ids, rows, ids, "local")
     assert pairing.joined is not None
     assert [[1024, 56, 0]] == pairing.joined.local.tolist() == pairing.joined.remote.tolist()
-    assert (1, 56, (slice(0, 1),)) == (pairing.runs, pairing.nbytes, pairing.pieces)
+    assert (1, 56, (slice(0, 1),)) == (pairing.runs, pairing.nbytes, pairing.batches)
 
 
 def test_runs_of_rows_that_only_touch_are_not() -> None:
@@ -259,4 +259,4 @@ def test_a_long_run_is_cut() -> None:
     assert pairing.joined is not None
     assert [64 << 20, 64 << 20, (2 << 20) + 1] == pairing.joined.local[:, 1].tolist()
     assert [(1 << 20) - 1, (65 << 20) - 1] == pairing.joined.local[:2, 0].tolist()
-    assert (slice(0, 1), slice(1, 2), slice(2, 3)) == pairing.pieces
+    assert (slice(0, 1), slice(1, 2), slice(2, 3)) == pairing.batches

@@ -144,8 +144,8 @@ def reaped(rank: NixlRank, seconds: float = 10.0) -> tuple[Transfer, ...]:
     return ()
 
 
-STAGED = Staging(area=1 << 16, piece=1 << 15, always=True)
-"""Two pieces: 15 blocks go through each at a time, with the gaps between them."""
+STAGED = Staging(area=1 << 16, slot_bytes=1 << 15, always=True)
+"""Two batches: 15 blocks go through each at a time, with the gaps between them."""
 
 
 @pytest.mark.parametrize("staging", [None, STAGED], ids=["direct", "staged"])
@@ -205,7 +205,7 @@ def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> No
 
 
 def test_staged_transfers_share_the_area_over_sockets(tcp: str) -> None:
-    """Handles that are in the air for long: several transfers, two pieces, every byte right."""
+    """Handles that are in the air for long: several transfers, two batches, every byte right."""
     with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
         side = Side(rank, *child.introduce())
         reads = [side.read_blocks(16 * part, 16, f"{part}") for part in range(4)]

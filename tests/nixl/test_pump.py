@@ -18,7 +18,7 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from nixl_pair import Pair
 
-from kvspec.nixl import Event, Leftovers, NixlRank, Transfer, notifications, pieces
+from kvspec.nixl import Event, Leftovers, NixlRank, Transfer, batches, notifications
 
 pytestmark = pytest.mark.nixl
 
@@ -174,7 +174,7 @@ def test_an_end_is_told_once() -> None:
 
 def test_a_pump_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several long transfers and the inbox get on together, whatever the budget."""
-    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(batches, "MAX_DESCRIPTORS", 1)
     with NixlRank(polled=True) as near, NixlRank() as far:
         ranks = Pair(near, far)
         far.connect(near.metadata())
@@ -191,7 +191,7 @@ def test_a_pump_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         while len(events) < 5:
             events += near.pump(0)
-        assert transfers * 3 == turns[:12]  # in which no 50 pieces end
+        assert transfers * 3 == turns[:12]  # in which no 50 batches end
         assert all(ranks.right(100 * turn, 50) for turn in range(4))
 
 

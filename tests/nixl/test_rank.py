@@ -19,7 +19,7 @@ import pytest
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.regions import Memory
-from kvspec.nixl import NixlRank, Prepared, pieces
+from kvspec.nixl import NixlRank, Prepared, batches
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import errors as nixl_states
 from kvspec.nixl.memory import check_inside
@@ -114,7 +114,7 @@ def test_runs_of_several_rows_are_posted_as_one(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """Rows that share memory are joined where their runs touch; the bytes are right, none else."""
-    monkeypatch.setattr(pieces, "MAX_BYTES", 9 * 512)
+    monkeypatch.setattr(batches, "MAX_BYTES", 9 * 512)
     rows = [(0, 512, 512, 64), (0, 64, 64, 512)]  # whole tiles, and their eighths
     lists = ranks.lists(rows, [(at + 512, *rest) for at, *rest in rows])
     ids = np.array([*range(64 + 8 * 3 - 5, 64 + 8 * 3), *range(3, 20), 40, 41, 30])
@@ -160,10 +160,10 @@ def test_neither_gaps_nor_rows_are_merged_over(ranks: Pair) -> None:
 
 def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No handle passes the bounds, no run is cut unless it alone is too long, nothing is lost."""
-    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 3)
-    monkeypatch.setattr(pieces, "MAX_BYTES", 40 * 512)
+    monkeypatch.setattr(batches, "MAX_DESCRIPTORS", 3)
+    monkeypatch.setattr(batches, "MAX_BYTES", 40 * 512)
     lists = ranks.lists([(0, 512, 512, 1000)], [(0, 512, 512, 1000)])
-    lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]  # pieces: 10+10+10, 10, 39+1, 2, 40, 40, 20, 5
+    lengths = [10, 10, 10, 10, 39, 1, 2, 100, 5]  # batches: 10+10+10, 10, 39+1, 2, 40, 40, 20, 5
     ids = np.concatenate([np.arange(n) + 101 * k for k, n in enumerate(lengths)])
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
     transfer.wait()
@@ -175,9 +175,9 @@ def test_long_transfers_are_cut_between_runs(ranks: Pair, monkeypatch: pytest.Mo
     assert not ranks.local[512_000:].any()
 
 
-def test_poll_posts_piece_after_piece(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poll_posts_batch_after_batch(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """`poll` never waits: a long transfer is "PROC" in between and "DONE" at the end."""
-    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(batches, "MAX_DESCRIPTORS", 1)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     ids = np.arange(100)
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=10)
@@ -538,12 +538,12 @@ def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
 def test_a_transfer_that_is_late_posts_no_more(
     ranks: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Past its deadline a transfer fails, even when the next piece would be quick."""
-    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
+    """Past its deadline a transfer fails, even when the next batch would be quick."""
+    monkeypatch.setattr(batches, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
-    with pytest.raises(TransferError, match=r"not done after 0.0 s: .* of 100 pieces") as caught:
+    with pytest.raises(TransferError, match=r"not done after 0.0 s: .* of 100 batches") as caught:
         transfer.wait()
     assert ("late", "timeout") == (caught.value.request, caught.value.state)
     assert not ranks.local[-1024 * 50 :].any()
@@ -585,7 +585,7 @@ def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
 
 def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crashes after `close`: each use is an error, closing again is not."""
-    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(batches, "MAX_DESCRIPTORS", 1)
     ids = np.arange(100)
     local, remote = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     rank = ranks.near

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvspec
 from kvspec import DescriptorTable, RankId, SpecError
-from kvspec.nixl import NixlRank, pieces
+from kvspec.nixl import NixlRank, batches
 from kvspec.nixl.merging import Pairing, checked_ids, continues_in_row, pair, runs_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.selected import pair_selection
@@ -57,11 +57,11 @@ def moved(pairing: Pairing) -> tuple[list[tuple[int, int]], ...]:
 
 
 def posted(rows: dict[Role, Any], pairing: Pairing) -> int:
-    """Return what NIXL posts of the *pairing*'s pieces: it joins what follows in one dense row."""
+    """Return what NIXL posts of the *pairing*'s batches: it joins what follows in one dense row."""
     count = 0
-    for piece in pairing.pieces:
+    for batch in pairing.batches:
         sides = zip(rows.values(), (pairing.remote_ids, pairing.local_ids), strict=True)
-        runs = [runs_of(one, ids[piece]) for one, ids in sides]
+        runs = [runs_of(one, ids[batch]) for one, ids in sides]
         joined = continues_in_row(runs[0]) & continues_in_row(runs[1])
         count += len(runs[0].ids) - int(joined.sum())
     return count
@@ -80,8 +80,8 @@ def test_by_tile_is_one_by_one(case: Case) -> None:
             assert None is expected.joined
             assert moved(expected) == moved(found)
             assert found.runs == posted(rows_of(table), found)
-            ends = [0, *(piece.stop for piece in found.pieces)]
-            assert [slice(*each) for each in pairwise(ends)] == [*found.pieces]
+            ends = [0, *(batch.stop for batch in found.batches)]
+            assert [slice(*each) for each in pairwise(ends)] == [*found.batches]
             assert len(found.local_ids) == ends[-1]
 
 
@@ -102,23 +102,23 @@ def test_unequal_blocks_are_posted_as_nixl_joins_them(
 
 
 @given(strategies.cases(), st.integers(1, 9), st.integers(1, 4096) | st.just(UNLIMITED))
-def test_pieces_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
+def test_batches_fit_a_handle_each(case: Case, descriptors: int, nbytes: int) -> None:
     """However little one takes; no two share what NIXL would join, and one takes all that fits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MAX_DESCRIPTORS", descriptors)
-        patch.setattr(pieces, "MAX_BYTES", nbytes)
+        patch.setattr(batches, "MAX_DESCRIPTORS", descriptors)
+        patch.setattr(batches, "MAX_BYTES", nbytes)
         for _, _, table in world(case).tables():
             found, _ = both(table, case.request, "consumer")
             if found is None:
                 continue
             rows = rows_of(table)
             length = runs_of(rows["consumer"], found.local_ids).nbytes
-            for piece in found.pieces:
-                one = attrs.evolve(found, pieces=(piece,))
+            for batch in found.batches:
+                one = attrs.evolve(found, batches=(batch,))
                 assert posted(rows, one) <= descriptors
-                assert length[piece].sum() <= nbytes or piece.stop - piece.start == 1
-            if pieces.fits(found.runs, found.nbytes):
-                assert len(found.pieces) == 1
+                assert length[batch].sum() <= nbytes or batch.stop - batch.start == 1
+            if batches.fits(found.runs, found.nbytes):
+                assert len(found.batches) == 1
             if nbytes == UNLIMITED:  # else a run may be cut within that is too long for one handle
                 assert found.runs == posted(rows, found)
 
@@ -159,7 +159,7 @@ def test_the_common_layouts_are_worked_out_by_tile(layouts: tuple[str, str], cac
         found, expected = both(table, case.request, "consumer")
         assert found is not None
         assert (expected.nbytes, expected.runs) == (found.nbytes, found.runs)
-        lists = [np.concatenate([each.local_ids[piece] for piece in each.pieces]) for each in (
+        lists = [np.concatenate([each.local_ids[batch] for batch in each.batches]) for each in (
             found, expected)]  # fmt: skip
         assert np.array_equal(*lists)
 

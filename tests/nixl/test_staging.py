@@ -1,4 +1,4 @@
-"""The area is shared, bounded and never a way into a cache for what failed, or for anybody else."""
+"""The area is shared, bounded and never a way into a cache for what failed, or for others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 RUN, RUNS = 64, 256
 SIZE = 4 * RUN * RUNS
-PIECE = 4096
+SLOT_BYTES = 4096
 
 
 class Pair:
     """Two ranks over a fake nixl: runs lie side by side far away, every fourth place near."""
 
-    def __init__(self, area: Any = PIECE, piece: int = PIECE, **options: Any) -> None:
-        settings = Staging(area=area, piece=piece, always=True)
+    def __init__(
+        self, area: Any = SLOT_BYTES, slot_bytes: int = SLOT_BYTES, **options: Any
+    ) -> None:
+        settings = Staging(area=area, slot_bytes=slot_bytes, always=True)
         self.near = NixlRank(secret=b"", **{"staging": settings} | options)
         self.far = NixlRank(secret=b"")
         drawn = np.random.default_rng(0)
@@ -75,12 +77,12 @@ def in_air(net: FakeNixl) -> FakeFlight:
     return flight
 
 
-ONE, OTHER = range(64), range(64, 128)  # a piece each
+ONE, OTHER = range(64), range(64, 128)  # a slot each
 LONG = range(192)  # three
 
 
-def test_one_piece_is_shared_in_turn(net: FakeNixl) -> None:
-    """Who comes second waits, and gets the piece when the first is done: whoever polls."""
+def test_one_slot_is_shared_in_turn(net: FakeNixl) -> None:
+    """Who comes second waits, and gets the slot when the first is done: whoever polls."""
     pair = Pair()
     net.fate = keep
     first, second = pair.move(ONE), pair.move(OTHER, name="s")
@@ -115,7 +117,7 @@ def test_nobody_starves(net: FakeNixl) -> None:
 
 
 def test_who_is_not_polled_holds_nobody_up(net: FakeNixl) -> None:
-    """Transfers that wait for a piece, or have one, are moved on by whoever waits."""
+    """Transfers that wait for a slot, or have one, are moved on by whoever waits."""
     pair = Pair()
     idle = [pair.move(range(64 * at, 64 * at + 64), name=f"{at}") for at in range(3)]
     pair.move(range(192, 256), name="last").wait()
@@ -123,8 +125,8 @@ def test_who_is_not_polled_holds_nobody_up(net: FakeNixl) -> None:
     assert pair.right(*(range(64 * at, 64 * at + 64) for at in range(4)))
 
 
-def test_a_late_read_keeps_its_piece_and_never_lands(net: FakeNixl) -> None:
-    """What arrives after the deadline stays in the area; the piece is free when all is there."""
+def test_a_late_read_keeps_its_slot_and_never_lands(net: FakeNixl) -> None:
+    """What arrives after the deadline stays in the area; the slot is free when all is there."""
     pair = Pair()
     net.fate = keep
     late = pair.move(ONE, timeout=0.01)
@@ -144,7 +146,7 @@ def test_a_late_read_keeps_its_piece_and_never_lands(net: FakeNixl) -> None:
 
 @pytest.mark.parametrize("how", ["dies", "is given up"])
 def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
-    """Of pieces that were under way nothing reaches the cache, even if their bytes came."""
+    """Of slots that were under way nothing reaches the cache, even if their bytes came."""
     pair = Pair()
     net.fate = keep
     transfer = pair.move(ONE)
@@ -159,7 +161,7 @@ def test_a_failed_read_never_lands(net: FakeNixl, how: str) -> None:
     assert (0, True) == (transfer.live_handles, pair.right())
 
 
-def test_a_write_that_fails_writes_whole_pieces_only(net: FakeNixl) -> None:
+def test_a_write_that_fails_writes_whole_slots_only(net: FakeNixl) -> None:
     """What was never posted is not written."""
     pair = Pair()
     pair.local[:] = 7
@@ -211,7 +213,7 @@ def test_closing_leaves_no_area(net: FakeNixl) -> None:
 
 def test_costs_choose(net: FakeNixl) -> None:
     """Short runs that lie side by side far away are staged; few or long ones are not."""
-    cheap = Staging(costs=Costs(order=0.0, piece=1e-5))
+    cheap = Staging(costs=Costs(order=0.0, batch=1e-5))
     for staging, choice in ((cheap, [True, False]), (1 << 20, [True, False]), (None, [False] * 2)):
         pair = Pair(staging=staging)
         assert choice == [pair.move(ids).staged for ids in (LONG, range(192, 194))]
@@ -219,15 +221,15 @@ def test_costs_choose(net: FakeNixl) -> None:
     assert not Pair(staging=dear).move(LONG).staged
 
 
-def test_a_run_longer_than_a_piece_goes_directly(net: FakeNixl) -> None:
+def test_a_run_longer_than_a_slot_goes_directly(net: FakeNixl) -> None:
     """Of an area smaller than a run nothing is used."""
-    pair = Pair(piece=RUN - 1)
+    pair = Pair(slot_bytes=RUN - 1)
     transfer = pair.move(LONG)
     transfer.wait()
     assert (False, True) == (transfer.staged, pair.right(LONG))
 
 
-READ_ONLY = np.zeros(PIECE, np.uint8)
+READ_ONLY = np.zeros(SLOT_BYTES, np.uint8)
 READ_ONLY.flags.writeable = False
 
 
@@ -237,16 +239,19 @@ READ_ONLY.flags.writeable = False
         ({"area": 4095}, "staging.area=4095: wanted an int >= 4096"),
         ({"area": True}, "staging.area"),
         ({"area": "1 MiB"}, "staging.area='1 MiB': wanted a number of bytes, or a numpy array"),
-        ({"area": np.zeros(PIECE - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
-        ({"area": np.zeros((2, PIECE), np.uint8)}, "one dimension"),
-        ({"area": np.zeros(2 * PIECE, np.uint8)[::2]}, "no gaps"),
+        ({"area": np.zeros(SLOT_BYTES - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
+        ({"area": np.zeros((2, SLOT_BYTES), np.uint8)}, "one dimension"),
+        ({"area": np.zeros(2 * SLOT_BYTES, np.uint8)[::2]}, "no gaps"),
         ({"area": READ_ONLY}, "writable"),
-        ({"area": np.empty(PIECE, object)}, r"staging.area.dtype='object': wanted plain bytes"),
+        (
+            {"area": np.empty(SLOT_BYTES, object)},
+            r"staging.area.dtype='object': wanted plain bytes",
+        ),
         (
             {"area": SimpleNamespace(data_ptr=None)},
             "SimpleNamespace': wanted a torch",
         ),
-        ({"piece": 0}, "staging.piece=0"),
+        ({"slot_bytes": 0}, "staging.slot_bytes=0"),
         ({"costs": 3}, "staging.costs=3: wanted a Costs"),
         ({"always": 1}, "staging.always=1: wanted True or False"),
     ],
@@ -266,7 +271,7 @@ def test_nonsense_costs_are_refused(value: Any) -> None:
 
 def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
     """It is registered and held; no cache may lie in it."""
-    area = np.zeros(2 * PIECE, np.uint8)
+    area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(area=area)
     pair.move(LONG).wait()
     assert pair.right(LONG)
@@ -278,9 +283,9 @@ def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
 
 def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
     """Each would write over what the other has on its way: refused while the first rank lives."""
-    area = np.zeros(2 * PIECE, np.uint8)
+    area = np.zeros(2 * SLOT_BYTES, np.uint8)
     first = Pair(area=area)
-    for part in (area, area[PIECE:], area.view(np.uint16)):
+    for part in (area, area[SLOT_BYTES:], area.view(np.uint16)):
         with pytest.raises(SpecError, match=r"staging.area='DRAM .*wanted memory that no other"):
             NixlRank(secret=b"", staging=Staging(area=part))
     first.near.close()
@@ -289,9 +294,9 @@ def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
 
 def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None:
     """Nobody has that rank any more, whether or not the collector has seen to it."""
-    area = np.zeros(2 * PIECE, np.uint8)
+    area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair()
-    pair.near.register([Memory(area.ctypes.data, PIECE)])
+    pair.near.register([Memory(area.ctypes.data, SLOT_BYTES)])
     net.fate = keep
     pair.move(ONE)  # which knows its rank, and is known by it
     del pair
@@ -300,11 +305,11 @@ def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None
 
 def test_no_area_is_a_cache(net: FakeNixl) -> None:
     """Not of the same rank, nor of a peer in the process: reading would write to what is read."""
-    area = np.zeros(2 * PIECE, np.uint8)
+    area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(area=area)
     for rank in (pair.near, pair.far):
         with pytest.raises(SpecError, match="wanted no staging area"):
-            rank.register([Memory(area.ctypes.data, PIECE)])
+            rank.register([Memory(area.ctypes.data, SLOT_BYTES)])
     with pytest.raises(SpecError, match="wanted memory that no other rank has"):
         NixlRank(secret=b"", staging=Staging(area=pair.remote))
     rows = np.array([(area.ctypes.data, RUN, 0, RUN, 4)], np.uint64)
@@ -322,7 +327,7 @@ def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
 
 def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
     """Both devices are named; what goes directly is not refused."""
-    pair = Pair(area=np.zeros(2 * PIECE, np.uint8))
+    pair = Pair(area=np.zeros(2 * SLOT_BYTES, np.uint8))
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "VRAM", 3)], owner=array)
     rows = np.array([(array.ctypes.data, RUN, 3, 2 * RUN, RUNS)], np.uint64)
@@ -336,7 +341,7 @@ def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
 def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
     """What is under way fails, and no byte of it reaches the cache; what comes later is refused."""
     torch = pytest.importorskip("torch")
-    area = torch.zeros(2 * PIECE, dtype=torch.uint8)
+    area = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
     pair = Pair(area=area)
     pair.move(ONE).wait()
     net.fate = keep
@@ -366,7 +371,7 @@ def test_host_memory_of_any_device_has_an_area(net: FakeNixl) -> None:
 
 
 def test_a_pump_moves_all_to_their_ends(net: FakeNixl) -> None:
-    """Transfers that share one piece are done, each told once."""
+    """Transfers that share one slot are done, each told once."""
     pair = Pair()
     for at in range(3):
         pair.move(range(64 * at, 64 * at + 64), name=f"{at}")
@@ -381,28 +386,28 @@ def test_torch_copies_what_numpy_does(length: int, inward: bool) -> None:
     """The very code that a GPU runs, over tensors of host memory."""
     pytest.importorskip("torch")
     drawn = np.random.default_rng(length)
-    near, piece = drawn.integers(0, 256, (2, 64 * length), dtype=np.uint8)
+    near, slot = drawn.integers(0, 256, (2, 64 * length), dtype=np.uint8)
     moves = Moves(
         offset=length * drawn.permutation(32),
         near=near.ctypes.data + length * (2 * drawn.permutation(32)),
         length=length,
     )
-    expected = near.copy(), piece.copy()
+    expected = near.copy(), slot.copy()
     wanted = Moves(
         offset=moves.offset,
         near=moves.near - near.ctypes.data + expected[0].ctypes.data,
         length=length,
     )
     permuting.copy_runs(expected[1].ctypes.data, wanted, inward=inward)
-    permuting.copy_by_torch(piece.ctypes.data, moves, inward=inward, device="cpu")
+    permuting.copy_by_torch(slot.ctypes.data, moves, inward=inward, device="cpu")
     assert expected[0].tobytes() == near.tobytes()
-    assert expected[1].tobytes() == piece.tobytes()
+    assert expected[1].tobytes() == slot.tobytes()
 
 
 @pytest.mark.parametrize("length", [3, 64, 4096])
 @pytest.mark.parametrize("side", ["below", "above", "both"])
 def test_what_lies_between_runs_goes_to_a_spare_place(length: int, side: str) -> None:
-    """Runs of a piece with gaps arrive whether or not they are copied in one pass; nothing else."""
+    """Runs of a slot with gaps arrive whether or not they are copied in one pass; nothing else."""
     spare, items = permuting.SPARE, 40
     sizes = [items * length, spare, items * length, spare, items * length]
     below, _, base, above, end = np.cumsum([0, *sizes[:-1]]).tolist()

@@ -14,7 +14,7 @@ from lines import Other, between_lines
 from nixl_pair import Pair
 
 from kvspec import TransferError
-from kvspec.nixl import Leftovers, NixlRank, Staging, area, living, peers, pieces, rank, transfer
+from kvspec.nixl import Leftovers, NixlRank, Staging, area, batches, living, peers, rank, transfer
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 ROWS = [(0, 512, 1024, 40)]
@@ -109,7 +109,7 @@ def test_a_transfer_may_be_given_up_while_it_posts(
     net: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another thread, at any moment: what was posted is in flight, and no more is."""
-    monkeypatch.setattr(pieces, "MAX_DESCRIPTORS", 1)
+    monkeypatch.setattr(batches, "MAX_DESCRIPTORS", 1)
     monkeypatch.setattr(transfer, "IN_FLIGHT", 2)
     net.fate = keep
     with NixlRank() as near, NixlRank() as far:
