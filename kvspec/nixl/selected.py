@@ -20,8 +20,8 @@ from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.selection import Picked, Selection
 from kvspec.descriptors.tiles import Tiles
 from kvspec.nixl.batches import cut, fits, how_many_fit
-from kvspec.nixl.lattice import Bunches, Lattice, Marks
 from kvspec.nixl.merging import Pairing, merges
+from kvspec.nixl.product_spans import Offsets, ProductSpans, RepeatedRuns
 from kvspec.nixl.rows import Ints, StridedRows
 from kvspec.nixl.spans import Spans, spans_of
 from kvspec.ownership.replicas import Role
@@ -31,16 +31,16 @@ from kvspec.ownership.replicas import Role
 class _Part:
     """Some runs, and the same tiles of each, joined where they touch; *size*: bytes of one tile.
 
-    *runs*, *joined*: ascending in the goal, the joined of *nbytes*. *posted*: the first tiles of
-    what NIXL joins, in the order of ids: no tiles of different rows. Of tiles 1, 2, 3, 5 of the
-    origin that go to 8, 9, 6, 7:
+    *runs*, *joined*: ascending in the destination, the joined of *nbytes*. *posted*: the first
+    tiles of what NIXL joins, in the order of ids: no tiles of different rows. Of tiles 1, 2, 3, 5
+    of the source that go to 8, 9, 6, 7:
 
         joined     3 to 6, 5 to 7, 1 to 8    nbytes size, size, 2 size
         posted     0, 2, 3                   1 and 2 are one descriptor
     """
 
-    runs: Bunches
-    joined: Marks
+    runs: RepeatedRuns
+    joined: Offsets
     nbytes: Ints
     posted: Ints
     tiles: int
@@ -119,49 +119,54 @@ def _several(
 def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part | None:
     """Return one part with its tiles joined; None where its runs or memories differ."""
     entry, tiles = picked
-    goal, origin = rows["consumer"], rows["producer"]
+    destination, source = rows["consumer"], rows["producer"]
     if target == "producer":
-        goal, origin = origin, goal
-    if (entry, origin) not in goal.known:
-        goal.known[entry, origin] = _runs(entry, rows, target)
-    runs, size = goal.known[entry, origin], entry.rows.size
+        destination, source = source, destination
+    if (entry, source) not in destination.known:
+        destination.known[entry, source] = _runs(entry, rows, target)
+    runs, size = destination.known[entry, source], entry.rows.size
     if runs is None or size is None:
         return None
     sides, count = entry.rows.offsets(tiles), len(tiles)
-    marks = Marks.of(*(sides if target == "producer" else sides[::-1]))
+    offsets = Offsets.of(*(sides if target == "producer" else sides[::-1]))
     posted, nbytes = np.arange(count), np.full(count, size)
-    if marks.min_gap < 0 or marks.min_gap == size:
-        follows = marks.follows(size, size)
+    if offsets.min_gap < 0 or offsets.min_gap == size:
+        follows = offsets.follows(size, size)
         if np.count_nonzero(follows):
             posted = _first(follows & entry.rows.next_ids(tiles))
-        if marks.min_gap < 0:
-            marks, _ = marks.ascending()
-            follows = marks.follows(size, size)
+        if offsets.min_gap < 0:
+            offsets, _ = offsets.ascending()
+            follows = offsets.follows(size, size)
         if np.count_nonzero(follows):
             first = _first(follows)
-            nbytes, marks = np.diff(first, append=count) * size, marks.take(first)
-    return _Part(runs, marks, nbytes, posted, count, size)
+            nbytes, offsets = np.diff(first, append=count) * size, offsets.take(first)
+    return _Part(runs, offsets, nbytes, posted, count, size)
 
 
-def _runs(entry: Entry, rows: dict[Role, StridedRows], target: Role) -> Bunches | None:
-    """Return the runs of an entry, in order of the goal; None if one lies in two memories."""
+def _runs(entry: Entry, rows: dict[Role, StridedRows], target: Role) -> RepeatedRuns | None:
+    """Return the runs of an entry, by destination; None if one lies in two memories."""
     block_layouts = entry.rows.consumer, entry.rows.producer
     starts = entry.rows.consumer_address, entry.rows.producer_address
-    goal = rows["consumer"].areas(
+    destination = rows["consumer"].areas(
         entry.consumer_first, len(entry.rows), block_layouts[0].rows_per_run
     )
-    origin = rows["producer"].areas(
+    source = rows["producer"].areas(
         entry.producer_first, len(entry.rows), block_layouts[1].rows_per_run
     )
-    if origin is None or goal is None:
+    if source is None or destination is None:
         return None
     if target == "producer":
-        block_layouts, starts, goal, origin = block_layouts[::-1], starts[::-1], origin, goal
+        block_layouts, starts, destination, source = (
+            block_layouts[::-1],
+            starts[::-1],
+            source,
+            destination,
+        )
     block_layout = block_layouts[0]
     extent = (
         block_layout.num_blocks - 1
     ) * block_layout.block_stride + block_layout.tiles * block_layout.tile_stride
-    return Bunches.of(Marks.of(*starts, goal, origin), extent)
+    return RepeatedRuns.of(Offsets.of(*starts, destination, source), extent)
 
 
 def _first(follows: npt.NDArray[np.bool_]) -> Ints:
@@ -169,42 +174,44 @@ def _first(follows: npt.NDArray[np.bool_]) -> Ints:
 
 
 def _joined(parts: list[_Part]) -> int | None:
-    """Return how few descriptors *parts* could be; None where they make no lattices apart.
+    """Return how few descriptors *parts* could be; None where they make no products apart.
 
-    Parts whose bunches of runs lie alike in those of another are one lattice.
+    Parts whose groups of runs lie alike in those of another are one product.
     """
-    bunched: list[tuple[Bunches, list[tuple[_Part, Marks]]]] = []
+    by_runs: list[tuple[RepeatedRuns, list[tuple[_Part, Offsets]]]] = []
     for part in parts:
-        for runs, others in bunched:
+        for runs, others in by_runs:
             if (pattern := runs.inside(part.runs)) is not None:
                 others.append((part, pattern))
                 break
         else:
-            bunched.append((part.runs, [(part, part.runs.pattern)]))
+            by_runs.append((part.runs, [(part, part.runs.pattern)]))
     found: list[tuple[int, int]] = []
     joined = 0
-    for runs, some in bunched:
+    for runs, some in by_runs:
         if len(some) == 1:
-            lattice, touching = Lattice.of(runs, some[0][0].joined, some[0][0].nbytes), 0
+            product, touching = ProductSpans.of(runs, some[0][0].joined, some[0][0].nbytes), 0
         else:
-            lattice, touching = _together(runs, some)
-        if lattice is None:
+            product, touching = _together(runs, some)
+        if product is None:
             return None
-        found.append(lattice.extent)
-        joined += len(lattice) - touching
+        found.append(product.extent)
+        joined += len(product) - touching
     if any(one[1] >= other[0] for one, other in pairwise(sorted(found))):
         return None
     return joined
 
 
-def _together(runs: Bunches, some: list[tuple[_Part, Marks]]) -> tuple[Lattice | None, int]:
-    """Return the lattice of several parts of one pattern each, and how many touch of its spans."""
+def _together(
+    runs: RepeatedRuns, some: list[tuple[_Part, Offsets]]
+) -> tuple[ProductSpans | None, int]:
+    """Return the product of several parts of one pattern each, and how many touch of its spans."""
     columns = [part.joined.plus(pattern).columns for part, pattern in some]
     nbytes = np.concatenate([part.nbytes.repeat(len(pattern)) for part, pattern in some])
-    inner, order = Marks(np.concatenate(columns, axis=1)).ascending()
+    inner, order = Offsets(np.concatenate(columns, axis=1)).ascending()
     nbytes = nbytes[order]
     touching = int(inner.follows(nbytes[:-1], nbytes[:-1]).sum())
-    return Lattice.bunched(runs, inner, nbytes), len(runs.begins) * touching
+    return ProductSpans.of_repeated(runs, inner, nbytes), len(runs.begins) * touching
 
 
 def _spans(picked: Sequence[Picked], target: Role) -> tuple[tuple[Ints, Ints], Spans]:

@@ -1,4 +1,4 @@
-"""What is told of a lattice is true of its spans one by one."""
+"""What is told of a product is true of its spans one by one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from kvspec.nixl.lattice import Bunches, Marks
+from kvspec.nixl.product_spans import Offsets, RepeatedRuns
 from kvspec.nixl.selected import _joined, _Part
 
 Spans = list[tuple[int, int, int, int, int]]
-"""Begin, end, source, memory of the goal, memory of the origin."""
+"""Begin, end, begins_at, memory of the destination, memory of the source."""
 
 
 @st.composite
@@ -35,43 +35,45 @@ def parts(draw: st.DrawFn) -> list[_Part]:
         draw(strides(sizes, nbytes, inner))
         for inner in (order, order if draw(st.booleans()) else draw(st.permutations(range(3))))
     ]
-    bunches = [
+    repeated = [
         np.add.outer(np.arange(sizes[1]) * a[1], np.arange(sizes[2]) * a[2]) for a in min_gap
     ]
-    areas = [np.full(bunches[0].size, draw(st.integers(0, 1))) for _ in range(2)]
+    areas = [np.full(repeated[0].size, draw(st.integers(0, 1))) for _ in range(2)]
     if draw(st.booleans()):
         areas[draw(st.integers(0, 1))] = np.repeat(np.arange(sizes[1]), sizes[2])
-    runs = Marks.of(*(each.reshape(-1) for each in bunches), *areas)
+    runs = Offsets.of(*(each.reshape(-1) for each in repeated), *areas)
     which = [draw(st.sampled_from([0, 0, 0, 1])) for _ in range(sizes[0])]
     found = []
     for part, size in enumerate((nbytes, nbytes // draw(st.sampled_from([1, 2])))):
         tiles = np.array([tile for tile, one in enumerate(which) if one == part], np.int64)
         if len(tiles):
-            marks = Marks.of(*(tiles * each[0] for each in min_gap))
+            offsets = Offsets.of(*(tiles * each[0] for each in min_gap))
             skip = np.array([draw(st.integers(0, 9)), draw(st.integers(0, 9)), 0, 0])[:, None]
-            starts, marks = Marks(runs.columns - skip), Marks(marks.columns + skip)
-            found.append(_joined_part(starts, draw(st.sampled_from([2, 8, 16, 64])), marks, size))
+            starts, offsets = Offsets(runs.columns - skip), Offsets(offsets.columns + skip)
+            found.append(_joined_part(starts, draw(st.sampled_from([2, 8, 16, 64])), offsets, size))
     return found
 
 
-def _joined_part(runs: Marks, min_gap: int, tiles: Marks, size: int) -> _Part:
+def _joined_part(runs: Offsets, min_gap: int, tiles: Offsets, size: int) -> _Part:
     """Return the part of *tiles* in *runs*, those that touch made one."""
     tiles, _ = tiles.ascending()
     first = np.flatnonzero(np.append(True, ~tiles.follows(size, size)))
     nbytes = np.diff(first, append=len(tiles)) * size
-    return _Part(Bunches.of(runs, min_gap), tiles.take(first), nbytes, first, len(tiles), size)
+    return _Part(RepeatedRuns.of(runs, min_gap), tiles.take(first), nbytes, first, len(tiles), size)
 
 
 def one_by_one(some: list[_Part]) -> Spans:
-    """Return the spans of all parts in order of the goal."""
+    """Return the spans of all parts in order of the destination."""
     found = []
     for part in some:
         for run in part.runs.every.columns.T.tolist():
             for tile, nbytes in zip(
                 part.joined.columns.T.tolist(), part.nbytes.tolist(), strict=True
             ):
-                begin, source, goal, origin = (a + b for a, b in zip(run, tile, strict=True))
-                found.append((begin, begin + nbytes, source, goal, origin))
+                begin, begins_at, destination, source = (
+                    a + b for a, b in zip(run, tile, strict=True)
+                )
+                found.append((begin, begin + nbytes, begins_at, destination, source))
     return sorted(found)
 
 
@@ -89,5 +91,5 @@ def test_a_lattice_counts_what_is_left_of_its_spans(some: list[_Part]) -> None:
     spans = one_by_one(some)
     assume(all(a[1] <= b[0] for a, b in pairwise(spans)))
     left = _joined(some)
-    event(f"{len(some)} parts, {'no lattice' if left is None else 'a lattice'}")
+    event(f"{len(some)} parts, {'no product' if left is None else 'a product'}")
     assert left in (None, joined(spans))
