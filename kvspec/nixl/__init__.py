@@ -4,7 +4,7 @@ from kvspec.nixl.area import Staging
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.choice import explain_cost
 from kvspec.nixl.costs import Costs
-from kvspec.nixl.flights import Event, Leftovers
+from kvspec.nixl.in_flight import Event, Leftovers
 from kvspec.nixl.rank import NixlRank
 from kvspec.nixl.transfer import Transfer
 from kvspec.nixl.transfer_spec import Operation, Prepared

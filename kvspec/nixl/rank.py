@@ -24,7 +24,7 @@ from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.area import Areas, Staging
-from kvspec.nixl.flights import Event, Flights, Leftovers
+from kvspec.nixl.in_flight import Event, InFlightTransfers, Leftovers
 from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import Inbox, check_payload
@@ -75,8 +75,8 @@ class NixlRank:
         self._registered: list[object] = []
         self._inbox = Inbox(self._agent)
         self._peers = Peers(self._agent, self._inbox, key)
-        self._flights = Flights(self._agent, self._inbox)
-        self._areas = Areas(Staging.of(staging), self.register, self._flights, self._held)
+        self._in_flight = InFlightTransfers(self._agent, self._inbox)
+        self._areas = Areas(Staging.of(staging), self.register, self._in_flight, self._held)
         self._aborted = False  # whether handles were released in flight: only the agent's end helps
         self._probe = np.zeros(PROBES, np.uint8)  # peers read the first byte, this rank the others
         self._probes = itertools.cycle(range(1, PROBES))
@@ -101,17 +101,17 @@ class NixlRank:
     @property
     def live_handles(self) -> int:
         """Transfer handles that nixl holds for this rank."""
-        return sum(transfer.live_handles for transfer in self._flights)
+        return sum(transfer.live_handles for transfer in self._in_flight)
 
     @property
     def quarantined(self) -> tuple[Transfer, ...]:
         """Transfers that failed in flight, until `reap` or `pump` tells that they are over."""
-        return tuple(transfer for transfer in self._flights if transfer.quarantined)
+        return tuple(transfer for transfer in self._in_flight if transfer.quarantined)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers that are not over, or whose end nobody knows."""
-        return tuple(self._flights)
+        return tuple(self._in_flight)
 
     @property
     def refused(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class NixlRank:
     def leftovers(self) -> Leftovers:
         """Count what the rank holds."""
         return Leftovers(
-            transfers=len(tuple(self._flights)),
+            transfers=len(tuple(self._in_flight)),
             handles=self.live_handles,
             lists=self._peers.lists,
             registrations=len(self._registered),
@@ -179,7 +179,7 @@ class NixlRank:
         Each cycle of disconnecting and connecting a live peer costs both sides a file descriptor.
         """
         with self._agent.locked():
-            self._flights.check_idle(peer)
+            self._in_flight.check_idle(peer)
             self._peers.forget(peer)
 
     def prepare(
@@ -238,11 +238,11 @@ class NixlRank:
     ) -> tuple[Transfer, ...]:
         """Start a read or write of each (local, ids, remote, ids): none unless all are right."""
         found = specs_of(self._agent, operation, pairs, self._areas, request, timeout)
-        return self._flights.start(found)
+        return self._in_flight.start(found)
 
     def reap(self) -> tuple[Transfer, ...]:
         """Release what ended in quarantine; return the transfers whose blocks are free again."""
-        return self._flights.reap()
+        return self._in_flight.reap()
 
     def pump(self, budget: float = 0.0) -> tuple[Event, ...]:
         """Move everything on, for *budget* seconds or until there is something to tell; tell it.
@@ -251,7 +251,7 @@ class NixlRank:
         takes notifications, in turns of one batch (13 ms, or 64 MiB). One thread pumps a rank; a
         `wait` competes with it. A transfer's end is told once: here, or by its `poll` or `wait`.
         """
-        return self._flights.pump(budget)
+        return self._in_flight.pump(budget)
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send *payload*, at most 64 KiB, to *peer*: once a plan, after its data is done."""
@@ -282,8 +282,8 @@ class NixlRank:
             return
         with self._agent.still():  # to the end: who waits to begin something finds it closed
             with contextlib.suppress(TransferError), self._agent.locked():
-                self._aborted |= not self._flights.stop(limit)
-                self._flights.abandon()
+                self._aborted |= not self._in_flight.stop(limit)
+                self._in_flight.abandon()
                 if not self._aborted:
                     self._peers.close()
                     while self._registered:

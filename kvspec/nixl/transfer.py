@@ -41,7 +41,7 @@ class Transfer:
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
         self.error: TransferError | None = None
-        self.heard = False  # whether somebody knows how it ended
+        self.delivered = False  # whether somebody knows how it ended
         self._freed = False  # whether somebody knows that quarantine ended
         self._agent = agent
         self._deadline = time.monotonic() + spec.timeout
@@ -91,7 +91,7 @@ class Transfer:
             self.step()
             if self.area is not None and self.ticket is not None and self.state == "PROC":
                 self.area.move_on(self)
-            self.heard = self.heard or self.state != "PROC"
+            self.delivered = self.delivered or self.state != "PROC"
             if self.error is not None:
                 error = self.error
                 raise TransferError(
@@ -140,22 +140,22 @@ class Transfer:
                     self._let_go(handle)
         return not self._in_flight
 
-    def ending(self) -> Literal["done", "failed", "freed"] | None:
-        """Return what to `hear` of: "done" or "failed", then "freed" after quarantine."""
-        if not self.heard and self.state != "PROC":
+    def pending_event(self) -> Literal["done", "failed", "freed"] | None:
+        """Return the event to `deliver`: "done" or "failed", then "freed" after quarantine."""
+        if not self.delivered and self.state != "PROC":
             return "done" if self.error is None else "failed"
         return "freed" if self.quarantined and self.reap() else None
 
-    def hear(self, kind: str) -> None:
-        """Note that somebody knows of an `ending`."""
-        self.heard = True
+    def deliver(self, kind: str) -> None:
+        """Note that somebody knows of a `pending_event`."""
+        self.delivered = True
         self._freed = self._freed or kind == "freed"
 
     def free(self) -> bool:
         """Return, once, whether quarantine ended: all of its blocks may be used again."""
         if not self.quarantined or not self.reap():
             return False
-        self.hear("freed")
+        self.deliver("freed")
         return True
 
     @property
@@ -164,9 +164,9 @@ class Transfer:
         return self.error is not None and not self._freed
 
     @property
-    def forgotten(self) -> bool:
+    def reapable(self) -> bool:
         """Whether it is over, and somebody knows."""
-        return self.over and self.heard and not self.quarantined
+        return self.over and self.delivered and not self.quarantined
 
     def stop(
         self,

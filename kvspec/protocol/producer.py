@@ -125,7 +125,7 @@ class ProducerLedger:
         if request is None and self._kept == self._most_early:
             return [*actions, Refused(message, f"of an unknown request: {self._kept} wait already")]
         request = request or self._remember(message.key, self.lease)
-        return actions + self._heard(request, message)
+        return actions + self._deliver(request, message)
 
     def record_progress(
         self, request_id: str, group: str, layer: str, upto: int, now: float
@@ -190,7 +190,7 @@ class ProducerLedger:
         self._pushed += 1
         heapq.heappush(self._wake, (request.expires, self._pushed, request.key))
 
-    def _heard(self, request: Request, message: Message) -> list[Action]:
+    def _deliver(self, request: Request, message: Message) -> list[Action]:
         """Take a message about a request: count it, answer it, or refuse it."""
         if request.state == "unknown":
             return self._step(request, message.kind, message)
@@ -231,7 +231,7 @@ class ProducerLedger:
         early = list(request.early.values())
         request.early.clear()
         self._kept -= len(early)
-        return [action for message in early for action in self._heard(request, message)]
+        return [action for message in early for action in self._deliver(request, message)]
 
     def _lease(self, request: Request, message: Message, _: str) -> list[Action]:
         """Give a reader time, and tell it what it can read."""

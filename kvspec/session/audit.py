@@ -109,7 +109,7 @@ class Audit:
             return str(error)
         return self._refused or (None if questions else self._equal())
 
-    def heard(self, message: Message) -> bool:
+    def deliver(self, message: Message) -> bool:
         """Take a producer's answer; return whether it was waited for."""
         question = (self._open or {}).get(message.number)
         if question is None or question.rank != message.by.rank:

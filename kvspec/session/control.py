@@ -72,7 +72,7 @@ class Control:
         self._secret = secret
         self._note = note
         self._addresses: dict[tuple[str, int], dict[RankAddress, str]] = {}  # by start
-        self._heard: OrderedDict[RankAddress, str] = OrderedDict()
+        self._routes: OrderedDict[RankAddress, str] = OrderedDict()
         self._asked: dict[str, bytes | None] = {}
         self._challenges: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # and when sent
         self._closed = False
@@ -98,7 +98,7 @@ class Control:
         """Send *message* to whom it is for; lost where nobody knows where that is."""
         to = message.to
         met = self._addresses.get((to.engine_id, to.epoch), {})
-        route = met.get(to) or self._heard.get(to)
+        route = met.get(to) or self._routes.get(to)
         if route is not None:
             self._channel.send(route, self._secret.seal(MESSAGE, encode_message(message)))
 
@@ -198,10 +198,10 @@ class Control:
         return reaches is None or reaches(address)
 
     def _remember(self, rank: RankAddress, route: str) -> None:
-        self._heard[rank] = route
-        self._heard.move_to_end(rank)
-        if len(self._heard) > MAX_ROUTES:
-            self._heard.popitem(last=False)
+        self._routes[rank] = route
+        self._routes.move_to_end(rank)
+        if len(self._routes) > MAX_ROUTES:
+            self._routes.popitem(last=False)
 
 
 def _bytes(came: object) -> bytes:

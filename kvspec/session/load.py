@@ -40,7 +40,7 @@ VOID = (
 
 
 @attrs.define(eq=False)
-class Flight:
+class InFlight:
     """What moves of a load from one *rank*, and the ledger's *steps* that it ends.
 
     *transfer*: None where the producer writes, and *pushed* what that is to be.
@@ -153,7 +153,7 @@ class SessionLoad(Progress):
         cancel: Callable[[str], None],
     ) -> None:
         super().__init__(request, remote_id, remote, step)
-        self.flights: dict[RankId | int, Flight] = {}  # by rank, or by step of what is followed
+        self.in_flight: dict[RankId | int, InFlight] = {}  # by rank, or by step of what is followed
         self.frontiers: dict[tuple[RankId, Place], int] | None = None  # of what is followed
         self.ends: dict[tuple[RankId, Place], int] | None = None
         self.audit: Audit | None = None
@@ -181,7 +181,7 @@ class SessionLoad(Progress):
 
     def stop(self) -> None:
         """Post nothing more of what is read."""
-        for flight in self.flights.values():
+        for flight in self.in_flight.values():
             with contextlib.suppress(TransferError):
                 if flight.transfer is not None:
                     flight.transfer.stop("its load has failed", TransferState.STOPPED)
@@ -202,8 +202,8 @@ class SessionLoad(Progress):
 
         Empty where it is done, and where it failed before anything was moved.
         """
-        flights = tuple(self.flights.values())  # at once: another thread may end some meanwhile
-        moves = any(f.transfer is None or f.transfer.handles for f in flights)
+        in_flight = tuple(self.in_flight.values())  # at once: another thread may end some meanwhile
+        moves = any(f.transfer is None or f.transfer.handles for f in in_flight)
         if self.error is None or not (self.written or moves):
             return {}
         return {group: tuple(sorted({*ids.tolist()})) for group, ids in self.blocks.items()}

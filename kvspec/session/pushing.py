@@ -100,7 +100,7 @@ class Pushing:
             if not self.book.holds(reader[0]):
                 del self.fences[reader]
 
-    def heard(self, message: Message) -> None:
+    def deliver(self, message: Message) -> None:
         """Take a reader's heartbeat or stop: it has not heard how it ended, or wants no more."""
         reader = message.key, message.attempt, message.sample, message.by
         each = self.writing.get(reader)

@@ -39,7 +39,7 @@ from kvspec.protocol.pending import message_of, name_of
 from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
-from kvspec.session.load import LOST, Flight, SessionLoad
+from kvspec.session.load import LOST, InFlight, SessionLoad
 from kvspec.session.remote import ReadOptions
 from kvspec.session.written import Blocks, Claims, pushed_of
 
@@ -87,7 +87,7 @@ class Reading:
     @property
     def moving(self) -> bool:
         """Whether anything is in flight, or compared."""
-        moving = any(load.flights or load.held_back for load in self.loads.values())
+        moving = any(load.in_flight or load.held_back for load in self.loads.values())
         return moving or bool(self._orphans)
 
     def begin(
@@ -129,7 +129,7 @@ class Reading:
         for rank, places in sources.items():
             groups = dict.fromkeys(group for group, _ in places)
             steps = tuple(self.book.start(name, rank, group) for group in groups)
-            load.flights[rank] = Flight(rank, moved.get(rank), steps, pushes.get(rank))
+            load.in_flight[rank] = InFlight(rank, moved.get(rank), steps, pushes.get(rank))
         self._know(load, told)
 
     def _know(self, load: SessionLoad, told: list[Action]) -> None:
@@ -213,7 +213,7 @@ class Reading:
                 if transfer is None:
                     self._arrived(load, (step,))
                 else:
-                    load.flights[step] = Flight(rank, transfer, (step,))
+                    load.in_flight[step] = InFlight(rank, transfer, (step,))
         except BaseException:
             self._adopt(load)
             raise
@@ -225,10 +225,10 @@ class Reading:
         At most one step was being started. If its transfer was begun, the step ends with it.
         """
         name = load.request.request_id
-        flying = [step for flight in load.flights.values() for step in flight.steps]
+        flying = [step for flight in load.in_flight.values() for step in flight.steps]
         held = () if load.audit is None else load.audit.steps
         for step in self.book.open_steps(name).difference(flying, held):
-            known = {id(flight.transfer) for flight in load.flights.values()}
+            known = {id(flight.transfer) for flight in load.in_flight.values()}
             begun = [
                 transfer
                 for transfer in self.nixl.transfers
@@ -239,7 +239,7 @@ class Reading:
             why, state = "it was interrupted", TransferState.STOPPED
             if begun:
                 rank = next(iter(load.remote.tables))
-                load.flights[step] = Flight(rank, begun[0], (step,))
+                load.in_flight[step] = InFlight(rank, begun[0], (step,))
             now, quiet = self.now(), not begun
             self.recorded.extend(self.book.fail(step, why, now, quiet=quiet, state=state))
 
@@ -266,10 +266,10 @@ class Reading:
         end = time.monotonic() + TURN
         for load in [load for load in self.loads.values() if load.held_back]:
             self._compare(load, end)
-        flying = [(load, key) for load in self.loads.values() for key in load.flights]
+        flying = [(load, key) for load in self.loads.values() for key in load.in_flight]
         for place in range(len(flying)):
             load, key = flying[(self._turn + place) % len(flying)]
-            flight = load.flights[key]
+            flight = load.in_flight[key]
             if flight.transfer is not None:
                 self._settle(load, key, flight, flight.transfer)
             elif load.error is not None and self.now() >= load.asked:
@@ -282,7 +282,7 @@ class Reading:
         """Take from a producer that it writes no more: it has written all, or has given up."""
         rank = message.by.rank
         for load in self.loads.values():
-            flight = load.flights.get(rank) if load.name == name_of(message) else None
+            flight = load.in_flight.get(rank) if load.name == name_of(message) else None
             if flight is not None and flight.transfer is None:
                 state = TransferState.DIFFERS if message.pushed else TransferState.STOPPED
                 if why := flight.wrong(message):
@@ -314,17 +314,17 @@ class Reading:
         for load in list(self.loads.values()):
             name, start = load.remote.start
             if name == engine_id and start != epoch:
-                for rank in [r for r, flight in load.flights.items() if flight.transfer is None]:
+                for rank in [r for r, flight in load.in_flight.items() if flight.transfer is None]:
                     self._end(load, rank, f"{engine_id} is gone", TransferState.GONE)
 
     def _stop(self, load: SessionLoad) -> None:
         """Ask the producers that push to stop, again and again until they answer."""
         load.asked = self.now() + self.book.heartbeat
-        for flight in load.flights.values():
+        for flight in load.in_flight.values():
             self.tell(message_of(load.name, "stop", self.book.me, flight.rank))
 
     def _settle(
-        self, load: SessionLoad, key: RankId | int, flight: Flight, transfer: Transfer
+        self, load: SessionLoad, key: RankId | int, flight: InFlight, transfer: Transfer
     ) -> None:
         """Tell the ledger what became of one transfer, once nothing of it can move."""
         why, state = "", TransferState.GONE
@@ -347,14 +347,14 @@ class Reading:
 
     def _end(self, load: SessionLoad, key: RankId | int, why: str, state: TransferState) -> None:
         """Tell the ledger that nothing of a flight comes any more: all is there, or *why* not."""
-        flight = load.flights[key]
+        flight = load.in_flight[key]
         load.written |= flight.transfer is None
         if not why:
             self._arrived(load, flight.steps)
         else:
             self._close(load, flight.steps, why, state)
         # Last: the next poll ends a flight again whose end was interrupted.
-        load.flights.pop(key, None)
+        load.in_flight.pop(key, None)
         self.act()
 
     def _arrived(self, load: SessionLoad, steps: tuple[int, ...]) -> None:
@@ -383,7 +383,7 @@ class Reading:
 
     def _compare(self, load: SessionLoad, end: float) -> None:
         """Compare what arrived with what its producers hold, once all of it has."""
-        if load.audit is None or load.flights or load.frontiers != load.ends:
+        if load.audit is None or load.in_flight or load.frontiers != load.ends:
             return
         why = load.audit.move(load.name, self.now(), self.book.heartbeat, end)
         if why is None:
@@ -398,7 +398,7 @@ class Reading:
     def _checksum(self, message: Message) -> None:
         """Take a producer's sum, or that it has none."""
         audits = [one.audit for one in self.loads.values() if one.name == name_of(message)]
-        if not any(audit.heard(message) for audit in audits if audit is not None):
+        if not any(audit.deliver(message) for audit in audits if audit is not None):
             self.note(f"{message.kind} of {message.by}: nobody asked, or it came twice")
 
     def act(self) -> None:

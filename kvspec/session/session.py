@@ -250,7 +250,7 @@ class Session:
         with self._lock.held:
             self.ledger.tick()
             for message in self._control.receive():
-                self._heard(message)
+                self._deliver(message)
             self._reading.move()
             self._pushing.move()
             self._summing.move()
@@ -285,14 +285,14 @@ class Session:
             self._summing.close()
             self._control.close()
 
-    def _heard(self, message: Message) -> None:
+    def _deliver(self, message: Message) -> None:
         """Give a message to whom it concerns."""
         if message.to != self.me:
             self._reading.note(f"{message.kind} of {message.by}: it is for {message.to}")
         elif message.kind == "checksum_request":
-            self._summing.heard(message)
+            self._summing.deliver(message)
         elif message.kind in (*READERS, "stop"):
-            self._pushing.heard(message)
+            self._pushing.deliver(message)
             if message.kind != "stop":
                 self.ledger.recorded.extend(self._book.receive(message, self._clock()))
                 self.ledger.act()

@@ -64,7 +64,7 @@ class Summing:
         """How many sums are asked for, and not told yet."""
         return len(self._asked)
 
-    def heard(self, message: Message) -> None:
+    def deliver(self, message: Message) -> None:
         """Take a question; of a request that is not held yet, or no more, it is not answered."""
         extent, key = message.extent, message.key
         if extent is None or not self.book.holds(key) or message in self._asked:

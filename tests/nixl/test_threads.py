@@ -144,7 +144,7 @@ def test_what_failed_is_never_done(net: FakeNixl) -> None:
 
             with contextlib.suppress(AlarmError), between_lines(ring, transfer):
                 pair.read(0, 40, timeout=0.0)
-            for moved in tuple(near._flights):
+            for moved in tuple(near._in_flight):
                 assert "DONE" != moved.state
                 with pytest.raises(TransferError):
                     moved.wait()

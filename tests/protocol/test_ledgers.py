@@ -306,9 +306,9 @@ class NoFence(ProducerLedger):
 class NoBeats(ProducerLedger):
     """Grant time, and do not keep the promise."""
 
-    def _heard(self, request: Any, message: Any) -> Any:
+    def _deliver(self, request: Any, message: Any) -> Any:
         expires = request.expires
-        actions = super()._heard(request, message)
+        actions = super()._deliver(request, message)
         if request.state == "held":
             request.expires = expires
         return actions

@@ -221,7 +221,7 @@ def _was_done(seen: Any, message: Message) -> bool:
 
 def repeating(patch: pytest.MonkeyPatch) -> None:
     """Tell every load of an attempt what the first was told that was pushed."""
-    heard = Pushing.heard
+    heard = Pushing.deliver
 
     def told(self: Any, message: Message) -> None:
         reader = message.key, message.attempt, message.sample, message.by
@@ -231,7 +231,7 @@ def repeating(patch: pytest.MonkeyPatch) -> None:
         else:
             heard(self, message)
 
-    patch.setattr(Pushing, "heard", told)
+    patch.setattr(Pushing, "deliver", told)
 
 
 def never_freed(patch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def early(patch: pytest.MonkeyPatch) -> None:
 
 def unfenced(patch: pytest.MonkeyPatch) -> None:
     """Forget who gave up what was not pushed yet."""
-    heard = Pushing.heard
+    heard = Pushing.deliver
     patch.setattr(
         Pushing, "heard", lambda self, message: [heard(self, message), self.fences.clear()]
     )

@@ -118,7 +118,7 @@ def test_one_wrong_byte_is_named(
     with met(SIZES[sizes]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
-        until(lambda: loads[-1].held_back and not loads[-1].flights, consumer)  # not summed yet
+        until(lambda: loads[-1].held_back and not loads[-1].in_flight, consumer)  # not summed yet
         rank = consumer.spec.parallel.ranks[-1]
         views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
         group = next(group for group in consumer.spec.groups if layer in group.layers)
@@ -145,7 +145,7 @@ def test_load_fails_when_all_signs_of_a_layer_flip(signs: str) -> None:
     with FakeNixl(), met((spec, spec)) as sides:
         consumer = sides[1]
         _, loads = begin(sides)
-        until(lambda: loads[-1].held_back and not loads[-1].flights, consumer)  # not summed yet
+        until(lambda: loads[-1].held_back and not loads[-1].in_flight, consumer)  # not summed yet
         rank = consumer.spec.parallel.ranks[-1]
         views = logical_views(consumer.spec, rank, consumer.storage[rank], BLOCKS)
         views["full", "l.0", "k"][..., 3::4] ^= 0x80  # the byte of the sign, little-endian
@@ -231,7 +231,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
             to=session.me,
             extent=extent,
         )  # fmt: skip
-        session._summing.heard(question)
+        session._summing.deliver(question)
         session.poll()
         (why,) = session.ledger.poll().foreign
         assert "rows=range(0, 3): wanted rows of ssm, which has 1" in why
@@ -243,7 +243,7 @@ def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
     with FakeNixl(), met(SIZES["blocks of two"]) as sides:
         consumer = sides[1]
         asked, loads = begin(sides)
-        until(lambda: all(load.held_back and not load.flights for load in loads), consumer)
+        until(lambda: all(load.held_back and not load.in_flight for load in loads), consumer)
         (session, *_), (first, *_) = consumer.sessions.values(), loads
         assert first.audit is not None
         numbers = {*first.audit._begun()}
@@ -251,7 +251,7 @@ def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
         until(lambda: not session.leftovers().loads, *sides)
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
         again = session.load(other, remote_id=first.remote_id, timeout=9.0, digest=True)
-        until(lambda: again.held_back and not again.flights, consumer)
+        until(lambda: again.held_back and not again.in_flight, consumer)
         assert again.audit is not None
         assert numbers.isdisjoint(again.audit._begun())
         assert ["done"] == ended([again], *sides)
@@ -277,7 +277,7 @@ def test_nothing_is_summed_of_a_rank_that_is_closed(side: int) -> None:
     """Its memory may be gone: the load fails, and says so."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
         _, loads = begin(sides)
-        until(lambda: all(load.held_back and not load.flights for load in loads), sides[1])
+        until(lambda: all(load.held_back and not load.in_flight for load in loads), sides[1])
         for session in sides[side].sessions.values():
             session.nixl.close()
         assert ["failed"] * 2 == ended(loads, *sides)
@@ -308,7 +308,7 @@ def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
             counts.append(len(asked) // len(numbers))
         assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [message.number for message in asked])
         by = next(iter(producer.sessions.values())).me
-        session._heard(attrs.evolve(asked[0].answer("checksum", total=bytes(8)), number=0, by=by))
+        session._deliver(attrs.evolve(asked[0].answer("checksum", total=bytes(8)), number=0, by=by))
         assert "nobody asked, or it came twice" in session.ledger.poll().foreign[-1]
         load.audit.tell = tell
         now = 4.0

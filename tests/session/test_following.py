@@ -143,7 +143,7 @@ def test_a_layer_is_read_when_it_is_written_and_no_other(pair: tuple[Side, Side]
         return {end for each in found for (_, (_, name)), end in each.items() if name == layer}
 
     until(lambda: ends("l.0") == {14}, *pair)
-    until(lambda: not any(load.flights for load in loads), *pair)
+    until(lambda: not any(load.in_flight for load in loads), *pair)
     assert ({0}, {0}) == (ends("l.1"), ends("w.0"))
     for rank, storage in consumer.storage.items():
         now, before = (

@@ -14,13 +14,14 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from lines import interrupted_at
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
-from kvspec.nixl import flights, rank, transfer
+from kvspec.nixl import in_flight, rank, transfer
 from kvspec.protocol import consumer, load_plan, pending
 from kvspec.session import following, ledger, load, reading, session, written
 from kvspec.testing import FakeFlight, FakeNixl
 
 LINES = (
-    consumer, load_plan, pending, session, reading, load, following, ledger, written, rank, flights,
+    consumer, load_plan, pending, session, reading, load, following, ledger, written, rank,
+    in_flight,
     transfer,
 )  # fmt: skip
 ENOUGH = 20_000

@@ -218,13 +218,13 @@ def test_who_waits_is_pushed_to(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) 
         consumer.spoil(asked)
         producer.hold(remote_id)
         (session,), (reader,) = producer.sessions.values(), consumer.sessions.values()
-        heartbeats, heard = list[Message](), Pushing.heard
+        heartbeats, heard = list[Message](), Pushing.deliver
 
         def hear(self: Pushing, message: Message) -> None:
             heard(self, message)
             heartbeats.append(message)
 
-        monkeypatch.setattr(Pushing, "heard", hear)
+        monkeypatch.setattr(Pushing, "deliver", hear)
         (load,) = consumer.load(asked, remote_id, pushed=True)
         until(lambda: heartbeats, producer, consumer)
         assert (False, True) == (session._moving(), reader._moving())

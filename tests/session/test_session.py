@@ -746,11 +746,13 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
     ):
         key = key_of(new_remote_id("r"))
         message = Message(kind=kind, key=key, by=by.me, to=session.me)
-        session._heard(message)
+        session._deliver(message)
         (told,) = session.ledger.poll().foreign
         assert (kind, True) == (told.split()[0], why in told)
     load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
-    session._heard(Message(kind="checksum_unavailable", key=load.name[0], by=by.me, to=session.me))
+    session._deliver(
+        Message(kind="checksum_unavailable", key=load.name[0], by=by.me, to=session.me)
+    )
     assert "nobody asked" in session.ledger.poll().foreign[-1]
 
 

@@ -76,7 +76,7 @@ class _Live:
             if transfer not in self.fresh:
                 place = transfer.spec.target_place
                 written[place] = written[place].minus(transfer.spec.pairs.written)
-        known = tuple(transfer for transfer in self.transfers if not transfer.forgotten)
+        known = tuple(transfer for transfer in self.transfers if not transfer.reapable)
         fresh = tuple(transfer for transfer in self.fresh if not transfer.over)
         return _Live(known, tuple(moving), written, fresh)
 
@@ -132,7 +132,7 @@ def _clash(spec: TransferSpec, other: TransferSpec) -> bool:
     )
 
 
-class Flights:
+class InFlightTransfers:
     """The transfers of *agent*'s rank, from `start` until nobody needs to know of them."""
 
     def __init__(self, agent: Agent, inbox: Inbox) -> None:
@@ -145,7 +145,7 @@ class Flights:
     def __iter__(self) -> Iterator[Transfer]:
         """Yield what is known."""
         known = self._live.transfers
-        return (transfer for transfer in known if not transfer.forgotten)
+        return (transfer for transfer in known if not transfer.reapable)
 
     def start(self, specs: Iterable[TransferSpec]) -> tuple[Transfer, ...]:
         """Start *specs*; refused if bytes of one are busy. Other errors are kept for `poll`."""
@@ -197,9 +197,9 @@ class Flights:
             transfer = known[(self._turn + place) % len(known)]
             with self._agent.locked():
                 settled |= transfer.step()
-                if kind := transfer.ending():
+                if kind := transfer.pending_event():
                     self._events.append(Event(kind, transfer.peer, transfer))
-                    transfer.hear(kind)  # last: twice is better than lost
+                    transfer.deliver(kind)  # last: twice is better than lost
             self._receive()
             if self._events or time.monotonic() >= deadline:
                 self._turn += place + 1
