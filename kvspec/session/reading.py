@@ -41,7 +41,7 @@ from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
 from kvspec.session.load import LOST, InFlight, SessionLoad
 from kvspec.session.remote import ReadOptions
-from kvspec.session.written import Blocks, Claims, pushed_of
+from kvspec.session.written import BlockLocks, Blocks, pushed_of
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 
@@ -82,7 +82,7 @@ class Reading:
     recorded: deque[Action] = attrs.field(factory=deque)
     _orphans: list[Orphan] = attrs.field(factory=list)
     _turn: int = 0
-    _claims: Claims = attrs.Factory(lambda self: Claims(self.cache), takes_self=True)
+    _locks: BlockLocks = attrs.Factory(lambda self: BlockLocks(self.cache), takes_self=True)
 
     @property
     def moving(self) -> bool:
@@ -176,14 +176,14 @@ class Reading:
             if orphan.over:
                 for transfer in orphan.transfers:
                     transfer.hear("freed")
-                self._claims.give(orphan.owner, orphan.blocks)
+                self._locks.release(orphan.owner, orphan.blocks)
                 self._orphans.remove(orphan)
 
     def _own(self, load: SessionLoad, load_plan: LoadPlan) -> None:
         """Let its blocks belong to *load*, if it may begin and no other load is to write them."""
         self.book.check(load_plan)
         load.load_plan, load.name = load_plan, load_plan.name
-        load.owner = self._claims.take(load.request.request_id, load.blocks)
+        load.owner = self._locks.acquire(load.request.request_id, load.blocks)
 
     def _begin_following(self, load: SessionLoad, timeout: float, options: ReadOptions) -> None:
         request, ends = load.request, ends_of(load)
@@ -418,7 +418,7 @@ class Reading:
 
     def _change(self, load: SessionLoad, action: Action) -> None:
         if isinstance(action, Ready | Release):
-            self._claims.give(load.owner, load.blocks)
+            self._locks.release(load.owner, load.blocks)
         if isinstance(action, Ready):
             load.state = "done"
         elif isinstance(action, Failed):

@@ -107,7 +107,7 @@ def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
     )
 
 
-class Claims:
+class BlockLocks:
     """Which load of a rank each block of its *cache* belongs to, until that is over."""
 
     def __init__(self, cache: RankCache) -> None:
@@ -122,8 +122,8 @@ class Claims:
         self._names: dict[int, str] = {}
         self._last = 0
 
-    def take(self, request_id: str, blocks: Blocks) -> int:
-        """Return a number for `give`; `TransferError` "busy" where a block belongs to another.
+    def acquire(self, request_id: str, blocks: Blocks) -> int:
+        """Return a number for `release`; `TransferError` "busy" where a block belongs to another.
 
         `SpecError` for ids that the cache does not have.
         """
@@ -146,7 +146,7 @@ class Claims:
             self.give(self._last, blocks)
             raise
 
-    def give(self, number: int, blocks: Blocks) -> None:
+    def release(self, number: int, blocks: Blocks) -> None:
         """Free the blocks of a load that is over; a second call changes nothing."""
         for group in blocks.keys() & self._pools.keys():
             ids = blocks[group]

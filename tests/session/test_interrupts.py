@@ -79,13 +79,13 @@ class Pair:
                 left.loads
                 or left.steps
                 or self.session._reading.moving
-                or self.session._reading._claims._names
+                or self.session._reading._locks._names
                 or self.session.nixl.leftovers().transfers
                 or self.other.leftovers().held
             )
 
         until(over, self.consumer, self.producer, seconds=10.0)
-        for pool in self.session._reading._claims._pools.values():
+        for pool in self.session._reading._locks._pools.values():
             assert not pool.any(), "blocks are claimed for ever"
         return freed
 

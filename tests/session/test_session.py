@@ -586,7 +586,7 @@ def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
     assert "busy" == refused.value.state
     assert (SessionLeftovers(engines=1), {}) == (
         session.leftovers(),
-        session._reading._claims._names,
+        session._reading._locks._names,
     )
     for flight in net.moving:
         flight.land()

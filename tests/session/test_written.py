@@ -12,7 +12,7 @@ from refused import words
 
 import kvspec
 from kvspec.descriptors.table import DescriptorTable
-from kvspec.session.written import Claims, blocks_of, pushed_of
+from kvspec.session.written import BlockLocks, blocks_of, pushed_of
 
 SIZES: dict[str, Any] = {"block_size": 4, "total_num_kv_heads": 2, "head_size": 8, "dtype": "int8"}
 FULL = kvspec.FullAttentionSpec(**SIZES)
@@ -126,7 +126,7 @@ def test_excluded_layer_of_group_needs_no_blocks() -> None:
     }
 
 
-def test_claims_end() -> None:
+def test_block_locks_end() -> None:
     """Blocks belong to one load until it is over; groups of one pool have the same ones."""
     engine = builders.engine(FULL, WINDOW)
     separate = kvspec.plan_memory(engine, RANK, 8)
@@ -138,18 +138,18 @@ def test_claims_end() -> None:
         separate.memory,
     )
     for cache, conflicts in ((separate, False), (pooled, True)):
-        claims = Claims(cache)
+        locks = BlockLocks(cache)
         first, second = (
             blocks_of(plan_of(engine), asked(8, tables))
             for tables in ({"g0": [1, 2]}, {"g1": [2, 3]})
         )
-        number = claims.take("a", first)
+        number = locks.acquire("a", first)
         if conflicts:
             with pytest.raises(kvspec.TransferError, match=r"block 2 of group g1 belongs to 'a'"):
-                claims.take("b", second)
-            claims.give(number, first)
-        claims.give(claims.take("b", second), second)
+                locks.acquire("b", second)
+            locks.release(number, first)
+        locks.release(locks.acquire("b", second), second)
         if not conflicts:
-            claims.give(number, first)
-        claims.take("c", first)
-    assert "block ids from 0 to 7" in words(lambda: claims.take("d", {"g1": np.array([8])}))
+            locks.release(number, first)
+        locks.acquire("c", first)
+    assert "block ids from 0 to 7" in words(lambda: locks.acquire("d", {"g1": np.array([8])}))
