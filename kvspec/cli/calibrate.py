@@ -23,7 +23,7 @@ def calibrate(
 ) -> None:
     """Measure transfers between two processes of this machine, and keep what they cost.
 
-    A rank with a staging area chooses by these figures. Measure on a machine that does nothing
+    A rank with a staging buffer chooses by these figures. Measure on a machine that does nothing
     else, with the environment (`UCX_TLS`, `UCX_NET_DEVICES`) that the engines will have.
     """
     wanted = tuple(probes(megabytes << 20))

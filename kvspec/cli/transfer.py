@@ -89,7 +89,7 @@ def transfer(
         help="Change one byte before the comparison, to see it found (exit status 1).",
     ),
     staging: int = of_run(
-        0, metavar="MIB", help="Let all go through an area of so many MiB that can, on each rank."
+        0, metavar="MIB", help="Let all go through a buffer of so many MiB that can, on each rank."
     ),
     kill: int = of_run(
         0,

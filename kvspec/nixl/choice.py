@@ -1,4 +1,4 @@
-"""What both ways of a request cost, before a rank moves it: directly, or through the area.
+"""What both ways of a request cost, before a rank moves it: directly, or through the buffer.
 
 Law: the same ranges and the same costs as a rank's own choice, of a `Staging` with the defaults.
 """
@@ -11,12 +11,12 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import counted, nbytes
-from kvspec.nixl.area import SLOT_BYTES
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.ranges import Ranges, ranges_of
 from kvspec.nixl.rows import checked_rows
 from kvspec.nixl.staged import cost_of, repeated
+from kvspec.nixl.staging_buffer import SLOT_BYTES
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def staged(self) -> bool:
-        """Whether the area is the cheaper way."""
+        """Whether the buffer is the cheaper way."""
         return self.ranges is not None and cost_of(self.ranges, self.costs) < self.direct
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The ranks that live in this process: no two of one name, none of whose areas is another's memory.
+"""The ranks that live in this process: no two of one name, no buffer of one in another's memory.
 
 None when the interpreter ends: threads that still wait for NIXL then would make it abort.
 """
@@ -32,15 +32,15 @@ class Living(Protocol):
 
 @attrs.define(eq=False)
 class Held:
-    """The *memories* that a rank has registered; *areas*: those that it stages through."""
+    """The *memories* that a rank has registered; *buffers*: those that it stages through."""
 
     memories: tuple[Memory, ...] = ()
-    areas: tuple[Memory, ...] = ()
+    buffers: tuple[Memory, ...] = ()
 
     @property
     def caches(self) -> tuple[Memory, ...]:
-        """Those that are no area."""
-        return tuple(memory for memory in self.memories if memory not in self.areas)
+        """Those that are no buffer."""
+        return tuple(memory for memory in self.memories if memory not in self.buffers)
 
 
 _RANKS: weakref.WeakValueDictionary[str, Living] = weakref.WeakValueDictionary()
@@ -67,9 +67,9 @@ def leave(rank: Living) -> None:
             _HELD.pop(rank.name, None)
 
 
-def areas() -> tuple[Memory, ...]:
+def buffers() -> tuple[Memory, ...]:
     """Return what ranks that live stage through."""
-    return tuple(area for held in _held() for area in held.areas)
+    return tuple(buffer for held in _held() for buffer in held.buffers)
 
 
 def memories() -> tuple[Memory, ...]:

@@ -23,19 +23,19 @@ def check_memory_type(value: object) -> None:
 
 
 def new_memories(
-    registered: Sequence[Memory], memories: Iterable[Memory], areas: Sequence[Memory] = ()
+    registered: Sequence[Memory], memories: Iterable[Memory], buffers: Sequence[Memory] = ()
 ) -> tuple[Memory, ...]:
     """Return what of *memories* is still to be registered, given what is *registered*.
 
     A memory inside a registered one is already covered. One that overlaps another without lying
     inside it is refused: a row over the boundary would lie in neither. So is one in staging
-    *areas*.
+    *buffers*.
     """
     given = sequence("memories", memories, "Memories")
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
-    for memory, area in product(wanted, areas):
-        if overlap(memory, area):
-            raise SpecError("memories", text_of(memory), f"no staging area: {text_of(area)}")
+    for memory, buffer in product(wanted, buffers):
+        if overlap(memory, buffer):
+            raise SpecError("memories", text_of(memory), f"no staging buffer: {text_of(buffer)}")
     every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []

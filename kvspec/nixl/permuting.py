@@ -1,4 +1,4 @@
-"""Runs of equal length, copied between a slot of the area and where they belong.
+"""Runs of equal length, copied between a slot of the buffer and where they belong.
 
 Law: only the named bytes change. Addresses were checked before and their owners are held: nothing
 here looks at a size. Host memory by numpy; a GPU's by torch, one kernel that gathers and one that
@@ -35,16 +35,16 @@ def copy_runs(
     *,
     inward: bool,
     place: tuple[str, int] = ("DRAM", 0),
-    spares: tuple[int, ...] = (),
+    scratch: tuple[int, ...] = (),
 ) -> None:
     """Copy *moves* from the slot that begins at *base* to the near side, or back.
 
-    *inward*: as a read does, from the slot. *place*: memory type and device of both. *spares*:
+    *inward*: as a read does, from the slot. *place*: memory type and device of both. *scratch*:
     where `SPARE` bytes begin that are nobody's, below the slot and above it.
     """
     memory_type, device = place
     if memory_type == "DRAM":
-        if not (inward and spares and _copied_whole(base, moves, spares)):
+        if not (inward and scratch and _copied_whole(base, moves, scratch)):
             _copy_on_host(base, moves, inward=inward)
     else:
         copy_by_torch(base, moves, inward=inward, device=f"cuda:{device}")
@@ -67,7 +67,7 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
         slot[where] = near[places]
 
 
-def _copied_whole(base: int, moves: Moves, spares: tuple[int, ...]) -> bool:
+def _copied_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
     """Copy the slot as items of a run's length, those between the runs to a spare place.
 
     That takes one pass where picking runs takes two. False where it cannot be: runs that do not lie
@@ -86,7 +86,7 @@ def _copied_whole(base: int, moves: Moves, spares: tuple[int, ...]) -> bool:
         return False
     if not np.array_equal(item * length, moves.offset - first):
         return False
-    spare = spares[high > base]
+    spare = scratch[high > base]
     start = min(low, spare)
     places = np.full(count, spare - start)
     places[item] = moves.near - start

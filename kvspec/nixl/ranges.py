@@ -154,7 +154,7 @@ class _Windows:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batch:
-    """What one handle moves: ranges of the far side, one after the other in the area.
+    """What one handle moves: ranges of the far side, one after the other in the buffer.
 
     *address*, *length*: of each range. Ranges are *nbytes* together. *chunks*: which of the order's
     chunks it has.

@@ -23,7 +23,6 @@ from kvspec.inputs import flag, seconds
 from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.area import Areas, Staging
 from kvspec.nixl.in_flight import Event, InFlightTransfers, Leftovers
 from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
@@ -31,6 +30,7 @@ from kvspec.nixl.notifications import Inbox, check_payload
 from kvspec.nixl.peers import Peers
 from kvspec.nixl.rows import checked_rows, row_of_one
 from kvspec.nixl.staged import specs_of
+from kvspec.nixl.staging_buffer import Buffers, Staging
 from kvspec.nixl.transfer import Transfer
 from kvspec.nixl.transfer_spec import Operation, Prepared, Sides
 from kvspec.protocol.seal import Secret
@@ -51,7 +51,7 @@ class NixlRank:
     `Transfer` tell how many descriptors were posted after merging. *secret*, by default the
     environment's `KVSPEC_SECRET`, authenticates introductions; `b""` is for channels that
     only trusted programs reach. The data itself NIXL neither authenticates nor encrypts. *staging*:
-    bytes, or a `Staging`: the area through which short runs go where that takes less time.
+    bytes, or a `Staging`: the buffer through which short runs go where that takes less time.
 
     Methods may be called from any thread; one runs at a time. Close it, or use it in a `with`.
     """
@@ -76,12 +76,12 @@ class NixlRank:
         self._inbox = Inbox(self._agent)
         self._peers = Peers(self._agent, self._inbox, key)
         self._in_flight = InFlightTransfers(self._agent, self._inbox)
-        self._areas = Areas(Staging.of(staging), self.register, self._in_flight, self._held)
+        self._buffers = Buffers(Staging.of(staging), self.register, self._in_flight, self._held)
         self._aborted = False  # whether handles were released in flight: only the agent's end helps
         self._probe = np.zeros(PROBES, np.uint8)  # peers read the first byte, this rank the others
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
-        self._areas.open()
+        self._buffers.open()
         living.enter(self, self._held)
 
     def __repr__(self) -> str:
@@ -134,11 +134,11 @@ class NixlRank:
         """Register *memories*, each once, and hold *owner* (what owns their bytes) until closed.
 
         A memory inside a registered one is covered; any other overlap, also with another rank's
-        area, is a `SpecError`. Metadata taken before does not tell of them.
+        buffer, is a `SpecError`. Metadata taken before does not tell of them.
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
-            for memory in new_memories(self._held.memories, memories, living.areas()):
+            for memory in new_memories(self._held.memories, memories, living.buffers()):
                 self._registered.append(self._agent.register(memory))
                 self._held.memories += (memory,)
 
@@ -237,7 +237,7 @@ class NixlRank:
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
     ) -> tuple[Transfer, ...]:
         """Start a read or write of each (local, ids, remote, ids): none unless all are right."""
-        found = specs_of(self._agent, operation, pairs, self._areas, request, timeout)
+        found = specs_of(self._agent, operation, pairs, self._buffers, request, timeout)
         return self._in_flight.start(found)
 
     def reap(self) -> tuple[Transfer, ...]:

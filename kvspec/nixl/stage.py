@@ -1,7 +1,7 @@
-"""One order that goes through the area: ranges of the peer's memory, and what becomes of each.
+"""One order that goes through the buffer: ranges of the peer's memory, and what becomes of each.
 
 Law: what is written is what the order would write directly, and nothing beside it: what a range
-holds of others stays in the area.
+holds of others stays in the buffer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import attrs
 import numpy as np
 
 from kvspec.nixl.agent import Agent, Subject
-from kvspec.nixl.area import Area
 from kvspec.nixl.permuting import copy_runs
 from kvspec.nixl.ranges import Batch, Ints, Ranges
+from kvspec.nixl.staging_buffer import StagingBuffer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Stage:
-    """How one order is staged: its *ranges*, through *area*."""
+    """How one order is staged: its *ranges*, through *buffer*."""
 
-    area: Area
+    buffer: StagingBuffer
     ranges: Ranges
     device: int  # of the peer's memory
     inward: bool
@@ -41,28 +41,28 @@ class Stage:
         remote_type: str,
         subject: Subject,
         batch: Batch,
-        room: int,
+        slot: int,
     ) -> int:
-        """Return nixl's handle for a batch that goes through *room*; what is written is there."""
-        base = self.area.address(room)
+        """Return nixl's handle for a batch that goes through *slot*; what is written is there."""
+        base = self.buffer.address(slot)
         if not self.inward:
             self._copy(batch, base)
-        memory = self.area.memory
+        memory = self.buffer.memory
         near = _descriptors(base + batch.offset, batch.length, memory.device)
         far = _descriptors(batch.address, batch.length, self.device)
         sides = (memory.memory_type, near), (remote_type, far)
         return agent.make_plain(operation, *sides, subject)
 
-    def land(self, batch: Batch, room: int) -> None:
+    def land(self, batch: Batch, slot: int) -> None:
         """Take what is done: what was read goes where it belongs."""
         if self.inward:
-            self._copy(batch, self.area.address(room))
+            self._copy(batch, self.buffer.address(slot))
 
     def _copy(self, batch: Batch, base: int) -> None:
-        memory = self.area.memory
+        memory = self.buffer.memory
         place = memory.memory_type, memory.device
         for moves in self.ranges.moves(batch):
-            copy_runs(base, moves, inward=self.inward, place=place, spares=self.area.spares)
+            copy_runs(base, moves, inward=self.inward, place=place, scratch=self.buffer.scratch)
 
 
 def _descriptors(address: Ints, length: Ints, device: int) -> NDArray[np.uint64]:

@@ -15,12 +15,12 @@ from kvspec.descriptors.selection import Picked, Selection
 from kvspec.errors import SpecError
 from kvspec.inputs import sequence
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.area import Areas
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.merging import Pairing
 from kvspec.nixl.ranges import Ranges, Repeated, ranges_of
 from kvspec.nixl.rows import StridedRows
 from kvspec.nixl.stage import Stage
+from kvspec.nixl.staging_buffer import Buffers
 from kvspec.nixl.transfer_spec import Operation, Sides, TransferSpec, spec_of
 from kvspec.ownership.replicas import Role
 
@@ -34,7 +34,7 @@ def specs_of(
     agent: Agent,
     operation: Operation,
     pairs: Iterable[Sides],
-    areas: Areas,
+    buffers: Buffers,
     request: object,
     timeout: object,
 ) -> tuple[TransferSpec, ...]:
@@ -46,13 +46,13 @@ def specs_of(
         if not isinstance(each, tuple) or len(each) != 4:  # noqa: PLR2004 - as `SIDES` are
             raise SpecError("pairs", each, SIDES)
         spec = spec_of(agent, operation, each[:2], each[2:], request=request, timeout=timeout)
-        found.append(staged(spec, each[1], areas))
+        found.append(staged(spec, each[1], buffers))
     return tuple(found)
 
 
-def staged(spec: TransferSpec, selection: object, areas: Areas) -> TransferSpec:
+def staged(spec: TransferSpec, selection: object, buffers: Buffers) -> TransferSpec:
     """Return *spec*, to be staged if that is cheaper; *selection*: what it was found of."""
-    staging, pairs = areas.staging, spec.pairs
+    staging, pairs = buffers.staging, spec.pairs
     if staging is None:
         return spec
     costs, always = staging.costs, staging.always and pairs.nbytes > 0
@@ -70,9 +70,9 @@ def staged(spec: TransferSpec, selection: object, areas: Areas) -> TransferSpec:
     )
     if ranges is None or not (always or cost_of(ranges, costs) < direct):
         return spec
-    area = areas.beside(staging, spec.local.memory_type, devices[0] or 0)
+    buffer = buffers.beside(staging, spec.local.memory_type, devices[0] or 0)
     return attrs.evolve(
-        spec, stage=Stage(area=area, ranges=ranges, device=devices[1] or 0, inward=inward)
+        spec, stage=Stage(buffer=buffer, ranges=ranges, device=devices[1] or 0, inward=inward)
     )
 
 

@@ -26,7 +26,7 @@ class Transfer:
 
     *request*, *peer*, *descriptors* (pairs of ids), *nbytes*, *handles* (batches posted so far),
     *error* (None unless it failed) and, if the rank captures telemetry, *posted*: the descriptors
-    that nixl did post. *staged*: whether it goes through the area.
+    that nixl did post. *staged*: whether it goes through the buffer.
     """
 
     def __init__(self, agent: Agent, spec: TransferSpec) -> None:
@@ -35,8 +35,8 @@ class Transfer:
         self.peer = spec.remote.peer or ""
         self.descriptors = len(spec.pairs.local_ids)
         self.staged = spec.stage is not None
-        self.area = None if spec.stage is None else spec.stage.area
-        self.ticket: int | None = None  # its place in the line for a slot of the area
+        self.buffer = None if spec.stage is None else spec.stage.buffer
+        self.ticket: int | None = None  # its place in the line for a slot of the buffer
         self.nbytes = spec.pairs.nbytes
         self.handles = 0
         self.posted: int | None = 0 if agent.telemetry else None
@@ -46,7 +46,7 @@ class Transfer:
         self._agent = agent
         self._deadline = time.monotonic() + spec.timeout
         self._pending: deque[slice | Batch] = deque(spec.batches)
-        self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # handles: what, and its room
+        self._in_flight: dict[int, tuple[slice | Batch, int]] = {}  # handles: what, and its slot
         self._turn = 0.0  # when it has moved on enough for one step
         self._settled = 0
 
@@ -73,8 +73,8 @@ class Transfer:
 
     @property
     def slots_held(self) -> tuple[int, ...]:
-        """Which slots of the area are its own; none can be another's before they are over."""
-        return tuple(room for _, room in self._in_flight.values()) if self.staged else ()
+        """Which slots of the buffer are its own; none can be another's before they are over."""
+        return tuple(slot for _, slot in self._in_flight.values()) if self.staged else ()
 
     @property
     def over(self) -> bool:
@@ -89,8 +89,8 @@ class Transfer:
         """
         with self._agent.locked():
             self.step()
-            if self.area is not None and self.ticket is not None and self.state == "PROC":
-                self.area.move_on(self)
+            if self.buffer is not None and self.ticket is not None and self.state == "PROC":
+                self.buffer.poll_others(self)
             self.delivered = self.delivered or self.state != "PROC"
             if self.error is not None:
                 error = self.error
@@ -191,15 +191,15 @@ class Transfer:
     def _post(self) -> None:
         spec, agent = self.spec, self._agent
         while self._pending and len(self._in_flight) < IN_FLIGHT:
-            batch, room = self._pending[0], 0
-            if self.area is not None:
-                free = self.area.room(self.ticket)
+            batch, slot = self._pending[0], 0
+            if self.buffer is not None:
+                free = self.buffer.free_slot(self.ticket)
                 if free is None:
-                    self.ticket = self.area.ticket() if self.ticket is None else self.ticket
+                    self.ticket = self.buffer.ticket() if self.ticket is None else self.ticket
                     return
-                room, self.ticket = free, None
-            handle = spec.make(agent, batch, room)
-            self._in_flight[handle] = batch, room
+                slot, self.ticket = free, None
+            handle = spec.make(agent, batch, slot)
+            self._in_flight[handle] = batch, slot
             self._pending.popleft()
             self.handles += 1
             if agent.post(handle, spec.subject):
@@ -208,9 +208,9 @@ class Transfer:
                     return
 
     def _settle(self, handle: int) -> None:
-        batch, room = self._in_flight[handle]
+        batch, slot = self._in_flight[handle]
         if self.spec.stage is not None and not isinstance(batch, slice):
-            self.spec.stage.land(batch, room)  # first: if it is interrupted, it is done again
+            self.spec.stage.land(batch, slot)  # first: if it is interrupted, it is done again
         if self.posted is not None:
             self.posted += self._agent.posted(handle)
         self._let_go(handle)

@@ -88,7 +88,7 @@ Sides = tuple[Prepared, "NDArray[np.integer] | Selection", Prepared, "NDArray[np
 class TransferSpec:
     """What was asked for: *operation* "READ" or "WRITE" of *pairs*, within *timeout* seconds.
 
-    *stage*: how it goes through the area, if it does.
+    *stage*: how it goes through the buffer, if it does.
     """
 
     operation: Operation
@@ -123,13 +123,13 @@ class TransferSpec:
         """What handles are made of: slices of the pairs, or batches of the stage's ranges."""
         return self.pairs.batches if self.stage is None else self.stage.batches
 
-    def make(self, agent: Agent, batch: slice | Batch, room: int = 0) -> int:
-        """Return nixl's handle for one of the batches, which goes through *room* of the area."""
+    def make(self, agent: Agent, batch: slice | Batch, slot: int = 0) -> int:
+        """Return nixl's handle for one of the batches, which goes through *slot* of the buffer."""
         handles = self.local.handle(agent), self.remote.handle(agent)  # refuses released lists
         pairs = self.pairs
         if isinstance(batch, Batch):
             stage, kind = instance("stage", self.stage, Stage), self.remote.memory_type
-            return stage.make(agent, self.operation, kind, self.subject, batch, room)
+            return stage.make(agent, self.operation, kind, self.subject, batch, slot)
         if pairs.joined is not None:
             local = self.local.memory_type, pairs.joined.local[batch]
             remote = self.remote.memory_type, pairs.joined.remote[batch]

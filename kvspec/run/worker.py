@@ -148,7 +148,7 @@ class RankRun:
         cache, storage = allocate(engine, self.rank, blocks, self.device)
         name = f"{self.side}-{self.rank}-"  # no secret where the parent's pipes introduce ranks
         area = self.active and self.job.staging << 20
-        staging = Staging(area=area, always=True) if area else None
+        staging = Staging(buffer=area, always=True) if area else None
         with NixlRank(
             prefix=name, secret=self.secret, polled=self.active, staging=staging
         ) as agent:

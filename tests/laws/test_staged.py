@@ -1,4 +1,4 @@
-"""What goes through the area is what would go directly: the same bytes, by the same oracle."""
+"""What goes through the buffer is what would go directly: the same bytes, by the same oracle."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ OPERATIONS = st.sampled_from(["READ", "WRITE"])
 
 @st.composite
 def stagings(draw: st.DrawFn) -> Staging:
-    """Draw areas of one batch to many, and gaps that are read from none to all."""
+    """Draw buffers of one slot to many, and gaps that are read from none to all."""
     area = draw(st.sampled_from([4096, 1 << 14, 1 << 20]))
     batch = draw(st.sampled_from([1 << 20, 4096, 1024, 256]))
     costs = Costs(descriptor=draw(st.sampled_from([0.0, 3e-9, 3e-8, 3e-6])))
-    return Staging(area=area, slot_bytes=batch, costs=costs, always=True)
+    return Staging(buffer=area, slot_bytes=batch, costs=costs, always=True)
 
 
 @given(strategies.cases() | strategies.sharing_cases(), stagings(), OPERATIONS, st.booleans())
 def test_staged_bytes_are_right(drawn: Case, staging: Staging, operation: Any, plain: bool) -> None:
-    """Law 1 over what is pulled and pushed through the area, by selections and by plain ids."""
+    """Law 1 over what is pulled and pushed through the buffer, by selections and by plain ids."""
     here = world(drawn)
     with FakeNixl(), moving(here, operation, staging=staging, telemetry=True) as both:
         for transfer in both.start_all(plain=plain):
@@ -56,7 +56,7 @@ def _longest(transfer: Any) -> int:
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:
-    """Return kvspec with the copies that batches make: a range to the area, and from there on."""
+    """Return kvspec with the copies that batches make: a range to the buffer, and from there on."""
 
     def copies(table: DescriptorTable, wanted: TransferRequest, tokens: Any = None) -> list[Copy]:
         selection = table.select(wanted, tokens=tokens)

@@ -144,7 +144,7 @@ def reaped(rank: NixlRank, seconds: float = 10.0) -> tuple[Transfer, ...]:
     return ()
 
 
-STAGED = Staging(area=1 << 16, slot_bytes=1 << 15, always=True)
+STAGED = Staging(buffer=1 << 16, slot_bytes=1 << 15, always=True)
 """Two batches: 15 blocks go through each at a time, with the gaps between them."""
 
 
@@ -218,7 +218,7 @@ def test_staged_transfers_share_the_area_over_sockets(tcp: str) -> None:
 
 
 def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
-    """What was late arrives in the area, in quarantine; the blocks keep what they had."""
+    """What was late arrives in the buffer, in quarantine; the blocks keep what they had."""
     with worker(tls=tcp) as child, NixlRank(staging=STAGED) as rank:
         side = Side(rank, *child.introduce())
         side.read_blocks(0, 1, "warm").wait()

@@ -1,4 +1,4 @@
-"""The area is shared, bounded and never a way into a cache for what failed, or for others."""
+"""The buffer is shared, bounded and never a way into a cache for what failed, or for others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Pair:
     """Two ranks over a fake nixl: runs lie side by side far away, every fourth place near."""
 
     def __init__(
-        self, area: Any = SLOT_BYTES, slot_bytes: int = SLOT_BYTES, **options: Any
+        self, buffer: Any = SLOT_BYTES, slot_bytes: int = SLOT_BYTES, **options: Any
     ) -> None:
-        settings = Staging(area=area, slot_bytes=slot_bytes, always=True)
+        settings = Staging(buffer=buffer, slot_bytes=slot_bytes, always=True)
         self.near = NixlRank(secret=b"", **{"staging": settings} | options)
         self.far = NixlRank(secret=b"")
         drawn = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_who_is_not_polled_holds_nobody_up(net: FakeNixl) -> None:
 
 
 def test_a_late_read_keeps_its_slot_and_never_lands(net: FakeNixl) -> None:
-    """What arrives after the deadline stays in the area; the slot is free when all is there."""
+    """What arrives after the deadline stays in the buffer; the slot is free when all is there."""
     pair = Pair()
     net.fate = keep
     late = pair.move(ONE, timeout=0.01)
@@ -222,7 +222,7 @@ def test_costs_choose(net: FakeNixl) -> None:
 
 
 def test_a_run_longer_than_a_slot_goes_directly(net: FakeNixl) -> None:
-    """Of an area smaller than a run nothing is used."""
+    """Of a buffer smaller than a run nothing is used."""
     pair = Pair(slot_bytes=RUN - 1)
     transfer = pair.move(LONG)
     transfer.wait()
@@ -236,19 +236,19 @@ READ_ONLY.flags.writeable = False
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"area": 4095}, "staging.area=4095: wanted an int >= 4096"),
-        ({"area": True}, "staging.area"),
-        ({"area": "1 MiB"}, "staging.area='1 MiB': wanted a number of bytes, or a numpy array"),
-        ({"area": np.zeros(SLOT_BYTES - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
-        ({"area": np.zeros((2, SLOT_BYTES), np.uint8)}, "one dimension"),
-        ({"area": np.zeros(2 * SLOT_BYTES, np.uint8)[::2]}, "no gaps"),
-        ({"area": READ_ONLY}, "writable"),
+        ({"buffer": 4095}, "staging.buffer=4095: wanted an int >= 4096"),
+        ({"buffer": True}, "staging.buffer"),
+        ({"buffer": "1 MiB"}, "staging.buffer='1 MiB': wanted a number of bytes, or a numpy array"),
+        ({"buffer": np.zeros(SLOT_BYTES - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
+        ({"buffer": np.zeros((2, SLOT_BYTES), np.uint8)}, "one dimension"),
+        ({"buffer": np.zeros(2 * SLOT_BYTES, np.uint8)[::2]}, "no gaps"),
+        ({"buffer": READ_ONLY}, "writable"),
         (
-            {"area": np.empty(SLOT_BYTES, object)},
-            r"staging.area.dtype='object': wanted plain bytes",
+            {"buffer": np.empty(SLOT_BYTES, object)},
+            r"staging.buffer.dtype='object': wanted plain bytes",
         ),
         (
-            {"area": SimpleNamespace(data_ptr=None)},
+            {"buffer": SimpleNamespace(data_ptr=None)},
             "SimpleNamespace': wanted a torch",
         ),
         ({"slot_bytes": 0}, "staging.slot_bytes=0"),
@@ -272,24 +272,24 @@ def test_nonsense_costs_are_refused(value: Any) -> None:
 def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
     """It is registered and held; no cache may lie in it."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
-    pair = Pair(area=area)
+    pair = Pair(buffer=area)
     pair.move(LONG).wait()
     assert pair.right(LONG)
     assert area.any()
     memory = Memory(area.ctypes.data + 8, 8)
-    with pytest.raises(SpecError, match="wanted no staging area"):
+    with pytest.raises(SpecError, match="wanted no staging buffer"):
         pair.near.register([memory])
 
 
 def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
     """Each would write over what the other has on its way: refused while the first rank lives."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
-    first = Pair(area=area)
+    first = Pair(buffer=area)
     for part in (area, area[SLOT_BYTES:], area.view(np.uint16)):
-        with pytest.raises(SpecError, match=r"staging.area='DRAM .*wanted memory that no other"):
-            NixlRank(secret=b"", staging=Staging(area=part))
+        with pytest.raises(SpecError, match=r"staging.buffer='DRAM .*wanted memory that no other"):
+            NixlRank(secret=b"", staging=Staging(buffer=part))
     first.near.close()
-    NixlRank(secret=b"", staging=Staging(area=area)).close()
+    NixlRank(secret=b"", staging=Staging(buffer=area)).close()
 
 
 def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None:
@@ -300,18 +300,18 @@ def test_what_a_rank_had_that_is_forgotten_may_be_an_area(net: FakeNixl) -> None
     net.fate = keep
     pair.move(ONE)  # which knows its rank, and is known by it
     del pair
-    NixlRank(secret=b"", staging=Staging(area=area)).close()
+    NixlRank(secret=b"", staging=Staging(buffer=area)).close()
 
 
 def test_no_area_is_a_cache(net: FakeNixl) -> None:
     """Not of the same rank, nor of a peer in the process: reading would write to what is read."""
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
-    pair = Pair(area=area)
+    pair = Pair(buffer=area)
     for rank in (pair.near, pair.far):
-        with pytest.raises(SpecError, match="wanted no staging area"):
+        with pytest.raises(SpecError, match="wanted no staging buffer"):
             rank.register([Memory(area.ctypes.data, SLOT_BYTES)])
     with pytest.raises(SpecError, match="wanted memory that no other rank has"):
-        NixlRank(secret=b"", staging=Staging(area=pair.remote))
+        NixlRank(secret=b"", staging=Staging(buffer=pair.remote))
     rows = np.array([(area.ctypes.data, RUN, 0, RUN, 4)], np.uint64)
     with pytest.raises(TransferError, match="is not inside registered DRAM memory"):
         pair.near.prepare(rows)
@@ -319,21 +319,21 @@ def test_no_area_is_a_cache(net: FakeNixl) -> None:
 
 def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
     """By name, when it is first needed; nothing is posted."""
-    pair = Pair(area=1 << 60)
-    with pytest.raises(SpecError, match=r"staging.area='1152921504606846976 bytes': wanted what"):
+    pair = Pair(buffer=1 << 60)
+    with pytest.raises(SpecError, match=r"staging.buffer='1152921504606846976 bytes': wanted what"):
         pair.move(LONG)
     assert (0, True) == (pair.near.live_handles, pair.right())
 
 
 def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
     """Both devices are named; what goes directly is not refused."""
-    pair = Pair(area=np.zeros(2 * SLOT_BYTES, np.uint8))
+    pair = Pair(buffer=np.zeros(2 * SLOT_BYTES, np.uint8))
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "VRAM", 3)], owner=array)
     rows = np.array([(array.ctypes.data, RUN, 3, 2 * RUN, RUNS)], np.uint64)
     pair.lists[0] = pair.near.prepare(rows, "VRAM")
     with pytest.raises(
-        SpecError, match=r"staging.area='DRAM of device 0': wanted VRAM of device 3"
+        SpecError, match=r"staging.buffer='DRAM of device 0': wanted VRAM of device 3"
     ):
         pair.move(LONG)
 
@@ -342,7 +342,7 @@ def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
     """What is under way fails, and no byte of it reaches the cache; what comes later is refused."""
     torch = pytest.importorskip("torch")
     area = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
-    pair = Pair(area=area)
+    pair = Pair(buffer=area)
     pair.move(ONE).wait()
     net.fate = keep
     transfer = pair.move(OTHER)
@@ -350,14 +350,14 @@ def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
     area.untyped_storage().resize_(0)
     with pytest.raises(TransferError, match="freed or moved while in use"):
         transfer.wait()
-    with pytest.raises(SpecError, match=r"staging.area='0 bytes': wanted 8192 bytes, not freed"):
+    with pytest.raises(SpecError, match=r"staging.buffer='0 bytes': wanted 8192 bytes, not freed"):
         pair.move(OTHER, name="s")
     assert (True, 0) == (pair.right(ONE), pair.near.live_handles)
     pair.near.close()  # or whoever is given that memory next could not register it
 
 
 def test_host_memory_of_any_device_has_an_area(net: FakeNixl) -> None:
-    """Nixl numbers devices of host memory too; the area has the number of what it is beside."""
+    """Nixl numbers devices of host memory too; the buffer has the number of what it is beside."""
     pair = Pair()
     array = np.zeros(SIZE, np.uint8)
     pair.near.register([Memory(array.ctypes.data, SIZE, "DRAM", 3)], owner=array)
@@ -421,8 +421,8 @@ def test_what_lies_between_runs_goes_to_a_spare_place(length: int, side: str) ->
         expected[other : other + length] = held[start : start + length]
     address = held.ctypes.data
     moves = Moves(offset=item * length, near=address + place + order * length, length=length)
-    spares = address + sizes[0], address + above
-    assert (side != "both") == permuting._copied_whole(address + base, moves, spares)
-    permuting.copy_runs(address + base, moves, inward=True, spares=spares)
+    scratch = address + sizes[0], address + above
+    assert (side != "both") == permuting._copied_whole(address + base, moves, scratch)
+    permuting.copy_runs(address + base, moves, inward=True, scratch=scratch)
     for each in (slice(0, sizes[0]), slice(base, above), slice(end, None)):
         assert expected[each].tobytes() == held[each].tobytes()

@@ -123,7 +123,7 @@ PLAIN: dict[str, Call] = {
     "verify": (kvspec.verify, {
         "plan": PLAN, "producers": {RankId(): CACHES[0]}, "consumers": {}, "request": ASKED,
     }),
-    "staging": (Staging, {"area": 4096, "slot_bytes": 4096, "costs": Costs(), "always": False}),
+    "staging": (Staging, {"buffer": 4096, "slot_bytes": 4096, "costs": Costs(), "always": False}),
     "costs": (Costs, {"handle": 0.0, "byte": 0.0, "run": 0.0}),
     "calibrated": (calibrated, {"path": "/nowhere"}),
     "held prompt": (PrefillTicket, PROMPT),

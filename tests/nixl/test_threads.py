@@ -14,7 +14,17 @@ from lines import Other, between_lines
 from nixl_pair import Pair
 
 from kvspec import TransferError
-from kvspec.nixl import Leftovers, NixlRank, Staging, area, batches, living, peers, rank, transfer
+from kvspec.nixl import (
+    Leftovers,
+    NixlRank,
+    Staging,
+    batches,
+    living,
+    peers,
+    rank,
+    staging_buffer,
+    transfer,
+)
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 ROWS = [(0, 512, 1024, 40)]
@@ -49,7 +59,7 @@ def test_ranks_are_made_while_others_register(net: FakeNixl) -> None:
     """Who looks through all that live is not disturbed by who begins to, or ends."""
     made: list[NixlRank] = []
     with NixlRank(), NixlRank():
-        for look in (living.areas, living.memories, lambda: NixlRank().close()):
+        for look in (living.buffers, living.memories, lambda: NixlRank().close()):
             for place in range(1, 12, 2):
                 begin = Other(lambda: made.append(NixlRank()))
                 end = Other(lambda: made.pop().close())
@@ -156,11 +166,11 @@ def test_an_area_is_made_once(net: FakeNixl) -> None:
     """However many threads are the first to need it."""
     with NixlRank() as far:
         for place in range(0, 30, 3):
-            with NixlRank(staging=Staging(area=1 << 16, always=True)) as near:
+            with NixlRank(staging=Staging(buffer=1 << 16, always=True)) as near:
                 pair = Pair(near, far)
                 before = near.leftovers().registrations
                 other = Other(lambda pair=pair: pair.read(40, 40))
-                with between_lines(other.at(place), area):
+                with between_lines(other.at(place), staging_buffer):
                     assert pair.read(0, 40).staged
                 other.join()
                 assert before + 1 == near.leftovers().registrations

@@ -57,7 +57,7 @@ def pair(net: FakeNixl) -> Iterator[tuple[Side, Side]]:
 def either(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     """Return two engines over memory, also through areas of two batches, and over nixl."""
     staging = (
-        Staging(area=4096, slot_bytes=2048, always=True) if request.param == "staged" else None
+        Staging(buffer=4096, slot_bytes=2048, always=True) if request.param == "staged" else None
     )
     if request.param == "real":
         pytest.importorskip("nixl_cu13", reason="needs nixl")
@@ -661,7 +661,7 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
 
 def test_a_load_of_which_nothing_was_posted_leaves_its_blocks_as_they_were(net: FakeNixl) -> None:
     """It waits for room in the area: nothing of it is undefined when it is given up."""
-    staging = Staging(area=4096, slot_bytes=4096, always=True)
+    staging = Staging(buffer=4096, slot_bytes=4096, always=True)
     with (
         Side("P", engine(1), polled=False) as producer,
         Side("D", engine(1), polled=True, staging=staging) as consumer,
