@@ -72,7 +72,7 @@ def _loaded(options: Options) -> Row:
             request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")
             producer.ledger.hold(remote_id, blocks=request.producer_blocks)
             one = consumer.load(request, remote_id=remote_id, timeout=60.0, digest=digest)
-            while one.poll() == "moving" or consumer.leftovers().loads:
+            while one.poll() == "moving" or consumer.stats().loads:
                 producer.poll()
                 consumer.poll()
             if one.error is not None:

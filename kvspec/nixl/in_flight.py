@@ -36,7 +36,7 @@ class Event:
 
 
 @attrs.frozen
-class Leftovers:
+class NixlStats:
     """What a rank holds: all zero once it is closed.
 
     *transfers* that are not over or whose end nobody knows, *handles* in flight, descriptor

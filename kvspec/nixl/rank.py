@@ -23,7 +23,7 @@ from kvspec.inputs import flag, seconds
 from kvspec.memory.regions import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.in_flight import Event, InFlightTransfers, Leftovers
+from kvspec.nixl.in_flight import Event, InFlightTransfers, NixlStats
 from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import Inbox, check_payload
@@ -118,9 +118,9 @@ class NixlRank:
         """Notifications that did not fit into the inbox, by peer; "": of all strangers."""
         return dict(self._inbox.refused)
 
-    def leftovers(self) -> Leftovers:
+    def stats(self) -> NixlStats:
         """Count what the rank holds."""
-        return Leftovers(
+        return NixlStats(
             transfers=len(tuple(self._in_flight)),
             handles=self.live_handles,
             lists=self._peers.lists,

@@ -25,12 +25,12 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
 from kvspec.nixl import NixlRank
-from kvspec.nixl.in_flight import Leftovers
+from kvspec.nixl.in_flight import NixlStats
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.run.contents import RUBBISH, in_memory, truth
 from kvspec.run.worker import prepare, words_of
-from kvspec.session import LoadState, Session, SessionLeftovers, SessionLoad, TcpChannel
+from kvspec.session import LoadState, Session, SessionLoad, SessionStats, TcpChannel
 from kvspec.testing import logical_views
 
 
@@ -69,8 +69,8 @@ class Stand(NamedTuple):
 class Left(NamedTuple):
     """What is left over in a process."""
 
-    session: SessionLeftovers
-    nixl: Leftovers
+    session: SessionStats
+    nixl: NixlStats
     threads: int
 
 
@@ -198,7 +198,7 @@ class ServedRank:
 
     def left(self) -> Left:
         """Return what is left over."""
-        return Left(self.session.leftovers(), self.nixl.leftovers(), threading.active_count())
+        return Left(self.session.stats(), self.nixl.stats(), threading.active_count())
 
     def _spoil(self, tables: Mapping[str, BlockTable]) -> None:
         """Put rubbish into all of a request's blocks."""

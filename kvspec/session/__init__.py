@@ -3,10 +3,10 @@
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.introduction import new_remote_id
 from kvspec.session.ledger import Ledger, Settled
-from kvspec.session.leftovers import SessionLeftovers
 from kvspec.session.load import LoadState, Progress, SessionLoad, SessionPush
 from kvspec.session.prompts import PromptLoad, Prompts
 from kvspec.session.session import Session
+from kvspec.session.stats import SessionStats
 from kvspec.session.ticket import PrefillTicket, content_of
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "PromptLoad",
     "Prompts",
     "Session",
-    "SessionLeftovers",
     "SessionLoad",
     "SessionPush",
+    "SessionStats",
     "Settled",
     "TcpChannel",
     "content_of",

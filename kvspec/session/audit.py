@@ -78,7 +78,7 @@ class Audit:
 
         Return "" once all is equal, what differs once that is known, and None before.
         """
-        if not self.nixl.leftovers().registrations:
+        if not self.nixl.stats().registrations:
             self.verdict = TransferState.CLOSED
             return "the rank was closed before what arrived could be compared"
         try:

@@ -154,7 +154,7 @@ class Ledger:
         Peers on its machine reach the memory still, whatever lies there by then.
         """
         now = self._now()
-        if self._book.held and not self._nixl.leftovers().registrations:
+        if self._book.held and not self._nixl.stats().registrations:
             self._summing.close()
             for name in self._book.held:
                 self.recorded.extend(self._book.abort(name, now))

@@ -30,12 +30,12 @@ from kvspec.session.clock import since_boot
 from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
-from kvspec.session.leftovers import SessionLeftovers, left_over
 from kvspec.session.load import SessionLoad, SessionPush
 from kvspec.session.pushing import Pushing
 from kvspec.session.reading import Reading
 from kvspec.session.remote import ReadOptions
 from kvspec.session.remotes import Remotes, judged
+from kvspec.session.stats import SessionStats, stats_of
 from kvspec.session.summing import Summing
 
 
@@ -258,10 +258,10 @@ class Session:
             self._reading.act()
             self._remotes.leave()
 
-    def leftovers(self) -> SessionLeftovers:
+    def stats(self) -> SessionStats:
         """Count what is not over."""
         with self._lock.held:
-            return left_over(self._reading, self._book, self._pushing, self._remotes, self._summing)
+            return stats_of(self._reading, self._book, self._pushing, self._remotes, self._summing)
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.

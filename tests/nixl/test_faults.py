@@ -133,7 +133,7 @@ with NixlRank(polled=True) as near, NixlRank() as far:
                 left.wait()
             except TransferError as error:
                 assert error.state == "interrupted", error
-    print(alarms > 100, near.live_handles, near.leftovers().transfers)
+    print(alarms > 100, near.live_handles, near.stats().transfers)
 """
     done = run_script(code)
     assert (0, "True 0 0\n") == (done.returncode, done.stdout), done.stderr

@@ -28,7 +28,7 @@ import nixl_worker
 from nixl_pair import memory
 from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
 
-from kvspec.nixl import Leftovers, NixlRank, Prepared, Staging, Transfer
+from kvspec.nixl import NixlRank, NixlStats, Prepared, Staging, Transfer
 
 pytestmark = pytest.mark.nixl
 WORKER = Path(nixl_worker.__file__)
@@ -281,7 +281,7 @@ def test_a_close_in_the_middle_of_a_read_leaves_the_peer_alive(tcp: str) -> None
             transfers = [side.read_blocks(first, 16, f"{turn}") for first in range(0, BLOCKS, 16)]
             rank.close()
             assert {"closed", "DONE"} >= {transfer.state for transfer in transfers}
-            assert Leftovers() == rank.leftovers()
+            assert NixlStats() == rank.stats()
         assert pattern(1).tobytes() == child.ask("storage")
         assert 0 == child.leave()
 
@@ -432,6 +432,6 @@ def test_no_wrong_byte_is_done_under_chaos(tls: str, monkeypatch: pytest.MonkeyP
                     del lane.reads[event.transfer]
             assert time.monotonic() < end + 30
         assert ends["started"] == ends["done"] + ends["failed"]
-        assert (0, 0) == (rank.leftovers().transfers, rank.leftovers().handles)
-    assert Leftovers() == rank.leftovers()
+        assert (0, 0) == (rank.stats().transfers, rank.stats().handles)
+    assert NixlStats() == rank.stats()
     assert sum(lane.kills + lane.stops for lane in lanes) > 3, ends

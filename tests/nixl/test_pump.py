@@ -18,7 +18,7 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from nixl_pair import Pair
 
-from kvspec.nixl import Event, Leftovers, NixlRank, Transfer, batches, notifications
+from kvspec.nixl import Event, NixlRank, NixlStats, Transfer, batches, notifications
 
 pytestmark = pytest.mark.nixl
 
@@ -33,7 +33,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         until(lambda: warm.poll() == "DONE", far)
         near.pump()
         yield ranks
-        until(lambda: not near.leftovers().transfers, far, near)
+        until(lambda: not near.stats().transfers, far, near)
 
 
 def until(true: Callable[[], Any], *polled: NixlRank) -> None:
@@ -91,7 +91,7 @@ def test_bytes_in_quarantine_are_nobody_elses(slow: Pair) -> None:
     with pytest.raises(TransferError, match="quarantine"):
         late.wait()
     refused(lambda: slow.read(12, 1), "10")
-    assert 1 == slow.near.leftovers().transfers == slow.near.leftovers().handles
+    assert 1 == slow.near.stats().transfers == slow.near.stats().handles
     freed: list[object] = []
     until(lambda: freed or freed.extend(slow.near.reap()), slow.far)
     assert [late] == freed
@@ -120,7 +120,7 @@ def test_of_several_none_starts_unless_all_can(slow: Pair) -> None:
         pairs = [(local, free, remote, free), (local, bad, remote, bad)]
         with pytest.raises(error):
             slow.near.move("READ", pairs, request="both", timeout=9)
-        assert 1 == slow.near.leftovers().transfers
+        assert 1 == slow.near.stats().transfers
     pairs = [(local, ids, remote, ids) for ids in (free, np.arange(30, 40))]
     both = slow.near.move("READ", pairs, request="both", timeout=9)
     until(lambda: all(each.poll() == "DONE" for each in (first, *both)), slow.far)
@@ -137,15 +137,15 @@ def test_what_is_done_is_free_before_anybody_asks() -> None:
             transfer = ranks.read(0, 10)
             while transfer.state == "PROC":
                 transfer.step()  # as the pump does, which would tell
-        assert 3 == near.leftovers().transfers
+        assert 3 == near.stats().transfers
         assert ["done"] * 3 == [event.kind for event in pumped(near, count=3)]
-        assert 0 == near.leftovers().transfers
+        assert 0 == near.stats().transfers
 
 
 def test_a_transfer_that_nobody_holds_is_late_and_freed(slow: Pair) -> None:
     """Its deadline holds, it is counted, and each of its ends is told once."""
     slow.read(0, 10, timeout=0.05)
-    assert 1 == slow.near.leftovers().transfers
+    assert 1 == slow.near.stats().transfers
     (failed,) = pumped(slow.near)
     assert failed.transfer is not None
     assert failed.transfer.error is not None
@@ -154,10 +154,10 @@ def test_a_transfer_that_nobody_holds_is_late_and_freed(slow: Pair) -> None:
         failed.peer,
         failed.transfer.error.state,
     )
-    assert 1 == slow.near.leftovers().handles == failed.transfer.live_handles
+    assert 1 == slow.near.stats().handles == failed.transfer.live_handles
     (freed,) = pumped(slow.near, slow.far)
     assert ("freed", failed.transfer) == (freed.kind, freed.transfer)
-    assert (0, 0) == (slow.near.leftovers().transfers, slow.near.leftovers().handles)
+    assert (0, 0) == (slow.near.stats().transfers, slow.near.stats().handles)
     assert () == slow.near.pump()
 
 
@@ -218,10 +218,10 @@ def test_a_pump_waits_no_longer_than_its_budget() -> None:
         assert time.monotonic() - began < 10
 
 
-def test_leftovers_count_everything(slow: Pair) -> None:
+def test_stats_count_everything(slow: Pair) -> None:
     """What a rank holds is counted; a closed one holds nothing."""
     near, far = slow.near, slow.far
-    before = near.leftovers()
+    before = near.stats()
     far.connect(near.metadata())
     far.notify(near.name, b"kept")
     transfer = slow.read(0, 10)
@@ -232,9 +232,9 @@ def test_leftovers_count_everything(slow: Pair) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    until(lambda: near.leftovers().notifications, far)
+    until(lambda: near.stats().notifications, far)
     assert (
-        Leftovers(
+        NixlStats(
             transfers=1,
             handles=1,
             lists=before.lists + 2,
@@ -243,11 +243,11 @@ def test_leftovers_count_everything(slow: Pair) -> None:
             notifications=1,
             threads=1,
         )
-        == near.leftovers()
+        == near.stats()
     )
     near.close(drain=0)
     thread.join(20)
-    assert Leftovers() == near.leftovers()
+    assert NixlStats() == near.stats()
     assert "closed" == transfer.state
 
 
@@ -307,7 +307,7 @@ def test_strangers_are_heard_once_they_are_introduced(monkeypatch: pytest.Monkey
             rank.connect(far.metadata())
             for number in range(4):
                 rank.notify(far.name, b"%d" % number)
-        until(lambda: (far.leftovers().notifications, far.refused) == (6, {"": 2}) or hears(far))
+        until(lambda: (far.stats().notifications, far.refused) == (6, {"": 2}) or hears(far))
         assert [] == far.notifications()
         assert one.name == far.introduce(one.metadata())
         first = far.notifications()
@@ -318,7 +318,7 @@ def test_strangers_are_heard_once_they_are_introduced(monkeypatch: pytest.Monkey
         assert one.name == far.wait_notification(b"heard", 5)
         far.disconnect(one.name)
         one.notify(far.name, b"not any more")
-        until(lambda: far.leftovers().notifications or hears(far))
+        until(lambda: far.stats().notifications or hears(far))
         assert [] == far.notifications()
         with pytest.raises(TransferError, match="is not connected"):
             far.disconnect(one.name)

@@ -624,7 +624,7 @@ def test_transfers_leave_nothing_behind(ranks: Pair) -> None:
         ranks.near.read(lists[0], ids, lists[1], ids, request="r", timeout=5).wait()
         ranks.near.notify(ranks.peer, b"done")
     assert before == open_files()
-    assert (0, 0) == (ranks.near.live_handles, ranks.near.leftovers().transfers)
+    assert (0, 0) == (ranks.near.live_handles, ranks.near.stats().transfers)
 
 
 def test_closing_gives_every_descriptor_of_the_process_back() -> None:

@@ -202,13 +202,13 @@ def test_an_interrupted_landing_is_done_again(
 def test_closing_leaves_no_area(net: FakeNixl) -> None:
     """Its registration goes as all others do."""
     pair = Pair(telemetry=True)
-    before = pair.near.leftovers().registrations
+    before = pair.near.stats().registrations
     transfer = pair.move(LONG)
     transfer.wait()
     assert (3, 3) == (transfer.runs, transfer.posted)
-    assert before + 1 == pair.near.leftovers().registrations
+    assert before + 1 == pair.near.stats().registrations
     pair.near.close()
-    assert 0 == pair.near.leftovers().registrations
+    assert 0 == pair.near.stats().registrations
 
 
 def test_costs_choose(net: FakeNixl) -> None:
@@ -376,7 +376,7 @@ def test_a_pump_moves_all_to_their_ends(net: FakeNixl) -> None:
     for at in range(3):
         pair.move(range(64 * at, 64 * at + 64), name=f"{at}")
     ends = [event.kind for _ in range(9) for event in pair.near.pump(0.01)]
-    assert (["done"] * 3, 0) == (ends, pair.near.leftovers().transfers)
+    assert (["done"] * 3, 0) == (ends, pair.near.stats().transfers)
     assert pair.right(*(range(64 * at, 64 * at + 64) for at in range(3)))
 
 

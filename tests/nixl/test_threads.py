@@ -15,8 +15,8 @@ from nixl_pair import Pair
 
 from kvspec import TransferError
 from kvspec.nixl import (
-    Leftovers,
     NixlRank,
+    NixlStats,
     Staging,
     batches,
     living,
@@ -46,7 +46,7 @@ def test_what_is_held_is_counted_while_peers_come_and_go(net: FakeNixl) -> None:
     """A session's own thread asks that, and would end if it raised."""
     with NixlRank() as near, NixlRank() as far, NixlRank() as third:
         Pair(near, far).lists(ROWS, ROWS)
-        for ask in (near.leftovers, lambda: near.peers):
+        for ask in (near.stats, lambda: near.peers):
             for place in range(1, 10):
                 other = Other(lambda: near.connect(third.metadata()))
                 with between_lines(other.at(place), peers):
@@ -112,7 +112,7 @@ def test_who_waits_to_begin_finds_the_rank_closed(net: FakeNixl) -> None:
         with between_lines(slowly, rank):
             near.close()
         other.join(10)
-        assert (["closed"], Leftovers()) == (refused, near.leftovers())
+        assert (["closed"], NixlStats()) == (refused, near.stats())
 
 
 def test_a_transfer_may_be_given_up_while_it_posts(
@@ -135,7 +135,7 @@ def test_a_transfer_may_be_given_up_while_it_posts(
             for flight in net.moving:
                 flight.land()
             near.reap()
-            assert Leftovers().transfers == near.leftovers().transfers
+            assert NixlStats().transfers == near.stats().transfers
 
 
 class AlarmError(Exception):
@@ -168,9 +168,9 @@ def test_an_area_is_made_once(net: FakeNixl) -> None:
         for place in range(0, 30, 3):
             with NixlRank(staging=Staging(buffer=1 << 16, always=True)) as near:
                 pair = Pair(near, far)
-                before = near.leftovers().registrations
+                before = near.stats().registrations
                 other = Other(lambda pair=pair: pair.read(40, 40))
                 with between_lines(other.at(place), staging_buffer):
                     assert pair.read(0, 40).staged
                 other.join()
-                assert before + 1 == near.leftovers().registrations
+                assert before + 1 == near.stats().registrations

@@ -59,7 +59,7 @@ def test_a_load_that_is_no_load_is_refused(
     given = {"request": request(), "remote_id": remote_id, "timeout": 5.0}
     with pytest.raises(SpecError, match=words):
         first(pair[1]).load(**given | more)
-    assert 0 == first(pair[1]).leftovers().loads
+    assert 0 == first(pair[1]).stats().loads
     (load,) = pair[1].load(request(), remote_id)
     until(lambda: load.poll() == "done", *pair)
 
@@ -84,7 +84,7 @@ def test_a_push_that_is_no_push_is_refused(
     given = {"request": request(), "remote_id": remote_id, "timeout": 5.0, "epoch": 1}
     with pytest.raises(SpecError, match=words):
         first(pair[0]).push(**given | more)
-    assert 0 == first(pair[0]).leftovers().pushes
+    assert 0 == first(pair[0]).stats().pushes
 
 
 def test_a_thread_is_wanted_or_not() -> None:
@@ -102,13 +102,13 @@ def test_what_a_session_is_made_of_is_right_or_refused(argument: str) -> None:
     """By name, before its memory is registered."""
     with FakeNixl(), NixlRank(secret=b"") as nixl:
         cache, _ = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=2)
-        before = nixl.leftovers()
+        before = nixl.stats()
         given = {"nixl": nixl, "cache": cache, "engine_id": "P"}
         for value in STRANGE:
             if value is not None:
                 with pytest.raises(SpecError, match=f"^{argument}="):
                     Session(**given | {argument: value})
-        assert before == nixl.leftovers()
+        assert before == nixl.stats()
 
 
 class Handing:

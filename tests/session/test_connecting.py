@@ -11,7 +11,7 @@ from lines import Other, between_lines
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.session import Session, SessionLeftovers, remote, remotes
+from kvspec.session import Session, SessionStats, remote, remotes
 from kvspec.testing import FakeNixl
 
 
@@ -55,7 +55,7 @@ def test_a_meeting_that_fails_breaks_no_other(net: FakeNixl, pair: tuple[Side, S
     with pytest.raises(TransferError, match="P-tp1"):
         session.connect(producer.introductions, role="consumer")
     last.alive = True
-    assert (2, 1) == (len(session.nixl.peers), session.leftovers().engines)
+    assert (2, 1) == (len(session.nixl.peers), session.stats().engines)
     assert loads(producer, session, "r")
 
 
@@ -71,14 +71,14 @@ def test_who_is_parted_from_while_it_is_met(pair: tuple[Side, Side]) -> None:
             session.connect(producer.introductions, role="consumer")
             failed -= 1
         other.join()
-        met = session.leftovers().engines
+        met = session.stats().engines
         assert bool(met) == bool(session.nixl.peers)
         assert loads(producer, session, f"a{place}") in (False, met > 1)
         for role in ("consumer", "producer"):
             session.connect(producer.introductions, role=role)
         assert loads(producer, session, f"b{place}")
         session.disconnect("P")
-        assert (0, ()) == (session.nixl.leftovers().lists, session.nixl.peers)
+        assert (0, ()) == (session.nixl.stats().lists, session.nixl.peers)
         session.connect(producer.introductions)
     assert failed
 
@@ -88,7 +88,7 @@ def test_a_rank_may_be_closed_before_its_session(pair: tuple[Side, Side]) -> Non
     (session,) = pair[1].sessions.values()
     session.nixl.close()
     session.close()
-    assert SessionLeftovers() == session.leftovers()
+    assert SessionStats() == session.stats()
 
 
 def test_nobody_waits_for_a_session_that_is_closed(pair: tuple[Side, Side]) -> None:

@@ -79,7 +79,7 @@ def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
     """Wait until all of *loads* ended, and return how; then nothing is summed any more."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     sessions = [session for side in sides for session in side.sessions.values()]
-    until(lambda: not any(s.leftovers().sums + s.leftovers().loads for s in sessions), *sides)
+    until(lambda: not any(s.stats().sums + s.stats().loads for s in sessions), *sides)
     return [load.state for load in loads]
 
 
@@ -235,7 +235,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         session.poll()
         (why,) = session.ledger.poll().foreign
         assert "rows=range(0, 3): wanted rows of ssm, which has 1" in why
-        assert 0 == session.leftovers().sums
+        assert 0 == session.stats().sums
 
 
 def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
@@ -248,7 +248,7 @@ def test_what_was_summed_for_one_load_is_no_answer_to_the_next() -> None:
         assert first.audit is not None
         numbers = {*first.audit._begun()}
         first.cancel()
-        until(lambda: not session.leftovers().loads, *sides)
+        until(lambda: not session.stats().loads, *sides)
         other = attrs.evolve(asked, request_id="again", cached_tokens=7)
         again = session.load(other, remote_id=first.remote_id, timeout=9.0, digest=True)
         until(lambda: again.held_back and not again.in_flight, consumer)
@@ -269,7 +269,7 @@ def test_what_is_known_by_then_is_said() -> None:
             assert "timeout" == load.error.state
             assert "not there in time; layers l.0" in load.error.message
             assert "what arrived is not what tp" in load.error.message
-        until(lambda: not any(s.leftovers().loads for s in consumer.sessions.values()), *sides)
+        until(lambda: not any(s.stats().loads for s in consumer.sessions.values()), *sides)
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["producer", "consumer"])

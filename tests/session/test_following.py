@@ -190,9 +190,9 @@ def test_who_is_parted_from_leaves_no_list(pair: tuple[Side, Side]) -> None:
         prefill.compute(14, *LAYERS)
         assert {"done"} == set(ended(loads, *pair))
         for session in consumer.sessions.values():
-            assert session.nixl.leftovers().lists > 2
+            assert session.nixl.stats().lists > 2
             session.disconnect("P")
-            left = session.nixl.leftovers()
+            left = session.nixl.stats()
             assert (0, 0, ()) == (left.lists, left.peers, session.nixl.peers)
         consumer.connect(producer)
 
@@ -220,7 +220,7 @@ def test_what_is_never_written_fails_in_time(pair: tuple[Side, Side]) -> None:
     assert {"timeout"} == {load.error.state for load in loads if load.error}
     assert all(load.undefined_blocks for load in loads)
     sessions = [*producer.sessions.values(), *consumer.sessions.values()]
-    until(lambda: not any(s.leftovers().held + s.leftovers().loads for s in sessions), *pair)
+    until(lambda: not any(s.stats().held + s.stats().loads for s in sessions), *pair)
 
 
 def test_what_is_cancelled_stops_following(pair: tuple[Side, Side]) -> None:

@@ -74,14 +74,14 @@ class Pair:
             self.now += 0.5
             for part in self.producer.settled():
                 freed.extend(part)
-            left = self.session.leftovers()
+            left = self.session.stats()
             return not (
                 left.loads
                 or left.steps
                 or self.session._reading.moving
                 or self.session._reading._locks._names
-                or self.session.nixl.leftovers().transfers
-                or self.other.leftovers().held
+                or self.session.nixl.stats().transfers
+                or self.other.stats().held
             )
 
         until(over, self.consumer, self.producer, seconds=10.0)

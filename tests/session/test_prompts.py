@@ -277,7 +277,7 @@ def test_who_was_not_asked_for_the_longest_is_parted_from() -> None:
         read(1, "again")
         assert {"P", "Q"} == met()
         (first,) = producers[0].sessions.values()
-        until(lambda: not first.leftovers().held)
+        until(lambda: not first.stats().held)
         assert {"P", "Q"} == {*prompts._connections}
         gone = held((*producers[0].addresses,), engine_id="P", remote_id=new_remote_id("gone"))
         lost = prompts.load(gone, request("lost", producer_blocks=BLOCKS, consumer_blocks=BLOCKS))

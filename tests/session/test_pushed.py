@@ -180,7 +180,7 @@ def test_blocks_belong_to_one_load(net: FakeNixl, first: str, second: str) -> No
         for wrong in (request("b"), one):
             with pytest.raises(TransferError, match=r"block \d of group full belongs to 'a'.*busy"):
                 consumer.load(wrong, names[1], **modes[second])
-        assert 1 == session.leftovers().loads
+        assert 1 == session.stats().loads
         net.fate = FakeFlight.land
         consumer.load(elsewhere, names[1], **modes[second])
         open_.cancel()
@@ -355,7 +355,7 @@ def test_who_was_lost_in_a_push_is_met_anew(net: FakeNixl, lost: bool) -> None:
         for flight in net.moving:
             flight.land()
         until(lambda: push_.poll() == "failed", producer)
-        assert (0, 0) == (session.nixl.leftovers().transfers, session.nixl.leftovers().handles)
+        assert (0, 0) == (session.nixl.stats().transfers, session.nixl.stats().handles)
         net.fate = FakeFlight.land
         assert lost is (session.connect(consumer.introductions, role="consumer") is not known)
         producer.poll()

@@ -23,7 +23,7 @@ from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank, Staging
 from kvspec.protocol import Message, encode_handshake
-from kvspec.session import Session, SessionLeftovers, SessionLoad, TcpChannel
+from kvspec.session import Session, SessionLoad, SessionStats, TcpChannel
 from kvspec.session.introduction import INTRODUCTION, introduced, key_of
 from kvspec.testing import FakeFlight, FakeNixl
 
@@ -75,7 +75,7 @@ def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
 def quiet(*sides: Side) -> None:
     """Wait until nothing is said or held any more."""
     sessions = [session for side in sides for session in side.sessions.values()]
-    until(lambda: not any(s.leftovers().loads + s.leftovers().held for s in sessions), *sides)
+    until(lambda: not any(s.stats().loads + s.stats().held for s in sessions), *sides)
 
 
 def test_a_request_is_loaded_and_freed(either: tuple[Side, Side]) -> None:
@@ -95,8 +95,8 @@ def test_a_request_is_loaded_and_freed(either: tuple[Side, Side]) -> None:
     assert ["cmpl-1"] * 4 == done
     quiet(producer, consumer)
     for session in (*producer.sessions.values(), *consumer.sessions.values()):
-        assert 0 == session.nixl.leftovers().transfers
-        assert (0, 0, 0) == attrs.astuple(session.leftovers())[:3]
+        assert 0 == session.nixl.stats().transfers
+        assert (0, 0, 0) == attrs.astuple(session.stats())[:3]
 
 
 @pytest.mark.parametrize("wrong", [None, "1", True, -1, float("nan"), float("inf"), 10**400])
@@ -247,7 +247,7 @@ def test_all_is_checked_before_anything_moves(pair: tuple[Side, Side]) -> None:
         given: dict[str, Any] = {"remote_id": remote_id, "timeout": 1.0} | more
         with pytest.raises(error, match=words):
             session.load(asked, **given)
-        assert 0 == session.leftovers().loads == session.nixl.leftovers().transfers
+        assert 0 == session.stats().loads == session.nixl.stats().transfers
     load = session.load(good, remote_id=remote_id, timeout=9.0)
     with pytest.raises(SpecError, match="a request that is not open"):
         session.load(good, remote_id=new_remote_id("r"), timeout=9.0)
@@ -388,10 +388,10 @@ def test_what_is_wrong_registers_nothing(net: FakeNixl, wrong: dict[str, Any], w
     """A session that was refused leaves the rank as it was: another can have the same memory."""
     cache, storage = kvspec.allocate(engine(1), kvspec.RankId(), num_blocks=2)
     with NixlRank("r", polled=True) as nixl:
-        before = nixl.leftovers()
+        before = nixl.stats()
         with pytest.raises(SpecError, match=words):
             Session(nixl, cache, **{"engine_id": "D", "owner": storage} | wrong)
-        assert before == nixl.leftovers()
+        assert before == nixl.stats()
 
 
 def test_introductions_are_fetched_over_the_channel(pair: tuple[Side, Side]) -> None:
@@ -495,7 +495,7 @@ def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
         quiet(again, consumer)
         for session in consumer.sessions.values():
             assert 1 == len(session.nixl.peers)
-            assert (1, 0) == (session.leftovers().engines, session.leftovers().leaving)
+            assert (1, 0) == (session.stats().engines, session.stats().leaving)
             session.disconnect("P")
             assert () == session.nixl.peers
             with pytest.raises(SpecError, match="none yet"):
@@ -511,11 +511,11 @@ def test_a_closed_session_leaves_nothing(pair: tuple[Side, Side]) -> None:
     session.close()
     assert "failed" == load.poll()
     assert "cancelled" in str(load.error)
-    assert (0, 0) == (len(session.nixl.peers), session.nixl.leftovers().transfers)
+    assert (0, 0) == (len(session.nixl.peers), session.nixl.stats().transfers)
     assert 0 == len(session.channel)  # type: ignore[arg-type]
     session.nixl.close()
     assert "failed" == load.poll()
-    assert SessionLeftovers(loads=session.leftovers().loads) == session.leftovers()
+    assert SessionStats(loads=session.stats().loads) == session.stats()
 
 
 def test_a_closed_rank_holds_nothing(pair: tuple[Side, Side]) -> None:
@@ -565,7 +565,7 @@ def test_a_failed_load_is_over_when_nothing_moves(net: FakeNixl, pair: tuple[Sid
         flight.land()
     assert ["failed"] == ended([load], producer, consumer)
     quiet(producer, consumer)
-    assert 0 == session.nixl.leftovers().transfers
+    assert 0 == session.nixl.stats().transfers
 
 
 def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
@@ -584,8 +584,8 @@ def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
     with pytest.raises(TransferError) as refused:
         session.load(request(), remote_id=remote_id, timeout=9.0)
     assert "busy" == refused.value.state
-    assert (SessionLeftovers(engines=1), {}) == (
-        session.leftovers(),
+    assert (SessionStats(engines=1), {}) == (
+        session.stats(),
         session._reading._locks._names,
     )
     for flight in net.moving:
@@ -920,7 +920,7 @@ def test_a_pushed_load_needs_blocks(pushing: tuple[Side, Side]) -> None:
     asked: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0, "pushed": True}
     with pytest.raises(SpecError, match=r"consumer_blocks\['full'\].*blocks for tokens 0..13"):
         session.load(request(consumer_blocks=short), **asked)
-    assert 0 == session.leftovers().loads
+    assert 0 == session.stats().loads
 
 
 def test_a_producer_that_is_gone_pushes_nothing(pushing: tuple[Side, Side]) -> None:
@@ -953,7 +953,7 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
         net.fate = FakeFlight.land
         for role in ("producer", "consumer"):
             near.connect(other.introductions, role=role)  # type: ignore[arg-type]
-        assert (2, 0) == (near.leftovers().engines, near.leftovers().leaving)
+        assert (2, 0) == (near.stats().engines, near.stats().leaving)
         asked["remote_id"] = new_remote_id("pushed")
         one.fill(request("pushed"))
         other.spoil(request("pushed"))
@@ -983,7 +983,7 @@ def test_who_cannot_be_prepared_for_is_not_met(net: FakeNixl) -> None:
         life.memory[1:] = []
         with pytest.raises(TransferError, match="not inside memory that was registered"):
             session.connect(producer.introductions)
-        assert ((), 0) == (session.nixl.peers, session.leftovers().engines)
+        assert ((), 0) == (session.nixl.peers, session.stats().engines)
         life.memory[:] = kept
         session.connect(producer.introductions)
         session.disconnect("P")
@@ -1083,7 +1083,7 @@ def test_many_threads_may_load_at_once(net: FakeNixl) -> None:
             thread.join()
         assert ["done"] * 100 == told
         quiet(producer, consumer)
-        assert 0 == session.nixl.leftovers().transfers
+        assert 0 == session.nixl.stats().transfers
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -1105,7 +1105,7 @@ def test_a_fork_does_nothing(net: FakeNixl) -> None:
                 code = 1
                 with contextlib.suppress(BaseException):
                     session.close()
-                    asked = (load.poll, session.poll, session.leftovers, session.ledger.poll)
+                    asked = (load.poll, session.poll, session.stats, session.ledger.poll)
                     code = len({refused(ask) for ask in asked} - {"forked"})
                 os._exit(code)
             assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -37,7 +37,7 @@ def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
     """Wait until all of *loads* are over and their producers told, and return how."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     sessions = sides[1].sessions.values()
-    until(lambda: not any(session.leftovers().loads for session in sessions), *sides)
+    until(lambda: not any(session.stats().loads for session in sessions), *sides)
     return [load.state for load in loads]
 
 

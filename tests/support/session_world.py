@@ -16,9 +16,9 @@ from sessions import engine
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl import Leftovers, NixlRank
+from kvspec.nixl import NixlRank, NixlStats
 from kvspec.run.contents import truth
-from kvspec.session import Session, SessionLeftovers, SessionLoad, new_remote_id
+from kvspec.session import Session, SessionLoad, SessionStats, new_remote_id
 from kvspec.testing import FakeFlight, FakeNixl, logical_views
 from kvspec.testing.positions import rows_of
 
@@ -551,10 +551,10 @@ class World:
             assert reader.load is None or reader.load.state != "moving", "never over"
         for name, side in self.engines.items():
             for rank, session in side.sessions.items():
-                left = session.leftovers()
+                left = session.stats()
                 met = int(name == "D" or self.pushed)
-                assert SessionLeftovers(engines=met) == left, f"{name} {rank}: {left}"
-                mine = session.nixl.leftovers()
+                assert SessionStats(engines=met) == left, f"{name} {rank}: {left}"
+                mine = session.nixl.stats()
                 assert (0, 0) == (mine.transfers, mine.handles)
         for asked in self.asked:
             assert asked.lost or set(self.engines["P"].sessions) == set(asked.freed), "never freed"
@@ -565,4 +565,4 @@ class World:
             for session in side.sessions.values():
                 session.close(drain=0.0)
                 session.nixl.close(drain=0.0)
-                assert Leftovers() == session.nixl.leftovers()
+                assert NixlStats() == session.nixl.stats()

@@ -12,7 +12,7 @@ from kvspec.session.summing import Summing
 
 
 @attrs.frozen
-class SessionLeftovers:
+class SessionStats:
     """What a session holds: all zero once everything came to its end and it is closed.
 
     *loads* of which anything is still said, *steps* that may still write, *pushes* to readers that
@@ -30,11 +30,11 @@ class SessionLeftovers:
     sums: int = 0
 
 
-def left_over(
+def stats_of(
     reading: Reading, book: ProducerLedger, pushing: Pushing, remotes: Remotes, summing: Summing
-) -> SessionLeftovers:
+) -> SessionStats:
     """Count what the parts of a session hold."""
-    return SessionLeftovers(
+    return SessionStats(
         loads=len({*reading.book.open, *reading.loads}),
         steps=reading.book.steps,
         pushes=len(pushing.writing),
