@@ -2,6 +2,7 @@
 
 from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.encode import register
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.handshake import Handshake, disagreements, one_engine
 from kvspec.protocol.load_plan import LoadPlan
@@ -17,7 +18,6 @@ from kvspec.protocol.messages import (
     Release,
     Tell,
 )
-from kvspec.protocol.plain import register
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.states import CONSUMER, PRODUCER, Row

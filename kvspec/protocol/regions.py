@@ -16,7 +16,7 @@ from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError, WireError
 from kvspec.memory.regions import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.reading import Reader, refuse
+from kvspec.protocol.decode import Decoder, refuse
 
 H = TypeVar("H", bound=Hashable)
 
@@ -103,13 +103,13 @@ def _steps(steps: list[int]) -> Steps:
     return unit, tuple(step // unit for step in steps)
 
 
-def read_memory(path: str, reader: Reader, memories: MemoryRuns) -> tuple[Memory, ...]:
+def read_memory(path: str, decoder: Decoder, memories: MemoryRuns) -> tuple[Memory, ...]:
     """Return the memories that a message tells of."""
     kinds, runs, (unit, gaps) = memories
     found: list[Memory] = []
     end = 0
     for number, count in runs:
-        reader.charge(path, count)
+        decoder.charge(path, count)
         if not 0 <= number < len(kinds) or len(found) + count > len(gaps):
             raise WireError(f"{path}.runs", (number, count), "as many gaps, and kinds, as memories")
         for _ in range(count):

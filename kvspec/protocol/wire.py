@@ -21,13 +21,13 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
 from kvspec.protocol.compatibility import SIZE
+from kvspec.protocol.decode import MAX_TEXT, Decoder, refuse
+from kvspec.protocol.encode import Encoder
 from kvspec.protocol.extent import MAX_NAMES, Extent
 from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
 from kvspec.protocol.messages import SUM, Key, Message, RankAddress
-from kvspec.protocol.plain import Writer
 from kvspec.protocol.pushed import SUM as PUSHED_SUM
 from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.reading import MAX_TEXT, Reader, refuse
 from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
 
 VERSION = 6
@@ -126,9 +126,9 @@ _SAME = (
 def encode_handshake(handshake: Handshake) -> bytes:
     """Return *handshake* as bytes; `SpecError` where no peer could read them."""
     shake = instance("handshake", handshake, Handshake)
-    writer = Writer()
+    encoder = Encoder()
     engine, replica_policy = (
-        writer.plain(value)[1] for value in (shake.engine, shake.replica_policy)
+        encoder.encode(value)[1] for value in (shake.engine, shake.replica_policy)
     )
     rank = shake.rank
     fields = HandshakeFields(
@@ -139,7 +139,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
         model=shake.model,
         revision=shake.revision,
         compatibility_hash=bytes.fromhex(shake.compatibility_hash),
-        objects=writer.objects,
+        objects=encoder.objects,
         engine=engine,
         replica_policy=replica_policy,
         memory=written_memory(shake.cache.memory),
@@ -163,13 +163,13 @@ def encode_handshake(handshake: Handshake) -> bytes:
 def decode_handshake(data: bytes) -> Handshake:
     """Return the handshake that *data* is; raise `WireError` for any other bytes."""
     fields = _fields(data)
-    reader = Reader()
-    reader.table("objects", fields.objects)
+    decoder = Decoder()
+    decoder.table("objects", fields.objects)
     engine, replica_policy = (
-        reader.object(path, [number])
+        decoder.object(path, [number])
         for path, number in (("engine", fields.engine), ("replica_policy", fields.replica_policy))
     )
-    cache = _cache(reader, engine, fields)
+    cache = _cache(decoder, engine, fields)
     try:
         shake = Handshake(
             engine_id=fields.engine_id,
@@ -217,12 +217,12 @@ def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
         raise WireError("message", str(error), "MessagePack, whole") from None
 
 
-def _cache(reader: Reader, engine: Any, fields: HandshakeFields) -> RankCache:  # noqa: ANN401
+def _cache(decoder: Decoder, engine: Any, fields: HandshakeFields) -> RankCache:  # noqa: ANN401
     try:
         instance("engine", engine, EngineSpec)
     except SpecError as error:
         refuse("message", error, "a handshake")
-    memory = read_memory("memory", reader, fields.memory)
+    memory = read_memory("memory", decoder, fields.memory)
     return read_cache("regions", engine, RankId(*fields.rank), memory, fields.regions)
 
 

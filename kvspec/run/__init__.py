@@ -5,9 +5,9 @@ consumer compared with the byte oracle. `run_recovery` lets sessions move many r
 ranks meanwhile. `kvspec transfer` prints what they report.
 """
 
-from kvspec.run.conduct import check_job, run_transfer
 from kvspec.run.job import Job
 from kvspec.run.launched import LAUNCHERS, GoneError, Place, run_launched
+from kvspec.run.launcher import check_job, run_transfer
 from kvspec.run.recovery import check_kills, run_recovery
 from kvspec.run.report import Compared, Failure, Figures, Moved, RankReport, Report
 from kvspec.run.worker import STAGES

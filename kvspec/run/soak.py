@@ -16,9 +16,9 @@ import attrs
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import KVSpecError
 from kvspec.run.job import SIDES, SPARE_BLOCKS, Job, Side
+from kvspec.run.rank_client import EngineClient, RankClient
+from kvspec.run.rank_server import Launch, Left, Stand
 from kvspec.run.report import Figures
-from kvspec.run.served import Launch, Left, Stand
-from kvspec.run.started import StartedEngine, StartedRank
 from kvspec.session import new_remote_id
 
 KILLS = ("kill producer", "kill consumer")
@@ -54,7 +54,7 @@ class Flying:
     loaders: set[int]
 
 
-Asked = list[tuple[StartedRank, int | None]]
+Asked = list[tuple[RankClient, int | None]]
 """Ranks that owe an answer, those that load with their number."""
 
 
@@ -75,7 +75,7 @@ class Soak:
             for side, pools in self.pools.items()
         }
         self.flying: dict[str, Flying] = {}
-        self.engines: dict[Side, StartedEngine] = {}
+        self.engines: dict[Side, EngineClient] = {}
 
     def start(self, side: Side) -> None:
         """Start an engine, again perhaps: its ranks hold and load nothing then."""
@@ -98,7 +98,7 @@ class Soak:
             one_in=self.one_in,
             secret=self.secret,
         )
-        self.engines[side] = StartedEngine(self.job.engine(side), start, self.tls)
+        self.engines[side] = EngineClient(self.job.engine(side), start, self.tls)
         if len(self.engines) == len(SIDES):
             self.engines["consumer"].connect(self.engines["producer"])
             if self.pushed:

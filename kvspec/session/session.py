@@ -27,12 +27,12 @@ from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import BUSY, Background, SessionLock
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.clock import since_boot
-from kvspec.session.control import Control
 from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
 from kvspec.session.load import SessionLoad, SessionPush
+from kvspec.session.loading import Loading
+from kvspec.session.messages import Messages
 from kvspec.session.pushing import Pushing
-from kvspec.session.reading import Reading
 from kvspec.session.remote import ReadOptions
 from kvspec.session.remotes import Remotes, judged
 from kvspec.session.stats import SessionStats, stats_of
@@ -91,11 +91,11 @@ class Session:
         self._own = Introduced(handshake=shake, address=self.channel.address)
         self._lock, self._connecting, self._clock = SessionLock(), SessionLock(), clock
         foreign: deque[str] = deque(maxlen=MAX_FOREIGN)
-        self._control = Control(self.channel, nixl.secret, self._own, foreign.append)
-        tell = self._control.tell
+        self._messages = Messages(self.channel, nixl.secret, self._own, foreign.append)
+        tell = self._messages.tell
         self._summing = Summing(book, cache, owner, tell, foreign.append)
         self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl)
-        self._reading = Reading(reader, nixl, cache, clock, tell, foreign.append)
+        self._loading = Loading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
         self._background = Background(self.poll, self._moving, self.channel.wait) if alone else None
@@ -112,7 +112,7 @@ class Session:
     @property
     def introduction(self) -> bytes:
         """What others `connect` to this rank by: sealed, not secret."""
-        return self._control.introduction
+        return self._messages.introduction
 
     def fetch(
         self, addresses: Iterable[str], timeout: float = 10.0, *, absent: float | None = None
@@ -125,7 +125,7 @@ class Session:
         with self._connecting.held:
             most = seconds("timeout", timeout)
             least = most if absent is None else seconds("absent", absent)
-            return self._control.fetch(addresses, most, least, self.poll, self._lock)
+            return self._messages.fetch(addresses, most, least, self.poll, self._lock)
 
     def connect(
         self,
@@ -150,21 +150,21 @@ class Session:
             with self._lock.held:
                 if (known := self._remotes.known(remote)) is not None:
                     return known.plan
-                self._reading.connect(name, epoch)
+                self._loading.connect(name, epoch)
                 self._book.connect(name, epoch)
-                self._control.disconnect(self._remotes.forget(name, remote))
+                self._messages.disconnect(self._remotes.forget(name, remote))
             self._remotes.connect(remote, most)
             with self._lock.held:
                 self._remotes.replace(remote)
-                self._control.connect(remote.ranks.values())
+                self._messages.connect(remote.ranks.values())
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine that is no more: what is loaded from it fails."""
         with self._lock.held:
-            self._reading.disconnect(engine_id)
+            self._loading.disconnect(engine_id)
             self._book.disconnect(engine_id)
-            self._control.disconnect(self._remotes.forget(engine_id))
+            self._messages.disconnect(self._remotes.forget(engine_id))
 
     def load(
         self,
@@ -196,13 +196,13 @@ class Session:
             load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
             more = ReadOptions(attempt=attempt, again=again, sample=sample, samples=samples)
             try:
-                self._reading.begin(
+                self._loading.begin(
                     load, timeout, more, pushed=pushed, follow=follow, digest=digest
                 )
-                self._reading.move()
+                self._loading.move()
                 return load  # noqa: TRY300 - an interrupt outside would leave it to nobody
             except BaseException:
-                self._reading.give_up(load)
+                self._loading.give_up(load)
                 raise
 
     def push(
@@ -242,26 +242,26 @@ class Session:
             remote = self._remotes.find("producer", engine_id)
             more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
             plan = remote.load_plan(self.me.rank, remote_id, f"decline {next(self._count)}", more)
-            self._reading.recorded.extend(self._reading.book.expect(plan, self._clock(), 0.0))
-            self._reading.act()
+            self._loading.recorded.extend(self._loading.book.expect(plan, self._clock(), 0.0))
+            self._loading.act()
 
     def poll(self) -> None:
         """Move everything on: what came, what is in flight, and what time brings; never waits."""
         with self._lock.held:
             self.ledger.tick()
-            for message in self._control.receive():
+            for message in self._messages.receive():
                 self._deliver(message)
-            self._reading.move()
+            self._loading.move()
             self._pushing.move()
             self._summing.move()
-            self._reading.recorded.extend(self._reading.book.tick(self._clock()))
-            self._reading.act()
+            self._loading.recorded.extend(self._loading.book.tick(self._clock()))
+            self._loading.act()
             self._remotes.leave()
 
     def stats(self) -> SessionStats:
         """Count what is not over."""
         with self._lock.held:
-            return stats_of(self._reading, self._book, self._pushing, self._remotes, self._summing)
+            return stats_of(self._loading, self._book, self._pushing, self._remotes, self._summing)
 
     def close(self, drain: float = 1.0) -> None:
         """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
@@ -272,7 +272,7 @@ class Session:
         end = time.monotonic() + seconds("drain", drain)
         if self._lock.forked:
             return
-        for name in list(self._reading.loads):
+        for name in list(self._loading.loads):
             self._cancel(name)
         self.poll()
         while self._moving() and time.monotonic() < end:
@@ -283,12 +283,12 @@ class Session:
         with self._lock.held:
             self._remotes.close()
             self._summing.close()
-            self._control.close()
+            self._messages.close()
 
     def _deliver(self, message: Message) -> None:
         """Give a message to whom it concerns."""
         if message.to != self.me:
-            self._reading.note(f"{message.kind} of {message.by}: it is for {message.to}")
+            self._loading.note(f"{message.kind} of {message.by}: it is for {message.to}")
         elif message.kind == "checksum_request":
             self._summing.deliver(message)
         elif message.kind in (*READERS, "stop"):
@@ -297,13 +297,13 @@ class Session:
                 self.ledger.recorded.extend(self._book.receive(message, self._clock()))
                 self.ledger.act()
         else:
-            self._reading.receive(message)
+            self._loading.receive(message)
 
     def _moving(self) -> bool:
         with self._lock.held:
-            return self._reading.moving or self._pushing.moving or self._summing.waiting > 0
+            return self._loading.moving or self._pushing.moving or self._summing.waiting > 0
 
     def _cancel(self, request_id: str) -> None:
         with self._lock.held:
-            self._reading.recorded.extend(self._reading.book.cancel(request_id, self._clock()))
-            self._reading.act()
+            self._loading.recorded.extend(self._loading.book.cancel(request_id, self._clock()))
+            self._loading.act()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 
 from kvspec.protocol.producer import ProducerLedger
+from kvspec.session.loading import Loading
 from kvspec.session.pushing import Pushing
-from kvspec.session.reading import Reading
 from kvspec.session.remotes import Remotes
 from kvspec.session.summing import Summing
 
@@ -31,12 +31,12 @@ class SessionStats:
 
 
 def stats_of(
-    reading: Reading, book: ProducerLedger, pushing: Pushing, remotes: Remotes, summing: Summing
+    loading: Loading, book: ProducerLedger, pushing: Pushing, remotes: Remotes, summing: Summing
 ) -> SessionStats:
     """Count what the parts of a session hold."""
     return SessionStats(
-        loads=len({*reading.book.open, *reading.loads}),
-        steps=reading.book.steps,
+        loads=len({*loading.book.open, *loading.loads}),
+        steps=loading.book.steps,
         pushes=len(pushing.writing),
         held=len(book.held),
         remembered=book.remembered,

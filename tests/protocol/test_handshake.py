@@ -173,14 +173,14 @@ def keys_only() -> Handshake:
 
 def test_kinds_of_a_user_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered, they arrive; not registered, the sender and the receiver say so."""
-    monkeypatch.setattr("kvspec.protocol.plain.KINDS", dict(kvspec.protocol.plain.KINDS))
-    monkeypatch.setattr("kvspec.protocol.reading.KINDS", kvspec.protocol.plain.KINDS)
+    monkeypatch.setattr("kvspec.protocol.encode.KINDS", dict(kvspec.protocol.encode.KINDS))
+    monkeypatch.setattr("kvspec.protocol.decode.KINDS", kvspec.protocol.encode.KINDS)
     assert "kvspec.protocol.register" in words(lambda: encode_handshake(keys_only()))
     assert register(KeysOnlySpec) is register(KeysOnlySpec) is KeysOnlySpec
     register(Packing)
     data = encode_handshake(keys_only())
     assert keys_only() == decode_handshake(data)
-    del kvspec.protocol.plain.KINDS["KeysOnlySpec"]
+    del kvspec.protocol.encode.KINDS["KeysOnlySpec"]
     told = words(lambda: decode_handshake(data), kvspec.WireError)
     assert "objects[1].KeysOnlySpec: got 'KeysOnlySpec', wanted a kind that is known here" in told
 
@@ -406,8 +406,8 @@ def test_kinds_that_are_not_read_back_as_they_were_are_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A constructor that changes what it is given, texts that are no UTF-8, too many parts."""
-    monkeypatch.setattr("kvspec.protocol.plain.KINDS", dict(kvspec.protocol.plain.KINDS))
-    monkeypatch.setattr("kvspec.protocol.reading.KINDS", kvspec.protocol.plain.KINDS)
+    monkeypatch.setattr("kvspec.protocol.encode.KINDS", dict(kvspec.protocol.encode.KINDS))
+    monkeypatch.setattr("kvspec.protocol.decode.KINDS", kvspec.protocol.encode.KINDS)
     for kind in (GrowingSpec, PickySpec):
         register(kind)
     with pytest.raises(kvspec.SpecError, match="read back as they were written"):

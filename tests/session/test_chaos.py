@@ -28,8 +28,8 @@ from kvspec.protocol.seal import MAC, Secret
 from kvspec.session import Ledger, SessionLoad
 from kvspec.session.audit import Audit
 from kvspec.session.extents import extents_of
+from kvspec.session.loading import Loading
 from kvspec.session.pushing import Pushing
-from kvspec.session.reading import Reading
 from kvspec.testing import FakeNixl
 
 AT = st.integers(0, 50)
@@ -183,7 +183,7 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
 def one_source(patch: pytest.MonkeyPatch) -> None:
     """Read the first rank that has anything, and no other."""
-    begin = Reading.begin
+    begin = Loading.begin
 
     def partly(self: Any, load: Any, *rest: Any, **more: Any) -> None:
         lanes, load.remote.lanes = load.remote.lanes, dict([*load.remote.lanes.items()][:1])
@@ -192,7 +192,7 @@ def one_source(patch: pytest.MonkeyPatch) -> None:
         finally:
             load.remote.lanes = lanes
 
-    patch.setattr(Reading, "begin", partly)
+    patch.setattr(Loading, "begin", partly)
 
 
 def unsealed(patch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def back(patch: pytest.MonkeyPatch) -> None:
             self._written[place] = min(upto, self._ends[place])
             self._started[place] = min(self._started[place], self._written[place])
 
-    receive = Reading.receive
+    receive = Loading.receive
 
     def heard(self: Any, message: Message) -> None:
         for load in self.loads.values():
@@ -297,7 +297,7 @@ def back(patch: pytest.MonkeyPatch) -> None:
         receive(self, message)
 
     patch.setattr(Frontiers, "record", again)
-    patch.setattr(Reading, "receive", heard)
+    patch.setattr(Loading, "receive", heard)
 
 
 def states_early(patch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def ends_alone(patch: pytest.MonkeyPatch) -> None:
 def too_early(patch: pytest.MonkeyPatch) -> None:
     """Be done first, and compare then."""
     patch.setattr(
-        Reading,
+        Loading,
         "_arrived",
         lambda self, load, steps: self._close(load, steps),
     )

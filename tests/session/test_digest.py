@@ -356,11 +356,11 @@ def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_of_a_device_is_not_summed() -> None:
     """Refused before anything moves: a digest reads bytes where they lie."""
     with FakeNixl(), met(SIZES["two of four"]) as sides:
-        reading = next(iter(sides[1].sessions.values()))._reading
-        gpu = [attrs.evolve(region, memory_type="VRAM") for region in reading.cache.regions]
-        memory = [attrs.evolve(each, memory_type="VRAM") for each in reading.cache.memory]
-        cache = reading.cache
-        reading.cache = kvspec.RankCache(cache.engine, cache.rank, gpu, memory)
+        loading = next(iter(sides[1].sessions.values()))._loading
+        gpu = [attrs.evolve(region, memory_type="VRAM") for region in loading.cache.regions]
+        memory = [attrs.evolve(each, memory_type="VRAM") for each in loading.cache.memory]
+        cache = loading.cache
+        loading.cache = kvspec.RankCache(cache.engine, cache.rank, gpu, memory)
         with pytest.raises(SpecError, match="digest=True: wanted host memory, DRAM, not VRAM"):
             begin(sides)
 

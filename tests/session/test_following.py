@@ -281,7 +281,7 @@ def test_what_is_said_of_no_layer_moves_nothing(pair: tuple[Side, Side]) -> None
         by = next(iter(producer.sessions.values())).me
         more: dict[str, Any] = {"group": "full", "layer": "l.9", "upto": 14}
         key = key_of(prefill.remote_id)
-        session._reading.receive(Message(kind="progress", key=key, by=by, to=session.me, **more))
+        session._loading.receive(Message(kind="progress", key=key, by=by, to=session.me, **more))
         assert ("moving", {0}) == (load.poll(), {*(load.frontiers or {}).values()})
     prefill.compute(14, *LAYERS)
     assert {"done"} == set(ended(loads, *pair))

@@ -16,11 +16,11 @@ from sessions import Direct, Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import in_flight, rank, transfer
 from kvspec.protocol import consumer, load_plan, pending
-from kvspec.session import following, ledger, load, reading, session, written
+from kvspec.session import following, ledger, load, loading, session, written
 from kvspec.testing import FakeFlight, FakeNixl
 
 LINES = (
-    consumer, load_plan, pending, session, reading, load, following, ledger, written, rank,
+    consumer, load_plan, pending, session, loading, load, following, ledger, written, rank,
     in_flight,
     transfer,
 )  # fmt: skip
@@ -78,14 +78,14 @@ class Pair:
             return not (
                 left.loads
                 or left.steps
-                or self.session._reading.moving
-                or self.session._reading._locks._names
+                or self.session._loading.moving
+                or self.session._loading._locks._names
                 or self.session.nixl.stats().transfers
                 or self.other.stats().held
             )
 
         until(over, self.consumer, self.producer, seconds=10.0)
-        for pool in self.session._reading._locks._pools.values():
+        for pool in self.session._loading._locks._pools.values():
             assert not pool.any(), "blocks are claimed for ever"
         return freed
 
@@ -155,7 +155,7 @@ def test_pushed_load_ends_when_polls_are_interrupted(pair: Pair) -> None:
                 pair.producer.poll()
                 pair.session.poll()
 
-        came, _ = interrupted_at(place, polls, consumer, load_plan, pending, reading, load, written)
+        came, _ = interrupted_at(place, polls, consumer, load_plan, pending, loading, load, written)
         pair.settle()
         assert "failed" == moved.state or [] == pair.consumer.wrong(pair.asked)
         return came

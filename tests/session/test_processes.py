@@ -14,8 +14,8 @@ from session_soak import soak
 from sessions import engine, new_remote_id
 
 import kvspec
-from kvspec.run.served import Launch
-from kvspec.run.started import StartedEngine, until
+from kvspec.run.rank_client import EngineClient, until
+from kvspec.run.rank_server import Launch
 
 pytestmark = pytest.mark.nixl
 TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
@@ -23,10 +23,10 @@ TIMES = {"lease": 2.0, "heartbeat": 0.3, "patience": 2.0}
 
 def started(
     name: str, spec: kvspec.EngineSpec, epoch: int, *, tls: str = "all", **more: Any
-) -> StartedEngine:
+) -> EngineClient:
     """Start an engine: all but the producer, "P", start transfers."""
     given = {"blocks": 12} | more
-    return StartedEngine(spec, Launch(name=name, epoch=epoch, polled=name != "P", **given), tls)
+    return EngineClient(spec, Launch(name=name, epoch=epoch, polled=name != "P", **given), tls)
 
 
 def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec.TransferRequest:
@@ -39,7 +39,7 @@ def asked(name: str, tokens: int = 14, block: int = 4, first: int = 1) -> kvspec
 
 
 def load(
-    producer: StartedEngine, consumer: StartedEngine, name: str, timeout: float = 10.0, **more: Any
+    producer: EngineClient, consumer: EngineClient, name: str, timeout: float = 10.0, **more: Any
 ) -> list[Any]:
     """Hold and load a request; return how it ended on each rank of the consumer."""
     remote_id = new_remote_id(name)

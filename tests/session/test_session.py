@@ -586,7 +586,7 @@ def test_load_whose_start_nixl_refuses_gives_its_blocks_back(
     assert "busy" == refused.value.state
     assert (SessionStats(engines=1), {}) == (
         session.stats(),
-        session._reading._locks._names,
+        session._loading._locks._names,
     )
     for flight in net.moving:
         flight.land()
@@ -625,7 +625,7 @@ def test_load_is_not_done_when_its_clock_stood_still_beyond_the_lease() -> None:
 
 def _granted(session: Session) -> bool:
     """Return whether the producer has answered every question of the only load."""
-    (pending,) = session._reading.book._loads.values()
+    (pending,) = session._loading.book._loads.values()
     return bool(pending.asked) and not any(pending.asked.values())
 
 

@@ -369,7 +369,7 @@ class World:
             reader
             for reader in self.readers
             if reader.after is not None and not reader.asked.lost
-            if reader.asked.request.request_id not in sessions[reader.rank]._reading.book.open
+            if reader.asked.request.request_id not in sessions[reader.rank]._loading.book.open
         ]
         if ended:
             reader = ended[at % len(ended)]

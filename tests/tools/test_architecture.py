@@ -61,8 +61,8 @@ HEAVY = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "msgspec", "hypothesis", "ty
 UNTYPED = {
     "kvspec.adapters.vllm.connector.start_load_kv": "vLLM decides what it passes to this hook",
     "kvspec.adapters.vllm.connector.save_kv_layer": "vLLM decides what it passes to this hook",
-    "kvspec.run.started.ask": "the arguments of a command that another process runs",
-    "kvspec.run.started.tell": "the arguments of a command that another process runs",
+    "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",
+    "kvspec.run.rank_client.tell": "the arguments of a command that another process runs",
     "kvspec.testing.kinds.build": "Hypothesis passes the fields that it drew",
 }
 """Functions that take ``**keywords`` of any type, and why."""

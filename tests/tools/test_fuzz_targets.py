@@ -107,7 +107,7 @@ def unread(patch: pytest.MonkeyPatch) -> None:
 def gullible(patch: pytest.MonkeyPatch) -> None:
     """Believe what a constructor refuses to be no more than an error of the caller's."""
     patch.setattr(
-        "kvspec.protocol.reading.refuse", lambda _, error, __: (_ for _ in ()).throw(error)
+        "kvspec.protocol.decode.refuse", lambda _, error, __: (_ for _ in ()).throw(error)
     )
 
 

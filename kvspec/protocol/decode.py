@@ -17,7 +17,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, Frozen
 from kvspec.ownership.parallel import ParallelConfig, RankId
-from kvspec.protocol.plain import KINDS, Plain
+from kvspec.protocol.encode import KINDS, Plain
 from kvspec.specs import LayerSpec
 
 MAX_WORK = 1 << 22
@@ -32,7 +32,7 @@ MAX_TEXT = 1024
 """Characters of one text."""
 
 
-class Reader:
+class Decoder:
     """Reads plain data; *objects* are those read so far. Raises `WireError` and nothing else."""
 
     def __init__(self) -> None:
@@ -201,10 +201,10 @@ def refuse(path: str, error: Exception, what: str) -> NoReturn:
 
 
 _READ = {
-    "object": Reader.object,
-    "tuple": Reader._tuple,  # noqa: SLF001
-    "names": Reader._names,  # noqa: SLF001
-    "map": Reader._map,  # noqa: SLF001
-    "range": Reader._range,  # noqa: SLF001
-    "rank": Reader._rank,  # noqa: SLF001
+    "object": Decoder.object,
+    "tuple": Decoder._tuple,  # noqa: SLF001
+    "names": Decoder._names,  # noqa: SLF001
+    "map": Decoder._map,  # noqa: SLF001
+    "range": Decoder._range,  # noqa: SLF001
+    "rank": Decoder._rank,  # noqa: SLF001
 }

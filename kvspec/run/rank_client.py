@@ -18,14 +18,14 @@ from typing import Any, Self
 from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
-from kvspec.run.served import Launch, Left, Stand
+from kvspec.run.rank_server import Launch, Left, Stand
 
 SILENT = 120.0
 """Seconds in which a rank has to answer."""
-BODY = "from kvspec.run.served import main; main()"
+BODY = "from kvspec.run.rank_server import main; main()"
 
 
-class StartedRank:
+class RankClient:
     """One process with one rank's session. *tls*: its ``UCX_TLS``, if not the environment's."""
 
     def __init__(self, engine: EngineSpec, rank: RankId, start: Launch, tls: str = "") -> None:
@@ -80,14 +80,14 @@ class StartedRank:
         self.pipe.close()
 
 
-class StartedEngine:
+class EngineClient:
     """All ranks of one start of an engine, each a process."""
 
     def __init__(self, engine: EngineSpec, start: Launch, tls: str = "") -> None:
-        self.ranks: list[StartedRank] = []
+        self.ranks: list[RankClient] = []
         try:
             for rank in engine.parallel.ranks:
-                self.ranks.append(StartedRank(engine, rank, start, tls))
+                self.ranks.append(RankClient(engine, rank, start, tls))
         except BaseException:
             self.kill()
             raise
@@ -104,7 +104,7 @@ class StartedEngine:
             rank.tell(command, *arguments, **more)
         return [rank.answer() for rank in self.ranks]
 
-    def connect(self, other: StartedEngine, role: Role = "producer") -> None:
+    def connect(self, other: EngineClient, role: Role = "producer") -> None:
         """Meet a producer, or whoever has another *role*."""
         self.ask("connect", other.ask("introduce"), role=role)
 

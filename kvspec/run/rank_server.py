@@ -88,7 +88,7 @@ class Lossy(TcpChannel):
             super().send(route, data)
 
 
-class ServedRank:
+class RankServer:
     """One rank: its session, its memory, and the requests that it holds or loads."""
 
     def __init__(self, engine: EngineSpec, rank: RankId, start: Launch) -> None:
@@ -210,18 +210,18 @@ class ServedRank:
 COMMANDS = {
     command.__name__: command
     for command in (
-        ServedRank.introduce,
-        ServedRank.connect,
-        ServedRank.hold,
-        ServedRank.abort,
-        ServedRank.settled,
-        ServedRank.load,
-        ServedRank.push,
-        ServedRank.cancel,
-        ServedRank.state,
-        ServedRank.shut,
-        ServedRank.close,
-        ServedRank.left,
+        RankServer.introduce,
+        RankServer.connect,
+        RankServer.hold,
+        RankServer.abort,
+        RankServer.settled,
+        RankServer.load,
+        RankServer.push,
+        RankServer.cancel,
+        RankServer.state,
+        RankServer.shut,
+        RankServer.close,
+        RankServer.left,
     )
 }
 """What a parent may say, by name."""
@@ -233,18 +233,18 @@ def main() -> None:
     parent = Connection(int(sys.argv[1]))
     with suppress(EOFError, BrokenPipeError):
         try:
-            served = ServedRank(*parent.recv())
+            server = RankServer(*parent.recv())
             while True:
-                parent.send(_answer(served, *parent.recv()))
+                parent.send(_answer(server, *parent.recv()))
         except (EOFError, BrokenPipeError):
             raise
         except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
             parent.send(ConnectionAbortedError(words_of(error)))
 
 
-def _answer(served: ServedRank, command: str, arguments: Any, more: Any) -> Any:  # noqa: ANN401
+def _answer(server: RankServer, command: str, arguments: Any, more: Any) -> Any:  # noqa: ANN401
     """Return what comes of a command, or the error that refuses it."""
     try:
-        return COMMANDS[command](served, *arguments, **more)
+        return COMMANDS[command](server, *arguments, **more)
     except KVSpecError as error:
         return error

@@ -1,6 +1,6 @@
 """Values of the library as plain lists, texts and numbers: what is written into a message.
 
-Law: equal values are written once, defaults not at all, and nothing that `kvspec.protocol.reading`
+Law: equal values are written once, defaults not at all, and nothing that `kvspec.protocol.decode`
 would not read back as an equal value. A kind that a user added travels by its registered name.
 """
 
@@ -57,14 +57,14 @@ def register(kind: Kind) -> Kind:
     return kind
 
 
-class Writer:
+class Encoder:
     """Makes values plain; equal attrs values are written once, in *objects*, children first."""
 
     def __init__(self) -> None:
         self.objects: list[tuple[str, dict[str, Plain]]] = []
         self._numbers: dict[object, int] = {}
 
-    def plain(self, value: object) -> Plain:  # noqa: PLR0911 - a line for each kind of value
+    def encode(self, value: object) -> Plain:  # noqa: PLR0911 - a line for each kind of value
         """Return *value* as plain data; `SpecError` for what cannot travel."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -75,9 +75,9 @@ class Writer:
         if isinstance(value, tuple):
             if value and all(isinstance(inner, str) for inner in value):
                 return ["names", *runs_of(value)]
-            return ["tuple", *map(self.plain, value)]
+            return ["tuple", *map(self.encode, value)]
         if isinstance(value, Mapping):
-            return ["map", *(self.plain(inner) for item in value.items() for inner in item)]
+            return ["map", *(self.encode(inner) for item in value.items() for inner in item)]
         if KINDS.get(type(value).__name__) is type(value):
             return ["object", self._number(value)]
         wanted = "plain values, or of a class that kvspec.protocol.register was given"
@@ -87,7 +87,7 @@ class Writer:
         number = self._numbers.get(value)
         if number is None:
             fields = {
-                field.alias: self.plain(getattr(value, field.name))
+                field.alias: self.encode(getattr(value, field.name))
                 for field in attrs.fields(type(value))
                 if field.init and not _is_default(field, getattr(value, field.name))
             }

@@ -57,7 +57,7 @@ MAX_ROUTES = 1 << 16
 _WANTED = f"a message or a question, of version {VERSION}"
 
 
-class Control:
+class Messages:
     """The messages of one rank over *channel*; *note* takes why one changed nothing."""
 
     def __init__(

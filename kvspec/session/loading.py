@@ -64,7 +64,7 @@ class Orphan:
 
 
 @attrs.define(eq=False)
-class Reading:
+class Loading:
     """The loads of one rank, by request: what *book* knows of them, and what *nixl* moves.
 
     Attributes:
