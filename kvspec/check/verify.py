@@ -23,7 +23,7 @@ from kvspec.check.separate import check_ranks_separate
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.shared import check_read_once, sharing
 from kvspec.descriptors.table import build_table, check_engine
-from kvspec.descriptors.tables import check_producer_holds
+from kvspec.descriptors.tiles import check_producer_holds
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError

@@ -15,8 +15,7 @@ import numpy as np
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.tables import Positions, Tables
-from kvspec.descriptors.tiles import Begins, Tiles, begins, tiles
+from kvspec.descriptors.tiles import Begins, Positions, Tables, Tiles, begins, tiles
 from kvspec.errors import SpecError
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan

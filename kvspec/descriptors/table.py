@@ -21,8 +21,7 @@ from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
 from kvspec.descriptors.split_groups import SplitGroup
-from kvspec.descriptors.tables import Positions, check_tokens
-from kvspec.descriptors.tiles import Tiles
+from kvspec.descriptors.tiles import Positions, Tiles, check_tokens
 from kvspec.descriptors.unwritten import Pair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError

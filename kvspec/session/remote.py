@@ -14,7 +14,7 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
-from kvspec.descriptors.tables import Positions
+from kvspec.descriptors.tiles import Positions
 from kvspec.errors import TransferError
 from kvspec.nixl import NixlRank, Prepared
 from kvspec.nixl.transfer_spec import Sides

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from session_world import MODES, PAIRS, Mode, World
 
-from kvspec.descriptors.tables import Tables
+from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
 from kvspec.protocol import ConsumerLedger, Message
 from kvspec.protocol.load_plan import Frontiers

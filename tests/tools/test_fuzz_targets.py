@@ -84,7 +84,7 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
 
 def credulous(patch: pytest.MonkeyPatch) -> None:
     """Let a table name one block for two places."""
-    patch.setattr(kvspec.descriptors.tables, "_check_once", lambda *_, **__: None)
+    patch.setattr(kvspec.descriptors.tiles, "_check_once", lambda *_, **__: None)
 
 
 def one_context(patch: pytest.MonkeyPatch) -> None:
