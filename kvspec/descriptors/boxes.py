@@ -11,8 +11,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from kvspec.descriptors.block_layout import BlockLayout
-from kvspec.descriptors.paging import Paging, RowKind
+from kvspec.descriptors.paging import BlockLayout, Paging, RowKind
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.region import Region
 from kvspec.memory.regions import RankCache

@@ -8,8 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.block_layout import BlockLayout
-from kvspec.descriptors.paging import RowKind, TokenSplit
+from kvspec.descriptors.paging import BlockLayout, RowKind, TokenSplit
 from kvspec.descriptors.tiles import Tiles
 from kvspec.ownership.tokens import Ints
 

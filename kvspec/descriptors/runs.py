@@ -12,7 +12,6 @@ from functools import partial
 import attrs
 import numpy as np
 
-from kvspec.descriptors.block_layout import BlockLayout
 from kvspec.descriptors.boxes import (
     Boundaries,
     Boxes,
@@ -22,7 +21,13 @@ from kvspec.descriptors.boxes import (
     coalesce,
     row_stride,
 )
-from kvspec.descriptors.paging import RowKind, TokenSplit, partial_sizes_of, tile_tokens
+from kvspec.descriptors.paging import (
+    BlockLayout,
+    RowKind,
+    TokenSplit,
+    partial_sizes_of,
+    tile_tokens,
+)
 
 # Bytes that take as long as one more descriptor. NIXL over shared memory needs 2.4 us for a
 # descriptor and moves 9 GB/s: 21,600 bytes. The host's own work for a descriptor adds half of that.

@@ -13,9 +13,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.block_layout import BlockLayout
 from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.entries import Entry
+from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import row_sets
 from kvspec.descriptors.selection import Selection

@@ -19,8 +19,7 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
-from kvspec.descriptors.block_layout import BlockLayout
-from kvspec.descriptors.paging import Paging, RowKind, TokenSplit
+from kvspec.descriptors.paging import BlockLayout, Paging, RowKind, TokenSplit
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_ids, check_no_null
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.ownership.intervals import EMPTY
