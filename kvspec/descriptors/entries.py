@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.row_set import RowSet
+from kvspec.descriptors.runs import RowSet
 from kvspec.descriptors.tiles import Tiles
 from kvspec.plan.edges import Edge
 

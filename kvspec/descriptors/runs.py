@@ -2,36 +2,32 @@
 
 Law: a run never depends on a block number. Boxes of two strided regions become runs by strides
 alone, and runs of several parts and layers become one wherever they touch on both sides.
+
+Boxes: the parts of two strided regions that move, and the runs that they are.
+
+Law: strides alone decide; a box knows no request, and no other box until runs are coalesced.
+
+Rows that repeat in the same way on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from kvspec.descriptors.boxes import (
-    Boundaries,
-    Boxes,
-    GroupSide,
-    PartSide,
-    block_layout_of,
-    coalesce,
-    row_stride,
-)
 from kvspec.descriptors.paging import (
     BlockLayout,
+    Paging,
     RowKind,
     TokenSplit,
     partial_sizes_of,
     tile_tokens,
 )
-
-# Bytes that take as long as one more descriptor. NIXL over shared memory needs 2.4 us for a
-# descriptor and moves 9 GB/s: 21,600 bytes. The host's own work for a descriptor adds half of that.
-from kvspec.descriptors.row_set import RowSet
+from kvspec.descriptors.tiles import Tiles
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.region import Region, common_chunks
 from kvspec.memory.regions import RankCache
@@ -40,6 +36,269 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
+
+Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where no run of the producer's, of the consumer's, may be joined."""
+
+
+@attrs.frozen(eq=False)
+class PartSide:
+    """One part of one layer on one side: where it lies and how its tokens are paged."""
+
+    region: Region
+    paging: Paging
+    first: int
+
+    @property
+    def repeats(self) -> tuple[object, ...]:
+        """How its contents repeat, and where: all but how long each is."""
+        strides = self.region.block_stride, self.region.unit_stride, self.region.state_stride
+        counts = self.region.num_blocks, self.region.states
+        return (*strides, *counts, self.region.memory_type, self.region.device)
+
+
+@attrs.frozen(eq=False, slots=False)
+class GroupSide:
+    """One group of one rank, of which each part is asked for: what they share is made once."""
+
+    cache: RankCache
+    group: KVCacheGroup
+
+    @cached_property
+    def paging(self) -> Paging:
+        """How tokens lie in blocks, as the kernel has them."""
+        engine, group = self.cache.engine, self.group
+        context, null = engine.context(group, self.cache.rank), engine.null_block
+        return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
+
+    @cached_property
+    def _whole(self) -> Paging:
+        """The same where the kernel's blocks are taken for one."""
+        return attrs.evolve(self.paging, memory_block_size=self.group.spec.block_size)
+
+    def part(self, layer: str, part: str, unit: int) -> PartSide:
+        """Return the part's units from the rank's own number *unit* on.
+
+        The kernel's blocks are taken for one where they follow each other like rows of one block.
+        """
+        region, kernel_blocks_per_block, paging = (
+            self.cache.region(layer, part),
+            self.group.kernel_blocks_per_block,
+            self.paging,
+        )
+        if kernel_blocks_per_block > 1 and region.block_stride == region.states * row_stride(
+            region
+        ):
+            paging = self._whole
+            region = attrs.evolve(
+                region,
+                num_blocks=region.num_blocks // kernel_blocks_per_block,
+                block_stride=region.block_stride * kernel_blocks_per_block,
+                state_stride=row_stride(region),
+                states=region.states * kernel_blocks_per_block,
+            )
+        return PartSide(region, paging, region.base + unit * region.unit_stride)
+
+
+def row_stride(region: Region) -> int:
+    """Return the bytes from one row of *region* to the next; of one row, to the next block's."""
+    return region.state_stride if region.states > 1 else region.block_stride
+
+
+@attrs.frozen(eq=False)
+class Boxes:
+    """Boxes (units x states x content) that differ in nothing but where they begin."""
+
+    units: int
+    grain: int
+    producer: Region
+    consumer: Region
+    content: int
+    first: Ints
+
+    @staticmethod
+    def of(
+        units: int,
+        grain: int,
+        sides: tuple[PartSide, PartSide],
+        first: Ints,
+        boundaries: Boundaries,
+    ) -> Iterator[Boxes]:
+        """Yield boxes that repeat like *sides*: a key and its value side by side are one content.
+
+        *first*: (producer address, consumer address, length) of each one's first content.
+        """
+        source, target, content = coalesce([first], boundaries)
+        for length in np.unique(content).tolist():
+            where = np.column_stack([source, target])[content == length]
+            yield Boxes(units, grain, sides[0].region, sides[1].region, length, where)
+
+    def runs(self, kind: RowKind) -> Ints:
+        """Return (producer address, consumer address, length) of the first block's first runs."""
+        states = kind.tokens // self.grain if self.grain else self._states
+        rows = row_stride(self.producer), row_stride(self.consumer)
+        length = self.content
+        axes = [
+            (self.units, self.producer.unit_stride, self.consumer.unit_stride),
+            (states, *rows),
+        ]
+        axes = [axis for axis in axes if axis[0] > 1]
+        while (touching := next((a for a in axes if a[1] == a[2] == length), None)) is not None:
+            length *= touching[0]
+            axes.remove(touching)
+        begins = self.first
+        if kind.skip:
+            begins = begins + kind.skip // self.grain * np.array(rows)
+        for count, *strides in axes:
+            steps = np.arange(count, dtype=np.int64)[:, None] * np.array(strides)
+            begins = (begins[:, None, :] + steps).reshape(-1, 2)
+        runs = np.empty((len(begins), 3), np.int64)
+        runs[:, :2], runs[:, 2] = begins, length
+        return runs
+
+    @property
+    def _states(self) -> int:
+        """The rows of a state that both sides have."""
+        return min(self.producer.states, self.consumer.states)
+
+
+def block_layout_of(
+    region: Region, kind: RowKind, grain: int, *, contiguous_across_blocks: bool
+) -> BlockLayout:
+    """Return how rows of a kind repeat: each period, as long as they end inside the block.
+
+    Where rows flow from block to block, several tiles may end in a later block.
+    """
+    tiles, span = 1, 1
+    if grain and contiguous_across_blocks and kind.tokens > kind.period and not kind.skip:
+        tiles, span = region.states * grain // kind.period, kind.tokens // kind.period
+    elif grain:
+        tiles = (region.states * grain - kind.skip - kind.tokens) // kind.period + 1
+    return BlockLayout(
+        num_blocks=region.num_blocks,
+        block_stride=region.block_stride,
+        tiles=tiles,
+        tile_stride=kind.period // grain * row_stride(region) if tiles > 1 or span > 1 else 0,
+        memory_type=region.memory_type,
+        device=region.device,
+        span=span,
+    )
+
+
+def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
+    """Join runs (producer address, consumer address, length) that touch on both sides.
+
+    Takes arrays of shape (n, 3); returns one of (3, m), ascending in the producer's address. None
+    is joined over a boundary of either side: see `RankCache.boundaries`.
+    """
+    columns = runs[0].T if len(runs) == 1 else np.concatenate([run.T for run in runs], axis=1)
+    source = columns[0]
+    if np.count_nonzero(source[:-1] > source[1:]):
+        columns = columns.take(source.argsort(kind="stable"), axis=1)
+    source, target, length = columns
+    touches = source[:-1] + length[:-1] == source[1:]
+    if np.count_nonzero(touches):
+        touches &= target[:-1] + length[:-1] == target[1:]
+    if not np.count_nonzero(touches):
+        return np.asarray(columns)
+    for begins, boundary in zip((source[1:], target[1:]), boundaries, strict=True):
+        if boundary:
+            touches &= ~np.isin(begins, boundary)
+    starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
+    joined = columns.take(starts, axis=1)
+    joined[2] = np.add.reduceat(length, starts)
+    return np.asarray(joined)
+
+
+# Bytes that take as long as one more descriptor. NIXL over shared memory needs 2.4 us for a
+# descriptor and moves 9 GB/s: 21,600 bytes. The host's own work for a descriptor adds half of that.
+
+
+@attrs.frozen(eq=False)
+class RowSet:
+    """Rows of one *kind* that repeat alike on both sides."""
+
+    token_split: TokenSplit
+    kind: RowKind
+    producer: BlockLayout
+    consumer: BlockLayout
+    producer_address: Ints
+    consumer_address: Ints
+    length: Ints
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @cached_property
+    def ids_used(self) -> tuple[int, int]:
+        """How many ids the rows of each side take."""
+        return len(self) * self.producer.ids_per_run, len(self) * self.consumer.ids_per_run
+
+    @cached_property
+    def id_key(self) -> tuple[object, ...]:
+        """What the ids of its tiles depend on, beside the request and how it is cut."""
+        return tuple(
+            (layout.num_blocks, layout.tiles, layout.coalesced, layout.span)
+            for layout in (self.producer, self.consumer)
+        )
+
+    @cached_property
+    def size(self) -> int | None:
+        """Bytes of one tile of each run; None where they differ."""
+        size = int(self.length[0])
+        return size if (self.length == size).all() else None
+
+    def offsets(self, tiles: Tiles) -> Ints:
+        """Return the bytes from a run's address to each of *tiles*: shape (2, n), as theirs."""
+        offsets: Ints = tiles.block * self._strides[0] + tiles.tile * self._strides[1]
+        return offsets
+
+    @cached_property
+    def _strides(self) -> Ints:
+        layouts = self.producer, self.consumer
+        strides = [
+            [layout.block_stride for layout in layouts],
+            [layout.tile_stride for layout in layouts],
+        ]
+        return np.array(strides)[:, :, None]
+
+    def next_ids(self, tiles: Tiles) -> npt.NDArray[np.bool_]:
+        """Whether each of *tiles* but the first has the next id of the same row, on both sides."""
+        next_ = tiles.ids[:, 1:] - tiles.ids[:, :-1] == 1
+        for side, layout in enumerate((self.producer, self.consumer)):
+            if layout.rows_per_run > 1:
+                row = layout.row(tiles.block[side], tiles.tile[side])
+                next_[side] &= row[1:] == row[:-1]
+        return np.asarray(next_[0] & next_[1])
+
+    def posted(self, tiles: Tiles) -> int:
+        """Return how many descriptors NIXL posts for *tiles* of all runs."""
+        joined = np.count_nonzero(self.next_ids(tiles)) if self.touching else 0
+        return len(self) * (len(tiles) - int(joined))
+
+    @cached_property
+    def touching(self) -> bool:
+        """Whether consecutive ids of a row are consecutive bytes on both sides: NIXL joins them."""
+        return all((self.length == side.stride).all() for side in (self.producer, self.consumer))
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether each run is one row on either side: what touches has ids that follow each other.
+
+        So NIXL joins all that touches on both sides, in one run of tiles of one length.
+        """
+        return all(
+            layout.coalesced and layout.span == 1 for layout in (self.producer, self.consumer)
+        )
+
+    @property
+    def dense(self) -> bool:
+        """Whether so are all tiles of all blocks: NIXL joins whatever is contiguous."""
+        return self.touching and self.producer.coalesced and self.consumer.coalesced
+
+
+# Bytes that take as long as one more descriptor. NIXL over shared memory needs 2.4 us for a
+# descriptor and moves 9 GB/s: 21,600 bytes. The host's own work for a descriptor adds half of that.
 
 DEAR = 32_400
 

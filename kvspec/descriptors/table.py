@@ -13,11 +13,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import TransferRequest
-from kvspec.descriptors.runs import row_sets
+from kvspec.descriptors.runs import coalesce, row_sets
 from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
 from kvspec.descriptors.split_groups import SplitGroup

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.boxes import coalesce
 from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.runs import coalesce
 from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
