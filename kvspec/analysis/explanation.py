@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.selection import Entry
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.inputs import instance

@@ -13,13 +13,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.entries import Entry
 from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import coalesce, row_sets
-from kvspec.descriptors.selection import Selection
+from kvspec.descriptors.selection import Entry, Selection, SplitGroup
 from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
-from kvspec.descriptors.split_groups import SplitGroup
 from kvspec.descriptors.tiles import Positions, Tiles, check_tokens
 from kvspec.descriptors.unwritten import Pair, unwritten_ranges
 from kvspec.engines.engine import EngineSpec

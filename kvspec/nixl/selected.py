@@ -16,8 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.entries import Entry
-from kvspec.descriptors.selection import Picked, Selection
+from kvspec.descriptors.selection import Entry, Picked, Selection
 from kvspec.descriptors.tiles import Tiles
 from kvspec.nixl.batches import cut, fits, how_many_fit
 from kvspec.nixl.merging import Pairing, merges
