@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_ids, check_no_null
-from kvspec.descriptors.shared import check_shared, check_shared_sources, sharing
+from kvspec.descriptors.table import check_shared, check_shared_sources, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping

@@ -21,8 +21,7 @@ from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
 from kvspec.check.separate import check_ranks_separate
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
-from kvspec.descriptors.shared import check_read_once, sharing
-from kvspec.descriptors.table import build_table, check_engine
+from kvspec.descriptors.table import build_table, check_engine, check_read_once, sharing
 from kvspec.descriptors.tiles import check_producer_holds
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.descriptors.request import Ids, TransferRequest, check_ids
-from kvspec.descriptors.shared import sharing
-from kvspec.descriptors.table import DescriptorTable
+from kvspec.descriptors.table import DescriptorTable, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.regions import RankCache
