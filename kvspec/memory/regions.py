@@ -17,8 +17,8 @@ from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, instance, positive_int, sequence
 from kvspec.memory.aliasing import check_separate
+from kvspec.memory.from_tensors import read
 from kvspec.memory.region import MEMORY_TYPES, Memory, Region
-from kvspec.memory.tensors import read
 from kvspec.ownership.parallel import RankId
 
 __all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]

@@ -14,7 +14,7 @@ import attrs
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.errors import SpecError
 from kvspec.inputs import mapping
-from kvspec.memory.arrays import check_tensor
+from kvspec.memory.from_tensors import check_tensor
 
 FULL, WINDOW, DRAFT = "full", "swa", "draft"
 """The groups: layers that keep every token, layers of a window, layers of a draft model."""

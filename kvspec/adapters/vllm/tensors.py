@@ -18,9 +18,8 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int
-from kvspec.memory.arrays import check_tensor
+from kvspec.memory.from_tensors import check_layers, check_tensor
 from kvspec.memory.regions import RankCache
-from kvspec.memory.tensors import check_layers
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
