@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import works
 
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 
 PROGRAM = Path(__file__).with_name("mooncake_planner.py")
 VARIABLE = "KVSPEC_MOONCAKE_PYTHON"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.memory.allocation import allocate
-from kvspec.memory.regions import Region
+from kvspec.memory.rank_cache import Region
 from kvspec.ownership.parallel import RankId
 from kvspec.testing.carve import logical_views, rank_layers, rank_units
 from kvspec.testing.strategies import engines, groups

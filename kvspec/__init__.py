@@ -20,7 +20,7 @@ from kvspec.errors import (
     WireError,
 )
 from kvspec.memory.allocation import allocate, plan_memory
-from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, Topology

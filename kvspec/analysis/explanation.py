@@ -16,7 +16,7 @@ from kvspec.descriptors.selection import Entry
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.memory.regions import Region
+from kvspec.memory.rank_cache import Region
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import Role
 from kvspec.ownership.tokens import Ints

@@ -20,7 +20,7 @@ from kvspec.check.places import Contents, Places, covered
 from kvspec.descriptors.request import TransferRequest
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.memory.regions import RankCache, Region
+from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints

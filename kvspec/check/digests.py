@@ -38,8 +38,8 @@ from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, sequence
+from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Region
-from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints

@@ -18,7 +18,7 @@ from kvspec.check.coverage import Coverage, merged
 from kvspec.check.owners import Owners
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.group import KVCacheGroup
-from kvspec.memory.regions import RankCache, Region
+from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints

@@ -17,8 +17,8 @@ from kvspec.descriptors.table import check_shared, check_shared_sources, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, mapping
+from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Region, common_chunks
-from kvspec.memory.regions import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import Role

@@ -12,7 +12,7 @@ import attrs
 
 from kvspec.errors import SpecError
 from kvspec.memory.aliasing import meetings
-from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 
 

@@ -27,7 +27,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, flag, instance, mapping
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role

@@ -29,8 +29,8 @@ from kvspec.descriptors.paging import (
 )
 from kvspec.descriptors.tiles import Tiles
 from kvspec.engines.group import KVCacheGroup
+from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Region, common_chunks
-from kvspec.memory.regions import RankCache
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints

@@ -30,7 +30,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import MOST, instance, positive_int, texts
 from kvspec.memory.aliasing import groups_that_share
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.mismatches import differing
 from kvspec.plan.plan import TransferPlan

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.runs import coalesce
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints

@@ -13,7 +13,7 @@ from itertools import islice
 import attrs
 import numpy as np
 
-from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.part import Part
 from kvspec.ownership.tokens import Ints
 

@@ -17,7 +17,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, instance, positive_int
 from kvspec.memory.layout import Placement, place
-from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 

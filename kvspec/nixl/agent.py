@@ -27,7 +27,7 @@ from kvspec.nixl.rows import Ids, StridedRows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvspec.memory.regions import Memory
+    from kvspec.memory.rank_cache import Memory
 
 T = TypeVar("T")
 Subject = tuple[str, str]  # peer and request, for errors

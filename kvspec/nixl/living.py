@@ -14,7 +14,7 @@ from typing import Protocol
 import attrs
 
 from kvspec.errors import SpecError
-from kvspec.memory.regions import Memory
+from kvspec.memory.rank_cache import Memory
 
 
 class Living(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, sequence
-from kvspec.memory.regions import MEMORY_TYPES, Memory
+from kvspec.memory.rank_cache import MEMORY_TYPES, Memory
 from kvspec.nixl.rows import ID_END, StridedRows
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from kvspec.descriptors.selection import Selection
 from kvspec.errors import TransferError
 from kvspec.inputs import flag, seconds
-from kvspec.memory.regions import Memory
+from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
 from kvspec.nixl.in_flight import Event, InFlightTransfers, NixlStats

@@ -20,7 +20,7 @@ import numpy as np
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, positive_int
 from kvspec.memory.from_tensors import check_tensor
-from kvspec.memory.regions import Memory
+from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import living
 from kvspec.nixl.calibration import calibrated
 from kvspec.nixl.costs import Costs

@@ -13,7 +13,7 @@ import attrs
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import Mismatch, MismatchError, SpecError
 from kvspec.inputs import instance, positive_int, sequence
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.mismatches import differing, mismatches

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError, WireError
-from kvspec.memory.regions import Memory, RankCache, Region
+from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.decode import Decoder, refuse
 

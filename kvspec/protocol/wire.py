@@ -16,7 +16,7 @@ from msgspec import Meta
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import instance
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic

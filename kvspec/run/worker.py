@@ -26,7 +26,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Prepared, Staging, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents, Storage

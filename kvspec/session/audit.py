@@ -13,7 +13,7 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferState
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.extent import Extent

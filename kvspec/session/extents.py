@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvspec.check.digests import Wanted, chunks_of, readable, rows_of, wanted_of
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import SpecError
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice

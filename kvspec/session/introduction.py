@@ -12,7 +12,7 @@ import attrs
 
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import instance
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.handshake import MAX_NAME, Handshake
 from kvspec.protocol.messages import Key

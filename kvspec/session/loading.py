@@ -20,7 +20,7 @@ import attrs
 
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, seconds
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
 from kvspec.protocol.consumer import ConsumerLedger

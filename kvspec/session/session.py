@@ -16,7 +16,7 @@ import attrs
 
 from kvspec.descriptors.request import TransferRequest
 from kvspec.inputs import flag, instance, seconds
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan

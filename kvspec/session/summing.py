@@ -13,7 +13,7 @@ import attrs
 
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.protocol.extent import Extent
 from kvspec.protocol.messages import SUM, Key, Message
 from kvspec.protocol.producer import ProducerLedger

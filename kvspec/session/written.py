@@ -15,7 +15,7 @@ from kvspec.descriptors.request import Ids, TransferRequest, check_ids
 from kvspec.descriptors.table import DescriptorTable, sharing
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.plan.plan import TransferPlan
 from kvspec.protocol.pushed import SUM, Pushed
 from kvspec.specs import LayerSpec

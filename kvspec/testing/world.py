@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.memory.allocation import allocate
-from kvspec.memory.regions import Memory, RankCache
+from kvspec.memory.rank_cache import Memory, RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.testing import oracle

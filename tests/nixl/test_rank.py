@@ -18,7 +18,7 @@ import pytest
 
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
-from kvspec.memory.regions import Memory
+from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Prepared, batches
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import errors as nixl_states

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvspec import SpecError, TransferError, TransferState
-from kvspec.memory.regions import Memory
+from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import Costs, NixlRank, Operation, Staging, Transfer, permuting, stage
 from kvspec.nixl.ranges import Moves
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import kvspec
-from kvspec.memory.regions import Memory
+from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Prepared, Transfer
 
 SIZE = 1 << 20

@@ -11,7 +11,7 @@ from kvspec.adapters.sglang.pools import DRAFT, FULL, TokenPool, read_pools
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 
 

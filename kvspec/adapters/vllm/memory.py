@@ -15,7 +15,7 @@ from kvspec.adapters.vllm.config import Config, Tensor
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.memory.aliasing import meetings
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 
 
 @attrs.frozen

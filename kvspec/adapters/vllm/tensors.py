@@ -19,7 +19,7 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int
 from kvspec.memory.from_tensors import check_layers, check_tensor
-from kvspec.memory.regions import RankCache
+from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 

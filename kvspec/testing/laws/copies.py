@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvspec.engines.engine import EngineSpec
-    from kvspec.memory.regions import RankCache
+    from kvspec.memory.rank_cache import RankCache
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
     from kvspec.testing.laws.system import Copies
