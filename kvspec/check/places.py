@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.check.counting import Owners
 from kvspec.check.coverage import Coverage, merged
-from kvspec.check.owners import Owners
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
+from kvspec.check.counting import Counted, Owners
 from kvspec.check.coverage import Small
-from kvspec.check.owners import Counted, Owners
 from kvspec.check.places import Places
 from kvspec.check.separate import check_ranks_separate
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null

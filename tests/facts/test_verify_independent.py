@@ -14,7 +14,7 @@ import builders
 import pytest
 
 import kvspec
-from kvspec.check import owners
+from kvspec.check import counting
 from kvspec.engines import engine as engines
 from kvspec.ownership import parallel
 from kvspec.ownership.parallel import ParallelConfig, RankId
@@ -150,7 +150,7 @@ def test_a_planted_fault_of_ownership_is_found(
 
 def test_positions_are_counted_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for more positions than can be looked at is told so."""
-    monkeypatch.setattr(owners, "MAX_COUNTED", NUM_TOKENS - 1)
+    monkeypatch.setattr(counting, "MAX_COUNTED", NUM_TOKENS - 1)
     side = engine(gqa())
     assert None is check(side, side, independent=False)
     told = "num_tokens=100: wanted at most 99 positions, which are looked at one by one"
