@@ -17,9 +17,8 @@ import numpy.typing as npt
 from kvspec.check.checker import Checker
 from kvspec.check.counterexample import CounterExample
 from kvspec.check.counting import Counted, Owners
-from kvspec.check.coverage import Small
+from kvspec.check.coverage import Small, check_ranks_separate
 from kvspec.check.places import Places
-from kvspec.check.separate import check_ranks_separate
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.table import build_table, check_engine, check_read_once, sharing
 from kvspec.descriptors.tiles import check_producer_holds

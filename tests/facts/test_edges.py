@@ -13,7 +13,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.check.separate import _neighbours
+from kvspec.check.coverage import _neighbours
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.product_spans import Marks
 from kvspec.nixl.rows import checked_rows
