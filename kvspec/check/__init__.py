@@ -1,7 +1,7 @@
 """Is it right: checkers that go through what should be there, and not through what came."""
 
 from kvspec.check import digests, reference
-from kvspec.check.counterexample import CounterExample, Kind
+from kvspec.check.checker import CounterExample, Kind
 from kvspec.check.exhaustive import Proof, prove
 from kvspec.check.verify import verify
 

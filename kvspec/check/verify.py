@@ -14,8 +14,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.check.checker import Checker
-from kvspec.check.counterexample import CounterExample
+from kvspec.check.checker import Checker, CounterExample
 from kvspec.check.counting import Counted, Owners
 from kvspec.check.coverage import Small, check_ranks_separate
 from kvspec.check.places import Places
