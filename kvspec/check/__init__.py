@@ -2,7 +2,7 @@
 
 from kvspec.check import digests, reference
 from kvspec.check.checker import CounterExample, Kind
-from kvspec.check.exhaustive import Proof, prove
+from kvspec.check.proof import Proof, prove
 from kvspec.check.verify import verify
 
 __all__ = ["CounterExample", "Kind", "Proof", "digests", "prove", "reference", "verify"]

@@ -7,7 +7,7 @@ from typing import cast
 
 import typer
 
-from kvspec.check.exhaustive import MAX_HEADS, MAX_TP, prove
+from kvspec.check.proof import MAX_HEADS, MAX_TP, prove
 from kvspec.cli.options import (
     POLICY_NAMES,
     RANKS_PER_NODE,

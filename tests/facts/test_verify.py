@@ -16,7 +16,7 @@ import pytest
 
 import kvspec
 from kvspec import BlockTable, RankId
-from kvspec.check import exhaustive as proof
+from kvspec.check import proof as proof
 from kvspec.check import prove, verify
 from kvspec.ownership.replicas import ReplicaChooser, ReplicaPolicy, tp_chooser
 from kvspec.ownership.sharding import Sharding, even_sharding

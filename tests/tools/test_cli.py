@@ -34,7 +34,7 @@ pytest.importorskip("typer", reason="needs the cli extra")
 
 from typer.testing import CliRunner, Result
 
-from kvspec.check.exhaustive import Proof
+from kvspec.check.proof import Proof
 from kvspec.cli import app as cli
 from kvspec.cli import verify as cli_verify
 
