@@ -5,6 +5,6 @@ input gives one picture, byte for byte, and colour is never the only carrier of 
 """
 
 from kvspec.draw.memory import table_svg
-from kvspec.draw.ranks import plan_svg
+from kvspec.draw.plan_picture import plan_svg
 
 __all__ = ["plan_svg", "table_svg"]
