@@ -4,7 +4,7 @@ Law: only reads; a picture shows what is in the plan or the table and works noth
 input gives one picture, byte for byte, and colour is never the only carrier of a fact.
 """
 
-from kvspec.draw.memory import table_svg
 from kvspec.draw.plan_picture import plan_svg
+from kvspec.draw.table_picture import table_svg
 
 __all__ = ["plan_svg", "table_svg"]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.draw import memory, plan_svg, table_svg
+from kvspec.draw import plan_svg, table_picture, table_svg
 from kvspec.draw.canvas import (
     BAND,
     FAINT,
@@ -579,7 +579,7 @@ def test_the_documentation_shows_what_is_drawn(name: str) -> None:
 def test_the_first_block_s_request_tells_the_encoder_s_tokens() -> None:
     """Cross attention counts those, and no picture asks without them."""
     (table,) = tables_of(kvspec.CrossAttentionSpec(**GQA))
-    asked = list(memory._first_blocks(table, table.entries[0].edge))
+    asked = list(table_picture._first_blocks(table, table.entries[0].edge))
     assert 16 == asked[0].num_tokens
     assert [each.num_tokens for each in asked] == [each.encoder_tokens for each in asked]
 
