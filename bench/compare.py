@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve()
         return
     if given.other is None or not Path(given.other, "kvspec").is_dir() or given.rounds < 1:
-        parser.error("wanted the folder of another checkout, and at least one round")
+        parser.error("expected the folder of another checkout, and at least one round")
     folders = (HERE.parents[1], Path(given.other).resolve())
     with closing(Checkout(folders[0])) as this, closing(Checkout(folders[1])) as other:
         print(_line(["what, in CPU time", "this", "other", "ratio", ""]))

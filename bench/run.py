@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name.strip().upper() for name in given.only.split(",")]
     unknown = [name for name in names if name not in BUDGETS]
     if unknown:
-        parser.error(f"--only {','.join(unknown)}: wanted some of {','.join(BUDGETS)}")
+        parser.error(f"--only {','.join(unknown)}: expected some of {','.join(BUDGETS)}")
     python = mooncake_client.python_of(given.mooncake_python)
     options = Options(quick=given.quick, python=python)
     print(machine())

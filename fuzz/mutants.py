@@ -64,7 +64,7 @@ def modules(chosen: Sequence[str]) -> list[str]:
     paths = sorted(str(file.relative_to(ROOT)) for file in files if file.is_file())
     outside = [path for path in paths if package(path) not in CORE]
     if outside or not paths:
-        raise SystemExit(f"{outside or chosen}: wanted modules of {', '.join(CORE)}")
+        raise SystemExit(f"{outside or chosen}: expected modules of {', '.join(CORE)}")
     return paths
 
 

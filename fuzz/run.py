@@ -34,7 +34,7 @@ def load(target: str) -> dict[str, Any]:
     path = FOLDER / f"{target}.py" if target in TARGETS else Path(target)
     spec = importlib.util.spec_from_file_location(f"fuzzed_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"{target}: wanted one of {', '.join(TARGETS)}, or the path of laws")
+        raise SystemExit(f"{target}: expected one of {', '.join(TARGETS)}, or the path of laws")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -53,17 +53,27 @@ class KVSpecError(Exception):
 class SpecError(KVSpecError, ValueError):
     """The caller's own description is impossible.
 
-    *field* is the name of the argument, *value* what it was, *wanted* what would have been right.
+    Attributes:
+        field: Name of the argument or field, such as `block_size` or `regions['layers.0.k'].base`.
+        value: The value that was refused.
+        expected: The requirement as a noun phrase, or empty if there is a rule.
+        rule: The requirement as a sentence, for relations between fields, or empty.
+
+    >>> SpecError("block_size", 0, "an int >= 1")
+    SpecError('block_size=0: expected an int >= 1')
+    >>> SpecError("lease", 3.0, rule="only a 'lease' message may carry a lease")
+    SpecError("lease=3.0: only a 'lease' message may carry a lease")
     """
 
-    def __init__(self, field: str, value: object, wanted: str) -> None:
-        super().__init__(f"{field}={shown(value)}: wanted {wanted}")
+    def __init__(self, field: str, value: object, expected: str = "", *, rule: str = "") -> None:
+        super().__init__(f"{field}={shown(value)}: {rule or f'expected {expected}'}")
         self.field = field
         self.value = value
-        self.wanted = wanted
+        self.expected = expected
+        self.rule = rule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.field, self.value, self.wanted)
+        return _with_rule, (type(self), self.field, self.value, self.expected, self.rule)
 
 
 @attrs.frozen
@@ -98,16 +108,32 @@ class MismatchError(KVSpecError):
 
 
 class WireError(KVSpecError):
-    """The peer sent rubbish: where in the message (*path*), the *value*, what was *wanted*."""
+    """A message of the peer is not valid.
 
-    def __init__(self, path: str, value: object, wanted: str) -> None:
-        super().__init__(f"{path}: got {shown(value)}, wanted {wanted}")
+    Attributes:
+        path: Place in the message, such as `message.rank.tp`.
+        value: The value that was refused.
+        expected: The requirement as a noun phrase, or empty if there is a rule.
+        rule: The requirement as a sentence, or empty.
+    """
+
+    def __init__(self, path: str, value: object, expected: str = "", *, rule: str = "") -> None:
+        requirement = f": {rule}" if rule else f", expected {expected}"
+        super().__init__(f"{path}: got {shown(value)}{requirement}")
         self.path = path
         self.value = value
-        self.wanted = wanted
+        self.expected = expected
+        self.rule = rule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.value, self.wanted)
+        return _with_rule, (type(self), self.path, self.value, self.expected, self.rule)
+
+
+def _with_rule(
+    kind: type[SpecError | WireError], place: str, value: object, expected: str, rule: str
+) -> SpecError | WireError:
+    """Make an error anew from a pickle, which passes positional arguments only."""
+    return kind(place, value, expected, rule=rule)
 
 
 @enum.verify(enum.UNIQUE)

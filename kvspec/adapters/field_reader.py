@@ -67,7 +67,7 @@ class FieldReader:
         return dtype_name(self.value, self.path)
 
     def members(self, wanted: str) -> tuple[FieldReader, ...]:
-        """Return the members of a sequence of what is *wanted*."""
+        """Return the members of a sequence of what is *expected*."""
         found = sequence(self.path, self.value, wanted)
         return tuple(FieldReader(f"{self.path}[{at}]", each) for at, each in enumerate(found))
 
@@ -81,7 +81,7 @@ class FieldReader:
         try:
             yield
         except SpecError as error:
-            raise SpecError(f"{self.path}.{error.field}", error.value, error.wanted) from None
+            raise SpecError(f"{self.path}.{error.field}", error.value, error.expected) from None
 
 
 def layer_names(field: str, found: tuple[Any, ...]) -> tuple[str, ...]:

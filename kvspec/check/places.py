@@ -117,7 +117,7 @@ class Places:
         return np.where(inside, states + rows * region.state_stride, -1)
 
     def written(self, group: KVCacheGroup, part: Part, wanted: range) -> Ints:
-        """Return the ids of the blocks into which the *wanted* positions of *part* go."""
+        """Return the ids of the blocks into which the *expected* positions of *part* go."""
         table = self.tables[group.name]
         if not part.per_token:
             return self._state_block(group, wanted.stop - 1)

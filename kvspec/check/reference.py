@@ -206,7 +206,7 @@ def _rows(
 
 
 def _slot(table: BlockTable, place: _Place, wanted: range) -> int:
-    """Return the block that holds the state: the only one, or that of the *wanted* token."""
+    """Return the block that holds the state: the only one, or that of the *expected* token."""
     field, size = f"{place.side}_blocks[{place.group.name!r}]", place.group.spec.block_size
     at = table.state_block(field, size, wanted.start)
     ids = table.block_ids[at : at + 1]
@@ -225,7 +225,7 @@ def _placed(
         why = "the table does not hold every token that is wanted"
         wanted = range(int(tokens[0]), int(tokens[-1]) + 1)
         raise MismatchError(
-            [Mismatch(f"blocks of {group.name}", held, wanted, why, ("held", "wanted"))]
+            [Mismatch(f"blocks of {group.name}", held, wanted, why, ("held", "expected"))]
         )
     block, token = np.divmod(tokens - table.first_token, size * context.size)
     rounds, rest = np.divmod(token, context.interleave * context.size)

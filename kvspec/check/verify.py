@@ -230,7 +230,7 @@ def _check_given(
 def _check_tokens(
     owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
 ) -> Ids:
-    """Return the ids of the blocks of *wanted* tokens that a table has.
+    """Return the ids of the blocks of *expected* tokens that a table has.
 
     Raises unless the table begins with a block, and no such token is in the null block.
     """
@@ -248,7 +248,7 @@ def _check_tokens(
 def _check_state(
     owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
 ) -> Ids:
-    """Return the id of the block in which the state after the *wanted* token lies.
+    """Return the id of the block in which the state after the *expected* token lies.
 
     Raises unless the table has that block, and it is not the null block.
     """

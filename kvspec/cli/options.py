@@ -116,7 +116,7 @@ def engine(side: str, model: str, words: str, **defaults: int | str) -> EngineSp
         return EngineSpec(groups=groups, parallel=ParallelConfig(**given), layout=layout)
     except SpecError as error:
         model_groups(model, _BLOCK)  # raises what is wrong with the model, which is no side's
-        raise SpecError(f"{side}.{error.field}", error.value, error.wanted) from None
+        raise SpecError(f"{side}.{error.field}", error.value, error.expected) from None
 
 
 def _cut_finer(group: KVCacheGroup, kernel: int) -> KVCacheGroup:

@@ -244,4 +244,4 @@ def check_no_null(
         raise SpecError(field, null_block, f"a block for {tokens}, not the null block")
     why = f"the producer's table has the null block for {tokens}"
     held = f"null block {null_block}"
-    raise MismatchError([Mismatch(field, held, wanted, why, ("held", "wanted"))])
+    raise MismatchError([Mismatch(field, held, wanted, why, ("held", "expected"))])

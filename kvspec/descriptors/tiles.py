@@ -35,7 +35,7 @@ Positions = range | Mapping[str, range]
 
 @attrs.frozen(eq=False)
 class Tables:
-    """The block tables of one edge: the tokens *wanted* by the consumer, and how many it has.
+    """The block tables of one edge: the tokens *expected* by the consumer, and how many it has.
 
     *tokens*: the positions by which one step of the request moves on; None: all at once. *whole*:
     whether it is a state, which moves with the last step.
@@ -154,7 +154,7 @@ def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: P
 
 
 def check_producer_holds(group: str, held: range, wanted: range) -> None:
-    """Raise `MismatchError` naming the first *wanted* tokens that the producer's table lacks."""
+    """Raise `MismatchError` naming the first *expected* tokens that the producer's table lacks."""
     if _inside(wanted, held):
         return
     missing = range(max(wanted.start, held.stop), wanted.stop) or range(

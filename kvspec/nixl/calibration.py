@@ -142,7 +142,7 @@ def _read(path: Path) -> Costs:
     try:
         return Costs(**seconds, origin=f"measured on this machine ({path})")
     except SpecError as error:
-        raise SpecError(f"{field}: {error.field}", error.value, error.wanted) from error
+        raise SpecError(f"{field}: {error.field}", error.value, error.expected) from error
 
 
 def _bytes(field: str, path: Path) -> bytes:

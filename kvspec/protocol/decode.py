@@ -196,7 +196,7 @@ def refuse(path: str, error: Exception, what: str) -> NoReturn:
     """Raise what a constructor refused as a `WireError`, with the path to it."""
     if isinstance(error, SpecError):
         where = f"{path}.{error.field[:MAX_TEXT]}"
-        raise WireError(where, error.value, error.wanted[:MAX_TEXT]) from None
+        raise WireError(where, error.value, error.expected[:MAX_TEXT]) from None
     raise WireError(path, f"{error}"[:MAX_TEXT], f"fields that {what} accepts") from None
 
 

@@ -38,9 +38,9 @@ class Pushed:
                 raise SpecError(f"pushed.{name}", value, f"{SUM} bytes")
 
     def differs(self, wanted: Pushed) -> str:
-        """Say what is another than *wanted*; the counts first, on which the rest depends."""
+        """Say what is another than *expected*; the counts first, on which the rest depends."""
         counts = [
-            f"{name}={own}, wanted {other}"
+            f"{name}={own}, expected {other}"
             for name in ("num_tokens", "encoder_tokens", "state_tokens")
             if (own := getattr(self, name)) != (other := getattr(wanted, name))
         ]

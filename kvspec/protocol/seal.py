@@ -26,7 +26,7 @@ class Secret:
     >>> secret.unseal("message", b"greeting", sealed + b"!", "one")
     Traceback (most recent call last):
     ...
-    kvspec.errors.WireError: message: got '46 bytes, damaged or of another secret', wanted one
+    kvspec.errors.WireError: message: got '46 bytes, damaged or of another secret', expected one
     """
 
     key: bytes = attrs.field(repr=False)
@@ -36,7 +36,7 @@ class Secret:
         return purpose + hmac.digest(self.key, purpose + body, "sha256") + body
 
     def unseal(self, path: str, purpose: bytes, sealed: object, wanted: str) -> bytes:
-        """Return the body that was sealed; `WireError` at *path* for any other than is *wanted*."""
+        """Return the body that was sealed; `WireError` at *path* for any other than is *expected*."""
         if not isinstance(sealed, bytes):
             raise WireError(path, type(sealed).__name__, wanted)
         start = len(purpose) + MAC

@@ -153,7 +153,7 @@ def encode_handshake(handshake: Handshake) -> bytes:
     try:
         read = decode_handshake(data)
     except WireError as error:
-        wanted = f"what a peer can read; it would say {error.path}: wanted {error.wanted}"
+        wanted = f"what a peer can read; it would say {error.path}: expected {error.expected}"
         raise SpecError("handshake", error.value, wanted) from None
     if read != shake:
         raise SpecError("handshake", shake, "values that are read back as they were written")

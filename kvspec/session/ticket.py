@@ -132,7 +132,7 @@ class PrefillTicket:
             prompt = PrefillTicket(**said | {"tables": tables})
         except SpecError as error:
             name = _SAID.get(error.field, error.field)
-            raise SpecError(name, error.value, error.wanted) from error
+            raise SpecError(name, error.value, error.expected) from error
         seal = told.get("remote_seal")
         if not hmac.compare_digest(prompt._mac(secret).hex().encode(), str(seal).encode()):
             raise SpecError("remote_seal", seal, _SEAL)

@@ -64,7 +64,7 @@ def _picked(
     address, length, _, stride, count = rows.astype(np.int64).T
     starts = np.concatenate([[0], np.cumsum(count)])
     if ids.dtype != np.int32 or (len(index) and not 0 <= index.min() <= index.max() < starts[-1]):
-        raise AssertionError(f"ids {ids!r}: wanted int32 from 0 to {starts[-1] - 1}")
+        raise AssertionError(f"ids {ids!r}: expected int32 from 0 to {starts[-1] - 1}")
     row = np.searchsorted(starts, index, side="right") - 1
     return (address[row] + (index - starts[row]) * stride[row]).tolist(), length[row].tolist()
 

@@ -281,7 +281,7 @@ def test_bug_13_a_group_that_is_empty_on_the_consumer() -> None:
     theirs = {"group0": [1, 2, 0], "group1": []}
     cached = {"group1": 40}
     assert [] == moved.moved(*sides, request_of(40, ours, theirs, cached_tokens=cached))
-    with pytest.raises(kvspec.SpecError, match=r"wanted blocks for tokens 0\.\.39"):
+    with pytest.raises(kvspec.SpecError, match=r"expected blocks for tokens 0\.\.39"):
         moved.moved(*sides, request_of(40, ours, theirs))
 
 

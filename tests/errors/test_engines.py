@@ -70,8 +70,8 @@ def opaque(**sizes: Any) -> kvspec.MambaSpec:
 )  # fmt: skip
 def test_a_layout_has_each_letter_once(layout: Any) -> None:
     """Missing, doubled and unknown letters and other types are refused, on engines and groups."""
-    assert f"layout={layout!r}: wanted {SUCH_AS}" == words(lambda: engine(layout=layout))
-    wanted = f"groups['g'].layout={layout!r}: wanted {SUCH_AS}"
+    assert f"layout={layout!r}: expected {SUCH_AS}" == words(lambda: engine(layout=layout))
+    wanted = f"groups['g'].layout={layout!r}: expected {SUCH_AS}"
     assert wanted == words(lambda: group(layout=layout))
 
 
@@ -79,17 +79,17 @@ def test_a_layout_has_each_letter_once(layout: Any) -> None:
 def test_content_is_the_last_letter(layout: str) -> None:
     """Content that is not contiguous is no layout."""
     wanted = f"{LAYOUT}: content is contiguous in every layout"
-    assert f"layout={layout!r}: wanted {wanted}" == words(lambda: engine(layout=layout))
+    assert f"layout={layout!r}: expected {wanted}" == words(lambda: engine(layout=layout))
 
 
 def test_an_engine_needs_a_layout() -> None:
     """None stands for the engine's layout in a group only."""
-    assert f"layout=None: wanted {SUCH_AS}" == words(lambda: engine(layout=None))
+    assert f"layout=None: expected {SUCH_AS}" == words(lambda: engine(layout=None))
     assert group(layout=None).layout is None
 
 
-RANK = "RankId(pp={}, pcp={}, tp={}): wanted pp < 1, pcp < 1, tp < 2, none negative"
-COVER = "wanted equal or disjoint ranges that cover 0..4; units"
+RANK = "RankId(pp={}, pcp={}, tp={}): expected pp < 1, pcp < 1, tp < 2, none negative"
+COVER = "expected equal or disjoint ranges that cover 0..4; units"
 
 
 def sharding(*ranges: Any, units: Any = 4) -> object:
@@ -116,8 +116,8 @@ def cache(spec: kvspec.LayerSpec, layout: str) -> object:
     return kvspec.allocate(engine(group(*layers, spec=spec), layout=layout), RankId(), 2)
 
 
-TWO_LAYERS = "groups['g'].layers={}: wanted the spec's ('a', 'b')"
-EACH_RANK = "wanted one range for each of the 2 TP ranks"
+TWO_LAYERS = "groups['g'].layers={}: expected the spec's ('a', 'b')"
+EACH_RANK = "expected one range for each of the 2 TP ranks"
 SHORT = (range(2), range(2, 3))
 LONG = (range(2), range(2, 5))
 DOUBLE = (range(3), range(2, 4))
@@ -140,25 +140,25 @@ def call_with_a_list(name: str) -> object:
 
 REFUSED: list[Any] = [
     # groups
-    (lambda: group(name=""), "name='': wanted a group name"),
-    (lambda: group(name=None), "name=None: wanted a group name"),
+    (lambda: group(name=""), "name='': expected a group name"),
+    (lambda: group(name=None), "name=None: expected a group name"),
     (lambda: kvspec.KVCacheGroup(name="g", layers=(), spec=FULL),
-     "groups['g'].layers=(): wanted at least one layer name"),
+     "groups['g'].layers=(): expected at least one layer name"),
     (lambda: kvspec.KVCacheGroup(name="g", layers="l", spec=FULL),
-     "layers='l': wanted a sequence of layer names"),
-    (lambda: group("l", "m", "l"), "groups['g'].layers=('l', 'm', 'l'): wanted each layer once"),
-    (lambda: group(spec=None), "groups['g'].spec=None: wanted a spec of a kind of layer"),
-    (lambda: group(spec="full"), "groups['g'].spec='full': wanted a spec of a kind of layer"),
-    (lambda: group(spec=int), "groups['g'].spec=<class 'int'>: wanted a spec of a kind of layer"),
+     "layers='l': expected a sequence of layer names"),
+    (lambda: group("l", "m", "l"), "groups['g'].layers=('l', 'm', 'l'): expected each layer once"),
+    (lambda: group(spec=None), "groups['g'].spec=None: expected a spec of a kind of layer"),
+    (lambda: group(spec="full"), "groups['g'].spec='full': expected a spec of a kind of layer"),
+    (lambda: group(spec=int), "groups['g'].spec=<class 'int'>: expected a spec of a kind of layer"),
     (lambda: group("a", spec=TWO), TWO_LAYERS.format("('a',)")),
     (lambda: group("a", "c", spec=TWO), TWO_LAYERS.format("('a', 'c')")),
     # engines
-    (lambda: kvspec.EngineSpec(groups=()), "groups=(): wanted at least one group"),
-    (lambda: engine("full"), "groups='full': wanted a KVCacheGroup"),
-    (lambda: engine(group("l"), group("m")), "groups='g': wanted group names that differ"),
+    (lambda: kvspec.EngineSpec(groups=()), "groups=(): expected at least one group"),
+    (lambda: engine("full"), "groups='full': expected a KVCacheGroup"),
+    (lambda: engine(group("l"), group("m")), "groups='g': expected group names that differ"),
     (lambda: engine(group("l"), group("m", "l", name="h")),
-     "groups['h'].layers='l': wanted each layer in one group; it is in 'g' too"),
-    (lambda: engine().group("h"), "group='h': wanted one of g"),
+     "groups['h'].layers='l': expected each layer in one group; it is in 'g' too"),
+    (lambda: engine().group("h"), "group='h': expected one of g"),
     # shardings
     (lambda: sharding(*SHORT), f"shardings[4]={SHORT!r}: {COVER} range(3, 4) are missing"),
     (lambda: sharding(*DOUBLE), f"shardings[4]={DOUBLE!r}: {COVER} range(2, 3) are double"),
@@ -166,192 +166,192 @@ REFUSED: list[Any] = [
     (lambda: sharding(*THREE[:1]), f"shardings[4]=(range(0, 4),): {EACH_RANK}"),
     (lambda: sharding(*THREE), f"shardings[4]={THREE!r}: {EACH_RANK}"),
     (lambda: sharding(range(0, 4, 2), range(1, 4, 2)),
-     "shardings[4]=range(0, 4, 2): wanted a range of step 1 with start >= 0"),
+     "shardings[4]=range(0, 4, 2): expected a range of step 1 with start >= 0"),
     (lambda: sharding(range(-1, 2), range(2, 4)),
-     "shardings[4]=range(-1, 2): wanted a range of step 1 with start >= 0"),
+     "shardings[4]=range(-1, 2): expected a range of step 1 with start >= 0"),
     (lambda: sharding((0, 2), (2, 4)),
-     "shardings[4]=(0, 2): wanted a range of step 1 with start >= 0"),
-    (lambda: sharding(range(1), range(1), units=0), "shardings=0: wanted an int >= 1"),
-    (lambda: sharding(range(1), range(1), units="k"), "shardings='k': wanted an int >= 1"),
+     "shardings[4]=(0, 2): expected a range of step 1 with start >= 0"),
+    (lambda: sharding(range(1), range(1), units=0), "shardings=0: expected an int >= 1"),
+    (lambda: sharding(range(1), range(1), units="k"), "shardings='k': expected an int >= 1"),
     (lambda: kvspec.plan_transfer(*[engine(
         group(spec=state()), tp_size=2, shardings={4: (range(1), range(1, 4))})] * 2),
-     "shardings[4]=range(0, 1): wanted multiples of granularity=2"),
+     "shardings[4]=range(0, 1): expected multiples of granularity=2"),
     # ranks
     (lambda: at(RankId(tp=2)), "rank=" + RANK.format(0, 0, 2)),
     (lambda: at(RankId(tp=-1)), "rank=" + RANK.format(0, 0, -1)),
     (lambda: at(RankId(pp=1)), "rank=" + RANK.format(1, 0, 0)),
     (lambda: at(RankId(pcp=1)), "rank=" + RANK.format(0, 1, 0)),
-    (lambda: at(0), "rank=0: wanted a RankId"),
-    (lambda: at((0, 0, 0)), "rank=(0, 0, 0): wanted a RankId"),
+    (lambda: at(0), "rank=0: expected a RankId"),
+    (lambda: at((0, 0, 0)), "rank=(0, 0, 0): expected a RankId"),
     # blocks
-    *((lambda n=n: blocks(n), f"num_blocks['g']={n!r}: wanted an int >= 1")
+    *((lambda n=n: blocks(n), f"num_blocks['g']={n!r}: expected an int >= 1")
       for n in (0, -1, True, 1.5, None, "3")),
-    (lambda: blocks({"g": 0}), "num_blocks['g']=0: wanted an int >= 1"),
-    (lambda: blocks({}), "num_blocks['g']=None: wanted an int >= 1"),
-    (lambda: blocks({"h": 1}), "num_blocks=['h']: wanted groups of the engine: g"),
+    (lambda: blocks({"g": 0}), "num_blocks['g']=0: expected an int >= 1"),
+    (lambda: blocks({}), "num_blocks['g']=None: expected an int >= 1"),
+    (lambda: blocks({"h": 1}), "num_blocks=['h']: expected groups of the engine: g"),
     # pages in layouts
     *((lambda x=x: cache(PADDED, x),
-       f"page_size_padded=1024: wanted no padding in layout {x}, or L and B outermost")
+       f"page_size_padded=1024: expected no padding in layout {x}, or L and B outermost")
       for x in ("LHBNC", "BHLNC", "HLBNC", "LNBHC", "LKBNHC", "KLBHNC", "BKLHNC")),
     (lambda: cache(attrs.evolve(FULL, page_size_padded=511), "LBHNC"),
-     "page_size_padded=511: wanted at least the 512 bytes of the page"),
+     "page_size_padded=511: expected at least the 512 bytes of the page"),
     *((lambda x=x: cache(TWO, x),
-       f"layout={x!r}: wanted H inside LK, since heads (units) differ: [2, 4]")
+       f"layout={x!r}: expected H inside LK, since heads (units) differ: [2, 4]")
       for x in ("BHLNC", "HLBNC")),
     (lambda: cache(ROWS, "BHNLC"),
-     "layout='BHNLC': wanted N inside LK, since states (tokens of a block) differ: [2, 4]"),
+     "layout='BHNLC': expected N inside LK, since states (tokens of a block) differ: [2, 4]"),
     # plans
     (lambda: kvspec.plan_transfer("p", engine()),  # type: ignore[arg-type]
-     "producer='p': wanted an EngineSpec"),
+     "producer='p': expected an EngineSpec"),
     (lambda: kvspec.mismatches("p", engine()),  # type: ignore[arg-type]
-     "producer='p': wanted an EngineSpec"),
+     "producer='p': expected an EngineSpec"),
     (lambda: kvspec.mismatches(engine(), None),  # type: ignore[arg-type]
-     "consumer=None: wanted an EngineSpec"),
+     "consumer=None: expected an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), None),  # type: ignore[arg-type]
-     "consumer=None: wanted an EngineSpec"),
+     "consumer=None: expected an EngineSpec"),
     (lambda: kvspec.plan_transfer(engine(), engine(), replica_policy="all"),  # type: ignore[arg-type]
-     "replica_policy='all': wanted one of spread, first, stripe, nearest"),
+     "replica_policy='all': expected one of spread, first, stripe, nearest"),
     (lambda: kvspec.traffic(kvspec.plan_transfer(engine(), engine()), -1),
-     "num_tokens=-1: wanted an int >= 0"),
+     "num_tokens=-1: expected an int >= 0"),
     (lambda: kvspec.traffic(kvspec.plan_transfer(engine(), engine()), num_tokens=True),
-     "num_tokens=True: wanted an int >= 0"),
+     "num_tokens=True: expected an int >= 0"),
     # things of another type
-    *((lambda n=name: call_with_a_list(n), f"{field}=['l']: wanted {told}")
+    *((lambda n=name: call_with_a_list(n), f"{field}=['l']: expected {told}")
       for name, field, told in (
           ("page", "layer", "a str"), ("group", "group", "a str"), ("of_layer", "layer", "a str"),
           ("salt", "salt", "an int >= 0"), ("role", "role", "'consumer' or 'producer'"),
           ("excluded", "groups['g'].excluded", "layers of the group"))),
     (lambda: kvspec.KVCacheGroup(name="g", layers=np.array("l"), spec=FULL),
-     "layers=array('l', dtype='<U1'): wanted a sequence of at most 1048576 layer names"),
+     "layers=array('l', dtype='<U1'): expected a sequence of at most 1048576 layer names"),
     (lambda: kvspec.EngineSpec(groups=range(10**20)),  # type: ignore[arg-type]
-     f"groups={range(10**20)}: wanted a sequence of at most 1048576 KVCacheGroups"),
+     f"groups={range(10**20)}: expected a sequence of at most 1048576 KVCacheGroups"),
     (lambda: kvspec.KVCacheGroup(name="g", layers=None, spec=FULL),  # type: ignore[arg-type]
-     "layers=None: wanted a sequence of layer names"),
+     "layers=None: expected a sequence of layer names"),
     (lambda: group(1),
-     "groups['g'].layers=1: wanted layer names, each a non-empty str"),
+     "groups['g'].layers=1: expected layer names, each a non-empty str"),
     (lambda: group("l", ""),
-     "groups['g'].layers='': wanted layer names, each a non-empty str"),
+     "groups['g'].layers='': expected layer names, each a non-empty str"),
     (lambda: kvspec.EngineSpec(groups=None),  # type: ignore[arg-type]
-     "groups=None: wanted a sequence of KVCacheGroups"),
+     "groups=None: expected a sequence of KVCacheGroups"),
     (lambda: kvspec.EngineSpec(groups=group()),  # type: ignore[arg-type]
-     f"groups={shown(group())}: wanted a sequence of KVCacheGroups"),
+     f"groups={shown(group())}: expected a sequence of KVCacheGroups"),
     (lambda: engine(*[group()] * 2),
-     "groups='g': wanted group names that differ"),
+     "groups='g': expected group names that differ"),
     (lambda: kvspec.EngineSpec(groups=(group(),), parallel=4),  # type: ignore[arg-type]
-     "parallel=4: wanted a ParallelConfig"),
+     "parallel=4: expected a ParallelConfig"),
     (lambda: kvspec.EngineSpec(groups=(group(),), parallel=None),  # type: ignore[arg-type]
-     "parallel=None: wanted a ParallelConfig"),
+     "parallel=None: expected a ParallelConfig"),
     (lambda: kvspec.ParallelConfig(shardings=None),  # type: ignore[arg-type]
-     "shardings=None: wanted a mapping from units to one range for each TP rank"),
+     "shardings=None: expected a mapping from units to one range for each TP rank"),
     (lambda: kvspec.ParallelConfig(shardings={4: None}),  # type: ignore[dict-item]
-     "shardings[4]=None: wanted one range for each of the 1 TP ranks"),
+     "shardings[4]=None: expected one range for each of the 1 TP ranks"),
     (lambda: engine(tp_size=2, shardings={7: (range(3), range(3, 7))}),
-     "shardings=7: wanted the units of a part of the engine, one of 4"),
-    (lambda: at(RankId(tp=True)), "rank.tp=True: wanted an int"),
+     "shardings=7: expected the units of a part of the engine, one of 4"),
+    (lambda: at(RankId(tp=True)), "rank.tp=True: expected an int"),
     (lambda: at(RankId(tp=1.0)),  # type: ignore[arg-type]
-     "rank.tp=1.0: wanted an int"),
+     "rank.tp=1.0: expected an int"),
     (lambda: at(RankId(tp="1")),  # type: ignore[arg-type]
-     "rank.tp='1': wanted an int"),
+     "rank.tp='1': expected an int"),
     (lambda: blocks({"g": 1, "h": 2}),
-     "num_blocks=['h']: wanted groups of the engine: g"),
+     "num_blocks=['h']: expected groups of the engine: g"),
     (lambda: blocks(1, device="tpu"),
-     "device='tpu': wanted 'cpu' or a GPU such as 'cuda:0'"),
+     "device='tpu': expected 'cpu' or a GPU such as 'cuda:0'"),
     (lambda: kvspec.allocate("e", RankId(), 1),  # type: ignore[arg-type]
-     "engine='e': wanted an EngineSpec"),
+     "engine='e': expected an EngineSpec"),
     (lambda: kvspec.mismatches("e", engine()),  # type: ignore[arg-type]
-     "producer='e': wanted an EngineSpec"),
+     "producer='e': expected an EngineSpec"),
     *((lambda s=s: kvspec.plan_transfer(engine(tp_size=8), engine(), salt=s),
-       f"salt={s!r}: wanted an int >= 0") for s in ("x", 1.5, True)),
+       f"salt={s!r}: expected an int >= 0") for s in ("x", 1.5, True)),
     (lambda: kvspec.plan_transfer(engine(), engine(), common_states=1),  # type: ignore[arg-type]
-     "common_states=1: wanted True or False"),
+     "common_states=1: expected True or False"),
     (lambda: FULL.get_tp_transfer_slices(0, 4, 2**40),
-     "remote_tp_size=1099511627776: wanted at most 65536"),
-    (lambda: FULL.page_size_bytes(0, 2**40), "tp_size=1099511627776: wanted at most 65536"),
+     "remote_tp_size=1099511627776: expected at most 65536"),
+    (lambda: FULL.page_size_bytes(0, 2**40), "tp_size=1099511627776: expected at most 65536"),
     (lambda: group(spec=BARE),
-     f"groups['g'].spec={BARE!r}: wanted a spec of a kind of layer"),
+     f"groups['g'].spec={BARE!r}: expected a spec of a kind of layer"),
     (lambda: kvspec.plan_transfer(engine(), engine()).pair_of(None),  # type: ignore[arg-type]
-     "edge=None: wanted an Edge"),
+     "edge=None: expected an Edge"),
     # memory that cannot be, and caches of no regions
-    (lambda: kvspec.Memory("a", 10), "address='a': wanted an int >= 0"),  # type: ignore[arg-type]
-    (lambda: kvspec.Memory(1, -1), "length=-1: wanted an int >= 0"),
-    (lambda: kvspec.Memory(1, 10, "HBM"), "memory_type='HBM': wanted DRAM or VRAM"),
-    (lambda: kvspec.Memory(1, 10, "DRAM", -1), "device=-1: wanted an int >= 0"),
+    (lambda: kvspec.Memory("a", 10), "address='a': expected an int >= 0"),  # type: ignore[arg-type]
+    (lambda: kvspec.Memory(1, -1), "length=-1: expected an int >= 0"),
+    (lambda: kvspec.Memory(1, 10, "HBM"), "memory_type='HBM': expected DRAM or VRAM"),
+    (lambda: kvspec.Memory(1, 10, "DRAM", -1), "device=-1: expected an int >= 0"),
     (lambda: kvspec.Memory(2**63 - 8, 10),
-     "length=10: wanted an end of at most 9223372036854775807"),
+     "length=10: expected an end of at most 9223372036854775807"),
     (lambda: kvspec.RankCache(engine(), RankId(), None, ()),  # type: ignore[arg-type]
-     "regions=None: wanted a sequence of Regions"),
+     "regions=None: expected a sequence of Regions"),
     (lambda: kvspec.RankCache(engine(), RankId(), (5,), ()),  # type: ignore[arg-type]
-     "regions=5: wanted a Region"),
+     "regions=5: expected a Region"),
     (lambda: kvspec.RankCache(engine(), RankId(), (), None),  # type: ignore[arg-type]
-     "memory=None: wanted a sequence of Memories"),
+     "memory=None: expected a sequence of Memories"),
     (lambda: kvspec.RankCache(engine(), RankId(), (), (5,)),  # type: ignore[arg-type]
-     "memory=5: wanted a Memory"),
+     "memory=5: expected a Memory"),
     (lambda: kvspec.plan_memory(engine(), RankId(), 1, 2**63 - 8),
-     "length=512: wanted an end of at most 9223372036854775807"),
-    (lambda: kvspec.plan_memory(engine(), RankId(), 1, -8), "address=-8: wanted an int >= 0"),
+     "length=512: expected an end of at most 9223372036854775807"),
+    (lambda: kvspec.plan_memory(engine(), RankId(), 1, -8), "address=-8: expected an int >= 0"),
     (lambda: kvspec.plan_memory(engine(), RankId(), 1, shared=1),  # type: ignore[arg-type]
-     "shared=1: wanted True or False"),
+     "shared=1: expected True or False"),
     (lambda: blocks(2**62),
-     "num_blocks='2361183241434822606848 bytes': wanted what fits into memory"),
-    (lambda: blocks(1, shared="no"), "shared='no': wanted True or False"),
+     "num_blocks='2361183241434822606848 bytes': expected what fits into memory"),
+    (lambda: blocks(1, shared="no"), "shared='no': expected True or False"),
     # blocks that the kernel cuts finer, and layers that are left out
     *((lambda n=n: group(kernel_block_size=n),
-       f"groups['g'].kernel_block_size={n!r}: wanted an int >= 1") for n in (0, True, 2.0, "2")),
+       f"groups['g'].kernel_block_size={n!r}: expected an int >= 1") for n in (0, True, 2.0, "2")),
     (lambda: group(kernel_block_size=3),
-     "groups['g'].kernel_block_size=3: wanted a divisor of block_size=4"),
+     "groups['g'].kernel_block_size=3: expected a divisor of block_size=4"),
     (lambda: group(kernel_block_size=8),
-     "groups['g'].kernel_block_size=8: wanted a divisor of block_size=4"),
+     "groups['g'].kernel_block_size=8: expected a divisor of block_size=4"),
     (lambda: group(spec=PADDED, kernel_block_size=2),
-     "groups['g'].kernel_block_size=2: wanted no padded pages where blocks are cut finer"),
+     "groups['g'].kernel_block_size=2: expected no padded pages where blocks are cut finer"),
     (lambda: group(spec=state(block_size=4), kernel_block_size=2),
-     "groups['g'].kernel_block_size=2: wanted rows of whole tokens, and a multiple of them"),
+     "groups['g'].kernel_block_size=2: expected rows of whole tokens, and a multiple of them"),
     (lambda: group(spec=attrs.evolve(FULL, tokens_per_state=2), kernel_block_size=1),
-     "groups['g'].kernel_block_size=1: wanted rows of whole tokens, and a multiple of them"),
+     "groups['g'].kernel_block_size=1: expected rows of whole tokens, and a multiple of them"),
     (lambda: group("a", "b", excluded=("b", "c")),
-     "groups['g'].excluded='c': wanted layers of the group"),
-    (lambda: group(excluded="l"), "excluded='l': wanted a sequence of layer names"),
-    (lambda: group(excluded=None), "excluded=None: wanted a sequence of layer names"),
+     "groups['g'].excluded='c': expected layers of the group"),
+    (lambda: group(excluded="l"), "excluded='l': expected a sequence of layer names"),
+    (lambda: group(excluded=None), "excluded=None: expected a sequence of layer names"),
     (lambda: kvspec.KVCacheGroup(name="g", layers={"l"}, spec=FULL),  # type: ignore[arg-type]
-     "layers={'l'}: wanted a sequence of layer names"),
+     "layers={'l'}: expected a sequence of layer names"),
     # stages
     (lambda: engine(pp_size=2),
-     "stages=None: wanted each stage's layer names, since layer 'l' has no number to place it by"),
+     "stages=None: expected each stage's layer names, since layer 'l' has no number to place it by"),
     (lambda: engine(group("l.0", "draft"), pp_size=2),
-     ("stages=None: wanted each stage's layer names, since layer 'draft' has no number to place "
+     ("stages=None: expected each stage's layer names, since layer 'draft' has no number to place "
       "it by")),
     (lambda: kvspec.ParallelConfig(pp_size=2, stages=(range(2),)),
-     "stages=(range(0, 2),): wanted one for each of the 2 stages"),
-    (lambda: kvspec.ParallelConfig(stages=("l",)), "stages='l': wanted a sequence of layer names"),
+     "stages=(range(0, 2),): expected one for each of the 2 stages"),
+    (lambda: kvspec.ParallelConfig(stages=("l",)), "stages='l': expected a sequence of layer names"),
     (lambda: kvspec.ParallelConfig(stages=3),  # type: ignore[arg-type]
-     "stages=3: wanted a sequence of stages, each a range of layer numbers or layer names"),
+     "stages=3: expected a sequence of stages, each a range of layer numbers or layer names"),
     (lambda: engine(group("l.0", "l.1"), pp_size=2, stages=(range(1), range(2, 3))),
-     "stages=(range(0, 1), range(2, 3)): wanted one stage for layer 'l.1', which is in no stage"),
+     "stages=(range(0, 1), range(2, 3)): expected one stage for layer 'l.1', which is in no stage"),
     (lambda: engine(group("l.0", "l.1"), pp_size=2, stages=(range(2), ["l.1"])),
-     "stages=(range(0, 2), ('l.1',)): wanted one stage for layer 'l.1', which is in stages [0, 1]"),
+     "stages=(range(0, 2), ('l.1',)): expected one stage for layer 'l.1', which is in stages [0, 1]"),
     # contexts
     (lambda: kvspec.ParallelConfig(tp_size=3, dcp_size=2),
-     "dcp_size=2: wanted a divisor of tp_size=3, or explicit context_ranks"),
+     "dcp_size=2: expected a divisor of tp_size=3, or explicit context_ranks"),
     (lambda: engine(group(spec=MLA), tp_size=2, dcp_size=2, interleave_size=3),
-     "interleave_size=3: wanted a divisor of block_size=4 of group 'g'"),
+     "interleave_size=3: expected a divisor of block_size=4 of group 'g'"),
     (lambda: engine(tp_size=4, dcp_size=2),
-     "context_size=2: wanted a rank for every context; units 0..0 of g.k have none for [1]"),
+     "context_size=2: expected a rank for every context; units 0..0 of g.k have none for [1]"),
     (lambda: engine(tp_size=2, pcp_size=2, context_ranks=((0, 0), (0, 1))),
-     "context_size=2: wanted a rank for every context; units 0..1 of g.k have none for [1]"),
+     "context_size=2: expected a rank for every context; units 0..1 of g.k have none for [1]"),
     *((lambda rows=rows: kvspec.ParallelConfig(tp_size=2, pcp_size=2, context_ranks=rows),
-       f"context_ranks={rows!r}: wanted 2 rows (PCP) of 2 context ranks (TP)")
+       f"context_ranks={rows!r}: expected 2 rows (PCP) of 2 context ranks (TP)")
       for rows in (((0, 1),), ((0, 1), (0,)), ((0, 1),) * 3)),
     (lambda: kvspec.ParallelConfig(tp_size=2, context_ranks=((0, 2),)),
-     "context_ranks=((0, 2),): wanted context ranks 0, 1, ... without a gap"),
+     "context_ranks=((0, 2),): expected context ranks 0, 1, ... without a gap"),
     (lambda: kvspec.ParallelConfig(tp_size=2, context_ranks=((1, 2),)),
-     "context_ranks=((1, 2),): wanted context ranks 0, 1, ... without a gap"),
+     "context_ranks=((1, 2),): expected context ranks 0, 1, ... without a gap"),
     (lambda: kvspec.ParallelConfig(tp_size=2, dcp_size=2, context_ranks=((0, 0),)),
-     "context_ranks=((0, 0),): wanted a multiple of dcp_size=2 different ones"),
+     "context_ranks=((0, 0),): expected a multiple of dcp_size=2 different ones"),
     (lambda: kvspec.ParallelConfig(context_ranks=((-1,),)),
-     "context_ranks=-1: wanted an int >= 0"),
+     "context_ranks=-1: expected an int >= 0"),
     (lambda: kvspec.ParallelConfig(context_ranks=(0,)),  # type: ignore[arg-type]
-     "context_ranks=0: wanted a sequence of context ranks, one for each TP rank"),
+     "context_ranks=0: expected a sequence of context ranks, one for each TP rank"),
     (lambda: kvspec.ParallelConfig(context_ranks=0),  # type: ignore[arg-type]
-     "context_ranks=0: wanted a sequence of rows, one for each PCP rank"),
+     "context_ranks=0: expected a sequence of rows, one for each PCP rank"),
 ]  # fmt: skip
 
 
@@ -380,10 +380,10 @@ def test_a_plan_knows_its_ranks(ask: str, field: str, size: int) -> None:
     plan = kvspec.plan_transfer(engine(tp_size=2), engine())
     for rank in (RankId(tp=size), RankId(tp=-1), RankId(pp=1), RankId(pcp=1)):
         told = f"pp < 1, pcp < 1, tp < {size}, none negative"
-        assert f"{field}={rank!r}: wanted {told}" == words(lambda r=rank: getattr(plan, ask)(r))
+        assert f"{field}={rank!r}: expected {told}" == words(lambda r=rank: getattr(plan, ask)(r))
         pair = {"producer": RankId(), "consumer": RankId()} | {field: rank}
-        assert f"{field}={rank!r}: wanted {told}" == words(lambda p=pair: plan.between(**p))
-    assert f"{field}=0: wanted a RankId" == words(lambda: getattr(plan, ask)(0))
+        assert f"{field}={rank!r}: expected {told}" == words(lambda p=pair: plan.between(**p))
+    assert f"{field}=0: expected a RankId" == words(lambda: getattr(plan, ask)(0))
 
 
 HEADS = "heads pair by their global number"

@@ -61,31 +61,34 @@ def test_the_temporal_state_may_have_a_dtype_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers=None: wanted an int >= 1"),
-        ({"num_hidden_layers": True}, "num_hidden_layers=True: wanted an int >= 1"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0: wanted an int >= 1"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads='2': wanted an int >= 1"),
-        ({"num_key_value_heads": [2, 1]}, r"num_key_value_heads=\[2, 1\]: wanted an int"),
-        ({"hidden_size": 255}, "hidden_size=255: wanted a multiple of num_attention_heads=4"),
-        ({"head_dim": 0}, "head_dim=0: wanted an int >= 1"),
-        ({"torch_dtype": None}, "dtype=None: wanted a dtype or torch_dtype in the config"),
-        ({"torch_dtype": "int4"}, "dtype='int4': wanted one of"),
-        ({"layer_types": ["full_attention"]}, "wanted num_hidden_layers=2 names"),
-        ({"layer_types": ["full_attention", "odd"]}, "layer_types='odd': wanted names out of"),
-        ({"layer_types": ["mamba"] * 2}, "wanted attention layers only, as LlamaForCausalLM"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None: wanted an int"),
-        ({"architectures": ["BambaForCausalLM"]}, "attn_layer_indices=None: wanted layer indices"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None: expected an int >= 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: expected an int >= 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: expected an int >= 1"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads='2': expected an int >= 1"),
+        ({"num_key_value_heads": [2, 1]}, r"num_key_value_heads=\[2, 1\]: expected an int"),
+        ({"hidden_size": 255}, "hidden_size=255: expected a multiple of num_attention_heads=4"),
+        ({"head_dim": 0}, "head_dim=0: expected an int >= 1"),
+        ({"torch_dtype": None}, "dtype=None: expected a dtype or torch_dtype in the config"),
+        ({"torch_dtype": "int4"}, "dtype='int4': expected one of"),
+        ({"layer_types": ["full_attention"]}, "expected num_hidden_layers=2 names"),
+        ({"layer_types": ["full_attention", "odd"]}, "layer_types='odd': expected names out of"),
+        ({"layer_types": ["mamba"] * 2}, "expected attention layers only, as LlamaForCausalLM"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None: expected an int"),
+        (
+            {"architectures": ["BambaForCausalLM"]},
+            "attn_layer_indices=None: expected layer indices",
+        ),
         (
             {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [2]},
-            r"attn_layer_indices=\[2\]: wanted layer indices below num_hidden_layers=2",
+            r"attn_layer_indices=\[2\]: expected layer indices below num_hidden_layers=2",
         ),
         (
             {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-"},
-            r"hybrid_override_pattern='M\*-': wanted num_hidden_layers=2 letters",
+            r"hybrid_override_pattern='M\*-': expected num_hidden_layers=2 letters",
         ),
         (
             {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": [1]},
-            r"no_rope_layers=\[1\]: wanted num_hidden_layers=2 flags",
+            r"no_rope_layers=\[1\]: expected num_hidden_layers=2 flags",
         ),
     ],
 )
@@ -98,7 +101,7 @@ def test_a_bad_field_is_refused_by_its_name(change: dict[str, Any], said: str) -
 def test_an_alias_is_named_as_the_config_spells_it() -> None:
     """A GPT-2 config says n_layer, so its error does."""
     config = {"architectures": ["GPT2LMHeadModel"], "n_layer": 0, "torch_dtype": "float32"}
-    with pytest.raises(SpecError, match="n_layer=0: wanted an int >= 1"):
+    with pytest.raises(SpecError, match="n_layer=0: expected an int >= 1"):
         models.from_config(config)
 
 
@@ -108,8 +111,8 @@ def test_an_unknown_architecture_is_told_what_is_known() -> None:
     with pytest.raises(SpecError, match=r"LlamaForEagle.*LlamaForCausalLM") as caught:
         models.from_config(config)
     assert "architectures" == caught.value.field
-    assert all(name in caught.value.wanted for name in models.architectures())
-    with pytest.raises(SpecError, match="model_type=None: wanted a known architecture"):
+    assert all(name in caught.value.expected for name in models.architectures())
+    with pytest.raises(SpecError, match="model_type=None: expected a known architecture"):
         models.from_config({})
 
 
@@ -131,7 +134,7 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "wanted a readable JSON file"), ("[]", "wanted a JSON object")]
+    ("text", "said"), [("{", "expected a readable JSON file"), ("[]", "expected a JSON object")]
 )
 def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str, said: str) -> None:
     """The error names the path."""
@@ -142,9 +145,9 @@ def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str, said:
 
 def test_what_is_neither_dict_nor_path_is_refused() -> None:
     """So is a file that is not there."""
-    with pytest.raises(SpecError, match="config=7: wanted a dict"):
+    with pytest.raises(SpecError, match="config=7: expected a dict"):
         models.from_config(7)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="wanted a readable JSON file"):
+    with pytest.raises(SpecError, match="expected a readable JSON file"):
         models.from_config("no/such/config.json")
 
 
@@ -189,6 +192,6 @@ def test_an_unknown_model_is_told_the_closest_names() -> None:
     """And all the names, so that the next try is right."""
     with pytest.raises(SpecError, match=r"perhaps Qwen3-0\.6B") as caught:
         catalogue.config("Qwen3-0.6")
-    assert all(name in caught.value.wanted for name in catalogue.names())
+    assert all(name in caught.value.expected for name in catalogue.names())
     with pytest.raises(SpecError, match=r"a model of the catalogue \(known: Llama"):
         catalogue.config("§")

@@ -79,7 +79,7 @@ def select(spec: kvspec.LayerSpec = FULL, **given: Any) -> Any:
 @pytest.mark.parametrize("value", ["", None, 3, b"r"])
 def test_a_request_has_a_name(value: Any) -> None:
     """An id that is empty or no text is refused."""
-    wanted = f"request_id={value!r}: wanted a non-empty str"
+    wanted = f"request_id={value!r}: expected a non-empty str"
     assert wanted == words(lambda: ask(request_id=value))
 
 
@@ -93,21 +93,21 @@ def test_a_count_of_tokens_is_a_plain_int(name: str) -> None:
         "3",
         *([None] if name in {"num_tokens", "cached_tokens"} else []),
     ]
-    wanted = [f"{name}={value!r}: wanted an int >= 0" for value in bad]
+    wanted = [f"{name}={value!r}: expected an int >= 0" for value in bad]
     assert wanted == [words(lambda v=value: ask(**{name: v})) for value in bad]
 
 
 def test_a_cached_count_of_a_group_is_a_plain_int() -> None:
     """So is each of the counts by group."""
     bad: list[Any] = [-1, True, 1.0, "3", None]
-    wanted = [f"cached_tokens={value!r}: wanted an int >= 0" for value in bad]
+    wanted = [f"cached_tokens={value!r}: expected an int >= 0" for value in bad]
     assert wanted == [words(lambda v=value: ask(cached_tokens={"g": v})) for value in bad]
 
 
 def test_a_first_token_is_a_plain_int() -> None:
     """A table begins at a position."""
     bad: list[Any] = [-1, True, 1.0, "3", None]
-    wanted = [f"first_token={value!r}: wanted an int >= 0" for value in bad]
+    wanted = [f"first_token={value!r}: expected an int >= 0" for value in bad]
     assert wanted == [words(lambda v=value: BlockTable((1,), v)) for value in bad]
 
 
@@ -122,7 +122,7 @@ IDS: list[Any] = [
 @pytest.mark.parametrize("value", IDS)
 def test_block_ids_are_plain_ints(value: Any) -> None:
     """Float, bool, text, two-dimensional and too wide ids are refused where the table is made."""
-    wanted = f"block_ids={value!r}: wanted a sequence of ints"
+    wanted = f"block_ids={value!r}: expected a sequence of ints"
     assert wanted == words(lambda: BlockTable(value))
     assert wanted == words(lambda: ask(consumer_blocks={"g": value}))
 
@@ -139,78 +139,78 @@ def test_requests_are_values_that_hash() -> None:
     assert 2 == len({BlockTable((1, 2)), BlockTable([1, 2]), BlockTable([2, 1])})
 
 
-ONCE = "consumer_blocks['g']={}: wanted each block once"
+ONCE = "consumer_blocks['g']={}: expected each block once"
 REFUSED = [
     # tables too short, too late, off a block's boundary
     case(lambda: select(consumer_blocks={"g": (3, 4)}),
-         "consumer_blocks['g']=range(0, 8): wanted blocks for tokens 0..9"),
+         "consumer_blocks['g']=range(0, 8): expected blocks for tokens 0..9"),
     case(lambda: select(consumer_blocks={"g": ()}),
-         "consumer_blocks['g']=range(0, 0): wanted blocks for tokens 0..9"),
+         "consumer_blocks['g']=range(0, 0): expected blocks for tokens 0..9"),
     case(lambda: select(consumer_blocks={"g": BlockTable((3, 4), 4)}),
-         "consumer_blocks['g']=range(4, 12): wanted blocks for tokens 0..9"),
+         "consumer_blocks['g']=range(4, 12): expected blocks for tokens 0..9"),
     case(lambda: select(consumer_blocks={"g": (3,)}, cached_tokens=3),
-         "consumer_blocks['g']=range(0, 4): wanted blocks for tokens 3..9"),
+         "consumer_blocks['g']=range(0, 4): expected blocks for tokens 3..9"),
     case(lambda: select(CROSS, encoder_tokens=14),
-         "consumer_blocks['g']=range(0, 12): wanted blocks for tokens 0..13"),
+         "consumer_blocks['g']=range(0, 12): expected blocks for tokens 0..13"),
     case(lambda: select(cached_tokens=4, consumer_blocks={"g": BlockTable((3, 4), 2)}),
-         "consumer_blocks['g'].first_token=2: wanted a multiple of 4"),
+         "consumer_blocks['g'].first_token=2: expected a multiple of 4"),
     case(lambda: select(cached_tokens=4, producer_blocks={"g": BlockTable((1, 2), 3)}),
-         "producer_blocks['g'].first_token=3: wanted a multiple of 4"),
+         "producer_blocks['g'].first_token=3: expected a multiple of 4"),
     # ids
     *(case(lambda s=side, i=i: select(**{s: {"g": (0, i, 2)}}),
-           f"{side}['g']={i}: wanted block ids from 0 to 5")
+           f"{side}['g']={i}: expected block ids from 0 to 5")
       for side in BLOCKS for i in (6, -1, 10**12)),
     *(case(lambda i=i: select(consumer_blocks={"g": i}), ONCE.format(i[-1]))
       for i in ((0, 1, 0), (4, 5, 5), (2, 2, 2))),
     case(lambda: select(cached_tokens=4, consumer_blocks={"g": (3, 4, 3)}), ONCE.format(3)),
     case(lambda: select(producer_blocks={"g": (1, 2, 1)}),
-         "producer_blocks['g']=1: wanted each block once"),
+         "producer_blocks['g']=1: expected each block once"),
     # groups
     case(lambda: select(producer_blocks={"h": (0, 1, 2)}),
-         "producer_blocks=['h']: wanted a block table for group 'g'"),
+         "producer_blocks=['h']: expected a block table for group 'g'"),
     case(lambda: select(consumer_blocks={}),
-         "consumer_blocks=[]: wanted a block table for group 'g'"),
-    case(lambda: select(cached_tokens={"h": 4}), "cached_tokens=['h']: wanted groups of the "
+         "consumer_blocks=[]: expected a block table for group 'g'"),
+    case(lambda: select(cached_tokens={"h": 4}), "cached_tokens=['h']: expected groups of the "
          "consumer: g"),
     case(lambda: select(cached_tokens={0: 1, "b": 2}),
-         "cached_tokens=['b', 0]: wanted groups of the consumer: g"),
+         "cached_tokens=['b', 0]: expected groups of the consumer: g"),
     case(lambda: select(producer_blocks={0: (1,), "a": (2,)}),
-         "producer_blocks=['a', 0]: wanted a block table for group 'g'"),
+         "producer_blocks=['a', 0]: expected a block table for group 'g'"),
     *(case(lambda s=side, v=value: ask(**{s: v}),
-           f"{side}={value!r}: wanted a mapping from group names to block tables")
+           f"{side}={value!r}: expected a mapping from group names to block tables")
       for side in BLOCKS for value in (None, (1, 2))),
     # states
     *(case(lambda s=side, i=i: select(STATE, **SLOTS | {s: {"g": i}}),
-           f"{side}['g']={list(i)}: wanted one id, the state's slot, or a block for token 9")
+           f"{side}['g']={list(i)}: expected one id, the state's slot, or a block for token 9")
       for side in SLOTS for i in ((1, 2), ())),
     *(case(lambda s=side, i=i: select(STATE, **SLOTS | {s: {"g": (i,)}}),
-           f"{side}['g']={i}: wanted block ids from 0 to 5")
+           f"{side}['g']={i}: expected block ids from 0 to 5")
       for side in SLOTS for i in (7, -2)),
     *(case(lambda s=side, t=table: select(STATES, **SLOTS | {s: {"g": t}}),
-           f"{side}['g'].first_token=2: wanted a multiple of 8")
+           f"{side}['g'].first_token=2: expected a multiple of 8")
       for side in SLOTS for table in (BlockTable((1, 2), 2), BlockTable((1,), 2))),
     *(case(lambda s=side: select(STATES, **SLOTS | {s: {"g": BlockTable((1,), 400)}}),
-           f"{side}['g']=[1]: wanted one id, the state's slot, or a block for token 9")
+           f"{side}['g']=[1]: expected one id, the state's slot, or a block for token 9")
       for side in SLOTS),
     case(lambda: select(STATES, producer_blocks={"g": (1,)}, consumer_blocks={"g": (5, 5)}),
          ONCE.format(5)),
     # the encoder's tokens
     case(lambda: select(CROSS),
-         "encoder_tokens=None: wanted the encoder's own count, for cross attention"),
+         "encoder_tokens=None: expected the encoder's own count, for cross attention"),
     # a row of several tokens cannot be written in part
     *(case(lambda c=c: select(ROWS, cached_tokens=c),
-           f"cached_tokens={c}: wanted a multiple of tokens_per_state=4") for c in (1, 5, 6, 9)),
+           f"cached_tokens={c}: expected a multiple of tokens_per_state=4") for c in (1, 5, 6, 9)),
     case(lambda: select(WINDOW, num_tokens=16, cached_tokens=15),
-         "cached_tokens=15: wanted a multiple of tokens_per_state=4"),
+         "cached_tokens=15: expected a multiple of tokens_per_state=4"),
     # things of another type
     case(lambda: PAIRS[FULL].table.select("r"),  # type: ignore[arg-type]
-         "request='r': wanted a TransferRequest"),
+         "request='r': expected a TransferRequest"),
     case(lambda: kvspec.build_table(None, OURS, THEIRS),  # type: ignore[arg-type]
-         "plan=None: wanted a TransferPlan"),
+         "plan=None: expected a TransferPlan"),
     case(lambda: kvspec.build_table(PLAN, None, THEIRS),  # type: ignore[arg-type]
-         "producer_cache=None: wanted a RankCache"),
+         "producer_cache=None: expected a RankCache"),
     case(lambda: kvspec.build_table(PLAN, OURS, "c"),  # type: ignore[arg-type]
-         "consumer_cache='c': wanted a RankCache"),
+         "consumer_cache='c': expected a RankCache"),
 ]  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_request_is_refused_in_words(call: Callable[[], object], wanted:
     assert wanted == words(call)
 
 
-HELD = "producer_blocks['g']: held {}, wanted {} (the producer's table does not hold tokens {})"
+HELD = "producer_blocks['g']: held {}, expected {} (the producer's table does not hold tokens {})"
 SEEN = (
     "state_tokens: producer {}, consumer {} "
     "(a recurrent state cannot be rewound: it must have seen exactly these tokens)"
@@ -318,31 +318,31 @@ def handmade(**changed: Any) -> object:
 EXTENT = OURS.regions[0].extent
 HANDMADE = [
     case(lambda: attrs.evolve(OURS, memory=()),
-         f"regions['l.k']={EXTENT}: wanted a region inside the memory given"),
+         f"regions['l.k']={EXTENT}: expected a region inside the memory given"),
     case(lambda: attrs.evolve(OURS, memory=(kvspec.Memory(EXTENT.start, 8),)),
-         f"regions['l.k']={EXTENT}: wanted a region inside the memory given"),
+         f"regions['l.k']={EXTENT}: expected a region inside the memory given"),
     case(lambda: attrs.evolve(OURS, memory=(attrs.evolve(OURS.memory[0], device=1),)),
-         f"regions['l.k']={EXTENT}: wanted a region inside the memory given"),
+         f"regions['l.k']={EXTENT}: expected a region inside the memory given"),
     case(lambda: attrs.evolve(OURS, regions=OURS.regions[1:]),
-         "regions=['l.v']: wanted a region for each part that tp0 has, l.k too"),
-    case(lambda: handmade(layer="m"), "regions='m.k': wanted parts of layers that tp0 has"),
-    case(lambda: handmade(group="h"), "regions['l.k'].group='h': wanted 'g', the layer's group"),
+         "regions=['l.v']: expected a region for each part that tp0 has, l.k too"),
+    case(lambda: handmade(layer="m"), "regions='m.k': expected parts of layers that tp0 has"),
+    case(lambda: handmade(group="h"), "regions['l.k'].group='h': expected 'g', the layer's group"),
     case(lambda: handmade(units=True),
-         "regions['l.k'].units=True: wanted 4, as the engine's part has"),
+         "regions['l.k'].units=True: expected 4, as the engine's part has"),
     case(lambda: handmade(block_stride=-8),
-         "regions['l.k'].block_stride=-8: wanted an int >= 0"),
-    case(lambda: handmade(base=8.0), "regions['l.k'].base=8.0: wanted an int >= 0"),
-    case(lambda: attrs.evolve(OURS, engine="e"), "engine='e': wanted an EngineSpec"),
-    case(lambda: attrs.evolve(OURS, regions=("k",)), "regions='k': wanted a Region"),
-    case(lambda: OURS.region("l", "z"), "region='l.z': wanted a part of a layer that tp0 has"),
+         "regions['l.k'].block_stride=-8: expected an int >= 0"),
+    case(lambda: handmade(base=8.0), "regions['l.k'].base=8.0: expected an int >= 0"),
+    case(lambda: attrs.evolve(OURS, engine="e"), "engine='e': expected an EngineSpec"),
+    case(lambda: attrs.evolve(OURS, regions=("k",)), "regions='k': expected a Region"),
+    case(lambda: OURS.region("l", "z"), "region='l.z': expected a part of a layer that tp0 has"),
     case(lambda: attrs.evolve(OURS, rank=RankId(tp=5)),
-         "rank=RankId(pp=0, pcp=0, tp=5): wanted pp < 1, pcp < 1, tp < 1, none negative"),
+         "rank=RankId(pp=0, pcp=0, tp=5): expected pp < 1, pcp < 1, tp < 1, none negative"),
     *(case(lambda f=f, v=v: handmade(**{f: v}),
-           f"regions['l.k'].{f}={v}: wanted {right}, as the engine's part has")
+           f"regions['l.k'].{f}={v}: expected {right}, as the engine's part has")
       for f, v, right in (("content_bytes", 8, 16), ("units", 1, 4), ("states", 2, 4))),
-    case(lambda: handmade(num_blocks=-3), "regions['l.k'].num_blocks=-3: wanted an int >= 1"),
+    case(lambda: handmade(num_blocks=-3), "regions['l.k'].num_blocks=-3: expected an int >= 1"),
     case(lambda: attrs.evolve(OURS, regions=OURS.regions * 2),
-         "regions='l.k': wanted each part of a layer once"),
+         "regions='l.k': expected each part of a layer once"),
 ]  # fmt: skip
 
 
@@ -449,7 +449,7 @@ def test_a_block_read_twice_is_refused_by_every_pair(
             )
             table = kvspec.build_table(plan, *caches)
             told = words(lambda table=table: table.select(request))
-            assert "producer_blocks['g']=0: wanted each block once" == told
+            assert "producer_blocks['g']=0: expected each block once" == told
 
 
 @pytest.mark.parametrize("sizes", [(4, 16), (16, 4)])
@@ -471,7 +471,7 @@ def test_every_block_of_a_long_range_is_checked(sizes: tuple[int, int]) -> None:
     request = builders.request(16, tables[0], tables[1])
     side = "producer" if sizes[0] == 4 else "consumer"
     told = words(lambda: table.select(request))
-    assert f"{side}_blocks['g']=6: wanted block ids from 0 to 5" == told
+    assert f"{side}_blocks['g']=6: expected block ids from 0 to 5" == told
 
 
 def held(pair: Pair) -> tuple[Any, Any]:
@@ -497,58 +497,58 @@ def copy(spec: kvspec.LayerSpec = FULL, blocks: dict[str, Any] | None = None, **
 
 
 HELD = "a mapping from RankId to (RankCache, storage)"
-NOT_HELD = "producers[tp0]={}: wanted (RankCache, storage) of that rank"
+NOT_HELD = "producers[tp0]={}: expected (RankCache, storage) of that rank"
 
 
 @pytest.mark.parametrize(
     ("call", "wanted"),
     [
-        case(lambda: copy(plan=None), "plan=None: wanted a TransferPlan"),
-        case(lambda: copy(producers=None), f"producers=None: wanted {HELD}"),
-        case(lambda: copy(consumers=3), f"consumers=3: wanted {HELD}"),
-        case(lambda: copy(request=None), "request=None: wanted a TransferRequest"),
+        case(lambda: copy(plan=None), "plan=None: expected a TransferPlan"),
+        case(lambda: copy(producers=None), f"producers=None: expected {HELD}"),
+        case(lambda: copy(consumers=3), f"consumers=3: expected {HELD}"),
+        case(lambda: copy(request=None), "request=None: expected a TransferRequest"),
         case(lambda: copy(producers={}), NOT_HELD.format(None)),
         case(lambda: copy(producers={RankId(): 3}), NOT_HELD.format(3)),
         case(lambda: copy(producers={RankId(): (1, 2)}), NOT_HELD.format((1, 2))),
         case(
             lambda: copy(producers={RankId(): (OURS, {})}),
-            "producers[tp0]=[]: wanted the bytes of group 'g' that the cache lies in",
+            "producers[tp0]=[]: expected the bytes of group 'g' that the cache lies in",
         ),
         case(
             lambda: copy(consumers={RankId(): (THEIRS, {"g": PAIRS[FULL].storage[1][1:]})}),
-            "consumers[tp0]=['g']: wanted the bytes of group 'g' that the cache lies in",
+            "consumers[tp0]=['g']: expected the bytes of group 'g' that the cache lies in",
         ),
         case(
             lambda: copy(consumers={RankId(): (THEIRS, {"g": [0]})}),
-            "consumers[tp0]=['g']: wanted the bytes of group 'g' that the cache lies in",
+            "consumers[tp0]=['g']: expected the bytes of group 'g' that the cache lies in",
         ),
         case(
             lambda: copy(blocks={"producer_blocks": {}}),
-            "producer_blocks=[]: wanted a block table for group 'g'",
+            "producer_blocks=[]: expected a block table for group 'g'",
         ),
         case(
             lambda: copy(blocks={"consumer_blocks": {"x": [1, 2, 3]}}),
-            "consumer_blocks=['x']: wanted a block table for group 'g'",
+            "consumer_blocks=['x']: expected a block table for group 'g'",
         ),
         case(
             lambda: copy(blocks={"consumer_blocks": {"g": [1, -1, 2]}}),
-            "consumer_blocks['g']=-1: wanted block ids from 0 to 5",
+            "consumer_blocks['g']=-1: expected block ids from 0 to 5",
         ),
         case(
             lambda: copy(blocks={"producer_blocks": {"g": [1, 2, 6]}}),
-            "producer_blocks['g']=6: wanted block ids from 0 to 5",
+            "producer_blocks['g']=6: expected block ids from 0 to 5",
         ),
         case(
             lambda: copy(STATE, SLOTS | {"producer_blocks": {"g": [9]}}),
-            "producer_blocks['g']=9: wanted block ids from 0 to 5",
+            "producer_blocks['g']=9: expected block ids from 0 to 5",
         ),
         case(
             lambda: copy(STATE, SLOTS | {"consumer_blocks": {"g": []}}),
-            "consumer_blocks['g']=[]: wanted one id, the state's slot, or a block for token 9",
+            "consumer_blocks['g']=[]: expected one id, the state's slot, or a block for token 9",
         ),
         case(
             lambda: copy(blocks={"cached_tokens": {"x": 1}}),
-            "cached_tokens=['x']: wanted groups of the consumer: g",
+            "cached_tokens=['x']: expected groups of the consumer: g",
         ),
     ],
 )
@@ -565,7 +565,7 @@ def test_the_reference_refuses_in_words_before_it_writes(
 @pytest.mark.parametrize("flat", [np.array("x"), np.array([None]), np.zeros(9, np.float32)])
 def test_the_reference_takes_bytes_alone(flat: np.typing.NDArray[Any]) -> None:
     """An array of anything else is refused, and no error of torch's own comes through."""
-    told = "consumers[tp0]=['g']: wanted the bytes of group 'g' that the cache lies in"
+    told = "consumers[tp0]=['g']: expected the bytes of group 'g' that the cache lies in"
     assert told == words(lambda: copy(consumers={RankId(): (THEIRS, {"g": flat})}))
 
 
@@ -606,6 +606,6 @@ def test_the_reference_writes_no_group_before_all_are_right() -> None:
         consumer_blocks={"g": (0, 1, 2), "h": (0, 1, 9)},
     )
     plan, held = kvspec.plan_transfer(side, side), ({RankId(): ours}, {RankId(): theirs})
-    told = "consumer_blocks['h']=9: wanted block ids from 0 to 5"
+    told = "consumer_blocks['h']=9: expected block ids from 0 to 5"
     assert told == words(lambda: kvspec.check.reference.copy(plan, *held, request))
     assert not any(flat.any() for flat in theirs[1].values())

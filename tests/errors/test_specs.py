@@ -32,7 +32,7 @@ PART = kvspec.Part(**STATE, tokens_per_state=0)
 UNIFORM = kvspec.UniformTypeKVCacheSpecs(specs={"a": FULL})
 (SLICE,) = FULL.get_tp_transfer_slices(1, 2, 1)
 DTYPES = (
-    "wanted one of float64, int64, float32, int32, bfloat16, float16, int16, float8_e4m3fn, "
+    "expected one of float64, int64, float32, int32, bfloat16, float16, int16, float8_e4m3fn, "
     "float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu, int8, uint8, bool"
 )
 
@@ -86,7 +86,7 @@ def test_a_size_is_a_plain_int(make: Callable[..., Any], base: dict[str, Any], n
     """Zero, negative, bool, float, None and text are refused by field, value and least value."""
     least = LEAST.get(name, 1)
     bad = [least - 1, -1, True, 4.0, "4", *([] if name in OPTIONAL else [None])]
-    wanted = [f"{name}={value!r}: wanted an int >= {least}" for value in bad]
+    wanted = [f"{name}={value!r}: expected an int >= {least}" for value in bad]
     assert wanted == [words(lambda v=value: make(**base | {name: v})) for value in bad]
 
 
@@ -97,7 +97,7 @@ def test_a_size_of_a_part_is_a_plain_int(name: str) -> None:
     """A part's sizes are refused by the part's name too."""
     least = LEAST.get(f"{name} of a part", 1)
     bad = [least - 1, -1, True, 4.0, None, "4"]
-    wanted = [f"p.{name}={value!r}: wanted an int >= {least}" for value in bad]
+    wanted = [f"p.{name}={value!r}: expected an int >= {least}" for value in bad]
     assert wanted == [words(lambda v=value: kvspec.Part(**STATE | {name: v})) for value in bad]
 
 
@@ -122,15 +122,15 @@ def test_a_state_s_own_dtype_is_a_known_name(value: Any) -> None:
 @pytest.mark.parametrize(
     ("rank", "size", "wanted"),
     [
-        (2, 2, "rank=2: wanted less than size=2"),
-        (7, 2, "rank=7: wanted less than size=2"),
-        (-1, 2, "rank=-1: wanted an int >= 0"),
-        (True, 2, "rank=True: wanted an int >= 0"),
-        (1.0, 2, "rank=1.0: wanted an int >= 0"),
-        (None, 2, "rank=None: wanted an int >= 0"),
-        (0, 0, "size=0: wanted an int >= 1"),
-        (0, True, "size=True: wanted an int >= 1"),
-        (0, 2.0, "size=2.0: wanted an int >= 1"),
+        (2, 2, "rank=2: expected less than size=2"),
+        (7, 2, "rank=7: expected less than size=2"),
+        (-1, 2, "rank=-1: expected an int >= 0"),
+        (True, 2, "rank=True: expected an int >= 0"),
+        (1.0, 2, "rank=1.0: expected an int >= 0"),
+        (None, 2, "rank=None: expected an int >= 0"),
+        (0, 0, "size=0: expected an int >= 1"),
+        (0, True, "size=True: expected an int >= 1"),
+        (0, 2.0, "size=2.0: expected an int >= 1"),
     ],
 )
 @pytest.mark.parametrize("spec", [FULL, OPAQUE, UNIFORM])
@@ -145,21 +145,24 @@ def test_a_rank_lies_inside_its_size(
 
 
 BAD_SLICES: list[Any] = [
-    ({"remote_tp_size": 0}, "remote_tp_size=0: wanted an int >= 1"),
-    ({"remote_tp_size": True}, "remote_tp_size=True: wanted an int >= 1"),
-    ({"role": "reader"}, "role='reader': wanted 'consumer' or 'producer'"),
-    ({"role": None}, "role=None: wanted 'consumer' or 'producer'"),
-    ({"role": ["consumer"]}, "role=['consumer']: wanted 'consumer' or 'producer'"),
+    ({"remote_tp_size": 0}, "remote_tp_size=0: expected an int >= 1"),
+    ({"remote_tp_size": True}, "remote_tp_size=True: expected an int >= 1"),
+    ({"role": "reader"}, "role='reader': expected 'consumer' or 'producer'"),
+    ({"role": None}, "role=None: expected 'consumer' or 'producer'"),
+    ({"role": ["consumer"]}, "role=['consumer']: expected 'consumer' or 'producer'"),
     (
         {"replica_policy": "all"},
-        "replica_policy='all': wanted one of spread, first, stripe, nearest",
+        "replica_policy='all': expected one of spread, first, stripe, nearest",
     ),
-    ({"replica_policy": None}, "replica_policy=None: wanted one of spread, first, stripe, nearest"),
+    (
+        {"replica_policy": None},
+        "replica_policy=None: expected one of spread, first, stripe, nearest",
+    ),
     (
         {"replica_policy": ["first"]},
-        "replica_policy=['first']: wanted one of spread, first, stripe, nearest",
+        "replica_policy=['first']: expected one of spread, first, stripe, nearest",
     ),
-    *(({"salt": salt}, f"salt={salt!r}: wanted an int >= 0") for salt in ("x", 1.5, True, -1)),
+    *(({"salt": salt}, f"salt={salt!r}: expected an int >= 0") for salt in ("x", 1.5, True, -1)),
 ]
 
 
@@ -177,7 +180,7 @@ def test_a_role_and_a_policy_are_known_names(given: dict[str, Any], wanted: str)
 def test_a_number_of_tokens_is_a_plain_int(spec: kvspec.LayerSpec) -> None:
     """Negative, bool, float, None and text are no number of tokens."""
     bad: list[Any] = [-1, True, 1.0, None, "3"]
-    wanted = [f"num_tokens={value!r}: wanted an int >= 0" for value in bad]
+    wanted = [f"num_tokens={value!r}: expected an int >= 0" for value in bad]
     assert wanted == [words(lambda v=value: spec.live_tokens(v)) for value in bad]
 
 
@@ -193,70 +196,70 @@ def state(*parts: Any) -> object:
 
 REFUSED: list[Any] = [
     # parts
-    (lambda: kvspec.Part(**STATE, granularity=3), "p.units=4: wanted a multiple of 3"),
-    (state, "state_parts=(): wanted at least one part"),
+    (lambda: kvspec.Part(**STATE, granularity=3), "p.units=4: expected a multiple of 3"),
+    (state, "state_parts=(): expected at least one part"),
     (lambda: state(attrs.evolve(PART, tokens_per_state=2)),
-     "p.tokens_per_state=2: wanted 0: a state is not indexed by tokens"),
+     "p.tokens_per_state=2: expected 0: a state is not indexed by tokens"),
     # rows and pages
     (lambda: attrs.evolve(FULL, tokens_per_state=3),
-     "block_size=4: wanted a multiple of tokens_per_state=3"),
+     "block_size=4: expected a multiple of tokens_per_state=3"),
     (lambda: attrs.evolve(FULL, page_size_padded=511).page_size_bytes(),
-     "page_size_padded=511: wanted at least the 512 bytes of the page"),
+     "page_size_padded=511: expected at least the 512 bytes of the page"),
     (lambda: attrs.evolve(FULL, page_size_padded=255).page_size_bytes(1, 2),
-     "page_size_padded=255: wanted at least the 256 bytes of the page"),
+     "page_size_padded=255: expected at least the 256 bytes of the page"),
     (lambda: attrs.evolve(OPAQUE, page_size_padded=3).page_size_bytes(),
-     "page_size_padded=3: wanted at least the 4 bytes of the page"),
+     "page_size_padded=3: expected at least the 4 bytes of the page"),
     # uniform-type groups
-    (uniform, "specs={}: wanted at least one layer"),
-    (lambda: uniform(FULL, "x"), "specs['b']='x': wanted a FullAttentionSpec, as a has"),
-    (lambda: uniform(FULL, WINDOW), f"specs['b']={WINDOW!r}: wanted a FullAttentionSpec, as a has"),
+    (uniform, "specs={}: expected at least one layer"),
+    (lambda: uniform(FULL, "x"), "specs['b']='x': expected a FullAttentionSpec, as a has"),
+    (lambda: uniform(FULL, WINDOW), f"specs['b']={WINDOW!r}: expected a FullAttentionSpec, as a has"),
     (lambda: uniform(FULL, attrs.evolve(FULL, block_size=8)),
-     "specs['b'].block_size=8: wanted 4, as a has"),
+     "specs['b'].block_size=8: expected 4, as a has"),
     (lambda: uniform(WINDOW, attrs.evolve(WINDOW, sliding_window=9)),
-     "specs['b'].sliding_window=9: wanted 8, as a has"),
+     "specs['b'].sliding_window=9: expected 8, as a has"),
     (lambda: uniform(WINDOW, attrs.evolve(WINDOW, extra_retained_tokens=1)),
-     "specs['b'].extra_retained_tokens=1: wanted 0, as a has"),
-    (lambda: UNIFORM.of_layer("z"), "layer='z': wanted one of a"),
+     "specs['b'].extra_retained_tokens=1: expected 0, as a has"),
+    (lambda: UNIFORM.of_layer("z"), "layer='z': expected one of a"),
     # views
     (lambda: SLICE.view(np.zeros((2, 2)), 0, side="both"),  # type: ignore[arg-type]
-     "side='both': wanted 'local' or 'remote'"),
+     "side='both': expected 'local' or 'remote'"),
     (lambda: SLICE.view(np.zeros((2, 2)), 2),
-     "axis=2: wanted an axis of an array with 2 dimensions"),
+     "axis=2: expected an axis of an array with 2 dimensions"),
     (lambda: SLICE.view(np.zeros((2, 2)), -3),
-     "axis=-3: wanted an axis of an array with 2 dimensions"),
+     "axis=-3: expected an axis of an array with 2 dimensions"),
     (lambda: SLICE.view(np.zeros((2, 2)), axis=True),
-     "axis=True: wanted an axis of an array with 2 dimensions"),
-    (lambda: SLICE.view(np.zeros((2, 1)), 1), "array.shape[1]=1: wanted at least 2 units"),
+     "axis=True: expected an axis of an array with 2 dimensions"),
+    (lambda: SLICE.view(np.zeros((2, 1)), 1), "array.shape[1]=1: expected at least 2 units"),
     (lambda: SLICE.view(np.zeros((2, 1)), 1, side="remote"),
-     "array.shape[1]=1: wanted at least 4 units"),
+     "array.shape[1]=1: expected at least 4 units"),
     # shardings
-    (lambda: kvspec.even_sharding(4, 2, 3), "units=4: wanted a multiple of granularity=3"),
+    (lambda: kvspec.even_sharding(4, 2, 3), "units=4: expected a multiple of granularity=3"),
     # names, types and sizes of what is given by hand
-    (lambda: kvspec.Part(**STATE | {"name": ""}), "name='': wanted a non-empty str"),
+    (lambda: kvspec.Part(**STATE | {"name": ""}), "name='': expected a non-empty str"),
     (lambda: kvspec.Part(**STATE | {"name": None}),
-     "name=None: wanted a non-empty str"),
+     "name=None: expected a non-empty str"),
     (lambda: state(PART, PART),
-     "state_parts=('p', 'p'): wanted parts with names that differ"),
-    (lambda: state("p"), "state_parts='p': wanted a Part"),
+     "state_parts=('p', 'p'): expected parts with names that differ"),
+    (lambda: state("p"), "state_parts='p': expected a Part"),
     (lambda: kvspec.MambaSpec(state_parts=None),  # type: ignore[arg-type]
-     "state_parts=None: wanted a sequence of Parts"),
+     "state_parts=None: expected a sequence of Parts"),
     (lambda: uniform("x"),
-     "specs['a']='x': wanted a spec of a kind of layer"),
-    (lambda: uniform(UNIFORM), f"specs['a']={UNIFORM!r}: wanted a spec of one layer"),
-    (lambda: uniform(FULL, names=("",)), "specs='': wanted layer names"),
-    (lambda: uniform(FULL, names=(1,)), "specs=1: wanted layer names"),
+     "specs['a']='x': expected a spec of a kind of layer"),
+    (lambda: uniform(UNIFORM), f"specs['a']={UNIFORM!r}: expected a spec of one layer"),
+    (lambda: uniform(FULL, names=("",)), "specs='': expected layer names"),
+    (lambda: uniform(FULL, names=(1,)), "specs=1: expected layer names"),
     (lambda: kvspec.UniformTypeKVCacheSpecs(specs=None),  # type: ignore[arg-type]
-     "specs=None: wanted a mapping from layer names to specs"),
-    (lambda: kvspec.even_sharding(4, 0), "tp_size=0: wanted an int >= 1"),
+     "specs=None: expected a mapping from layer names to specs"),
+    (lambda: kvspec.even_sharding(4, 0), "tp_size=0: expected an int >= 1"),
     (lambda: kvspec.even_sharding(0, 1),
-     "units=0: wanted an int >= 1"),
+     "units=0: expected an int >= 1"),
     (lambda: kvspec.even_sharding(4, 2, 0),
-     "granularity=0: wanted an int >= 1"),
+     "granularity=0: expected an int >= 1"),
     (lambda: kvspec.even_sharding(4.0, 2),  # type: ignore[arg-type]
-     "units=4.0: wanted an int >= 1"),
-    (lambda: SLICE.view([1, 2], 0), "array='list': wanted an array or tensor, with a shape"),
-    (lambda: SLICE.view(None, 0), "array='NoneType': wanted an array or tensor, with a shape"),
-    (lambda: attrs.evolve(FULL, spans_heads=1), "spans_heads=1: wanted True or False"),
+     "units=4.0: expected an int >= 1"),
+    (lambda: SLICE.view([1, 2], 0), "array='list': expected an array or tensor, with a shape"),
+    (lambda: SLICE.view(None, 0), "array='NoneType': expected an array or tensor, with a shape"),
+    (lambda: attrs.evolve(FULL, spans_heads=1), "spans_heads=1: expected True or False"),
 ]  # fmt: skip
 
 
@@ -293,7 +296,7 @@ def test_errors_survive_a_pickle(error: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "wanted"),
     [
-        (kvspec.WireError("groups[0]", 3, "a str"), "groups[0]: got 3, wanted a str"),
+        (kvspec.WireError("groups[0]", 3, "a str"), "groups[0]: got 3, expected a str"),
         (kvspec.TransferError("lost", state=kvspec.TransferState.BUG), "lost (state=bug)"),
         (kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r",
                               state=kvspec.TransferState.PEER_LOST),
@@ -333,10 +336,10 @@ def test_what_a_kind_would_ignore_is_refused() -> None:
     given: dict[str, Any] = {"block_size": 4, "head_size": 8, "dtype": "uint8"}
     assert [8, 4] == [part.content_bytes for part in IndexerSpec(**given).parts]
     own = "index, index_scale of IndexerSpec have sizes of their own"
-    assert f"state_content_bytes=12: wanted None: {own}" == words(
+    assert f"state_content_bytes=12: expected None: {own}" == words(
         lambda: IndexerSpec(**given, state_content_bytes=12)
     )
     told = "plain: a page of index, index_scale is told by its parts"
-    assert f"page_format='opaque:x': wanted {told}" == words(
+    assert f"page_format='opaque:x': expected {told}" == words(
         lambda: IndexerSpec(**given, page_format="opaque:x")
     )

@@ -68,10 +68,10 @@ def both(one: Any, two: Any) -> kvspec.RankCache:
 
 
 KV, SHAPE, STRIDE = "tensors['l']['kv']", "tensors['l']['kv'].shape", "tensors['l']['kv'].stride"
-ORDER = "wanted strides in the order of layout {}, outermost first"
-CONTENT = "wanted contiguous content, {} bytes"
-APART = "tensors='{} and {}': wanted regions of one group that do not overlap"
-ACROSS = "tensors='{} and {}': wanted blocks of different groups that coincide or lie apart"
+ORDER = "expected strides in the order of layout {}, outermost first"
+CONTENT = "expected contiguous content, {} bytes"
+APART = "tensors='{} and {}': expected regions of one group that do not overlap"
+ACROSS = "tensors='{} and {}': expected blocks of different groups that coincide or lie apart"
 BUFFER = z(2000)
 SHARED = z(9, 4, 4, 16)
 POOL = z(6144)
@@ -115,59 +115,59 @@ def test_the_good_tensors_are_accepted() -> None:
 
 
 SHAPES = [
-    case(lambda: read(z(6, 4, 64)), f"{SHAPE}=(6, 4, 64): wanted 4 dimensions, BNHC"),
-    case(lambda: read(z(6, 4, 4, 2, 8)), f"{SHAPE}=(6, 4, 4, 2, 8): wanted 4 dimensions, BNHC"),
-    case(lambda: read(z(8)), f"{SHAPE}=(8,): wanted 4 dimensions, BNHC"),
-    case(lambda: read(GOOD, "BNH"), f"{SHAPE}=(6, 4, 4, 16): wanted 3 dimensions, BNH"),
-    case(lambda: read(GOOD, "KBNHC"), f"{SHAPE}=(6, 4, 4, 16): wanted 5 dimensions, KBNHC"),
+    case(lambda: read(z(6, 4, 64)), f"{SHAPE}=(6, 4, 64): expected 4 dimensions, BNHC"),
+    case(lambda: read(z(6, 4, 4, 2, 8)), f"{SHAPE}=(6, 4, 4, 2, 8): expected 4 dimensions, BNHC"),
+    case(lambda: read(z(8)), f"{SHAPE}=(8,): expected 4 dimensions, BNHC"),
+    case(lambda: read(GOOD, "BNH"), f"{SHAPE}=(6, 4, 4, 16): expected 3 dimensions, BNH"),
+    case(lambda: read(GOOD, "KBNHC"), f"{SHAPE}=(6, 4, 4, 16): expected 5 dimensions, KBNHC"),
     case(lambda: read(z(6, 4, 3, 16)),
-         f"{SHAPE}=(6, 4, 3, 16): wanted 4 units along H"),
+         f"{SHAPE}=(6, 4, 3, 16): expected 4 units along H"),
     case(lambda: read(z(6, 3, 4, 16)),
-         f"{SHAPE}=(6, 3, 4, 16): wanted 4 rows along N"),
+         f"{SHAPE}=(6, 3, 4, 16): expected 4 rows along N"),
     case(lambda: read(z(6, 5, 4, 16)),
-         f"{SHAPE}=(6, 5, 4, 16): wanted 4 rows along N"),
+         f"{SHAPE}=(6, 5, 4, 16): expected 4 rows along N"),
     case(lambda: read(z(6, 4, 4, 15)),
-         f"{SHAPE}=(6, 4, 4, 15): wanted content of 32 bytes, not 30"),
+         f"{SHAPE}=(6, 4, 4, 15): expected content of 32 bytes, not 30"),
     case(lambda: read(z(6, 4, 4, 16, dtype=np.uint8)),
-         f"{SHAPE}=(6, 4, 4, 16): wanted content of 32 bytes, not 16"),
+         f"{SHAPE}=(6, 4, 4, 16): expected content of 32 bytes, not 16"),
     case(lambda: read(z(3, 6, 4, 4, 8), layout="LKBNHC"),
-         f"{SHAPE}=(3, 6, 4, 4, 8): wanted 2 planes along K"),
+         f"{SHAPE}=(3, 6, 4, 4, 8): expected 2 planes along K"),
     case(lambda: read(z(1, 6, 4, 4, 8), layout="LKBNHC"),
-         f"{SHAPE}=(1, 6, 4, 4, 8): wanted 2 planes along K"),
+         f"{SHAPE}=(1, 6, 4, 4, 8): expected 2 planes along K"),
     case(lambda: read(z(2, 6, 4, 4, 7), layout="LKBNHC"),
-         f"{SHAPE}=(2, 6, 4, 4, 7): wanted content of 16 bytes, not 14"),
-    case(lambda: latent(z(6, 4, 8), None), f"{SHAPE}=(6, 4, 8): wanted 4 dimensions, BNHC"),
-    case(lambda: latent(z(6, 4, 7)), f"{SHAPE}=(6, 4, 7): wanted content of 16 bytes, not 14"),
+         f"{SHAPE}=(2, 6, 4, 4, 7): expected content of 16 bytes, not 14"),
+    case(lambda: latent(z(6, 4, 8), None), f"{SHAPE}=(6, 4, 8): expected 4 dimensions, BNHC"),
+    case(lambda: latent(z(6, 4, 7)), f"{SHAPE}=(6, 4, 7): expected content of 16 bytes, not 14"),
     case(lambda: state(conv=z(6, CHANNELS - 1, 3)),
-         "tensors['l']['conv'].shape=(6, 19, 3): wanted 20 units along H"),
+         "tensors['l']['conv'].shape=(6, 19, 3): expected 20 units along H"),
     case(lambda: state(conv=z(6, CHANNELS, 2)),
-         "tensors['l']['conv'].shape=(6, 20, 2): wanted 3 rows along N"),
-    case(lambda: state(ssm=z(6, 4, 2, 3)), "tensors['l']['ssm'].shape=(6, 4, 2, 3): wanted "
+         "tensors['l']['conv'].shape=(6, 20, 2): expected 3 rows along N"),
+    case(lambda: state(ssm=z(6, 4, 2, 3)), "tensors['l']['ssm'].shape=(6, 4, 2, 3): expected "
          "content of 24 bytes, not 12"),
     case(lambda: state(ssm=z(6, 3, 2, 3, dtype=np.float32)),
-         "tensors['l']['ssm'].shape=(6, 3, 2, 3): wanted 4 units along H"),
+         "tensors['l']['ssm'].shape=(6, 3, 2, 3): expected 4 units along H"),
     # more than the engine says is not the engine's cache either
-    case(lambda: read(z(6, 4, 5, 16)), f"{SHAPE}=(6, 4, 5, 16): wanted 4 units along H"),
+    case(lambda: read(z(6, 4, 5, 16)), f"{SHAPE}=(6, 4, 5, 16): expected 4 units along H"),
     case(lambda: read(GOOD, rank=RankId(tp=1), tp_size=2),
-         f"{SHAPE}=(6, 4, 4, 16): wanted 2 units along H"),
+         f"{SHAPE}=(6, 4, 4, 16): expected 2 units along H"),
     case(lambda: read(z(6, 4, 4, 17)),
-         f"{SHAPE}=(6, 4, 4, 17): wanted content of 32 bytes, not 34"),
+         f"{SHAPE}=(6, 4, 4, 17): expected content of 32 bytes, not 34"),
     case(lambda: read(z(6, 4, 4, 16, dtype=np.float32)),
-         f"{SHAPE}=(6, 4, 4, 16): wanted content of 32 bytes, not 64"),
+         f"{SHAPE}=(6, 4, 4, 16): expected content of 32 bytes, not 64"),
     case(lambda: latent(z(6, 4, 8, dtype=np.float32)),
-         f"{SHAPE}=(6, 4, 8): wanted content of 16 bytes, not 32"),
+         f"{SHAPE}=(6, 4, 8): expected content of 16 bytes, not 32"),
     case(lambda: read(z(2, 6, 4, 1, 8), "KBNHC", spec=LATENT, layout="LKBNHC"),
-         f"{SHAPE}=(2, 6, 4, 1, 8): wanted 1 plane along K"),
+         f"{SHAPE}=(2, 6, 4, 1, 8): expected 1 plane along K"),
     case(lambda: state(conv=z(6, CHANNELS + 1, 3)),
-         "tensors['l']['conv'].shape=(6, 21, 3): wanted 20 units along H"),
+         "tensors['l']['conv'].shape=(6, 21, 3): expected 20 units along H"),
     case(lambda: state(conv=z(6, CHANNELS, 4)),
-         "tensors['l']['conv'].shape=(6, 20, 4): wanted 3 rows along N"),
+         "tensors['l']['conv'].shape=(6, 20, 4): expected 3 rows along N"),
     case(lambda: state(conv=z(6, CHANNELS, 3, dtype=np.float32)),
-         "tensors['l']['conv'].shape=(6, 20, 3): wanted content of 2 bytes, not 4"),
+         "tensors['l']['conv'].shape=(6, 20, 3): expected content of 2 bytes, not 4"),
     case(lambda: state(ssm=z(6, 4, 2, 4, dtype=np.float32)),
-         "tensors['l']['ssm'].shape=(6, 4, 2, 4): wanted content of 24 bytes, not 32"),
-    case(lambda: read(z(0, 4, 4, 16)), f"{SHAPE}=(0, 4, 4, 16): wanted at least 1 block along B"),
-    case(lambda: read(z(6, 4, 0, 16)), f"{SHAPE}=(6, 4, 0, 16): wanted at least 1 unit along H"),
+         "tensors['l']['ssm'].shape=(6, 4, 2, 4): expected content of 24 bytes, not 32"),
+    case(lambda: read(z(0, 4, 4, 16)), f"{SHAPE}=(0, 4, 4, 16): expected at least 1 block along B"),
+    case(lambda: read(z(6, 4, 0, 16)), f"{SHAPE}=(6, 4, 0, 16): expected at least 1 unit along H"),
 ]  # fmt: skip
 
 STRIDES = [
@@ -207,7 +207,7 @@ OVERLAPS = [
     case(lambda: latent(as_strided(BUFFER, (6, 4, 8), (32, 16, 2))),
          APART.format("l.latent", "l.latent")),
     case(lambda: read({"kv": GOOD, "k": z(6, 4, 4, 8)}),
-         "tensors['l']=['k', 'kv']: wanted each part once"),
+         "tensors['l']=['k', 'kv']: expected each part once"),
     # the end of a block of m is the beginning of the next one of l
     case(lambda: kvspec.RankCache.from_tensors(
         engine("l", "m", spec=LATENT), RankId(), {"l": latents(0, 128), "m": latents(96, 128)}),
@@ -228,53 +228,53 @@ GROUPS = [
     case(lambda: across(pages(), finer(PAGE // 2), kernel_block_size=2),
          ACROSS.format("l.k", "m.k")),
     case(lambda: across(pages(), pages(blocks=12), kernel_block_size=2),
-         "tensors['m']['kv'].shape=(12, 4, 4, 16): wanted 2 rows along N"),
+         "tensors['m']['kv'].shape=(12, 4, 4, 16): expected 2 rows along N"),
     case(lambda: across(pages(), POOL[:1536].reshape(2, 6, 4, 4, 8), layout="LKBNHC"),
          ACROSS.format("l.k", "m.k")),
 ]  # fmt: skip
 
 NAMES = [
     case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), {"m": GOOD}),
-         "tensors=['m']: wanted a tensor for layer 'l'"),
+         "tensors=['m']: expected a tensor for layer 'l'"),
     case(lambda: kvspec.RankCache.from_tensors(engine("l", "n"), RankId(), {"l": GOOD}),
-         "tensors=['l']: wanted a tensor for layer 'n'"),
-    case(lambda: read({"q": z(6, 4, 4, 8)}), "tensors['l']='q': wanted one of k, v, kv"),
-    case(lambda: read({"k": z(6, 4, 4, 8)}), "tensors['l']=['k']: wanted a tensor for v"),
-    case(lambda: read({}), "tensors['l']=[]: wanted a tensor for k, v"),
+         "tensors=['l']: expected a tensor for layer 'n'"),
+    case(lambda: read({"q": z(6, 4, 4, 8)}), "tensors['l']='q': expected one of k, v, kv"),
+    case(lambda: read({"k": z(6, 4, 4, 8)}), "tensors['l']=['k']: expected a tensor for v"),
+    case(lambda: read({}), "tensors['l']=[]: expected a tensor for k, v"),
     case(lambda: read({"conv": CONV}, DS, spec=STATE, layout="LBHNC"),
-         "tensors['l']=['conv']: wanted a tensor for ssm"),
+         "tensors['l']=['conv']: expected a tensor for ssm"),
     case(lambda: state(gate=CONV),
-         "tensors['l']='gate': wanted one of conv_x, conv_b, conv_c, ssm, conv"),
+         "tensors['l']='gate': expected one of conv_x, conv_b, conv_c, ssm, conv"),
     case(lambda: read(GOOD, rank=RankId(tp=1)),
-         "rank=RankId(pp=0, pcp=0, tp=1): wanted pp < 1, pcp < 1, tp < 1, none negative"),
-    case(lambda: read(GOOD, rank=0), "rank=0: wanted a RankId"),
-    *(case(lambda v=v: read(v), f"tensors['l']={type(v).__name__!r}: wanted a torch tensor or a "
+         "rank=RankId(pp=0, pcp=0, tp=1): expected pp < 1, pcp < 1, tp < 1, none negative"),
+    case(lambda: read(GOOD, rank=0), "rank=0: expected a RankId"),
+    *(case(lambda v=v: read(v), f"tensors['l']={type(v).__name__!r}: expected a torch tensor or a "
            "numpy array") for v in (None, 3, "x", [[1]], b"abc")),
-    case(lambda: read({"k": None}), "tensors['l']['k']='NoneType': wanted a torch tensor or a "
+    case(lambda: read({"k": None}), "tensors['l']['k']='NoneType': expected a torch tensor or a "
          "numpy array"),
-    case(lambda: both(GOOD, None), "tensors['m']='NoneType': wanted a torch tensor or a numpy "
+    case(lambda: both(GOOD, None), "tensors['m']='NoneType': expected a torch tensor or a numpy "
          "array"),
     case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), {"l": GOOD, "draft": GOOD}),
-         "tensors='draft': wanted layers that tp0 has"),
+         "tensors='draft': expected layers that tp0 has"),
     case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), None),  # type: ignore[arg-type]
-         "tensors='NoneType': wanted a mapping from layer names to tensors"),
+         "tensors='NoneType': expected a mapping from layer names to tensors"),
     case(lambda: kvspec.RankCache.from_tensors(engine(), RankId(), [GOOD]),  # type: ignore[arg-type]
-         "tensors='list': wanted a mapping from layer names to tensors"),
+         "tensors='list': expected a mapping from layer names to tensors"),
     *(case(lambda a=a: read(GOOD, a),
-           f"axes={a!r}: wanted the letters B, K, H, N, P, C of the dimensions, each once (C: the "
+           f"axes={a!r}: expected the letters B, K, H, N, P, C of the dimensions, each once (C: the "
            "last ones), those of one dimension in brackets")
       for a in ("BNHX", "LBHN", "bnhc", "BBHC", 3, "CBNH", "B(N)H(HC)", "BN(HC)C", "BN(CH)",
                 "BN((HC))", "B(N", "BN()HC")),
     *(case(lambda n=n: read(GOOD, {"kv": "BNHC", n: "BNHC"}),
-           f"axes={n!r}: wanted names of the tensors given, or of groups: kv, g")
+           f"axes={n!r}: expected names of the tensors given, or of groups: kv, g")
       for n in ("k", "nonsense", "l", 3, None)),
     case(lambda: read(np.empty((6, 4, 4, 16), object)),
-         f"{KV}.dtype='object': wanted plain bytes, such as bfloat16"),
+         f"{KV}.dtype='object': expected plain bytes, such as bfloat16"),
     case(lambda: read(z(6, 4, 4, 16, dtype=">u2" if sys.byteorder == "little" else "<u2")),
-         f"{KV}.dtype='{'>' if sys.byteorder == 'little' else '<'}u2': wanted this machine's order"
+         f"{KV}.dtype='{'>' if sys.byteorder == 'little' else '<'}u2': expected this machine's order"
          " of bytes"),
     case(lambda: kvspec.RankCache.from_tensors("e", RankId(), {}),  # type: ignore[arg-type]
-         "engine='e': wanted an EngineSpec"),
+         "engine='e': expected an EngineSpec"),
 ]  # fmt: skip
 
 
@@ -290,29 +290,29 @@ def one_latent(tensor: Any, axes: str | None) -> kvspec.RankCache:
 
 FOLDED = [
     case(lambda: folded((6, 4, 60), "BN(HC)"),
-         f"{SHAPE}=(6, 4, 60): wanted 4 units x 32 bytes along (HC)"),
+         f"{SHAPE}=(6, 4, 60): expected 4 units x 32 bytes along (HC)"),
     case(lambda: folded((6, 4, 128), "BN(HC)"),
-         f"{SHAPE}=(6, 4, 128): wanted 4 units x 32 bytes along (HC)"),
+         f"{SHAPE}=(6, 4, 128): expected 4 units x 32 bytes along (HC)"),
     case(lambda: folded((6, 4, 128), "BN(KHC)"),
-         f"{SHAPE}=(6, 4, 128): wanted 2 planes x 4 units x 16 bytes along (KHC)"),
+         f"{SHAPE}=(6, 4, 128): expected 2 planes x 4 units x 16 bytes along (KHC)"),
     case(lambda: folded((22, 4, 16), "(BN)HC"),
-         f"{SHAPE}=(22, 4, 16): wanted whole blocks of 4 rows along (BN)"),
+         f"{SHAPE}=(22, 4, 16): expected whole blocks of 4 rows along (BN)"),
     case(lambda: folded((0, 4, 16), "(BN)HC"),
-         f"{SHAPE}=(0, 4, 16): wanted whole blocks of 4 rows along (BN)"),
-    case(lambda: latent(z(24, 8), "BNC"), f"{SHAPE}=(24, 8): wanted 3 dimensions, BNC"),
-    case(lambda: folded((24, 64), "BN(HC)"), f"{SHAPE}=(24, 64): wanted 3 dimensions, BN(HC)"),
+         f"{SHAPE}=(0, 4, 16): expected whole blocks of 4 rows along (BN)"),
+    case(lambda: latent(z(24, 8), "BNC"), f"{SHAPE}=(24, 8): expected 3 dimensions, BNC"),
+    case(lambda: folded((24, 64), "BN(HC)"), f"{SHAPE}=(24, 64): expected 3 dimensions, BN(HC)"),
     case(lambda: folded((6, 4, 64), None),
-         f"axes=None: wanted 'BN(HC)' or 'BH(NC)' or 'BN(KHC)' or 'BH(KNC)' said: all fit {SHAPE}="
+         f"axes=None: expected 'BN(HC)' or 'BH(NC)' or 'BN(KHC)' or 'BH(KNC)' said: all fit {SHAPE}="
          "(6, 4, 64)"),
     case(lambda: folded((24, 64), None),
-         f"axes=None: wanted '(BN)(HC)' or '(BH)(NC)' or '(HB)(NC)' or '(BN)(KHC)' or "
+         f"axes=None: expected '(BN)(HC)' or '(BH)(NC)' or '(HB)(NC)' or '(BN)(KHC)' or "
          f"'(BH)(KNC)' said: all fit {SHAPE}=(24, 64)"),
     case(lambda: one_latent(z(24, 8), None),
-         f"axes=None: wanted '(BN)C' said: it fits {SHAPE}=(24, 8)"),
+         f"axes=None: expected '(BN)C' said: it fits {SHAPE}=(24, 8)"),
     case(lambda: one_latent(z(6, 33), "B(NHC)"),
-         f"{SHAPE}=(6, 33): wanted 4 rows x 1 unit x 16 bytes along (NHC)"),
+         f"{SHAPE}=(6, 33): expected 4 rows x 1 unit x 16 bytes along (NHC)"),
     case(lambda: folded((24, 4, 2, 8), "(BN)HC"),
-         f"{SHAPE}=(24, 4, 2, 8): wanted 3 dimensions, (BN)HC"),
+         f"{SHAPE}=(24, 4, 2, 8): expected 3 dimensions, (BN)HC"),
 ]  # fmt: skip
 """Several axes in one dimension; GOOD has content of 32 bytes, keys and values packed."""
 
@@ -388,13 +388,13 @@ def test_a_torch_tensor_is_refused_in_the_same_words() -> None:
     good = torch.zeros(6, 4, 4, 16, dtype=torch.bfloat16)
     table = [
         (good.transpose(1, 2), f"{STRIDE}=(512, 32, 128, 2): {ORDER.format('BNHC')}"),
-        (good[:, :, :3], f"{SHAPE}=(6, 4, 3, 16): wanted 4 units along H"),
-        (good[:, :3], f"{SHAPE}=(6, 3, 4, 16): wanted 4 rows along N"),
-        (good[..., :15], f"{SHAPE}=(6, 4, 4, 15): wanted content of 32 bytes, not 30"),
+        (good[:, :, :3], f"{SHAPE}=(6, 4, 3, 16): expected 4 units along H"),
+        (good[:, :3], f"{SHAPE}=(6, 3, 4, 16): expected 4 rows along N"),
+        (good[..., :15], f"{SHAPE}=(6, 4, 4, 15): expected content of 32 bytes, not 30"),
         (good[..., ::2], f"{STRIDE}=4: {CONTENT.format(2)}"),
         (good[..., :1].expand(good.shape), f"{STRIDE}=0: {CONTENT.format(2)}"),
         (good[:, :, :1].expand(good.shape), f"{STRIDE}=(512, 128, 0, 2): {ORDER.format('BNHC')}"),
-        (good.flatten(2), f"{SHAPE}=(6, 4, 64): wanted 4 dimensions, BNHC"),
+        (good.flatten(2), f"{SHAPE}=(6, 4, 64): expected 4 dimensions, BNHC"),
     ]
     assert [wanted for _, wanted in table] == [words(lambda t=t: read(t)) for t, _ in table]
     assert APART.format("l.k", "m.k") == words(lambda: both(good, good))
@@ -408,5 +408,5 @@ def test_a_tensor_without_memory_is_refused(kind: str, told: str) -> None:
     torch = pytest.importorskip("torch")
     good = torch.zeros(6, 4, 4, 16, dtype=torch.bfloat16)
     tensor = good.to("meta") if kind == "meta" else good.float().to_sparse()
-    wanted = f"{KV}.{told}: wanted a dense tensor on a CPU or a GPU"
+    wanted = f"{KV}.{told}: expected a dense tensor on a CPU or a GPU"
     assert wanted == words(lambda: read(tensor))

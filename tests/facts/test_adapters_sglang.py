@@ -120,11 +120,11 @@ def test_windows_have_a_pool_and_slots_of_their_own() -> None:
     with pytest.raises(kvspec.SpecError, match="slots by group: a window has its own"):
         sglang.block_tables(engine, range(18))
     assert words(lambda: sglang.engine_spec(make(RankId()))) == (
-        "sliding_window=None: wanted an int >= 1"
+        "sliding_window=None: expected an int >= 1"
     )
     cut = {"full": range(24, 42), "swa": range(8, 20)}
     wanted = "18, a slot for each token as other groups have, 0 where it is gone"
-    assert f"slots['swa']='12 slots': wanted {wanted}" == words(
+    assert f"slots['swa']='12 slots': expected {wanted}" == words(
         lambda: sglang.block_tables(engine, cut)
     )
 
@@ -238,70 +238,70 @@ TP2 = sglang.parallel_config(2)
 DCP = sglang.parallel_config(2, dcp_size=2)
 KINDS = "one of MHATokenToKVPool, MLATokenToKVPool, SWAKVPool"
 REFUSED = [
-    case(lambda: read(like.NSATokenToKVPool(8)), f"pools='NSATokenToKVPool': wanted {KINDS}; not "
+    case(lambda: read(like.NSATokenToKVPool(8)), f"pools='NSATokenToKVPool': expected {KINDS}; not "
          "yet: an indexer's keys lie page by page, their scales after them"),
-    case(lambda: read(None), f"pools='NoneType': wanted {KINDS}"),
+    case(lambda: read(None), f"pools='NoneType': expected {KINDS}"),
     case(lambda: read([POOL, POOL]),
-         "pools='2 of them': wanted one pool for each of the 1 pipeline stages"),
+         "pools='2 of them': expected one pool for each of the 1 pipeline stages"),
     case(lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
-         "pools.kv_cache_layout='vectorized_5d': wanted 'nhd'; not yet: heads in chunks of 16 "
+         "pools.kv_cache_layout='vectorized_5d': expected 'nhd'; not yet: heads in chunks of 16 "
          "bytes"),
     case(lambda: read(changed(POOL, k_buffer=None)),
-         "pools.k_buffer=None: wanted a sequence of buffers"),
+         "pools.k_buffer=None: expected a sequence of buffers"),
     case(lambda: read(changed(POOL, k_buffer=[], v_buffer=[])),
-         "pools='no buffers': wanted at least one layer"),
+         "pools='no buffers': expected at least one layer"),
     case(lambda: read(changed(POOL, v_buffer=POOL.v_buffer[:1])),
-         "pools={'k': 2, 'v': 1}: wanted as many buffers of keys as of values"),
+         "pools={'k': 2, 'v': 1}: expected as many buffers of keys as of values"),
     case(lambda: read(changed(POOL, v_buffer=[b[:, :1] for b in POOL.v_buffer])),
-         "pools.v_buffer=(20, 1, 4): wanted [20, 2, size]"),
+         "pools.v_buffer=(20, 1, 4): expected [20, 2, size]"),
     case(lambda: read(changed(POOL, k_buffer=[POOL.k_buffer[0], POOL.k_buffer[1][:8]])),
-         "pools.k=[(20, 2, 4), (8, 2, 4)]: wanted one shape in all layers"),
+         "pools.k=[(20, 2, 4), (8, 2, 4)]: expected one shape in all layers"),
     case(lambda: read(changed(POOL, k_buffer=[POOL.k_buffer[0][0]] * 2)),
-         "pools.k_buffer[0].shape=(2, 4): wanted [slots, heads, size]"),
-    case(lambda: read(changed(POOL, page_size=0)), "pools.page_size=0: wanted an int >= 1"),
+         "pools.k_buffer[0].shape=(2, 4): expected [slots, heads, size]"),
+    case(lambda: read(changed(POOL, page_size=0)), "pools.page_size=0: expected an int >= 1"),
     case(lambda: read(changed(LATENT, kv_buffer=POOL.k_buffer)),
-         "pools.kv_buffer=2: wanted one latent for each slot"),
+         "pools.kv_buffer=2: expected one latent for each slot"),
     case(lambda: read(SWAKVPool(POOL, LATENT, [False] * 2), sliding_window=4),  # type: ignore[arg-type]
-         "pools.swa_kv_pool='MLATokenToKVPool': wanted a MHATokenToKVPool"),
+         "pools.swa_kv_pool='MLATokenToKVPool': expected a MHATokenToKVPool"),
     case(lambda: read(SWAKVPool(POOL, POOL, [False] * 2), sliding_window=4),
-         "pools.layers_mapping=[]: wanted a layer for each of the 2 buffers of pools.swa_kv_pool"),
+         "pools.layers_mapping=[]: expected a layer for each of the 2 buffers of pools.swa_kv_pool"),
     case(lambda: read(parallel=TP2),
-         "total_num_kv_heads=None: wanted the KV heads of the model in group 'full': a pool has a "
+         "total_num_kv_heads=None: expected the KV heads of the model in group 'full': a pool has a "
          "rank's"),
     case(lambda: read(parallel=TP2, total_num_kv_heads={"full": 8}),
-         "pools.head_num=2: wanted 4: rank 0 of 2 has 4 of the model's 8"),
-    case(lambda: read(parallel=TP2, tp_rank=2), "tp_rank=2: wanted less than tp_size=2"),
+         "pools.head_num=2: expected 4: rank 0 of 2 has 4 of the model's 8"),
+    case(lambda: read(parallel=TP2, tp_rank=2), "tp_rank=2: expected less than tp_size=2"),
     case(lambda: read(parallel=DCP, total_num_kv_heads=4),
-         "dcp_size=2: wanted 1 where keys and values of heads are kept; not yet: heads on context "
+         "dcp_size=2: expected 1 where keys and values of heads are kept; not yet: heads on context "
          "ranks"),
-    case(lambda: read(parallel="2"), "parallel='2': wanted a ParallelConfig"),
+    case(lambda: read(parallel="2"), "parallel='2': expected a ParallelConfig"),
     case(lambda: read(layer_name="layers"),
-         "layer_name='layers': wanted a name with {} for the layer's number"),
+         "layer_name='layers': expected a name with {} for the layer's number"),
     case(lambda: sglang.parallel_config(8, attn_dp_size=3),
-         "attn_dp_size=3: wanted a divisor of tp_size=8"),
-    case(lambda: sglang.worker_rank(8, tp_size=8), "tp_rank=8: wanted less than tp_size=8"),
+         "attn_dp_size=3: expected a divisor of tp_size=8"),
+    case(lambda: sglang.worker_rank(8, tp_size=8), "tp_rank=8: expected less than tp_size=8"),
     case(lambda: slots([4, 5, 6, 8]),
-         "slots['full'][3]=8: wanted slot 7: pages of 4 tokens lie in consecutive slots"),
+         "slots['full'][3]=8: expected slot 7: pages of 4 tokens lie in consecutive slots"),
     case(lambda: slots([5, 6]),
-         "slots['full'][0]=5: wanted slot 4: pages of 4 tokens lie in consecutive slots"),
+         "slots['full'][0]=5: expected slot 4: pages of 4 tokens lie in consecutive slots"),
     case(lambda: slots([4, 5, 6, 0]),
-         "slots['full'][3]=0: wanted slot 7: pages of 4 tokens lie in consecutive slots"),
+         "slots['full'][3]=0: expected slot 7: pages of 4 tokens lie in consecutive slots"),
     case(lambda: slots([0, 5]),
-         "slots['full'][1]=5: wanted slot 1: pages of 4 tokens lie in consecutive slots"),
-    case(lambda: slots([-4]), "slots['full']=-4: wanted a slot for each token, ints >= 0"),
-    case(lambda: slots("ab"), "slots['full']='ab': wanted a slot for each token, ints >= 0"),
-    case(lambda: slots({}), "slots['full']=None: wanted a slot for each token, ints >= 0"),
+         "slots['full'][1]=5: expected slot 1: pages of 4 tokens lie in consecutive slots"),
+    case(lambda: slots([-4]), "slots['full']=-4: expected a slot for each token, ints >= 0"),
+    case(lambda: slots("ab"), "slots['full']='ab': expected a slot for each token, ints >= 0"),
+    case(lambda: slots({}), "slots['full']=None: expected a slot for each token, ints >= 0"),
     case(lambda: sglang.rank_cache(read(), RankId(), LATENT),
-         "tensors['layers.0']='latent': wanted one of k, v, kv"),
+         "tensors['layers.0']='latent': expected one of k, v, kv"),
     case(lambda: sglang.rank_cache(read(), RankId(), changed(POOL, page_size=2)),
-         "pool.page_size=2: wanted 4, as group 'full' has"),
+         "pool.page_size=2: expected 4, as group 'full' has"),
     case(lambda: sglang.rank_cache(read(), RankId(), MHATokenToKVPool(8, 2, layer_num=3)),
-         "pool='3 layers': wanted 2 layers: layers.0, layers.1"),
+         "pool='3 layers': expected 2 layers: layers.0, layers.1"),
     case(lambda: sglang.rank_cache(None, RankId(), POOL),  # type: ignore[arg-type]
-         "engine=None: wanted an EngineSpec"),
+         "engine=None: expected an EngineSpec"),
     case(lambda: sglang.rank_cache(
         read(), RankId(), changed(POOL, k_buffer=[b[::-1] for b in POOL.k_buffer])),
-         "tensors['layers.0']['k'].stride=(-64, -16, 8, 2): wanted strides in the order of layout "
+         "tensors['layers.0']['k'].stride=(-64, -16, 8, 2): expected strides in the order of layout "
          "KBNHC, outermost first"),
 ]  # fmt: skip
 

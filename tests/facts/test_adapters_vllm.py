@@ -131,7 +131,7 @@ def test_what_is_no_cache_is_refused_or_excluded(cls: Any, why: str) -> None:
 def test_an_unknown_class_is_refused_by_name() -> None:
     """Whatever it is made from: it may keep anything. The error lists the known classes."""
     for spec in (like.KVCacheSpec(block_size=16), like.TQFullAttentionSpec(**HEADS)):
-        told = rf"kv_cache_spec='{type(spec).__name__}': wanted.*Mamba"
+        told = rf"kv_cache_spec='{type(spec).__name__}': expected.*Mamba"
         with pytest.raises(kvspec.SpecError, match=told):
             one(spec)
 
@@ -148,14 +148,14 @@ AITER = V1 + "rocm_aiter_fa.AiterFlashAttentionBackend"
 CPU = V1 + "cpu_attn.CPUAttentionBackend"
 INDEX = V1 + "mla.indexer.DeepseekV32IndexerBackend"
 DS4 = "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"
-TWO = "wanted 2 head slots in kv_cache_groups[0].kv_cache_spec, keys and values, not None"
+TWO = "expected 2 head slots in kv_cache_groups[0].kv_cache_spec, keys and values, not None"
 KEEPS = "one that keeps {}, as kv_cache_groups[0].kv_cache_spec says"
 NO_BACKEND = [
-    (PLAIN, None, f"None: wanted {KNOWN}: a spec does not say the order inside a page"),
+    (PLAIN, None, f"None: expected {KNOWN}: a spec does not say the order inside a page"),
     (PLAIN, {"layer.1": like.FLASH}, "a spec does not say the order inside a page"),
-    (PLAIN, "FLASH_ATTN", f"'FLASH_ATTN': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
+    (PLAIN, "FLASH_ATTN", f"'FLASH_ATTN': expected {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
     (PLAIN, ("mine.attention", "Backend"),
-     f"'mine.attention.Backend': wanted {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
+     f"'mine.attention.Backend': expected {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
     (PLAIN, V1 + "rocm_attn.RocmAttentionBackend", TWO),
     (replace(SCALED, num_head_slots=2), like.MSA,
      "two slots for each head in kv_cache_groups[0].kv_cache_spec, not 2"),
@@ -241,12 +241,12 @@ def test_an_opaque_page_is_the_kernel_s_block() -> None:
 def test_what_a_backend_s_name_leaves_open_is_asked_for() -> None:
     """The instructions of CPU attention, an indexer's shuffling: by layer or for all."""
     for variants in (None, "avx", {"layer.1": "vec"}, 5):
-        told = "wanted one of vec, vec16, amx, which CPUAttentionBackend leaves open"
+        told = "expected one of vec, vec16, amx, which CPUAttentionBackend leaves open"
         assert words(lambda v=variants: one(PLAIN, backends=CPU, variants=v)).endswith(told)
     assert one(PLAIN, backends=CPU, variants="vec") == one(
         PLAIN, backends=CPU, variants={"layer.0": "vec"}
     )
-    told = "wanted None or 32: a key and a value"
+    told = "expected None or 32: a key and a value"
     odd = replace(PLAIN, state_content_bytes=40)
     assert words(lambda: one(odd, backends=CPU, variants="vec")).endswith(told)
 
@@ -283,13 +283,13 @@ def test_a_draft_may_run_whole_beside_a_sharded_target() -> None:
     assert [True, False] == [group.context_sharded for group in consumer.groups]
     assert [32, 16] == [consumer.virtual_block(group) for group in consumer.groups]
     assert [] == moves(producer, consumer, 64)
-    with pytest.raises(kvspec.SpecError, match="dcp_sharded='no': wanted True or False"):
+    with pytest.raises(kvspec.SpecError, match="dcp_sharded='no': expected True or False"):
         one(like.changed(draft, "dcp_sharded", "no"))
     mixed = like.UniformTypeKVCacheSpecs(
         block_size=16, kv_cache_specs={"a.0": draft, "a.1": replace(draft, dcp_sharded=True)}
     )
     with pytest.raises(
-        kvspec.SpecError, match=r"group0\['a.1'\].context_sharded=True: wanted False"
+        kvspec.SpecError, match=r"group0\['a.1'\].context_sharded=True: expected False"
     ):
         engine_spec(config((["a.0", "a.1"], mixed)))
 
@@ -301,11 +301,11 @@ def test_a_rank_s_heads_are_multiplied_back() -> None:
     assert 8 == found.total_num_kv_heads  # type: ignore[attr-defined]
     spec = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1})
     assert one(spec, parallel=tp(4), total_num_kv_heads=2).page_size_bytes(3, 4)
-    with pytest.raises(kvspec.SpecError, match="num_kv_heads=1: wanted 4: rank 0 of 2 has 4 of"):
+    with pytest.raises(kvspec.SpecError, match="num_kv_heads=1: expected 4: rank 0 of 2 has 4 of"):
         one(spec, parallel=tp(2), total_num_kv_heads=8)
-    with pytest.raises(kvspec.SpecError, match="total_num_kv_heads=None: wanted the KV heads"):
+    with pytest.raises(kvspec.SpecError, match="total_num_kv_heads=None: expected the KV heads"):
         one(spec, parallel=tp(2))
-    with pytest.raises(kvspec.SpecError, match="tp_rank=2: wanted less than tp_size=2"):
+    with pytest.raises(kvspec.SpecError, match="tp_rank=2: expected less than tp_size=2"):
         one(spec, parallel=tp(2), tp_rank=2, total_num_kv_heads=2)
 
 
@@ -315,10 +315,10 @@ def test_a_page_has_vllm_s_bytes() -> None:
     class FullAttentionSpec(like.FullAttentionSpec):
         unpadded_page_size_bytes = 1152
 
-    told = "page_size_bytes=1152: wanted 1024, the bytes of k, v in a block"
+    told = "page_size_bytes=1152: expected 1024, the bytes of k, v in a block"
     with pytest.raises(kvspec.SpecError, match=told):
         one(FullAttentionSpec(**HEADS))
-    with pytest.raises(kvspec.SpecError, match="page_size_bytes=100: wanted at least 1024"):
+    with pytest.raises(kvspec.SpecError, match="page_size_bytes=100: expected at least 1024"):
         one(like.FullAttentionSpec(**HEADS, page_size_padded=100))
 
 
@@ -364,21 +364,25 @@ def test_a_state_s_parts_follow_from_its_shapes(
 @pytest.mark.parametrize(
     ("theirs", "given", "told"),
     [
-        (state("rwkv", ((4, 3), (4, 4))), {}, "mamba_type='rwkv': wanted one of MAMBA1, MAMBA2"),
-        (state("mamba1", ((32, 3), (16, 4))), {}, r"shapes\[0\]=\(32, 3\): wanted 16, the tempor"),
-        (state("mamba2", ((41, 3), (4, 8, 4))), {}, r"wanted 32 \(x\) and whole pairs of 4"),
+        (state("rwkv", ((4, 3), (4, 4))), {}, "mamba_type='rwkv': expected one of MAMBA1, MAMBA2"),
+        (
+            state("mamba1", ((32, 3), (16, 4))),
+            {},
+            r"shapes\[0\]=\(32, 3\): expected 16, the tempor",
+        ),
+        (state("mamba2", ((41, 3), (4, 8, 4))), {}, r"expected 32 \(x\) and whole pairs of 4"),
         (state("mamba2", ((40, 3), (4, 8))), {}, r"temporal state \(num_heads, head_dim"),
-        (state("mamba2", ((40, 3), (4, 8, 4))), {"parallel": tp(2)}, "n_groups=None: wanted the"),
+        (state("mamba2", ((40, 3), (4, 8, 4))), {"parallel": tp(2)}, "n_groups=None: expected the"),
         (
             state("mamba2", ((48, 3), (4, 8, 4))),
             {"parallel": tp(2), "n_groups": 2},
-            "n_groups=2: wanted a number of which rank 0 of 2 has 2",
+            "n_groups=2: expected a number of which rank 0 of 2 has 2",
         ),
         (state("gdn_attn", ((63, 3), (8, 4, 4))), {}, "two times whole heads of 4"),
         (state("short_conv", ((32, 3), (8, 4))), {}, "one conv state of 2 axes"),
         (state("mamba1", ((32,), (32, 4))), {}, r"a conv state of 2 axes \(DS\) first"),
         (state("linear", ((4, 8), (2, 2))), {}, "one state of heads and their content"),
-        (state("mamba1", ((32, 3), (32, 4))), {"conv_layout": "XY"}, "conv_layout='XY': wanted"),
+        (state("mamba1", ((32, 3), (32, 4))), {"conv_layout": "XY"}, "conv_layout='XY': expected"),
     ],
 )
 def test_a_state_that_does_not_come_out_whole_is_refused(
@@ -396,7 +400,7 @@ def test_the_order_of_a_conv_state_follows_from_its_shape() -> None:
         assert letters == engine.layout_of(engine.groups[0])
     both = "may be dimension first or row first"
     for kind, shapes in (("short_conv", ((32, 2),)), ("mamba2", ((40, 48), (4, 8, 4)))):
-        told = f"conv_layout=None: wanted 'DS' or 'SD': {shapes[0]} {both}"
+        told = f"conv_layout=None: expected 'DS' or 'SD': {shapes[0]} {both}"
         assert told == words(lambda kind=kind, shapes=shapes: one(state(kind, shapes)))
     assert 3 == len(one(state("gdn_attn", ((3, 64), (8, 4, 4)))).parts) - 1
 
@@ -455,18 +459,22 @@ def test_nvfp4_moves_head_by_head(tp: int, block: int) -> None:
     table = kvspec.build_table(
         kvspec.plan_transfer(engine, sides[1][0]), caches[ONE], sides[1][1][ONE]
     )
-    told = "cached_tokens=17: wanted a multiple of tokens_per_state=4"
+    told = "cached_tokens=17: expected a multiple of tokens_per_state=4"
     assert told == words(lambda: table.select(request_of(77, *tables, cached_tokens=17)))
 
 
 @pytest.mark.parametrize(
     ("change", "layout", "told"),
     [
-        ({}, "LBNHC", "layout='LBNHC': wanted H outside N: scales of four tokens of a head lie"),
-        ({}, "LHBNC", "layout='LHBNC': wanted L and B outermost"),
-        ({"state_content_bytes": 8}, "LBHNC", "state_content_bytes=8: wanted 9: the data and sca"),
-        ({"num_head_slots": 2}, "LBHNC", "num_head_slots=2: wanted 4: a key and a value of each"),
-        ({"block_size": 18}, "LBHNC", "block_size=18: wanted a multiple of 4, a row of scales"),
+        ({}, "LBNHC", "layout='LBNHC': expected H outside N: scales of four tokens of a head lie"),
+        ({}, "LHBNC", "layout='LHBNC': expected L and B outermost"),
+        (
+            {"state_content_bytes": 8},
+            "LBHNC",
+            "state_content_bytes=8: expected 9: the data and sca",
+        ),
+        ({"num_head_slots": 2}, "LBHNC", "num_head_slots=2: expected 4: a key and a value of each"),
+        ({"block_size": 18}, "LBHNC", "block_size=18: expected a multiple of 4, a row of scales"),
     ],
 )
 def test_nvfp4_that_is_not_flashinfer_s_is_refused(change: Any, layout: str, told: str) -> None:
@@ -477,8 +485,8 @@ def test_nvfp4_that_is_not_flashinfer_s_is_refused(change: Any, layout: str, tol
                          backends=like.FLASHINFER)  # fmt: skip
     torn = zeros((4, 4, 16, 12), np.uint8)[..., :9]
     for tensor, wanted in (
-        (torn, "stride=12: wanted one chunk, 9 bytes apart"),
-        (zeros((4, 4, 16, 8), np.uint8), "wanted pages of 576 bytes: k, k_scale, v, v_scale"),
+        (torn, "stride=12: expected one chunk, 9 bytes apart"),
+        (zeros((4, 4, 16, 8), np.uint8), "expected pages of 576 bytes: k, k_scale, v, v_scale"),
     ):
         assert wanted in words(lambda t=tensor: vllm.rank_cache(engine, ONE, {"layer.0": t}))
 
@@ -490,11 +498,13 @@ def test_two_head_slots_are_planes_of_all_heads() -> None:
     assert "LBNKHC" == engine.layout_of(engine.groups[0])
     assert ("k", "v") == tuple(part.name for part in engine.groups[0].spec.parts)
     with pytest.raises(
-        kvspec.SpecError, match="layout='LKBNHC': wanted no K where pages are planes"
+        kvspec.SpecError, match="layout='LKBNHC': expected no K where pages are planes"
     ):
         one(spec, layout="LKBNHC", backends=like.B12X)
     odd = replace(spec, state_content_bytes=24)
-    with pytest.raises(kvspec.SpecError, match="state_content_bytes=24: wanted 32: keys or values"):
+    with pytest.raises(
+        kvspec.SpecError, match="state_content_bytes=24: expected 32: keys or values"
+    ):
         one(odd, backends=like.B12X)
 
 
@@ -545,7 +555,9 @@ def test_a_config_has_groups_and_a_tensor_for_every_layer() -> None:
     tensors = [like.KVCacheTensor(1024 * 6, ["layer.0"])]
     with pytest.raises(kvspec.SpecError, match=r"kv_cache_tensors=.*one that holds 'layer.1'"):
         engine_spec(config((["layer.0", "layer.1"], spec), tensors=tensors))
-    with pytest.raises(kvspec.SpecError, match=r"kv_cache_groups=\[\]: wanted at least one group"):
+    with pytest.raises(
+        kvspec.SpecError, match=r"kv_cache_groups=\[\]: expected at least one group"
+    ):
         engine_spec(config())
 
 
@@ -585,75 +597,75 @@ def tensors(*held: Any) -> kvspec.EngineSpec:
 
 REFUSED = [
     case(lambda: engine_spec(None),
-         "config='NoneType': wanted a KVCacheConfig, with kv_cache_groups"),
+         "config='NoneType': expected a KVCacheConfig, with kv_cache_groups"),
     case(lambda: engine_spec("abc"),
-         "config='str': wanted a KVCacheConfig, with kv_cache_groups"),
+         "config='str': expected a KVCacheConfig, with kv_cache_groups"),
     case(lambda: engine_spec([]),
-         "config='0 of them': wanted one KVCacheConfig for each of the 1 pipeline stages"),
+         "config='0 of them': expected one KVCacheConfig for each of the 1 pipeline stages"),
     case(lambda: engine_spec([5]),
-         "config[0]='int': wanted a KVCacheConfig, with kv_cache_groups"),
+         "config[0]='int': expected a KVCacheConfig, with kv_cache_groups"),
     case(lambda: engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_groups", 5)),
-         "kv_cache_groups=5: wanted a sequence of KVCacheGroupSpecs"),
+         "kv_cache_groups=5: expected a sequence of KVCacheGroupSpecs"),
     case(lambda: engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_tensors", 5)),
-         "kv_cache_tensors=5: wanted a sequence of KVCacheTensors"),
+         "kv_cache_tensors=5: expected a sequence of KVCacheTensors"),
     case(lambda: engine_spec([config((["l.0"], FULL)), config(([0], FULL))],
                               parallel=kvspec.ParallelConfig(pp_size=2)),
-         "config[1].kv_cache_groups[0].layer_names=0: wanted layer names, each a non-empty str"),
+         "config[1].kv_cache_groups[0].layer_names=0: expected layer names, each a non-empty str"),
     case(lambda: grouped("layer_names"),
-         "kv_cache_groups[1].layer_names=None: wanted a sequence of layer names"),
+         "kv_cache_groups[1].layer_names=None: expected a sequence of layer names"),
     case(lambda: grouped("layer_names", "l.1"),
-         "kv_cache_groups[1].layer_names='l.1': wanted a sequence of layer names"),
+         "kv_cache_groups[1].layer_names='l.1': expected a sequence of layer names"),
     case(lambda: grouped("enable_kv_transfer", "no"),
-         "kv_cache_groups[1].enable_kv_transfer='no': wanted True or False"),
+         "kv_cache_groups[1].enable_kv_transfer='no': expected True or False"),
     case(lambda: grouped("kv_cache_spec"),
-         "kv_cache_groups[1].kv_cache_spec='NoneType': wanted one of FullAttentionSpec, "
+         "kv_cache_groups[1].kv_cache_spec='NoneType': expected one of FullAttentionSpec, "
          "SlidingWindowSpec, ChunkedLocalAttentionSpec, CrossAttentionSpec, MLAAttentionSpec, "
          "SlidingWindowMLASpec, MambaSpec"),
-    case(lambda: less(FULL, "head_size"), f"{SPEC}.head_size=None: wanted an int >= 1"),
-    case(lambda: less(FULL, "num_kv_heads"), f"{SPEC}.num_kv_heads=None: wanted an int >= 1"),
-    case(lambda: less(FULL, "num_head_slots", -1), f"{SPEC}.num_head_slots=-1: wanted an int >= 1"),
+    case(lambda: less(FULL, "head_size"), f"{SPEC}.head_size=None: expected an int >= 1"),
+    case(lambda: less(FULL, "num_kv_heads"), f"{SPEC}.num_kv_heads=None: expected an int >= 1"),
+    case(lambda: less(FULL, "num_head_slots", -1), f"{SPEC}.num_head_slots=-1: expected an int >= 1"),
     case(lambda: less(FULL, "tokens_per_state", 3),
-         f"{SPEC}.block_size=16: wanted a multiple of tokens_per_state=3"),
+         f"{SPEC}.block_size=16: expected a multiple of tokens_per_state=3"),
     case(lambda: less(FULL, "page_size_bytes", "x"),
-         f"{SPEC}.page_size_bytes='x': wanted an int >= 1"),
-    case(lambda: less(WINDOW, "sliding_window"), f"{SPEC}.sliding_window=None: wanted an int >= 1"),
-    case(lambda: less(LATENT, "block_size", 0), f"{SPEC}.block_size=0: wanted an int >= 1"),
-    case(lambda: less(MAMBA, "shapes"), f"{SPEC}.shapes=None: wanted a sequence of shapes"),
-    case(lambda: less(MAMBA, "shapes", 5), f"{SPEC}.shapes=5: wanted a sequence of shapes"),
+         f"{SPEC}.page_size_bytes='x': expected an int >= 1"),
+    case(lambda: less(WINDOW, "sliding_window"), f"{SPEC}.sliding_window=None: expected an int >= 1"),
+    case(lambda: less(LATENT, "block_size", 0), f"{SPEC}.block_size=0: expected an int >= 1"),
+    case(lambda: less(MAMBA, "shapes"), f"{SPEC}.shapes=None: expected a sequence of shapes"),
+    case(lambda: less(MAMBA, "shapes", 5), f"{SPEC}.shapes=5: expected a sequence of shapes"),
     case(lambda: less(MAMBA, "shapes", (5,)),
-         f"{SPEC}.shapes[0]=5: wanted a sequence of ints >= 1"),
+         f"{SPEC}.shapes[0]=5: expected a sequence of ints >= 1"),
     case(lambda: less(MAMBA, "shapes", ((40, 3), (2, 4, 0))),
-         f"{SPEC}.shapes[1]=(2, 4, 0): wanted a sequence of ints >= 1"),
+         f"{SPEC}.shapes[1]=(2, 4, 0): expected a sequence of ints >= 1"),
     case(lambda: less(MAMBA, "dtypes", ()),
-         f"{SPEC}.dtypes=(): wanted one for each of the 2 shapes"),
+         f"{SPEC}.dtypes=(): expected one for each of the 2 shapes"),
     case(lambda: less(MAMBA, "dtypes", ("uint8", 8)),
-         f"{SPEC}.dtypes[1]=8: wanted one of {', '.join(ITEMSIZE)}"),
+         f"{SPEC}.dtypes[1]=8: expected one of {', '.join(ITEMSIZE)}"),
     case(lambda: less(BOTH, "kv_cache_specs"),
-         f"{SPEC}.kv_cache_specs=None: wanted a mapping from layer names to specs"),
+         f"{SPEC}.kv_cache_specs=None: expected a mapping from layer names to specs"),
     case(lambda: less(BOTH, "kv_cache_specs", {"l.0": FULL}),
-         f"{SPEC}.kv_cache_specs=['l.0']: wanted a spec for 'l.1'"),
+         f"{SPEC}.kv_cache_specs=['l.0']: expected a spec for 'l.1'"),
 
     case(lambda: less(BOTH, "kv_cache_specs",
                       {"l.0": FULL, "l.1": like.changed(FULL, "dtype", "x")}),
-         f"{SPEC}.kv_cache_specs['l.1'].dtype='x': wanted one of {', '.join(ITEMSIZE)}"),
-    case(lambda: tensors(["l.0"]), "kv_cache_tensors=['l.0']: wanted one that holds 'l.1'"),
+         f"{SPEC}.kv_cache_specs['l.1'].dtype='x': expected one of {', '.join(ITEMSIZE)}"),
+    case(lambda: tensors(["l.0"]), "kv_cache_tensors=['l.0']: expected one that holds 'l.1'"),
     case(lambda: tensors(["l.0", "l.1"], ["l.2"]),
-         "kv_cache_tensors[1].shared_by='l.2': wanted layers of kv_cache_groups"),
+         "kv_cache_tensors[1].shared_by='l.2': expected layers of kv_cache_groups"),
     case(lambda: tensors(["l.0"], None),
-         "kv_cache_tensors[1].shared_by=None: wanted a sequence of layer names"),
-    case(lambda: read(parallel="2"), "parallel='2': wanted a ParallelConfig"),
-    case(lambda: read(kernel_block_size="a"), "kernel_block_size='a': wanted an int >= 1"),
-    case(lambda: read(n_groups="a"), "n_groups='a': wanted an int >= 1"),
-    case(lambda: read(excluded=None), "excluded=None: wanted a sequence of layer names"),
-    case(lambda: read(excluded="l.0"), "excluded='l.0': wanted a sequence of layer names"),
+         "kv_cache_tensors[1].shared_by=None: expected a sequence of layer names"),
+    case(lambda: read(parallel="2"), "parallel='2': expected a ParallelConfig"),
+    case(lambda: read(kernel_block_size="a"), "kernel_block_size='a': expected an int >= 1"),
+    case(lambda: read(n_groups="a"), "n_groups='a': expected an int >= 1"),
+    case(lambda: read(excluded=None), "excluded=None: expected a sequence of layer names"),
+    case(lambda: read(excluded="l.0"), "excluded='l.0': expected a sequence of layer names"),
     case(lambda: read(excluded=[["l.0"]]),
-         "excluded=['l.0']: wanted layer names, each a non-empty str"),
-    case(lambda: read(excluded=["l.9"]), "excluded='l.9': wanted layers of kv_cache_groups"),
+         "excluded=['l.0']: expected layer names, each a non-empty str"),
+    case(lambda: read(excluded=["l.9"]), "excluded='l.9': expected layers of kv_cache_groups"),
     case(lambda: read(total_num_kv_heads={"l.9": 2}),
-         "total_num_kv_heads='l.9': wanted layers of kv_cache_groups"),
+         "total_num_kv_heads='l.9': expected layers of kv_cache_groups"),
     case(lambda: read(total_num_kv_heads={"l.0": "2"}),
-         "total_num_kv_heads['l.0']='2': wanted an int >= 1"),
-    case(lambda: read(MAMBA, total_num_kv_heads="2"), "total_num_kv_heads='2': wanted an int >= 1"),
+         "total_num_kv_heads['l.0']='2': expected an int >= 1"),
+    case(lambda: read(MAMBA, total_num_kv_heads="2"), "total_num_kv_heads='2': expected an int >= 1"),
 ]  # fmt: skip
 
 
@@ -675,7 +687,7 @@ def test_a_property_that_raises_is_refused_by_name() -> None:
         def page_size_bytes(self) -> int:
             raise NotImplementedError("which backend?")
 
-    told = f"{SPEC}.page_size_bytes='NotImplementedError: which backend?': wanted a value"
+    told = f"{SPEC}.page_size_bytes='NotImplementedError: which backend?': expected a value"
     with pytest.raises(kvspec.SpecError, match=re.escape(told)):
         read(FullAttentionSpec(**HEADS))
 

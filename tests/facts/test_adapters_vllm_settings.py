@@ -192,7 +192,7 @@ def test_heads_come_layer_by_layer() -> None:
         vllm.from_vllm(given, cached(*TWO_KINDS))
     )
     given.model_config = Model(heads=8)
-    told = "total_num_kv_heads=None: wanted one number for each layer: 'layers.1.attn' and "
+    told = "total_num_kv_heads=None: expected one number for each layer: 'layers.1.attn' and "
     assert f"{told}'layers.0.attn' differ" == words(
         lambda: vllm.from_vllm(given, cached(*TWO_KINDS))
     )
@@ -200,7 +200,7 @@ def test_heads_come_layer_by_layer() -> None:
     engine = vllm.from_vllm(given, cached(*TWO_KINDS), total_num_kv_heads=by_hand)
     assert by_hand == heads_of(engine)
     given.model_config = Model(heads=12)
-    told = "num_kv_heads=1: wanted 3: rank 0 of 4 has 3 of the model's 12"
+    told = "num_kv_heads=1: expected 3: rank 0 of 4 has 3 of the model's 12"
     assert told in words(lambda: vllm.from_vllm(given, cached(TWO_KINDS[0])))
 
 
@@ -264,7 +264,9 @@ def test_one_number_is_not_believed_of_a_model_whose_layers_differ(
     given = configured(*names, model=arch(4, **text), tensor_parallel_size=8)
     both = cached((names[:1], ONE_HEAD), (names[1:], ONE_HEAD))
     said = words(lambda: vllm.from_vllm(given, both))
-    assert said.startswith("total_num_kv_heads=None: wanted one number for each layer, as 'layers.")
+    assert said.startswith(
+        "total_num_kv_heads=None: expected one number for each layer, as 'layers."
+    )
     assert f"hf_text_config.{told}, and vLLM's one number for all 4" in said
     by_hand = dict(zip(names, (4, 8), strict=True))
     assert by_hand == heads_of(vllm.from_vllm(given, both, total_num_kv_heads=by_hand))
@@ -285,7 +287,7 @@ def test_a_group_that_is_marked_for_its_draft_has_the_target_s_layers_too() -> N
     both.kv_cache_groups[0].is_eagle_group = True
     draft = SimpleNamespace(draft_model_config=arch(4))
     given = configured(*names, model=arch(8), tensor_parallel_size=8, speculative_config=draft)
-    wanted = "wanted one number for each layer: 'layers.0.attn' may be the target's or a draft's"
+    wanted = "expected one number for each layer: 'layers.0.attn' may be the target's or a draft's"
     assert f"total_num_kv_heads=None: {wanted}" == words(lambda: vllm.from_vllm(given, both))
     draft.draft_model_config = arch(8)
     assert dict.fromkeys(names, 8) == heads_of(vllm.from_vllm(given, both))
@@ -304,7 +306,7 @@ def test_kernel_blocks_are_read_from_the_tensors() -> None:
     assert 3 == len(vllm.rank_cache(engine, kvspec.RankId(), tensors, config=both).regions)
     for blocks in (7, 3, 6 * 3, 0):
         torn = {**tensors, "layers.0.attn": np.zeros((blocks, 2, 8, 16), np.uint16)}
-        told = "wanted a multiple of the 6 blocks of 16 tokens that the config has"
+        told = "expected a multiple of the 6 blocks of 16 tokens that the config has"
         assert told in words(lambda torn=torn: vllm.from_vllm(given, both, torn))
 
 
@@ -314,7 +316,7 @@ def test_where_there_is_no_worker_the_backends_are_told() -> None:
     assert words(lambda: vllm.from_vllm(given, one)).startswith("backends['layers.0.attn']=None")
     assert vllm.from_vllm(given, one, backends=Layer.Backend.full_cls_name())
     given.compilation_config.static_forward_context = {"layers.0.attn": object()}
-    told = "static_forward_context['layers.0.attn'].get_attn_backend=None: wanted a method"
+    told = "static_forward_context['layers.0.attn'].get_attn_backend=None: expected a method"
     assert told == words(lambda: vllm.from_vllm(given, one))
 
 
@@ -339,7 +341,7 @@ def test_what_a_backend_s_name_leaves_open_is_asked_of_the_layer() -> None:
     ]
     assert ["keys-transposed", "opaque:indexer-shuffled"] == formats
     del cpu.isa
-    told = "variants['layers.0.attn']=None: wanted one of vec, vec16, amx"
+    told = "variants['layers.0.attn']=None: expected one of vec, vec16, amx"
     assert words(lambda: vllm.from_vllm(given, both)).startswith(told)
 
 
@@ -367,7 +369,7 @@ def test_a_delta_net_s_state_is_its_device_s() -> None:
     assert bases[0] == bases[1]
     mamba = [of_device("MAMBA1", ((3, 32), (32, 4)), each) for each in ("cuda", "cpu")]
     assert mamba[0] == mamba[1]
-    wanted = "variants['l.0']=5: wanted a type of device, as cuda or cpu"
+    wanted = "variants['l.0']=5: expected a type of device, as cuda or cpu"
     assert wanted == words(lambda: of_device("GDN_ATTN", shapes, 5))
 
 
@@ -411,7 +413,9 @@ def test_which_fp8_a_cache_is_the_layer_and_its_platform_say(
 
 def test_an_fp8_of_which_nobody_says_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a layer without a choice, nor one that its platform has otherwise, is guessed."""
-    wanted = "wanted the elements of its cache, of which kv_cache_groups[0].kv_cache_spec says only"
+    wanted = (
+        "expected the elements of its cache, of which kv_cache_groups[0].kv_cache_spec says only"
+    )
     for cache in (None, "auto", "fp8_new", []):
         told = words(lambda cache=cache: fp8(monkeypatch, cache, "torch.float8_e4m3fn"))
         assert f"fp8_dtype['layers.0.attn']=None: {wanted} fp8" == told
@@ -478,7 +482,7 @@ def test_how_turboquant_keeps_its_rows_is_asked_of_the_layer_and_its_device(
 
 def test_turboquant_of_which_nobody_says_how_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither without an answer of the layer, nor without a platform where the device decides."""
-    told = "variants['layers.0.attn']=None: wanted one of rows, e4b15, scales apart"
+    told = "variants['layers.0.attn']=None: expected one of rows, e4b15, scales apart"
     for cache, separate_scales in (("turboquant_k8v4", False), ("turboquant_4bit_nc", None)):
         said = words(
             lambda cache=cache, separate_scales=separate_scales: turboquant(
@@ -525,7 +529,7 @@ def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
     halves = [cached((part, FULL)) for part in parts]
     whole = vllm.from_vllm(configured(*names, **sizes), halves)
     assert [whole] * 8 == [vllm.whole_engine(given, told, {}) for given, _ in workers]
-    wanted = "workers='7 workers': wanted all 8 of the engine"
+    wanted = "workers='7 workers': expected all 8 of the engine"
     assert wanted == words(lambda: vllm.whole_engine(workers[0][0], told[:7], {}))
 
 
@@ -537,13 +541,13 @@ def test_pipeline_stages_have_the_layers_of_vllm_s_rule(monkeypatch: pytest.Monk
     assert {0: 3, 1: 2} == {
         stage: len(found) for stage, found in vllm.from_vllm(given, halves).by_stage(names).items()
     }
-    told = "kv_cache_config[0]='layers.3.attn': wanted layers 0..2: those of stage 0"
+    told = "kv_cache_config[0]='layers.3.attn': expected layers 0..2: those of stage 0"
     assert told == words(lambda: vllm.from_vllm(given, halves[::-1]))
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,3")
-    assert "'layers.2.attn': wanted layers 0..1" in words(lambda: vllm.from_vllm(given, halves))
+    assert "'layers.2.attn': expected layers 0..1" in words(lambda: vllm.from_vllm(given, halves))
     for partition in ("2,2", "5", "2,x", "-1,6", ""):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-        told = f"VLLM_PP_LAYER_PARTITION={partition!r}: wanted 2 numbers of layers with the sum 5"
+        told = f"VLLM_PP_LAYER_PARTITION={partition!r}: expected 2 numbers of layers with the sum 5"
         assert told == words(lambda: vllm.from_vllm(given, halves))
 
 
@@ -597,22 +601,22 @@ MODE = "kv_cache_config.kv_cache_groups[2].kv_cache_spec.mamba_cache_mode"
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: tables(WHOLE, DRAFTS), "block_ids='2 lists': wanted one for each of 3 groups"),
+        (lambda: tables(WHOLE, DRAFTS), "block_ids='2 lists': expected one for each of 3 groups"),
         (lambda: tables(WHOLE, DRAFTS, [0, 0]),
-         "block_ids['group2']=[0, 0]: wanted a block at place 1, with the state after 100 tokens"),
+         "block_ids['group2']=[0, 0]: expected a block at place 1, with the state after 100 tokens"),
         (lambda: tables(WHOLE, DRAFTS, [3]),
-         "block_ids['group2']=[3]: wanted a block at place 1, with the state after 100 tokens"),
+         "block_ids['group2']=[3]: expected a block at place 1, with the state after 100 tokens"),
         (lambda: tables(WHOLE, DRAFTS, [3], spec=like.changed(MAMBA, "mamba_cache_mode", "all")),
-         f"{MODE}='all': wanted 'none' or 'align'"),
-        (lambda: tables(WHOLE, DRAFTS, [3], count=-1), "num_tokens=-1: wanted an int >= 0"),
+         f"{MODE}='all': expected 'none' or 'align'"),
+        (lambda: tables(WHOLE, DRAFTS, [3], count=-1), "num_tokens=-1: expected an int >= 0"),
         (lambda: tables(WHOLE[2:], DRAFTS, [0, 9]),
-         "block_ids['group0']=[5, 6, 1, 2, 3]: wanted 7 ids for 100 tokens, null blocks in place"),
+         "block_ids['group0']=[5, 6, 1, 2, 3]: expected 7 ids for 100 tokens, null blocks in place"),
         (lambda: tables(WHOLE, DRAFTS[:2], [0, 9]),
-         "block_ids['group1']=[7, 8]: wanted 7 ids for 100 tokens, null blocks in place"),
-        (lambda: tables(WHOLE, "ab", [3]), "block_ids='ab': wanted a sequence of ints"),
-        (lambda: vllm.block_tables(None, BOTH, [], 1), "engine=None: wanted an EngineSpec"),
+         "block_ids['group1']=[7, 8]: expected 7 ids for 100 tokens, null blocks in place"),
+        (lambda: tables(WHOLE, "ab", [3]), "block_ids='ab': expected a sequence of ints"),
+        (lambda: vllm.block_tables(None, BOTH, [], 1), "engine=None: expected an EngineSpec"),
         (lambda: vllm.block_tables(like.engine_spec(BOTH), BOTH, 5, 1),
-         "block_ids=5: wanted a sequence of lists of ids"),
+         "block_ids=5: expected a sequence of lists of ids"),
     ],
 )  # fmt: skip
 def test_other_tables_are_refused_in_words(call: Any, told: str) -> None:

@@ -154,11 +154,11 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
     assert ssm.ctypes.data == cache.region("layer.0", "ssm").base
     gap = zeros((4, 4, 8, 8), np.uint8)[..., :4]
     for given, told in (
-        ([conv], r"wanted 2 tensors \(conv, ssm\), or one of raw bytes"),
-        (conv, r"wanted 2 tensors \(conv, ssm\), or one of raw bytes"),
+        ([conv], r"expected 2 tensors \(conv, ssm\), or one of raw bytes"),
+        (conv, r"expected 2 tensors \(conv, ssm\), or one of raw bytes"),
         ([conv[:, :, :2], ssm], r"\['conv'\].shape=.* of 1 bytes"),
         ([conv, ssm[:, :2]], r"\['ssm'\].shape=.*\[blocks, 4, ...\] of 32 bytes"),
-        ([conv, gap], "stride=8: wanted one chunk, 4 bytes apart"),
+        ([conv, gap], "stride=8: expected one chunk, 4 bytes apart"),
     ):
         with pytest.raises(kvspec.SpecError, match=told):
             vllm.rank_cache(engine, ONE, {"layer.0": given})
@@ -170,9 +170,9 @@ def test_tensors_are_checked_against_the_config() -> None:
     right = zeros((5, 2, 16, 16), np.uint16)
     odd = np.zeros((6, 2, 16, 1), "V32")  # elements of 32 bytes
     for given, told in (
-        ({"layer.0": right}, r"shape\[0\]=5: wanted 6 blocks in memory"),
+        ({"layer.0": right}, r"shape\[0\]=5: expected 6 blocks in memory"),
         ({}, "a tensor for layer 'layer.0'"),
-        ({"layer.0": [right]}, "'1 tensors': wanted one tensor"),
+        ({"layer.0": [right]}, "'1 tensors': expected one tensor"),
         ({"layer.0": odd}, "elements that divide the 16 bytes"),
     ):
         with pytest.raises(kvspec.SpecError, match=told):
@@ -315,86 +315,86 @@ def test_a_layer_that_reads_another_s_cache_owns_none() -> None:
     """It is named with the very tensor of the layer that writes it, and stands in no group."""
     own = pages()
     assert one_full(tensors={"l.0": own}) == one_full(tensors={"l.0": own, "l.1": own})
-    told = "tensors='l.1': wanted layers that tp0 has"
+    told = "tensors='l.1': expected layers that tp0 has"
     assert told == words(lambda: one_full(tensors={"l.0": own, "l.1": own[:]}))
 
 
-TENSOR = "wanted a torch tensor or a numpy array"
+TENSOR = "expected a torch tensor or a numpy array"
 LENT = "config.kv_cache_tensors[{}].shared_by"
 REFUSED = [
     # against the config
     case(lambda: separate(w_0=2 * WHOLE),
-         f"tensors='f.0 and w.0, 12288 bytes apart': wanted 0 bytes, as {LENT.format(0)} has both"),
+         f"tensors='f.0 and w.0, 12288 bytes apart': expected 0 bytes, as {LENT.format(0)} has both"),
     case(lambda: separate(m_0=WHOLE, m_1=0),
-         f"tensors='f.0 and m.0, 6144 bytes apart': wanted 0 bytes, as {LENT.format(0)} has both"),
+         f"tensors='f.0 and m.0, 6144 bytes apart': expected 0 bytes, as {LENT.format(0)} has both"),
     case(lambda: separate(f_1=0, w_1=0, m_1=0),
-         "tensors='f.0.k and f.1.k': wanted regions of one group that do not overlap"),
+         "tensors='f.0.k and f.1.k': expected regions of one group that do not overlap"),
     case(lambda: placed(TWO, {"f.0": 0, "w.0": 0}, PAGE),
-         "tensors='f.0 and w.0': wanted no byte shared, as "
+         "tensors='f.0 and w.0': expected no byte shared, as "
          f"{LENT.format(0)} and {LENT.format(1)} have them"),
     case(lambda: separate(m_1=WHOLE + 512),
-         f"tensors='f.1 and m.1, 512 bytes apart': wanted 0 bytes, as {LENT.format(1)} has both"),
+         f"tensors='f.1 and m.1, 512 bytes apart': expected 0 bytes, as {LENT.format(1)} has both"),
     case(lambda: separate(m_1=WHOLE + 1000),
-         "tensors='f.1.k and m.1.conv_x': wanted blocks of different groups that coincide or lie "
+         "tensors='f.1.k and m.1.conv_x': expected blocks of different groups that coincide or lie "
          "apart"),
     case(lambda: rows(w_0=2 * WHOLE, w_1=2 * WHOLE + PAGE),
-         "tensors='f.0 and w.0, 12288 bytes apart': wanted 0 bytes, as "
+         "tensors='f.0 and w.0, 12288 bytes apart': expected 0 bytes, as "
          f"{LENT.format(0)} and {LENT.format(1)} have them"),
     case(lambda: rows(w_0=PAGE, w_1=0),
-         "tensors='f.0 and w.0, 1024 bytes apart': wanted 0 bytes, as "
+         "tensors='f.0 and w.0, 1024 bytes apart': expected 0 bytes, as "
          f"{LENT.format(0)} and {LENT.format(1)} have them"),
     case(lambda: rows(3072),
-         "tensors['f.0'].stride=3072: wanted 2048, the block_stride that holds for "
+         "tensors['f.0'].stride=3072: expected 2048, the block_stride that holds for "
          f"{LENT.format(0)}"),
     case(lambda: one_full(config=config((["l.1"], FULL), tensors=[like.KVCacheTensor(1, ["l.1"])])),
-         "config=['l.1']: wanted a tensor that holds 'l.0'"),
+         "config=['l.1']: expected a tensor that holds 'l.0'"),
     case(lambda: one_full(config=config((["l.0"], FULL), num_blocks=5)),
-         "tensors['l.0'].shape[0]=6: wanted 5 blocks in memory"),
+         "tensors['l.0'].shape[0]=6: expected 5 blocks in memory"),
     case(lambda: one_full(config=config((["l.0"], FULL)), num_blocks=5),
-         "num_blocks=5: wanted 6, as the config has"),
+         "num_blocks=5: expected 6, as the config has"),
     case(lambda: one_full(config="abc"),
-         "config='str': wanted a KVCacheConfig, with kv_cache_groups"),
+         "config='str': expected a KVCacheConfig, with kv_cache_groups"),
     case(lambda: one_full(config=like.changed(config((["l.0"], FULL)), "num_blocks", "gone")),
-         "config.num_blocks=None: wanted an int >= 1"),
+         "config.num_blocks=None: expected an int >= 1"),
     # the arguments
-    case(lambda: one_full(engine=None), "engine=None: wanted an EngineSpec"),
-    case(lambda: one_full(rank=None), "rank=None: wanted a RankId"),
+    case(lambda: one_full(engine=None), "engine=None: expected an EngineSpec"),
+    case(lambda: one_full(rank=None), "rank=None: expected a RankId"),
     case(lambda: one_full(rank=kvspec.RankId(tp=4)),
-         "rank=RankId(pp=0, pcp=0, tp=4): wanted pp < 1, pcp < 1, tp < 1, none negative"),
-    case(lambda: one_full(num_blocks="6"), "num_blocks='6': wanted an int >= 1"),
+         "rank=RankId(pp=0, pcp=0, tp=4): expected pp < 1, pcp < 1, tp < 1, none negative"),
+    case(lambda: one_full(num_blocks="6"), "num_blocks='6': expected an int >= 1"),
     case(lambda: one_full(tensors=None),
-         "tensors='NoneType': wanted a mapping from layer names to tensors"),
+         "tensors='NoneType': expected a mapping from layer names to tensors"),
     case(lambda: one_full(tensors=[pages()]),
-         "tensors='list': wanted a mapping from layer names to tensors"),
+         "tensors='list': expected a mapping from layer names to tensors"),
     case(lambda: one_full(tensors={"l.0": pages(), "zz": pages()}),
-         "tensors='zz': wanted layers that tp0 has"),
+         "tensors='zz': expected layers that tp0 has"),
     # a tensor
     case(lambda: one_full(tensors={"l.0": None}), f"tensors['l.0']='NoneType': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": "x"}), f"tensors['l.0']='str': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": {"k": pages()}}), f"tensors['l.0']='dict': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": [pages()]}),
-         "tensors['l.0']='1 tensors': wanted one tensor where rows are tokens"),
+         "tensors['l.0']='1 tensors': expected one tensor where rows are tokens"),
     case(lambda: one_full(tensors={"l.0": pages()[0, 0, 0, 0]}),
          f"tensors['l.0']='uint8': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": np.zeros((), np.uint8)}),
-         "tensors['l.0'].shape=(): wanted [blocks, 2, 16, 32 bytes] for layout BHNC"),
+         "tensors['l.0'].shape=(): expected [blocks, 2, 16, 32 bytes] for layout BHNC"),
     case(lambda: one_full(tensors={"l.0": pages(blocks=0)}),
-         "tensors['l.0']['k'].shape=(0, 2, 1, 16, 16): wanted at least 1 block along B"),
+         "tensors['l.0']['k'].shape=(0, 2, 1, 16, 16): expected at least 1 block along B"),
     case(lambda: one_full(tensors={"l.0": np.empty((6, 2, 16, 4), object)}),
-         "tensors['l.0'].dtype='object': wanted plain bytes, such as bfloat16"),
+         "tensors['l.0'].dtype='object': expected plain bytes, such as bfloat16"),
     case(lambda: one_state(None), f"tensors['l.0']='NoneType': {TENSOR}"),
     case(lambda: one_state("ab"), f"tensors['l.0']='str': {TENSOR}"),
     case(lambda: one_state([states()[0], None]), f"tensors['l.0'][1]='NoneType': {TENSOR}"),
     case(lambda: one_state([]),
-         "tensors['l.0']='0 tensors': wanted 2 tensors (conv, ssm), or one of raw bytes"),
-    case(lambda: one_state(raw(247)), "tensors['l.0'].shape=(6, 1, 1, 247): wanted "
+         "tensors['l.0']='0 tensors': expected 2 tensors (conv, ssm), or one of raw bytes"),
+    case(lambda: one_state(raw(247)), "tensors['l.0'].shape=(6, 1, 1, 247): expected "
          "[blocks, 1, 1, 248], the bytes of conv and ssm"),
     case(lambda: one_state(raw(248)[..., ::-1]),
-         "tensors['l.0'].stride=-1: wanted bytes one after the other"),
-    case(lambda: one_state(raw(0)), "tensors['l.0'].shape=(6, 1, 1, 0): wanted "
+         "tensors['l.0'].stride=-1: expected bytes one after the other"),
+    case(lambda: one_state(raw(0)), "tensors['l.0'].shape=(6, 1, 1, 0): expected "
          "[blocks, 1, 1, 248], the bytes of conv and ssm"),
     case(lambda: one_state(states(blocks=0)),
-         "tensors['l.0']['conv'].shape=(0, 40, 3, 1): wanted at least 1 block along B"),
+         "tensors['l.0']['conv'].shape=(0, 40, 3, 1): expected at least 1 block along B"),
 ]  # fmt: skip
 
 

@@ -99,9 +99,9 @@ def test_null_blocks_of_both_sides_may_differ(null: int) -> None:
     assert None is pair.ways(request)["verify"]()
 
 
-LIVE = "consumer_blocks['g']=0: wanted a block for tokens 31..31, not the null block"
+LIVE = "consumer_blocks['g']=0: expected a block for tokens 31..31, not the null block"
 DROPPED = (
-    "producer_blocks['g']: held 'null block 0', wanted range(31, 94) "
+    "producer_blocks['g']: held 'null block 0', expected range(31, 94) "
     "(the producer's table has the null block for tokens 31..31)"
 )
 
@@ -130,9 +130,9 @@ def test_a_live_token_in_a_null_block_is_refused(
 def test_a_state_in_a_null_block_is_refused() -> None:
     """The slot of a state, of one or of several blocks, is not the null block."""
     pair = Pair.of(engine(g=STATE), engine(g=STATE))
-    live = "consumer_blocks['g']=0: wanted a block for tokens 93..93, not the null block"
+    live = "consumer_blocks['g']=0: expected a block for tokens 93..93, not the null block"
     dropped = (
-        "producer_blocks['g']: held 'null block 0', wanted range(93, 94) "
+        "producer_blocks['g']: held 'null block 0', expected range(93, 94) "
         "(the producer's table has the null block for tokens 93..93)"
     )
     for slots, wanted in (
@@ -147,9 +147,9 @@ def test_a_state_in_a_null_block_is_refused() -> None:
 def test_a_null_block_is_one_of_the_pool() -> None:
     """An id that no block has can be no block's: it was meant otherwise."""
     for null, wanted in (
-        (-1, "null_block=-1: wanted an int >= 0"),
-        (True, "null_block=True: wanted an int >= 0"),
-        (16, "null_block=16: wanted less than the 16 blocks of layer.g.k"),
+        (-1, "null_block=-1: expected an int >= 0"),
+        (True, "null_block=True: expected an int >= 0"),
+        (16, "null_block=16: expected less than the 16 blocks of layer.g.k"),
     ):
         assert wanted == words(lambda n=null: kvspec.allocate(engine(n, g=WINDOW), RANK, 16))
     split = attrs.evolve(engine(None, g=WINDOW).groups[0], kernel_block_size=8)
@@ -182,7 +182,9 @@ def test_groups_of_one_memory_share_no_block() -> None:
     pair, separate = Pair.of(both, both, shared=True), Pair.of(both, both)
     same = {"a": [1, 2, 3], "b": [4, 5, 3]}
     mine = {"a": [1, 2, 3], "b": [4, 5, 6]}
-    wanted = "consumer_blocks['a']=3: wanted each block once; group 'b', in the same memory, has it"
+    wanted = (
+        "consumer_blocks['a']=3: expected each block once; group 'b', in the same memory, has it"
+    )
     for name, way in pair.ways(ask(12, mine, same)).items():
         assert f"{wanted} too" == words(way), name
     for name, way in separate.ways(ask(12, mine, same)).items():
@@ -314,7 +316,7 @@ def test_an_id_that_would_wrap_is_no_block() -> None:
     pair.storage[0]["g"][:] = 7
     for side, tables in (("producer", ([wrong], [1])), ("consumer", ([1], [wrong]))):
         said = refusals(pair, ask(8, *tables))
-        wanted = f"{side}_blocks['g']={wrong}: wanted block ids from 0 to 15"
+        wanted = f"{side}_blocks['g']={wrong}: expected block ids from 0 to 15"
         assert dict.fromkeys(said, wanted) == said
         nothing: Any = {}
         caches = ({RANK: pair.caches[0]}, {RANK: pair.caches[1]})
@@ -335,7 +337,7 @@ def test_the_first_id_beyond_a_pool_of_kernel_blocks_is_no_block(heads: int) -> 
     pair = Pair.of(one, one)
     for side, tables in (("producer", ([16], [1])), ("consumer", ([1], [16]))):
         said = refusals(pair, ask(8, *tables))
-        wanted = f"{side}_blocks['g']=16: wanted block ids from 0 to 15"
+        wanted = f"{side}_blocks['g']=16: expected block ids from 0 to 15"
         assert dict.fromkeys(said, wanted) == said
     assert None is pair.ways(ask(8, [15], [15]))["verify"]()
 
@@ -352,7 +354,7 @@ def test_positions_end_where_their_sums_still_fit() -> None:
         getattr(missing, "token", None),
         getattr(missing, "kind", None),
     )
-    wanted = "wanted at most 4611686018427387904"
+    wanted = "expected at most 4611686018427387904"
     assert f"num_tokens={most + 1}: {wanted}" == words(lambda: ask(most + 1, [1], [1]))
     late = f"first_token={most + 4}: {wanted}"
     assert late == words(lambda: kvspec.BlockTable([1], most + 4))

@@ -191,5 +191,5 @@ def test_an_id_that_is_none_is_refused(wrong: object) -> None:
     plan = kvspec.plan_transfer(producer, consumer)
     caches = (kvspec.allocate(each, RankId(), 4)[0] for each in (producer, consumer))
     table = kvspec.build_table(plan, *caches)
-    with pytest.raises(kvspec.SpecError, match=r"consumer_id=.*: wanted an id from 0 to \d+"):
+    with pytest.raises(kvspec.SpecError, match=r"consumer_id=.*: expected an id from 0 to \d+"):
         kvspec.explain(table, consumer_id=wrong)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_each_layer_s_pool_bounds_its_ids() -> None:
     for pair in ((ours, theirs), (theirs, ours)):
         table = kvspec.build_table(kvspec.plan_transfer(side, side), *pair)
         assert len(table.descriptors(request(2, [1], [1])))
-        with pytest.raises(kvspec.SpecError, match="=3: wanted block ids from 0 to 1"):
+        with pytest.raises(kvspec.SpecError, match="=3: expected block ids from 0 to 1"):
             table.select(request(2, [3], [3]))
 
 
@@ -156,7 +156,9 @@ def test_tables_begin_with_a_virtual_block() -> None:
     for at, first in ((0, 4), (1, 12)):
         tables = [right, right]
         tables[at] = kvspec.BlockTable([1, 2], first)
-        with pytest.raises(kvspec.SpecError, match=f"first_token={first}: wanted a multiple of 8"):
+        with pytest.raises(
+            kvspec.SpecError, match=f"first_token={first}: expected a multiple of 8"
+        ):
             table.select(request(16, *tables, cached_tokens=12))
 
 
@@ -176,9 +178,9 @@ def test_the_end_of_a_tile_is_not_joined_to_the_next() -> None:
     ("spec", "sizes", "wanted"),
     [
         (gqa(1, block_size=16, tokens_per_state=4), {"interleave_size": 2},
-         "interleave_size=2: wanted a multiple of tokens_per_state=4"),
+         "interleave_size=2: expected a multiple of tokens_per_state=4"),
         (gqa(1, block_size=16), {"interleave_size": 3},
-         "interleave_size=3: wanted a divisor of block_size=16"),
+         "interleave_size=3: expected a divisor of block_size=16"),
     ],
 )  # fmt: skip
 def test_an_interleave_cuts_no_row(

@@ -195,7 +195,7 @@ def test_deepseek_v32_keeps_indexer_keys_beside_the_latent() -> None:
 def test_an_indexer_key_is_whole_blocks_of_128() -> None:
     """A key size that its scales do not divide is refused."""
     config = catalogue.config("DeepSeek-V3.2") | {"index_head_dim": 96}
-    with pytest.raises(SpecError, match="index_head_dim=96: wanted a multiple of 128"):
+    with pytest.raises(SpecError, match="index_head_dim=96: expected a multiple of 128"):
         models.from_config(config)
 
 

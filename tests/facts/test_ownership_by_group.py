@@ -122,29 +122,29 @@ def test_descriptions_are_values_that_hash() -> None:
     [
         (
             lambda: sharded({"q": (range(4),)}),
-            "groups['full'].shardings='q': wanted the name of a part of the group, one of k, v",
+            "groups['full'].shardings='q': expected the name of a part of the group, one of k, v",
         ),
         (
             lambda: sharded({"k": (range(4),)}, tp_size=2),
             (
-                "groups['full'].shardings['k']=(range(0, 4),): wanted "
+                "groups['full'].shardings['k']=(range(0, 4),): expected "
                 "one range for each of the 2 TP ranks"
             ),
         ),
         (
             lambda: sharded({"k": (range(2), range(3, 4))}, tp_size=2),
             (
-                "groups['full'].shardings['k']=(range(0, 2), range(3, 4)): wanted "
+                "groups['full'].shardings['k']=(range(0, 2), range(3, 4)): expected "
                 "equal or disjoint ranges that cover 0..4; units range(2, 3) are missing"
             ),
         ),
         (
             lambda: kvspec.KVCacheGroup(name="g", layers=["l"], spec=FOUR, context_sharded=1),  # type: ignore[arg-type]
-            "groups['g'].context_sharded=1: wanted True or False",
+            "groups['g'].context_sharded=1: expected True or False",
         ),
         (
             lambda: sharded({}).page_size_bytes("layers.9", RankId()),
-            "layer='layers.9': wanted one of layers.0",
+            "layer='layers.9': expected one of layers.0",
         ),
     ],
 )

@@ -99,20 +99,20 @@ def test_packed_nodes() -> None:
 
 TWO = Topology(producer=nodes("a", "b"), consumer=nodes("a"))
 BAD = [
-    (lambda: ReplicaPolicy("nearest"), "topology=None: wanted a Topology, for 'nearest'"),
+    (lambda: ReplicaPolicy("nearest"), "topology=None: expected a Topology, for 'nearest'"),
     (
         lambda: ReplicaPolicy("best"),
-        "replica_policy='best': wanted one of spread, first, stripe, nearest",
+        "replica_policy='best': expected one of spread, first, stripe, nearest",
     ),
     (
         lambda: ReplicaPolicy(["first"]),
-        "replica_policy=['first']: wanted one of spread, first, stripe, nearest",
+        "replica_policy=['first']: expected one of spread, first, stripe, nearest",
     ),
-    (lambda: ReplicaPolicy("first", -1), "salt=-1: wanted an int >= 0"),
-    (lambda: ReplicaPolicy("first", 0, {}), "topology={}: wanted a Topology"),
+    (lambda: ReplicaPolicy("first", -1), "salt=-1: expected an int >= 0"),
+    (lambda: ReplicaPolicy("first", 0, {}), "topology={}: expected a Topology"),
     (
         lambda: Topology(producer=[], consumer={}),
-        "topology=[]: wanted a mapping from RankId to the node that it is on",
+        "topology=[]: expected a mapping from RankId to the node that it is on",
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 3, 1), ReplicaPolicy("nearest", 0, TWO)),
@@ -120,25 +120,25 @@ BAD = [
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 1, 1), ReplicaPolicy("spread", 0, TWO)),
-        "topology.producer=RankId(pp=0, pcp=0, tp=1): wanted ranks of the engine",
+        "topology.producer=RankId(pp=0, pcp=0, tp=1): expected ranks of the engine",
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), ReplicaPolicy(), 3),
-        "salt=3: wanted no salt beside a ReplicaPolicy, which has its own",
+        "salt=3: expected no salt beside a ReplicaPolicy, which has its own",
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), None),
-        "replica_policy=None: wanted one of",
+        "replica_policy=None: expected one of",
     ),
     (
         lambda: Topology.packed(*(each.parallel for each in sides(MLA, 1, 1)), 0),
         "ranks_per_node=0:",
     ),
-    (lambda: Stripe(2, 2), "stripe.first=2: wanted less than step=2"),
-    (lambda: Stripe(0, 0), "stripe.step=0: wanted an int >= 1"),
+    (lambda: Stripe(2, 2), "stripe.first=2: expected less than step=2"),
+    (lambda: Stripe(0, 0), "stripe.step=0: expected an int >= 1"),
     (
         lambda: kvspec.TPTransferSlice(0, ("k",), range(1), range(1), range(1), (), (0, 1)),
-        "stripe=(0, 1): wanted a Stripe",
+        "stripe=(0, 1): expected a Stripe",
     ),
 ]
 
@@ -162,7 +162,7 @@ def test_a_stripe_of_too_many_pairs_is_refused_by_name() -> None:
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.plan_transfer(producer, consumer, "stripe")
     wanted = (
-        "replica_policy='stripe': wanted 'spread': 1000 readers would read 1009 of 1009 "
+        "replica_policy='stripe': expected 'spread': 1000 readers would read 1009 of 1009 "
         "replicas each"
     )
     assert wanted == str(caught.value)

@@ -249,35 +249,35 @@ def test_hundreds_of_ranks_need_no_plan_for_each_engine() -> None:
 @pytest.mark.parametrize(
     ("given_", "told"),
     [
-        ({"num_tokens": -1}, "num_tokens=-1: wanted an int >= 0"),
-        ({"num_tokens": 1, "consumers": 0}, "consumers=0: wanted an int >= 1"),
+        ({"num_tokens": -1}, "num_tokens=-1: expected an int >= 0"),
+        ({"num_tokens": 1, "consumers": 0}, "consumers=0: expected an int >= 1"),
         (
             {"num_tokens": 1, "out_speed": 0.0},
-            "out_speed=0.0: wanted bytes a second > 0, one number or 2 of them",
+            "out_speed=0.0: expected bytes a second > 0, one number or 2 of them",
         ),
         (
             {"num_tokens": 1, "in_speed": [1.0, 2.0]},
-            "in_speed=[1.0, 2.0]: wanted bytes a second > 0, one number or 3 of them",
+            "in_speed=[1.0, 2.0]: expected bytes a second > 0, one number or 3 of them",
         ),
         (
             {"num_tokens": 1, "replica_policy": ("most",)},
-            "replica_policy='most': wanted one of spread, first, stripe, nearest",
+            "replica_policy='most': expected one of spread, first, stripe, nearest",
         ),
         (
             {"num_tokens": 1, "replica_policy": ()},
-            "replica_policies=(): wanted at least one policy",
+            "replica_policies=(): expected at least one policy",
         ),
         (
             {"num_tokens": 1, "replica_policy": 3},
-            "replica_policies=3: wanted a sequence of policies",
+            "replica_policies=3: expected a sequence of policies",
         ),
         (
             {"num_tokens": 1, "replica_policy": "first"},
-            "replica_policies='first': wanted a sequence of policies",
+            "replica_policies='first': expected a sequence of policies",
         ),
         (
             {"num_tokens": 1, "out_speed": 1e-310},
-            "out_speed=1e-310: wanted bytes a second that take a finite time for every link's load",
+            "out_speed=1e-310: expected bytes a second that take a finite time for every link's load",
         ),
     ],
 )
@@ -313,7 +313,11 @@ def test_a_speed_is_a_number_above_0(speed: Any) -> None:
         with pytest.raises(kvspec.SpecError) as error:
             simulate((latent(2), latent(3)), num_tokens=1, **{field: speed})
         wanted = f"bytes a second > 0, one number or {ranks} of them"
-        assert (field, speed, wanted) == (error.value.field, error.value.value, error.value.wanted)
+        assert (field, speed, wanted) == (
+            error.value.field,
+            error.value.value,
+            error.value.expected,
+        )
 
 
 def test_a_speed_is_any_real_number() -> None:
@@ -326,11 +330,11 @@ def test_a_speed_is_any_real_number() -> None:
 @pytest.mark.parametrize(
     ("engines", "told"),
     [
-        (None, "plan_or_engines=None: wanted a TransferPlan, or two EngineSpecs"),
-        ((), "plan_or_engines=(): wanted a TransferPlan, or two EngineSpecs"),
-        ((1, 2), "producer=1: wanted an EngineSpec"),
-        ((latent(1), "two"), "consumer='two': wanted an EngineSpec"),
-        ({1, 2}, "plan_or_engines={1, 2}: wanted a TransferPlan, or two EngineSpecs"),
+        (None, "plan_or_engines=None: expected a TransferPlan, or two EngineSpecs"),
+        ((), "plan_or_engines=(): expected a TransferPlan, or two EngineSpecs"),
+        ((1, 2), "producer=1: expected an EngineSpec"),
+        ((latent(1), "two"), "consumer='two': expected an EngineSpec"),
+        ({1, 2}, "plan_or_engines={1, 2}: expected a TransferPlan, or two EngineSpecs"),
     ],
 )
 def test_other_than_two_engines_are_refused(engines: Any, told: str) -> None:
@@ -345,7 +349,7 @@ def test_three_engines_are_refused() -> None:
     with pytest.raises(kvspec.SpecError) as error:
         simulate((latent(1),) * 3, num_tokens=1)  # type: ignore[arg-type]
     wanted = "a TransferPlan, or two EngineSpecs"
-    assert ("plan_or_engines", wanted) == (error.value.field, error.value.wanted)
+    assert ("plan_or_engines", wanted) == (error.value.field, error.value.expected)
 
 
 MOST = 2**63 - 1
@@ -356,7 +360,7 @@ def test_loads_beyond_64_bits_are_refused() -> None:
     engines = latent(2), latent(3)
     plan = kvspec.plan_transfer(*engines)
     over = "fewer: all links together would carry 24000000000000000000 bytes, more than"
-    told = f"num_tokens=1000000000000000000: wanted {over} {MOST}"
+    told = f"num_tokens=1000000000000000000: expected {over} {MOST}"
     calls: tuple[Any, ...] = (
         partial(kvspec.traffic, plan),
         lambda n: flows(plan, n),
@@ -369,7 +373,7 @@ def test_loads_beyond_64_bits_are_refused() -> None:
     with pytest.raises(kvspec.SpecError) as error:
         simulate(engines, num_tokens=1, consumers=10**18)
     bound = f"at most {MOST // 24}: all links together carry at most {MOST} bytes"
-    assert f"consumers=1000000000000000000: wanted {bound}" == str(error.value)
+    assert f"consumers=1000000000000000000: expected {bound}" == str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +407,7 @@ def test_a_period_that_is_too_long_is_refused() -> None:
     with pytest.raises(kvspec.SpecError) as error:
         flows(plan, 10**9)
     told = "at most 268435456, since who owns which tokens repeats only after 532676608"
-    assert f"num_tokens=1000000000: wanted {told}" == str(error.value)
+    assert f"num_tokens=1000000000: expected {told}" == str(error.value)
 
 
 @pytest.mark.parametrize("value", [None, "9", 1.0, True, -1])
@@ -411,10 +415,10 @@ def test_flows_are_those_of_a_plan_and_a_count(value: Any) -> None:
     """Neither is taken for another."""
     with pytest.raises(kvspec.SpecError) as error:
         flows(kvspec.plan_transfer(latent(1), latent(1)), value)
-    assert f"num_tokens={value!r}: wanted an int >= 0" == str(error.value)
+    assert f"num_tokens={value!r}: expected an int >= 0" == str(error.value)
     with pytest.raises(kvspec.SpecError) as error:
         flows(value, 1)
-    assert f"plan={value!r}: wanted a TransferPlan" == str(error.value)
+    assert f"plan={value!r}: expected a TransferPlan" == str(error.value)
 
 
 def test_only_compared_policies_are_told() -> None:
@@ -422,8 +426,12 @@ def test_only_compared_policies_are_told() -> None:
     found = simulate((latent(2), latent(3)), num_tokens=1, replica_policies=("first",))
     with pytest.raises(kvspec.SpecError) as error:
         found.policy("stripe")
-    assert "replica_policy='stripe': wanted one of the policies compared: first" == str(error.value)
-    with pytest.raises(kvspec.SpecError, match=r"^replica_policy=array\(\[1, 2\]\): wanted one of"):
+    assert "replica_policy='stripe': expected one of the policies compared: first" == str(
+        error.value
+    )
+    with pytest.raises(
+        kvspec.SpecError, match=r"^replica_policy=array\(\[1, 2\]\): expected one of"
+    ):
         found.policy(np.array([1, 2]))  # type: ignore[arg-type]
 
 
@@ -485,7 +493,7 @@ def test_the_command_names_a_speed_as_it_was_given(option: str, value: str) -> N
     status, told = command(option, value)
     field = option.strip("-").replace("-", "_")
     shown = float(value)
-    assert (2, f"kvspec: {field}={shown}: wanted finite GB/s > 0, as bytes a second too\n") == (
+    assert (2, f"kvspec: {field}={shown}: expected finite GB/s > 0, as bytes a second too\n") == (
         status,
         told,
     )

@@ -347,7 +347,9 @@ def test_elements_of_another_float_type_are_refused() -> None:
     half = np.zeros((6, 1, 4, 8), np.float16)
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half})
-    wanted = "tensors['l']['kv'].dtype='float16': wanted bfloat16, as the part has, or plain bytes"
+    wanted = (
+        "tensors['l']['kv'].dtype='float16': expected bfloat16, as the part has, or plain bytes"
+    )
     assert wanted == str(caught.value)
     cache = kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half.view(np.uint16)})
     assert 1 == len(cache.regions)
@@ -393,7 +395,7 @@ def test_a_key_of_axes_that_is_not_plain_is_refused() -> None:
     for key in ("l", "layers.0", "k", "Full", "", 0):
         with pytest.raises(kvspec.SpecError) as caught:
             two({key: "BHNC"})
-        assert f"axes={key!r}: wanted {names}" == str(caught.value)
+        assert f"axes={key!r}: expected {names}" == str(caught.value)
     groups = [TWO[0], attrs.evolve(TWO[1], name="k")]
     described = kvspec.EngineSpec(
         groups=groups, parallel=kvspec.ParallelConfig(tp_size=2), layout="LBHNC"
@@ -403,7 +405,7 @@ def test_a_key_of_axes_that_is_not_plain_is_refused() -> None:
     for more in ({}, {"v": "BHNC"}):
         with pytest.raises(kvspec.SpecError) as caught:
             kvspec.RankCache.from_tensors(described, RANK, tensors, {"k": "BHNC"} | more)
-        wanted = "axes='k': wanted a name of a group or of tensors, and it is of both"
+        wanted = "axes='k': expected a name of a group or of tensors, and it is of both"
         assert wanted == str(caught.value)
     own = {"k": "BHNC", "v": "BHNC", "kv": "BHNC"}
     assert 3 == len(kvspec.RankCache.from_tensors(described, RANK, tensors, own).regions)

@@ -103,7 +103,9 @@ def test_a_tie_is_the_producers() -> None:
 
 def test_more_blocks_than_can_be_looked_at_are_refused() -> None:
     """Bytes would fit, but blocks are counted one by one."""
-    told = r"^num_tokens=10000000000000: wanted at most 4194304 blocks, .* it takes 5000000000000$"
+    told = (
+        r"^num_tokens=10000000000000: expected at most 4194304 blocks, .* it takes 5000000000000$"
+    )
     with pytest.raises(kvspec.SpecError, match=told):
         kvspec.traffic(plan_of(), 10**13)
 

@@ -431,18 +431,18 @@ def test_a_table_without_blocks_is_missing_everything() -> None:
 def test_every_consumer_rank_is_checked() -> None:
     """A plan of two consumer ranks is not verified by looking at one."""
     some = {RankId(tp=0): CONSUMERS[RankId(tp=0)]}
-    with pytest.raises(kvspec.SpecError, match=r"consumers=.*: wanted the cache of .*tp1"):
+    with pytest.raises(kvspec.SpecError, match=r"consumers=.*: expected the cache of .*tp1"):
         verify(PLAN, PRODUCERS, some, REQUEST)
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"producers": {}}, "producers=.*: wanted the cache of"),
+        ({"producers": {}}, "producers=.*: expected the cache of"),
         ({"request": attrs.evolve(REQUEST, consumer_blocks={})},
-         "consumer_blocks=.*: wanted a block table for group 'g'"),
+         "consumer_blocks=.*: expected a block table for group 'g'"),
         ({"request": attrs.evolve(REQUEST, producer_blocks={})},
-         "producer_blocks=.*: wanted a block table for group 'g'"),
+         "producer_blocks=.*: expected a block table for group 'g'"),
         ({"request": attrs.evolve(REQUEST, producer_blocks={"g": ()})},
          "the producer's table does not hold tokens 5..10"),
     ],
@@ -458,7 +458,7 @@ def test_what_verify_needs_is_asked_for_in_words(given: dict[str, Any], told: st
 def test_the_library_s_own_refusals_come_through() -> None:
     """Without descriptors the request is first selected, and refused as `select` refuses it."""
     short = attrs.evolve(REQUEST, consumer_blocks={"g": THEIRS[:2]})
-    with pytest.raises(kvspec.SpecError, match=r"wanted blocks for tokens 5\.\.10"):
+    with pytest.raises(kvspec.SpecError, match=r"expected blocks for tokens 5\.\.10"):
         verify(PLAN, PRODUCERS, CONSUMERS, short)
 
 
@@ -522,20 +522,20 @@ def test_the_proof_counts_what_it_tried() -> None:
 def test_bounds_of_a_proof_are_plain_ints() -> None:
     """Bounds and policies are refused in words."""
     for call, wanted in (
-        (lambda: prove(0, 1), "max_tp=0: wanted an int >= 1"),
-        (lambda: prove(1, True), "max_heads=True: wanted an int >= 1"),  # noqa: FBT003
+        (lambda: prove(0, 1), "max_tp=0: expected an int >= 1"),
+        (lambda: prove(1, True), "max_heads=True: expected an int >= 1"),  # noqa: FBT003
         (lambda: prove(1, 1, replica_policies=("all",)),  # type: ignore[arg-type]
-         "replica_policy='all': wanted one of spread, first, stripe, nearest"),
-        (lambda: prove(1, 1, replica_policies=()), ("replica_policies=(): wanted at least one "
+         "replica_policy='all': expected one of spread, first, stripe, nearest"),
+        (lambda: prove(1, 1, replica_policies=()), ("replica_policies=(): expected at least one "
                                                     "policy")),
         (lambda: prove(1, 1, replica_policies="first"),  # type: ignore[arg-type]
-         "replica_policies='first': wanted a sequence of policies"),
-        (lambda: prove(257, 1), "max_tp=257: wanted at most 256"),
-        (lambda: prove(10**8, 10**8), "max_tp=100000000: wanted at most 256"),
-        (lambda: prove(1, 257), "max_heads=257: wanted at most 256"),
-        (lambda: prove(1, 1, jobs=0), "jobs=0: wanted an int >= 1"),
+         "replica_policies='first': expected a sequence of policies"),
+        (lambda: prove(257, 1), "max_tp=257: expected at most 256"),
+        (lambda: prove(10**8, 10**8), "max_tp=100000000: expected at most 256"),
+        (lambda: prove(1, 257), "max_heads=257: expected at most 256"),
+        (lambda: prove(1, 1, jobs=0), "jobs=0: expected an int >= 1"),
         (lambda: prove(1, 1, jobs="2"),  # type: ignore[arg-type]
-         "jobs='2': wanted an int >= 1"),
+         "jobs='2': expected an int >= 1"),
     ):  # fmt: skip
         with pytest.raises(kvspec.SpecError) as caught:
             call()
@@ -666,18 +666,21 @@ def test_a_window_s_dead_tokens_need_not_come() -> None:
     [
         ({(RankId(tp=0), RankId(tp=9)): [[1, 2, 3]]}, "tp < 2"),
         ({(RankId(tp=9), RankId(tp=0)): [[1, 2, 3]]}, "tp < 4"),
-        ({(0, 0): [[1, 2, 3]]}, "wanted a RankId"),
-        ({"tp0": [[1, 2, 3]]}, "wanted keys (producer RankId, consumer RankId)"),
-        ({(RankId(), RankId()): [[1, 2]]}, "(1, 2)': wanted integers of shape (n, 3)"),
-        ({(RankId(), RankId()): [[1.0, 2.0, 3.0]]}, "float64 of shape (1, 3)': wanted integers"),
-        ({(RankId(), RankId()): [[1, 2, 3], [4]]}, "[[1, 2, 3], [4]]: wanted integers of shape"),
-        ({(RankId(), RankId()): [[1, 2, -3]]}, "[1, 2, -3]: wanted an address and a length >= 0"),
+        ({(0, 0): [[1, 2, 3]]}, "expected a RankId"),
+        ({"tp0": [[1, 2, 3]]}, "expected keys (producer RankId, consumer RankId)"),
+        ({(RankId(), RankId()): [[1, 2]]}, "(1, 2)': expected integers of shape (n, 3)"),
+        ({(RankId(), RankId()): [[1.0, 2.0, 3.0]]}, "float64 of shape (1, 3)': expected integers"),
+        ({(RankId(), RankId()): [[1, 2, 3], [4]]}, "[[1, 2, 3], [4]]: expected integers of shape"),
+        ({(RankId(), RankId()): [[1, 2, -3]]}, "[1, 2, -3]: expected an address and a length >= 0"),
         (
             {(RankId(), RankId()): np.array([[2**63, 2, 3]], np.uint64)},
             "[9223372036854775808, 2, 3]",
         ),
-        ({(RankId(), RankId()): [[2**63 - 3, 2, 3]]}, "[9223372036854775805, 2, 3]: wanted"),
-        ([1], "descriptors=[1]: wanted a mapping from (producer RankId, consumer RankId) to rows"),
+        ({(RankId(), RankId()): [[2**63 - 3, 2, 3]]}, "[9223372036854775805, 2, 3]: expected"),
+        (
+            [1],
+            "descriptors=[1]: expected a mapping from (producer RankId, consumer RankId) to rows",
+        ),
     ],
 )
 def test_other_descriptors_are_refused(given: Any, told: str) -> None:
@@ -696,15 +699,15 @@ def test_plain_lists_are_descriptors_too() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"plan": None}, "plan=None: wanted a TransferPlan"),
-        ({"producers": None}, "producers=None: wanted a mapping from RankId to RankCache"),
-        ({"consumers": [1]}, "consumers=[1]: wanted a mapping from RankId to RankCache"),
-        ({"request": None}, "request=None: wanted a TransferRequest"),
+        ({"plan": None}, "plan=None: expected a TransferPlan"),
+        ({"producers": None}, "producers=None: expected a mapping from RankId to RankCache"),
+        ({"consumers": [1]}, "consumers=[1]: expected a mapping from RankId to RankCache"),
+        ({"request": None}, "request=None: expected a TransferRequest"),
         (
             {"consumers": CONSUMERS | {RankId(tp=2): PRODUCERS[RankId(tp=2)]}},
-            f"consumers[tp2]={RankId(tp=2)!r}: wanted pp < 1, pcp < 1, tp < 2, none negative",
+            f"consumers[tp2]={RankId(tp=2)!r}: expected pp < 1, pcp < 1, tp < 2, none negative",
         ),
-        ({"consumers": CONSUMERS | {"a": 1}}, "consumers[a]='a': wanted a RankId"),
+        ({"consumers": CONSUMERS | {"a": 1}}, "consumers[a]='a': expected a RankId"),
     ],
 )
 def test_verify_takes_a_plan_caches_and_a_request(given: dict[str, Any], told: str) -> None:
@@ -737,7 +740,7 @@ def test_a_state_without_a_block_is_refused(tables: dict[str, Any], told: str) -
         with pytest.raises(kvspec.SpecError) as caught:
             verify(plan, *caches, request, descriptors)
         wanted = "one id, the state's slot, or a block for token 10"
-        assert f"{told}: wanted {wanted}" == str(caught.value)
+        assert f"{told}: expected {wanted}" == str(caught.value)
 
 
 def test_a_cache_of_another_engine_is_a_mismatch() -> None:
@@ -756,7 +759,7 @@ def test_a_cache_under_another_rank_is_refused() -> None:
     swapped = {RankId(tp=0): CONSUMERS[RankId(tp=1)], RankId(tp=1): CONSUMERS[RankId(tp=0)]}
     with pytest.raises(kvspec.SpecError) as caught:
         verify(PLAN, PRODUCERS, swapped, REQUEST)
-    assert "consumers[tp0]='tp1': wanted the cache of that rank" == str(caught.value)
+    assert "consumers[tp0]='tp1': expected the cache of that rank" == str(caught.value)
 
 
 TWO = builders.engine(builders.gqa(4, block_size=4), tp=2)
@@ -802,7 +805,7 @@ def test_consumer_ranks_side_by_side_in_one_memory_are_right() -> None:
     assert None is judged(beside(0, 6 * 128, 128))
     paper = {rank: kvspec.plan_memory(TWO, rank, 6) for rank in TWO.parallel.ranks}
     assert None is judged(paper)
-    with pytest.raises(kvspec.SpecError, match="separate_processes=1: wanted True or False"):
+    with pytest.raises(kvspec.SpecError, match="separate_processes=1: expected True or False"):
         judged(paper, separate_processes=1)
 
 

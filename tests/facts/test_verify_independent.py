@@ -153,7 +153,7 @@ def test_positions_are_counted_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(counting, "MAX_COUNTED", NUM_TOKENS - 1)
     side = engine(gqa())
     assert None is check(side, side, independent=False)
-    told = "num_tokens=100: wanted at most 99 positions, which are looked at one by one"
+    told = "num_tokens=100: expected at most 99 positions, which are looked at one by one"
     with pytest.raises(kvspec.SpecError, match=told):
         check(side, side, independent=True)
 
@@ -161,5 +161,5 @@ def test_positions_are_counted_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
 def test_independent_is_a_flag() -> None:
     """Anything but True and False is refused."""
     side = engine(gqa())
-    with pytest.raises(kvspec.SpecError, match="independent=1: wanted True or False"):
+    with pytest.raises(kvspec.SpecError, match="independent=1: expected True or False"):
         check(side, side, independent=1)  # type: ignore[arg-type]

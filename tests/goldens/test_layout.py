@@ -102,7 +102,7 @@ def test_an_attention_page_is_vllm_s(family: str) -> None:
             assert [slots] * len(spec.parts) == [part.units for part in spec.parts]
         if page == "refused":
             with pytest.raises(
-                kvspec.SpecError, match=r"wanted at least the \d+ bytes of the page"
+                kvspec.SpecError, match=r"expected at least the \d+ bytes of the page"
             ):
                 spec.page_size_bytes()
             continue
@@ -113,7 +113,7 @@ def test_a_cache_without_values_is_one_opaque_part() -> None:
     """`head_size_v=0` is refused; the same page is that of a content of one key's bytes."""
     rows = [row for row in page_rows("asym") if row[1]["head_size_v"] == 0]
     for cls, arguments, (_, states, content, page) in rows:
-        with pytest.raises(kvspec.SpecError, match="head_size_v=0: wanted"):
+        with pytest.raises(kvspec.SpecError, match="head_size_v=0: expected"):
             attention_of(cls, arguments)
         del arguments["head_size_v"]
         spec = attention_of(cls, arguments | {"state_content_bytes": content})
@@ -127,7 +127,7 @@ def test_states_that_do_not_fill_a_block_are_refused() -> None:
     rows = [row for row in page_rows(*ATTENTION, "tps") if leaves_a_rest(row[1])]
     for cls, arguments, (_, states, _, _) in rows:
         assert arguments["block_size"] > states * arguments["tokens_per_state"]
-        with pytest.raises(kvspec.SpecError, match="wanted a multiple of tokens_per_state="):
+        with pytest.raises(kvspec.SpecError, match="expected a multiple of tokens_per_state="):
             attention_of(cls, arguments)
     assert len(rows) == 8
 
@@ -138,7 +138,9 @@ def test_a_state_s_page_is_vllm_s() -> None:
         spec = state_of(arguments)
         assert content == sum(p.units * p.states * p.content_bytes for p in spec.parts)
         if page == "refused":
-            with pytest.raises(kvspec.SpecError, match="wanted at least the 16 bytes of the page"):
+            with pytest.raises(
+                kvspec.SpecError, match="expected at least the 16 bytes of the page"
+            ):
                 spec.page_size_bytes()
         else:
             assert page == spec.page_size_bytes()

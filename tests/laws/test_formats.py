@@ -265,7 +265,7 @@ def test_opaque_pages_move_whole() -> None:
     page = HEADS * 2 * 8 * SIZE * 2
     assert [page] * 4 == [length for *_, length in table.descriptors(request).tolist()]
     inside = attrs.evolve(request, cached_tokens=9)
-    with pytest.raises(kvspec.SpecError, match="cached_tokens=9: wanted a multiple of"):
+    with pytest.raises(kvspec.SpecError, match="cached_tokens=9: expected a multiple of"):
         table.select(inside)
 
 
@@ -320,7 +320,7 @@ def test_opaque_pages_of_other_kernel_blocks_are_refused_by_name() -> None:
     for kernel, page in ((8, None), (8, 16), (4, 8)):
         with pytest.raises(kvspec.SpecError) as caught:
             finer(32, kernel, page)
-        wanted = "wanted whole opaque pages: page_block_size in the spec, a divisor of it"
+        wanted = "expected whole opaque pages: page_block_size in the spec, a divisor of it"
         assert f"groups['g'].kernel_block_size={kernel}: {wanted}" == str(caught.value)
 
 
@@ -332,23 +332,23 @@ def test_formats_that_are_known_mean_the_same() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_format": "plian"},
-     "page_format='plian': wanted one of plain, keys-transposed, x-packed, or opaque: and a name"),
-    ({"page_format": "opaque:"}, "page_format='opaque:': wanted one of plain,"),
-    ({"page_format": None}, "page_format=None: wanted one of plain,"),
+     "page_format='plian': expected one of plain, keys-transposed, x-packed, or opaque: and a name"),
+    ({"page_format": "opaque:"}, "page_format='opaque:': expected one of plain,"),
+    ({"page_format": None}, "page_format=None: expected one of plain,"),
     ({"page_format": "x-packed", "head_size": 4},
-     "page_format='x-packed': wanted a format whose chunks of 16 bytes divide the 8 bytes of k"),
+     "page_format='x-packed': expected a format whose chunks of 16 bytes divide the 8 bytes of k"),
     ({"page_format": "keys-transposed", "scale_dtype": "float32"},
-     "page_format='keys-transposed': wanted plain or opaque for a page of k, k_scale, v, v_scale"),
+     "page_format='keys-transposed': expected plain or opaque for a page of k, k_scale, v, v_scale"),
     ({"page_format": "keys-transposed", "state_content_bytes": 8},
-     "page_format='keys-transposed': wanted plain or opaque for a page of kv"),
+     "page_format='keys-transposed': expected plain or opaque for a page of kv"),
     ({"page_block_size": 2},
-     "page_block_size=2: wanted None where the format is plain: its rows can be cut"),
+     "page_block_size=2: expected None where the format is plain: its rows can be cut"),
     ({"page_format": "opaque:a", "page_block_size": 3},
-     "page_block_size=3: wanted a divisor of block_size=4"),
+     "page_block_size=3: expected a divisor of block_size=4"),
     ({"page_format": "opaque:a", "page_block_size": 2, "scale_dtype": "float32",
       "tokens_per_scale": 4},
-     "page_block_size=2: wanted a multiple of 4, the tokens of a row"),
-    ({"page_format": "opaque:a", "page_block_size": 0}, "page_block_size=0: wanted an int >= 1"),
+     "page_block_size=2: expected a multiple of 4, the tokens of a row"),
+    ({"page_format": "opaque:a", "page_block_size": 0}, "page_block_size=0: expected an int >= 1"),
 ]  # fmt: skip
 
 

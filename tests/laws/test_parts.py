@@ -129,7 +129,7 @@ def test_a_scale_of_another_type_is_refused() -> None:
     wrong = own | {"v_scale": torch.zeros(BLOCKS, ROWS, LOCAL, 2, dtype=torch.float16)}
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.RankCache.from_tensors(engine("LBNHC", 2), RankId(), {"l": wrong})
-    told = "tensors['l']['v_scale'].dtype='float16': wanted float32, as the part has"
+    told = "tensors['l']['v_scale'].dtype='float16': expected float32, as the part has"
     assert f"{told}, or plain bytes" == str(caught.value)
 
 
@@ -172,17 +172,17 @@ def words(**fields: Any) -> str:
 
 def test_scales_that_cannot_be_are_refused() -> None:
     """A scale for a part of a head that does not divide it, of nothing, of packed content."""
-    assert "elements_per_scale=3: wanted a divisor of head_size=4" == words(elements_per_scale=3)
-    wanted = "elements_per_scale=4: wanted a divisor of head_size=4 and head_size_v=6"
+    assert "elements_per_scale=3: expected a divisor of head_size=4" == words(elements_per_scale=3)
+    wanted = "elements_per_scale=4: expected a divisor of head_size=4 and head_size_v=6"
     assert wanted == words(elements_per_scale=4, head_size_v=6)
     told = words(scale_dtype=None, elements_per_scale=2)
-    assert "elements_per_scale=2: wanted None where there is no scale_dtype" == told
+    assert "elements_per_scale=2: expected None where there is no scale_dtype" == told
     told = words(scale_dtype=None, tokens_per_scale=2)
-    assert "tokens_per_scale=2: wanted 1 where there is no scale_dtype" == told
-    assert "wanted a multiple of 3, a row of scales" in words(tokens_per_scale=3)
+    assert "tokens_per_scale=2: expected 1 where there is no scale_dtype" == told
+    assert "expected a multiple of 3, a row of scales" in words(tokens_per_scale=3)
     told = words(state_content_bytes=9)
     wanted = "None where the content is packed (state_content_bytes), scales and all"
-    assert f"scale_dtype='float32': wanted {wanted}" == told
+    assert f"scale_dtype='float32': expected {wanted}" == told
 
 
 PART = {"name": "p", "units": 4, "states": 1, "content_bytes": 6}
@@ -191,11 +191,14 @@ PART = {"name": "p", "units": 4, "states": 1, "content_bytes": 6}
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({"tensor": ""}, "p.tensor='': wanted a non-empty str"),
-        ({"tensor": 3}, "p.tensor=3: wanted a non-empty str"),
-        ({"whole": 1}, "p.whole=1: wanted True or False"),
-        ({"dtype": "float32"}, "p.content_bytes=6: wanted whole elements of float32, 4 bytes each"),
-        ({"dtype": "half-precision"}, "dtype='half-precision': wanted one of "),
+        ({"tensor": ""}, "p.tensor='': expected a non-empty str"),
+        ({"tensor": 3}, "p.tensor=3: expected a non-empty str"),
+        ({"whole": 1}, "p.whole=1: expected True or False"),
+        (
+            {"dtype": "float32"},
+            "p.content_bytes=6: expected whole elements of float32, 4 bytes each",
+        ),
+        ({"dtype": "half-precision"}, "dtype='half-precision': expected one of "),
     ],
 )
 def test_every_field_of_a_part_is_checked(fields: dict[str, Any], wanted: str) -> None:

@@ -63,7 +63,7 @@ def test_a_broken_promise_is_refused() -> None:
     for cached in (0, 16, 32, 40):
         table.select(attrs.evolve(request, cached_tokens=cached))
     for cached in (1, 15, 33):
-        with pytest.raises(SpecError, match=f"cached_tokens={cached}: wanted a multiple of"):
+        with pytest.raises(SpecError, match=f"cached_tokens={cached}: expected a multiple of"):
             table.select(attrs.evolve(request, cached_tokens=cached))
     for wrong in (0, -16, 1.5, True):
         with pytest.raises(SpecError, match="prefix_multiple="):

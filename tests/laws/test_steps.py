@@ -92,10 +92,10 @@ def test_a_producers_table_need_only_reach_what_is_written() -> None:
 
 
 WRONG = [
-    (5, "tokens=5: wanted a range of positions"),
+    (5, "tokens=5: expected a range of positions"),
     (range(0, 8, 2), r"tokens=range\(0, 8, 2\)"),
     (range(-1, 3), r"tokens=range\(-1, 3\)"),
-    ({"elsewhere": range(3)}, r"tokens=\['elsewhere'\]: wanted groups of the consumer"),
+    ({"elsewhere": range(3)}, r"tokens=\['elsewhere'\]: expected groups of the consumer"),
 ]
 
 

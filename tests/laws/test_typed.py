@@ -195,7 +195,7 @@ def test_two_readings_of_one_shape_are_refused_unless_said(
         return
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
-    wanted = f"axes=None: wanted {told}: both fit tensors['l']['kv'].shape={shape}"
+    wanted = f"axes=None: expected {told}: both fit tensors['l']['kv'].shape={shape}"
     assert wanted == str(caught.value)
 
 
@@ -247,7 +247,7 @@ def refused(tensor: Any) -> str:
 )  # fmt: skip
 def test_a_tensor_without_bytes_of_its_own_is_refused(kind: str, told: str) -> None:
     """Whatever stands for other tensors, or for none, has no address to register."""
-    wanted = f"tensors['l']['kv']{told}: wanted a dense tensor on a CPU or a GPU"
+    wanted = f"tensors['l']['kv']{told}: expected a dense tensor on a CPU or a GPU"
     assert wanted == refused(strange(kind))
 
 
@@ -261,13 +261,13 @@ def test_a_tensor_under_vmap_is_refused() -> None:
         return tensor
 
     torch.vmap(look)(torch.zeros(2, 6, 3, 4, 16, dtype=torch.bfloat16))
-    assert found[0].endswith("wanted a dense tensor on a CPU or a GPU")
+    assert found[0].endswith("expected a dense tensor on a CPU or a GPU")
 
 
 def test_an_array_without_dimensions_is_no_cache() -> None:
     """A number of numpy or torch has a shape, an empty one."""
     torch = pytest.importorskip("torch")
-    wanted = "tensors['l']['kv'].shape=(): wanted 4 dimensions, BNHC"
+    wanted = "tensors['l']['kv'].shape=(): expected 4 dimensions, BNHC"
     assert [wanted] * 2 == [refused(each) for each in (np.array(3), torch.tensor(3))]
 
 

@@ -62,23 +62,23 @@ def changed(change: Change) -> Callable[[str], str]:
 WRONG: list[tuple[Callable[[str], str], str]] = [
     (lambda right: right[:-20], "whole"),
     (lambda _: "", "file of JSON"),
-    (lambda _: "\x00\xff", "wanted a file of JSON, whole"),
+    (lambda _: "\x00\xff", "expected a file of JSON, whole"),
     (lambda _: "[" * 40000, "JSON"),
     (lambda right: right + " " * 70000, "over 65536 bytes"),
-    (lambda _: "[]", "wanted a dict"),
-    (lambda _: "{}", "wanted machine, seconds, version"),
-    (changed(lambda held: held.update(version=2)), "version=2: wanted 1"),
-    (changed(lambda held: held["machine"].update(cpu="Another")), "cpu='Another': wanted"),
-    (changed(lambda held: held["machine"].update(cores=999)), "cores=999: wanted"),
-    (changed(lambda held: held["machine"].update(nixl="0.1")), "nixl='0.1': wanted"),
+    (lambda _: "[]", "expected a dict"),
+    (lambda _: "{}", "expected machine, seconds, version"),
+    (changed(lambda held: held.update(version=2)), "version=2: expected 1"),
+    (changed(lambda held: held["machine"].update(cpu="Another")), "cpu='Another': expected"),
+    (changed(lambda held: held["machine"].update(cores=999)), "cores=999: expected"),
+    (changed(lambda held: held["machine"].update(nixl="0.1")), "nixl='0.1': expected"),
     (changed(lambda held: held["machine"].update(transports="dust")), "transports='dust'"),
     (changed(lambda held: held["machine"].pop("cpu")), "machine"),
-    (changed(lambda held: held.update(seconds=3)), "seconds=3: wanted a dict"),
+    (changed(lambda held: held.update(seconds=3)), "seconds=3: expected a dict"),
     (changed(lambda held: held["seconds"].pop("run")), "seconds"),
-    (changed(lambda held: held["seconds"].update(run=-1)), "run=-1: wanted"),
-    (changed(lambda held: held["seconds"].update(byte="fast")), "byte='fast': wanted"),
-    (changed(lambda held: held["seconds"].update(byte=float("nan"))), "byte=nan: wanted"),
-    (changed(lambda held: held["seconds"].update(byte=1e9)), "byte=1000000000.0: wanted"),
+    (changed(lambda held: held["seconds"].update(run=-1)), "run=-1: expected"),
+    (changed(lambda held: held["seconds"].update(byte="fast")), "byte='fast': expected"),
+    (changed(lambda held: held["seconds"].update(byte=float("nan"))), "byte=nan: expected"),
+    (changed(lambda held: held["seconds"].update(byte=1e9)), "byte=1000000000.0: expected"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_no_crash(file: Path, kind: str) -> None:
     if kind == "below a file":
         file.parent.write_text("")
     assert ("was not run here" in calibrated().origin) == (kind == "missing")
-    with pytest.raises(SpecError, match="wanted a file that `kvspec calibrate` wrote"):
+    with pytest.raises(SpecError, match="expected a file that `kvspec calibrate` wrote"):
         calibrated(file)
     assert Costs() == calibrated()
 
@@ -117,9 +117,9 @@ def test_a_file_that_cannot_be_read_is_no_crash(file: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", ["a" * 300, "nul\0"])
 def test_a_name_that_no_file_has_is_no_crash(file: Path, name: str) -> None:
     """Neither to read nor to write."""
-    with pytest.raises(SpecError, match="wanted a file that `kvspec calibrate` wrote"):
+    with pytest.raises(SpecError, match="expected a file that `kvspec calibrate` wrote"):
         calibrated(file.with_name(name))
-    with pytest.raises(SpecError, match=r"calibration=.*wanted a file that can be written"):
+    with pytest.raises(SpecError, match=r"calibration=.*expected a file that can be written"):
         save(MEASURED, file.with_name(name))
 
 
@@ -134,7 +134,7 @@ def test_who_has_no_home_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> No
     for name in (VARIABLE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert "KVSPEC_CALIBRATION=None: wanted a path, since this user has no home" in (
+    assert "KVSPEC_CALIBRATION=None: expected a path, since this user has no home" in (
         calibrated().origin
     )
     with pytest.raises(SpecError, match="KVSPEC_CALIBRATION=None"):
@@ -153,7 +153,7 @@ def test_nothing_is_left_where_nothing_can_be_written(file: Path) -> None:
 def test_a_path_is_a_path(file: Path) -> None:
     """No number."""
     wrong: Any = 3
-    with pytest.raises(SpecError, match="path=3: wanted a path"):
+    with pytest.raises(SpecError, match="path=3: expected a path"):
         calibrated(wrong)
 
 

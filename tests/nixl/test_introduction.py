@@ -64,7 +64,7 @@ def test_any_change_shows() -> None:
                 for n in range(len(metadata))
             ),
         ):
-            with pytest.raises(WireError, match=r"metadata.*wanted"):
+            with pytest.raises(WireError, match=r"metadata.*expected"):
                 near.connect(damaged)
         assert () == near.peers
         assert far.name == near.connect(metadata)
@@ -154,7 +154,7 @@ BAD: dict[str, tuple[Callable[[Envelope], Envelope], str]] = {
     "no name": (lambda good: attrs.evolve(good, name=""), "metadata.name: .*1 to 255 bytes"),
     "a long name": (
         lambda good: attrs.evolve(good, name="x" * 10**6),
-        "metadata.name: got '1000000 bytes', wanted 1 to 255 bytes",
+        "metadata.name: got '1000000 bytes', expected 1 to 255 bytes",
     ),
     "bytes of a long name": (
         lambda good: attrs.evolve(good, metadata=nixl_bytes(b"x" * 10**6)),
@@ -191,7 +191,7 @@ def test_a_name_that_is_no_text_is_refused() -> None:
     """A name is UTF-8."""
     body = introduction._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
     sealed = Secret(SECRET).seal(introduction._MAGIC, body)
-    with pytest.raises(WireError, match=r"metadata.name: got b'\\xff', wanted UTF-8"):
+    with pytest.raises(WireError, match=r"metadata.name: got b'\\xff', expected UTF-8"):
         opened(sealed, SECRET)
 
 

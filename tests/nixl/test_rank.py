@@ -205,14 +205,14 @@ def test_ids_may_be_any_integers(ranks: Pair, dtype: type) -> None:
 BAD_IDS = {
     "wraps to 1 in 32 bits": (np.array([2**32 + 1]), r"local_ids\[0\]=4294967297: .*\[0, 4\)"),
     "wraps to 1 in 64 bits": (np.array([2**64 - 1], np.uint64), r"\[0\]=18446744073709551615"),
-    "one too many": (np.array([0, 4]), r"local_ids\[1\]=4: wanted an id in \[0, 4\)"),
+    "one too many": (np.array([0, 4]), r"local_ids\[1\]=4: expected an id in \[0, 4\)"),
     "negative": (np.array([1, 2, -1]), r"local_ids\[2\]=-1"),
-    "floats": (np.array([1.7]), r"local_ids='float64\(1,\)': wanted a one-dim.* integers"),
+    "floats": (np.array([1.7]), r"local_ids='float64\(1,\)': expected a one-dim.* integers"),
     "bools": (np.array([True]), "bool"),
-    "behind a mask": (np.ma.array([1, 9], mask=[False, True]), r"int64\(2,\)': wanted a one-dim"),
+    "behind a mask": (np.ma.array([1, 9], mask=[False, True]), r"int64\(2,\)': expected a one-dim"),
     "a square": (np.array([[1]]), r"int64\(1, 1\)"),
     "a list": ([1], "list"),
-    "another number": (np.array([0, 1]), "local_ids=2: wanted as many as remote_ids, 1"),
+    "another number": (np.array([0, 1]), "local_ids=2: expected as many as remote_ids, 1"),
     "twice": (np.array([1, 1]), "runs from 1 and 1.*no byte written twice"),
     "the other row's bytes": (np.array([0, 3]), "runs from 0 and 3.*no byte written twice"),
     "another length": (np.array([2]), r"local_ids\[0\]='2 \(64 B\)': .* 512 B of remote id 0"),
@@ -240,7 +240,7 @@ def test_what_is_neither_read_nor_written_is_refused(ranks: Pair, operation: Any
     local, remote = ranks.local.copy(), ranks.remote.copy()
     pair = sides[0], np.arange(4), sides[1], np.arange(4)
     for pairs in ([pair], []):
-        with pytest.raises(SpecError, match=f"operation={operation!r}: wanted READ or WRITE"):
+        with pytest.raises(SpecError, match=f"operation={operation!r}: expected READ or WRITE"):
             ranks.near.move(operation, pairs, request="r", timeout=5)
     assert (local.tobytes(), remote.tobytes()) == (ranks.local.tobytes(), ranks.remote.tobytes())
 
@@ -278,11 +278,11 @@ def test_no_ids_are_done_at_once(ranks: Pair, rows: list[tuple[int, ...]]) -> No
 
 HIGH = 2**63
 BAD_ROWS = {
-    "no length": ((8, 0, 0, 8, 1), "wanted length >= 1"),
-    "no count": ((8, 8, 0, 8, 0), "wanted 1 <= count"),
-    "count of 2**31": ((8, 8, 0, 8, 2**31), "wanted 1 <= count"),
-    "stride under length": ((8, 8, 0, 7, 2), "wanted stride >= length where count > 1"),
-    "device": ((8, 8, 2**31, 8, 1), r"wanted device < 2\*\*31"),
+    "no length": ((8, 0, 0, 8, 1), "expected length >= 1"),
+    "no count": ((8, 8, 0, 8, 0), "expected 1 <= count"),
+    "count of 2**31": ((8, 8, 0, 8, 2**31), "expected 1 <= count"),
+    "stride under length": ((8, 8, 0, 7, 2), "expected stride >= length where count > 1"),
+    "device": ((8, 8, 2**31, 8, 1), r"expected device < 2\*\*31"),
     "end at 2**63": ((HIGH - 8, 8, 0, 8, 1), r"below 2\*\*63"),
     "end wraps at 2**64": ((2**64 - 8, 16, 0, 16, 1), r"below 2\*\*63"),
     "length wraps at 2**64": ((4096, 2**64 - 8, 0, 2**64 - 8, 1), r"below 2\*\*63"),
@@ -316,7 +316,7 @@ def test_rows_are_nothing_but_an_n_by_5_array_of_uint64(ranks: Pair) -> None:
     ):
         with pytest.raises(SpecError, match=words):
             ranks.near.prepare(bad)
-    with pytest.raises(SpecError, match="memory_type='HBM': wanted DRAM or VRAM"):
+    with pytest.raises(SpecError, match="memory_type='HBM': expected DRAM or VRAM"):
         ranks.near.prepare(good, "HBM")
 
 
@@ -384,7 +384,7 @@ def test_each_byte_is_registered_once() -> None:
         rank.register([Memory(at + 4096, 64)])
         assert 3 == len(rank._held.memories) == len(rank._registered)  # one is the probe
         for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
-            with pytest.raises(SpecError, match=r"memories=.*wanted no overlap with"):
+            with pytest.raises(SpecError, match=r"memories=.*expected no overlap with"):
                 rank.register([Memory(at + start, length)])
         assert 3 == len(rank._held.memories)
 
@@ -392,13 +392,13 @@ def test_each_byte_is_registered_once() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ((0, 8), r"memories\[0\].address=0: wanted an int >= 1"),
-        ((8, 0), r"memories\[0\].length=0: wanted an int >= 1"),
-        ((2**63 - 8, 8), "length=8: wanted an end of at most"),
-        ((8, np.True_), r"length=np.True_: wanted an int"),
+        ((0, 8), r"memories\[0\].address=0: expected an int >= 1"),
+        ((8, 0), r"memories\[0\].length=0: expected an int >= 1"),
+        ((2**63 - 8, 8), "length=8: expected an end of at most"),
+        ((8, np.True_), r"length=np.True_: expected an int"),
         ((8, 8, "HBM"), "memory_type='HBM'"),
         ((8, 8, "DRAM", -1), "device=-1"),
-        ((8, 8, "VRAM", 2**31), r"memories\[0\].device=2147483648: wanted at most"),
+        ((8, 8, "VRAM", 2**31), r"memories\[0\].device=2147483648: expected at most"),
     ],
 )
 def test_impossible_memory_is_refused(ranks: Pair, bad: tuple[Any, ...], words: str) -> None:
@@ -410,13 +410,13 @@ def test_impossible_memory_is_refused(ranks: Pair, bad: tuple[Any, ...], words: 
 @pytest.mark.parametrize("wrong", [None, 3, Memory(4096, 4096)])
 def test_memories_are_several(ranks: Pair, wrong: Any) -> None:
     """One is a list of one."""
-    with pytest.raises(SpecError, match=r"memories=.*wanted a sequence of Memories"):
+    with pytest.raises(SpecError, match=r"memories=.*expected a sequence of Memories"):
         ranks.near.register(wrong)
 
 
 def test_what_is_no_memory_is_refused(ranks: Pair) -> None:
     """Only a `Memory`, whose numbers were checked, is registered."""
-    with pytest.raises(SpecError, match=r"memories\[0\]=\(8, 8\): wanted a Memory"):
+    with pytest.raises(SpecError, match=r"memories\[0\]=\(8, 8\): expected a Memory"):
         ranks.near.register([(8, 8)])
 
 
@@ -470,15 +470,15 @@ def test_names_are_unique_while_they_live() -> None:
             ({"name": "x" * 256}, "1 to 255 bytes"),
             ({"prefix": "y" * 256}, "1 to 255 bytes"),
             ({"name": "\ud800"}, "1 to 255 bytes"),
-            ({"name": 7}, "wanted a str"),
+            ({"name": 7}, "expected a str"),
             ({"name": "x", "prefix": "y"}, "not both"),
         ):
             with pytest.raises(SpecError, match=f"name=.*{words}"):
                 NixlRank(**bad)
         for bad, words in (
-            ({"prefix": 3}, "prefix=3: wanted a str"),
-            ({"polled": 1}, "polled=1: wanted True or False"),
-            ({"telemetry": "no"}, "telemetry='no': wanted True or False"),
+            ({"prefix": 3}, "prefix=3: expected a str"),
+            ({"polled": 1}, "polled=1: expected True or False"),
+            ({"telemetry": "no"}, "telemetry='no': expected True or False"),
         ):
             with pytest.raises(SpecError, match=words):
                 NixlRank(**bad)
@@ -513,8 +513,8 @@ def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     foreign = ranks.far.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
     for sides, words in (
-        ((remote, local), "wanted a list prepared for the local side"),
-        ((local, local), "wanted a list prepared for the remote side"),
+        ((remote, local), "expected a list prepared for the local side"),
+        ((local, local), "expected a list prepared for the remote side"),
         ((local, None), "remote=None"),
         ((foreign, remote), "the list of .* was given to"),
     ):
@@ -529,7 +529,7 @@ def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     with pytest.raises(SpecError, match="timeout"):
         ranks.near.read(local, ids, remote, ids, request="r", timeout=timeout)
-    with pytest.raises(SpecError, match="request=7: wanted a str"):
+    with pytest.raises(SpecError, match="request=7: expected a str"):
         ranks.near.read(local, ids, remote, ids, request=7, timeout=1)
     with pytest.raises(SpecError, match="timeout"):
         ranks.near.wait_notification(b"x", timeout)
@@ -575,7 +575,7 @@ def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
 def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
     """Text, too many bytes and the greeting's own bytes are refused."""
     for bad, words in (
-        ("text", "payload='str': wanted bytes"),
+        ("text", "payload='str': expected bytes"),
         (bytes(65537), "payload='65537 bytes'"),
         (HELLO, "and not b'kvspec"),
     ):

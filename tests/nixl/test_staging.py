@@ -236,24 +236,27 @@ READ_ONLY.flags.writeable = False
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"buffer": 4095}, "staging.buffer=4095: wanted an int >= 4096"),
+        ({"buffer": 4095}, "staging.buffer=4095: expected an int >= 4096"),
         ({"buffer": True}, "staging.buffer"),
-        ({"buffer": "1 MiB"}, "staging.buffer='1 MiB': wanted a number of bytes, or a numpy array"),
+        (
+            {"buffer": "1 MiB"},
+            "staging.buffer='1 MiB': expected a number of bytes, or a numpy array",
+        ),
         ({"buffer": np.zeros(SLOT_BYTES - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
         ({"buffer": np.zeros((2, SLOT_BYTES), np.uint8)}, "one dimension"),
         ({"buffer": np.zeros(2 * SLOT_BYTES, np.uint8)[::2]}, "no gaps"),
         ({"buffer": READ_ONLY}, "writable"),
         (
             {"buffer": np.empty(SLOT_BYTES, object)},
-            r"staging.buffer.dtype='object': wanted plain bytes",
+            r"staging.buffer.dtype='object': expected plain bytes",
         ),
         (
             {"buffer": SimpleNamespace(data_ptr=None)},
-            "SimpleNamespace': wanted a torch",
+            "SimpleNamespace': expected a torch",
         ),
         ({"slot_bytes": 0}, "staging.slot_bytes=0"),
-        ({"costs": 3}, "staging.costs=3: wanted a Costs"),
-        ({"always": 1}, "staging.always=1: wanted True or False"),
+        ({"costs": 3}, "staging.costs=3: expected a Costs"),
+        ({"always": 1}, "staging.always=1: expected True or False"),
     ],
 )
 def test_wrong_settings_are_refused(more: dict[str, Any], words: str) -> None:
@@ -277,7 +280,7 @@ def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
     assert pair.right(LONG)
     assert area.any()
     memory = Memory(area.ctypes.data + 8, 8)
-    with pytest.raises(SpecError, match="wanted no staging buffer"):
+    with pytest.raises(SpecError, match="expected no staging buffer"):
         pair.near.register([memory])
 
 
@@ -286,7 +289,9 @@ def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     first = Pair(buffer=area)
     for part in (area, area[SLOT_BYTES:], area.view(np.uint16)):
-        with pytest.raises(SpecError, match=r"staging.buffer='DRAM .*wanted memory that no other"):
+        with pytest.raises(
+            SpecError, match=r"staging.buffer='DRAM .*expected memory that no other"
+        ):
             NixlRank(secret=b"", staging=Staging(buffer=part))
     first.near.close()
     NixlRank(secret=b"", staging=Staging(buffer=area)).close()
@@ -308,9 +313,9 @@ def test_no_area_is_a_cache(net: FakeNixl) -> None:
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(buffer=area)
     for rank in (pair.near, pair.far):
-        with pytest.raises(SpecError, match="wanted no staging buffer"):
+        with pytest.raises(SpecError, match="expected no staging buffer"):
             rank.register([Memory(area.ctypes.data, SLOT_BYTES)])
-    with pytest.raises(SpecError, match="wanted memory that no other rank has"):
+    with pytest.raises(SpecError, match="expected memory that no other rank has"):
         NixlRank(secret=b"", staging=Staging(buffer=pair.remote))
     rows = np.array([(area.ctypes.data, RUN, 0, RUN, 4)], np.uint64)
     with pytest.raises(TransferError, match="is not inside registered DRAM memory"):
@@ -320,7 +325,9 @@ def test_no_area_is_a_cache(net: FakeNixl) -> None:
 def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
     """By name, when it is first needed; nothing is posted."""
     pair = Pair(buffer=1 << 60)
-    with pytest.raises(SpecError, match=r"staging.buffer='1152921504606846976 bytes': wanted what"):
+    with pytest.raises(
+        SpecError, match=r"staging.buffer='1152921504606846976 bytes': expected what"
+    ):
         pair.move(LONG)
     assert (0, True) == (pair.near.live_handles, pair.right())
 
@@ -333,7 +340,7 @@ def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
     rows = np.array([(array.ctypes.data, RUN, 3, 2 * RUN, RUNS)], np.uint64)
     pair.lists[0] = pair.near.prepare(rows, "VRAM")
     with pytest.raises(
-        SpecError, match=r"staging.buffer='DRAM of device 0': wanted VRAM of device 3"
+        SpecError, match=r"staging.buffer='DRAM of device 0': expected VRAM of device 3"
     ):
         pair.move(LONG)
 
@@ -350,7 +357,9 @@ def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
     area.untyped_storage().resize_(0)
     with pytest.raises(TransferError, match="freed or moved while in use"):
         transfer.wait()
-    with pytest.raises(SpecError, match=r"staging.buffer='0 bytes': wanted 8192 bytes, not freed"):
+    with pytest.raises(
+        SpecError, match=r"staging.buffer='0 bytes': expected 8192 bytes, not freed"
+    ):
         pair.move(OTHER, name="s")
     assert (True, 0) == (pair.right(ONE), pair.near.live_handles)
     pair.near.close()  # or whoever is given that memory next could not register it

@@ -182,7 +182,7 @@ def test_kinds_of_a_user_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None
     assert keys_only() == decode_handshake(data)
     del kvspec.protocol.encode.KINDS["KeysOnlySpec"]
     told = words(lambda: decode_handshake(data), kvspec.WireError)
-    assert "objects[1].KeysOnlySpec: got 'KeysOnlySpec', wanted a kind that is known here" in told
+    assert "objects[1].KeysOnlySpec: got 'KeysOnlySpec', expected a kind that is known here" in told
 
 
 def test_a_name_is_registered_once() -> None:
@@ -197,7 +197,7 @@ def test_a_name_is_registered_once() -> None:
 @pytest.mark.parametrize("value", ["", "x" * 256, "\ud800", 7, b"x"])
 def test_names_are_names(field: str, value: object) -> None:
     """A name is a text of 1 to 255 bytes."""
-    assert f"{field}={value!r}: wanted a text of 1 to 255 bytes" == words(
+    assert f"{field}={value!r}: expected a text of 1 to 255 bytes" == words(
         lambda: shake(**{field: value})
     )
 
@@ -364,16 +364,16 @@ def test_a_message_that_cannot_be_true_is_refused(
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        ("text", "handshake: got 'str', wanted bytes"),
-        (b"", "wanted what encode_handshake returned, whole"),
-        (DATA[:18], "wanted what encode_handshake returned, whole"),
-        (b"x" + DATA, "wanted what encode_handshake returned, whole"),
-        (DATA[:17] + b"\0\7" + DATA[19:], "version: got 7, wanted 6"),
+        ("text", "handshake: got 'str', expected bytes"),
+        (b"", "expected what encode_handshake returned, whole"),
+        (DATA[:18], "expected what encode_handshake returned, whole"),
+        (b"x" + DATA, "expected what encode_handshake returned, whole"),
+        (DATA[:17] + b"\0\7" + DATA[19:], "version: got 7, expected 6"),
         (DATA[:-1], "message: got 'Input data was truncated'"),
         (DATA + b"\0", "message: got"),
         (DATA[:19] + b"\x91" * 5000, "message: got"),
         (DATA[:19] + b"\xdf\xff\xff\xff\xff", "message: got"),
-        (bytes(6 << 20), "handshake: got '6291456 bytes', wanted at most"),
+        (bytes(6 << 20), "handshake: got '6291456 bytes', expected at most"),
     ],
 )
 def test_what_is_no_message_is_refused(data: Any, wanted: str) -> None:

@@ -176,51 +176,54 @@ def wrote(at: int, value: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        ("text", "message: got 'str', wanted what encode_message returned"),
-        (b"", "message: got b'', wanted what encode_message returned"),
+        ("text", "message: got 'str', expected what encode_message returned"),
+        (b"", "message: got b'', expected what encode_message returned"),
         (encode_message(said("heartbeat"))[:-1], "message: got 'Input data was truncated'"),
         (encode_message(said("heartbeat")) + b"x", "message: got"),
-        (encode_message(said("heartbeat")) + bytes(9000), "wanted what encode_message returned"),
+        (encode_message(said("heartbeat")) + bytes(9000), "expected what encode_message returned"),
         (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "returned, of version 6"),
         (HEARTBEAT[:HEAD] + b"\x91" * 5000, "message: got"),
         (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
         (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]: got"),
-        (changed(KIND, "shout"), "message.kind: got 'shout', wanted one of heartbeat, done"),
-        (changed(ID, ""), "message.request_id: got '', wanted a text of 1 to 1024 bytes"),
-        (changed(ID, b"x"), "$[1]: got '`bytes`', wanted Expected `str`"),
-        (changed(NONCE, b"short"), "message.nonce: got b'short', wanted 8 to 64 bytes"),
+        (changed(KIND, "shout"), "message.kind: got 'shout', expected one of heartbeat, done"),
+        (changed(ID, ""), "message.request_id: got '', expected a text of 1 to 1024 bytes"),
+        (changed(ID, b"x"), "$[1]: got '`bytes`', expected Expected `str`"),
+        (changed(NONCE, b"short"), "message.nonce: got b'short', expected 8 to 64 bytes"),
         (changed(BY, ["decode", -1, [0, 0, 0]]), "$[3][1]: got"),
         (changed(TO, ["", 1, [0, 0, 0]]), "message.engine_id: got ''"),
         (changed(ATTEMPT, 2**64 - 1), "$[5]: got"),
-        (changed(SAMPLE, 2**21), "message.sample: got 2097152, wanted less than 1048576"),
-        (changed(EXPECTED, 0), "message.expected: got 0, wanted an int >= 1"),
-        (changed(EXPECTED, 2**20 + 1), "message.expected: got 1048577, wanted at most 1048576"),
-        (changed(LEASE, float("nan")), "message.lease: got nan, wanted finite seconds"),
-        (changed(LEASE, 1.0), "message.lease: got 1.0, wanted 0.0, but of a 'lease'"),
+        (changed(SAMPLE, 2**21), "message.sample: got 2097152, expected less than 1048576"),
+        (changed(EXPECTED, 0), "message.expected: got 0, expected an int >= 1"),
+        (changed(EXPECTED, 2**20 + 1), "message.expected: got 1048577, expected at most 1048576"),
+        (changed(LEASE, float("nan")), "message.lease: got nan, expected finite seconds"),
+        (changed(LEASE, 1.0), "message.lease: got 1.0, expected 0.0, but of a 'lease'"),
         (changed(LAYER, "x"), "message.layer: got 'x', wanted '', but of a 'progress'"),
-        (changed(UPTO, 1), "message.upto: got 1, wanted 0, but of a 'progress'"),
-        (changed(TOTAL, bytes(8)), "wanted b'', but of a 'checksum'"),
+        (changed(UPTO, 1), "message.upto: got 1, expected 0, but of a 'progress'"),
+        (changed(TOTAL, bytes(8)), "expected b'', but of a 'checksum'"),
         (changed(TOTAL, bytes(9)), "$[14]: got"),
-        (changed(KIND, "checksum_request"), "message.expected: got 2, wanted at most 0"),
-        (changed(PUSHED, [1, 0, 0, bytes(16), bytes(16)]), "wanted None, but of a 'pushed'"),
+        (changed(KIND, "checksum_request"), "message.expected: got 2, expected at most 0"),
+        (changed(PUSHED, [1, 0, 0, bytes(16), bytes(16)]), "expected None, but of a 'pushed'"),
         (wrote(0, -1), "$[15][0]: got"),
-        (wrote(1, 2**63 - 1), "message.pushed.encoder_tokens: got 9223372036854775807, wanted at"),
+        (
+            wrote(1, 2**63 - 1),
+            "message.pushed.encoder_tokens: got 9223372036854775807, expected at",
+        ),
         (wrote(2, 1.0), "$[15][2]: got"),
         (wrote(3, bytes(15)), "message.pushed.cached: got"),
         (wrote(4, bytes(17)), "$[15][4]: got"),
-        (asked(0, []), "message.layers: got (), wanted at least one name, each once"),
-        (asked(0, ["l.0", "l.0"]), "wanted at least one name, each once"),
-        (asked(0, ["é" * 1024]), "wanted a text of 1 to 1024 bytes"),
+        (asked(0, []), "message.layers: got (), expected at least one name, each once"),
+        (asked(0, ["l.0", "l.0"]), "expected at least one name, each once"),
+        (asked(0, ["é" * 1024]), "expected a text of 1 to 1024 bytes"),
         (asked(0, ["x" * 1000 + str(n) for n in range(5)]), "message.layers: got '5006 bytes'"),
         (asked(1, [""] * 5000), "$[13][1]: got"),
-        (asked(2, [2, 2]), "message.units: got range(2, 2), wanted a range of at least 1"),
-        (asked(3, [0, 2**63 - 1]), "message.tokens: got range(0, 9223372036854775807), wanted"),
-        (asked(3, [9, 0]), "message.tokens: got range(9, 0), wanted a range of at least 1"),
-        (asked(4, [1, 0]), "message.rows: got range(1, 0), wanted a range of at least 0"),
-        (asked(5, [0, 0, 1]), "message.producer.size: got 0, wanted an int >= 1"),
-        (asked(6, [0, 1, 0]), "message.consumer.interleave: got 0, wanted an int >= 1"),
-        (asked(7, [1, 1]), "message.stripe.first: got 1, wanted less than step=1"),
-        (asked(8, 0), "message.block: got 0, wanted an int >= 1"),
+        (asked(2, [2, 2]), "message.units: got range(2, 2), expected a range of at least 1"),
+        (asked(3, [0, 2**63 - 1]), "message.tokens: got range(0, 9223372036854775807), expected"),
+        (asked(3, [9, 0]), "message.tokens: got range(9, 0), expected a range of at least 1"),
+        (asked(4, [1, 0]), "message.rows: got range(1, 0), expected a range of at least 0"),
+        (asked(5, [0, 0, 1]), "message.producer.size: got 0, expected an int >= 1"),
+        (asked(6, [0, 1, 0]), "message.consumer.interleave: got 0, expected an int >= 1"),
+        (asked(7, [1, 1]), "message.stripe.first: got 1, expected less than step=1"),
+        (asked(8, 0), "message.block: got 0, expected an int >= 1"),
         (asked(8, -1), "$[13][8]: got"),
     ],
 )
@@ -233,7 +236,7 @@ def test_a_message_that_cannot_be_sent_is_refused() -> None:
     """Ids that are empty, huge or binary; parties that are no ranks."""
     for name in ("", "x" * 1025, b"x", 7):
         with pytest.raises(
-            kvspec.SpecError, match=r"request_id=.*wanted a text of 1 to 1024 bytes"
+            kvspec.SpecError, match=r"request_id=.*expected a text of 1 to 1024 bytes"
         ):
             Key(name, b"8 bytes!")
     assert "rank.tp=-1" in words(lambda: RankAddress("x", 0, kvspec.RankId(tp=-1)))
@@ -397,7 +400,7 @@ def test_messages_that_are_not_for_it_change_nothing() -> None:
         said("valid"),
     ):
         assert ["Refused"] == kinds(ledger.receive(message, 2.0))
-    assert "epoch=0: wanted an int >= 1" == words(lambda: ledger.connect("decode", 0))
+    assert "epoch=0: expected an int >= 1" == words(lambda: ledger.connect("decode", 0))
     ledger.disconnect("decode")
     ledger.connect("decode", 0)
 

@@ -39,15 +39,15 @@ def first(side: Side) -> Session:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"request": None}, "request=None: wanted a TransferRequest"),
-        ({"pushed": 1}, "pushed=1: wanted True or False"),
-        ({"follow": "no"}, "follow='no': wanted True or False"),
-        ({"digest": None}, "digest=None: wanted True or False"),
-        ({"samples": 0}, "samples=0: wanted an int >= 1"),
-        ({"samples": 2.0}, "samples=2.0: wanted an int >= 1"),
-        ({"sample": 1}, "sample=1: wanted at most 0"),
-        ({"sample": 2, "samples": 2}, "sample=2: wanted at most 1"),
-        ({"attempt": "1"}, "attempt='1': wanted an int >= 0"),
+        ({"request": None}, "request=None: expected a TransferRequest"),
+        ({"pushed": 1}, "pushed=1: expected True or False"),
+        ({"follow": "no"}, "follow='no': expected True or False"),
+        ({"digest": None}, "digest=None: expected True or False"),
+        ({"samples": 0}, "samples=0: expected an int >= 1"),
+        ({"samples": 2.0}, "samples=2.0: expected an int >= 1"),
+        ({"sample": 1}, "sample=1: expected at most 0"),
+        ({"sample": 2, "samples": 2}, "sample=2: expected at most 1"),
+        ({"attempt": "1"}, "attempt='1': expected an int >= 0"),
     ],
 )
 def test_a_load_that_is_no_load_is_refused(
@@ -67,12 +67,12 @@ def test_a_load_that_is_no_load_is_refused(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"request": None}, "request=None: wanted a TransferRequest"),
-        ({"epoch": None}, "epoch=None: wanted an int >= 0"),
-        ({"epoch": True}, "epoch=True: wanted an int >= 0"),
-        ({"epoch": 2}, "epoch=2: wanted 1, the start that was met"),
-        ({"attempt": "1"}, "attempt='1': wanted an int >= 0"),
-        ({"sample": None}, "sample=None: wanted an int >= 0"),
+        ({"request": None}, "request=None: expected a TransferRequest"),
+        ({"epoch": None}, "epoch=None: expected an int >= 0"),
+        ({"epoch": True}, "epoch=True: expected an int >= 0"),
+        ({"epoch": 2}, "epoch=2: expected 1, the start that was met"),
+        ({"attempt": "1"}, "attempt='1': expected an int >= 0"),
+        ({"sample": None}, "sample=None: expected an int >= 0"),
     ],
 )
 def test_a_push_that_is_no_push_is_refused(
@@ -92,7 +92,7 @@ def test_a_thread_is_wanted_or_not() -> None:
     wrong: Any = "no"
     with (
         FakeNixl(),
-        pytest.raises(SpecError, match="background='no': wanted True or False"),
+        pytest.raises(SpecError, match="background='no': expected True or False"),
     ):
         Side("P", engine(1), polled=False, background=wrong)
 
@@ -142,22 +142,22 @@ def test_a_channel_hands_on_bytes(kind: Any) -> None:
         foreign = " ".join(first(consumer).ledger.poll().foreign)
         right = kind in (bytearray, memoryview)
         assert ("done" if right else "failed") == load.state
-        assert right != ("wanted bytes, of the channel's `receive`" in foreign)
+        assert right != ("expected bytes, of the channel's `receive`" in foreign)
 
 
 def test_readers_are_counted(pair: tuple[Side, Side]) -> None:
     """By the name that they were given by."""
     for wrong in (0, True, 1.0):
-        with pytest.raises(SpecError, match=f"readers={wrong}: wanted an int >= 1"):
+        with pytest.raises(SpecError, match=f"readers={wrong}: expected an int >= 1"):
             first(pair[0]).ledger.hold(new_remote_id("r"), readers=wrong)
 
 
 def test_an_address_is_a_rank_s(pair: tuple[Side, Side]) -> None:
     """Asked once: who is asked twice at once would answer once."""
     for wrong, words in (
-        (pair[0].addresses * 2, "wanted each rank's once"),
-        (pair[0].addresses[0], "wanted a sequence of texts"),
-        ([3], "addresses=3: wanted a str"),
+        (pair[0].addresses * 2, "expected each rank's once"),
+        (pair[0].addresses[0], "expected a sequence of texts"),
+        ([3], "addresses=3: expected a str"),
     ):
         with pytest.raises(SpecError, match=words):
             first(pair[1]).fetch(wrong)

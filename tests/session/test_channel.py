@@ -287,7 +287,7 @@ def test_a_channel_may_be_closed_while_it_is_waited_on(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # noqa: S104 - that is refused
 def test_who_listens_everywhere_says_where_it_is_reached(host: str) -> None:
     """Nobody else reaches 0.0.0.0: who dials it reaches itself."""
-    with pytest.raises(SpecError, match=f"public='': wanted where others reach what.*{host!r}"):
+    with pytest.raises(SpecError, match=f"public='': expected where others reach what.*{host!r}"):
         TcpChannel(host)
     if host != "::":
         reached = TcpChannel(host, public="127.0.0.1")

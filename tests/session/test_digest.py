@@ -234,7 +234,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         session._summing.deliver(question)
         session.poll()
         (why,) = session.ledger.poll().foreign
-        assert "rows=range(0, 3): wanted rows of ssm, which has 1" in why
+        assert "rows=range(0, 3): expected rows of ssm, which has 1" in why
         assert 0 == session.stats().sums
 
 
@@ -361,7 +361,7 @@ def test_memory_of_a_device_is_not_summed() -> None:
         memory = [attrs.evolve(each, memory_type="VRAM") for each in loading.cache.memory]
         cache = loading.cache
         loading.cache = kvspec.RankCache(cache.engine, cache.rank, gpu, memory)
-        with pytest.raises(SpecError, match="digest=True: wanted host memory, DRAM, not VRAM"):
+        with pytest.raises(SpecError, match="digest=True: expected host memory, DRAM, not VRAM"):
             begin(sides)
 
 

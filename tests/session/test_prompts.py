@@ -115,7 +115,7 @@ def test_no_more_is_asked_for_than_is_held() -> None:
     """What lies behind a prompt's last token was never computed."""
     tables = {"full": kvspec.BlockTable([9, 8])}
     assert 14 == held().request("d-1", 14, tables).num_tokens
-    with pytest.raises(SpecError, match="num_tokens=15: wanted at most 14, as are held"):
+    with pytest.raises(SpecError, match="num_tokens=15: expected at most 14, as are held"):
         held().request("d-1", 15, tables)
 
 
@@ -146,14 +146,14 @@ def test_what_cannot_be_held_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("given", [None, [], "x", 3, [("remote_num_tokens", 3)]], ids=repr)
 def test_what_is_no_mapping_was_said_by_nobody(given: Any) -> None:
     """Whatever a router passes on."""
-    with pytest.raises(SpecError, match="wanted a mapping from names to what a producer said"):
+    with pytest.raises(SpecError, match="expected a mapping from names to what a producer said"):
         PrefillTicket.from_params(given)
 
 
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], None, 3, [2**70], [[1, 2], [3, 4]], [[1], []]])
 def test_what_are_no_tokens_have_no_sum(tokens: Any) -> None:
     """1.5 would have that of 1, and two rows that of one."""
-    with pytest.raises(SpecError, match=r"token_ids=.*wanted a sequence of ints"):
+    with pytest.raises(SpecError, match=r"token_ids=.*expected a sequence of ints"):
         content_of(tokens)
     with pytest.raises(SpecError, match="token_ids="):
         held().check(tokens)
@@ -390,7 +390,7 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
             {"producer_blocks": BLOCKS | {"full": [1, 2, 3, 5]}},
             r"producer_blocks\['full'\]=.*of the prompt that is held",
         ),
-        ({"num_tokens": 15}, "num_tokens=15: wanted at most 14, as are held"),
+        ({"num_tokens": 15}, "num_tokens=15: expected at most 14, as are held"),
     ],
 )
 def test_a_request_of_another_prompt_is_not_read(
@@ -420,12 +420,12 @@ def test_what_is_no_request_is_refused(sides: tuple[Side, Side]) -> None:
     """A prompt at once, since nobody can be told; a request as the load's error."""
     wrong: Any = None
     with Prompts(next(iter(sides[1].sessions.values())), timeout=1.0) as prompts:
-        with pytest.raises(SpecError, match="prompt=None: wanted a PrefillTicket"):
+        with pytest.raises(SpecError, match="prompt=None: expected a PrefillTicket"):
             prompts.load(wrong, request())
         load = prompts.load(held((*sides[0].addresses,)), wrong)
         until(lambda: load.poll() == "failed")
-    assert "request=None: wanted a TransferRequest" in str(load.error)
-    with pytest.raises(SpecError, match="session=None: wanted a Session"):
+    assert "request=None: expected a TransferRequest" in str(load.error)
+    with pytest.raises(SpecError, match="session=None: expected a Session"):
         Prompts(wrong, timeout=1.0)
 
 

@@ -65,8 +65,8 @@ BASE: dict[str, Any] = {
     "consumer_blocks": blocks(4, 3, 2, 1),
 }  # fmt: skip
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"tokens": 8}, "num_tokens=8, wanted 14, state_tokens=8, wanted 14"),
-    ({"tokens": 15}, "num_tokens=15, wanted 14"),
+    ({"tokens": 8}, "num_tokens=8, expected 14, state_tokens=8, expected 14"),
+    ({"tokens": 15}, "num_tokens=15, expected 14"),
     ({"cached": 2}, "other cached_tokens"),
     ({"cached": 14}, "other cached_tokens"),
     ({"cached": {"full": 4, "window": 3, "state": 3}}, "other cached_tokens"),

@@ -161,7 +161,9 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
     loads = consumer.load(asked, remote_id)
     assert ["done", "done"] == ended(loads, producer, consumer)
     assert [] == consumer.wrong(asked)
-    with pytest.raises(SpecError, match="cached_tokens=7: wanted a multiple of prefix_multiple=4"):
+    with pytest.raises(
+        SpecError, match="cached_tokens=7: expected a multiple of prefix_multiple=4"
+    ):
         session.load(request(cached=7), remote_id=new_remote_id("r"), timeout=1.0)
     with pytest.raises(SpecError, match="prefix_multiple=0"):
         session.connect(producer.introductions, prefix_multiple=0)
@@ -868,7 +870,7 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
     (load,) = consumer.load(request(), remote_id, pushed=True)
     asked: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0}
     pushes = [s.push(request(), epoch=1, **asked) for s in producer.sessions.values()]
-    with pytest.raises(SpecError, match="epoch=0: wanted 1, the start that was met"):
+    with pytest.raises(SpecError, match="epoch=0: expected 1, the start that was met"):
         next(iter(producer.sessions.values())).push(request(), epoch=0, **asked)
     with pytest.raises(SpecError, match="not pushed already"):
         list(producer.sessions.values())[1].push(request(), epoch=1, **asked)

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_by_name(caplog: pytest.LogCaptureFixture) 
         consumer.decode(Request("d-2", 14, params), [BLOCKS, 8, 7, 6], [0, 4, 3, 2])
         until(lambda: len(consumer.failed) > 1, producer, consumer)
         assert {"d-1": 1, "d-2": 1} == consumer.failed == consumer.received
-        assert "d-1: block_ids['group0']=[9, 8]: wanted 4 ids" in caplog.text
+        assert "d-1: block_ids['group0']=[9, 8]: expected 4 ids" in caplog.text
         assert "d-2: SpecError: consumer_blocks['group0']" in caplog.text
         until(lambda: len(producer.sent) > 1, producer, consumer)
 

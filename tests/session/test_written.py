@@ -53,13 +53,15 @@ def test_counts_are_those_of_what_is_written() -> None:
     assert "" == differs(table_of(FULL), plain, encoder_tokens=3, state_tokens=9)
     cross = asked(8, {"g0": [1, 2], "g1": [3]}, encoder_tokens=4)
     one = table_of(FULL, CROSS)
-    assert "encoder_tokens=3, wanted 4" == differs(one, cross, encoder_tokens=3)
+    assert "encoder_tokens=3, expected 4" == differs(one, cross, encoder_tokens=3)
     assert "" == differs(one, cross, state_tokens=9)
     states = asked(8, {"g0": [1, 2], "g1": [3]})
     one = table_of(FULL, STATE)
-    assert "state_tokens=9, wanted 8" == differs(one, states, state_tokens=9)
+    assert "state_tokens=9, expected 8" == differs(one, states, state_tokens=9)
     assert "" == differs(one, states, state_tokens=8, encoder_tokens=1)
-    assert "num_tokens=7, wanted 8, state_tokens=7, wanted 8" == differs(one, states, num_tokens=7)
+    assert "num_tokens=7, expected 8, state_tokens=7, expected 8" == differs(
+        one, states, num_tokens=7
+    )
 
 
 def test_tables_may_begin_elsewhere() -> None:
@@ -69,7 +71,7 @@ def test_tables_may_begin_elsewhere() -> None:
     assert "" == differs(one, long, consumer_blocks=short)
     shifted = {"g": kvspec.BlockTable([2, 3, 4], first_token=6)}
     told = words(lambda: differs(one, long, consumer_blocks=shifted))
-    assert "consumer_blocks['g'].first_token=6: wanted a multiple of 4" == told
+    assert "consumer_blocks['g'].first_token=6: expected a multiple of 4" == told
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -24,7 +24,10 @@ def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     assert (type(error), str(error)) == (type(again), str(again))
     if isinstance(error, kvspec.SpecError):
-        assert f"{error.field}={shown(error.value)}: wanted {error.wanted}" == str(error)
+        assert (
+            f"{error.field}={shown(error.value)}: {error.rule or f'expected {error.expected}'}"
+            == str(error)
+        )
         assert error.field == again.field
     return error
 

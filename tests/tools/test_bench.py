@@ -117,4 +117,4 @@ def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
     """A folder without kvspec is named as what was wanted."""
     with pytest.raises(subprocess.CalledProcessError) as caught:
         compare(str(tmp_path))
-    assert "wanted the folder of another checkout" in caught.value.stderr
+    assert "expected the folder of another checkout" in caught.value.stderr

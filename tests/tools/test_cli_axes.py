@@ -69,15 +69,18 @@ def test_words_become_an_engine() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("tpp=2", "producer='tpp=2': wanted key=value, with a key of tp, pp, dcp"),
-        ("tp", "producer='tp': wanted key=value"),
-        ("tp=4,pp=2,tp=8", "producer.tp='8': wanted each key once"),
-        ("tp=two", "producer.tp='two': wanted a whole number"),
-        ("tp=\N{FULLWIDTH DIGIT TWO}", "producer.tp='\N{FULLWIDTH DIGIT TWO}': wanted a whole"),
-        ("tp=\N{ARABIC-INDIC DIGIT TWO}", "producer.tp='\N{ARABIC-INDIC DIGIT TWO}': wanted a"),
-        ("tp=-2", "producer.tp='-2': wanted a whole number"),
-        (f"tp={'9' * 20}", f"producer.tp='{'9' * 20}': wanted a whole number of at most 19 digits"),
-        (f"tp={'9' * 9999}", f"producer.tp='{'9' * 99}... (a str): wanted a whole number of at"),
+        ("tpp=2", "producer='tpp=2': expected key=value, with a key of tp, pp, dcp"),
+        ("tp", "producer='tp': expected key=value"),
+        ("tp=4,pp=2,tp=8", "producer.tp='8': expected each key once"),
+        ("tp=two", "producer.tp='two': expected a whole number"),
+        ("tp=\N{FULLWIDTH DIGIT TWO}", "producer.tp='\N{FULLWIDTH DIGIT TWO}': expected a whole"),
+        ("tp=\N{ARABIC-INDIC DIGIT TWO}", "producer.tp='\N{ARABIC-INDIC DIGIT TWO}': expected a"),
+        ("tp=-2", "producer.tp='-2': expected a whole number"),
+        (
+            f"tp={'9' * 20}",
+            f"producer.tp='{'9' * 20}': expected a whole number of at most 19 digits",
+        ),
+        (f"tp={'9' * 9999}", f"producer.tp='{'9' * 99}... (a str): expected a whole number of at"),
     ],
 )
 def test_other_words_are_refused(words: str, told: str) -> None:

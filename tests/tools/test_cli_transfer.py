@@ -371,7 +371,7 @@ def test_requests_that_are_not_sent_in_time_are_lost() -> None:
     ("options", "wanted"),
     [
         (("--kill", "3"), "at most requests=2"),
-        (("--kill", "-1"), "wanted an int >= 0"),
+        (("--kill", "-1"), "expected an int >= 0"),
         (("--kill", "1", "--tamper"), "a run without tamper"),
         (("--kill", "1", "--staging", "1"), "a run without staging"),
         (("--kill", "1", "--device", "cuda"), "device cpu, not cuda"),

@@ -489,7 +489,7 @@ def test_a_plan_that_moves_nothing_says_so() -> None:
     assert plan_svg(plan) == plan._repr_svg_()
     with pytest.raises(kvspec.SpecError) as caught:
         plan_svg(plan, group="latent")
-    assert "group='latent': wanted a group that the plan transfers" == str(caught.value)
+    assert "group='latent': expected a group that the plan transfers" == str(caught.value)
 
 
 def test_many_excluded_layers_are_told_shortly() -> None:
@@ -644,7 +644,7 @@ def test_striped_states_have_runs() -> None:
 @pytest.mark.parametrize("draw", [plan_svg, table_svg])
 def test_only_plans_and_tables_are_drawn(draw: Any) -> None:
     """Anything else is refused."""
-    with pytest.raises(kvspec.SpecError, match="=None: wanted a "):
+    with pytest.raises(kvspec.SpecError, match="=None: expected a "):
         draw(None)
 
 

@@ -160,14 +160,14 @@ SLURM: dict[str, Any] = {
     "MASTER_PORT": "29500",
 }
 WRONG = [
-    ("slurm", {"SLURM_PROCID": None}, "SLURM_PROCID=None: wanted a number"),
-    ("slurm", {"SLURM_PROCID": "two"}, "SLURM_PROCID='two': wanted a number"),
-    ("slurm", {"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1': wanted a number"),
-    ("slurm", {"SLURM_PROCID": "2"}, "SLURM_PROCID=2: wanted a number below 2"),
-    ("slurm", {"SLURM_NTASKS": "3"}, "SLURM_NTASKS=3: wanted 2: a process for each rank"),
-    ("slurm", {"MASTER_ADDR": None}, "MASTER_ADDR=None: wanted the host of the first process"),
-    ("slurm", {"MASTER_PORT": "http"}, "MASTER_PORT='http': wanted a number"),
-    ("mpirun", {}, "launcher='mpirun': wanted one of torchrun, slurm, openmpi"),
+    ("slurm", {"SLURM_PROCID": None}, "SLURM_PROCID=None: expected a number"),
+    ("slurm", {"SLURM_PROCID": "two"}, "SLURM_PROCID='two': expected a number"),
+    ("slurm", {"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1': expected a number"),
+    ("slurm", {"SLURM_PROCID": "2"}, "SLURM_PROCID=2: expected a number below 2"),
+    ("slurm", {"SLURM_NTASKS": "3"}, "SLURM_NTASKS=3: expected 2: a process for each rank"),
+    ("slurm", {"MASTER_ADDR": None}, "MASTER_ADDR=None: expected the host of the first process"),
+    ("slurm", {"MASTER_PORT": "http"}, "MASTER_PORT='http': expected a number"),
+    ("mpirun", {}, "launcher='mpirun': expected one of torchrun, slurm, openmpi"),
 ]
 
 
@@ -187,4 +187,4 @@ def test_the_command_refuses_it_too() -> None:
     """With exit status 2, in one line."""
     status, _, errors = ended(started(["-m", "kvspec.cli", *COMMAND, "--launcher", "torchrun"]))
     assert status == 2
-    assert "RANK=None: wanted a number, which the launcher sets" in errors
+    assert "RANK=None: expected a number, which the launcher sets" in errors

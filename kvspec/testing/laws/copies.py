@@ -143,7 +143,7 @@ def bounds(trial: Trial) -> Iterator[str]:
 
 def _rows_outside(cache: RankCache, rows: npt.NDArray[np.uint64]) -> Iterator[str]:
     if rows.dtype != np.uint64 or rows.ndim != 2:  # noqa: PLR2004 - rows of five
-        yield f"rows of {rows.dtype}, {rows.shape}: wanted uint64 of shape (n, 5)"
+        yield f"rows of {rows.dtype}, {rows.shape}: expected uint64 of shape (n, 5)"
         return
     for address, length, device, stride, count in rows.tolist():
         end = address + (count - 1) * stride + length

@@ -60,7 +60,7 @@ def cover(trial: Trial) -> Iterator[str]:
             yield (
                 f"consumer {target.rank}, layer {target.layer}, part {target.part.name}, unit "
                 f"{unit}, position {position}: read {times[place, position]} times from a rank "
-                f"that holds it, wanted {int(wanted[position])}"
+                f"that holds it, expected {int(wanted[position])}"
             )
     for rank, layer, part in arriving:
         yield f"consumer {rank}, layer {layer}, part {part}: read, but nothing of it should move"
@@ -132,7 +132,7 @@ def identity(trial: Trial) -> Iterator[str]:
                 _units_at(case.consumer, rank, layer, part, each.consumer_units),
             ]
             if not units or ends != [units, units]:
-                yield f"{each}: wanted the same units at both ends, got {ends[0]} and {ends[1]}"
+                yield f"{each}: expected the same units at both ends, got {ends[0]} and {ends[1]}"
 
 
 def _units_at(
