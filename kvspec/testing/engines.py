@@ -17,8 +17,7 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import AttentionSpec, LayerSpec, UniformTypeKVCacheSpecs
-from kvspec.testing.carve import rank_units
-from kvspec.testing.formats import X_BYTES
+from kvspec.testing.carve import X_BYTES, rank_units
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parallels, sample, shapes
 

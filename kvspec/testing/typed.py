@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvspec.testing.carve import Blocks, Bytes, Storage, logical_views
-from kvspec.testing.formats import Ordered
+from kvspec.testing.carve import Blocks, Bytes, Ordered, Storage, logical_views
 
 if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
