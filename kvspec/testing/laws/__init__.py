@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.testing.laws import copies, moves, refusal, runs, steps
+from kvspec.testing.laws import copies, long_runs, moves, refusal, steps
 from kvspec.testing.laws.system import KVSPEC, Move, System, Trial
 from kvspec.testing.world import PreparedLists, World
 
@@ -131,7 +131,7 @@ LAWS = (
         "maximal",
         "No two descriptors touch on both sides; no ids move a block without a live byte, or as"
         " several what one longer row has with less than 16 KiB more.",
-        (runs.maximal, runs.minimal),
+        (long_runs.maximal, long_runs.minimal),
     ),
     Law(
         9,
