@@ -335,7 +335,7 @@ def test_settings_are_refused_by_name(extra: dict[str, Any], name: str) -> None:
 def test_the_rest_of_a_block_is_zeroed_where_vllm_wants_it() -> None:
     """VLLM reads whole blocks of some models: what a load leaves of them is zero."""
     torch = pytest.importorskip("torch")
-    from kvspec.adapters.vllm.arrays import zero  # noqa: PLC0415
+    from kvspec.adapters.vllm.tensors import zero  # noqa: PLC0415
 
     memory = torch.ones(64, dtype=torch.uint8)
     other = torch.ones(4, dtype=torch.int32)

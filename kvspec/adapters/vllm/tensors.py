@@ -2,26 +2,195 @@
 
 Law: a tensor is only viewed, never copied, and its shape has to be one that is known for its kind
 and layout, extent by extent; a shape that could be believed two ways is settled by its strides.
+
+What is asked of a tensor, whether it is torch's or numpy's.
+
+Law: extents, bytes and views; nothing is copied and nothing is known of caches.
+
+vLLM's tensors in memory, held against the tensors that its config says there are.
+
+Law: layers alias where the config says so and nowhere else. That is judged by addresses, after the
+tensors were read, and an error names two layers and what the config says of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.vllm.arrays import flat, has, is_raw, itemsize, ordered, several, strides_of
-from kvspec.adapters.vllm.config import Config, read_config
-from kvspec.adapters.vllm.memory import check_places, owned
+from kvspec.adapters.vllm.config import Config, Tensor, read_config
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int
+from kvspec.memory.aliasing import meetings
 from kvspec.memory.from_tensors import check_layers, check_tensor
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_HEAD_AXES = 4
+
+
+def several(given: Any) -> bool:  # noqa: ANN401
+    """Whether *given* is a sequence of tensors, not one."""
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+
+
+def is_raw(tensor: Any) -> bool:  # noqa: ANN401
+    """Whether a tensor is one of raw bytes, ``[blocks, 1, 1, bytes]``."""
+    shape = tuple(tensor.shape)
+    return len(shape) == _HEAD_AXES and shape[1:3] == (1, 1) and itemsize(tensor) == 1
+
+
+def has(tensor: Any, content: int) -> bool:  # noqa: ANN401
+    """Whether the last axis is of so many bytes of *content*."""
+    return bool(tensor.shape[-1] * itemsize(tensor) == content)
+
+
+def itemsize(tensor: Any) -> int:  # noqa: ANN401
+    """Return the bytes of an element."""
+    return int(tensor.itemsize if hasattr(tensor, "strides") else tensor.element_size())
+
+
+def strides_of(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the strides in bytes."""
+    if hasattr(tensor, "strides"):
+        return tuple(tensor.strides)
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())
+
+
+def ordered(tensor: Any, order: tuple[int, ...]) -> Any:  # noqa: ANN401
+    """Return the view whose axes stand in another *order*."""
+    return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)
+
+
+def flat(field: str, tensor: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+    """Return *tensor*, called *field*, in a new shape; raise `SpecError` unless that is a view."""
+    kept = next(
+        (at for at, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b),
+        len(tensor.shape),
+    )
+    step = itemsize(tensor)
+    dims = list(zip(tensor.shape, strides_of(tensor), strict=True))[kept:]
+    for count, stride in reversed(dims):
+        if count > 1 and stride != step:
+            raise SpecError(f"{field}.stride", stride, f"one chunk, {step} bytes apart")
+        step *= count
+    return tensor.reshape(shape)
+
+
+def zero(tensors: Iterable[Any], places: npt.NDArray[np.uint64]) -> None:
+    """Set the bytes of *places*, rows (address, length), to zero; each lies in a torch tensor's."""
+    import torch  # noqa: PLC0415 - whoever has such tensors has loaded it
+
+    def bytes_of(tensor: Any) -> Any:  # noqa: ANN401
+        made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return made.set_(tensor.untyped_storage())
+
+    whole = map(bytes_of, tensors)
+    storages = {storage.data_ptr(): storage for storage in whole}
+    starts = sorted(storages)
+    for address, length in places.tolist():
+        start = starts[bisect_right(starts, address) - 1]
+        storages[start][address - start : address - start + length] = 0
+
+
+@attrs.frozen
+class _Place:
+    """Where the config puts a layer: the tensor that holds it, and its first byte there."""
+
+    tensor: Tensor
+    start: int
+
+    @property
+    def allocation(self) -> str:
+        """Tensors with a block stride lie in one allocation, any other is one by itself."""
+        return "" if self.tensor.block_stride else self.tensor.path
+
+
+def owned(engine: EngineSpec, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return *tensors* without those of layers that own none: vLLM names them all the same."""
+    if not isinstance(tensors, Mapping):
+        return tensors
+    owned = {id(tensor) for layer, tensor in tensors.items() if layer in engine.stage_of}
+    return {
+        layer: tensor
+        for layer, tensor in tensors.items()
+        if layer in engine.stage_of or id(tensor) not in owned
+    }
+
+
+def check_places(cache: RankCache, config: Config) -> None:
+    """Raise `SpecError` unless the layers of *cache* lie as *config*'s tensors say."""
+    places = {
+        layer: _Place(tensor, tensor.offset + at * tensor.layer_stride)
+        for tensor in config.tensors
+        for at, layer in enumerate(tensor.layers)
+    }
+    bases: dict[str, int] = {}
+    for region in cache.regions:
+        bases[region.layer] = min(region.base, bases.get(region.layer, region.base))
+    for layer in bases if places else ():
+        if layer not in places:
+            raise SpecError("config", sorted(places), f"a tensor that holds {layer!r}")
+    if places:
+        _check_strides(cache, places)
+        _check_starts(cache, places, bases)
+        _check_separate(cache, places)
+
+
+def _check_strides(cache: RankCache, places: dict[str, _Place]) -> None:
+    """Check that blocks follow one another as they do in the config."""
+    for region in cache.regions:
+        tensor = places[region.layer].tensor
+        found = region.block_stride * cache.engine.homes[region.layer].kernel_blocks_per_block
+        if tensor.block_stride not in (0, found) and region.num_blocks > 1:
+            wanted = f"{tensor.block_stride}, the block_stride that holds for {tensor.path}"
+            raise SpecError(f"tensors[{region.layer!r}].stride", found, wanted)
+
+
+def _check_starts(cache: RankCache, places: dict[str, _Place], bases: dict[str, int]) -> None:
+    """Check that layers of one allocation begin as far from one another as in the config."""
+    firsts: dict[str, str] = {}
+    for layer, base in bases.items():
+        place = places[layer]
+        in_rows = place.tensor.layer_stride < place.tensor.block_stride
+        if in_rows and cache.engine.homes[layer].kernel_blocks_per_block > 1:
+            continue  # finer blocks may make finer rows
+        other = firsts.setdefault(place.allocation, layer)
+        found, wanted = base - bases[other], place.start - places[other].start
+        if found != wanted:
+            pair = f"{other} and {layer}, {found} bytes apart"
+            raise SpecError("tensors", pair, f"{wanted} bytes, as {_said(places[other], place)}")
+
+
+def _check_separate(cache: RankCache, places: dict[str, _Place]) -> None:
+    """Check that what the config holds in two allocations shares no byte."""
+    kernel_blocks_per_block = {
+        group.name: group.kernel_blocks_per_block for group in cache.engine.groups
+    }
+    for one, other, _ in meetings(cache.regions, kernel_blocks_per_block):
+        pair = places[one.layer], places[other.layer]
+        if pair[0].allocation != pair[1].allocation:
+            wanted = f"no byte shared, as {_said(*pair)}"
+            raise SpecError("tensors", f"{one.layer} and {other.layer}", wanted)
+
+
+def _said(one: _Place, other: _Place) -> str:
+    if one.tensor is other.tensor:
+        return f"{one.tensor.path} has both"
+    return f"{one.tensor.path} and {other.tensor.path} have them"
+
 
 _AXES = {3: "BHC", 4: "BHNC", 5: "BHPNC"}
 """Letters of the views that this module makes, by the number of their dimensions."""

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.vllm.arrays import zero
 from kvspec.adapters.vllm.scheduling import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
-from kvspec.adapters.vllm.tensors import rank_cache
+from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
