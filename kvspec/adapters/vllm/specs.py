@@ -12,8 +12,15 @@ from typing import Any
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.vllm.backends import ROWS, Backends, quantization
-from kvspec.adapters.vllm.packing import layout_of, outer, packing, real_page
+from kvspec.adapters.vllm.backends import (
+    ROWS,
+    Backends,
+    layout_of,
+    outer,
+    packing,
+    quantization,
+    real_page,
+)
 from kvspec.adapters.vllm.states import read_state
 from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
