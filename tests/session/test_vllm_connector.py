@@ -26,7 +26,7 @@ from vllm_serving import (
 
 import kvspec
 from kvspec.adapters.vllm import engine_spec
-from kvspec.adapters.vllm.scheduling import Scheduling, Served
+from kvspec.adapters.vllm.scheduler_side import Scheduling, Served
 from kvspec.session import PrefillTicket, new_remote_id
 
 pytestmark = pytest.mark.nixl

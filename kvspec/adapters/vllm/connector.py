@@ -14,8 +14,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvspec.adapters.vllm.scheduling import Scheduling
-from kvspec.adapters.vllm.worker import Serving
+from kvspec.adapters.vllm.scheduler_side import Scheduling
+from kvspec.adapters.vllm.worker_side import Serving
 
 
 class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]

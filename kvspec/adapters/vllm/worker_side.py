@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import attrs
 
 from kvspec.adapters.field_reader import FieldReader
-from kvspec.adapters.vllm.scheduling import EngineStep, Served
+from kvspec.adapters.vllm.scheduler_side import EngineStep, Served
 from kvspec.adapters.vllm.settings import worker_rank
 from kvspec.adapters.vllm.tensors import rank_cache, zero
 from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
