@@ -4,8 +4,7 @@ What is described is `python/sglang/srt/mem_cache/memory_pool.py` and `allocator
 main branch in the second half of 2026, read, not run. Nothing of it is imported.
 """
 
-from kvspec.adapters.sglang.engine import engine_spec
-from kvspec.adapters.sglang.ranks import parallel_config, worker_rank
+from kvspec.adapters.sglang.engine import engine_spec, parallel_config, worker_rank
 from kvspec.adapters.sglang.tables import block_tables
 from kvspec.adapters.sglang.tensors import rank_cache
 

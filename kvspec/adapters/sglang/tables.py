@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.adapters.sglang.pools import WINDOW
+from kvspec.adapters.sglang.engine import WINDOW
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError

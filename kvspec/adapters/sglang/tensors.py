@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvspec.adapters.sglang.pools import DRAFT, FULL, TokenPool, read_pools
+from kvspec.adapters.sglang.engine import DRAFT, FULL, TokenPool, read_pools
 from kvspec.engines.engine import EngineSpec
 from kvspec.errors import SpecError
 from kvspec.inputs import instance
