@@ -63,6 +63,7 @@ class SpecError(KVSpecError, ValueError):
     SpecError('block_size=0: expected an int >= 1')
     >>> SpecError("lease", 3.0, rule="only a 'lease' message may carry a lease")
     SpecError("lease=3.0: only a 'lease' message may carry a lease")
+
     """
 
     def __init__(self, field: str, value: object, expected: str = "", *, rule: str = "") -> None:
@@ -115,6 +116,7 @@ class WireError(KVSpecError):
         value: The value that was refused.
         expected: The requirement as a noun phrase, or empty if there is a rule.
         rule: The requirement as a sentence, or empty.
+
     """
 
     def __init__(self, path: str, value: object, expected: str = "", *, rule: str = "") -> None:

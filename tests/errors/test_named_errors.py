@@ -12,7 +12,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.protocol import Key, Notice, RankAddress, compatibility
+from kvspec.protocol import Key, Notice, RankAddress
 from kvspec.protocol.extent import Extent
 
 RANK = RankId()
