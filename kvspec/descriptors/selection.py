@@ -105,11 +105,11 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - it has more than a tu
         consumer_rows: npt.NDArray[np.uint64],
     ) -> Selection:
         """Return *parts* with their ids."""
-        sizes = [len(entry.rows) * len(tiles) for entry, tiles in parts]
+        sizes = [len(entry.rows) * len(picked) for entry, picked in parts]
         ids = np.empty((2, sum(sizes)), np.int32)
         start = 0
-        for (entry, tiles), size in zip(parts, sizes, strict=True):
-            entry.write_ids(tiles, ids[:, start : start + size])
+        for (entry, picked), size in zip(parts, sizes, strict=True):
+            entry.write_ids(picked, ids[:, start : start + size])
             start += size
         ids.setflags(write=False)  # whoever takes the parts for the ids looks at no id again
         found = Selection((ids[0], ids[1]))

@@ -36,7 +36,7 @@ class Secret:
         return purpose + hmac.digest(self.key, purpose + body, "sha256") + body
 
     def unseal(self, path: str, purpose: bytes, sealed: object, wanted: str) -> bytes:
-        """Return the body that was sealed; `WireError` at *path* for any other than is *expected*."""
+        """Return the body that was sealed, or raise `WireError` at *path*."""
         if not isinstance(sealed, bytes):
             raise WireError(path, type(sealed).__name__, wanted)
         start = len(purpose) + MAC

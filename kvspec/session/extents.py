@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvspec.check.digests import Wanted, chunks_of, readable, rows_of, wanted_of
+from kvspec.check.digests import Wanted, partial_sums, readable, rows_of, wanted_of
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.errors import SpecError
 from kvspec.memory.rank_cache import RankCache
@@ -102,7 +102,7 @@ def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) 
             if key not in placed:
                 placed[key] = _placed(cache, layer, part, tables, extent)
             for unit in extent.units:
-                yield from chunks_of(region, unit - units.start, unit, *placed[key])
+                yield from partial_sums(region, unit - units.start, unit, *placed[key])
 
 
 def _placed(

@@ -140,7 +140,7 @@ class Loading:
         self.act()
 
     def _expect(self, load_plan: LoadPlan, timeout: float) -> list[Action]:
-        """Return what the ledger wants done for *load_plan* alone; record what time brought others."""
+        """Return the actions for *load_plan* alone; record those that time caused for others."""
         now = self.now()
         self.recorded.extend(self.book.tick(now))
         return self.book.expect(load_plan, now, timeout)
@@ -159,15 +159,15 @@ class Loading:
             self.act()
             return
         self.book.forget(load.load_plan)
-        known = {id(f.transfer) for other in self.loads.values() for f in other.flights.values()}
-        mine = tuple(
+        known = {id(f.transfer) for other in self.loads.values() for f in other.in_flight.values()}
+        begun = tuple(
             transfer
             for transfer in self.nixl.transfers
             if transfer.request == name
-            and transfer.load_plan.operation == "READ"
+            and transfer.spec.operation == "READ"
             and id(transfer) not in known
         )
-        self._orphans.append(Orphan(load.owner, load.blocks, mine))
+        self._orphans.append(Orphan(load.owner, load.blocks, begun))
         self._free_orphans()
 
     def _free_orphans(self) -> None:
@@ -175,7 +175,7 @@ class Loading:
         for orphan in list(self._orphans):
             if orphan.over:
                 for transfer in orphan.transfers:
-                    transfer.hear("freed")
+                    transfer.deliver("freed")
                 self._locks.release(orphan.owner, orphan.blocks)
                 self._orphans.remove(orphan)
 
@@ -233,7 +233,7 @@ class Loading:
                 transfer
                 for transfer in self.nixl.transfers
                 if transfer.request == name
-                and transfer.load_plan.operation == "READ"
+                and transfer.spec.operation == "READ"
                 and id(transfer) not in known
             ]
             why, state = "it was interrupted", TransferState.STOPPED

@@ -142,7 +142,7 @@ class BlockLocks:
                 self._pools[group][ids] = self._last
             return self._last  # noqa: TRY300 - an interrupt outside would lose it
         except BaseException:  # an interrupt: nobody else knows the number
-            self.give(self._last, blocks)
+            self.release(self._last, blocks)
             raise
 
     def release(self, number: int, blocks: Blocks) -> None:

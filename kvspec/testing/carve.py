@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 from kvspec.check.counting import rank_layers, rank_units, shard_units
 
 if TYPE_CHECKING:
-    from kvspec.ownership.part import Part
-
-    Bytes = NDArray[np.uint8]
     from kvspec.engines.engine import EngineSpec
     from kvspec.engines.group import KVCacheGroup
     from kvspec.ownership.parallel import RankId
+    from kvspec.ownership.part import Part
 
 __all__ = [
     "Blocks",
@@ -38,6 +36,8 @@ __all__ = [
     "rank_units",
     "shard_units",
 ]
+
+Bytes = NDArray[np.uint8]
 
 X_BYTES = 16
 """Bytes that lie together where keys are packed by x."""
@@ -112,7 +112,6 @@ def _element_bytes(dtype: str | None) -> int:
     return int(bits[0]) // 8 if bits else 1
 
 
-Bytes = NDArray[np.uint8]
 Storage = Mapping[str, Bytes]
 Views = dict[tuple[str, str, str], Any]
 """Arrays, or what is indexed like them, by group, layer and part."""

@@ -12,7 +12,8 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.protocol import Key, Notice, RankAddress
+from kvspec.protocol import Key, Message, RankAddress
+from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.protocol.extent import Extent
 
 RANK = RankId()
@@ -56,7 +57,7 @@ def test_extent_rejects_names_that_are_no_sequence_of_texts(name: str, value: An
 def test_notice_rejects_kind_that_is_unknown(value: Any) -> None:
     """A kind may be a value that has no hash."""
     party = RankAddress("P", 1, RANK)
-    error = refusal(lambda: Notice(kind=value, key=Key("r", b"12345678"), by=party, to=party))
+    error = refusal(lambda: Message(kind=value, key=Key("r", b"12345678"), by=party, to=party))
     assert "kind" == error.field
     assert value is error.value
 

@@ -15,7 +15,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.check.coverage import _neighbours
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl.product_spans import Marks
+from kvspec.nixl.product_spans import Offsets
 from kvspec.nixl.rows import checked_rows
 from kvspec.ownership.stripes import WHOLE, Stripe, times_held
 
@@ -270,7 +270,7 @@ def test_marks_that_differ_in_one_place_have_no_common_shift() -> None:
     every = np.array([[0, 4, 8], [0, 4, 8], [0, 0, 0], [0, 0, 0]])
     other = every.copy()
     other[1, 2] += 1
-    assert Marks(every).less(Marks(other)) is None
-    shift = Marks(every + np.array([[5], [7], [0], [0]])).less(Marks(every))
+    assert Offsets(every).less(Offsets(other)) is None
+    shift = Offsets(every + np.array([[5], [7], [0], [0]])).less(Offsets(every))
     assert shift is not None
     assert [5, 7, 0, 0] == shift.columns[:, 0].tolist()

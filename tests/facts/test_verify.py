@@ -16,8 +16,7 @@ import pytest
 
 import kvspec
 from kvspec import BlockTable, RankId
-from kvspec.check import proof as proof
-from kvspec.check import prove, verify
+from kvspec.check import proof, prove, verify
 from kvspec.ownership.replicas import ReplicaChooser, ReplicaPolicy, tp_chooser
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
