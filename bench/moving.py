@@ -26,7 +26,7 @@ from timing import Options, Row, told
 import kvspec
 from kvspec import RankId, allocate, build_table, plan_memory, plan_transfer
 from kvspec.nixl import Costs, NixlRank, Staging, Transfer
-from kvspec.run.calibrate import fitted, measure, probes
+from kvspec.run.measure import fitted, measure, probes
 
 TARGET = RankId()
 TIMEOUT = 60.0

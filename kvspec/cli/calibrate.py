@@ -10,7 +10,7 @@ from kvspec.cli.options import output, progress_bar, refusals, table
 from kvspec.errors import nbytes
 from kvspec.nixl.calibration import save, writable
 from kvspec.nixl.costs import FIGURES
-from kvspec.run.calibrate import fitted, measure, probes
+from kvspec.run.measure import fitted, measure, probes
 
 
 def calibrate(

@@ -18,8 +18,8 @@ from kvspec.dtypes import dtype_name, itemsize
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
+from kvspec.models.architectures import ROWS, Architecture
 from kvspec.models.fields import ModelConfig, kinds_of
-from kvspec.models.table import ROWS, Architecture
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

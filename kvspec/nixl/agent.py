@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvspec.errors import KVSpecError, TransferError, TransferState
-from kvspec.nixl.errors import TERMINAL_KINDS, kind_of, state_of
+from kvspec.nixl.nixl_errors import TERMINAL_KINDS, kind_of, state_of
 from kvspec.nixl.rows import Ids, StridedRows
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import contextlib
 
 from kvspec.errors import TransferError, TransferState
 from kvspec.nixl.agent import Agent
-from kvspec.nixl.introduction import Envelope, opened
+from kvspec.nixl.envelope import Envelope, opened
 from kvspec.nixl.notifications import HELLO, Inbox
 from kvspec.nixl.transfer_spec import Prepared
 

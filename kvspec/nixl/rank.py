@@ -23,8 +23,8 @@ from kvspec.inputs import flag, seconds
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import living
 from kvspec.nixl.agent import Agent
+from kvspec.nixl.envelope import Envelope, name_of, secret_of
 from kvspec.nixl.in_flight import Event, InFlightTransfers, NixlStats
-from kvspec.nixl.introduction import Envelope, name_of, secret_of
 from kvspec.nixl.memory import check_inside, check_memory_type, new_memories
 from kvspec.nixl.notifications import Inbox, check_payload
 from kvspec.nixl.peers import Peers

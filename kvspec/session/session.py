@@ -31,7 +31,7 @@ from kvspec.session.introduction import Introduced, epoch_of
 from kvspec.session.ledger import MAX_FOREIGN, Ledger
 from kvspec.session.load import SessionLoad, SessionPush
 from kvspec.session.loading import Loading
-from kvspec.session.messages import Messages
+from kvspec.session.mailbox import Messages
 from kvspec.session.pushing import Pushing
 from kvspec.session.remote import ReadOptions
 from kvspec.session.remotes import Remotes, judged

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvspec.descriptors.request import BlockTable, Tables, TransferRequest, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence
-from kvspec.nixl.introduction import secret_of
+from kvspec.nixl.envelope import secret_of
 from kvspec.protocol.handshake import is_name
 from kvspec.protocol.seal import MAC, Secret
 from kvspec.session.introduction import key_of

@@ -11,7 +11,7 @@ from builders import LLAMA
 
 from kvspec import EngineSpec, SpecError, models
 from kvspec.models import catalogue
-from kvspec.models.table import ROWS
+from kvspec.models.architectures import ROWS
 
 
 def spec_of(config: dict[str, Any], group: str = "full", **options: Any) -> Any:

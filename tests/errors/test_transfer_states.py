@@ -10,7 +10,7 @@ import pytest
 
 import kvspec
 from kvspec import TransferState
-from kvspec.nixl import errors as nixl_errors
+from kvspec.nixl import nixl_errors as nixl_errors
 
 PACKAGE = Path(kvspec.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "faults.md"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvspec.errors import SpecError, TransferError, WireError
-from kvspec.nixl import introduction
-from kvspec.nixl.introduction import Envelope, opened
+from kvspec.nixl import envelope
+from kvspec.nixl.envelope import Envelope, opened
 from kvspec.protocol.seal import Secret
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")

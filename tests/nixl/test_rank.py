@@ -21,7 +21,7 @@ from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, Prepared, batches
 from kvspec.nixl import agent as nixl_agent
-from kvspec.nixl import errors as nixl_states
+from kvspec.nixl import nixl_errors as nixl_states
 from kvspec.nixl.memory import check_inside
 from kvspec.nixl.notifications import HELLO
 from kvspec.nixl.rank import PROBES

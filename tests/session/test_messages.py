@@ -19,7 +19,7 @@ from kvspec.protocol.seal import Secret
 from kvspec.session import TcpChannel
 from kvspec.session.introduction import INTRODUCTION, key_of
 from kvspec.session.ledger import MAX_FOREIGN
-from kvspec.session.messages import ANSWER, CHALLENGE, MESSAGE, QUESTION
+from kvspec.session.mailbox import ANSWER, CHALLENGE, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
 
 REMOTE_ID = new_remote_id("r")
@@ -182,8 +182,8 @@ def test_fetch_over_own_channel_survives_lost_and_doubled_messages(
     lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question, a challenge, an answer or an introduction may be lost, and all come twice."""
-    monkeypatch.setattr("kvspec.session.messages.ASK_AGAIN", 0.02)
-    monkeypatch.setattr("kvspec.session.messages.CHALLENGE_AGAIN", 0.01)
+    monkeypatch.setattr("kvspec.session.mailbox.ASK_AGAIN", 0.02)
+    monkeypatch.setattr("kvspec.session.mailbox.CHALLENGE_AGAIN", 0.01)
     with (
         FakeNixl(),
         Side("P", engine(1), polled=False, channel=Direct("P")) as producer,
@@ -221,13 +221,13 @@ def test_questions_in_a_row_get_one_challenge(monkeypatch: pytest.MonkeyPatch) -
 
         (first,) = asked(1000)
         assert [] == asked(1)
-        monkeypatch.setattr("kvspec.session.messages.CHALLENGE_AGAIN", 0.0)
+        monkeypatch.setattr("kvspec.session.mailbox.CHALLENGE_AGAIN", 0.0)
         assert [first] == asked(1)
 
 
 def test_challenges_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten: its answer gets nothing, and that of a newer one is good."""
-    monkeypatch.setattr("kvspec.session.messages.MAX_CHALLENGES", 2)
+    monkeypatch.setattr("kvspec.session.mailbox.MAX_CHALLENGES", 2)
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         secret = producer.sessions[RANK].nixl.secret
         askers = [Direct(name) for name in "abc"]
@@ -263,7 +263,7 @@ def test_of_what_changed_nothing_the_last_is_remembered() -> None:
 
 def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many; who is heard again is the last, and who is forgotten is not answered."""
-    monkeypatch.setattr("kvspec.session.messages.MAX_ROUTES", 2)
+    monkeypatch.setattr("kvspec.session.mailbox.MAX_ROUTES", 2)
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
         (session,) = producer.sessions.values()
         producer.hold(REMOTE_ID)

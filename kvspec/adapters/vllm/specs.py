@@ -21,7 +21,7 @@ from kvspec.adapters.vllm.backends import (
     quantization,
     real_page,
 )
-from kvspec.adapters.vllm.states import read_state
+from kvspec.adapters.vllm.recurrent import read_state
 from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
 from kvspec.inputs import flag, positive_int
