@@ -188,7 +188,7 @@ class TransferState(enum.StrEnum):
     STOPPED = (
         "stopped",
         "one side gave the transfer up; what was in flight is in quarantine until it ends",
-        "use the destination blocks only after that; load the request anew if it is still wanted",
+        "use the destination blocks only after that; load the request anew if it is still needed",
     )
     GONE = (
         "gone",
@@ -203,7 +203,7 @@ class TransferState(enum.StrEnum):
     UNVERIFIED = (
         "unverified",
         "the data arrived, but could not be compared with what the producer holds",
-        "pass `blocks` to the producer's `ledger.expect`, or load without `digest`",
+        "pass `blocks` to the producer's `ledger.hold`, or load without `digest`",
     )
     CLOSED = (
         "closed",

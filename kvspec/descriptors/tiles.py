@@ -161,7 +161,7 @@ def check_producer_holds(group: str, held: range, wanted: range) -> None:
         wanted.start, min(held.start, wanted.stop)
     )
     why = f"the producer's table does not hold tokens {missing.start}..{missing.stop - 1}"
-    sides = "held", "wanted"
+    sides = "held", "expected"
     raise MismatchError([Mismatch(f"producer_blocks[{group!r}]", held, wanted, why, sides)])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvspec
 from kvspec import TransferState
-from kvspec.nixl import nixl_errors as nixl_errors
+from kvspec.nixl import nixl_errors
 
 PACKAGE = Path(kvspec.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "faults.md"
@@ -20,7 +20,7 @@ def test_faults_page_lists_every_transfer_state() -> None:
     """The table has each state, its meaning and what the caller does, in order."""
     section = PAGE.read_text(encoding="utf-8").partition("## States of a `TransferError`")[2]
     rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
-    printed = [tuple(tile.strip() for tile in row.strip("|").split("|")) for row in rows]
+    printed = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
     assert [(f"`{state}`", state.meaning, state.remedy) for state in TransferState] == printed
 
 

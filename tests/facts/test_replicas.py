@@ -116,7 +116,7 @@ BAD = [
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 3, 1), ReplicaPolicy("nearest", 0, TWO)),
-        "topology.producer={RankId(pp=0, pcp=0, tp=0): 'a', RankId(pp=0, pcp=0, tp=1): 'b'}: want",
+        "topology.producer={RankId(pp=0, pcp=0, tp=0): 'a', RankId(pp=0, pcp=0, tp=1): 'b'}: expect",
     ),
     (
         lambda: kvspec.plan_transfer(*sides(MLA, 1, 1), ReplicaPolicy("spread", 0, TWO)),

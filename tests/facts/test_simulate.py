@@ -260,19 +260,19 @@ def test_hundreds_of_ranks_need_no_plan_for_each_engine() -> None:
             "in_speed=[1.0, 2.0]: expected bytes a second > 0, one number or 3 of them",
         ),
         (
-            {"num_tokens": 1, "replica_policy": ("most",)},
+            {"num_tokens": 1, "replica_policies": ("most",)},
             "replica_policy='most': expected one of spread, first, stripe, nearest",
         ),
         (
-            {"num_tokens": 1, "replica_policy": ()},
+            {"num_tokens": 1, "replica_policies": ()},
             "replica_policies=(): expected at least one policy",
         ),
         (
-            {"num_tokens": 1, "replica_policy": 3},
+            {"num_tokens": 1, "replica_policies": 3},
             "replica_policies=3: expected a sequence of policies",
         ),
         (
-            {"num_tokens": 1, "replica_policy": "first"},
+            {"num_tokens": 1, "replica_policies": "first"},
             "replica_policies='first': expected a sequence of policies",
         ),
         (

@@ -402,7 +402,7 @@ class Leased(ConsumerLedger):
         asked = load.asked.get(message.by.rank, {}).get(message.number) if load else None
         if message.kind == "lease" and asked is not None:
             self.leases = getattr(self, "leases", {}) | {
-                (load.order.request_id, message.by.rank): asked + message.lease - 0.01
+                (load.plan.request_id, message.by.rank): asked + message.lease - 0.01
             }
         return super().receive(message, now)
 

@@ -197,7 +197,7 @@ def wrote(at: int, value: Any) -> bytes:
         (changed(EXPECTED, 2**20 + 1), "message.expected: got 1048577, expected at most 1048576"),
         (changed(LEASE, float("nan")), "message.lease: got nan, expected finite seconds"),
         (changed(LEASE, 1.0), "message.lease: got 1.0, expected 0.0, but of a 'lease'"),
-        (changed(LAYER, "x"), "message.layer: got 'x', wanted '', but of a 'progress'"),
+        (changed(LAYER, "x"), "message.layer: got 'x', expected '', but of a 'progress'"),
         (changed(UPTO, 1), "message.upto: got 1, expected 0, but of a 'progress'"),
         (changed(TOTAL, bytes(8)), "expected b'', but of a 'checksum'"),
         (changed(TOTAL, bytes(9)), "$[14]: got"),
