@@ -1,0 +1,321 @@
+"""docs/wire.md describes the wire format of the code, and its example is exact.
+
+A failure here means that the page or `kvspec.protocol.wire.VERSION` must follow the code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from shakes import handshakes
+
+import kvspec
+from kvspec.protocol import Handshake, decode_message, encode_handshake, encode_message, wire
+from kvspec.protocol.encode import KINDS
+from kvspec.protocol.extent import Extent
+from kvspec.protocol.messages import MESSAGES, OWN, READERS, Message
+from kvspec.protocol.pushed import Pushed
+from kvspec.protocol.seal import MAC, Secret
+from kvspec.session.extents import sums_of
+from kvspec.session.introduction import introduced
+from kvspec.session.ticket import PrefillTicket, content_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"^```\w+ (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+FRAMES = {
+    name: bytes.fromhex("".join(line.partition("#")[0] for line in block.splitlines()))
+    for name, block in re.findall(r"^```hex (\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+}
+SECRET = Secret(b"16 bytes or more")
+EXAMPLE_MESSAGES = sorted(name for name in FRAMES if name in MESSAGES)
+SIZE = 4
+LIMITS = re.findall(r"^\| `([\w.]+)` \| `(MAX_\w+)` \| (\d+) \|$", PAGE, re.MULTILINE)
+
+
+def section(title: str) -> str:
+    """Return the text of the page below *title*, up to the next title."""
+    return re.split(r"^#+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def first_cells(title: str, table: int = 0) -> list[str]:
+    """Return the first column of a table below *title*, without its heading."""
+    tables = re.findall(r"(?:^\|.*\n)+", section(title), re.MULTILINE)
+    return [line.split("|")[1].strip().strip("`") for line in tables[table].splitlines()[2:]]
+
+
+def sealed(name: str) -> bytes:
+    """Return the sealed message in a frame of the example."""
+    return FRAMES[name][SIZE:]
+
+
+def purpose(name: str) -> bytes:
+    """Return the purpose of a sealed message of the example: all up to the first line feed."""
+    return sealed(name)[: sealed(name).index(b"\n") + 1]
+
+
+def body(name: str) -> bytes:
+    """Return what is sealed in a frame of the example."""
+    return SECRET.unseal("page", purpose(name), sealed(name), name)
+
+
+def purposes() -> set[str]:
+    """Return every purpose in the package: bytes that begin with `kvspec-` and end a line."""
+    found: set[str] = set()
+    for path in sorted((ROOT / "kvspec").rglob("*.py")):
+        found |= set(re.findall(r'b"(kvspec-[a-z]+-\d+\\n)"', path.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(FRAMES))
+def test_frame_of_page_has_length_and_mac(name: str) -> None:
+    """The standard library alone finds the parts that the page describes."""
+    head, rest = purpose(name), sealed(name)[len(purpose(name)) :]
+    assert len(sealed(name)) == int.from_bytes(FRAMES[name][:SIZE], "big")
+    assert f"`{head.decode()[:-1]}\\n`" in section("Seals")
+    mac = hmac.digest(SECRET.key, head + rest[MAC:], "sha256")
+    assert mac == rest[:MAC]
+    assert SECRET.seal(head, rest[MAC:]) == sealed(name)
+
+
+def test_question_of_page_is_empty_and_answer_repeats_challenge() -> None:
+    """The bodies of the first three frames are as described."""
+    assert b"" == body("question")
+    assert body("challenge") == body("answer") == bytes(range(16))
+
+
+def test_introduction_of_page_decodes_and_encodes_to_same_bytes() -> None:
+    """The library reads the introduction and writes exactly these bytes."""
+    shown = introduced(sealed("introduction"), SECRET)
+    assert shown.seal(SECRET) == sealed("introduction")
+    assert "10.0.0.1:7000" == shown.address
+    assert ("prefill-0", 7, "llama") == (
+        shown.handshake.engine_id,
+        shown.handshake.epoch,
+        shown.handshake.model,
+    )
+    assert kvspec.RankId() == shown.rank
+
+
+def test_regions_of_page_have_bases_of_example() -> None:
+    """The table of bases below the algorithm follows from the example's bytes."""
+    regions = introduced(sealed("introduction"), SECRET).handshake.cache.regions
+    rows = re.findall(r"^\| \[\d, \d, \d\] \| (\w) \|.*= (\d+) \|$", PAGE, re.MULTILINE)
+    assert [(each.part, str(each.base)) for each in regions] == rows
+    assert {(100, 8192, 4096, 256)} == {
+        (each.num_blocks, each.block_stride, each.unit_stride, each.state_stride)
+        for each in regions
+    }
+
+
+@given(handshakes())
+def test_algorithms_of_page_find_memory_and_regions_of_any_cache(shake: Handshake) -> None:
+    """The two algorithms of the page, on plain MessagePack, give what the library reads."""
+    data = encode_handshake(shake)
+    fields = msgspec.msgpack.decode(data[data.index(b"\n") + 3 :])
+    kinds, runs, (unit, gaps) = fields["memory"]
+    memories: list[Any] = []
+    end = 0
+    for kind, count in runs:
+        for _ in range(count):
+            address = end + gaps[len(memories)] * unit
+            memories.append((address, *kinds[kind]))
+            end = address + kinds[kind][0]
+    assert [attrs.astuple(each) for each in shake.cache.memory] == memories
+    shapes, patterns, step_lists, unit, layers = fields["regions"]
+    names = [layer for group in shake.engine.groups for layer in group.layers]
+    home, base, regions = -1, 0, []
+    for layer, pattern, steps in layers:
+        for (part, shape, further), step in zip(patterns[pattern], step_lists[steps], strict=True):
+            home += further
+            if further:
+                base = memories[home][0]
+            base += step * unit
+            regions.append((names[layer], part, base, *shapes[shape], *memories[home][2:]))
+    columns = (
+        "layer", "part", "base", "num_blocks", "block_stride", "unit_stride", "state_stride",
+        "chunk_stride", "memory_type", "device",
+    )  # fmt: skip
+    read = [tuple(getattr(each, name) for name in columns) for each in shake.cache.regions]
+    assert read == regions
+
+
+@pytest.mark.parametrize("name", EXAMPLE_MESSAGES)
+def test_message_of_page_decodes_and_encodes_to_same_bytes(name: str) -> None:
+    """The library reads each message and writes exactly these bytes."""
+    message = decode_message(body(name))
+    assert name == message.kind
+    assert encode_message(message) == body(name)
+
+
+def test_explanations_of_messages_name_every_field_in_order() -> None:
+    """Each line of the example names the field that it encodes."""
+    fields = list(wire.MessageFields.__struct_fields__)
+    for name in EXAMPLE_MESSAGES:
+        shown = re.findall(r"# (\w+): ", BLOCKS[name])
+        assert ["length", *fields] == shown
+
+
+def test_explanations_of_handshake_name_every_field() -> None:
+    """The lines of the introduction name the fields in the order of the code."""
+    shown = re.findall(r"# (\w+): ", BLOCKS["introduction"])
+    fields = wire.HandshakeFields.__struct_fields__
+    assert list(fields) == [name for name in dict.fromkeys(shown) if name in fields]
+
+
+def test_ticket_of_page_is_read_and_written_equal() -> None:
+    """The library accepts the seal of the ticket and writes an equal ticket."""
+    params = json.loads(BLOCKS["ticket"])
+    ticket = PrefillTicket.from_params(params, SECRET.key)
+    assert params == ticket.to_params(SECRET.key)
+    assert content_of(range(40)) == ticket.content
+    tokens = np.arange(40, dtype="<i8").tobytes()
+    assert hashlib.sha256(tokens).hexdigest()[:32] == ticket.content
+    assert list(params) == first_cells("Prefill tickets")
+
+
+def test_compatibility_hash_follows_from_text_of_page() -> None:
+    """BLAKE2b over the texts of the page gives every hash of its table, and that of the example."""
+
+    def digest(text: str) -> bytes:
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    meaning = digest(BLOCKS["meaning"].strip())
+    layers = [digest(f"'layers.{number}.attn'") for number in range(2)]
+    whole = hashlib.blake2b(b"".join(layer + meaning for layer in layers), digest_size=16)
+    shown = re.findall(r"\| `([0-9a-f]{32})` \|$", PAGE, re.MULTILINE)
+    assert [*(layer.hex() for layer in layers), meaning.hex(), whole.hexdigest()] == shown
+    shake = introduced(sealed("introduction"), SECRET).handshake
+    assert whole.hexdigest() == shake.compatibility_hash
+
+
+def test_page_lists_every_field_of_handshake_and_message() -> None:
+    """The tables of fields have the names and the order of the code."""
+    assert list(wire.HandshakeFields.__struct_fields__) == first_cells("Handshakes", 1)
+    fields = list(wire.MessageFields.__struct_fields__)
+    assert fields == first_cells("Messages", 1)
+    outside = {"request_id", "nonce"}  # of the key
+    assert {each.name for each in attrs.fields(Message)} - {"key"} == set(fields) - outside
+
+
+def test_page_lists_every_kind_of_message_with_its_own_fields() -> None:
+    """The tables have every kind, and name the kinds that use a field."""
+    assert list(MESSAGES) == first_cells("Messages", 2)
+    owned = {name: owner for name, (owner, _) in OWN.items()} | {"expected": ", ".join(READERS)}
+    table = section("Messages").partition("| kind | from |")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.count("|") == 5]
+    shown = {row[1].strip().strip("`"): row[4].strip() for row in rows}
+    assert owned == {name: shown[name] for name in owned}
+
+
+@pytest.mark.parametrize(("title", "kind"), [("Extent", Extent), ("Pushed", Pushed)])
+def test_page_lists_every_element_of(title: str, kind: Any) -> None:
+    """The table of an inner array has the names and the order of the code."""
+    assert [each.name for each in attrs.fields(kind)] == first_cells(title)
+
+
+def mix(word: int) -> int:
+    """Return *word* scattered, as the page describes."""
+    for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        word = (word ^ (word >> 33)) * multiplier % 2**64
+    return word ^ (word >> 33)
+
+
+def total_of(content: bytes, layer: str, part: str, unit: int, number: int) -> int:
+    """Return the sum of one content, computed as the page describes."""
+    word = 0
+    content += bytes(-len(content) % 8)
+    for at in range(0, len(content), 8):
+        weight = mix(at // 8 + 1) | 1
+        product = int.from_bytes(content[at : at + 8], "little") * weight % 2**64
+        word = (word + (product ^ (product >> 47)) * weight) % 2**64
+    name = f"{layer}\0{part}\0{unit}".encode()
+    key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    return mix(word ^ mix(number ^ key))
+
+
+def test_checksum_of_page_is_checksum_of_code() -> None:
+    """The formula of the page gives its example, and the sum of a block of two units."""
+    shown = re.findall(r"^total `([0-9a-f]{16})`", PAGE, re.MULTILINE)
+    total = total_of(bytes(range(10)), "a", "k", 0, 2)
+    assert [total.to_bytes(8, "little").hex()] == shown
+    spec = kvspec.FullAttentionSpec(
+        block_size=4, total_num_kv_heads=2, head_size=5, dtype="bfloat16"
+    )
+    group = kvspec.KVCacheGroup(name="full", layers=["a"], spec=spec)
+    engine = kvspec.EngineSpec(groups=[group])
+    memory = np.arange(2048, dtype=np.uint8)
+    cache = kvspec.plan_memory(engine, kvspec.RankId(), 8, address=memory.ctypes.data)
+    region = cache.region("a", "k")
+    table = kvspec.BlockTable([3, 1])
+    extent = Extent(layers=["a"], parts=["k"], units=range(2), tokens=range(2, 7))
+    wanted = 0
+    for unit in range(2):
+        for position in range(2, 7):
+            address = region.address([3, 1][position // 4], unit, position % 4)
+            at = address - memory.ctypes.data
+            content = memory[at : at + region.content_bytes].tobytes()
+            wanted += total_of(content, "a", "k", unit, position)
+    assert wanted % 2**64 == sum(sums_of(cache, {"full": table}, extent)) % 2**64
+
+
+def default_of(field: attrs.Attribute[Any]) -> str:
+    """Return how the page writes the default of a field: nothing if it has none."""
+    value: Any = field.default
+    if value is attrs.NOTHING:
+        return ""
+    if hasattr(value, "factory"):
+        return " = " + ("{}" if value.factory is dict else f"{value.factory.__name__}()")
+    if isinstance(value, str):
+        return f' = "{value}"'
+    if value is None:
+        return " = nil"
+    return f" = {str(value).lower()}"
+
+
+def test_page_lists_every_kind_of_object_with_its_fields() -> None:
+    """Each kind has a row with every field and its default."""
+    for name, kind in KINDS.items():
+        if kind.__module__.partition(".")[0] != "kvspec":
+            continue  # registered by another test
+        fields = [f"`{each.alias}{default_of(each)}`" for each in attrs.fields(kind) if each.init]
+        assert f"| `{name}` | {', '.join(fields)} |" in PAGE.splitlines()
+
+
+def test_page_lists_every_purpose() -> None:
+    """The table of purposes is that of the package."""
+    shown = {name for name in first_cells("Seals", 1) if name.startswith("kvspec-")}
+    assert purposes() == shown
+
+
+@pytest.mark.parametrize(("module", "name", "value"), LIMITS)
+def test_limit_of_page_is_limit_of_code(module: str, name: str, value: str) -> None:
+    """Each row of the limits has the value of the code."""
+    assert int(value) == getattr(importlib.import_module(f"kvspec.{module}"), name)
+
+
+def test_page_lists_every_limit_of_its_modules() -> None:
+    """No limit of a module in the table is missing."""
+    for module in {module for module, _, _ in LIMITS}:
+        path = ROOT / "kvspec" / f"{module.replace('.', '/')}.py"
+        own = set(re.findall(r"^(MAX_\w+) =", path.read_text(encoding="utf-8"), re.MULTILINE))
+        assert own == {name for each, name, _ in LIMITS if each == module}
+
+
+def test_history_of_page_ends_with_version_of_code() -> None:
+    """The history has each version once, and the example has the last one."""
+    assert [str(number + 1) for number in range(wire.VERSION)] == first_cells("Versions")
+    for head in (b"kvspec-handshake\n", b"kvspec-message\n"):
+        frame = FRAMES["introduction" if b"handshake" in head else "heartbeat"]
+        assert head + wire.VERSION.to_bytes(2, "big") in frame
