@@ -16,6 +16,7 @@ import works
 from timing import Options, Row, clock, forget, interleaved, times, told
 
 import kvspec
+from kvspec.ownership.slices import TPTransferSlice
 
 FORBIDDEN = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "msgspec")
 IMPORT = """
@@ -109,7 +110,7 @@ def b2(options: Options) -> Iterator[Row]:
         )
 
 
-def _check_same_heads(slices: tuple[kvspec.TPTransferSlice, ...], other: object) -> None:
+def _check_same_heads(slices: tuple[TPTransferSlice, ...], other: object) -> None:
     ours = sorted((each.global_range for each in slices), key=lambda each: each.start)
     theirs = other.heads(other.plan())  # type: ignore[attr-defined]
     if ours != theirs:

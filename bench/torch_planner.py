@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kvspec import even_sharding
+from kvspec.ownership.sharding import even_sharding
 
 STATES, CONTENT = 16, 128
 """Rows of a block, and elements of one head's row."""

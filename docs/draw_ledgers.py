@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvspec.protocol import CONSUMER, PRODUCER, Row
 from kvspec.protocol.messages import MESSAGES
+from kvspec.protocol.states import CONSUMER, PRODUCER, Row
 
 PAGE = Path(__file__).with_name("ledgers.md")
 HEAD = """\

@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.ownership.replicas import ReplicaPolicyName
 from kvspec.ownership.tokens import BlockCyclic, meet
 from kvspec.testing.carve import rank_units
+from kvspec.testing.parallels import explicit_shardings
 from kvspec.testing.positions import own_positions
-from kvspec.testing.strategies import POLICIES, explicit_shardings
+from kvspec.testing.strategies import POLICIES
 
 LAYER = "layers.0"
 LARGEST = 4
@@ -108,7 +110,7 @@ def placed(
 
 @given(st.data(), st.integers(1, 4), st.sampled_from(POLICIES), st.integers(0, 3))
 def test_every_token_once(
-    data: st.DataObject, units: int, replica_policy: kvspec.ReplicaPolicyName, salt: int
+    data: st.DataObject, units: int, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:
     """Count the bytes that each consumer rank is sent, by what they are on both sides."""
     producer, consumer = (data.draw(engines(units)) for _ in range(2))

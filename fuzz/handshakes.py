@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.protocol import Handshake, decode_handshake, encode_handshake
+from kvspec.protocol.handshake import Handshake
+from kvspec.protocol.wire import decode_handshake, encode_handshake
 
 DRAWN = st.randoms(use_true_random=False)
 SCALARS: tuple[Any, ...] = (

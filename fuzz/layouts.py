@@ -15,7 +15,8 @@ from kvspec.memory.allocation import allocate
 from kvspec.memory.rank_cache import Region
 from kvspec.ownership.parallel import RankId
 from kvspec.testing.carve import logical_views, rank_layers, rank_units
-from kvspec.testing.strategies import engines, groups
+from kvspec.testing.engines import groups
+from kvspec.testing.strategies import engines
 
 MODEL = groups()
 

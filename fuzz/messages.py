@@ -16,19 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.protocol import (
-    ConsumerLedger,
-    Key,
-    LoadPlan,
-    Message,
-    ProducerLedger,
-    Pushed,
-    RankAddress,
-    Tell,
-    decode_message,
-    encode_message,
-)
+from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.extent import Extent
+from kvspec.protocol.load_plan import LoadPlan
+from kvspec.protocol.messages import Key, Message, RankAddress, Tell
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.pushed import Pushed
+from kvspec.protocol.wire import decode_message, encode_message
 
 DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]

@@ -19,7 +19,8 @@ from kvspec.ownership.part import Part
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, tp_chooser
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.testing.carve import shard_units
-from kvspec.testing.strategies import POLICIES, explicit_shardings
+from kvspec.testing.parallels import explicit_shardings
+from kvspec.testing.strategies import POLICIES
 
 LARGEST = 24
 Sides = tuple[ParallelConfig, ParallelConfig]

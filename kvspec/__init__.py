@@ -3,10 +3,11 @@
 from importlib import import_module
 from types import ModuleType
 
-from kvspec.analysis import explain, traffic
-from kvspec.check import CounterExample, verify
+from kvspec.analysis.counts import traffic
+from kvspec.analysis.explanation import explain
+from kvspec.check.checker import CounterExample
+from kvspec.check.verify import verify
 from kvspec.descriptors.request import BlockTable, TransferRequest
-from kvspec.descriptors.selection import Selection
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
@@ -23,12 +24,7 @@ from kvspec.memory.allocation import allocate, plan_memory
 from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
-from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Role, Topology
-from kvspec.ownership.sharding import Sharding, even_sharding
-from kvspec.ownership.slices import TPTransferSlice
-from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import BlockCyclic
-from kvspec.plan.edges import Edge
+from kvspec.ownership.replicas import ReplicaPolicy, Topology
 from kvspec.plan.mismatches import mismatches
 from kvspec.plan.plan import TransferPlan, plan_transfer
 from kvspec.specs import (
@@ -45,13 +41,11 @@ from kvspec.specs import (
 from kvspec.version import __version__
 
 __all__ = [
-    "BlockCyclic",
     "BlockTable",
     "ChunkedLocalAttentionSpec",
     "CounterExample",
     "CrossAttentionSpec",
     "DescriptorTable",
-    "Edge",
     "EngineSpec",
     "FullAttentionSpec",
     "KVCacheGroup",
@@ -68,15 +62,9 @@ __all__ = [
     "RankId",
     "Region",
     "ReplicaPolicy",
-    "ReplicaPolicyName",
-    "Role",
-    "Selection",
-    "Sharding",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecError",
-    "Stripe",
-    "TPTransferSlice",
     "Topology",
     "TransferError",
     "TransferPlan",
@@ -87,7 +75,6 @@ __all__ = [
     "__version__",
     "allocate",
     "build_table",
-    "even_sharding",
     "explain",
     "mismatches",
     "plan_memory",

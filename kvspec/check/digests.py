@@ -46,7 +46,11 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 
-__all__ = ["Wanted", "differing", "digest", "first_difference", "wanted"]
+__all__ = [
+    "differing",
+    "digest",
+    "wanted",
+]
 
 Words = npt.NDArray[np.uint64]
 Sums = Mapping[tuple[str, str, int, int], int]

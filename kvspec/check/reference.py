@@ -27,7 +27,9 @@ from kvspec.ownership.tokens import BlockCyclic
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 
-__all__ = ["copy"]
+__all__ = [
+    "copy",
+]
 
 if TYPE_CHECKING:
     import torch

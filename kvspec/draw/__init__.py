@@ -7,4 +7,7 @@ input gives one picture, byte for byte, and colour is never the only carrier of 
 from kvspec.draw.plan_picture import plan_svg
 from kvspec.draw.table_picture import table_svg
 
-__all__ = ["plan_svg", "table_svg"]
+__all__ = [
+    "plan_svg",
+    "table_svg",
+]

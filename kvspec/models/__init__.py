@@ -6,6 +6,10 @@ class does not supply is refused by the field's name, never guessed.
 """
 
 from kvspec.models import catalogue
-from kvspec.models.build import ConfigSource, architectures, from_config
+from kvspec.models.build import architectures, from_config
 
-__all__ = ["ConfigSource", "architectures", "catalogue", "from_config"]
+__all__ = [
+    "architectures",
+    "catalogue",
+    "from_config",
+]

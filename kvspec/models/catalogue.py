@@ -18,7 +18,10 @@ DEFAULT = "Qwen3-0.6B"
 """A small model for examples."""
 
 
-__all__ = ["config", "names"]
+__all__ = [
+    "config",
+    "names",
+]
 
 
 def names() -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from kvspec.memory.allocation import allocate
 from kvspec.ownership.parallel import RankId
 from kvspec.run.job import Job, Side
 from kvspec.run.report import Compared
-from kvspec.testing import check, expected, fill, logical_views, spoil
+from kvspec.testing import fill, logical_views
+from kvspec.testing.oracle import check, expected, spoil
 
 Bytes = NDArray[np.uint8]
 Storage = dict[str, Bytes]

@@ -23,9 +23,10 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import TransferError, TransferState
 from kvspec.memory.allocation import allocate, plan_memory
-from kvspec.nixl import NixlRank, Prepared, Staging
+from kvspec.nixl import NixlRank, Staging
 from kvspec.nixl.costs import Costs
 from kvspec.nixl.fitting import Sample, fit
+from kvspec.nixl.transfer_spec import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import plan_transfer
 from kvspec.specs import FullAttentionSpec

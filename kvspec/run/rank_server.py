@@ -30,7 +30,9 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.run.contents import RUBBISH, in_memory, truth
 from kvspec.run.worker import prepare, words_of
-from kvspec.session import LoadState, Session, SessionLoad, SessionStats, TcpChannel
+from kvspec.session import Session, SessionLoad, TcpChannel
+from kvspec.session.load import LoadState
+from kvspec.session.stats import SessionStats
 from kvspec.testing import logical_views
 
 

@@ -27,7 +27,8 @@ from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.errors import KVSpecError
 from kvspec.memory.allocation import allocate
 from kvspec.memory.rank_cache import RankCache
-from kvspec.nixl import NixlRank, Prepared, Staging, Transfer
+from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.nixl.transfer_spec import Prepared
 from kvspec.ownership.parallel import RankId
 from kvspec.run.contents import Bytes, Contents, Storage
 from kvspec.run.job import Job, Side

@@ -2,26 +2,17 @@
 
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.introduction import new_remote_id
-from kvspec.session.ledger import Ledger, Settled
-from kvspec.session.load import LoadState, Progress, SessionLoad, SessionPush
-from kvspec.session.prompts import PromptLoad, Prompts
+from kvspec.session.load import SessionLoad
+from kvspec.session.prompts import Prompts
 from kvspec.session.session import Session
-from kvspec.session.stats import SessionStats
 from kvspec.session.ticket import PrefillTicket, content_of
 
 __all__ = [
     "Channel",
-    "Ledger",
-    "LoadState",
     "PrefillTicket",
-    "Progress",
-    "PromptLoad",
     "Prompts",
     "Session",
     "SessionLoad",
-    "SessionPush",
-    "SessionStats",
-    "Settled",
     "TcpChannel",
     "content_of",
     "new_remote_id",

@@ -16,8 +16,8 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tiles import Positions
 from kvspec.errors import TransferError
-from kvspec.nixl import NixlRank, Prepared
-from kvspec.nixl.transfer_spec import Sides
+from kvspec.nixl import NixlRank
+from kvspec.nixl.transfer_spec import Prepared, Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan

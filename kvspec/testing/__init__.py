@@ -8,28 +8,17 @@ from importlib import import_module
 from types import ModuleType
 
 from kvspec.testing import laws
-from kvspec.testing.carve import logical_views, rank_units, shard_units
+from kvspec.testing.carve import logical_views
 from kvspec.testing.case import Case
-from kvspec.testing.fake_nixl import FakeAgent, FakeFlight, FakeLife, FakeNixl
-from kvspec.testing.oracle import check, content, expected, fill, spoil
-from kvspec.testing.positions import live_positions
+from kvspec.testing.fake_nixl import FakeNixl
+from kvspec.testing.oracle import fill
 
 __all__ = [
     "Case",
-    "FakeAgent",
-    "FakeFlight",
-    "FakeLife",
     "FakeNixl",
-    "check",
-    "content",
-    "expected",
     "fill",
     "laws",
-    "live_positions",
     "logical_views",
-    "rank_units",
-    "shard_units",
-    "spoil",
 ]
 
 

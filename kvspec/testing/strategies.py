@@ -17,39 +17,18 @@ from kvspec.engines.engine import EngineSpec
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology, known_policies
 from kvspec.testing.case import Case
-from kvspec.testing.engines import NAMED_LAYOUTS, engines, groups, layouts, sharing_engines
+from kvspec.testing.engines import engines, groups, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
 from kvspec.testing.pairs import engine_pairs, interleaved_pairs, spanning_pairs, with_own_rows
-from kvspec.testing.parallels import explicit_shardings, is_state, parallels, parts_of, tp_sizes
-from kvspec.testing.requests import length_of, needed, of_one_pool, requests, tables
+from kvspec.testing.requests import of_one_pool, requests, tables
 
 __all__ = [
     "KINDS",
-    "NAMED_LAYOUTS",
-    "POLICIES",
-    "STATES",
-    "Case",
     "cases",
-    "common_cases",
     "engine_pairs",
     "engines",
-    "explicit_shardings",
-    "groups",
-    "interleaved_cases",
-    "is_state",
-    "layouts",
-    "length_of",
-    "needed",
-    "parallels",
-    "parts_of",
-    "plans",
     "requests",
-    "sharing_cases",
-    "spanning_cases",
     "specs",
-    "tables",
-    "tp_sizes",
-    "twins",
 ]
 
 POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)

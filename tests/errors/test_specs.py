@@ -14,6 +14,7 @@ import pytest
 from refused import words
 
 import kvspec
+from kvspec.ownership.sharding import even_sharding
 from kvspec.specs import AttentionSpec
 
 GQA: dict[str, Any] = {
@@ -233,7 +234,7 @@ REFUSED: list[Any] = [
     (lambda: SLICE.view(np.zeros((2, 1)), 1, side="remote"),
      "array.shape[1]=1: expected at least 4 units"),
     # shardings
-    (lambda: kvspec.even_sharding(4, 2, 3), "units=4: expected a multiple of granularity=3"),
+    (lambda: even_sharding(4, 2, 3), "units=4: expected a multiple of granularity=3"),
     # names, types and sizes of what is given by hand
     (lambda: kvspec.Part(**STATE | {"name": ""}), "name='': expected a non-empty str"),
     (lambda: kvspec.Part(**STATE | {"name": None}),
@@ -250,12 +251,12 @@ REFUSED: list[Any] = [
     (lambda: uniform(FULL, names=(1,)), "specs=1: expected layer names"),
     (lambda: kvspec.UniformTypeKVCacheSpecs(specs=None),  # type: ignore[arg-type]
      "specs=None: expected a mapping from layer names to specs"),
-    (lambda: kvspec.even_sharding(4, 0), "tp_size=0: expected an int >= 1"),
-    (lambda: kvspec.even_sharding(0, 1),
+    (lambda: even_sharding(4, 0), "tp_size=0: expected an int >= 1"),
+    (lambda: even_sharding(0, 1),
      "units=0: expected an int >= 1"),
-    (lambda: kvspec.even_sharding(4, 2, 0),
+    (lambda: even_sharding(4, 2, 0),
      "granularity=0: expected an int >= 1"),
-    (lambda: kvspec.even_sharding(4.0, 2),  # type: ignore[arg-type]
+    (lambda: even_sharding(4.0, 2),  # type: ignore[arg-type]
      "units=4.0: expected an int >= 1"),
     (lambda: SLICE.view([1, 2], 0), "array='list': expected an array or tensor, with a shape"),
     (lambda: SLICE.view(None, 0), "array='NoneType': expected an array or tensor, with a shape"),

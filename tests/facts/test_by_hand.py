@@ -12,6 +12,7 @@ import pytest
 
 import kvspec
 from kvspec import RankId
+from kvspec.ownership.slices import TPTransferSlice
 
 Seen = list[tuple[int, tuple[int, int], int, int]]
 
@@ -34,7 +35,7 @@ def plan(heads: int, producer: int, consumer: int, **how: Any) -> kvspec.Transfe
     return kvspec.plan_transfer(*builders.sides(gqa(heads), producer, consumer), **how)
 
 
-def seen(slices: tuple[kvspec.TPTransferSlice, ...], parts: tuple[str, ...] = ("k", "v")) -> Seen:
+def seen(slices: tuple[TPTransferSlice, ...], parts: tuple[str, ...] = ("k", "v")) -> Seen:
     """Return (remote rank, (first, end) unit, first local, first remote) for *parts*."""
     found = []
     for each in slices:

@@ -10,7 +10,7 @@ from builders import engine, gqa, group, request
 
 import kvspec
 from kvspec import RankId
-from kvspec.testing.strategies import Case
+from kvspec.testing.case import Case
 from kvspec.testing.world import described, selected, world
 
 MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec import RankId, ReplicaPolicy, Stripe, Topology
+from kvspec import RankId, ReplicaPolicy, Topology
 from kvspec.ownership.replicas import POLICIES, ReplicaPolicyName
+from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.stripes import Stripe
 
 MLA = kvspec.MLAAttentionSpec(block_size=16, head_size=8, dtype="bfloat16")
 
@@ -137,7 +139,7 @@ BAD = [
     (lambda: Stripe(2, 2), "stripe.first=2: expected less than step=2"),
     (lambda: Stripe(0, 0), "stripe.step=0: expected an int >= 1"),
     (
-        lambda: kvspec.TPTransferSlice(0, ("k",), range(1), range(1), range(1), (), (0, 1)),
+        lambda: TPTransferSlice(0, ("k",), range(1), range(1), range(1), (), (0, 1)),
         "stripe=(0, 1): expected a Stripe",
     ),
 ]

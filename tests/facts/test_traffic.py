@@ -11,7 +11,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.analysis.counts import Link, Load
 from kvspec.testing import strategies
-from kvspec.testing.strategies import is_state
+from kvspec.testing.parallels import is_state
 
 HALF = settings(max_examples=settings.default.max_examples // 2)
 

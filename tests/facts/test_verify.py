@@ -16,7 +16,8 @@ import pytest
 
 import kvspec
 from kvspec import BlockTable, RankId
-from kvspec.check import proof, prove, verify
+from kvspec.check import proof, prove
+from kvspec.check.verify import verify
 from kvspec.ownership.replicas import ReplicaChooser, ReplicaPolicy, tp_chooser
 from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import UnitRange, consumer_unit_ranges

@@ -17,6 +17,7 @@ from builders import engine, gqa
 
 import kvspec
 from kvspec.ownership.sharding import even_sharding
+from kvspec.ownership.slices import TPTransferSlice
 
 GOLDENS = Path(__file__).parent
 TORCH: dict[str, Any] = json.loads(
@@ -31,7 +32,7 @@ def spec_of(heads: int) -> kvspec.FullAttentionSpec:
     return gqa(heads, head_size=128)
 
 
-def offsets(slices: tuple[kvspec.TPTransferSlice, ...]) -> set[tuple[int, int, int, int]]:
+def offsets(slices: tuple[TPTransferSlice, ...]) -> set[tuple[int, int, int, int]]:
     """Return (source rank, first head in the source, first head in the target, heads) of each."""
     assert {("k", "v")} == {each.parts for each in slices}
     return {

@@ -17,8 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.ownership.sharding import even_sharding
+from kvspec.ownership.slices import TPTransferSlice
 from kvspec.testing.carve import shard_units
-from kvspec.testing.strategies import POLICIES, specs, tp_sizes
+from kvspec.testing.parallels import tp_sizes
+from kvspec.testing.strategies import POLICIES, specs
 
 SIZES = tp_sizes(16)
 MANY = settings(max_examples=5 * settings.default.max_examples)
@@ -39,14 +42,12 @@ def every_part(spec: kvspec.LayerSpec) -> Iterator[tuple[str, kvspec.Part]]:
             yield layer, part
 
 
-def of(
-    slices: Sequence[kvspec.TPTransferSlice], layer: str, part: kvspec.Part
-) -> list[kvspec.TPTransferSlice]:
+def of(slices: Sequence[TPTransferSlice], layer: str, part: kvspec.Part) -> list[TPTransferSlice]:
     """Return the slices that move *part* of *layer*."""
     return [s for s in slices if part.name in s.parts and (not s.layers or layer in s.layers)]
 
 
-def read_at(slices: Sequence[kvspec.TPTransferSlice], block: int) -> Iterator[tuple[int, int, int]]:
+def read_at(slices: Sequence[TPTransferSlice], block: int) -> Iterator[tuple[int, int, int]]:
     """Yield (unit, local unit, remote rank) of all that *slices* move of virtual block *block*."""
     for each in slices:
         if each.stripe.holds(block):
@@ -102,7 +103,7 @@ def assert_neighbours(spec: kvspec.LayerSpec, size: int) -> None:
     As the cards fall.
     """
     for _, part in every_part(spec):
-        ranges = kvspec.even_sharding(part.units, size, part.granularity).ranges
+        ranges = even_sharding(part.units, size, part.granularity).ranges
         assert [list(hand) for hand in owned(part, size)] == [list(each) for each in ranges]
         for unit in range(part.units):
             holders = [rank for rank, own in enumerate(ranges) if unit in own]
@@ -128,13 +129,13 @@ def assert_symmetry(
     assert pulled == pushed
 
 
-def seen_from_consumer(each: kvspec.TPTransferSlice) -> tuple[object, ...]:
+def seen_from_consumer(each: TPTransferSlice) -> tuple[object, ...]:
     """Return everything of a consumer's slice but the rank."""
     ranges = each.global_range, each.local_range, each.remote_range
     return (each.parts, each.layers, each.stripe, *ranges)
 
 
-def seen_from_producer(each: kvspec.TPTransferSlice) -> tuple[object, ...]:
+def seen_from_producer(each: TPTransferSlice) -> tuple[object, ...]:
     """Return everything of a producer's slice but the rank, as the consumer would say it."""
     ranges = each.global_range, each.remote_range, each.local_range
     return (each.parts, each.layers, each.stripe, *ranges)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import kvspec
 from kvspec import RankId, SpecError
 from kvspec.testing import Case, strategies
-from kvspec.testing.laws import KVSPEC, Trial
+from kvspec.testing.laws import KVSPEC
 from kvspec.testing.laws.steps import Schedule, schedule_of, scheduled
+from kvspec.testing.laws.system import Trial
 from kvspec.testing.world import world
 
 

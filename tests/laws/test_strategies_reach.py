@@ -17,20 +17,13 @@ import kvspec
 from kvspec.descriptors.paging import RowKind, TokenSplit
 from kvspec.ownership.replicas import POLICIES as EVERY_POLICY
 from kvspec.testing.carve import rank_layers, rank_units
+from kvspec.testing.case import Case
+from kvspec.testing.engines import NAMED_LAYOUTS
 from kvspec.testing.kinds import KINDS
+from kvspec.testing.parallels import is_state, parts_of
 from kvspec.testing.positions import cached_tokens_of, context_of, live_positions, own_positions
-from kvspec.testing.strategies import (
-    NAMED_LAYOUTS,
-    Case,
-    cases,
-    interleaved_cases,
-    is_state,
-    length_of,
-    needed,
-    parts_of,
-    sharing_cases,
-    spanning_cases,
-)
+from kvspec.testing.requests import length_of, needed
+from kvspec.testing.strategies import cases, interleaved_cases, sharing_cases, spanning_cases
 from kvspec.testing.world import plan_of
 
 if TYPE_CHECKING:

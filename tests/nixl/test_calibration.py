@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvspec import SpecError
-from kvspec.nixl import Costs, Staging, calibrated
-from kvspec.nixl.calibration import VARIABLE, place, save, writable
+from kvspec.nixl import Costs, Staging
+from kvspec.nixl.calibration import VARIABLE, calibrated, place, save, writable
 from kvspec.nixl.costs import FIGURES
 
 MEASURED = Costs(handle=1e-5, descriptor=2e-6, byte=1e-10, run=5e-8)

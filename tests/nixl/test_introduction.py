@@ -189,8 +189,8 @@ def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
 
 def test_a_name_that_is_no_text_is_refused() -> None:
     """A name is UTF-8."""
-    body = introduction._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
-    sealed = Secret(SECRET).seal(introduction._MAGIC, body)
+    body = envelope._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
+    sealed = Secret(SECRET).seal(envelope._MAGIC, body)
     with pytest.raises(WireError, match=r"metadata.name: got b'\\xff', expected UTF-8"):
         opened(sealed, SECRET)
 

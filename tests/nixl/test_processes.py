@@ -28,7 +28,9 @@ import nixl_worker
 from nixl_pair import memory
 from nixl_worker import BLOCK, BLOCKS, SIZE, pattern, rows
 
-from kvspec.nixl import NixlRank, NixlStats, Prepared, Staging, Transfer
+from kvspec.nixl import NixlRank, Staging, Transfer
+from kvspec.nixl.in_flight import NixlStats
+from kvspec.nixl.transfer_spec import Prepared
 
 pytestmark = pytest.mark.nixl
 WORKER = Path(nixl_worker.__file__)

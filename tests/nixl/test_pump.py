@@ -18,7 +18,8 @@ pytest.importorskip("nixl_cu13", reason="needs nixl")
 
 from nixl_pair import Pair
 
-from kvspec.nixl import Event, NixlRank, NixlStats, Transfer, batches, notifications
+from kvspec.nixl import NixlRank, Transfer, batches, notifications
+from kvspec.nixl.in_flight import Event, NixlStats
 
 pytestmark = pytest.mark.nixl
 

@@ -19,13 +19,14 @@ import pytest
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import NixlRank, Prepared, batches
+from kvspec.nixl import NixlRank, batches
 from kvspec.nixl import agent as nixl_agent
 from kvspec.nixl import nixl_errors as nixl_states
 from kvspec.nixl.memory import check_inside
 from kvspec.nixl.notifications import HELLO
 from kvspec.nixl.rank import PROBES
 from kvspec.nixl.rows import checked_rows
+from kvspec.nixl.transfer_spec import Prepared
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")

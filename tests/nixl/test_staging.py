@@ -11,8 +11,9 @@ import pytest
 
 from kvspec import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import Costs, NixlRank, Operation, Staging, Transfer, permuting, stage
+from kvspec.nixl import Costs, NixlRank, Staging, Transfer, permuting, stage
 from kvspec.nixl.ranges import Moves
+from kvspec.nixl.transfer_spec import Operation
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 RUN, RUNS = 64, 256

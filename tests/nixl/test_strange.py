@@ -15,7 +15,8 @@ from strange import STRANGE
 
 import kvspec
 from kvspec import KVSpecError, RankId
-from kvspec.nixl import Costs, NixlRank, Staging, calibrated
+from kvspec.nixl import Costs, NixlRank, Staging
+from kvspec.nixl.calibration import calibrated
 from kvspec.session import PrefillTicket, TcpChannel, content_of, new_remote_id
 from kvspec.testing import FakeNixl
 

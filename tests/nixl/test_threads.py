@@ -14,17 +14,8 @@ from lines import Other, between_lines
 from nixl_pair import Pair
 
 from kvspec import TransferError
-from kvspec.nixl import (
-    NixlRank,
-    NixlStats,
-    Staging,
-    batches,
-    living,
-    peers,
-    rank,
-    staging_buffer,
-    transfer,
-)
+from kvspec.nixl import NixlRank, Staging, batches, living, peers, rank, staging_buffer, transfer
+from kvspec.nixl.in_flight import NixlStats
 from kvspec.testing.fake_nixl import FakeFlight, FakeNixl
 
 ROWS = [(0, 512, 1024, 40)]

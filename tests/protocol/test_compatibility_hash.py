@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refused import words
 
 import kvspec
-from kvspec.protocol import compatibility_hash
+from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.specs.layer import LIVENESS_FIELDS
 from kvspec.testing import strategies
 

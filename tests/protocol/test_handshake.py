@@ -15,14 +15,9 @@ from refused import refusal, words
 from shakes import caches, closed, handshakes, opened
 
 import kvspec
-from kvspec.protocol import (
-    Handshake,
-    decode_handshake,
-    disagreements,
-    encode_handshake,
-    one_engine,
-    register,
-)
+from kvspec.protocol.encode import register
+from kvspec.protocol.handshake import Handshake, disagreements, one_engine
+from kvspec.protocol.wire import decode_handshake, encode_handshake
 from kvspec.testing import strategies
 
 GOLDEN = Path(__file__).with_name("handshake_6.hex")

@@ -9,17 +9,10 @@ import pytest
 from lines import interrupted_at
 
 import kvspec
-from kvspec.protocol import (
-    ConsumerLedger,
-    Key,
-    LoadPlan,
-    Message,
-    RankAddress,
-    Tell,
-    consumer,
-    load_plan,
-    pending,
-)
+from kvspec.protocol import consumer, load_plan, pending
+from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.load_plan import LoadPlan
+from kvspec.protocol.messages import Key, Message, RankAddress, Tell
 
 Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)

@@ -20,15 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from two_engines import World
 
 import kvspec
-from kvspec.protocol import (
-    CONSUMER,
-    PRODUCER,
-    ConsumerLedger,
-    Message,
-    ProducerLedger,
-    Tell,
-)
+from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.messages import Free, Message, Tell
 from kvspec.protocol.pending import name_of
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.states import CONSUMER, PRODUCER
 from kvspec.testing import strategies
 
 AT = st.integers(0, 50)
@@ -299,7 +295,7 @@ class NoFence(ProducerLedger):
 
     def _step(self, request: Any, event: str, message: Any = None) -> Any:
         if request.state == "freed" and event == "done":
-            return [kvspec.protocol.Tell(message.answer("valid"))]
+            return [Tell(message.answer("valid"))]
         return super()._step(request, event, message)
 
 
@@ -322,7 +318,7 @@ class Twice(ProducerLedger):
         before = {r.key.request_id for r in self._requests.values() if r.state == "freed"}
         actions = super().tick(now)
         after = {r.key.request_id for r in self._requests.values()}
-        return actions + [kvspec.protocol.Free(name, "expired") for name in sorted(before - after)]
+        return actions + [Free(name, "expired") for name in sorted(before - after)]
 
 
 class AnyStart(ProducerLedger):

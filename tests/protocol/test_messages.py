@@ -15,25 +15,24 @@ import kvspec
 from kvspec.errors import TransferState
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
-from kvspec.protocol import (
+from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.extent import Extent
+from kvspec.protocol.load_plan import LoadPlan
+from kvspec.protocol.messages import (
+    MESSAGES,
     Closed,
-    ConsumerLedger,
     Failed,
     Free,
     Key,
-    LoadPlan,
     Message,
-    ProducerLedger,
-    Pushed,
     RankAddress,
     Refused,
     Release,
     Tell,
-    decode_message,
-    encode_message,
 )
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import MESSAGES
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.pushed import Pushed
+from kvspec.protocol.wire import decode_message, encode_message
 
 P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
 D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]

@@ -21,12 +21,14 @@ from hypothesis import given
 from shakes import handshakes
 
 import kvspec
-from kvspec.protocol import Handshake, decode_message, encode_handshake, encode_message, wire
+from kvspec.protocol import wire
 from kvspec.protocol.encode import KINDS
 from kvspec.protocol.extent import Extent
+from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.messages import MESSAGES, OWN, READERS, Message
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.seal import MAC, Secret
+from kvspec.protocol.wire import decode_message, encode_handshake, encode_message
 from kvspec.session.extents import sums_of
 from kvspec.session.introduction import introduced
 from kvspec.session.ticket import PrefillTicket, content_of

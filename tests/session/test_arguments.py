@@ -13,7 +13,8 @@ from strange import STRANGE
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.nixl import NixlRank
-from kvspec.session import Session, SessionLoad, SessionPush, TcpChannel
+from kvspec.session import Session, SessionLoad, TcpChannel
+from kvspec.session.load import SessionPush
 from kvspec.testing import FakeNixl
 
 

@@ -21,13 +21,15 @@ from session_world import MODES, PAIRS, Mode, World
 
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
-from kvspec.protocol import ConsumerLedger, Message
+from kvspec.protocol.consumer import ConsumerLedger
 from kvspec.protocol.load_plan import Frontiers
+from kvspec.protocol.messages import Message
 from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.seal import MAC, Secret
-from kvspec.session import Ledger, SessionLoad
+from kvspec.session import SessionLoad
 from kvspec.session.audit import Audit
 from kvspec.session.extents import extents_of
+from kvspec.session.ledger import Ledger
 from kvspec.session.loading import Loading
 from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeNixl

@@ -11,7 +11,8 @@ from lines import Other, between_lines
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.errors import SpecError, TransferError
-from kvspec.session import Session, SessionStats, remote, remotes
+from kvspec.session import Session, remote, remotes
+from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
 
 

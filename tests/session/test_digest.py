@@ -18,11 +18,13 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Extent, Message, RankAddress
+from kvspec.protocol.extent import Extent
+from kvspec.protocol.messages import Message, RankAddress
 from kvspec.session import SessionLoad
 from kvspec.session.extents import sums_of
 from kvspec.session.introduction import key_of
-from kvspec.testing import FakeFlight, FakeNixl, logical_views
+from kvspec.testing import FakeNixl, logical_views
+from kvspec.testing.fake_nixl import FakeFlight
 
 SIZES = {
     "two of four": (engine(4, state=True), engine(2, state=True)),

@@ -17,7 +17,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Message
+from kvspec.protocol.messages import Message
 from kvspec.session import SessionLoad
 from kvspec.session.introduction import key_of
 from kvspec.testing import FakeNixl, logical_views

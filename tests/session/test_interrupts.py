@@ -17,7 +17,8 @@ from sessions import Direct, Side, engine, new_remote_id, request, until
 from kvspec.nixl import in_flight, rank, transfer
 from kvspec.protocol import consumer, load_plan, pending
 from kvspec.session import following, ledger, load, loading, session, written
-from kvspec.testing import FakeFlight, FakeNixl
+from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
 
 LINES = (
     consumer, load_plan, pending, session, loading, load, following, ledger, written, rank,

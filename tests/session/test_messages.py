@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
-from kvspec.protocol import Key, Message, Pushed, RankAddress, encode_message
 from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import MESSAGES
+from kvspec.protocol.messages import MESSAGES, Key, Message, RankAddress
+from kvspec.protocol.pushed import Pushed
 from kvspec.protocol.seal import Secret
+from kvspec.protocol.wire import encode_message
 from kvspec.session import TcpChannel
 from kvspec.session.introduction import INTRODUCTION, key_of
 from kvspec.session.ledger import MAX_FOREIGN

@@ -17,10 +17,12 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol import Message
-from kvspec.session import SessionLoad, SessionPush
+from kvspec.protocol.messages import Message
+from kvspec.session import SessionLoad
+from kvspec.session.load import SessionPush
 from kvspec.session.pushing import Pushing
-from kvspec.testing import FakeFlight, FakeNixl
+from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
 
 
 @contextlib.contextmanager

@@ -22,10 +22,13 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank, Staging
-from kvspec.protocol import Message, encode_handshake
-from kvspec.session import Session, SessionLoad, SessionStats, TcpChannel
+from kvspec.protocol.messages import Message
+from kvspec.protocol.wire import encode_handshake
+from kvspec.session import Session, SessionLoad, TcpChannel
 from kvspec.session.introduction import INTRODUCTION, introduced, key_of
-from kvspec.testing import FakeFlight, FakeNixl
+from kvspec.session.stats import SessionStats
+from kvspec.testing import FakeNixl
+from kvspec.testing.fake_nixl import FakeFlight
 
 
 @contextlib.contextmanager

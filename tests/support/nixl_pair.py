@@ -11,7 +11,8 @@ import numpy as np
 
 import kvspec
 from kvspec.memory.rank_cache import Memory
-from kvspec.nixl import NixlRank, Prepared, Transfer
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl.transfer_spec import Prepared
 
 SIZE = 1 << 20
 REPO = Path(kvspec.__file__).parents[1]

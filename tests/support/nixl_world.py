@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from kvspec import DescriptorTable
-from kvspec.nixl import NixlRank, Operation, Transfer
+from kvspec.nixl import NixlRank, Transfer
+from kvspec.nixl.transfer_spec import Operation
 from kvspec.testing.world import World
 
 

@@ -16,10 +16,13 @@ from sessions import engine
 
 import kvspec
 from kvspec.errors import SpecError, TransferError
-from kvspec.nixl import NixlRank, NixlStats
+from kvspec.nixl import NixlRank
+from kvspec.nixl.in_flight import NixlStats
 from kvspec.run.contents import truth
-from kvspec.session import Session, SessionLoad, SessionStats, new_remote_id
-from kvspec.testing import FakeFlight, FakeNixl, logical_views
+from kvspec.session import Session, SessionLoad, new_remote_id
+from kvspec.session.stats import SessionStats
+from kvspec.testing import FakeNixl, logical_views
+from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.testing.positions import rows_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.protocol import Handshake
+from kvspec.protocol.handshake import Handshake
 from kvspec.testing import strategies
 
 HEAD = len(b"kvspec-handshake\n") + 2

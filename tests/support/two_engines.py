@@ -12,22 +12,21 @@ from typing import Any
 import attrs
 
 import kvspec
-from kvspec.protocol import (
+from kvspec.protocol.consumer import ConsumerLedger
+from kvspec.protocol.load_plan import LoadPlan
+from kvspec.protocol.messages import (
     Closed,
-    ConsumerLedger,
     Failed,
     Free,
     Key,
-    LoadPlan,
     Message,
-    ProducerLedger,
     RankAddress,
     Ready,
     Release,
     Tell,
-    decode_message,
-    encode_message,
 )
+from kvspec.protocol.producer import ProducerLedger
+from kvspec.protocol.wire import decode_message, encode_message
 
 LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 Rank = kvspec.RankId

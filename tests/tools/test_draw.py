@@ -31,7 +31,8 @@ from kvspec.draw.canvas import (
     shortened,
     width_of,
 )
-from kvspec.testing.strategies import Case, cases, common_cases, sharing_cases, spanning_cases
+from kvspec.testing.case import Case
+from kvspec.testing.strategies import cases, common_cases, sharing_cases, spanning_cases
 
 SVG = "{http://www.w3.org/2000/svg}"
 

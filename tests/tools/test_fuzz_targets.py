@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvspec
+from kvspec.ownership.stripes import Stripe
 
 RUN = Path(__file__).parents[2] / "fuzz" / "run.py"
 INPUTS = 40
@@ -54,7 +55,7 @@ def crowding(patch: pytest.MonkeyPatch) -> None:
     """Send every consumer to the first replica, whatever the policy."""
 
     def first(_self: object, _reader: int, equal: Any) -> Any:
-        return equal, ((equal.replicas[0], kvspec.Stripe()),)
+        return equal, ((equal.replicas[0], Stripe()),)
 
     patch.setattr(kvspec.ownership.replicas.ReplicaChooser, "choose", first)
 

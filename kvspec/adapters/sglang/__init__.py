@@ -8,4 +8,10 @@ from kvspec.adapters.sglang.engine import engine_spec, parallel_config, worker_r
 from kvspec.adapters.sglang.tables import block_tables
 from kvspec.adapters.sglang.tensors import rank_cache
 
-__all__ = ["block_tables", "engine_spec", "parallel_config", "rank_cache", "worker_rank"]
+__all__ = [
+    "block_tables",
+    "engine_spec",
+    "parallel_config",
+    "rank_cache",
+    "worker_rank",
+]

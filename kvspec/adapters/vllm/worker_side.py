@@ -23,7 +23,8 @@ from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.nixl import NixlRank
 from kvspec.protocol.handshake import is_name
-from kvspec.session import PromptLoad, Prompts, Session, TcpChannel
+from kvspec.session import Prompts, Session, TcpChannel
+from kvspec.session.prompts import PromptLoad
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

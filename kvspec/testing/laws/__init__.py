@@ -14,7 +14,7 @@ import attrs
 
 from kvspec.testing.laws import copies, long_runs, moves, refusal, steps
 from kvspec.testing.laws.system import KVSPEC, Move, System, Trial
-from kvspec.testing.world import PreparedLists, World
+from kvspec.testing.world import PreparedLists
 
 if TYPE_CHECKING:
     from kvspec.testing.case import Case
@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 __all__ = [
     "KVSPEC",
     "LAWS",
-    "BrokenLawError",
-    "Law",
     "Move",
     "PreparedLists",
     "System",
-    "Trial",
-    "World",
     "broken",
 ]
 
