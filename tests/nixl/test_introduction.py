@@ -136,15 +136,15 @@ def test_a_secret_is_long_and_not_shown(secret: object) -> None:
 BAD: dict[str, tuple[Callable[[Envelope], Envelope], str]] = {
     "another agent's bytes": (
         lambda good: attrs.evolve(good, name="somebody"),
-        r"metadata.agent: got b'far', wanted 'somebody', as on the envelope",
+        r"metadata.agent: got b'far', expected 'somebody', as on the envelope",
     ),
     "an agent of a longer name": (
         lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far away")),
-        r"metadata.agent: got b'far away', wanted 'far'",
+        r"metadata.agent: got b'far away', expected 'far'",
     ),
     "not nixl's": (
         lambda good: attrs.evolve(good, metadata=b"not nixl's"),
-        r"metadata.agent: .* wanted metadata of a NIXL agent",
+        r"metadata.agent: .* expected metadata of a NIXL agent",
     ),
     "empty": (lambda good: attrs.evolve(good, metadata=b""), "metadata of a NIXL agent"),
     "a name past the end": (

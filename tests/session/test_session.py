@@ -327,7 +327,7 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
         for body in (b"\0\1P" + other_version, b"\0\1P" + shake[:-1], b"\xff\xffP" + shake)
     )
     for introductions, error, words in (
-        ([versioned, *others], WireError, r"version: got 26\d, wanted \d; both engines"),
+        ([versioned, *others], WireError, r"version: got 26\d, expected \d; both engines"),
         ([short, *others], WireError, "message: got 'Input data was truncated'"),
         ([lying, *others], WireError, "introduction.address"),
         ([foreign, *others], WireError, "damaged or of another secret"),
