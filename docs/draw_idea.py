@@ -1,7 +1,7 @@
-"""Draw docs/idea.svg: two engines own the same heads, and what both own moves.
+"""Draw docs/idea.svg: the heads that the ranks of two engines own, and the heads that move.
 
-`python docs/draw_idea.py` writes the picture anew. Every box and arrow comes from the library's own
-plan: the example of README.md: 4 heads, producer TP 8 (each head on two ranks), consumer TP 2.
+`python docs/draw_idea.py` writes the picture. Every box and arrow comes from a plan: the example of
+README.md, with 4 heads, a producer of TP 8 (each head on two ranks) and a consumer of TP 2.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def plan() -> kvspec.TransferPlan:
 
 
 def text(
-    x: float, y: float, told: str, *, size: int = 14, fill: str = INK, at: str = "middle"
+    x: float, y: float, content: str, *, size: int = 14, fill: str = INK, at: str = "middle"
 ) -> str:
-    """Return a line of text, its middle (or *at* its start) at *x*."""
+    """Return a line of text. Its middle is at *x*, or its start if *at* is "start"."""
     where = f'x="{x:g}" y="{y:g}" text-anchor="{at}"'
-    return f'<text {where} font-size="{size}" fill="{fill}">{told}</text>'
+    return f'<text {where} font-size="{size}" fill="{fill}">{content}</text>'
 
 
 def box(x: float, y: float, width: float, *, fill: str, opacity: float = 1, dash: str = "") -> str:
@@ -49,7 +49,7 @@ def box(x: float, y: float, width: float, *, fill: str, opacity: float = 1, dash
 
 
 def centre(units: range, position: int = 0, of: int = 1) -> tuple[float, float]:
-    """Return where the box of *units* begins and its width; replicas share the width."""
+    """Return the left edge and the width of the box of *units*. Replicas share the width."""
     width = len(units) * UNIT / of
     return LEFT + units.start * UNIT + position * width, width
 
@@ -77,11 +77,12 @@ def arrows(drawn: kvspec.TransferPlan) -> Iterator[str]:
     """Yield an arrow down through every head that moves."""
     sharding = drawn.producer.parallel.sharding(HEADS)
     for edge in drawn.edges:
-        for each in edge.slices:
-            index = sharding.owned.index(range(each.global_range.start, each.global_range.stop))
+        for unit_slice in edge.slices:
+            heads = unit_slice.global_range
+            index = sharding.owned.index(range(heads.start, heads.stop))
             ranks = sharding.holders[index]
-            x, width = centre(each.global_range, ranks.index(edge.producer.tp), len(ranks))
-            begin, middle = x + width / 2, LEFT + (each.global_range.start + 0.5) * UNIT
+            x, width = centre(heads, ranks.index(edge.producer.tp), len(ranks))
+            begin, middle = x + width / 2, LEFT + (heads.start + 0.5) * UNIT
             colour = COLOURS[index]
             top, high = ROWS["producer"] + HEIGHT, ROWS["heads"]
             yield (
@@ -110,21 +111,21 @@ def draw() -> str:
         "consumer": f"TP {CONSUMER_TP}",
     }
     labels = [
-        text(24, y + dy, told[row], size=size, fill=fill, at="start")
+        text(24, y + dy, column[row], size=size, fill=fill, at="start")
         for row, y in ROWS.items()
-        for told, dy, size, fill in ((names, 17, 15, INK), (sizes, 35, 13, QUIET))
+        for column, dy, size, fill in ((names, 17, 15, INK), (sizes, 35, 13, QUIET))
     ]
     height = 364
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" role="img">',
-        "<title>Two engines own ranges of the same heads; what both own is what moves</title>",
+        "<title>Two engines own ranges of the same heads. The heads that both own move.</title>",
         f"<defs>{tips}</defs>",
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>',
         text(
             middle,
             40,
-            "Each rank owns heads of the model. What two ranks both own is what moves.",
+            "Each rank owns heads of the model. The heads that two ranks both own are transferred.",
             size=16,
         ),
         *labels,
@@ -133,7 +134,7 @@ def draw() -> str:
         text(
             middle,
             346,
-            "dashed: a replica that nobody reads; one consumer rank tells it when to release",
+            "dashed: a replica that no rank reads. One consumer rank notifies it when it may free.",
             size=13,
             fill=QUIET,
         ),

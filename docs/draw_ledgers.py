@@ -1,4 +1,4 @@
-"""Write ledgers.md: the tables of kvspec/protocol/states.py, drawn, each row with its reason."""
+"""Write ledgers.md from the tables of kvspec/protocol/states.py, with a picture and each reason."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ PAGE = Path(__file__).with_name("ledgers.md")
 HEAD = """\
 # How a request goes through the ledgers
 
-Written by `python docs/draw_ledgers.py` from `kvspec/protocol/states.py`, which the ledgers run on.
-Law 12: of every admitted request each producer rank frees its blocks exactly once, after the last
-reader is done or when the lease is over, and who reads later is told; what failed never becomes
-readable.
+A ledger is the state machine of one rank for the requests of one side. A producer's ledger decides
+when the blocks of a request are free. A consumer's ledger decides when a load is done. The two
+exchange messages, which may be lost, repeated or reordered.
 
-A message names its request by id, nonce and attempt, who sends it and to whom; a reader's says how
-many readers will come, and has a number that nothing else it asks has, so that a load is not told
-what held for an earlier one of the same attempt."""
+The ledgers keep law 12. Each producer rank frees each request exactly once: after its last reader
+is done, or when the lease ends. A reader that comes later receives `gone`. A load that has failed
+never becomes ready.
+
+`python docs/draw_ledgers.py` writes this page from the tables in `kvspec/protocol/states.py`, which
+the ledgers execute. [The wire format](wire.md) describes the bytes of each message.
+
+## Messages
+
+A message names its request (id, nonce and attempt), its sender and its receiver. A reader's message
+also contains how many readers will come, and a number. The answer repeats the number, so a load
+ignores answers to an earlier load of the same attempt."""
 Table = dict[tuple[str, str], Row]
 
 
@@ -26,25 +34,25 @@ def page() -> str:
     """Return the page."""
     sections = (
         HEAD,
-        rows(("message", "says"), [(f"`{kind}`", means) for kind, means in MESSAGES.items()]),
-        *told("Producer", PRODUCER, "unknown"),
-        *told("Consumer", CONSUMER, "moving"),
+        rows(("message", "meaning"), [(f"`{kind}`", text) for kind, text in MESSAGES.items()]),
+        *section("Producer", PRODUCER, "unknown"),
+        *section("Consumer", CONSUMER, "moving"),
     )
     return "\n\n".join(sections) + "\n"
 
 
-def told(side: str, table: Table, first: str) -> tuple[str, ...]:
-    """Return one ledger's section: a picture, and every row with its reason."""
+def section(side: str, table: Table, first: str) -> tuple[str, ...]:
+    """Return the section of one ledger: a picture, and each row with its reason."""
     body = [(state, event, row.state, row.done, row.why) for (state, event), row in table.items()]
     return (
         f"## {side}",
         picture(table, first),
-        rows(("state", "event", "then", "does", "because"), body),
+        rows(("state", "event", "next state", "action", "reason"), body),
     )
 
 
 def picture(table: Table, first: str) -> str:
-    """Return the states and what leads from one to another, as a Mermaid diagram."""
+    """Return the states, with an arrow for each change, as a Mermaid diagram."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for (state, event), row in table.items():
         if state != row.state:

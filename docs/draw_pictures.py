@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation: ``python docs/draw_pictures.py``.
 
-Writes ``plan.svg`` and ``table.svg`` beside this file: a model of 8 KV heads, moved from 4 ranks
-that keep tokens outermost to 3 ranks that keep heads outermost.
+The script writes ``plan.svg`` and ``table.svg`` into its own folder. They show a model with 8 KV
+heads. The producer has 4 ranks and tokens outermost. The consumer has 3 ranks and heads outermost.
 """
 
 from __future__ import annotations
