@@ -73,7 +73,7 @@ def executed_alone(page: Path) -> str:
 
 
 def _execute(page: Path, result: Path) -> None:
-    """Run the examples of *page* with the environment that the page tells its reader to set."""
+    """Run the examples of *page* in this process, with the environment variables that they need."""
     os.environ.setdefault("KVSPEC_SECRET", "the secret of the documentation")
     # Costs that were measured on this machine would change what is printed.
     os.environ["KVSPEC_CALIBRATION"] = "/nonexistent"

@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md is all that a new kind of layer takes."""
+"""Check the worked example of CONTRIBUTING.md: three steps suffice for a new kind of layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KIND = "keys only"
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[ModuleType]:
-    """Import step 1 as a module and put the line of step 2 into the table of kinds, for a while."""
+    """Import step 1 as a module and add the line of step 2 to the kinds. Both are undone later."""
     module = ModuleType("keys_only")
     sys.modules[module.__name__] = module
     exec(compile(STEPS["1"], "CONTRIBUTING.md, step 1", "exec"), vars(module))  # noqa: S102
@@ -37,46 +37,50 @@ def source() -> Iterator[ModuleType]:
     del sys.modules[module.__name__]
 
 
-def test_the_steps_are_one_file_one_line_and_facts() -> None:
-    """The document shows three steps, the second a single line."""
+def test_contributing_has_three_steps() -> None:
+    """The second step is a single line."""
     assert ["1", "2", "3"] == sorted(STEPS)
     assert 1 == len(STEPS["2"].splitlines())
 
 
-def test_the_facts_are_true(source: ModuleType) -> None:
-    """What step 3 works out by hand is so."""
+def test_facts_of_step_three_hold(source: ModuleType) -> None:
+    """The numbers that were worked out by hand are right."""
     exec(compile(STEPS["3"], "CONTRIBUTING.md, step 3", "exec"), dict(vars(source)))  # noqa: S102
 
 
 @given(data=st.data())
 @settings(suppress_health_check=list(HealthCheck))
 @pytest.mark.usefixtures("source")
-def test_the_new_kind_keeps_every_law(data: st.DataObject) -> None:
-    """Plan, table and verify work with it untouched, and so do the oracle and the laws."""
+def test_new_kind_keeps_every_law(data: st.DataObject) -> None:
+    """Plan, table, `verify`, the oracle and the laws need no change for it."""
     case, other = data.draw(strategies.twins(kinds=(KIND,)))
     assert [] == laws.broken(KVSPEC, case, other)
-    here = world(case)
+    transfer = world(case)
     sides = [
         {rank: cache for rank, (cache, _) in held.items()}
-        for held in (here.producers, here.consumers)
+        for held in (transfer.producers, transfer.consumers)
     ]
-    assert None is kvspec.verify(here.plan, *sides, case.request)
+    assert None is kvspec.verify(transfer.plan, *sides, case.request)
 
 
-def test_a_new_field_is_compared_without_being_named(source: ModuleType) -> None:
-    """Two engines that differ in a field of the new kind are refused, field by field."""
+def test_plan_compares_fields_of_new_kind(source: ModuleType) -> None:
+    """Two engines that differ in a field of the new kind do not fit."""
 
     def engine(**fields: Any) -> kvspec.EngineSpec:
         spec = source.KeysOnlySpec(block_size=4, head_size=2, dtype="uint8", **fields)
         group = kvspec.KVCacheGroup(name="keys", layers=["layer"], spec=spec)
         return kvspec.EngineSpec(groups=[group])
 
-    (found,) = kvspec.mismatches(engine(total_num_kv_heads=2), engine(total_num_kv_heads=4))
-    assert ("layer.total_num_kv_heads", 2, 4) == (found.field, found.producer, found.consumer)
+    (mismatch,) = kvspec.mismatches(engine(total_num_kv_heads=2), engine(total_num_kv_heads=4))
+    assert ("layer.total_num_kv_heads", 2, 4) == (
+        mismatch.field,
+        mismatch.producer,
+        mismatch.consumer,
+    )
 
 
-def test_the_documented_messages_are_real() -> None:
-    """The table of errors quotes what is raised."""
+def test_contributing_quotes_a_real_message() -> None:
+    """The table of errors contains the message that is raised."""
     with pytest.raises(kvspec.SpecError) as raised:
         kvspec.MLAAttentionSpec(block_size=0, head_size=1, dtype="uint8")
     assert f"`{raised.value}`" in DOCUMENT.read_text(encoding="utf-8")

@@ -45,10 +45,13 @@ def test_pages_with_examples_are_found() -> None:
     assert {"README.md", "plan.md", "session.md"} <= names
 
 
-@pytest.mark.parametrize("path", sorted(REFRESHER.generated()), ids=lambda path: path.name)
+GENERATED = REFRESHER.generated()
+
+
+@pytest.mark.parametrize("path", sorted(GENERATED), ids=lambda path: path.name)
 def test_generated_file_is_up_to_date(path: Path) -> None:
     """Tables and pictures are those that the code gives. The script updates them, too."""
-    assert REFRESHER.generated()[path] == path.read_text(encoding="utf-8")
+    assert GENERATED[path] == path.read_text(encoding="utf-8")
 
 
 def test_refresh_replaces_inserts_and_removes_output(tmp_path: Path) -> None:
