@@ -1,1 +1,1 @@
-"""Where bytes lie: layouts and tensors become a base and three strides for every part."""
+"""Descriptions of where bytes lie: layouts and tensors become regions with four strides."""

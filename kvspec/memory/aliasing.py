@@ -1,19 +1,53 @@
-"""Whether regions of one cache share a byte that two tokens would both need.
+"""Find the regions of one cache that share bytes.
 
-Law: two contents of one group are one content or lie apart; which layer, part or block they belong
-to does not matter. A block id is of one group at a time, so that groups may share memory, as hybrid
-allocators have it: block i of one then meets block i of another, and no other block.
+Invariant: two contents of one group never share a byte, whatever their layer, part or block. Two
+groups may share memory, as hybrid allocators do, because a block id belongs to one group at a time.
+Then block i of one group may share bytes with block i of the other group, and with no other block.
 
-Bytes are compared by a sweep over periods, so that it costs as much as there are regions and axes,
-not blocks. Regions whose extents meet are laid over each other, one period of their widest stride
-upon the next, and what is inside one period is compared again. Keys and values of two layers, in
-pages of both layers, rows of 2 heads (``a``, ``b``: keys of one layer; ``A``, ``B``: values):
+How it works:
+    A *box* is one content that is repeated along axes. A box with two axes contains the bytes
+    ``start + i * stride1 + j * stride2 + byte``, for all indices and all bytes of one content.
+    Comparing all contents would cost time for each block, so the boxes are folded instead.
 
-    bytes      aAbBaAbB cCdDcCdD aAbBaAbB cCdDcCdD ...   one stride, a block of both layers
-    a block    aAbBaAbB cCdDcCdD                         two extents that do not meet: one each
-    a layer    aAbBaAbB                                  one stride, a row
-    a row      aAbB                                      one stride, a head
-    a head     aA                                        two extents that do not meet: apart
+    Theorem: let several boxes repeat along their widest axis with the same stride S. Write each
+    address as ``period * S + rest``. Two addresses are equal exactly if their periods are equal and
+    their rests are equal. So two boxes share a byte exactly if their *period indices* overlap and
+    the boxes that remain inside one period share a byte. The remaining boxes have one axis fewer.
+
+    Worked example: keys of 4 bytes and values of 2 bytes, 2 rows a block, 3 blocks.
+
+        address    0    4  6    10 12   16 18   22 24   28 30   34
+        content    kkkk vv kkkk vv kkkk vv kkkk vv kkkk vv kkkk vv
+
+        step                 keys                        values
+        ------------------   -------------------------   -------------------------
+        the boxes            0..4, axes 3 x 12, 2 x 6    4..6, axes 3 x 12, 2 x 6
+        fold by 12           0..4, axis 2 x 6            4..6, axis 2 x 6
+                             period indices 0..2         period indices 0..2
+        fold by 6            0..4                        4..6
+                             period indices 0..2, 0..1   period indices 0..2, 0..1
+        compare              0..4 and 4..6 do not overlap: no byte is shared
+
+    Before each fold, `_sharing` sorts the boxes by address. It separates boxes whose extents do not
+    overlap, because they cannot share a byte. Two cases need more work:
+
+    - A box may run over the end of the period. Then its overhang is added as a second box, one
+      period index later (`_within_one_period`).
+    - Some boxes may repeat with a smaller stride, or not at all. Then each box with the widest
+      stride is replaced by its copies, one for each repeat (`_copies`). More than `MOST_COPIES`
+      copies are not compared. They are assumed to share bytes.
+
+    Here *keys* and *later_keys* lie at the same rest, but in different periods. The values overlap
+    the keys only if they begin at 3:
+
+    >>> keys = _Box(0, 4, (_Axis(stride=10, count=3),), (), region=0)
+    >>> later_keys = _Box(30, 4, (_Axis(stride=10, count=3),), (), region=1)
+    >>> values = _Box(5, 2, (_Axis(stride=10, count=6),), (), region=2)
+    >>> list(_sharing([keys, later_keys, values]))
+    []
+    >>> pairs = _sharing([keys, later_keys, values._replace(start=3)])
+    >>> [(first.region, second.region) for first, second in pairs]
+    [(0, 2), (1, 2)]
 """
 
 from __future__ import annotations
@@ -25,127 +59,153 @@ from typing import NamedTuple
 from kvspec.errors import SpecError
 from kvspec.memory.region import Region
 
+# Two regions that share a byte, and whether only blocks with the same id share bytes.
 Meeting = tuple[Region, Region, bool]
-"""Two regions that share a byte, and whether only blocks of one id do."""
 
+# The time of a comparison grows with the number of copies. Real engines need no copies: the boxes
+# that overlap have equal strides.
 MOST_COPIES = 2**16
-"""Contents that are compared one by one, where strides differ; more of them are taken to meet."""
 
 
 class _Axis(NamedTuple):
-    """What repeats: every *stride* bytes, so many *times*; *table*: by blocks of the table."""
+    """One axis of a box. *table*: whether it counts the blocks of a block table."""
 
     stride: int
-    times: int
+    count: int
     table: bool = False
 
 
-class _Turns(NamedTuple):
-    """Which turns of a period something is in: from *first* on, so many *times*."""
+class _Periods(NamedTuple):
+    """The period indices of a box after one fold: *count* indices from *first* on."""
 
     first: int
-    times: int
+    count: int
     table: bool
 
-    def meets(self, other: _Turns) -> bool:
-        return self.first < other.first + other.times and other.first < self.first + self.times
+    def overlap(self, other: _Periods) -> bool:
+        return self.first < other.first + other.count and other.first < self.first + self.count
 
 
 class _Box(NamedTuple):
-    """Contents of *length* bytes from *start* on, repeated along *axes*, widest stride first.
+    """A content of *length* bytes at *start*, repeated along *axes*, widest stride first.
 
-    *turns*: in which turns of the periods that it was taken out of, widest first. *region*: the
-    number of the region it belongs to. *single*: whether it is one block of a table, taken out.
+    *periods* has one member for each fold so far. *region* is the number of the region that the box
+    belongs to. *single*: whether the box is the copy of one block of a table.
     """
 
     start: int
     length: int
     axes: tuple[_Axis, ...]
-    turns: tuple[_Turns, ...]
+    periods: tuple[_Periods, ...]
     region: int
     single: bool = False
 
     @property
     def stop(self) -> int:
-        """The end of its last content."""
-        return self.start + self.length + sum(axis.stride * (axis.times - 1) for axis in self.axes)
+        """The end of the last content."""
+        return self.start + self.length + sum(axis.stride * (axis.count - 1) for axis in self.axes)
 
 
 def check_separate(regions: Iterable[Region], split: Mapping[str, int]) -> None:
-    """Raise `SpecError` if two parts of one group, or other blocks of two groups, share a byte.
+    """Check that regions share bytes only between blocks with the same id of different groups.
 
-    *split*: blocks in memory for each block of the table, by group.
+    Args:
+        regions: The regions of one cache.
+        split: Kernel blocks for each block of the block table, by group.
+
+    Raises:
+        SpecError: If two contents of one group share a byte, or two different blocks of two groups.
+
     """
     regions = list(regions)
-    for each in regions:
-        if not _nested(each):
-            raise _overlap(each, each)
+    for region in regions:
+        if not _nested(region):
+            raise _overlap(region, region)
     groups: dict[str, list[Region]] = {}
-    for each in regions:
-        groups.setdefault(each.group, []).append(each)
-    for own in groups.values():
-        for one, other, _ in meetings(own, split):
-            raise _overlap(one, other)
-    for one, other, same_blocks in meetings(regions, split) if len(groups) > 1 else ():
+    for region in regions:
+        groups.setdefault(region.group, []).append(region)
+    # Compare each group alone first, so that the error names a pair of one group if there is any.
+    for group_regions in groups.values():
+        for first, second, _ in meetings(group_regions, split):
+            raise _overlap(first, second)
+    for first, second, same_blocks in meetings(regions, split) if len(groups) > 1 else ():
         if not same_blocks:
-            raise _overlap(one, other)
+            raise _overlap(first, second)
 
 
 def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Meeting]:
-    """Yield regions that share a byte; of many that share one, each with one before it."""
+    """Yield pairs of regions that share a byte.
+
+    If many regions share the same byte, not every pair is yielded: each region occurs in a pair
+    with one that begins before it.
+
+    Args:
+        regions: Regions of one cache or of several caches. Each region must be nested: each stride
+            covers everything that the smaller strides reach.
+        split: Kernel blocks for each block of the block table, by group.
+
+    Yields:
+        The two regions in the order of *regions*, and whether only blocks with the same id share
+        bytes.
+
+    """
     regions = list(regions)
-    places: dict[tuple[str, int], list[_Box]] = {}
+    boxes_by_device: dict[tuple[str, int], list[_Box]] = {}
     for number, region in enumerate(regions):
-        home = places.setdefault((region.memory_type, region.device), [])
-        home.append(_box(number, region, split[region.group]))
+        boxes = boxes_by_device.setdefault((region.memory_type, region.device), [])
+        boxes.append(_box(number, region, split[region.group]))
     seen: set[tuple[int, int, bool]] = set()
-    for boxes in places.values():
-        for one, other in _sharing(boxes):
-            first, second = sorted((one.region, other.region))
-            found = first, second, _one_block(one, other)
-            if found not in seen:
-                seen.add(found)
-                yield regions[first], regions[second], found[2]
+    for boxes in boxes_by_device.values():
+        for box, other_box in _sharing(boxes):
+            first, second = sorted((box.region, other_box.region))
+            meeting = first, second, _same_blocks(box, other_box)
+            if meeting not in seen:
+                seen.add(meeting)
+                yield regions[first], regions[second], meeting[2]
 
 
 def groups_that_share(
     regions: Iterable[Region], split: Mapping[str, int]
 ) -> tuple[frozenset[str], ...]:
-    """Return the sets of groups of which blocks of one id share memory.
+    """Return the sets of groups whose blocks with the same id share memory.
 
-    Groups of one pool stand together, even if two of them meet only what a third has.
+    Two groups are in one set even if each of them shares bytes only with a third group.
     """
     regions = list(regions)
-    if len({each.group for each in regions}) < 2 or not _mixed(regions):  # noqa: PLR2004 - a pair
+    group_names = {region.group for region in regions}
+    if len(group_names) < 2 or not _mixed(regions):  # noqa: PLR2004 - a pair
         return ()
-    found: list[frozenset[str]] = []
-    for one, other, _ in meetings(regions, split):
-        pool = frozenset((one.group, other.group))
-        separate = [each for each in found if not each & pool]
-        found = [*separate, pool.union(*(each for each in found if each & pool))]
-    return tuple(each for each in found if len(each) > 1)
+    pools: list[frozenset[str]] = []
+    for first, second, _ in meetings(regions, split):
+        pair = frozenset((first.group, second.group))
+        separate = [pool for pool in pools if not pool & pair]
+        pools = [*separate, pair.union(*(pool for pool in pools if pool & pair))]
+    return tuple(pool for pool in pools if len(pool) > 1)
 
 
 def _mixed(regions: list[Region]) -> bool:
-    """Return whether memory of one group begins before that of another ends."""
+    """Return whether memory of one group begins before memory of another group ends.
+
+    Most caches have separate groups. This cheap test saves the comparison of their boxes.
+    """
     ordered = sorted(regions, key=lambda r: (r.memory_type, r.device, r.extent.start))
     stop, last = 0, ordered[0]
-    for each in ordered:
-        same = (each.memory_type, each.device) == (last.memory_type, last.device)
-        if same and each.group != last.group and each.extent.start < stop:
+    for region in ordered:
+        same_device = (region.memory_type, region.device) == (last.memory_type, last.device)
+        if same_device and region.group != last.group and region.extent.start < stop:
             return True
-        stop, last = max(stop, each.extent.stop) if same else each.extent.stop, each
+        stop, last = max(stop, region.extent.stop) if same_device else region.extent.stop, region
     return False
 
 
-def _one_block(one: _Box, other: _Box) -> bool:
-    """Whether two boxes that share a byte do so as blocks of one id of two equal tables."""
-    turns = [[each for each in box.turns if each.table] for box in (one, other)]
-    return turns[0] == turns[1] and not one.single and not other.single
+def _same_blocks(box: _Box, other_box: _Box) -> bool:
+    """Return whether two boxes that share bytes do so only in blocks with the same id."""
+    tables = [[periods for periods in each.periods if periods.table] for each in (box, other_box)]
+    return tables[0] == tables[1] and not box.single and not other_box.single
 
 
 def _box(number: int, region: Region, split: int) -> _Box:
-    """Return what *region* repeats; axes inside a block that lie end to end are one content."""
+    """Return the box of *region*. Axes inside a block that leave no gap become one content."""
     length = region.chunk_bytes
     inner = [
         _Axis(region.unit_stride, region.units),
@@ -154,27 +214,28 @@ def _box(number: int, region: Region, split: int) -> _Box:
         _Axis(region.block_stride, min(split, region.num_blocks)),
     ]
     axes: list[_Axis] = []
-    for axis in sorted(axis for axis in inner if axis.times > 1):
+    for axis in sorted(axis for axis in inner if axis.count > 1):
         if axis.stride == length:
-            length *= axis.times
+            length *= axis.count
         else:
             axes.append(axis)
+    # The table axis stays an axis even without a gap: its period indices identify the blocks.
     if region.num_blocks // split > 1:
         axes.append(_Axis(region.block_stride * split, region.num_blocks // split, table=True))
     return _Box(region.base, length, tuple(sorted(axes, reverse=True)), (), number)
 
 
 def _sharing(boxes: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Yield pairs of boxes that share a byte in one turn: the sweep drawn above."""
-    for near in _meeting_extents(boxes):
+    """Yield pairs of boxes that share a byte. `How it works` above has the theorem."""
+    for near in _overlapping_extents(boxes):
         widest = max((box.axes[0].stride if box.axes else 0) for box in near)
         repeating = [box for box in near if box.axes and box.axes[0].stride == widest]
         if not widest:
-            yield from _in_one_turn(near)
+            yield from _plain_sharing(near)
         elif len(repeating) == len(near):
             origin = min(box.start for box in near)
-            yield from _sharing([part for box in near for part in _first_turn(box, origin)])
-        elif sum(box.axes[0].times for box in repeating) > MOST_COPIES:
+            yield from _sharing([part for box in near for part in _within_one_period(box, origin)])
+        elif sum(box.axes[0].count for box in repeating) > MOST_COPIES:
             yield near[0], near[1]
         else:
             others = [box for box in near if box not in repeating]
@@ -182,8 +243,8 @@ def _sharing(boxes: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
             yield from _sharing(others + copies)
 
 
-def _meeting_extents(boxes: list[_Box]) -> Iterator[list[_Box]]:
-    """Yield the boxes whose extents meet, together; one that meets no other is left out."""
+def _overlapping_extents(boxes: list[_Box]) -> Iterator[list[_Box]]:
+    """Yield sets of boxes whose extents overlap, by ascending start. A lone box is left out."""
     near: list[_Box] = []
     reached = 0
     for box in sorted(boxes):
@@ -197,49 +258,55 @@ def _meeting_extents(boxes: list[_Box]) -> Iterator[list[_Box]]:
         yield near
 
 
-def _first_turn(box: _Box, origin: int) -> Iterator[_Box]:
-    """Yield *box* as it lies within one period of its widest axis, counted from *origin*.
+def _within_one_period(box: _Box, origin: int) -> Iterator[_Box]:
+    """Fold *box* by its widest axis. Periods are counted from *origin*.
 
-    Where it runs over the end of the period, what is over lies at the beginning of the next turn.
+    The second box is the overhang, if the first box runs over the end of its period:
+
+    >>> for box in _within_one_period(_Box(28, 5, (_Axis(10, 3),), (), region=0), origin=0):
+    ...     print(box.start, box.stop, *box.periods)
+    8 13 _Periods(first=2, count=3, table=False)
+    -2 3 _Periods(first=3, count=3, table=False)
     """
-    (stride, times, table), *axes = box.axes
+    (stride, count, table), *axes = box.axes
     first, start = divmod(box.start - origin, stride)
     inside = box._replace(
-        start=start, axes=tuple(axes), turns=(*box.turns, _Turns(first, times, table))
+        start=start, axes=tuple(axes), periods=(*box.periods, _Periods(first, count, table))
     )
     yield inside
     if inside.stop > stride:
-        later = (*box.turns, _Turns(first + 1, times, table))
-        yield inside._replace(start=start - stride, turns=later)
+        later = (*box.periods, _Periods(first + 1, count, table))
+        yield inside._replace(start=start - stride, periods=later)
 
 
 def _copies(box: _Box) -> Iterator[_Box]:
-    """Yield *box* without its widest axis, once for each of its repeats."""
+    """Yield *box* without its widest axis, once for each repeat along that axis."""
     axis, *axes = box.axes
-    for turn in range(axis.times):
-        start, single = box.start + turn * axis.stride, box.single or axis.table
+    for index in range(axis.count):
+        start, single = box.start + index * axis.stride, box.single or axis.table
         yield box._replace(start=start, axes=tuple(axes), single=single)
 
 
-def _in_one_turn(near: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Yield pairs of *near* contents that share a byte: each with the one that reaches farthest.
+def _plain_sharing(near: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
+    """Yield pairs of boxes without axes that share a byte. *near* is sorted by start.
 
-    Of contents in different turns all pairs are looked at, since that one may be in another turn.
+    Boxes with equal period indices are compared only with the box that reaches farthest.
     """
-    if len({box.turns for box in near}) > 1:
-        for one, other in combinations(near, 2):
-            turns = zip(one.turns, other.turns, strict=True)
-            if other.start < one.stop and all(a.meets(b) for a, b in turns):
-                yield one, other
+    if len({box.periods for box in near}) > 1:
+        # The box that reaches farthest may be in another period, so compare all pairs.
+        for box, later in combinations(near, 2):
+            folds = zip(box.periods, later.periods, strict=True)
+            if later.start < box.stop and all(periods.overlap(other) for periods, other in folds):
+                yield box, later
         return
-    widest = near[0]
+    farthest = near[0]
     for box in near[1:]:
-        yield widest, box
-        widest = max(widest, box, key=lambda each: each.stop)
+        yield farthest, box
+        farthest = max(farthest, box, key=lambda member: member.stop)
 
 
 def _nested(region: Region) -> bool:
-    """Whether each stride of a region steps over all that the smaller ones reach."""
+    """Return whether each stride of a region covers everything that the smaller strides reach."""
     reach = region.chunk_bytes
     axes = (
         (region.block_stride, region.num_blocks),
@@ -247,16 +314,15 @@ def _nested(region: Region) -> bool:
         (region.state_stride, region.states),
         (region.chunk_stride, region.chunks),
     )
-    for stride, count in sorted(each for each in axes if each[1] > 1):
+    for stride, count in sorted(axis for axis in axes if axis[1] > 1):
         if stride < reach:
             return False
         reach += stride * (count - 1)
     return True
 
 
-def _overlap(one: Region, other: Region) -> SpecError:
-    pair = f"{one.layer}.{one.part} and {other.layer}.{other.part}"
-    if one.group == other.group:
+def _overlap(first: Region, second: Region) -> SpecError:
+    pair = f"{first.layer}.{first.part} and {second.layer}.{second.part}"
+    if first.group == second.group:
         return SpecError("tensors", pair, "regions of one group that do not overlap")
-    wanted = "blocks of different groups that coincide or lie apart"
-    return SpecError("tensors", pair, wanted)
+    return SpecError("tensors", pair, "blocks of different groups that coincide or lie apart")

@@ -1,6 +1,6 @@
-"""The caches that an engine's own layout makes, in memory or on paper.
+"""Make the caches that an engine's own layout describes, in real memory or on paper.
 
-Law: `allocate` and `plan_memory` make the same regions; one of them has bytes behind them.
+Invariant: `allocate` and `plan_memory` return the same regions. Only `allocate` makes bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
+# Blocks of every group's block tables, or of each group by name.
 Blocks = int | Mapping[str, int]
 
 
@@ -32,12 +33,33 @@ def allocate(
     *,
     shared: bool = False,
 ) -> tuple[RankCache, dict[str, Any]]:
-    """Allocate one rank's cache and return it with its storage, keyed by group name.
+    """Allocate the cache of one rank.
 
-    *num_blocks*: blocks of every group's tables, or of each by name. Storage is one flat array of
-    bytes for each group: zeroed numpy ``uint8`` on ``"cpu"``, a torch ``uint8`` tensor on a GPU
-    such as ``"cuda:0"``. *shared*: all groups lie in the same bytes, as hybrid memory allocators
-    have it, and one array serves them all; block ids then belong to one group at a time.
+    Args:
+        engine: The engine.
+        rank: The rank.
+        num_blocks: Number of blocks in each group's block tables, or a mapping from the name of
+            each group to its number.
+        device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
+        shared: Whether all groups lie in the same bytes, as with hybrid memory allocators. A block
+            id then belongs to one group at a time.
+
+    Returns:
+        The cache, and its storage by group name. The storage of a group is a flat array of zeroed
+        bytes: numpy ``uint8`` on ``"cpu"``, a torch ``uint8`` tensor on a GPU. If the memory is
+        shared, all groups have the same array.
+
+    Raises:
+        SpecError: If the memory cannot be allocated, or the groups cannot share memory.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
+    >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    >>> cache, storage = allocate(engine, RankId(), num_blocks=10)
+    >>> storage["full"].shape
+    (160,)
+
     """
     arrays: list[Any] = []
 
@@ -48,8 +70,8 @@ def allocate(
 
     flag("shared", shared)
     cache, groups = _planned(engine, rank, num_blocks, obtain, shared=shared)
-    each = arrays * len(groups) if shared else arrays
-    return cache, dict(zip(groups, each, strict=True))
+    group_arrays = arrays * len(groups) if shared else arrays
+    return cache, dict(zip(groups, group_arrays, strict=True))
 
 
 def plan_memory(
@@ -60,24 +82,44 @@ def plan_memory(
     *,
     shared: bool = False,
 ) -> RankCache:
-    """Return the cache that `allocate` would make, as it would lie from *address* on.
+    """Return the cache that `allocate` would make, without allocating memory.
 
-    Nothing is allocated: caches of any size can be planned with, and looked at.
+    Args:
+        engine: The engine.
+        rank: The rank.
+        num_blocks: Number of blocks, as for `allocate`.
+        address: Address at which the memory of the cache begins.
+        shared: Whether all groups lie in the same bytes, as for `allocate`.
+
+    Returns:
+        The cache. It can be planned with and drawn, whatever its size.
+
+    Raises:
+        SpecError: If the groups cannot share memory, or an address exceeds 63 bits.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
+    >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["layers.0", "layers.1"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    >>> cache = plan_memory(engine, RankId(), num_blocks=10, address=4096)
+    >>> [region.base for region in cache.regions]
+    [4096, 4256]
+
     """
-    at = positive_int("address", address, least=0)
+    next_address = positive_int("address", address, least=0)
     flag("shared", shared)
 
     def obtain(size: int) -> Memory:
-        nonlocal at
-        at += size
-        return Memory(at - size, size)
+        nonlocal next_address
+        next_address += size
+        return Memory(next_address - size, size)
 
     return _planned(engine, rank, num_blocks, obtain, shared=shared)[0]
 
 
 @attrs.frozen
 class _Plan:
-    """One group's layers in *size* bytes of *count* blocks in memory."""
+    """The placement of one group: *count* kernel blocks in *size* bytes."""
 
     group: KVCacheGroup
     placed: list[Placement]
@@ -93,33 +135,34 @@ def _planned(
     *,
     shared: bool,
 ) -> tuple[RankCache, list[str]]:
-    """Return a rank's cache in the memory that *obtain* gives, and the groups it holds.
+    """Return a rank's cache and the names of its groups.
 
-    Memory is obtained once for each group, or once for all that are *shared*.
+    *obtain* returns memory of so many bytes. It is called once for each group, or once if *shared*.
     """
     plans = _plans(engine, rank, num_blocks)
     if shared:
         _check_shared(plans)
     regions: list[Region] = []
     memory: list[Memory] = []
-    for each in plans:
+    for plan in plans:
         if not shared or not memory:
-            whole = max(each.size for each in plans) if shared else each.size
-            memory.append(obtain(max(whole, 1)))
-        found = (placed for placed in each.placed if placed.units)
-        regions += (_region(each.group.name, placed, each.count, memory[-1]) for placed in found)
+            size = max(plan.size for plan in plans) if shared else plan.size
+            # A rank may hold no units of any part. Its memory still needs an address.
+            memory.append(obtain(max(size, 1)))
+        held = (placed for placed in plan.placed if placed.units)
+        regions += (_region(plan.group.name, placed, plan.count, memory[-1]) for placed in held)
     cache = RankCache(engine, rank, tuple(regions), tuple(memory))
-    return cache, [each.group.name for each in plans]
+    return cache, [plan.group.name for plan in plans]
 
 
 def _plans(engine: EngineSpec, rank: RankId, num_blocks: Blocks) -> list[_Plan]:
-    """Return where each group of which *rank* holds any layer lies in memory of its own."""
+    """Return the placement of each group of which *rank* holds a layer."""
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     if isinstance(num_blocks, Mapping):
         names = [group.name for group in engine.groups]
-        strange = sorted(set(num_blocks) - set(names), key=repr)
-        if strange:
-            raise SpecError("num_blocks", strange, f"groups of the engine: {', '.join(names)}")
+        unknown = sorted(set(num_blocks) - set(names), key=repr)
+        if unknown:
+            raise SpecError("num_blocks", unknown, f"groups of the engine: {', '.join(names)}")
     plans: list[_Plan] = []
     for group in engine.groups:
         layers = engine.layers_at(group, rank.pp)
@@ -131,39 +174,39 @@ def _plans(engine: EngineSpec, rank: RankId, num_blocks: Blocks) -> list[_Plan]:
 
 
 def _check_shared(plans: list[_Plan]) -> None:
-    """Raise `SpecError` unless blocks of different groups coincide or are apart."""
+    """Check that block i of one group coincides with block i of each other group."""
     strides = {
         (
-            placed.block_stride * each.group.kernel_blocks_per_block,
-            each.count // each.group.kernel_blocks_per_block,
+            placed.block_stride * plan.group.kernel_blocks_per_block,
+            plan.count // plan.group.kernel_blocks_per_block,
         )
-        for each in plans
-        for placed in each.placed
+        for plan in plans
+        for placed in plan.placed
         if placed.units
     }
     if len(strides) > 1:
-        found = ", ".join(f"{stride} bytes x {count}" for stride, count in sorted(strides))
-        wanted = "one block stride and one number of blocks in all groups (pad the pages)"
-        raise SpecError("shared", found, wanted)
+        differing = ", ".join(f"{stride} bytes x {count}" for stride, count in sorted(strides))
+        expected = "one block stride and one number of blocks in all groups (pad the pages)"
+        raise SpecError("shared", differing, expected)
 
 
-def _region(group: str, each: Placement, count: int, span: Memory) -> Region:
+def _region(group: str, placed: Placement, count: int, memory: Memory) -> Region:
     return Region(
         group=group,
-        layer=each.layer,
-        part=each.part.name,
-        base=span.address + each.offset,
+        layer=placed.layer,
+        part=placed.part.name,
+        base=memory.address + placed.offset,
         num_blocks=count,
-        block_stride=each.block_stride,
-        unit_stride=each.unit_stride,
-        state_stride=each.state_stride,
-        chunk_stride=each.chunk_stride if each.part.chunks > 1 else 0,
-        content_bytes=each.part.content_bytes,
-        units=each.units,
-        states=each.part.states,
-        chunks=each.part.chunks,
-        memory_type=span.memory_type,
-        device=span.device,
+        block_stride=placed.block_stride,
+        unit_stride=placed.unit_stride,
+        state_stride=placed.state_stride,
+        chunk_stride=placed.chunk_stride if placed.part.chunks > 1 else 0,
+        content_bytes=placed.part.content_bytes,
+        units=placed.units,
+        states=placed.part.states,
+        chunks=placed.part.chunks,
+        memory_type=memory.memory_type,
+        device=memory.device,
     )
 
 
@@ -182,14 +225,15 @@ def _array(size: int, device: str) -> tuple[Any, Memory]:
         try:
             array = np.zeros(size, dtype=np.uint8)
         except (MemoryError, ValueError, OverflowError):
-            raise SpecError("num_blocks", f"{size} bytes", "what fits into memory") from None
+            raise SpecError("num_blocks", f"{size} bytes", "a size that fits into memory") from None
         return array, Memory(array.ctypes.data, array.nbytes)
     if not re.fullmatch(r"(cuda|xpu)(:\d+)?", str(device)):
         raise SpecError("device", device, "'cpu' or a GPU such as 'cuda:0'")
-    import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
+    import torch  # noqa: PLC0415 - only a GPU needs torch, and its import is slow
 
     try:
         tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    # torch raises AssertionError if it was built without CUDA, and RuntimeError otherwise.
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         raise SpecError("device", device, f"a GPU with {size} bytes free ({why})") from error

@@ -1,8 +1,24 @@
-"""Layout letters to strides.
+"""Turn the letters of a memory layout into offsets and strides.
 
-Law: a layout is only an order of axes. Nested boxes give every part of every layer an offset and
-three strides; whether a block is contiguous, a page padded or a layer interleaved with others
-changes those numbers and nothing else.
+Invariant: a layout is only an order of axes. It changes the offset and the strides of each part of
+each layer, and nothing else.
+
+How it works:
+    A layout is a nest of boxes, one for each letter, outermost first. The box of a repeating letter
+    (B blocks, H heads, P chunks, N tokens) contains the next box several times. The box of a
+    letter that separates (L layers, T tensors of a page, K parts of a tensor) contains one box for
+    each member, side by side. The innermost box C is the content of one row of one unit.
+
+    `_Boxes.lay` walks from the outermost box inwards. On the way back it adds up sizes: a repeating
+    box sets the stride of its letter to the size of the box inside, and a separating box adds to
+    the offsets of its members.
+
+    For example, one layer has keys and values of 2 heads, 4 tokens a block and 8 bytes of content.
+    There are 3 blocks. The layout LKBNHC is blocks of planes, LBNKHC is keys beside values:
+
+        layout    order of boxes    block    token    head    offset of v    bytes
+        LKBNHC    L K B T N H C     64       16       8       192            384
+        LBNKHC    L B T N K H C     128      32       8       16             384
 """
 
 from __future__ import annotations
@@ -20,7 +36,20 @@ from kvspec.specs.layer import padded_page
 
 @attrs.define
 class Placement:
-    """Where one part of one layer lies: byte *offset*, byte strides, and how many units."""
+    """The place of one part of one layer in the memory of its group.
+
+    Attributes:
+        layer: Name of the layer.
+        part: The part.
+        units: Number of units of the part that the rank holds.
+        padded: Bytes of a page with its padding, or None if pages are not padded.
+        offset: Bytes from the first byte of the group's memory to the first content.
+        block_stride: Bytes from one kernel block to the next.
+        unit_stride: Bytes from one unit to the next.
+        state_stride: Bytes from one row of a block to the next.
+        chunk_stride: Bytes from one chunk of a content to the next.
+
+    """
 
     layer: str
     part: Part
@@ -39,34 +68,57 @@ def place(
     local_units: Callable[[Part], int],
     num_blocks: int,
 ) -> tuple[list[Placement], int]:
-    """Lay out the *layers* of one group on one rank.
+    """Place all parts of the layers of one group.
 
-    *local_units*: how many units of a part the rank holds. Returns the placement of every part of
-    every layer, offsets counted from the group's first byte, and the group's bytes in all.
+    Args:
+        layout: Letters or name of the layout.
+        layers: Name and spec of each layer, as it lies in memory.
+        local_units: Returns the number of units of a part that the rank holds.
+        num_blocks: Number of kernel blocks.
+
+    Returns:
+        The placement of each part of each layer, and the bytes of the group.
+
+    Raises:
+        SpecError: If the layers do not fit into one nest of boxes, or cannot be padded.
+
+    >>> from kvspec import FullAttentionSpec
+    >>> spec = FullAttentionSpec(block_size=4, total_num_kv_heads=2, head_size=8, dtype="uint8")
+    >>> for layout in ("LKBNHC", "LBNKHC"):
+    ...     placed, size = place(layout, [("l", spec)], lambda part: part.units, num_blocks=3)
+    ...     k, v = placed
+    ...     print(k.block_stride, k.state_stride, k.unit_stride, v.offset, size)
+    64 16 8 192 384
+    128 32 8 16 384
+
     """
     members = [
         Placement(layer, part, local_units(part), spec.page_size_padded)
         for layer, spec in layers
         for part in spec.parts
     ]
-    axes = axes_of(layout_letters(layout), [each.part for each in members])
+    axes = axes_of(layout_letters(layout), [member.part for member in members])
     boxes = _Boxes(layout, axes, 1 + max(axes.index("L"), axes.index("B")), num_blocks)
-    padded = next((each.padded for each in members if each.padded), None)
+    padded = next((member.padded for member in members if member.padded), None)
+    # Padding follows each page, so a page must be one contiguous range.
     if padded and not boxes.whole_pages(members):
-        wanted = f"no padding in layout {layout}, or L and B outermost"
-        raise SpecError("page_size_padded", padded, wanted)
+        expected = f"no padding in layout {layout}, or L and B outermost"
+        raise SpecError("page_size_padded", padded, expected)
     return members, boxes.lay(0, members)
 
 
 def axes_of(letters: str, parts: Iterable[Part]) -> str:
-    """Return the order of axes, with T (tensors of a page) and K (parts of a tensor) put in.
+    """Return the order of axes: the layout's letters with T, K and P inserted.
 
-    | rows   | letters with K   | letters without K | why                                      |
+    T separates the tensors of a page, K the parts of a tensor, P the chunks of a content.
+
+    | rows   | letters with K   | letters without K | reason                                   |
     |--------|------------------|-------------------|------------------------------------------|
-    | tokens | LKBNHC: LKBTNHC  | LBNHC: LBTNHKC    | T just inside L and B; K as the letters  |
-    |        |                  |                   | say, else parts packed in the content    |
-    | states | LKBNHC: LBTNKHC  | LBHNC: LBTKHNC    | L and B outermost, so that a page lies   |
-    |        |                  |                   | in one chunk; parts side by side along H |
+    | tokens | LKBNHC: LKBTNHC  | LBNHC: LBTNHKC    | T is just inside L and B. Without K, the |
+    |        |                  |                   | parts are packed in the content.         |
+    | states | LKBNHC: LBTNKHC  | LBHNC: LBTKHNC    | L and B are outermost, because a page of |
+    |        |                  |                   | states is contiguous. Parts are side by  |
+    |        |                  |                   | side along H.                            |
     """
     parts = tuple(parts)
     if any(part.chunks > 1 for part in parts):
@@ -75,28 +127,31 @@ def axes_of(letters: str, parts: Iterable[Part]) -> str:
         planes = letters if "K" in letters else letters[:-1] + "KC"
         inside = 1 + max(planes.index("L"), planes.index("B"))
         return f"{planes[:inside]}T{planes[inside:]}"
-    outer = "".join(each for each in letters if each in "LB")
-    inner = "".join(each for each in letters if each in "HN")
+    outer = "".join(letter for letter in letters if letter in "LB")
+    inner = "".join(letter for letter in letters if letter in "HN")
     return outer + "T" + inner.replace("H", "KH") + "C"
 
 
 def _with_chunks(letters: str) -> str:
-    """Return *letters* with P (chunks of a row's content) put in: all rows of each chunk.
+    """Return *letters* with P inserted: a block has the first chunk of all rows, then the second.
 
-    Keys of 4 tokens, 3 elements each, in chunks of one: ``abcd`` ``abcd`` ``abcd``, not ``aaa``
-    ``bbb`` ``ccc`` ``ddd``. So rows and content are the innermost axes, and keys apart from values.
+    Keys of 4 tokens a, b, c and d with 3 elements each lie as ``abcd`` ``abcd`` ``abcd`` in chunks
+    of one element. Without chunks they lie as ``aaa`` ``bbb`` ``ccc`` ``ddd``.
     """
     if not letters.endswith("NC") or "K" not in letters:
-        wanted = "K, and N just before C, such as LBHKNC, for a format that cuts content in chunks"
-        raise SpecError("layout", letters, wanted)
+        # Rows and content must be the innermost axes, and keys must be separate from values.
+        expected = (
+            "K, and N just before C, such as LBHKNC, for a format that cuts content in chunks"
+        )
+        raise SpecError("layout", letters, expected)
     return letters[:-2] + "PNC"
 
 
 @attrs.frozen
 class _Boxes:
-    """Nested boxes along *axes*: B, H, P and N repeat what is inside; L, T and K set side by side.
+    """The nest of boxes along *axes*. `How it works` above describes it.
 
-    *page_depth*: the depth at which one layer's one block begins, just inside L and B.
+    *page_depth* is the depth of the box that is one block of one layer, just inside L and B.
     """
 
     layout: str
@@ -105,17 +160,17 @@ class _Boxes:
     num_blocks: int
 
     def whole_pages(self, members: Sequence[Placement]) -> bool:
-        """Whether a page lies in one chunk: no axis outside it, but L and B, repeats anything."""
+        """Return whether a page is contiguous: outside of it, only L and B have more than one box."""
         outside = (axis for axis in self.axes[: self.page_depth] if axis not in "LB")
         return all(self._single(axis, members) for axis in outside)
 
     def _single(self, axis: str, members: Sequence[Placement]) -> bool:
         if axis == "K":
-            return len({each.part.name for each in members}) == 1
-        return all(self._count(axis, each) == 1 for each in members)
+            return len({member.part.name for member in members}) == 1
+        return all(self._count(axis, member) == 1 for member in members)
 
     def lay(self, depth: int, members: Sequence[Placement]) -> int:
-        """Place *members* in the box at *depth*; return the bytes of that box."""
+        """Place *members* in the box at *depth* and return the bytes of that box."""
         axis = self.axes[depth]
         if axis == "C":
             return members[0].part.content_bytes // members[0].part.chunks
@@ -124,33 +179,33 @@ class _Boxes:
 
     def _beside(self, axis: str, depth: int, members: Sequence[Placement]) -> int:
         boxes: dict[str, list[Placement]] = {}
-        for each in members:
-            key = {"L": each.layer, "T": each.part.tensor, "K": each.part.name}[axis]
-            boxes.setdefault(key, []).append(each)
-        at = 0
+        for member in members:
+            key = {"L": member.layer, "T": member.part.tensor, "K": member.part.name}[axis]
+            boxes.setdefault(key, []).append(member)
+        offset = 0
         for box in boxes.values():
             size = self.lay(depth + 1, box)
-            for each in box:
-                each.offset += at
-            at += size
-        return at
+            for member in box:
+                member.offset += offset
+            offset += size
+        return offset
 
     def _repeat(self, depth: int, members: Sequence[Placement]) -> int:
         axis, size = self.axes[depth], self.lay(depth + 1, members)
-        counts = {self._count(axis, each) for each in members}
+        counts = {self._count(axis, member) for member in members}
         if len(counts) > 1:
-            inside = "".join(each for each in self.axes[depth + 1 :] if each in "LK")
-            wanted = f"{axis} inside {inside}, since {LETTERS[axis]} differ: {sorted(counts)}"
-            raise SpecError("layout", self.layout, wanted)
-        for each in members:
+            inside = "".join(letter for letter in self.axes[depth + 1 :] if letter in "LK")
+            expected = f"{axis} inside {inside}, since {LETTERS[axis]} differ: {sorted(counts)}"
+            raise SpecError("layout", self.layout, expected)
+        for member in members:
             if axis == "B":
-                each.block_stride = size
+                member.block_stride = size
             elif axis == "H":
-                each.unit_stride = size
+                member.unit_stride = size
             elif axis == "P":
-                each.chunk_stride = size
+                member.chunk_stride = size
             else:
-                each.state_stride = size
+                member.state_stride = size
         return counts.pop() * size
 
     def _count(self, axis: str, member: Placement) -> int:

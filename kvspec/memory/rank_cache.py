@@ -1,7 +1,7 @@
-"""One rank's cache in memory: a region for every part of every layer it holds.
+"""Describe the KV cache of one rank: a region for each part of each layer that the rank holds.
 
-Law: every region lies inside one memory, and no byte belongs to two contents. What has to be
-registered is the distinct memory behind the regions, each once, by what it really is.
+Invariant: every region lies inside the memory of the cache, and no byte belongs to two contents
+that a request may use at the same time.
 """
 
 from __future__ import annotations
@@ -24,28 +24,38 @@ from kvspec.ownership.parallel import RankId
 __all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]
 
 
-def _check_region(region: Region, wanted: HeldPart) -> None:
-    """Check that *region* has the sizes of the engine's part."""
-    if region.group != wanted.group:
+def _check_region(region: Region, expected: HeldPart) -> None:
+    """Check that *region* has the sizes of the engine's part, and plain counts and strides."""
+    if region.group != expected.group:
         field = f"regions['{region.layer}.{region.part}'].group"
-        raise SpecError(field, region.group, f"{wanted.group!r}, the layer's group")
-    home = (region.memory_type, region.device)
-    if not isinstance(home[0], str) or type(home[1]) is not int:
+        raise SpecError(field, region.group, f"{expected.group!r}, the layer's group")
+    device = (region.memory_type, region.device)
+    if not isinstance(device[0], str) or type(device[1]) is not int:
         field = f"regions['{region.layer}.{region.part}']"
-        raise SpecError(field, home, "a memory_type (a text) and a device (an int)")
+        raise SpecError(field, device, "a memory_type (a text) and a device (an int)")
     sizes = (region.content_bytes, region.units, region.states, region.chunks)
-    right = (wanted.content_bytes, wanted.units, wanted.states, wanted.chunks)
+    expected_sizes = (
+        expected.content_bytes,
+        expected.units,
+        expected.states,
+        expected.chunks,
+    )
     strides = (region.block_stride, region.unit_stride, region.state_stride, region.chunk_stride)
     counts = (region.base, *strides)
     plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
-    # All is well, nearly always, and this is asked of every region: so no messages until it is not.
-    if plain and sizes == right and min(counts) >= 0 < region.num_blocks <= MOST >= max(counts):
+    # An engine has thousands of regions, and nearly all are valid. So the field names and messages
+    # below are made only after this single test has failed.
+    if (
+        plain
+        and sizes == expected_sizes
+        and min(counts) >= 0 < region.num_blocks <= MOST >= max(counts)
+    ):
         return
     for name in ("content_bytes", "units", "states", "chunks"):
-        size, fits = getattr(region, name), getattr(wanted, name)
-        if type(size) is not int or size != fits:
+        size, expected_size = getattr(region, name), getattr(expected, name)
+        if type(size) is not int or size != expected_size:
             field = f"regions['{region.layer}.{region.part}'].{name}"
-            raise SpecError(field, size, f"{fits}, as the engine's part has")
+            raise SpecError(field, size, f"{expected_size}, as the engine's part has")
     named = ("block_stride", "unit_stride", "state_stride", "chunk_stride")
     for name in ("num_blocks", "base", *named):
         field = f"regions['{region.layer}.{region.part}'].{name}"
@@ -53,18 +63,43 @@ def _check_region(region: Region, wanted: HeldPart) -> None:
 
 
 def _regions(value: object) -> tuple[Region, ...]:
-    return tuple(
-        instance("regions", each, Region) for each in sequence("regions", value, "Regions")
-    )
+    members = sequence("regions", value, "Regions")
+    return tuple(instance("regions", member, Region) for member in members)
 
 
 def _memories(value: object) -> tuple[Memory, ...]:
-    return tuple(instance("memory", each, Memory) for each in sequence("memory", value, "Memories"))
+    members = sequence("memory", value, "Memories")
+    return tuple(instance("memory", member, Memory) for member in members)
 
 
 @attrs.frozen
 class RankCache:
-    """Where one rank's cache lies: its *regions*, and the *memory* that holds them."""
+    """The KV cache of one rank.
+
+    `allocate`, `plan_memory` and `from_tensors` make a cache. A connector that knows its addresses
+    can also make the regions by hand.
+
+    Attributes:
+        engine: The engine.
+        rank: The rank.
+        regions: One region for each part of each layer that the rank holds.
+        memory: The memory that contains the regions. This is what the transport registers.
+
+    Raises:
+        SpecError: If a region is missing, contradicts the engine or lies outside the memory. Also
+            if two regions share bytes, except in blocks with the same id of different groups.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig, plan_memory
+    >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    >>> cache = plan_memory(engine, RankId(), num_blocks=10)
+    >>> cache.memory
+    (Memory(address=0, length=160, memory_type='DRAM', device=0),)
+    >>> [(region.layer, region.part, region.block_stride) for region in cache.regions]
+    [('layers.0', 'latent', 16)]
+
+    """
 
     engine: EngineSpec
     rank: RankId
@@ -73,24 +108,24 @@ class RankCache:
 
     def __attrs_post_init__(self) -> None:
         instance("engine", self.engine, EngineSpec).parallel.check_rank(self.rank)
-        wanted = self.engine.held(self.rank)
+        held_parts = self.engine.held(self.rank)
         excluded = set(self.engine.excluded)
         seen: set[tuple[str, str]] = set()
-        for each in self.regions:
-            key = (each.layer, each.part)
-            if not isinstance(each.layer, str) or not isinstance(each.part, str):
+        for region in self.regions:
+            key = (region.layer, region.part)
+            if not isinstance(region.layer, str) or not isinstance(region.part, str):
                 raise SpecError("regions", key, "names of a layer and of a part")
             if key in seen:
                 raise SpecError("regions", ".".join(key), "each part of a layer once")
-            if key not in wanted:
+            if key not in held_parts:
                 raise SpecError("regions", ".".join(key), f"parts of layers that {self.rank} has")
             seen.add(key)
-            _check_region(each, wanted[key])
-            self._check_null_block(each)
-        for key in wanted.keys() - seen:
+            _check_region(region, held_parts[key])
+            self._check_null_block(region)
+        for key in held_parts.keys() - seen:
             if key[0] not in excluded:
-                told = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
-                raise SpecError("regions", sorted(map(".".join, seen)), told)
+                expected = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
+                raise SpecError("regions", sorted(map(".".join, seen)), expected)
         self._check_inside()
         check_separate(
             self.regions,
@@ -102,62 +137,68 @@ class RankCache:
         null = self.engine.null_block
         blocks = region.num_blocks // self.engine.group(region.group).kernel_blocks_per_block
         if null is not None and null >= blocks:
-            told = f"less than the {blocks} blocks of {region.layer}.{region.part}"
-            raise SpecError("null_block", null, told)
+            expected = f"less than the {blocks} blocks of {region.layer}.{region.part}"
+            raise SpecError("null_block", null, expected)
 
     def _check_inside(self) -> None:
-        """Check that every region lies inside one chunk of the memory given."""
-        reach: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
-        for home, memories in self._by_home.items():
-            starts, stops = reach.setdefault(home, ([], []))
+        """Check that each region lies inside one of the memories."""
+        # By device: the start of each memory, and the farthest end of the memories up to it.
+        bounds: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
+        for device, memories in self._by_device.items():
+            starts, stops = bounds.setdefault(device, ([], []))
             for memory in memories:
                 reached = stops[-1] if stops else 0
                 if memory.address < reached < memory.end:
-                    wanted = "memories that lie apart or one inside the other"
-                    raise SpecError("memory", memory, wanted)
+                    expected = "memories that lie apart or one inside the other"
+                    raise SpecError("memory", memory, expected)
                 starts.append(memory.address)
                 stops.append(max(memory.end, reached))
-        for each in self.regions:
-            starts, stops = reach.get((each.memory_type, each.device), ([], []))
-            extent = each.extent
-            at = bisect_right(starts, extent.start)
-            if not at or stops[at - 1] < extent.stop:
-                field = f"regions['{each.layer}.{each.part}']"
+        for region in self.regions:
+            starts, stops = bounds.get((region.memory_type, region.device), ([], []))
+            extent = region.extent
+            preceding = bisect_right(starts, extent.start)
+            if not preceding or stops[preceding - 1] < extent.stop:
+                field = f"regions['{region.layer}.{region.part}']"
                 raise SpecError(field, extent, "a region inside the memory given")
 
     @cached_property
-    def _by_home(self) -> dict[tuple[str, int], list[Memory]]:
+    def _by_device(self) -> dict[tuple[str, int], list[Memory]]:
         """The memories of each type and device, by ascending address, enclosing ones first."""
-        found: dict[tuple[str, int], list[Memory]] = {}
-        for memory in sorted(self.memory, key=lambda each: (each.address, -each.length)):
-            found.setdefault((memory.memory_type, memory.device), []).append(memory)
-        return found
+        by_device: dict[tuple[str, int], list[Memory]] = {}
+        for memory in sorted(self.memory, key=lambda memory: (memory.address, -memory.length)):
+            by_device.setdefault((memory.memory_type, memory.device), []).append(memory)
+        return by_device
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Addresses where one memory ends and another of its type and device begins.
+        """Addresses where one memory ends and another memory of the same device begins.
 
-        No descriptor lies over one.
+        No descriptor may cross a boundary: the transport registers the two memories separately.
         """
-        found: set[int] = set()
-        for memories in self._by_home.values():
+        boundaries: set[int] = set()
+        for memories in self._by_device.values():
             reached = 0
-            for each in memories:
-                if each.address == reached:
-                    found.add(each.address)
-                reached = max(reached, each.end)
-        return tuple(sorted(found))
+            for memory in memories:
+                if memory.address == reached:
+                    boundaries.add(memory.address)
+                reached = max(reached, memory.end)
+        return tuple(sorted(boundaries))
 
     @cached_property
     def _by_part(self) -> dict[tuple[str, str], Region]:
-        return {(each.layer, each.part): each for each in self.regions}
+        return {(region.layer, region.part): region for region in self.regions}
 
     def region(self, layer: str, part: str) -> Region:
-        """Return the region of one part of one layer."""
-        found = self._by_part.get((instance("layer", layer, str), instance("part", part, str)))
-        if found is None:
+        """Return the region of one part of one layer.
+
+        Raises:
+            SpecError: If the rank does not have that part.
+
+        """
+        region = self._by_part.get((instance("layer", layer, str), instance("part", part, str)))
+        if region is None:
             raise SpecError("region", f"{layer}.{part}", f"a part of a layer that {self.rank} has")
-        return found
+        return region
 
     @staticmethod
     def from_tensors(
@@ -166,23 +207,44 @@ class RankCache:
         tensors: Mapping[str, Any],
         axes: str | Mapping[str, str] | None = None,
     ) -> RankCache:
-        """Return the cache that *tensors* hold.
+        """Return the cache that consists of an engine's own tensors.
 
-        *tensors*: for each layer a torch tensor or numpy array, or a mapping from a part's or
-        tensor's name (``"k"``, ``"v"``, ``"conv"``, ``"ssm"``) to one. Extents are those of the
-        engine's parts exactly: of a larger tensor, give the view that is the cache. A tensor that
-        holds both k and v has them along ``K``, or packed in ``C``.
+        Nothing is copied. The caller keeps the tensors alive as long as the cache is used.
 
-        *axes*: the letters of a tensor's dimensions in order, outermost first: ``B`` blocks, ``K``
-        the K and V planes, ``H`` heads (units), ``N`` tokens (states) of a block, ``P`` chunks of
-        the content, ``C`` content; for all tensors, or by the name of a part, a tensor or, for what
-        they do not name, a group. Where several axes lie in one dimension they stand in brackets:
-        SGLang's ``[slots, heads, size]`` is ``(BN)HC``. A letter that is not there has extent 1;
-        the last dimensions may all be ``C``. Unless *axes* are given, they are the layout's without
-        L (of a state, B first), which has to be the only order that fits the shape.
+        Args:
+            engine: The engine.
+            rank: The rank that holds the tensors.
+            tensors: For each layer a torch tensor or a numpy array, or a mapping from the name of a
+                part or tensor (``"k"``, ``"v"``, ``"conv"``, ``"ssm"``) to one. Each size must
+                equal the size of the engine's part: pass a view if a tensor is larger. A tensor
+                that contains both k and v has them along ``K``, or packed in ``C``.
+            axes: The letters of a tensor's dimensions, outermost first: ``B`` blocks, ``K`` the K
+                and V planes, ``H`` heads (units), ``N`` tokens (states) of a block, ``P`` chunks
+                of the content, ``C`` content. Pass one string for all tensors, or a mapping from
+                the name of a part or tensor to its letters. In the mapping, the name of a group
+                applies to all its other tensors. The letters of one dimension with several axes
+                stand in brackets: SGLang's ``[slots, heads, size]`` is ``(BN)HC``. An axis whose
+                letter is missing has size 1. Several of the last dimensions may be ``C``. The
+                default is the order of the engine's layout, without L. For a state, the default
+                begins with B. The default is refused if the shape fits another order too.
 
-        Raises `SpecError` naming the layer for whatever contradicts the engine or the other
-        tensors; nothing is copied, and whoever made the tensors keeps them.
+        Returns:
+            The cache.
+
+        Raises:
+            SpecError: If a tensor contradicts the engine or another tensor, or is not a dense
+                tensor on a CPU or GPU. The error names the layer.
+
+        >>> import numpy as np
+        >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
+        >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+        >>> group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+        >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+        >>> tensor = np.zeros((10, 2, 8), np.uint8)
+        >>> cache = RankCache.from_tensors(engine, RankId(), {"layers.0": tensor}, axes="BNC")
+        >>> cache.region("layers.0", "latent").num_blocks
+        10
+
         """
         regions, memory = read(engine, rank, tensors, axes)
         return RankCache(engine, rank, regions, memory)

@@ -1,6 +1,7 @@
-"""One part of one layer in memory, and the memory that it lies in.
+"""Describe one part of one layer in memory, and the memory that contains it.
 
-Law: a region is a base address and three strides; nothing else is known of memory.
+Invariant: a `Region` is a base address, four strides and four counts. Nothing else about memory
+affects the rows of a transfer.
 """
 
 from __future__ import annotations
@@ -13,14 +14,40 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, positive_int
 
+MEMORY_TYPES = ("DRAM", "VRAM")
+
 
 @attrs.frozen(kw_only=True)
 class Region:
-    """One part of one layer in one rank's memory.
+    """One part of one layer in the memory of one rank.
 
-    Strides and *content_bytes* are bytes; *units* counts the rank's own, *states* the rows of a
-    block. A row's content lies in so many equal *chunks*, *chunk_stride* apart. *device* is the
-    index of the device that holds *memory_type* ``VRAM``.
+    Attributes:
+        group: Name of the group.
+        layer: Name of the layer.
+        part: Name of the part, such as `k`.
+        base: Address of the first content.
+        num_blocks: Number of blocks in memory. These are kernel blocks if a block of the block
+            table consists of several kernel blocks.
+        block_stride: Bytes from one block to the next.
+        unit_stride: Bytes from one unit to the next.
+        state_stride: Bytes from one row of a block to the next.
+        content_bytes: Bytes of one row of one unit.
+        units: Number of units that the rank holds.
+        states: Number of rows of a block.
+        chunks: Number of equal chunks that the content of one row is divided into.
+        chunk_stride: Bytes from one chunk to the next.
+        memory_type: `DRAM`, or `VRAM` for the memory of a GPU.
+        device: Index of the GPU. 0 for `DRAM`.
+
+    >>> keys = Region(group="g", layer="l", part="k", base=1000, num_blocks=4, block_stride=64,
+    ...     unit_stride=32, state_stride=8, content_bytes=8, units=2, states=4)
+    >>> keys.address(block=1, unit=1, state=2)
+    1112
+    >>> keys.locate(1112 + 5)
+    (1, 1, 2, 5)
+    >>> keys.extent
+    range(1000, 1256)
+
     """
 
     group: str
@@ -40,7 +67,7 @@ class Region:
     device: int = 0
 
     def address(self, block: int, unit: int, state: int) -> int:
-        """Return where one (unit, state)'s content begins; *unit* counts the rank's own."""
+        """Return the address of one content. *unit* counts the units that the rank holds."""
         return (
             self.base
             + block * self.block_stride
@@ -50,17 +77,19 @@ class Region:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk of the content: those that lie together."""
+        """Bytes of one chunk of a content. They are contiguous in memory."""
         return self.content_bytes // self.chunks
 
     def chunk_offset(self, byte: int) -> int:
-        """Return how far a *byte* of the content lies from where the content begins."""
+        """Return the distance of a *byte* of the content from the address of the content."""
         chunk, rest = divmod(byte, self.chunk_bytes)
         return chunk * self.chunk_stride + rest
 
     def locate(self, address: int) -> tuple[int, int, int, int] | None:
-        """Return (block, unit, state, byte) of an address, or None if no content lies there."""
+        """Return (block, unit, state, byte) of an *address*, or None if no content lies there."""
         rest = address - self.base
+        # Each stride covers everything that the smaller strides reach. So the index along the
+        # widest axis is known first.
         axes = sorted(
             [
                 (self.block_stride, self.num_blocks, 0),
@@ -70,33 +99,36 @@ class Region:
             ],
             reverse=True,
         )
-        found = [0, 0, 0, 0]
+        indices = [0, 0, 0, 0]
         for stride, count, axis in axes:
             if count > 1:
-                found[axis], rest = divmod(rest, stride)
-                if not 0 <= found[axis] < count:
+                indices[axis], rest = divmod(rest, stride)
+                if not 0 <= indices[axis] < count:
                     return None
         if not 0 <= rest < self.chunk_bytes:
             return None
-        block, unit, state, chunk = found
+        block, unit, state, chunk = indices
         return block, unit, state, chunk * self.chunk_bytes + rest
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """All but where it begins: regions of one shape repeat alike in memory."""
+        """Everything that affects descriptor rows, except the base address and the units."""
         strides = (self.num_blocks, self.block_stride, self.unit_stride, self.state_stride)
         sizes = (self.content_bytes, self.states, self.chunks, self.chunk_stride)
         return (*strides, *sizes, self.memory_type, self.device)
 
     @property
     def extent(self) -> range:
-        """From the region's first address to the end of its last content."""
+        """The addresses from the first byte of the region to the end of its last content."""
         last = self.address(self.num_blocks - 1, self.units - 1, self.states - 1)
         return range(self.base, last + self.chunk_offset(self.content_bytes - 1) + 1)
 
 
 def common_chunks(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of the longest chunks that lie together on both sides, and where they begin.
+    """Return the longest chunks of a content that are contiguous in both regions.
+
+    Returns:
+        The bytes of each chunk, and the first byte of each chunk in the content.
 
     >>> keys = Region(group="g", layer="l", part="k", base=0, num_blocks=1, block_stride=0,
     ...     unit_stride=0, state_stride=2, content_bytes=8, units=1, states=4, chunks=4,
@@ -104,17 +136,26 @@ def common_chunks(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
     >>> rows = attrs.evolve(keys, state_stride=8, chunks=1)
     >>> common_chunks(keys, rows)
     (2, (0, 2, 4, 6))
+
     """
     size = gcd(one.chunk_bytes, other.chunk_bytes)
     return size, tuple(range(0, one.content_bytes, size))
 
 
-MEMORY_TYPES = ("DRAM", "VRAM")
-
-
 @attrs.frozen
 class Memory:
-    """One distinct chunk of memory to register: address and length in bytes."""
+    """A range of memory to register with the transport.
+
+    Attributes:
+        address: Address of the first byte.
+        length: Length in bytes.
+        memory_type: `DRAM`, or `VRAM` for the memory of a GPU.
+        device: Index of the GPU. 0 for `DRAM`.
+
+    >>> Memory(4096, 100).end
+    4196
+
+    """
 
     address: int
     length: int

@@ -292,7 +292,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.plan_memory(engine(), RankId(), 1, shared=1),  # type: ignore[arg-type]
      "shared=1: expected True or False"),
     (lambda: blocks(2**62),
-     "num_blocks='2361183241434822606848 bytes': expected what fits into memory"),
+     "num_blocks='2361183241434822606848 bytes': expected a size that fits into memory"),
     (lambda: blocks(1, shared="no"), "shared='no': expected True or False"),
     # blocks that the kernel cuts finer, and layers that are left out
     *((lambda n=n: group(kernel_block_size=n),
