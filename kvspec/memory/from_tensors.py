@@ -1,17 +1,22 @@
-"""An engine's own tensors, read as regions.
+"""Read the tensors of an engine as regions, without copying them.
 
-Law: nothing is believed. Addresses, strides and extents come from the tensors; what the declared
-layout says about them is checked, and every contradiction is an error that names the layer.
+Invariant: addresses, strides and sizes come from the tensors. Everything that the engine declares
+about them is checked, and each contradiction is an error that names the layer. A framework such as
+torch is never imported.
 
-One tensor of an engine: address, shape, byte strides, and the memory behind it.
+How it works:
+    `read` reads each tensor in four steps:
 
-Law: what has no bytes of its own in a memory that can be registered is refused, whatever it looks
-like; what has is read without importing the framework that made it.
+    1. `read_array` returns the address, shape and strides of the tensor, and the memory that its
+       storage occupies. It refuses tensors without bytes of their own, such as meta tensors.
+    2. The dimensions get their letters, from the caller's *axes* or from the engine's layout.
+    3. `unfolded` splits each dimension that has several letters. A tensor of shape (24, 16) with
+       the axes ``(BN)(HC)``, blocks of 4 tokens and 2 heads of 8 bytes becomes (6, 4, 2, 8).
+    4. `_Reader` checks the sizes and strides, and returns one region for each part.
 
-Which axis each dimension of a tensor is, or which axes, where several lie in one dimension.
-
-Law: a shape does not say what it means. Letters that are said are believed if every size fits them;
-unless they are said, the shape has to have one reading.
+    A shape alone does not identify its axes. If the caller passes no *axes*, the shape must fit
+    only one order of axes (`check_one_reading`). If the tensor has fewer dimensions than the layout has
+    letters, the error message suggests each reading that fits (`folded_readings`).
 """
 
 from __future__ import annotations
@@ -40,7 +45,17 @@ from kvspec.ownership.part import Part
 
 @attrs.frozen
 class Array:
-    """What is read of one tensor; strides are bytes, *dtype* is the framework's own name."""
+    """The description of one tensor.
+
+    Attributes:
+        address: Address of the first element.
+        shape: Size of each dimension.
+        strides: Stride of each dimension, in bytes.
+        itemsize: Bytes of one element.
+        memory: The memory that the tensor's storage occupies.
+        dtype: The framework's name of the element type.
+
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -54,7 +69,19 @@ _DENSE = "a dense tensor on a CPU or a GPU"
 
 
 def check_tensor(field: str, tensor: Any, name: str | None = None) -> None:  # noqa: ANN401
-    """Raise `SpecError` naming *field* unless *tensor* is one, and *name* unless it has memory."""
+    """Check that *tensor* is a dense torch tensor or numpy array with memory of its own.
+
+    Args:
+        field: Field of the error if *tensor* is not a tensor.
+        tensor: The value to check.
+        name: Field of the error if the tensor has no usable memory. *field* by default.
+
+    Raises:
+        SpecError: If a check fails.
+
+    >>> check_tensor("cache", np.zeros(4, np.uint8))
+
+    """
     name = field if name is None else name
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.hasobject:
@@ -65,23 +92,32 @@ def check_tensor(field: str, tensor: Any, name: str | None = None) -> None:  # n
     for needed in ("data_ptr", "stride", "element_size", "untyped_storage", "device", "layout"):
         if not hasattr(tensor, needed):
             raise SpecError(field, type(tensor).__name__, "a torch tensor or a numpy array")
-    # A class with a dispatcher of its own stands for other tensors, or for none.
+    # A class with its own dispatcher, such as a FakeTensor or DTensor, wraps other tensors or none.
+    # Its address would not be the address of its data.
     if ismethod(getattr(type(tensor), "__torch_dispatch__", None)):
         raise SpecError(name, type(tensor).__name__, _DENSE)
     if tensor.device.type == "meta":
         raise SpecError(f"{name}.device", tensor.device.type, _DENSE)
     if str(tensor.layout) != "torch.strided" or getattr(tensor, "is_nested", False):
-        told = "nested" if tensor.is_nested else str(tensor.layout)
-        raise SpecError(f"{name}.layout", told, _DENSE)
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise SpecError(f"{name}.layout", layout, _DENSE)
+    # Inside torch.vmap a tensor looks dense, but access to its storage fails.
     try:
         tensor.data_ptr(), tensor.untyped_storage()
     except (RuntimeError, NotImplementedError) as error:
-        told = "one without a storage of its own (under vmap?)"
-        raise SpecError(name, told, _DENSE) from error
+        value = "one without a storage of its own (under vmap?)"
+        raise SpecError(name, value, _DENSE) from error
 
 
 def read_array(field: str, name: str, tensor: Any) -> Array:  # noqa: ANN401
-    """Read a torch tensor or a numpy array, called *name*, and the storage behind it."""
+    """Return the description of a torch tensor or numpy array.
+
+    *field* and *name* are the fields of errors, as for `check_tensor`.
+
+    >>> array = read_array("cache", "cache", np.zeros((6, 4), np.uint16)[:, 1:])
+    >>> array.shape, array.strides, array.memory.length
+    ((6, 3), (8, 2), 48)
+    """
     check_tensor(field, tensor, name)
     if isinstance(tensor, np.ndarray):
         address, strides = tensor.ctypes.data, tensor.strides
@@ -95,16 +131,18 @@ def read_array(field: str, name: str, tensor: Any) -> Array:  # noqa: ANN401
         "DRAM" if on_cpu else "VRAM",
         0 if on_cpu else tensor.device.index or 0,
     )
-    strides = tuple(each * size for each in tensor.stride())
+    strides = tuple(stride * size for stride in tensor.stride())  # torch counts elements
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Array(tensor.data_ptr(), tuple(tensor.shape), strides, size, memory, dtype)
 
 
 def _root(array: np.ndarray[Any, Any]) -> Memory:
-    """Return the memory of the array that *array* is a view of, however it was made.
+    """Return the memory of the array that *array* is a view of.
 
-    The root may have strides of its own, over a buffer that is no array: what it spans is known.
+    The whole array must be registered once, however many views of it are layers.
     """
+    # The chain of bases may contain memoryviews and objects that are not arrays. The last array in
+    # it may have any strides over a foreign buffer, so its memory is the range that it spans.
     root = array
     base = root.base
     while base is not None:
@@ -117,79 +155,91 @@ def _root(array: np.ndarray[Any, Any]) -> Memory:
     return Memory(first, length if root.size else 0)
 
 
+# The letters of each dimension, outermost first. A dimension with several axes has several letters.
 Dims = tuple[str, ...]
-"""The letters of each dimension, outermost first."""
 
 NOUNS = {"B": "block", "K": "plane", "H": "unit", "N": "row", "P": "chunk", "C": "byte"}
 
+# The orders that engines use. In the last two, keys and values of a token or a head are adjacent.
 _ORDERS = (*(layout.replace("L", "") for layout in NAMED_LAYOUTS), "BNKHC", "BHKNC")
-"""Orders that engines use; the last two have keys and values of a token, or a head, together."""
 
 
 def dimensions(axes: object) -> Dims:
-    """Return the letters of each dimension that *axes* names; raise `SpecError` unless they can be.
+    """Return the letters of each dimension of *axes*.
+
+    Raises:
+        SpecError: If *axes* is not a valid string of letters.
 
     >>> dimensions("BK(NHC)")
     ('B', 'K', 'NHC')
+
     """
     if isinstance(axes, str) and re.fullmatch(r"([A-Z]|\([A-Z]+\))*", axes):
-        dims = tuple(either or one for either, one in re.findall(r"\(([A-Z]+)\)|([A-Z])", axes))
+        dims = tuple(
+            several or single for several, single in re.findall(r"\(([A-Z]+)\)|([A-Z])", axes)
+        )
         letters = "".join(dims)
         before = letters.rstrip("C")
         once = set(before) <= set("BKHNP") and len(set(before)) == len(before)
-        # Content in several dimensions has a size in each; beside other letters it has to be one.
-        beside_others = any("C" in each and len(each) > 1 for each in dims)
-        if once and (letters.count("C") < 2 or not beside_others):  # noqa: PLR2004 - several
+        # If several dimensions are C, each of them has a size, so no C can share a dimension: the
+        # sizes of the part could not tell how to divide it.
+        shares_dimension = any("C" in dim and len(dim) > 1 for dim in dims)
+        if once and (letters.count("C") < 2 or not shares_dimension):  # noqa: PLR2004 - several
             return dims
-    wanted = (
+    expected = (
         "the letters B, K, H, N, P, C of the dimensions, each once (C: the last ones), those of "
         "one dimension in brackets"
     )
-    raise SpecError("axes", axes, wanted)
+    raise SpecError("axes", axes, expected)
 
 
 def said(dims: Dims) -> str:
-    """Return how *dims* are said: ``B(NHC)``."""
-    return "".join(each if len(each) == 1 else f"({each})" for each in dims)
+    """Return the string of *dims*, such as ``B(NHC)``."""
+    return "".join(letters if len(letters) == 1 else f"({letters})" for letters in dims)
 
 
 def sizes(part: Part, units: int) -> dict[str, int]:
-    """Return how long each axis of *part* is, of which a rank has so many *units*; C in bytes."""
+    """Return the size of each axis of *part* on a rank that holds *units* units. C is in bytes."""
     content = part.content_bytes // part.chunks
     return {"K": 1, "H": units, "N": part.states, "P": part.chunks, "C": content}
 
 
 def beside(letters: str, parts: Iterable[Part]) -> str:
-    """Return the axis along which *parts* of one tensor lie side by side."""
+    """Return the axis along which the parts of one tensor are side by side."""
     if not all(part.per_token for part in parts):
         return "H"
     return "K" if "K" in letters else "C"
 
 
 def _lengths(letters: str, parts: Mapping[Part, int]) -> dict[str, int]:
-    """Return how long each axis of a tensor of *parts* is; of blocks that is not known."""
+    """Return the size of each axis of a tensor of *parts*, except B, which is not known."""
     axis, own = beside(letters, parts), [sizes(part, units) for part, units in parts.items()]
     return own[0] | {axis: sum(size[axis] for size in own)}
 
 
 def _blocks(letters: str, bytes_: int, lengths: Mapping[str, int]) -> int | None:
-    """Return how many blocks a dimension of *letters* has; 1 without B; None if it does not fit."""
-    blocks, rest = divmod(bytes_, prod(lengths[each] for each in letters if each != "B"))
+    """Return the number of blocks of a dimension: 1 without B, None if the size does not fit.
+
+    >>> lengths = {"N": 4, "H": 2, "C": 8}
+    >>> _blocks("BN", 24, lengths), _blocks("HC", 16, lengths), _blocks("HC", 24, lengths)
+    (6, 1, None)
+    """
+    blocks, rest = divmod(bytes_, prod(lengths[letter] for letter in letters if letter != "B"))
     fits = not rest and (blocks > 0 if "B" in letters else blocks == 1)
     return blocks if fits else None
 
 
 def unfolded(field: str, array: Array, dims: Dims, parts: Mapping[Part, int]) -> Array:
-    """Return *array* with a dimension of its own for each letter of *dims*.
+    """Return *array* with one dimension for each letter of *dims*.
 
-    Where one has several, the sizes of *parts* say how it is cut; *field* is named if they do not
-    fit.
+    The sizes of *parts*, with the units that the rank holds, decide how a dimension with several
+    letters is divided. *field* is the field of the error if they do not fit.
     """
     if len(dims) != len(array.shape):
         raise SpecError(f"{field}.shape", array.shape, f"{len(dims)} dimensions, {said(dims)}")
-    if all(len(each) == 1 for each in dims):
+    if all(len(letters) == 1 for letters in dims):
         return array
-    lengths, item = _lengths("".join(dims), parts), array.itemsize
+    lengths, itemsize = _lengths("".join(dims), parts), array.itemsize
     shape: list[int] = []
     strides: list[int] = []
     for letters, count, stride in zip(dims, array.shape, array.strides, strict=True):
@@ -197,72 +247,99 @@ def unfolded(field: str, array: Array, dims: Dims, parts: Mapping[Part, int]) ->
             shape.append(count)
             strides.append(stride)
             continue
-        step = item if "C" in letters else 1
+        # The part's content is in bytes, the tensor's in elements.
+        step = itemsize if "C" in letters else 1
         blocks = _blocks(letters, count * step, lengths)
         if blocks is None or lengths["C"] % step:
-            raise SpecError(f"{field}.shape", array.shape, _wanted(letters, lengths))
-        own = [blocks if x == "B" else lengths[x] // (step if x == "C" else 1) for x in letters]
-        shape += own
-        strides += [stride * prod(own[place + 1 :]) for place in range(len(own))]
+            raise SpecError(f"{field}.shape", array.shape, _product(letters, lengths))
+        inner = [blocks if x == "B" else lengths[x] // (step if x == "C" else 1) for x in letters]
+        shape += inner
+        strides += [stride * prod(inner[place + 1 :]) for place in range(len(inner))]
     return attrs.evolve(array, shape=tuple(shape), strides=tuple(strides))
 
 
-def _wanted(letters: str, lengths: Mapping[str, int]) -> str:
-    """Return what a dimension of *letters* has to be: ``4 units x 32 bytes along (HC)``."""
+def _product(letters: str, lengths: Mapping[str, int]) -> str:
+    """Return the expected size of a dimension, such as ``4 units x 32 bytes along (HC)``."""
     counted = [
-        f"{lengths[each]} {NOUNS[each]}{'s' if lengths[each] > 1 else ''}"
-        for each in letters
-        if each != "B"
+        f"{lengths[letter]} {NOUNS[letter]}{'s' if lengths[letter] > 1 else ''}"
+        for letter in letters
+        if letter != "B"
     ]
     whole = "whole blocks of " if "B" in letters else ""
     return f"{whole}{' x '.join(counted)} along ({letters})"
 
 
 def folded_readings(order: str, array: Array, parts: Mapping[Part, int]) -> Iterator[str]:
-    """Yield what may be said of an *array* of fewer dimensions than *order* has letters, once each.
+    """Yield each reading of an *array* with fewer dimensions than *order* has letters.
 
-    Axes of one element are no letters: whatever stands in their place is the same bytes.
+    A reading assigns consecutive letters to each dimension. It fits if each dimension has the size
+    of its letters. The orders that are tried are *order* and the orders that engines use.
+
+    An axis of size 1 has no letter in a reading. Its place does not change any address.
+
+    For example, a part has 2 heads (H), blocks of 4 tokens (N) and content of 8 bytes (C):
+
+    >>> part = Part(name="latent", units=2, states=4, content_bytes=8)
+    >>> for shape in ((6, 4, 16), (24, 16), (6, 64), (48, 8), (6, 63)):
+    ...     array = read_array("cache", "cache", np.zeros(shape, np.uint8))
+    ...     print(shape, *folded_readings("BNHC", array, {part: 2}))
+    (6, 4, 16) BN(HC)
+    (24, 16) (BN)(HC)
+    (6, 64) B(NHC) B(HNC)
+    (48, 8) (BNH)C (BHN)C (HBN)C
+    (6, 63)
     """
-    seen: dict[str, None] = {}
+    rank = len(array.shape)
+    readings: dict[str, None] = {}  # ordered, and each reading once
     for letters in (order, *_ORDERS):
-        if set(letters) - {"K"} != set(order) - {"K"}:
+        # Whether the parts are planes (K) or packed in the content is open. All else is known.
+        if set(letters) - {"K"} != set(order) - {"K"} or not _side_by_side(letters, parts):
             continue
-        lengths, axis = _lengths(letters, parts), beside(letters, parts)
-        shown = "".join(x for x in letters if x == "B" or lengths[x] > 1)
-        own = [sizes(part, units) | {axis: 0} for part, units in parts.items()]
-        if any(size != own[0] for size in own):
-            continue
-        for cuts in combinations(range(1, len(shown)), max(len(array.shape) - 1, 0)):
-            dims = tuple(shown[a:b] for a, b in pairwise((0, *cuts, len(shown))))
-            fits = len(dims) == len(array.shape) and all(
-                _blocks(own, count * (array.itemsize if "C" in own else 1), lengths)
-                for own, count in zip(dims, array.shape, strict=True)
-            )
-            if fits:
-                seen.setdefault(said(dims))
-    yield from seen
+        lengths = _lengths(letters, parts)
+        visible = "".join(x for x in letters if x == "B" or lengths[x] > 1)
+        for cuts in combinations(range(1, len(visible)), max(rank - 1, 0)):
+            dims = tuple(visible[a:b] for a, b in pairwise((0, *cuts, len(visible))))
+            if len(dims) == rank and _fits(dims, array, lengths):
+                readings.setdefault(said(dims))
+    yield from readings
+
+
+def _side_by_side(letters: str, parts: Mapping[Part, int]) -> bool:
+    """Return whether *parts* can be side by side: all sizes are equal along the other axes."""
+    axis = beside(letters, parts)
+    first, *others = (sizes(part, units) | {axis: 0} for part, units in parts.items())
+    return all(size == first for size in others)
+
+
+def _fits(dims: Dims, array: Array, lengths: Mapping[str, int]) -> bool:
+    """Return whether each dimension of *array* has the size of its letters."""
+    return all(
+        _blocks(letters, count * (array.itemsize if "C" in letters else 1), lengths)
+        for letters, count in zip(dims, array.shape, strict=True)
+    )
 
 
 def check_one_reading(field: str, axes: str, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that another order of axes, one that engines use, fits as well as *axes*.
+    """Check that *shape* fits no other order of axes that engines use.
 
-    Strides cannot tell: whatever the order, a dense tensor's stand in it.
+    The strides cannot decide between two orders, because a dense tensor has descending strides in
+    any order.
     """
     if "P" in axes and shape[axes.index("P")] == shape[axes.index("N")] > 1:
-        wanted = f"{axes!r} said: rows in chunks or chunks in rows, both fit {field}.shape={shape}"
-        raise SpecError("axes", None, wanted)
+        rule = f"pass {axes!r} or its order with N before P, because both fit {field}.shape={shape}"
+        raise SpecError("axes", None, rule=rule)
     for layout in NAMED_LAYOUTS:
         other = layout.replace("L", "")
         if sorted(other) == sorted(axes) and other != axes:
             moved = [letter for letter in axes if axes.index(letter) != other.index(letter)]
             fits = all(shape[axes.index(x)] == shape[other.index(x)] for x in moved if x != "B")
             if fits and any(shape[axes.index(x)] > 1 for x in moved):
-                wanted = f"{axes!r} or {other!r}: both fit {field}.shape={shape}"
-                raise SpecError("axes", None, wanted)
+                rule = f"pass {axes!r} or {other!r}, because both fit {field}.shape={shape}"
+                raise SpecError("axes", None, rule=rule)
 
 
+# The arrays of each group, by layer and then by the name of a part or tensor.
 Given = dict[KVCacheGroup, dict[str, dict[str, Array]]]
-"""What was given, read: of each group by layer, and by the name of a part or tensor."""
 
 
 def read(
@@ -271,18 +348,18 @@ def read(
     tensors: Mapping[str, Any],
     axes: str | Mapping[str, str] | None = None,
 ) -> tuple[tuple[Region, ...], tuple[Memory, ...]]:
-    """Return the regions and the memory of *tensors*; see `RankCache.from_tensors`."""
+    """Return the regions and the memory of *tensors*. See `RankCache.from_tensors`."""
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     check_layers(engine, rank, tensors)
     given: Given = {}
     for group in engine.groups:
-        own = [layer for layer in engine.layers_at(group, rank.pp) if layer in tensors]
-        given[group] = {layer: _named(group, layer, tensors[layer]) for layer in own}
+        layers = [layer for layer in engine.layers_at(group, rank.pp) if layer in tensors]
+        given[group] = {layer: _arrays(group, layer, tensors[layer]) for layer in layers}
     regions: list[Region] = []
     memory: dict[Memory, None] = {}
-    for group, layers in given.items():
-        for layer, named in layers.items():
-            for array, region in _layer(engine, group, rank, layer, named, axes):
+    for group, arrays_by_layer in given.items():
+        for layer, arrays in arrays_by_layer.items():
+            for array, region in _layer(engine, group, rank, layer, arrays, axes):
                 memory[array.memory] = None
                 regions.append(region)
     if isinstance(axes, Mapping):
@@ -291,46 +368,54 @@ def read(
 
 
 def _check_names(axes: Mapping[str, str], given: Given) -> None:
-    """Raise `SpecError` unless each key of *axes* names tensors, and it is plain which.
-
-    Of a group without layers on this rank, each name that a tensor could have is one.
-    """
+    """Check that each key of *axes* is the name of a group or of tensors, and not of both."""
     tensors = [
         (group.name, name)
         for group, layers in given.items()
-        for name in dict.fromkeys(name for named in layers.values() for name in named)
+        for name in dict.fromkeys(name for arrays in layers.values() for name in arrays)
     ]
+    # All ranks may pass the same axes. So the parts of a group without layers on this rank are
+    # known too, under each name that a tensor of them could have.
     absent = [part for group, layers in given.items() if not layers for part in group.own_parts]
     known = [*(name for _, name in tensors), *(group.name for group in given)]
     names = dict.fromkeys([*known, *(x for part in absent for x in (part.name, part.tensor))])
     for key in axes:
         if key not in names:
-            told = f"names of the tensors given, or of groups: {', '.join(names)}"
-            raise SpecError("axes", key, told)
+            expected = f"names of the tensors given, or of groups: {', '.join(names)}"
+            raise SpecError("axes", key, expected)
         by_group = any(group == key and name not in axes for group, name in tensors)
         if by_group and any(name == key for _, name in tensors):
             raise SpecError("axes", key, "a name of a group or of tensors, and it is of both")
 
 
 def _joined(memory: Iterable[Memory]) -> tuple[Memory, ...]:
-    """Return memories of which none shares a byte with another: views of one buffer are one."""
-    found: list[Memory] = []
-    for each in memory:
-        place = each.memory_type, each.device
-        for other in [old for old in found if (old.memory_type, old.device) == place]:
-            if each.address < other.end and other.address < each.end:
-                found.remove(other)
-                start, end = min(each.address, other.address), max(each.end, other.end)
-                each = Memory(start, end - start, *place)  # noqa: PLW2901 - what is joined so far
-        found.append(each)
-    return tuple(found)
+    """Return *memory* with overlapping ranges joined, such as views of one buffer.
+
+    >>> _joined([Memory(0, 10), Memory(20, 10), Memory(5, 10)])
+    (Memory(address=20, length=10, memory_type='DRAM', device=0),
+     Memory(address=0, length=15, memory_type='DRAM', device=0))
+    """
+    joined: list[Memory] = []
+    for member in memory:
+        device, start, end = (member.memory_type, member.device), member.address, member.end
+        for known in [old for old in joined if (old.memory_type, old.device) == device]:
+            if start < known.end and known.address < end:
+                joined.remove(known)
+                start, end = min(start, known.address), max(end, known.end)
+        joined.append(Memory(start, end - start, *device))
+    return tuple(joined)
 
 
 def check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
-    """Check that there is something for each layer that moves, and nothing for other ranks'."""
+    """Check that *tensors* has each layer of the rank that moves, and no layer of other ranks.
+
+    Raises:
+        SpecError: If a layer is missing or belongs to another rank.
+
+    """
     if not isinstance(tensors, Mapping):
-        wanted = "a mapping from layer names to tensors"
-        raise SpecError("tensors", type(tensors).__name__, wanted)
+        expected = "a mapping from layer names to tensors"
+        raise SpecError("tensors", type(tensors).__name__, expected)
     excluded = set(engine.excluded)
     for layer, _ in engine.held(rank):
         if layer not in tensors and layer not in excluded:
@@ -340,34 +425,35 @@ def check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
             raise SpecError("tensors", layer, f"layers that {rank} has")
 
 
-def _named(group: KVCacheGroup, layer: str, given: Any) -> dict[str, Array]:  # noqa: ANN401
-    """Read the tensors of one layer by the name of a part or of a tensor of parts."""
+def _arrays(group: KVCacheGroup, layer: str, tensors: Any) -> dict[str, Array]:  # noqa: ANN401
+    """Read the tensors of one layer, by the name of a part or of a tensor of parts."""
     field, parts = f"tensors[{layer!r}]", group.spec.of_layer(layer).parts
-    if not isinstance(given, Mapping):
+    if not isinstance(tensors, Mapping):
         name = parts[0].tensor
-        return {name: read_array(field, f"{field}[{name!r}]", given)}
+        return {name: read_array(field, f"{field}[{name!r}]", tensors)}
     known = dict.fromkeys([*(p.name for p in parts), *(p.tensor for p in parts)])
-    for name in given:
+    for name in tensors:
         if name not in known:
             raise SpecError(field, name, f"one of {', '.join(known)}")
     for part in parts:
-        if part.name != part.tensor and {part.name, part.tensor} <= set(given):
-            raise SpecError(field, sorted(given), "each part once")
+        if part.name != part.tensor and {part.name, part.tensor} <= set(tensors):
+            raise SpecError(field, sorted(tensors), "each part once")
     return {
         name: read_array(f"{field}[{name!r}]", f"{field}[{name!r}]", tensor)
-        for name, tensor in given.items()
+        for name, tensor in tensors.items()
     }
 
 
 def _check_dtype(field: str, parts: Iterable[Part], array: Array) -> None:
-    """Refuse elements of another float type than the part's; plain bytes and ints may be any."""
+    """Check that float elements have the part's float type."""
+    # Engines keep packed and quantized caches as plain bytes or ints, so those types are accepted.
     if "float" not in array.dtype:
         return
     for part in parts:
-        wanted = part.dtype
-        if wanted is not None and "float" in wanted and wanted != array.dtype:
+        dtype = part.dtype
+        if dtype is not None and "float" in dtype and dtype != array.dtype:
             raise SpecError(
-                f"{field}.dtype", array.dtype, f"{wanted}, as the part has, or plain bytes"
+                f"{field}.dtype", array.dtype, f"{dtype}, as the part has, or plain bytes"
             )
 
 
@@ -376,46 +462,49 @@ def _layer(
     group: KVCacheGroup,
     rank: RankId,
     layer: str,
-    named: Mapping[str, Array],
+    arrays: Mapping[str, Array],
     axes: str | Mapping[str, str] | None,
 ) -> Iterator[tuple[Array, Region]]:
+    """Yield each region of one layer, and the array that contains it."""
     parts = {part: len(engine.units(group, part, rank)) for part in group.in_memory(layer).parts}
     order = _order(engine.layout_of(group), parts)
-    for name, array in named.items():
+    for name, array in arrays.items():
         held = {p: units for p, units in parts.items() if units and name in (p.name, p.tensor)}
         if held:
             field = f"tensors[{layer!r}][{name!r}]"
-            told = axes.get(name, axes.get(group.name)) if isinstance(axes, Mapping) else axes
-            dims = _unsaid(field, order, array, held) if told is None else dimensions(told)
-            letters, one_each = "".join(dims), unfolded(field, array, dims, held)
-            reader = _Reader(field, group.name, order, letters, one_each)
+            passed = axes.get(name, axes.get(group.name)) if isinstance(axes, Mapping) else axes
+            dims = (
+                _default_dims(field, order, array, held) if passed is None else dimensions(passed)
+            )
+            letters, single_axes = "".join(dims), unfolded(field, array, dims, held)
+            reader = _Reader(field, group.name, order, letters, single_axes)
             regions = list(reader.regions(layer, held))
             _check_dtype(field, held, array)
-            if told is None:
+            if passed is None:
                 check_one_reading(field, letters, array.shape)
             yield from ((array, region) for region in regions)
     missing = [
-        p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(named)
+        p.name for p, units in parts.items() if units and not {p.name, p.tensor} & set(arrays)
     ]
     if missing:
-        raise SpecError(f"tensors[{layer!r}]", sorted(named), f"a tensor for {', '.join(missing)}")
+        raise SpecError(f"tensors[{layer!r}]", sorted(arrays), f"a tensor for {', '.join(missing)}")
 
 
 def _order(layout: str, parts: Iterable[Part]) -> str:
-    """Return the letters of *layout* as they lie in one layer's tensors, outermost first.
+    """Return the letters of *layout* that are axes of one layer's tensors, outermost first.
 
-    K is one of them where the parts are planes; packed in the content, or in a state's units, they
-    are no axis.
+    K is an axis only if the parts are planes. Parts that are packed in the content or in the units
+    of a state have no axis of their own.
     """
     parts = list(parts)
     planes = "K" if all(part.per_token for part in parts) and "K" in layout else ""
     return "".join(axis for axis in axes_of(layout, parts) if axis in f"BHPNC{planes}")
 
 
-def _unsaid(field: str, order: str, array: Array, parts: Mapping[Part, int]) -> Dims:
-    """Return the letters of dimensions of which nothing is said: the layout's, one each.
+def _default_dims(field: str, order: str, array: Array, parts: Mapping[Part, int]) -> Dims:
+    """Return the letters of the dimensions if the caller passed no axes: one letter each.
 
-    Of fewer dimensions it has to be said which axes lie in one.
+    A tensor with fewer dimensions than letters is refused. The error suggests axes that fit.
     """
     letters = order if len(parts) > 1 else order.replace("K", "")
     if all(part.chunks == 1 for part in parts):
@@ -424,15 +513,15 @@ def _unsaid(field: str, order: str, array: Array, parts: Mapping[Part, int]) -> 
         list(folded_readings(letters, array, parts)) if len(array.shape) < len(letters) else []
     )
     if readings:
-        fits = {1: "it fits", 2: "both fit"}.get(len(readings), "all fit")
-        told = " or ".join(map(repr, readings))
-        raise SpecError("axes", None, f"{told} said: {fits} {field}.shape={array.shape}")
+        fit = {1: "it fits", 2: "both fit"}.get(len(readings), "all fit")
+        rule = f"pass {' or '.join(map(repr, readings))}, because {fit} {field}.shape={array.shape}"
+        raise SpecError("axes", None, rule=rule)
     return tuple(letters)
 
 
 @attrs.frozen
 class _Reader:
-    """One tensor with its letters."""
+    """One tensor with one letter for each dimension."""
 
     field: str
     group: str
@@ -444,51 +533,60 @@ class _Reader:
         for letter, count, _ in self._dims:
             if not count:
                 self._refuse(f"at least 1 {NOUNS[letter]} along {letter}")
+        self._check_contiguous_content()
+        self._check_order()
+
+    def _check_contiguous_content(self) -> None:
         step = self.array.itemsize
         for letter, count, stride in reversed(self._dims):
             if letter != "C":
                 break
+            # The stride of a dimension of size 1 is arbitrary.
             if count > 1 and stride != step:
                 raise SpecError(f"{self.field}.stride", stride, f"contiguous content, {step} bytes")
             step *= count
-        order = [each for each in self._dims if each[1] > 1]
-        by_stride = sorted(order, key=lambda each: -each[2])
-        said = [letter for letter in self.layout if letter in self.axes]
-        seen = [each[0] for each in by_stride if each[0] in said]
-        if list(dict.fromkeys(seen)) != [each for each in said if each in seen]:
-            wanted = f"strides in the order of layout {self.layout}, outermost first"
-            raise SpecError(f"{self.field}.stride", self.array.strides, wanted)
+
+    def _check_order(self) -> None:
+        """Check that the strides descend in the order of the layout."""
+        visible = [dim for dim in self._dims if dim[1] > 1]
+        layout_letters = [letter for letter in self.layout if letter in self.axes]
+        by_stride = [letter for letter, *_ in sorted(visible, key=lambda dim: -dim[2])]
+        # Several dimensions may be C, and they count once.
+        actual = list(dict.fromkeys(letter for letter in by_stride if letter in layout_letters))
+        if actual != [letter for letter in layout_letters if letter in actual]:
+            expected = f"strides in the order of layout {self.layout}, outermost first"
+            raise SpecError(f"{self.field}.stride", self.array.strides, expected)
 
     @cached_property
     def _dims(self) -> tuple[tuple[str, int, int], ...]:
         return tuple(zip(self.axes, self.array.shape, self.array.strides, strict=True))
 
     def extent(self, letter: str) -> int:
-        """Return how long the tensor is along *letter*; content in bytes."""
-        found = [count for axis, count, _ in self._dims if axis == letter]
-        return prod(found) * (self.array.itemsize if letter == "C" else 1)
+        """Return the size of the tensor along *letter*. C is in bytes."""
+        counts = [count for axis, count, _ in self._dims if axis == letter]
+        return prod(counts) * (self.array.itemsize if letter == "C" else 1)
 
     def stride(self, letter: str) -> int:
-        """Return the bytes from one index of *letter* to the next."""
+        """Return the bytes from one index of *letter* to the next, or 0 without that axis."""
         return next((stride for axis, _, stride in self._dims if axis == letter), 0)
 
     def regions(self, layer: str, parts: Mapping[Part, int]) -> Iterator[Region]:
-        """Yield the regions of the tensor's *parts*, of which the rank has so many units each.
+        """Yield the region of each of the tensor's *parts*, which map to the rank's units.
 
-        Parts are planes along K, or lie side by side: along H in a state, otherwise in the content.
+        The parts are side by side along K, H or C. `beside` returns that axis.
         """
         axis = beside(self.axes, parts)
-        own = [sizes(part, units) for part, units in parts.items()]
-        self._check(axis, sum(size[axis] for size in own))
-        at = 0
-        for part, size in zip(parts, own, strict=True):
+        part_sizes = [sizes(part, units) for part, units in parts.items()]
+        self._check(axis, sum(size[axis] for size in part_sizes))
+        offset = 0  # along the axis; bytes if the axis is C
+        for part, size in zip(parts, part_sizes, strict=True):
             for letter in size.keys() - axis:
                 self._check(letter, size[letter])
             yield Region(
                 group=self.group,
                 layer=layer,
                 part=part.name,
-                base=self.array.address + at * (1 if axis == "C" else self.stride(axis)),
+                base=self.array.address + offset * (1 if axis == "C" else self.stride(axis)),
                 num_blocks=self.extent("B"),
                 block_stride=self.stride("B"),
                 unit_stride=self.stride("H"),
@@ -501,14 +599,15 @@ class _Reader:
                 memory_type=self.array.memory.memory_type,
                 device=self.array.memory.device,
             )
-            at += size[axis]
+            offset += size[axis]
 
-    def _check(self, letter: str, wanted: int) -> None:
-        """Check that the tensor has exactly so much along *letter*."""
-        found = self.extent(letter)
-        if found != wanted:
-            told = f"{wanted} {NOUNS[letter]}{'s' if wanted > 1 else ''} along {letter}"
-            self._refuse(told if letter != "C" else f"content of {wanted} bytes, not {found}")
+    def _check(self, letter: str, expected: int) -> None:
+        """Check the size of the tensor along *letter*."""
+        actual = self.extent(letter)
+        if actual != expected:
+            count = f"{expected} {NOUNS[letter]}{'s' if expected > 1 else ''} along {letter}"
+            content = f"content of {expected} bytes, not {actual}"
+            self._refuse(content if letter == "C" else count)
 
-    def _refuse(self, wanted: str) -> NoReturn:
-        raise SpecError(f"{self.field}.shape", self.array.shape, wanted)
+    def _refuse(self, expected: str) -> NoReturn:
+        raise SpecError(f"{self.field}.shape", self.array.shape, expected)

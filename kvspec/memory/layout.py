@@ -160,7 +160,7 @@ class _Boxes:
     num_blocks: int
 
     def whole_pages(self, members: Sequence[Placement]) -> bool:
-        """Return whether a page is contiguous: outside of it, only L and B have more than one box."""
+        """Return whether a page is contiguous: no axis outside of it, except L and B, repeats."""
         outside = (axis for axis in self.axes[: self.page_depth] if axis not in "LB")
         return all(self._single(axis, members) for axis in outside)
 

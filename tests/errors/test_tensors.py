@@ -302,13 +302,13 @@ FOLDED = [
     case(lambda: latent(z(24, 8), "BNC"), f"{SHAPE}=(24, 8): expected 3 dimensions, BNC"),
     case(lambda: folded((24, 64), "BN(HC)"), f"{SHAPE}=(24, 64): expected 3 dimensions, BN(HC)"),
     case(lambda: folded((6, 4, 64), None),
-         f"axes=None: expected 'BN(HC)' or 'BH(NC)' or 'BN(KHC)' or 'BH(KNC)' said: all fit {SHAPE}="
+         f"axes=None: pass 'BN(HC)' or 'BH(NC)' or 'BN(KHC)' or 'BH(KNC)', because all fit {SHAPE}="
          "(6, 4, 64)"),
     case(lambda: folded((24, 64), None),
-         f"axes=None: expected '(BN)(HC)' or '(BH)(NC)' or '(HB)(NC)' or '(BN)(KHC)' or "
-         f"'(BH)(KNC)' said: all fit {SHAPE}=(24, 64)"),
+         f"axes=None: pass '(BN)(HC)' or '(BH)(NC)' or '(HB)(NC)' or '(BN)(KHC)' or "
+         f"'(BH)(KNC)', because all fit {SHAPE}=(24, 64)"),
     case(lambda: one_latent(z(24, 8), None),
-         f"axes=None: expected '(BN)C' said: it fits {SHAPE}=(24, 8)"),
+         f"axes=None: pass '(BN)C', because it fits {SHAPE}=(24, 8)"),
     case(lambda: one_latent(z(6, 33), "B(NHC)"),
          f"{SHAPE}=(6, 33): expected 4 rows x 1 unit x 16 bytes along (NHC)"),
     case(lambda: folded((24, 4, 2, 8), "(BN)HC"),

@@ -300,7 +300,7 @@ def test_what_has_two_readings_is_refused_unless_it_is_said(name: str, readings:
     assert repr(axes) in readings
     fits = "both fit" if " or " in readings else "it fits"
     field = f"tensors['{LAYERS[0]}']['kv'].shape"
-    assert f"axes=None: expected {readings} said: {fits} {field}={shape}" == words(
+    assert f"axes=None: pass {readings}, because {fits} {field}={shape}" == words(
         lambda: kvspec.RankCache.from_tensors(described, RankId(), tensors)
     )
 
