@@ -1,11 +1,40 @@
-"""The check of one consumer rank, content by content.
+"""Check the writes of one consumer rank, byte by byte, and describe the first wrong byte.
 
-Law: goes through what should be there. Every wanted content is looked for among the writes; only
-then is asked what else was written, and what else was read.
+Invariant: the check goes through the bytes that should arrive. It looks for each of them among the
+writes. Only then it looks for bytes that were written or read without need.
 
-A byte that is not right, told so that one can find it.
+How it works:
+    A *content* is one row of one unit of one part. A `Grid` is a matrix of contents, rows x units.
+    `Checker.judge` is the definition of the check, for one byte of one content:
 
-Law: names whose byte it is and who should have sent it, in the model's own numbers.
+        byte     writes       source of the write                verdict
+        ------   ----------   --------------------------------   --------------
+        wanted   none                                            missing
+        wanted   one          the same byte of a producer rank   right
+        wanted   one          any other byte                     wrong source
+        wanted   two or more                                     double
+        cached   none                                            right
+        cached   one or more                                     unwanted
+
+    A request of 128k tokens has billions of bytes, so `Checker.suspects` looks at all
+    contents of a grid at once. The starts and ends of the writes cut the addresses into segments.
+    All bytes of one content in one segment have the same verdict. For example, one content of 8
+    bytes at address 100 is written in two rows, and the second row is 2 bytes short:
+
+        row             reads        writes     length
+        0               producer 0   100        4
+        1               producer 0   104        2
+
+        segment         writes       verdict
+        100..104        1            right, if row 0 reads from the first byte of the content
+        104..106        1            right, if row 1 reads from byte 4 of the content
+        106..108        0            missing: the counter-example is byte 6
+
+    `first_fault` passes the first byte of each suspect segment to `judge`. So the vectors only
+    select, and the definition decides. `tests/laws/test_verify_laws.py` compares the two.
+
+    Afterwards, `_unwanted` finds bytes that were written outside the request's blocks, and
+    `_foreign` finds bytes that were read outside of them.
 """
 
 from __future__ import annotations
@@ -17,7 +46,6 @@ from typing import Literal
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvspec.check.coverage import Coverage, Small
 from kvspec.check.places import Contents, Places, covered
@@ -34,12 +62,27 @@ Kind = Literal["missing", "double", "wrong source", "unwanted", "foreign"]
 
 @attrs.frozen(kw_only=True)
 class CounterExample:
-    """One byte that is not right: whose, which, how, and who should have sent it.
+    """One wrong byte of a transfer.
 
-    *unit* is the model's own number; *token* is None in a recurrent state, where *row* counts the
-    rows of the state. Of an unwanted byte the *block* is told, *unit* then being the rank's own;
-    outside every region *layer* is empty and *byte* the address. A foreign byte is one that is
-    read though it is not the request's: block and unit, or the address, are the *producer*'s.
+    Attributes:
+        kind: The fault. A `foreign` byte was read although it does not belong to the request.
+        consumer: The consumer rank.
+        layer: Name of the layer, or empty if the byte lies outside every region.
+        part: Name of the part.
+        unit: Number of the unit in the model. If *block* is set, it counts the rank's own units.
+        token: Position of the token, or None for the state of a recurrent layer.
+        row: Number of the row in its block or state.
+        byte: Number of the byte in the content, or its address if *layer* is empty.
+        block: Block of an unwanted or foreign byte, otherwise None.
+        wanted_from: The producer ranks that hold the right byte.
+        producer: The producer rank that a foreign byte was read from, otherwise None.
+
+    >>> print(CounterExample(
+    ...     kind="missing", consumer=RankId(), layer="layers.0", part="k", unit=3, token=17,
+    ...     byte=6, wanted_from=(RankId(tp=1),)))
+    consumer tp0, layer layers.0, part k, unit 3, token 17, byte 6: missing; producer tp1 should \
+    have sent it
+
     """
 
     kind: Kind
@@ -62,10 +105,10 @@ class CounterExample:
         if self.producer is not None:
             who += f" reads producer {self.producer}"
         if not self.layer:
-            told = "written" if self.producer is None else "read"
-            return f"{who}, address {self.byte:#x}: {told}, although no content lies there"
+            access = "written" if self.producer is None else "read"
+            return f"{who}, address {self.byte:#x}: {access}, although no content lies there"
         senders = " or ".join(map(str, self.wanted_from))
-        told = {
+        fault = {
             "missing": f"missing; producer {senders} should have sent it",
             "double": f"written twice; producer {senders} should have sent it once",
             "wrong source": f"read from other bytes; producer {senders} holds the right ones",
@@ -74,20 +117,20 @@ class CounterExample:
         }[self.kind]
         return (
             f"{who}, layer {self.layer}, part {self.part}, unit {self.unit}, "
-            f"{at}, byte {self.byte}: {told}"
+            f"{at}, byte {self.byte}: {fault}"
         )
 
 
+# Contents of one grid, about. Larger grids need more memory, smaller ones more time.
 AT_ONCE = 2**18
-"""Contents that are looked at together, about: what bounds the memory that a check takes."""
-
-KINDS: tuple[Kind, ...] = ("missing", "wrong source", "double")
-"""What is wrong with a wanted byte, if anything, that is written never, once, or more often."""
 
 
 @attrs.frozen(eq=False)
 class Moving:
-    """One part of one layer that moves to a rank, of a state the rows that both sides have."""
+    """One part of one layer that moves to the rank.
+
+    *part* of a state has only the rows that both sides have.
+    """
 
     group: KVCacheGroup
     producer_group: KVCacheGroup
@@ -98,11 +141,18 @@ class Moving:
 
 @attrs.frozen(eq=False)
 class Grid:
-    """Contents that move together, rows x units, and where the consumer has each.
+    """A chunk of some contents of one part, rows x units, and their addresses at the consumer.
 
-    *rows* are numbers of a state's rows, or the tokens with which rows begin. Unless they are
-    *cached*, they have to be written, once; cached ones must not be. Of each content these are
-    *size* bytes, from *byte* on: the longest chunk that lies together on all sides.
+    Attributes:
+        moving: The part.
+        units: Numbers of the units in the model.
+        rows: Numbers of a state's rows, or the first token of each row.
+        cached: Whether the consumer already has the contents. Then nothing may write them.
+        byte: First byte of the chunk in its content.
+        size: Bytes of the chunk, which is contiguous in the memory of all ranks.
+        address: Address of the chunk of each content, flat and row by row. -1 if the consumer's
+            block table has no block for the row.
+
     """
 
     moving: Moving
@@ -118,8 +168,16 @@ class Grid:
 class Checker:
     """The check of one consumer rank.
 
-    *table* is (producer address, address, length); *numbers* says from which of *sources* each row
-    is read. *producers*: the places of every producer rank. *excluded*: layers that do not move.
+    Attributes:
+        request: The request.
+        producer: The producer engine.
+        producers: Places of every producer rank.
+        consumer: Places of the consumer rank.
+        excluded: Layers that do not move.
+        sources: The producer ranks that the rows read from.
+        table: The rows, of shape (rows, 3): producer address, consumer address, length.
+        numbers: For each row, the index of its producer rank in *sources*.
+
     """
 
     request: TransferRequest
@@ -132,76 +190,77 @@ class Checker:
     numbers: Small
 
     def first(self) -> CounterExample | None:
-        """Return the first fault: of wanted and cached contents, then what is too much."""
-        faults = (self._fault(grid) for each in self._moving for grid in self._grids(each))
-        found = next((fault for fault in faults if fault is not None), None)
-        return found or self._unwanted() or self._foreign()
+        """Return the first fault, or None if the rank receives exactly the right bytes."""
+        faults = map(self.first_fault, self.grids())
+        fault = next((fault for fault in faults if fault is not None), None)
+        return fault or self._unwanted() or self._foreign()
 
     @cached_property
     def writes(self) -> Coverage:
-        """How often each of the rank's bytes is written."""
+        """The number of writes of each byte of the rank."""
         return Coverage(self.table[:, 1], self.table[:, 2])
 
     @cached_property
     def _moving(self) -> list[Moving]:
-        """What moves to the rank."""
-        owners, found = self.consumer.owners, list[Moving]()
+        """The parts that move to the rank."""
+        owners, moving = self.consumer.owners, list[Moving]()
         for layer, group in self.consumer.layers.items():
-            spec, other = group.spec.of_layer(layer), self.producer.homes.get(layer)
+            spec, producer_group = group.spec.of_layer(layer), self.producer.homes.get(layer)
             wanted = owners.wanted(self.request, group, spec) if layer not in self.excluded else ()
-            if not wanted or other is None:
+            if not wanted or producer_group is None:
                 continue
-            states = {part.name: part.states for part in other.spec.of_layer(layer).parts}
+            states = {part.name: part.states for part in producer_group.spec.of_layer(layer).parts}
             for part in spec.parts:
                 least = part.states if part.per_token else min(part.states, states[part.name])
                 if self.consumer.units(group, part):
                     common = attrs.evolve(part, states=least)
-                    found.append(Moving(group, other, layer, common, wanted))
-        return found
+                    moving.append(Moving(group, producer_group, layer, common, wanted))
+        return moving
 
-    def _grids(self, moving: Moving) -> Iterator[Grid]:
-        """Yield the wanted and the cached contents of one part, some at a time."""
-        wanted, cached = self._rows(moving)
-        units = self.consumer.units(moving.group, moving.part)
-        strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
-        step = -(-AT_ONCE // len(units))
-        sides = (self.consumer, *self.producers.values())
-        sizes = [side.chunk_bytes(moving.layer, moving.part) for side in sides]
-        size = gcd(*sizes)
-        for every in (wanted, cached):
-            for at in range(0, len(every), step):
-                rows = every[at : at + step]
-                first = self._first(self.consumer, moving.group, moving, rows)[:, None]
-                begins = np.where(first < 0, -1, first + strides).ravel()
-                for byte in range(0, moving.part.content_bytes, size):
-                    offset = self.consumer.chunk_offset(moving.layer, moving.part, byte)
-                    address = np.where(begins < 0, -1, begins + offset)
-                    yield Grid(moving, units, rows, every is cached, byte, size, address)
+    def grids(self) -> Iterator[Grid]:
+        """Yield the wanted and the cached contents of all parts, about `AT_ONCE` at a time."""
+        for moving in self._moving:
+            wanted, cached = self._rows(moving)
+            units = self.consumer.units(moving.group, moving.part)
+            strides = np.arange(len(units)) * self.consumer.unit_stride(moving.layer, moving.part)
+            step = -(-AT_ONCE // len(units))
+            sides = (self.consumer, *self.producers.values())
+            size = gcd(*(side.chunk_bytes(moving.layer, moving.part) for side in sides))
+            for all_rows in (wanted, cached):
+                for at in range(0, len(all_rows), step):
+                    rows = all_rows[at : at + step]
+                    first = self._first(self.consumer, moving.group, moving, rows)[:, None]
+                    begins = np.where(first < 0, -1, first + strides).ravel()
+                    for byte in range(0, moving.part.content_bytes, size):
+                        offset = self.consumer.chunk_offset(moving.layer, moving.part, byte)
+                        address = np.where(begins < 0, -1, begins + offset)
+                        yield Grid(moving, units, rows, all_rows is cached, byte, size, address)
 
     def _rows(self, moving: Moving) -> tuple[Ints, Ints]:
-        """Return the wanted rows of a part and the cached ones, each by its first token.
+        """Return the wanted and the cached rows of a part. All rows of a state are wanted.
 
-        Of a state, all are wanted. Wanted tokens before and after the table's blocks are in it too,
-        the first of them at least: they are missing.
+        A row is the number of its first token. If wanted tokens lie before or after the blocks of
+        the table, the rows of one block there are included. They will be missing.
         """
         if not moving.part.per_token:
             return np.arange(moving.part.states), np.empty(0, np.int64)
-        table, grain = self.consumer.tables[moving.group.name], moving.part.tokens_per_state
+        table, row_tokens = self.consumer.tables[moving.group.name], moving.part.tokens_per_state
         virtual, count = self.consumer.virtual_block(moving.group), len(table.block_ids)
         wanted, first = moving.wanted, table.first_token
         start, stop = wanted.start - first, wanted.stop - first
         before = [start // virtual] if start < 0 else []
         after = [max(count, start // virtual)] if stop > count * virtual else []
         blocks = np.array([*before, *range(count), *after], np.int64)
-        rows = self.consumer.positions(moving.group, blocks)[:, ::grain].ravel()
-        moves = (rows + grain > start) & (rows < stop)
+        rows = self.consumer.positions(moving.group, blocks)[:, ::row_tokens].ravel()
+        # A row is wanted if any of its tokens is.
+        moves = (rows + row_tokens > start) & (rows < stop)
         spec = moving.group.spec.of_layer(moving.layer)
         cached = self.consumer.owners.cached(self.request, moving.group, spec)
         held = ~moves & (rows < cached - first)
         return rows[moves] + first, rows[held] + first
 
     def _first(self, side: Places, group: KVCacheGroup, moving: Moving, rows: Ints) -> Ints:
-        """Return where one *side* has unit 0 of each row; -1 where it has none."""
+        """Return the address of unit 0 of each row on one *side*, or -1 if it lacks the row."""
         region = side.regions.get((moving.layer, moving.part.name))
         if region is None:
             return np.full(len(rows), -1, np.int64)
@@ -209,67 +268,87 @@ class Checker:
             return side.rows(group, region, moving.part, rows)
         return side.states(group, region, moving.wanted.stop - 1, rows)
 
-    def _fault(self, grid: Grid) -> CounterExample | None:
-        """Return the first byte of wanted or cached contents that is wrong."""
-        stop = grid.address + grid.size
-        content, segment = self.writes.segments(grid.address, stop)
-        times = np.where(grid.address[content] < 0, 0, self.writes.times[segment])
+    def first_fault(self, grid: Grid) -> CounterExample | None:
+        """Return the first wrong byte of *grid*."""
+        for content, byte in zip(*self.suspects(grid), strict=True):
+            kind = self.judge(grid, int(content), int(byte))
+            if kind is not None:
+                return self._counter_example(grid, kind, int(content), grid.byte + int(byte))
+        return None
+
+    def judge(self, grid: Grid, content: int, byte: int) -> Kind | None:
+        """Return the fault of one byte of one content of *grid*, or None if the byte is right.
+
+        This is the definition of the check. *byte* counts from the first byte of the grid's chunk.
+        """
+        start, stop = self.table[:, 1], self.table[:, 1] + self.table[:, 2]
+        address = int(grid.address[content])
+        # The consumer has no memory for a content without an address, so no row writes it.
+        held = address >= 0
+        address += byte
+        writers = np.flatnonzero((start <= address) & (address < stop)) if held else []
         if grid.cached:
-            wrong = times > 0
-        else:
-            wrong = times != 1
-            wrong[~wrong] = self._elsewhere(grid, content[~wrong], segment[~wrong])
-        if not wrong.any():
-            return None
-        at = int(np.argmax(wrong))
-        kind: Kind = "unwanted" if grid.cached else KINDS[min(int(times[at]), 2)]
-        byte = self.writes.cuts[segment[at]] - grid.address[content[at]]
-        return self._told(grid, kind, int(content[at]), grid.byte + max(int(byte), 0))
+            return "unwanted" if len(writers) else None
+        if len(writers) != 1:
+            return "double" if len(writers) else "missing"
+        (row,) = self.table[writers].tolist()
+        read = row[0] + address - row[1]
+        chunk = self._source(grid, np.array([content]), self.numbers[writers]).item()
+        return None if chunk >= 0 and chunk + byte == read else "wrong source"
 
-    def _elsewhere(self, grid: Grid, content: Ints, segment: Ints) -> npt.NDArray[np.bool_]:
-        """Return which of these, each written once, are read from other bytes than their own."""
-        write = self.writes.span[segment]
-        right = self._right(grid, content, self.numbers[write])
-        distance = self.table[write, 0] - self.table[write, 1]
-        return np.asarray((right < 0) | (right - grid.address[content] != distance))
+    def suspects(self, grid: Grid) -> tuple[Ints, Ints]:
+        """Return the content and the byte in it of the first byte of each wrong segment."""
+        content, segment = self.writes.segments(grid.address, grid.address + grid.size)
+        address = grid.address[content]
+        times = np.where(address < 0, 0, self.writes.times[segment])
+        wrong = times > 0 if grid.cached else times != 1
+        if not grid.cached:
+            once = np.flatnonzero(~wrong)
+            write = self.writes.span[segment[once]]
+            chunk = self._source(grid, content[once], self.numbers[write])
+            # The distance from reads to writes is the same for all bytes of a row.
+            distance = self.table[write, 0] - self.table[write, 1]
+            wrong[once] = (chunk < 0) | (chunk - address[once] != distance)
+        content, address, begin = content[wrong], address[wrong], self.writes.cuts[segment[wrong]]
+        return content, np.maximum(begin - address, 0)
 
-    def _right(self, grid: Grid, content: Ints, number: Small) -> Ints:
-        """Return where the source of each *number* has each content; -1 where it has none of it."""
+    def _source(self, grid: Grid, content: Ints, number: Small) -> Ints:
+        """Return the address of each content's chunk at its source, or -1 if the source lacks it.
+
+        *number* is the index of each content's producer rank in `sources`.
+        """
         moving = grid.moving
-        group, shape = moving.producer_group, (len(self.sources), len(grid.rows))
-        first = np.full(shape, -1, np.int64)
-        start, stop, stride, offset = np.zeros((4, len(self.sources)), np.int64)
-        for source, rank in enumerate(self.sources):
-            side = self.producers[rank]
-            units = side.units(group, moving.part) if moving.layer in side.layers else range(0)
-            if max(units.start, grid.units.start) < min(units.stop, grid.units.stop):
-                first[source] = self._first(side, group, moving, grid.rows)
-                start[source], stop[source] = units.start, units.stop
-                stride[source] = side.unit_stride(moving.layer, moving.part)
-                offset[source] = side.chunk_offset(moving.layer, moving.part, grid.byte)
         row, unit = np.divmod(content, len(grid.units))
         unit += grid.units.start
-        begins = first[number, row]
-        has = (begins >= 0) & (unit >= start[number]) & (unit < stop[number])
-        found = begins + (unit - start[number]) * stride[number] + offset[number]
-        return np.where(has, found, -1)
+        address = np.full(len(content), -1, np.int64)
+        for index, rank in enumerate(self.sources):
+            side, group = self.producers[rank], moving.producer_group
+            held = side.units(group, moving.part) if moving.layer in side.layers else range(0)
+            if held.stop <= grid.units.start or grid.units.stop <= held.start:
+                continue
+            here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))
+            first = self._first(side, group, moving, grid.rows)[row[here]]
+            offset = side.chunk_offset(moving.layer, moving.part, grid.byte)
+            offset += (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
+            address[here] = np.where(first < 0, -1, first + offset)
+        return address
 
     def _unwanted(self) -> CounterExample | None:
-        """Return a byte that is written outside the blocks into which wanted contents go.
+        """Return a byte that is written outside the blocks that receive wanted contents.
 
-        Inside them, cached contents are looked at one by one, and all others may be written.
+        Inside these blocks, `judge` checks the cached contents, and all other bytes may be written.
         """
         by_group: dict[str, tuple[Moving, list[tuple[Region, int]]]] = {}
-        for each in self._moving:
-            region = self.consumer.regions[each.layer, each.part.name]
-            rows = min(each.part.states, region.states)
-            by_group.setdefault(each.group.name, (each, []))[1].append((region, rows))
-        found: list[Contents] = []
-        for each, regions in by_group.values():
-            ids = self.consumer.written(each.group, each.part, each.wanted)
-            found += self.consumer.contents(each.group, regions, ids)
-        outside = covered(found).first_outside(self.table[:, 1], self.table[:, 2])
-        return None if outside is None else self._named("unwanted", self.consumer.cache, outside[1])
+        for moving in self._moving:
+            region = self.consumer.regions[moving.layer, moving.part.name]
+            rows = min(moving.part.states, region.states)
+            by_group.setdefault(moving.group.name, (moving, []))[1].append((region, rows))
+        allowed: list[Contents] = []
+        for moving, regions in by_group.values():
+            ids = self.consumer.written(moving.group, moving.part, moving.wanted)
+            allowed += self.consumer.contents(moving.group, regions, ids)
+        outside = covered(allowed).first_outside(self.table[:, 1], self.table[:, 2])
+        return None if outside is None else self._at("unwanted", self.consumer.cache, outside[1])
 
     def _foreign(self) -> CounterExample | None:
         """Return a byte that is read outside the request's own blocks of its source."""
@@ -277,18 +356,18 @@ class Checker:
             reads, side = self.table[self.numbers == number], self.producers[rank]
             outside = side.own.first_outside(reads[:, 0], reads[:, 2])
             if outside is not None:
-                return self._named("foreign", side.cache, outside[1], rank)
+                return self._at("foreign", side.cache, outside[1], rank)
         return None
 
-    def _named(
+    def _at(
         self, kind: Kind, cache: RankCache, address: int, producer: RankId | None = None
     ) -> CounterExample:
-        """Return the byte at *address* as a counter-example, by the region that holds it."""
+        """Return the counter-example of the byte at *address*, named by its region."""
         consumer = self.consumer.cache.rank
         for region in cache.regions:
-            found = region.locate(address)
-            if found is not None:
-                block, unit, state, byte = found
+            place = region.locate(address)
+            if place is not None:
+                block, unit, state, byte = place
                 return CounterExample(
                     kind=kind, consumer=consumer, layer=region.layer, part=region.part,
                     unit=unit, row=state, byte=byte, block=block, producer=producer,
@@ -297,8 +376,8 @@ class Checker:
             kind=kind, consumer=consumer, layer="", part="", byte=address, producer=producer
         )
 
-    def _told(self, grid: Grid, kind: Kind, content: int, byte: int) -> CounterExample:
-        """Return a byte of one of the contents as a counter-example."""
+    def _counter_example(self, grid: Grid, kind: Kind, content: int, byte: int) -> CounterExample:
+        """Return the counter-example of one byte of one content of *grid*."""
         moving, (row, unit) = grid.moving, divmod(content, len(grid.units))
         unit, number = grid.units[unit], int(grid.rows[row])
         token = number if moving.part.per_token else None

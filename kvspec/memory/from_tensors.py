@@ -15,8 +15,8 @@ How it works:
     4. `_Reader` checks the sizes and strides, and returns one region for each part.
 
     A shape alone does not identify its axes. If the caller passes no *axes*, the shape must fit
-    only one order of axes (`check_one_reading`). If the tensor has fewer dimensions than the layout has
-    letters, the error message suggests each reading that fits (`folded_readings`).
+    only one order of axes (`check_one_reading`). A tensor may have fewer dimensions than the layout
+    has letters. Then the error message suggests each reading that fits (`folded_readings`).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def dimensions(axes: object) -> Dims:
         before = letters.rstrip("C")
         once = set(before) <= set("BKHNP") and len(set(before)) == len(before)
         # If several dimensions are C, each of them has a size, so no C can share a dimension: the
-        # sizes of the part could not tell how to divide it.
+        # sizes of the part do not determine how to divide it.
         shares_dimension = any("C" in dim and len(dim) > 1 for dim in dims)
         if once and (letters.count("C") < 2 or not shares_dimension):  # noqa: PLR2004 - several
             return dims

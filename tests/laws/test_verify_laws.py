@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kvspec
+from kvspec.check.checker import Checker
 from kvspec.testing import oracle, strategies
 from kvspec.testing.carve import count_kernel_blocks, logical_views
 from kvspec.testing.positions import rows_of
@@ -193,6 +195,34 @@ def test_verify_names_a_byte_that_is_wrong(case: strategies.Case, how: str, pick
         assert set() == wrong
     else:
         assert (found.consumer, address_of(here, found), found.kind) in wrong
+
+
+@given(CASES | strategies.sharing_cases(), st.sampled_from(HOW), st.integers(0, 2**16))
+def test_suspects_are_the_bytes_that_the_definition_calls_wrong(
+    case: strategies.Case, how: str, pick: int
+) -> None:
+    """The vectors of the checker select exactly the contents that `judge` finds wrong."""
+    here = world(case)
+    made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
+    filled = [pair for pair in sorted(made) if len(made[pair])]
+    assume(filled)
+    pair = filled[pick % len(filled)]
+    made[pair] = changed(made[pair], pick % len(made[pair]), how)
+    checkers: list[Checker] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checker, "first", checkers.append)
+        kvspec.verify(here.plan, *caches(here), case.request, made)
+    for checker in checkers:
+        for grid in checker.grids():
+            bytes_ = product(range(len(grid.address)), range(grid.size))
+            wrong = [at for at in bytes_ if checker.judge(grid, *at) is not None]
+            suspects = [
+                (int(content), int(byte))
+                for content, byte in zip(*checker.suspects(grid), strict=True)
+            ]
+            assert wrong[:1] == suspects[:1]
+            assert set(suspects) <= set(wrong)
+            assert {content for content, _ in wrong} == {content for content, _ in suspects}
 
 
 def others(here: World, rank: kvspec.RankId) -> list[int]:
