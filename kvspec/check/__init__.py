@@ -1,4 +1,7 @@
-"""Is it right: checkers that go through what should be there, and not through what came."""
+"""Check that a transfer is right: `verify`, digests, a reference copy and an exhaustive proof.
+
+Invariant: the checkers go through what should arrive, and share no code with what they check.
+"""
 
 from kvspec.check import digests, reference
 from kvspec.check.proof import prove

@@ -1,4 +1,4 @@
-"""Compare what two engines hold of a request, whatever their layouts, by one sum for each side.
+"""Compare the contents of a request on two engines by one sum for each side.
 
 Invariant: the digests of equal contents are equal, whatever the parallelism, layouts, page formats
 and block sizes of the two engines. A digest is a sum over logical coordinates. So the digests of
@@ -34,6 +34,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.check.places import token_places
 from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
@@ -53,40 +54,60 @@ __all__ = [
 ]
 
 Words = npt.NDArray[np.uint64]
+# Sums by layer, part, unit of the model, and the context rank that stores the tokens.
 Sums = Mapping[tuple[str, str, int, int], int]
-"""By layer, part, unit of the model, and which context's tokens they are."""
+# Bytes that are summed at once. The temporary arrays stay in the cache of a core, which makes the
+# sum three times as fast.
 MANY_BYTES = 1 << 17
-"""Bytes read at once: what is made of them stays in the cache of a core, thrice as fast so."""
+# Multipliers and shift of the finalizer of MurmurHash3.
 _MULTIPLIERS = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _SHIFT = np.uint64(33)
+# Moves the highest bit of a product to bit 16. The second multiplication spreads it upwards.
 _FOLD = np.uint64(47)
-"""Moves the highest bit of a product to bit 16: the second multiplication spreads it upwards."""
 
 
 @attrs.frozen
 class Wanted:
-    """What of one part of one layer is digested: token positions, or the first rows of a state."""
+    """The rows of one part of one layer that a digest covers.
+
+    Attributes:
+        tokens: Token positions.
+        rows: Number of rows of a state, from its first row on. 0 if the rows are tokens.
+
+    >>> Wanted(range(0, 100))
+    Wanted(tokens=range(0, 100), rows=0)
+
+    """
 
     tokens: range
     rows: int = 0
 
 
 def wanted(plan: TransferPlan, request: TransferRequest) -> dict[tuple[str, str], Wanted]:
-    """Return what *request* moves by *plan*, by layer and part: both sides digest that."""
+    """Return the rows that *request* moves, by layer and part. Both sides digest these rows.
+
+    Args:
+        plan: The transfer plan of the two engines.
+        request: The request.
+
+    Returns:
+        The rows of each layer and part that moves.
+
+    """
     instance("plan", plan, TransferPlan)
     instance("request", request, TransferRequest)
     return {
         (layer, part.name): want
         for edge in plan.edges
-        for one in edge.slices
-        for layer, part, want in wanted_of(plan, request, edge, one)
+        for slice_ in edge.slices
+        for layer, part, want in wanted_of(plan, request, edge, slice_)
     }
 
 
 def wanted_of(
     plan: TransferPlan, request: TransferRequest, edge: Edge, one: TPTransferSlice
 ) -> Iterator[tuple[str, Part, Wanted]]:
-    """Yield layer, part and what of it *request* moves by one slice of an *edge*, if anything."""
+    """Yield the layers, parts and rows that *request* moves by the slice *one* of *edge*."""
     specs, held = plan.pair_of(edge).specs, plan.producer.group(edge.producer_group).spec
     for layer in one.layers:
         tokens = request.wanted(edge.group, specs[layer])
@@ -102,11 +123,34 @@ def digest(
     tables: Mapping[str, BlockTable],
     asked: Mapping[tuple[str, str], Wanted],
 ) -> dict[tuple[str, str, int, int], int]:
-    """Return the digest of what this rank holds of what is *asked* for.
+    """Return the digest of the rows of a request that one rank holds.
 
-    A sum by layer, part, unit of the model and the context whose tokens they are. *tables*: the
-    request's block table of each of this engine's groups. Reads host memory by the addresses of
-    the *cache*, whose owner must be alive; other memory is a `SpecError`.
+    The function reads host memory at the addresses of the *cache*. The caller must keep that
+    memory allocated.
+
+    Args:
+        cache: The rank's cache.
+        tables: The request's block table of each of the engine's groups.
+        asked: The rows, as `wanted` returned them.
+
+    Returns:
+        One sum for each layer, part, unit of the model and context rank.
+
+    Raises:
+        SpecError: If a region is not in host memory, or a table lacks a block.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig, RankId
+    >>> from kvspec import allocate
+    >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["l"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    >>> cache, storage = allocate(engine, RankId(), num_blocks=4)
+    >>> storage["full"][:16], storage["full"][48:] = 7, 7  # block 0 and block 3 become equal
+    >>> asked = {("l", "latent"): Wanted(range(0, 2))}
+    >>> sums = [digest(cache, {"full": BlockTable([block])}, asked) for block in (0, 3, 1)]
+    >>> differing([sums[0]], [sums[1]]), differing([sums[0]], [sums[2]])
+    ([], [('l', 'latent', 0)])
+
     """
     engine, rank = instance("cache", cache, RankCache).engine, cache.rank
     sums: dict[tuple[str, str, int, int], int] = {}
@@ -124,12 +168,12 @@ def digest(
 
 
 def readable(cache: RankCache, region: Region) -> tuple[Part, range]:
-    """Return the part and the units of the model of a *region*; `SpecError` of other than DRAM."""
+    """Return the part and the model's units of a *region*. It must be in host memory."""
     if region.memory_type != "DRAM":
         raise SpecError("memory_type", region.memory_type, "DRAM: copy the blocks to it first")
     group = cache.engine.group(region.group)
     parts = group.spec.of_layer(region.layer).parts
-    part = next(each for each in parts if each.name == region.part)
+    part = next(part for part in parts if part.name == region.part)
     return part, cache.engine.units(group, part, cache.rank)
 
 
@@ -140,7 +184,7 @@ def rows_of(
     tables: Mapping[str, BlockTable],
     want: Wanted,
 ) -> tuple[Ints, Ints, Ints]:
-    """Return block in memory, row and number of the rows of *region* that are wanted."""
+    """Return kernel block, row in the block and number of each wanted row of *region*."""
     group = cache.engine.group(region.group)
     table = _table(tables, group.name)
     if part.per_token:
@@ -148,26 +192,47 @@ def rows_of(
     else:
         placed = _state_rows(group, part, table, want)
     if len(placed[0]) and not 0 <= placed[0].min() <= placed[0].max() < region.num_blocks:
-        told = f"ids of a pool of {region.num_blocks // group.kernel_blocks_per_block} blocks"
-        raise SpecError(f"tables[{group.name!r}]", table.block_ids.tolist(), told)
+        num_blocks = region.num_blocks // group.kernel_blocks_per_block
+        expected = f"ids of a pool of {num_blocks} blocks"
+        raise SpecError(f"tables[{group.name!r}]", table.block_ids.tolist(), expected)
     return placed
 
 
 def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tuple[str, str, int]]:
-    """Return the layers, parts and units of which *consumers* hold other content than *producers*.
+    """Return the layers, parts and units whose content differs between the two engines.
 
-    The digests of every rank of an engine, or, where both share their tokens alike, of the ranks of
-    one context. Replicas that differ among each other differ from everybody.
+    Args:
+        producers: The digests of all producer ranks. If both engines shard their tokens in the same
+            way, the digests of the ranks of one context rank are enough.
+        consumers: The digests of the same ranks of the consumer engine.
+
+    Returns:
+        (layer, part, unit) of each difference, sorted. If the replicas of one engine differ from
+        each other, their units are included.
+
+    Raises:
+        SpecError: If a value is not a digest.
+
+    >>> differing([{("l", "k", 0, 0): 5, ("l", "k", 1, 0): 6}], [{("l", "k", 0, 0): 5}])
+    [('l', 'k', 1)]
+
     """
-    one, other = _totals("producers", producers), _totals("consumers", consumers)
-    homes = one.keys() | other.keys()
-    return sorted(key for key in homes if one.get(key) is None or one[key] != other.get(key))
+    sent, received = _totals("producers", producers), _totals("consumers", consumers)
+    keys = sent.keys() | received.keys()
+    return sorted(key for key in keys if sent.get(key) is None or sent[key] != received.get(key))
 
 
 def first_difference(equal: Callable[[range], bool], tokens: range) -> int | None:
-    """Return the first of *tokens* whose content differs, or None if none does.
+    """Return the first of *tokens* whose content differs, or None if all are equal.
 
-    *equal* asks both sides for the digest of some tokens: about log2(tokens) questions.
+    Args:
+        equal: Returns whether both sides have the same digest of a range of tokens. It is called
+            about log2(tokens) times.
+        tokens: The token positions to search.
+
+    >>> first_difference(lambda tokens: 37 not in tokens, range(100))
+    37
+
     """
     if not tokens or equal(tokens):
         return None
@@ -179,21 +244,21 @@ def first_difference(equal: Callable[[range], bool], tokens: range) -> int | Non
 
 
 def _totals(field: str, digests: Iterable[Sums]) -> dict[tuple[str, str, int], int | None]:
-    """Return the sums over all contexts, or None where replicas of any context differ."""
+    """Return the sums over all context ranks, or None if replicas of one context rank differ."""
     contexts: dict[tuple[str, str, int], dict[int, set[int]]] = {}
-    wanted = "what `digest` returned, of each rank"
-    for sums in sequence(field, digests, wanted):
-        for key, total in mapping(field, sums, wanted).items():
-            if not isinstance(key, tuple) or len(key) != 4:  # noqa: PLR2004 - as `Sums` says
-                raise SpecError(field, key, wanted)
-            *home, context = key
-            contexts.setdefault(tuple(home), {}).setdefault(context, set()).add(total)
+    expected = "the digests that `digest` returned for each rank"
+    for sums in sequence(field, digests, expected):
+        for key, total in mapping(field, sums, expected).items():
+            if not isinstance(key, tuple) or len(key) != 4:  # noqa: PLR2004 - the key of `Sums`
+                raise SpecError(field, key, expected)
+            *place, context = key
+            contexts.setdefault(tuple(place), {}).setdefault(context, set()).add(total)
     # No combination of replicas is tried: their number is exponential in the contexts.
     return {
-        home: sum(map(sum, sums.values())) % 2**64
+        place: sum(map(sum, sums.values())) % 2**64
         if all(len(totals) == 1 for totals in sums.values())
         else None
-        for home, sums in contexts.items()
+        for place, sums in contexts.items()
     }
 
 
@@ -207,29 +272,24 @@ def _table(tables: Mapping[str, BlockTable], group: str) -> BlockTable:
 def _token_rows(
     cache: RankCache, group: KVCacheGroup, part: Part, table: BlockTable, want: Wanted
 ) -> tuple[Ints, Ints, Ints]:
-    """Return block in memory, row and first token of the rank's own rows that are wanted."""
-    grain, context = part.tokens_per_state, cache.engine.context(group, cache.rank)
-    first = want.tokens.start // grain * grain
+    """Return kernel block, row in the block and first token of each wanted row of the rank."""
+    row_tokens, context = part.tokens_per_state, cache.engine.context(group, cache.rank)
+    first = want.tokens.start // row_tokens * row_tokens
     held = table.tokens(cache.engine.virtual_block(group))
     if want.tokens and not held.start <= first < want.tokens.stop <= held.stop:
         tokens = f"{want.tokens.start}..{want.tokens.stop - 1}"
         raise SpecError(f"tables[{group.name!r}]", held, f"blocks for tokens {tokens}")
-    position = np.arange(first, want.tokens.stop, grain, dtype=np.int64)
-    position = position[context.owns(position)]
-    local = context.local(position) - table.first_token // context.size
-    place, token = np.divmod(local, group.spec.block_size)
-    kernel_block, token = np.divmod(token, group.memory_block_size)
-    return (
-        table.block_ids[place] * group.kernel_blocks_per_block + kernel_block,
-        token // grain,
-        position,
-    )
+    positions = np.arange(first, want.tokens.stop, row_tokens, dtype=np.int64)
+    positions = positions[context.owns(positions)]
+    index, kernel_block, token = token_places(group, context, table, positions)
+    block = table.block_ids[index] * group.kernel_blocks_per_block + kernel_block
+    return block, token // row_tokens, positions
 
 
 def _state_rows(
     group: KVCacheGroup, part: Part, table: BlockTable, want: Wanted
 ) -> tuple[Ints, Ints, Ints]:
-    """Return block, row and row again of the first rows of a state."""
+    """Return block, row and number of the first rows of a state. The number is the row."""
     field = f"tables[{group.name!r}]"
     slot = table.state_block(field, group.spec.block_size, want.tokens.start)
     row = np.arange(min(part.states, want.rows))
@@ -239,9 +299,18 @@ def _state_rows(
 def partial_sums(
     region: Region, own: int, unit: int, block: Ints, row: Ints, number: Ints
 ) -> Iterator[int]:
-    """Yield sums of some rows that add up to that of all, of which *number* is the name.
+    """Yield the sums of parts of the rows of one unit. They add up to the digest of the unit.
 
-    Of one *unit* of the model, the *own*-th of *region*. Each is some hundred kilobytes of work.
+    Each sum reads about `MANY_BYTES`, so a caller can do other work between them.
+
+    Args:
+        region: The region.
+        own: Number of the unit among the rank's own units.
+        unit: Number of the unit in the model.
+        block: Kernel block of each row.
+        row: Number of each row in its block.
+        number: First token of each row, or the number of a state's row.
+
     """
     many = max(1, MANY_BYTES // region.content_bytes)
     chunks = [_chunk(region, chunk) for chunk in range(region.chunks)]
@@ -254,9 +323,9 @@ def partial_sums(
 
 
 def _word(chunks: list[npt.NDArray[np.uint8]]) -> Words:
-    """Return one word for each content, made of all its bytes in order, which lie in *chunks*.
+    """Return the word of each content. The module docstring has the formula.
 
-    One changed word of a content always changes the result. See the module for the formula.
+    Each of *chunks* is an array of shape (contents, bytes of the chunk).
     """
     content = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=1)
     if short := -content.shape[1] % 8:
@@ -266,12 +335,12 @@ def _word(chunks: list[npt.NDArray[np.uint8]]) -> Words:
     products = words * weights
     folded = products >> _FOLD
     folded ^= products
-    # One pass that multiplies and adds: `sum` of the products takes half as long again.
+    # `einsum` multiplies and adds in one pass. `sum` of the products needs 1.5 times as long.
     return np.asarray(np.einsum("ij,j->i", folded, weights), np.uint64)
 
 
 def _chunk(region: Region, chunk: int) -> npt.NDArray[np.uint8]:
-    """Return a view of one chunk of all contents: [blocks, units, states, bytes]."""
+    """Return a view of one chunk of all contents, of shape (blocks, units, states, bytes)."""
     extent, size = region.extent, region.chunk_bytes
     memory = (ctypes.c_uint8 * len(extent)).from_address(extent.start)
     return np.lib.stride_tricks.as_strided(
@@ -288,7 +357,7 @@ def _key(layer: str, part: str, unit: int) -> np.uint64:
 
 
 def _mix(word: Words) -> Words:
-    """Return every word scattered: one changed bit changes about half of the others."""
+    """Return every word mixed: one changed input bit changes about half of the output bits."""
     for multiplier in _MULTIPLIERS:
         word = (word ^ (word >> _SHIFT)) * multiplier
     return word ^ (word >> _SHIFT)

@@ -1,7 +1,24 @@
-"""Where one rank keeps the contents of a request.
+"""Compute where one rank keeps the contents of a request.
 
-Law: a place follows from the rank's own block table and its regions alone. What no block of the
-table holds is nowhere: address -1.
+Invariant: a place follows from the rank's own block table and its regions alone. A content that no
+block of the table holds has no place, and its address is -1.
+
+How it works:
+    If two context ranks share the tokens, a block of the table is a *virtual block*: each of the
+    two ranks stores half of its tokens in its own block. With an interleave of 2 tokens and blocks
+    of 4 tokens, the virtual block has 8 tokens:
+
+        token of the virtual block       0  1  2  3  4  5  6  7
+        context rank 0 stores it as      0  1        2  3
+        context rank 1 stores it as            0  1        2  3
+
+    A block may consist of several kernel blocks. With kernel blocks of 2 tokens, the tokens 2 and 3
+    of a block are the tokens 0 and 1 of its second kernel block. `token_places` returns the block
+    of the table, the kernel block in it, and the token in the kernel block.
+
+    `Places` computes the same from `Owners.stored`, which can be counted independently of the
+    library (`kvspec.check.counting`). The descriptor table has its own third computation. A fault
+    in one of them is found, because the others differ.
 """
 
 from __future__ import annotations
@@ -21,17 +38,57 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
-from kvspec.ownership.tokens import Ints
+from kvspec.ownership.tokens import BlockCyclic, Ints
 
+# First addresses, and lengths in bytes.
 Contents = tuple[Ints, Ints]
-"""First addresses, and lengths in bytes."""
+
+
+def token_places(
+    group: KVCacheGroup, context: BlockCyclic, table: BlockTable, positions: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Return where a rank keeps *positions*, all of which it owns and the *table* holds.
+
+    Args:
+        group: The group of the table.
+        context: The rank's share of the tokens.
+        table: The rank's block table of the request.
+        positions: Token positions.
+
+    Returns:
+        For each position the index of its block in the table, the kernel block in that block, and
+        the token in the kernel block.
+
+    >>> from kvspec import MLAAttentionSpec
+    >>> spec = MLAAttentionSpec(block_size=4, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["l"], spec=spec, kernel_block_size=2)
+    >>> context = BlockCyclic(rank=1, size=2, interleave=2)
+    >>> positions = np.array([2, 3, 6, 7, 10])
+    >>> places = token_places(group, context, BlockTable([5, 9]), positions)
+    >>> [column.tolist() for column in places]
+    [[0, 0, 0, 0, 1], [0, 0, 1, 1, 0], [0, 1, 0, 1, 0]]
+
+    """
+    local = positions
+    # This repeats `BlockCyclic.local` on purpose: the descriptor rows are made with that method.
+    if context.size > 1:
+        rounds, rest = np.divmod(positions, context.interleave * context.size)
+        local = rounds * context.interleave + rest % context.interleave
+    index, token = np.divmod(local - table.first_token // context.size, group.spec.block_size)
+    kernel_block, token = np.divmod(token, group.memory_block_size)
+    return index, kernel_block, token
 
 
 @attrs.frozen(eq=False, slots=False)
 class Places:
-    """Where the rank of *cache* keeps what the blocks of *tables*, by group, hold.
+    """The places of one rank's contents.
 
-    *only*: the layers that are looked at; all unless given.
+    Attributes:
+        owners: Source of the rank's layers, units and positions.
+        cache: The rank's cache.
+        tables: The request's block table of each group.
+        only: Names of the layers to look at. All layers by default.
+
     """
 
     owners: Owners
@@ -41,12 +98,12 @@ class Places:
 
     @property
     def rank(self) -> RankId:
-        """Whose places these are."""
+        """The rank."""
         return self.cache.rank
 
     @cached_property
     def layers(self) -> dict[str, KVCacheGroup]:
-        """The layers that the rank holds and that are looked at, and the group of each."""
+        """The group of each layer that the rank holds and that the check looks at."""
         groups, only = self.owners.engine.groups, self.only
         return {
             layer: group
@@ -57,51 +114,52 @@ class Places:
 
     @cached_property
     def regions(self) -> dict[tuple[str, str], Region]:
-        """The regions of its cache, by layer and part."""
-        return {(each.layer, each.part): each for each in self.cache.regions}
+        """The regions of the cache, by layer and part."""
+        return {(region.layer, region.part): region for region in self.cache.regions}
 
     def unit_stride(self, layer: str, part: Part) -> int:
-        """Return the bytes from one unit of *part* to the next; 0 where the rank has none."""
+        """Return the bytes from one unit of *part* to the next, or 0 if the rank has no region."""
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.unit_stride
 
     def chunk_bytes(self, layer: str, part: Part) -> int:
-        """Return the bytes of one chunk of *part*'s contents; 0 where the rank has none."""
+        """Return the bytes of one chunk of a content, or 0 if the rank has no region."""
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.chunk_bytes
 
     def chunk_offset(self, layer: str, part: Part, byte: int) -> int:
-        """Return how far a *byte* lies from where its content begins; 0 where there is none."""
+        """Return the distance of a *byte* from its content, or 0 if the rank has no region."""
         region = self.regions.get((layer, part.name))
         return 0 if region is None else region.chunk_offset(byte)
 
     def units(self, group: KVCacheGroup, part: Part) -> range:
-        """Return the model's units of *part* that the rank holds."""
+        """Return the numbers of the model's units of *part* that the rank holds."""
         return self.owners.units(group, part, self.rank)
 
     def virtual_block(self, group: KVCacheGroup) -> int:
-        """Return how many positions one block of the table stands for."""
+        """Return the number of positions of one block of the table."""
         return self.owners.virtual_block(group)
 
     def positions(self, group: KVCacheGroup, block: Ints) -> Ints:
-        """Return which positions each *block* of the table holds, [blocks, tokens of a block].
+        """Return the positions in each *block* of the table, of shape (blocks, tokens of a block).
 
-        They are counted from the table's first token: those of a table that begins late may need
-        more than 64 bits otherwise.
+        They count from the table's first token. Absolute positions might need more than 64 bits.
         """
         stored = self.owners.stored(group, self.rank)
         return block[:, None] * self.virtual_block(group) + stored
 
     def stores(self, group: KVCacheGroup, token: int) -> bool:
-        """Return whether the rank stores the position *token*, if any block does."""
+        """Return whether the rank stores the position *token*."""
         return token % self.virtual_block(group) in self.owners.stored(group, self.rank)
 
     def rows(self, group: KVCacheGroup, region: Region, part: Part, tokens: Ints) -> Ints:
-        """Return where unit 0 lies of each row of *region* that begins with a token."""
+        """Return the address of unit 0 of each row of *region*, by the first token of the row."""
         table, stored = self.tables[group.name], self.owners.stored(group, self.rank)
         block, place = np.divmod(tokens - table.first_token, self.virtual_block(group))
         token = np.minimum(np.searchsorted(stored, place), len(stored) - 1)
+        # `searchsorted` returns a neighbour if the rank does not store the place.
         inside = (stored[token] == place) & (block >= 0) & (block < len(table.block_ids))
+        # The last id, -1, is in no pool.
         ids = np.append(table.block_ids, -1)[np.where(inside, block, -1)]
         inside = self._in_pool(group, region, ids)
         kernel_block, token = np.divmod(token, group.memory_block_size)
@@ -110,14 +168,14 @@ class Places:
         return np.where(inside, region.base + blocks * region.block_stride + states, -1)
 
     def states(self, group: KVCacheGroup, region: Region, token: int, rows: Ints) -> Ints:
-        """Return where unit 0 lies of each of a state's *rows*, after the last *token*."""
+        """Return the address of unit 0 of each of the *rows* of the state after *token*."""
         block = self._state_block(group, token)
         inside = self._in_pool(group, region, block)
         states = region.base + np.where(inside, block, 0) * region.block_stride
         return np.where(inside, states + rows * region.state_stride, -1)
 
     def written(self, group: KVCacheGroup, part: Part, wanted: range) -> Ints:
-        """Return the ids of the blocks into which the *expected* positions of *part* go."""
+        """Return the ids of the blocks that receive the *wanted* positions of *part*."""
         table = self.tables[group.name]
         if not part.per_token:
             return self._state_block(group, wanted.stop - 1)
@@ -128,39 +186,41 @@ class Places:
     def contents(
         self, group: KVCacheGroup, regions: Iterable[tuple[Region, int]], ids: Ints
     ) -> Iterator[Contents]:
-        """Yield what blocks *ids* of *group* hold of regions, of each its first so many rows.
+        """Yield the contents of the blocks *ids* of *group*, as addresses and lengths.
 
-        Blocks of one stride repeat what the first of them holds.
+        Each region is paired with its number of rows, and only its first rows are included.
         """
+        # Regions with equal block strides repeat together. So the contents of their first block
+        # are merged once, and shifted to each block.
         same_strides: dict[tuple[int, int], list[tuple[Region, int]]] = {}
         for region, rows in regions:
-            same_strides.setdefault((region.block_stride, region.num_blocks), []).append(
-                (region, rows)
+            key = region.block_stride, region.num_blocks
+            same_strides.setdefault(key, []).append((region, rows))
+        for members in same_strides.values():
+            region = members[0][0]
+            starts, lengths = zip(*starmap(_first_block, members), strict=True)
+            start, length = merged(np.concatenate(starts), np.concatenate(lengths))
+            pool_ids = np.unique(ids[self._in_pool(group, region, ids)])[:, None]
+            split = group.kernel_blocks_per_block
+            blocks = (pool_ids * split + np.arange(split)).ravel()
+            yield (
+                (start + blocks[:, None] * region.block_stride).ravel(),
+                np.tile(length, len(blocks)),
             )
-        for some in same_strides.values():
-            start, length = merged(
-                *map(np.concatenate, zip(*starmap(_first_block, some), strict=True))
-            )
-            known = np.unique(ids[self._in_pool(group, some[0][0], ids)])[:, None]
-            block = (
-                known * group.kernel_blocks_per_block + np.arange(group.kernel_blocks_per_block)
-            ).ravel()
-            first = block[:, None] * some[0][0].block_stride
-            yield (start + first).ravel(), np.tile(length, len(block))
 
     @cached_property
     def own(self) -> Coverage:
-        """Every byte of the request's own blocks, whatever token it is of."""
-        found: list[Contents] = []
+        """All bytes of the request's own blocks, of any token."""
+        own: list[Contents] = []
         for group in self.owners.engine.groups:
             if group.name in self.tables:
-                regions = (each for each in self.cache.regions if each.group == group.name)
+                regions = (r for r in self.cache.regions if r.group == group.name)
                 ids = self.tables[group.name].block_ids
-                found += self.contents(group, ((each, each.states) for each in regions), ids)
-        return covered(found)
+                own += self.contents(group, ((region, region.states) for region in regions), ids)
+        return covered(own)
 
     def _in_pool(self, group: KVCacheGroup, region: Region, ids: Ints) -> npt.NDArray[np.bool_]:
-        """Return which ids of a table are blocks of the pool; a null one is none."""
+        """Return which *ids* are blocks of the pool. The null block is not one of them."""
         inside = (ids >= 0) & (ids < region.num_blocks // group.kernel_blocks_per_block)
         null = self.owners.engine.null_block
         return inside if null is None else inside & (ids != null)
@@ -172,18 +232,14 @@ class Places:
 
 
 def covered(contents: list[Contents]) -> Coverage:
-    """Return the coverage of *contents*, each byte once."""
-    return Coverage(*_merged(contents))
-
-
-def _merged(contents: list[Contents]) -> Contents:
-    none = np.empty((2, 0), np.int64)
+    """Return the coverage of *contents*. Each byte counts once, even if contents overlap."""
+    none = np.empty((2, 0), np.int64)  # `concatenate` needs at least one array
     start, length = (np.concatenate(column) for column in zip(none, *contents, strict=True))
-    return merged(start, length)
+    return Coverage(*merged(start, length))
 
 
 def _first_block(region: Region, rows: int) -> Contents:
-    """Return what block 0 of *region* holds, of each unit its first *rows*."""
+    """Return the contents of block 0 of *region*: the first *rows* of each unit."""
     units = np.arange(region.units)[:, None] * region.unit_stride
     chunks = np.arange(region.chunks)[:, None, None] * region.chunk_stride
     start = (region.base + chunks + units + np.arange(rows) * region.state_stride).ravel()

@@ -1,7 +1,17 @@
-"""The exhaustive proof: every TP pair and head count up to a bound, through the real slicing code.
+"""Prove the slicing of heads: try every pair of TP sizes and every number of heads up to a bound.
 
-Law: for every consumer rank the slices tile its heads exactly once, every slice comes from a rank
-that owns those heads, and within a replica class consumers per replica differ by at most one.
+Invariant: for every consumer rank, the slices tile its heads exactly once, and each slice comes from
+a rank that owns those heads. The replicas of a head are read equally often, or differ by one.
+
+How it works:
+    For each triple (producer TP, consumer TP, heads) the proof counts the heads out to the ranks
+    one by one (`owned_heads`). Then it calls the planner's own slicing for every consumer rank and
+    compares. For example, with 3 heads and TP 2 -> 3:
+
+        rank        producer                    consumer
+        0           head 0                      head 0: from producer 0
+        1           heads 1 and 2               head 1: from producer 1
+        2                                       head 2: from producer 1
 """
 
 from __future__ import annotations
@@ -25,15 +35,23 @@ from kvspec.ownership.sharding import Sharding, even_sharding
 from kvspec.ownership.slices import UnitRange, consumer_unit_ranges
 from kvspec.ownership.stripes import times_held
 
+# The first head and the end of the heads of each rank.
 Owned = tuple[tuple[int, int], ...]
 
+# With both bounds the proof tries two billion consumer ranks, which takes one core about an hour.
 MAX_TP = MAX_HEADS = 256
-"""Both at once are two thousand million consumer ranks: about an hour of one core."""
 
 
 @attrs.frozen
 class Proof:
-    """How much was tried, and what was not exact: *faults* holds at most one for each triple."""
+    """The result of `prove`.
+
+    Attributes:
+        triples: Number of (producer TP, consumer TP, heads) that were tried.
+        rank_cases: Number of consumer ranks that were checked, over all triples.
+        faults: A description of the first fault of each triple and policy.
+
+    """
 
     triples: int
     rank_cases: int
@@ -41,7 +59,7 @@ class Proof:
 
     @property
     def exact(self) -> bool:
-        """Whether every case was exact."""
+        """Whether there is no fault."""
         return not self.faults
 
 
@@ -54,11 +72,29 @@ def prove(
     replica_policies: tuple[ReplicaPolicyName, ...] = ("spread",),
     ranks_per_node: int | None = None,
 ) -> Proof:
-    """Try every (producer TP, consumer TP, heads) up to the bounds, on every consumer rank.
+    """Check every (producer TP, consumer TP, heads) up to the bounds, on every consumer rank.
 
-    The bounds are at most 256 each. *jobs*: processes, one for each core unless given. *progress*
-    is called with the number of triples finished since its last call. *ranks_per_node*: for
-    policies that ask for nodes; both engines' ranks fill the same nodes in order.
+    Args:
+        max_tp: Largest TP size of both engines, at most 256.
+        max_heads: Largest number of heads, at most 256.
+        jobs: Number of processes. One for each core by default.
+        progress: Called with the number of triples that were finished since the last call.
+        replica_policies: Names of the replica policies to check.
+        ranks_per_node: Number of ranks of a node, for policies that depend on nodes. The ranks of
+            both engines fill the same nodes in order.
+
+    Returns:
+        The number of cases, and the faults.
+
+    Raises:
+        SpecError: If an argument is not valid.
+
+    Each process imports this module again, so call this function from a main module:
+
+    >>> proof = prove(8, 8)  # doctest: +SKIP
+    >>> proof.triples, proof.exact  # doctest: +SKIP
+    (512, True)
+
     """
     positive_int("max_tp", max_tp, most=MAX_TP)
     positive_int("max_heads", max_heads, most=MAX_HEADS)
@@ -69,15 +105,16 @@ def prove(
         raise SpecError("replica_policies", replica_policies, "at least one policy")
     for policy in policies:
         _replica_policy(policy, ranks_per_node, 1, 1)
-    # Imported here: who plans a transfer does not start processes.
+    # Programs that only plan transfers do not need these modules.
     from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
     from multiprocessing import get_context  # noqa: PLC0415
 
+    # Spawn, because a fork copies locks that other threads of the caller may hold.
     triples = rank_cases = 0
     faults: list[str] = []
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)
     try:
-        # Most heads first: the longest tasks should not be the last ones.
+        # Tasks with the most heads take longest. If they ran last, most cores would be idle.
         tasks = [
             pool.submit(_prove_heads, h, max_tp, policies, ranks_per_node)
             for h in range(max_heads, 0, -1)
@@ -95,7 +132,7 @@ def prove(
 
 
 def _quiet() -> None:
-    """Leave an interrupt to the parent, which ends the pool."""
+    """Ignore Ctrl-C in a worker. The parent receives it too, and ends the pool."""
     import signal  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -133,10 +170,12 @@ def _prove_heads(
 
 
 def owned_heads(heads: int, tp_size: int) -> Owned:
-    """Return [start, stop) of every rank, by giving out the heads one by one.
+    """Return the heads of every rank as (start, stop), counted out one by one.
 
-    With as many heads as ranks or more, head h goes to the last rank whose share begins at or
-    before it; with fewer, every rank takes the head under its place.
+    If there are fewer heads than ranks, several ranks hold the same head.
+
+    >>> owned_heads(3, 2), owned_heads(2, 4)
+    (((0, 1), (1, 3)), ((0, 1), (0, 1), (1, 2), (1, 2)))
     """
     if heads < tp_size:
         return tuple(
@@ -154,7 +193,7 @@ def owned_heads(heads: int, tp_size: int) -> Owned:
 def _fault(
     consumer: Sharding, producer: Sharding, wanted: Owned, held: Owned, chooser: ReplicaChooser
 ) -> str | None:
-    """Return what is wrong with one TP pair, or None."""
+    """Return the first fault of one pair of TP sizes, or None."""
     reads: dict[tuple[int, ...], list[int]] = {}
     for rank, (start, stop) in enumerate(wanted):
         reached = start
@@ -179,14 +218,15 @@ def _fault(
 
 
 def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: bool) -> str | None:
-    """Return which equal ranks are read unevenly, or None.
+    """Return which replicas are read unevenly, or None.
 
-    Equal are those among which a reader chosen, or *everybody* that owns the same heads.
+    The replicas are the ranks that the chooser chose from, or with *everybody* all ranks that own
+    the same heads.
     """
     if everybody:
-        every = [rank for sources in reads.values() for rank in sources]
-        owners = {own: [r for r, other in enumerate(held) if other == own] for own in set(held)}
-        reads = {tuple(ranks): [r for r in every if r in ranks] for ranks in owners.values()}
+        sources_read = [rank for sources in reads.values() for rank in sources]
+        owners = {heads: [r for r, own in enumerate(held) if own == heads] for heads in set(held)}
+        reads = {tuple(ranks): [r for r in sources_read if r in ranks] for ranks in owners.values()}
     for equals, sources in reads.items():
         counts = [sources.count(rank) for rank in equals]
         if max(counts) - min(counts) > 1:
@@ -195,7 +235,7 @@ def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: 
 
 
 def _whole(unit_ranges: list[UnitRange]) -> Iterable[UnitRange]:
-    """Return one range for each range whose stripes together are every virtual block once."""
+    """Return the ranges, with those whose stripes together cover each virtual block once joined."""
     if all(unit_range.stripe.whole for unit_range in unit_ranges):
         return unit_ranges
     ways: dict[tuple[int, int], list[UnitRange]] = {}

@@ -1,7 +1,18 @@
-"""The same plan, executed by torch copies in one process.
+"""Execute a transfer plan by torch copies in one process.
 
-Law: tensor views and index tensors only. It shares neither runs, rows nor ids with the descriptor
-table, so that the two can be held against each other.
+Invariant: the reference uses only tensor views and index tensors. It shares no runs, rows or ids
+with the descriptor table, so that a test can compare the two.
+
+How it works:
+    `_moves` yields one move for each slice of each edge, each layer and each part. A move has a
+    view of the producer's storage and one of the consumer's storage, both of shape (blocks, units,
+    rows, bytes). It also has four index tensors: the producer's blocks and rows, and the consumer's
+    blocks and rows. `copy` executes all moves:
+
+        moved = producer[producer_block, producer_units, producer_row]
+        consumer[consumer_block, consumer_units, consumer_row] = moved
+
+    All moves are prepared before the first copy. So a request that is refused writes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from kvspec.check.places import token_places
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_ids, check_no_null
 from kvspec.descriptors.table import check_shared, check_shared_sources, sharing
 from kvspec.engines.group import KVCacheGroup
@@ -34,19 +46,41 @@ __all__ = [
 if TYPE_CHECKING:
     import torch
 
+# For each rank its cache and storage, as `kvspec.allocate` returns them.
 Held = Mapping[RankId, tuple[RankCache, Mapping[str, Any]]]
+# The views of producer and consumer, the slice, and the four index tensors. The bytes of the views
+# are one content, or one chunk of it that is contiguous on both sides.
 Move = tuple["torch.Tensor", "torch.Tensor", TPTransferSlice, list["torch.Tensor"]]
-"""From and to: [blocks, units, states, bytes]; which units; producer's and consumer's rows.
-
-The bytes are those of a content, or of a chunk of it, that lie together on both sides.
-"""
 
 
 def copy(plan: TransferPlan, producers: Held, consumers: Held, request: TransferRequest) -> None:
-    """Copy what *request* moves from the producers' storage to the consumers'.
+    """Copy the rows that *request* moves from the producers' storage to the consumers' storage.
 
-    *producers*, *consumers*: for each rank its cache and storage, as `kvspec.allocate` returns
-    them. Exactly the live, uncached rows are written; of a request that is refused, none.
+    Only live rows that are not cached are written.
+
+    Args:
+        plan: The transfer plan.
+        producers: For each producer rank its cache and storage, as `kvspec.allocate` returns them.
+        consumers: The same for each consumer rank.
+        request: The request.
+
+    Raises:
+        SpecError: If a cache, storage or block table is missing or has the wrong sizes.
+        MismatchError: If a table lacks a token that moves. Nothing is copied after any error.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
+    >>> from kvspec import allocate, plan_transfer
+    >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["l"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    >>> producers, consumers = ({RankId(): allocate(engine, RankId(), 2)} for _ in range(2))
+    >>> producers[RankId()][1]["full"][16:] = 7  # block 1
+    >>> request = TransferRequest(request_id="r", num_tokens=2, producer_blocks={"full": [1]},
+    ...     consumer_blocks={"full": [0]})
+    >>> copy(plan_transfer(engine, engine), producers, consumers, request)  # doctest: +SKIP
+    >>> bool((consumers[RankId()][1]["full"][:16] == 7).all())  # doctest: +SKIP
+    True
+
     """
     instance("plan", plan, TransferPlan)
     instance("request", request, TransferRequest)
@@ -57,10 +91,11 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
         check_shared(plan, request, sharing(cache))
     for cache, _ in producers.values():
         check_shared_sources(plan, request, sharing(cache))
-    for source, target, each, (source_block, source_state, target_block, target_state) in list(
+    # `list` prepares every move, with all checks, before the first byte is written.
+    for source, target, slice_, (source_block, source_state, target_block, target_state) in list(
         _moves(plan, producers, consumers, request)
     ):
-        remote, local = each.remote_range, each.local_range
+        remote, local = slice_.remote_range, slice_.local_range
         moved = source[source_block, remote.start : remote.stop, source_state]
         target[target_block, local.start : local.stop, target_state] = moved
 
@@ -69,11 +104,10 @@ def _check_held(field: str, held: Held, ranks: Iterable[RankId]) -> None:
     given = mapping(field, held, "RankId to (RankCache, storage)")
     for rank in sorted(ranks):
         match given.get(rank):
-            case (RankCache(rank=found), Mapping()) if found == rank:
+            case (RankCache(rank=cache_rank), Mapping()) if cache_rank == rank:
                 continue
-            case other:
-                wanted = "(RankCache, storage) of that rank"
-                raise SpecError(f"{field}[{rank}]", other, wanted)
+            case value:
+                raise SpecError(f"{field}[{rank}]", value, "(RankCache, storage) of that rank")
 
 
 def _check_tables(plan: TransferPlan, request: TransferRequest) -> None:
@@ -94,10 +128,10 @@ def _moves(
         groups = [
             (group, engine.context(group, rank), engine.null_block) for engine, group, rank in sides
         ]
-        for each in edge.slices:
-            for layer in each.layers:
+        for slice_ in edge.slices:
+            for layer in slice_.layers:
                 spec = plan.pair_of(edge).specs[layer]
-                for part in (part for part in spec.parts if part.name in each.parts):
+                for part in (part for part in spec.parts if part.name in slice_.parts):
                     held = producers[edge.producer], consumers[edge.consumer]
                     regions = [cache.region(layer, part.name) for cache, _ in held]
                     places = [
@@ -106,14 +140,14 @@ def _moves(
                             _SIDES, groups, regions, strict=True
                         )
                     ]
-                    rows = _rows(request, each, spec, part, places)
+                    rows = _rows(request, slice_, spec, part, places)
                     size, chunks = common_chunks(*regions)
                     for byte in chunks:
                         source, target = (
                             _view(f"{side}s", own, region, byte, size)
                             for side, own, region in zip(_SIDES, held, regions, strict=True)
                         )
-                        yield source, target, each, rows
+                        yield source, target, slice_, rows
 
 
 _SIDES: tuple[Role, Role] = ("producer", "consumer")
@@ -121,7 +155,7 @@ _SIDES: tuple[Role, Role] = ("producer", "consumer")
 
 @attrs.frozen
 class _Place:
-    """Where one side keeps its tokens: its group, context and null block, and its pool."""
+    """One side of a move: its group, context, null block and number of kernel blocks."""
 
     side: Role
     group: KVCacheGroup
@@ -130,7 +164,7 @@ class _Place:
     num_blocks: int
 
     def check_ids(self, ids: Ids, tokens: Ids, wanted: range) -> None:
-        """Raise naming the first id that is the null block, or that the pool does not have."""
+        """Check that no id is the null block, and that all ids are in the pool."""
         null = tokens[ids == self.null_block]
         if len(null):
             missing = range(int(null[0]), int(null[0]) + 1)
@@ -143,42 +177,42 @@ class _Place:
 def _view(
     side: str, held: tuple[RankCache, Mapping[str, Any]], region: Region, byte: int, size: int
 ) -> torch.Tensor:
-    """Return *size* bytes of each content, from *byte* on, as [blocks, units, states, bytes]."""
-    import torch  # noqa: PLC0415 - a library user who never executes a plan does not need it
+    """Return a view of *size* bytes of each content: (blocks, units, rows, bytes)."""
+    import torch  # noqa: PLC0415 - only users of the reference need torch
 
     cache, storage = held
     flat = storage.get(region.group)
     if isinstance(flat, np.ndarray) and flat.dtype in (np.uint8, np.int8):
         flat = torch.from_numpy(flat)
     if not isinstance(flat, torch.Tensor) or not _holds(flat, region):
-        told = f"the bytes of group {region.group!r} that the cache lies in"
-        raise SpecError(f"{side}[{cache.rank}]", [*storage], told)
+        expected = f"the bytes of group {region.group!r} that the cache lies in"
+        raise SpecError(f"{side}[{cache.rank}]", [*storage], expected)
     return flat.as_strided(
         (region.num_blocks, region.units, region.states, size),
         (region.block_stride, region.unit_stride, region.state_stride, 1),
-        # Counted from where the tensor's storage begins, which may be before the tensor does.
+        # `as_strided` counts from the start of the storage, which may lie before the tensor.
         region.base + region.chunk_offset(byte) - flat.data_ptr() + flat.storage_offset(),
     )
 
 
 def _holds(flat: torch.Tensor, region: Region) -> bool:
-    """Return whether *flat* is bytes side by side, all those of *region* among them."""
+    """Return whether *flat* is a contiguous tensor of bytes that contains *region*."""
     try:
         first, size = region.base - flat.data_ptr(), flat.nelement()
         dense = flat.element_size() == 1 and flat.is_contiguous()
-    except RuntimeError:  # a sparse or a fake one, which has no address
+    except RuntimeError:  # Sparse and fake tensors have no address.
         return False
     return bool(dense and 0 <= first <= size - len(region.extent))
 
 
 def _rows(
     request: TransferRequest,
-    each: TPTransferSlice,
+    slice_: TPTransferSlice,
     spec: LayerSpec,
     part: Part,
     places: list[_Place],
 ) -> list[torch.Tensor]:
-    """Return producer block, row, consumer block, row of every row that moves, as index tensors."""
+    """Return the index tensors of all rows that move. See `How it works` above."""
     import torch  # noqa: PLC0415
 
     producer, consumer = places
@@ -186,29 +220,30 @@ def _rows(
     tables = [request.table(place.side, place.group.name) for place in places]
     virtual = spec.block_size * consumer.context.size
     if not part.per_token:
-        if not wanted or not each.stripe.holds(wanted.start // virtual):
+        if not wanted or not slice_.stripe.holds(wanted.start // virtual):
             return [torch.zeros(0, dtype=torch.int64)] * 4
         rows = np.arange(part.states)
         slots = [
             np.full(len(rows), _slot(table, place, wanted))
             for table, place in zip(tables, places, strict=True)
         ]
-        found = [slots[0], rows, slots[1], rows]
+        columns = [slots[0], rows, slots[1], rows]
     else:
         tokens = np.arange(wanted.start, wanted.stop)
-        tokens = tokens[each.stripe.holds(tokens // virtual)]
+        tokens = tokens[slice_.stripe.holds(tokens // virtual)]
+        # A row moves if any of its tokens is wanted.
         tokens = np.unique(tokens // part.tokens_per_state) * part.tokens_per_state
         tokens = tokens[producer.context.owns(tokens) & consumer.context.owns(tokens)]
-        found = [
+        columns = [
             column
             for table, place in zip(tables, places, strict=True)
             for column in _placed(table, tokens, place, part, wanted)
         ]
-    return [torch.from_numpy(np.ascontiguousarray(column)) for column in found]
+    return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
 
 
 def _slot(table: BlockTable, place: _Place, wanted: range) -> int:
-    """Return the block that holds the state: the only one, or that of the *expected* token."""
+    """Return the id of the block that holds the state after the first *wanted* token."""
     field, size = f"{place.side}_blocks[{place.group.name!r}]", place.group.spec.block_size
     at = table.state_block(field, size, wanted.start)
     ids = table.block_ids[at : at + 1]
@@ -219,20 +254,16 @@ def _slot(table: BlockTable, place: _Place, wanted: range) -> int:
 def _placed(
     table: BlockTable, tokens: Ids, place: _Place, part: Part, wanted: range
 ) -> tuple[Ids, Ids]:
-    """Return the block in memory and the row in it of every row that begins with a token."""
+    """Return the kernel block of each row and the row in it. *tokens* are the first of each row."""
     group, context = place.group, place.context
-    size = group.spec.block_size
-    held = table.tokens(size * context.size)
+    held = table.tokens(group.spec.block_size * context.size)
     if len(tokens) and not (held.start <= tokens[0] and tokens[-1] < held.stop):
         why = "the table does not hold every token that is wanted"
-        wanted = range(int(tokens[0]), int(tokens[-1]) + 1)
+        expected = range(int(tokens[0]), int(tokens[-1]) + 1)
         raise MismatchError(
-            [Mismatch(f"blocks of {group.name}", held, wanted, why, ("held", "expected"))]
+            [Mismatch(f"blocks of {group.name}", held, expected, why, ("held", "expected"))]
         )
-    block, token = np.divmod(tokens - table.first_token, size * context.size)
-    rounds, rest = np.divmod(token, context.interleave * context.size)
-    token = rounds * context.interleave + rest % context.interleave
-    part_of, token = np.divmod(token, group.memory_block_size)
-    ids = table.block_ids[block]
+    index, kernel_block, token = token_places(group, context, table, tokens)
+    ids = table.block_ids[index]
     place.check_ids(ids, tokens, wanted)
-    return ids * group.kernel_blocks_per_block + part_of, token // part.tokens_per_state
+    return ids * group.kernel_blocks_per_block + kernel_block, token // part.tokens_per_state

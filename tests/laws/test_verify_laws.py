@@ -209,8 +209,12 @@ def test_suspects_are_the_bytes_that_the_definition_calls_wrong(
     pair = filled[pick % len(filled)]
     made[pair] = changed(made[pair], pick % len(made[pair]), how)
     checkers: list[Checker] = []
+
+    def record(checker: Checker) -> None:
+        checkers.append(checker)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checker, "first", checkers.append)
+        patch.setattr(Checker, "first", record)
         kvspec.verify(here.plan, *caches(here), case.request, made)
     for checker in checkers:
         for grid in checker.grids():
