@@ -1,13 +1,23 @@
-"""Who owns what, and which tokens are live: counted out one by one, by the definitions alone.
+"""Count which units, layers and positions a rank owns, and which tokens are live, one by one.
 
-Law: units are handed out like cards, token positions in turn, and liveness is a question about one
-position. No sharding, no `BlockCyclic` and no `live_tokens` of the library is asked, so that those
-who judge it can ask here instead. Of kvspec it reads only values.
+Invariant: `Owners` and `Counted` return the same values. If they differ, the library is wrong.
 
-Who owns what, and what is live: asked of the library, or counted out beside it.
+How it works:
+    `verify` needs five facts about a rank. `Owners` takes them from the library. A fault there
+    would be in the plan too, so `verify` would not find it. `Counted` computes them again from
+    their definitions, without `Sharding`, `BlockCyclic` and `live_tokens`:
 
-Law: both answer the same questions, and of the tokens' sharding only which places of one virtual
-block a rank stores. Where they differ, the library is wrong.
+        fact                    counted as
+        ---------------------   -----------------------------------------------------------------
+        units of a rank         deal packs of units to the ranks, in order (`shard_units`)
+        layers of a stage       deal the layer numbers to the stages, in order (`rank_layers`)
+        positions of a rank     deal positions to the context ranks, one interleave at a time
+                                (`own_positions`)
+        live positions          test for each position whether the next query attends to it
+                                (`live_positions`)
+        cached tokens           read from the request (`cached_tokens_of`)
+
+    The tests use the same functions as an oracle.
 """
 
 from __future__ import annotations
@@ -36,13 +46,19 @@ if TYPE_CHECKING:
 def shard_units(units: int, tp_size: int, granularity: int = 1) -> list[list[int]]:
     """Distribute *units* to *tp_size* ranks one by one, in packs of *granularity*.
 
-    Return each rank's units.
+    If there are enough packs, each rank takes packs until it has `packs / tp_size` of them. If
+    there are too few, neighbouring ranks share a pack.
 
-    Enough packs: a rank's share is full once it has `packs / tp_size` of them, and the next rank
-    goes on. Too few packs: neighbours share one. `shard_units(3, 2) == [[0], [1, 2]]`.
+    Returns:
+        The units of each rank.
+
+    >>> shard_units(3, 2), shard_units(2, 4)
+    ([[0], [1, 2]], [[0], [0], [1], [1]])
+
     """
     packs = units // granularity
     hands: list[list[int]] = [[] for _ in range(tp_size)]
+    # Credit counts in fractions of a pack, so that no division rounds.
     credit = 0
     if packs >= tp_size:
         rank = 0
@@ -59,14 +75,15 @@ def shard_units(units: int, tp_size: int, granularity: int = 1) -> list[list[int
             if credit >= tp_size:
                 credit, pack = credit - tp_size, pack + 1
     return [
-        [pack * granularity + one for pack in hand for one in range(granularity)] for hand in hands
+        [pack * granularity + unit for pack in hand for unit in range(granularity)]
+        for hand in hands
     ]
 
 
 def rank_units(
     engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup | None = None
 ) -> list[int]:
-    """Return the global units of *part* that *rank* holds, in the order in which it stores them."""
+    """Return the model's units of *part* that *rank* holds, in the order of its memory."""
     explicit = engine.parallel.shardings.get(part.units)
     if group is not None:
         explicit = group.shardings.get(part.name, explicit)
@@ -76,15 +93,14 @@ def rank_units(
 
 
 def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[str]:
-    """Return the layers of *group* that *rank*'s pipeline stage holds.
+    """Return the layers of *group* that the pipeline stage of *rank* holds.
 
-    Stages that are not given hold runs of layer numbers, handed out like heads: one by one, in
-    order.
+    If the engine has no explicit stages, the layer numbers are dealt to the stages in order.
     """
     stages = engine.parallel.stages
     if engine.parallel.pp_size == 1 and stages is None:
         return list(group.layers)
-    numbers = {layer: _number(layer) for each in engine.groups for layer in each.layers}
+    numbers = {layer: _number(layer) for member in engine.groups for layer in member.layers}
     if stages is None:
         order = sorted({number for number in numbers.values() if number is not None})
         shares: list[list[int]] = [[] for _ in range(engine.parallel.pp_size)]
@@ -102,6 +118,7 @@ def rank_layers(engine: EngineSpec, rank: RankId, group: KVCacheGroup) -> list[s
 
 
 def _number(layer: str) -> int | None:
+    """Return the first number in the name of a layer."""
     digits = "".join(char if char.isdigit() else " " for char in layer).split()
     return int(digits[0]) if digits else None
 
@@ -109,14 +126,14 @@ def _number(layer: str) -> int | None:
 def context_of(
     engine: EngineSpec, rank: RankId, group: KVCacheGroup | None = None
 ) -> tuple[int, int]:
-    """Return the context rank of *rank*, and how many context ranks share the group's tokens."""
+    """Return the context rank of *rank*, and the number of context ranks that share tokens."""
     parallel = engine.parallel
     if group is not None and not group.context_sharded:
         return 0, 1
     if parallel.context_ranks is None:
         size = parallel.dcp_size * parallel.pcp_size
         return rank.pcp * parallel.dcp_size + rank.tp % parallel.dcp_size, size
-    size = len({each for row in parallel.context_ranks for each in row})
+    size = len({context for row in parallel.context_ranks for context in row})
     return parallel.context_ranks[rank.pcp][rank.tp], size
 
 
@@ -125,8 +142,8 @@ def own_positions(
 ) -> NDArray[np.int64]:
     """Return the next *count* token positions of *group* from *first* that *rank* stores.
 
-    Positions are handed out to the context ranks in turn, an interleave at a time; *first* begins a
-    round.
+    The context ranks take turns, and each of them takes one interleave of positions at a time.
+    *first* must be the first position of context rank 0's turn.
     """
     context, size = context_of(engine, rank, group)
     positions = np.arange(first, first + count * size)
@@ -135,17 +152,18 @@ def own_positions(
 
 
 def length_in(spec: object, request: TransferRequest) -> int:
-    """Return how many positions the request has in this kind of layer."""
+    """Return the number of positions of the request in layers of *spec*."""
     if type(spec).__name__ == "CrossAttentionSpec" and request.encoder_tokens is not None:
         return request.encoder_tokens
     return request.num_tokens
 
 
 def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  # noqa: ANN401
-    """Return, for each position below the request's length, whether the next query sees it.
+    """Return for each position of the request whether the next query attends to it.
 
-    The query stands at position n = `num_tokens`: it sees what is less than a window away, or in
-    its own chunk; cross attention sees every encoder token.
+    The query is at position `num_tokens`. With a sliding window it attends to positions less than
+    a window away. With chunked attention it attends to its own chunk. Otherwise it attends to all
+    positions.
     """
     length = length_in(spec, request)
     position = np.arange(length)
@@ -159,90 +177,88 @@ def live_positions(spec: Any, request: TransferRequest) -> NDArray[np.bool_]:  #
 
 
 def of_group(value: int | Mapping[str, int] | None, group: str, default: int) -> int:
-    """Return what a count that may be told by group is for *group*."""
+    """Return the count of *group*. *value* is one count for all groups, or one for each name."""
     if value is None:
         return default
     return value if isinstance(value, int) else value.get(group, default)
 
 
 def cached_tokens_of(request: TransferRequest, group: KVCacheGroup) -> int:
-    """Return how many tokens of *group* the consumer has: one count is never the encoder's."""
+    """Return the number of tokens of *group* that the consumer has cached."""
     cross = type(group.spec).__name__ == "CrossAttentionSpec"
+    # One count for all groups counts decoder tokens, so it does not apply to encoder tokens.
     if cross and isinstance(request.cached_tokens, int):
         return 0
     return of_group(request.cached_tokens, group.name, 0)
 
 
+# More positions would need more than about a second.
 MAX_COUNTED = 2**24
-"""Positions that are looked at one by one: a second or so."""
 
 
 @attrs.frozen(eq=False)
 class Owners:
-    """What the library itself says of one engine."""
+    """The facts about one engine, from the library itself."""
 
     engine: EngineSpec
 
     def layers(self, group: KVCacheGroup, rank: RankId) -> tuple[str, ...]:
-        """Return the layers of *group* that the rank's stage holds."""
+        """Return the layers of *group* that the stage of *rank* holds."""
         return self.engine.layers_at(group, rank.pp)
 
     def units(self, group: KVCacheGroup, part: Part, rank: RankId) -> range:
-        """Return the model's units of *part* that the rank holds."""
+        """Return the model's units of *part* that *rank* holds."""
         return self.engine.units(group, part, rank)
 
     def virtual_block(self, group: KVCacheGroup) -> int:
-        """Return the positions that one block of the group's table stands for."""
+        """Return the number of positions of one block of the group's table."""
         return self.engine.virtual_block(group)
 
     def stored(self, group: KVCacheGroup, rank: RankId) -> Ints:
-        """Return which positions of a virtual block the rank's block stores, in its order."""
+        """Return the positions of a virtual block that *rank* stores, in the order of its block."""
         _check_countable(f"groups[{group.name!r}].block_size", group.spec.block_size)
         return self.engine.context(group, rank).position(np.arange(group.spec.block_size))
 
     def wanted(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> range:
-        """Return the positions of *group*, of layers of *spec*, that have to move."""
+        """Return the positions of *group* that must move, in layers of *spec*."""
         return request.wanted(group.name, spec)
 
     def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:
-        """Return how many leading positions of *group*, of layers of *spec*, the consumer has."""
+        """Return the number of leading positions of *group* that the consumer has cached."""
         return request.cached(group.name, spec)
 
 
 class Counted(Owners):
-    """The same, counted out one by one.
-
-    No sharding, no `BlockCyclic`, no `live_tokens` is asked.
-    """
+    """The same facts, counted one by one."""
 
     def layers(self, group: KVCacheGroup, rank: RankId) -> tuple[str, ...]:
-        """Return the layers of *group* whose numbers are handed out to the rank's stage."""
+        """Return the layers of *group* that the stage of *rank* holds."""
         return tuple(rank_layers(self.engine, rank, group))
 
     def units(self, group: KVCacheGroup, part: Part, rank: RankId) -> range:
-        """Return the units that are handed out to the rank one by one."""
+        """Return the model's units of *part* that *rank* holds."""
         return _units(self.engine, group, part, rank)
 
     def virtual_block(self, group: KVCacheGroup) -> int:
-        """Return the positions of as many blocks as there are context ranks."""
+        """Return the number of positions of one block of each context rank."""
         _, size = context_of(self.engine, RankId(), group)
         return group.spec.block_size * size
 
     def stored(self, group: KVCacheGroup, rank: RankId) -> Ints:
-        """Return the positions of a virtual block that are handed out to the rank in turn."""
+        """Return the positions of a virtual block that *rank* stores."""
         size = group.spec.block_size
         _check_countable(f"groups[{group.name!r}].block_size", self.virtual_block(group))
         return own_positions(self.engine, rank, 0, size, group)
 
     def wanted(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> range:
-        """Return the positions that the next query sees, and that are not cached."""
+        """Return the positions that the next query attends to, without the cached ones."""
         _check_countable("num_tokens", length_in(spec, request))
         live = np.flatnonzero(live_positions(spec, request))
         live = live[live >= self.cached(request, group, spec)]
         return range(int(live[0]), int(live[-1]) + 1) if len(live) else EMPTY
 
     def cached(self, request: TransferRequest, group: KVCacheGroup, spec: LayerSpec) -> int:  # noqa: ARG002
-        """Return the one count, unless it is told by group or is not of the encoder's tokens."""
+        """Return the number of leading positions of *group* that the consumer has cached."""
         return cached_tokens_of(request, group)
 
 
@@ -254,5 +270,5 @@ def _units(engine: EngineSpec, group: KVCacheGroup, part: Part, rank: RankId) ->
 
 def _check_countable(field: str, positions: int) -> None:
     if positions > MAX_COUNTED:
-        told = f"at most {MAX_COUNTED} positions, which are looked at one by one"
-        raise SpecError(field, positions, told)
+        expected = f"at most {MAX_COUNTED} positions, because each is counted"
+        raise SpecError(field, positions, expected)

@@ -127,7 +127,7 @@ def merged(start: Ints, length: Ints) -> tuple[Ints, Ints]:
 
 
 def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None:
-    """Check that the caches of different ranks share no bytes, because one would overwrite the other.
+    """Check that caches of different ranks share no bytes: one would overwrite the other.
 
     Raises:
         SpecError: If the regions of two ranks share a byte.

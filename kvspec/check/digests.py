@@ -1,7 +1,7 @@
 """Compare the contents of a request on two engines by one sum for each side.
 
-Invariant: the digests of equal contents are equal, whatever the parallelism, layouts, page formats
-and block sizes of the two engines. A digest is a sum over logical coordinates. So the digests of
+Invariant: equal contents have equal digests. The parallelism, layouts, page formats and block sizes
+of the two engines do not affect a digest. A digest is a sum over logical coordinates. So the digests of
 ranks that hold different tokens add up, and a difference can be narrowed to layer, part, unit and
 token.
 

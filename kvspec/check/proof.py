@@ -1,7 +1,7 @@
 """Prove the slicing of heads: try every pair of TP sizes and every number of heads up to a bound.
 
-Invariant: for every consumer rank, the slices tile its heads exactly once, and each slice comes from
-a rank that owns those heads. The replicas of a head are read equally often, or differ by one.
+Invariant: for every consumer rank, the slices tile its heads exactly once. Each slice comes from a
+rank that owns those heads. The numbers of readers of two replicas differ by at most one.
 
 How it works:
     For each triple (producer TP, consumer TP, heads) the proof counts the heads out to the ranks
@@ -109,7 +109,6 @@ def prove(
     from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
     from multiprocessing import get_context  # noqa: PLC0415
 
-    # Spawn, because a fork copies locks that other threads of the caller may hold.
     triples = rank_cases = 0
     faults: list[str] = []
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet)

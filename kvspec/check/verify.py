@@ -1,9 +1,8 @@
-"""The exact-cover checker, with a readable counter-example.
+"""Verify that descriptors fill the memory of every consumer rank exactly.
 
-Law: stated over the target. For every byte that a consumer rank should receive there is exactly
-one descriptor that writes it, from the bytes of the same unit, token and layer; no descriptor
-writes anything but those bytes and dead tokens in the request's own blocks, and none reads
-anything but the request's own blocks.
+Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads that
+byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes, except
+dead tokens in the request's own blocks. No descriptor reads outside the request's own blocks.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.plan import TransferPlan
 
 Rows = npt.NDArray[np.uint64]
+# Contents of one rank that are verified together. If each has a descriptor of its own, they need
+# about 100 MB. A request of 128k tokens in 32 layers of unequal layouts once needed 2.9 GB.
 TOGETHER = 2**22
-"""Contents of one rank whose descriptors are made together: about 100 MB, if each has its own."""
 
 
 def verify(
@@ -47,18 +47,48 @@ def verify(
     independent: bool = False,
     separate_processes: bool = False,
 ) -> CounterExample | None:
-    """Return the first byte of *request* that would not be right, or None if every byte is.
+    """Return the first byte of *request* that descriptors would transfer wrongly.
 
-    *descriptors*: what is to be copied, by (producer rank, consumer rank): uint64 rows (producer
-    address, consumer address, length), of any connector; the library's own unless given.
+    Only the two engines of the plan are used. Its edges, runs and rows are not, because they are
+    what is verified. No memory is read or written.
 
-    What is read of the plan are its two engines alone: neither edges nor runs, rows or ids. Which
-    units, layers and positions a rank owns, and which tokens are live, is what the library says,
-    the planner too: a fault in that is not found. If *independent*, they are counted out one by one
-    instead, at most 2**24 tokens, for the kinds of layers that this library has.
+    Args:
+        plan: The transfer plan of the two engines.
+        producers: The cache of every producer rank.
+        consumers: The cache of every consumer rank.
+        request: The request.
+        descriptors: The rows of any connector, by (producer rank, consumer rank). Each row is
+            (producer address, consumer address, length in bytes). The library's own by default.
+        independent: Whether to count which units, layers and positions a rank owns, and which
+            tokens are live. By default the library's own functions return them, so a fault in
+            these functions is not found. At most 2**24 tokens can be counted.
+        separate_processes: Whether each rank is a process with its own addresses. By default two
+            consumer ranks must not share memory.
 
-    Two consumer ranks that keep anything in the same bytes are refused, unless ranks have their
-    *separate_processes*, as processes have, so that equal ones are different bytes.
+    Returns:
+        The first wrong byte, or None if all bytes are right.
+
+    Raises:
+        SpecError: If a cache or block table is missing, or an argument is not valid.
+        MismatchError: If a producer's table lacks a wanted token, or a cache belongs to another
+            engine.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
+    >>> from kvspec import plan_memory, plan_transfer
+    >>> spec = MLAAttentionSpec(block_size=2, head_size=8, dtype="uint8")
+    >>> group = KVCacheGroup(name="full", layers=["l"], spec=spec)
+    >>> engine = EngineSpec(groups=[group], parallel=ParallelConfig())
+    >>> caches = {RankId(): plan_memory(engine, RankId(), num_blocks=4)}
+    >>> request = TransferRequest(request_id="r", num_tokens=2, producer_blocks={"full": [1]},
+    ...     consumer_blocks={"full": [3]})
+    >>> plan = plan_transfer(engine, engine)
+    >>> print(verify(plan, caches, caches, request))
+    None
+    >>> short = {(RankId(), RankId()): [(16, 48, 15)]}
+    >>> print(verify(plan, caches, caches, request, short))
+    consumer tp0, layer l, part latent, unit 0, token 1, byte 7: missing; producer tp0 should \
+    have sent it
+
     """
     instance("plan", plan, TransferPlan)
     kind = Counted if flag("independent", independent) else Owners
@@ -85,16 +115,16 @@ def verify(
                 writes = _writes(moved)
             consumer = attrs.evolve(own, only=only)
             checker = Checker(request, plan.producer, senders, consumer, excluded, *writes)
-            found = checker.first()
-            if found is not None:
-                return found
+            fault = checker.first()
+            if fault is not None:
+                return fault
     return None
 
 
 def _some_layers(places: Places, request: TransferRequest) -> Iterator[frozenset[str] | None]:
-    """Yield layers whose own descriptors are looked at together: what bounds the memory it takes.
+    """Yield sets of layers to verify together, or None for all layers at once.
 
-    Where groups share memory, layers may write the same bytes: then all are, None.
+    If groups share memory, layers may write the same bytes, so all layers are verified at once.
     """
     contents = {
         layer: sum(
@@ -108,14 +138,14 @@ def _some_layers(places: Places, request: TransferRequest) -> Iterator[frozenset
     if sum(contents.values()) <= TOGETHER or sharing(places.cache):
         yield None
         return
-    some, many = set[str](), 0
+    layers, total = set[str](), 0
     for layer, count in contents.items():
-        if some and many + count > TOGETHER:
-            yield frozenset(some)
-            some, many = set(), 0
-        some.add(layer)
-        many += count
-    yield frozenset(some)
+        if layers and total + count > TOGETHER:
+            yield frozenset(layers)
+            layers, total = set(), 0
+        layers.add(layer)
+        total += count
+    yield frozenset(layers)
 
 
 def _own(
@@ -134,12 +164,13 @@ def _own(
 
 
 def _writes(moved: dict[RankId, Ints]) -> tuple[tuple[RankId, ...], Ints, Small]:
-    """Return who is read, the rows by consumer address, and which of the former each row reads.
+    """Return the producer ranks, the rows sorted by consumer address, and the rank of each row.
 
-    *moved* is emptied: rows may be many, and are held once.
+    The rank is an index into the producer ranks.
     """
     sources, counts = tuple(moved), [len(rows) for rows in moved.values()]
     table = np.concatenate([np.empty((0, 3), np.int64), *moved.values()])
+    # The rows may need gigabytes, so drop the copy that the caller passed.
     moved.clear()
     numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     order = np.argsort(table[:, 1], kind="stable")
@@ -147,9 +178,9 @@ def _writes(moved: dict[RankId, Ints]) -> tuple[tuple[RankId, ...], Ints, Small]
 
 
 def _given(plan: TransferPlan, descriptors: object) -> dict[tuple[RankId, RankId], Ints]:
-    """Return descriptors that a caller made, by pair of ranks of the plan."""
-    wanted = "(producer RankId, consumer RankId) to rows"
-    given = mapping("descriptors", descriptors, wanted)
+    """Return the checked descriptors of the caller, by pair of ranks of the plan."""
+    expected = "(producer RankId, consumer RankId) to rows"
+    given = mapping("descriptors", descriptors, expected)
     for pair in given:
         if not isinstance(pair, tuple) or len(pair) != 2:  # noqa: PLR2004 - two ranks
             raise SpecError("descriptors", pair, "keys (producer RankId, consumer RankId)")
@@ -159,39 +190,39 @@ def _given(plan: TransferPlan, descriptors: object) -> dict[tuple[RankId, RankId
 
 
 def _rows(field: str, rows: object) -> Ints:
-    """Return descriptors as int64 rows of three, each with an end that 63 bits hold."""
-    wanted = "integers of shape (n, 3): addresses and a length"
+    """Return descriptors as an int64 array of shape (rows, 3). Every end fits into 63 bits."""
+    expected = "integers of shape (n, 3): addresses and a length"
     try:
-        found = np.asarray(rows)
+        array = np.asarray(rows)
     except (TypeError, ValueError):
-        raise SpecError(field, rows, wanted) from None
-    if found.size == 0:
+        raise SpecError(field, rows, expected) from None
+    if array.size == 0:
         return np.empty((0, 3), np.int64)
-    if found.ndim != 2 or found.shape[1] != 3 or found.dtype.kind not in "iu":  # noqa: PLR2004
-        raise SpecError(field, f"{found.dtype} of shape {found.shape}", wanted)
-    # What 63 bits do not hold becomes negative.
-    whole = found.view(np.int64) if found.dtype == np.uint64 else found.astype(np.int64)
-    wrong = (whole < 0).any(1)
-    wrong |= whole[:, :2].max(1) > MOST - np.maximum(whole[:, 2], 0)
+    if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":  # noqa: PLR2004
+        raise SpecError(field, f"{array.dtype} of shape {array.shape}", expected)
+    # A value that exceeds 63 bits becomes negative in the view.
+    signed = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
+    wrong = (signed < 0).any(1)
+    wrong |= signed[:, :2].max(1) > MOST - np.maximum(signed[:, 2], 0)
     if wrong.any():
-        told = f"an address and a length >= 0, and an end of at most {MOST}"
-        raise SpecError(field, found[int(np.argmax(wrong))].tolist(), told)
-    return whole
+        expected = f"an address and a length >= 0, and an end of at most {MOST}"
+        raise SpecError(field, array[int(np.argmax(wrong))].tolist(), expected)
+    return signed
 
 
 def _check_caches(field: str, given: Mapping[RankId, RankCache], engine: EngineSpec) -> None:
-    """Raise unless every rank of *engine* has its cache, and no other rank any."""
+    """Check that every rank of *engine*, and no other rank, has its cache."""
     mapping(field, given, "RankId to RankCache")
     missing = [str(rank) for rank in engine.parallel.ranks if rank not in given]
     if missing:
-        told = f"the cache of {', '.join(missing)}"
-        raise SpecError(field, [str(rank) for rank in given], told)
+        expected = f"the cache of {', '.join(missing)}"
+        raise SpecError(field, [str(rank) for rank in given], expected)
     for rank, cache in given.items():
         name = f"{field}[{rank}]"
         engine.parallel.check_rank(rank, name)
         if not isinstance(cache, RankCache) or cache.rank != rank:
-            found = cache.rank if isinstance(cache, RankCache) else type(cache).__name__
-            raise SpecError(name, str(found), "the cache of that rank")
+            value = cache.rank if isinstance(cache, RankCache) else type(cache).__name__
+            raise SpecError(name, str(value), "the cache of that rank")
         check_engine(f"{name}.engine", engine, cache.engine)
 
 
@@ -202,11 +233,7 @@ def _check_given(
     request: TransferRequest,
     owners: Mapping[Role, Owners],
 ) -> None:
-    """Raise unless every cache and every table is there that the check reads.
-
-    A block of the producer that moves for two groups of one memory is refused here. The checker
-    would accept it: each group's bytes are read from that group's block.
-    """
+    """Check that every cache and every block table that the check needs is present."""
     _check_caches("producers", producers, plan.producer)
     _check_caches("consumers", consumers, plan.consumer)
     instance("request", request, TransferRequest)
@@ -223,6 +250,9 @@ def _check_given(
                 ids = check(owners[side], side, group, tables[side], wanted)
                 if side == "producer":
                     read.setdefault(group.name, []).append(ids)
+    # If two groups share memory, a block of the producer holds the contents of one group only. The
+    # checker does not notice if both groups read the same block, because each group reads from its
+    # own block of the table.
     for cache in producers.values():
         check_read_once(read, sharing(cache))
 
@@ -230,9 +260,9 @@ def _check_given(
 def _check_tokens(
     owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
 ) -> Ids:
-    """Return the ids of the blocks of *expected* tokens that a table has.
+    """Return the ids of the blocks of *wanted* tokens in a table.
 
-    Raises unless the table begins with a block, and no such token is in the null block.
+    The table must begin with a whole block, and no wanted token may be in the null block.
     """
     virtual, null = owners.virtual_block(group), owners.engine.null_block
     table.check_start(f"{side}_blocks[{group.name!r}]", virtual)
@@ -248,9 +278,9 @@ def _check_tokens(
 def _check_state(
     owners: Owners, side: Role, group: KVCacheGroup, table: BlockTable, wanted: range
 ) -> Ids:
-    """Return the id of the block in which the state after the *expected* token lies.
+    """Return the id of the block of the state after the last *wanted* token.
 
-    Raises unless the table has that block, and it is not the null block.
+    The table must have that block, and it must not be the null block.
     """
     field, null = f"{side}_blocks[{group.name!r}]", owners.engine.null_block
     at = table.state_block(field, group.spec.block_size, wanted.stop - 1)

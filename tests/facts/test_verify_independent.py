@@ -153,7 +153,7 @@ def test_positions_are_counted_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(counting, "MAX_COUNTED", NUM_TOKENS - 1)
     side = engine(gqa())
     assert None is check(side, side, independent=False)
-    told = "num_tokens=100: expected at most 99 positions, which are looked at one by one"
+    told = "num_tokens=100: expected at most 99 positions, because each is counted"
     with pytest.raises(kvspec.SpecError, match=told):
         check(side, side, independent=True)
 
