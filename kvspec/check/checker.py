@@ -282,19 +282,18 @@ class Checker:
         This is the definition of the check. *byte* counts from the first byte of the grid's chunk.
         """
         start, stop = self.table[:, 1], self.table[:, 1] + self.table[:, 2]
-        address = int(grid.address[content])
+        chunk = int(grid.address[content])
+        address = chunk + byte
         # The consumer has no memory for a content without an address, so no row writes it.
-        held = address >= 0
-        address += byte
-        writers = np.flatnonzero((start <= address) & (address < stop)) if held else []
+        writers = np.flatnonzero((chunk >= 0) & (start <= address) & (address < stop))
         if grid.cached:
             return "unwanted" if len(writers) else None
         if len(writers) != 1:
             return "double" if len(writers) else "missing"
         (row,) = self.table[writers].tolist()
         read = row[0] + address - row[1]
-        chunk = self._source(grid, np.array([content]), self.numbers[writers]).item()
-        return None if chunk >= 0 and chunk + byte == read else "wrong source"
+        source = self._source(grid, np.array([content]), self.numbers[writers]).item()
+        return None if source >= 0 and source + byte == read else "wrong source"
 
     def suspects(self, grid: Grid) -> tuple[Ints, Ints]:
         """Return the content and the byte in it of the first byte of each wrong segment."""
@@ -305,10 +304,10 @@ class Checker:
         if not grid.cached:
             once = np.flatnonzero(~wrong)
             write = self.writes.span[segment[once]]
-            chunk = self._source(grid, content[once], self.numbers[write])
+            source = self._source(grid, content[once], self.numbers[write])
             # The distance from reads to writes is the same for all bytes of a row.
             distance = self.table[write, 0] - self.table[write, 1]
-            wrong[once] = (chunk < 0) | (chunk - address[once] != distance)
+            wrong[once] = (source < 0) | (source - address[once] != distance)
         content, address, begin = content[wrong], address[wrong], self.writes.cuts[segment[wrong]]
         return content, np.maximum(begin - address, 0)
 
@@ -328,9 +327,9 @@ class Checker:
                 continue
             here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))
             first = self._first(side, group, moving, grid.rows)[row[here]]
+            begin = first + (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
             offset = side.chunk_offset(moving.layer, moving.part, grid.byte)
-            offset += (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
-            address[here] = np.where(first < 0, -1, first + offset)
+            address[here] = np.where(first < 0, -1, begin + offset)
         return address
 
     def _unwanted(self) -> CounterExample | None:

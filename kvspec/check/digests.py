@@ -1,9 +1,9 @@
 """Compare the contents of a request on two engines by one sum for each side.
 
-Invariant: equal contents have equal digests. The parallelism, layouts, page formats and block sizes
-of the two engines do not affect a digest. A digest is a sum over logical coordinates. So the digests of
-ranks that hold different tokens add up, and a difference can be narrowed to layer, part, unit and
-token.
+Invariant: equal contents have equal digests. The parallelism, layouts, page formats and block
+sizes of the two engines do not affect a digest. A digest is a sum over logical coordinates. So the
+digests of ranks that hold different tokens add up. A difference can be narrowed to layer, part,
+unit and token.
 
 How it works:
     A content is the bytes of one row of one unit, padded with zeros to 8-byte words:

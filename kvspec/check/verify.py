@@ -1,8 +1,9 @@
 """Verify that descriptors fill the memory of every consumer rank exactly.
 
-Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads that
-byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes, except
-dead tokens in the request's own blocks. No descriptor reads outside the request's own blocks.
+Invariant: exactly one descriptor writes each byte that a consumer rank should receive. It reads
+that byte from the same unit, token and layer of a producer rank. No descriptor writes other bytes,
+except dead tokens in the request's own blocks. No descriptor reads outside the request's own
+blocks.
 """
 
 from __future__ import annotations

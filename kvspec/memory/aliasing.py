@@ -40,9 +40,9 @@ How it works:
     Here *keys* and *later_keys* lie at the same rest, but in different periods. The values overlap
     the keys only if they begin at 3:
 
-    >>> keys = _Box(0, 4, (_Axis(stride=10, count=3),), (), region=0)
-    >>> later_keys = _Box(30, 4, (_Axis(stride=10, count=3),), (), region=1)
-    >>> values = _Box(5, 2, (_Axis(stride=10, count=6),), (), region=2)
+    >>> keys = _Box(0, 4, (_Axis(stride=10, times=3),), (), region=0)
+    >>> later_keys = _Box(30, 4, (_Axis(stride=10, times=3),), (), region=1)
+    >>> values = _Box(5, 2, (_Axis(stride=10, times=6),), (), region=2)
     >>> list(_sharing([keys, later_keys, values]))
     []
     >>> pairs = _sharing([keys, later_keys, values._replace(start=3)])
@@ -71,19 +71,19 @@ class _Axis(NamedTuple):
     """One axis of a box. *table*: whether it counts the blocks of a block table."""
 
     stride: int
-    count: int
+    times: int
     table: bool = False
 
 
 class _Periods(NamedTuple):
-    """The period indices of a box after one fold: *count* indices from *first* on."""
+    """The period indices of a box after one fold: *times* indices from *first* on."""
 
     first: int
-    count: int
+    times: int
     table: bool
 
     def overlap(self, other: _Periods) -> bool:
-        return self.first < other.first + other.count and other.first < self.first + self.count
+        return self.first < other.first + other.times and other.first < self.first + self.times
 
 
 class _Box(NamedTuple):
@@ -103,7 +103,7 @@ class _Box(NamedTuple):
     @property
     def stop(self) -> int:
         """The end of the last content."""
-        return self.start + self.length + sum(axis.stride * (axis.count - 1) for axis in self.axes)
+        return self.start + self.length + sum(axis.stride * (axis.times - 1) for axis in self.axes)
 
 
 def check_separate(regions: Iterable[Region], split: Mapping[str, int]) -> None:
@@ -214,9 +214,9 @@ def _box(number: int, region: Region, split: int) -> _Box:
         _Axis(region.block_stride, min(split, region.num_blocks)),
     ]
     axes: list[_Axis] = []
-    for axis in sorted(axis for axis in inner if axis.count > 1):
+    for axis in sorted(axis for axis in inner if axis.times > 1):
         if axis.stride == length:
-            length *= axis.count
+            length *= axis.times
         else:
             axes.append(axis)
     # The table axis stays an axis even without a gap: its period indices identify the blocks.
@@ -235,7 +235,7 @@ def _sharing(boxes: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
         elif len(repeating) == len(near):
             origin = min(box.start for box in near)
             yield from _sharing([part for box in near for part in _within_one_period(box, origin)])
-        elif sum(box.axes[0].count for box in repeating) > MOST_COPIES:
+        elif sum(box.axes[0].times for box in repeating) > MOST_COPIES:
             yield near[0], near[1]
         else:
             others = [box for box in near if box not in repeating]
@@ -265,24 +265,24 @@ def _within_one_period(box: _Box, origin: int) -> Iterator[_Box]:
 
     >>> for box in _within_one_period(_Box(28, 5, (_Axis(10, 3),), (), region=0), origin=0):
     ...     print(box.start, box.stop, *box.periods)
-    8 13 _Periods(first=2, count=3, table=False)
-    -2 3 _Periods(first=3, count=3, table=False)
+    8 13 _Periods(first=2, times=3, table=False)
+    -2 3 _Periods(first=3, times=3, table=False)
     """
-    (stride, count, table), *axes = box.axes
+    (stride, times, table), *axes = box.axes
     first, start = divmod(box.start - origin, stride)
     inside = box._replace(
-        start=start, axes=tuple(axes), periods=(*box.periods, _Periods(first, count, table))
+        start=start, axes=tuple(axes), periods=(*box.periods, _Periods(first, times, table))
     )
     yield inside
     if inside.stop > stride:
-        later = (*box.periods, _Periods(first + 1, count, table))
+        later = (*box.periods, _Periods(first + 1, times, table))
         yield inside._replace(start=start - stride, periods=later)
 
 
 def _copies(box: _Box) -> Iterator[_Box]:
     """Yield *box* without its widest axis, once for each repeat along that axis."""
     axis, *axes = box.axes
-    for index in range(axis.count):
+    for index in range(axis.times):
         start, single = box.start + index * axis.stride, box.single or axis.table
         yield box._replace(start=start, axes=tuple(axes), single=single)
 
