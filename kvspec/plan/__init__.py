@@ -1,1 +1,1 @@
-"""Who exchanges what: two descriptions in, edges out, exact cover checked where it is made."""
+"""Plan a transfer: derive the edges between two engines and check their exact cover."""

@@ -1,7 +1,26 @@
-"""Exact cover of a plan's edges.
+"""Check that the edges of a plan cover everything that the consumer ranks own.
 
-Law: the slices of every consumer rank tile every part of every layer that it owns, exactly once;
-what cannot be cut between units is not cut.
+Invariant: a `TransferPlan` exists only if each consumer rank receives each of its units exactly
+once, for every part of every layer and every producer context.
+
+How it works:
+    A consumer rank owns a range of units, and `check_cover` counts them from 0. Each slice fills a
+    local range of them. Those ranges must tile the whole range, without a gap or an overlap. For
+    example, 8 heads move from TP 2 to TP 3. Consumer rank 1 owns the heads 2, 3 and 4:
+
+        slice from     heads     local range
+        tp0            2..3      0..1
+        tp1            4         2
+                                 0..2: exactly the 3 units that the rank owns
+
+    With the policy `stripe`, several slices have the same local range, because each carries only
+    some blocks. Such slices count as one tile if each block is in exactly one of them. Two slices
+    with the blocks ``b % 2 == 0`` and ``b % 2 == 1`` are one tile. The first of them alone is none,
+    and the same slice twice is two.
+
+    The producer's context ranks hold different tokens of the same units. So the check runs once
+    for each context. A recurrent state has no tokens: each context rank holds all of it, and the
+    check takes the slices of all contexts together.
 """
 
 from __future__ import annotations
@@ -24,17 +43,17 @@ def check_cover(
     replica_groups: tuple[ReplicaGroup, ...],
     edges: tuple[Edge, ...],
 ) -> None:
-    """Raise `KVSpecError` unless the slices of every consumer rank are exactly what it owns."""
-    found: dict[tuple[object, ...], list[TPTransferSlice]] = {}
+    """Raise `KVSpecError` unless each consumer rank receives each of its units exactly once."""
+    slices_by_key: dict[tuple[object, ...], list[TPTransferSlice]] = {}
     for edge in edges:
         context = producer.context(producer.group(edge.producer_group), edge.producer)
-        for each in edge.slices:
-            for name in each.parts:
-                key = (edge.consumer, each.layers, name, context)
-                found.setdefault(key, []).append(each)
+        for transfer_slice in edge.slices:
+            for name in transfer_slice.parts:
+                key = (edge.consumer, transfer_slice.layers, name, context)
+                slices_by_key.setdefault(key, []).append(transfer_slice)
     for replica_group in replica_groups:
         at_stage = consumer.by_stage(replica_group.layers)
-        among = (
+        contexts = (
             _contexts(producer, replica_group)
             if replica_group.context is None
             else {replica_group.context}
@@ -43,8 +62,9 @@ def check_cover(
             consumer.parallel.ranks, replica_group.consumer_sharding.ranges, strict=True
         ):
             for part in replica_group.parts if own else ():
-                keys = ((rank, at_stage[rank.pp], part.name, context) for context in among)
-                slices = [each for key in keys for each in found.get(key, ())]
+                # Edges name the layers of the consumer's stage, and so do the keys.
+                keys = ((rank, at_stage[rank.pp], part.name, context) for context in contexts)
+                slices = [found for key in keys for found in slices_by_key.get(key, ())]
                 fault = cover_fault(_tiles(slices), range(len(own)))
                 if fault is not None:
                     where = f"consumer {rank}, layer {at_stage[rank.pp][0]}, part {part.name}"
@@ -52,30 +72,30 @@ def check_cover(
 
 
 def _contexts(producer: EngineSpec, replica_group: ReplicaGroup) -> set[BlockCyclic]:
-    """Return every context of a state's replica group: each of their ranks holds it whole."""
+    """Return the contexts of all producer ranks: each of them holds the whole state."""
     group = replica_group.pair.producer
     return {producer.context(group, rank) for rank in producer.parallel.ranks}
 
 
 def check_whole(replica_groups: tuple[ReplicaGroup, ...]) -> None:
-    """Refuse slices that would cut what cannot be cut between units."""
+    """Raise `MismatchError` if two sides divide a part differently that must stay whole."""
     for replica_group in replica_groups:
         if not replica_group.parts[0].whole:
             continue
-        held, wanted = (
+        producer_ranges, consumer_ranges = (
             sorted((units.start, units.stop) for units in sharding.owned)
             for sharding in (replica_group.producer_sharding, replica_group.consumer_sharding)
         )
-        if held != wanted:
+        if producer_ranges != consumer_ranges:
             field = f"{replica_group.layers[0]}.{replica_group.parts[0].name}"
-            why = "its content spans the heads of a rank, so both sides must shard heads alike"
-            raise MismatchError([Mismatch(field, held, wanted, why)])
+            why = "its bytes mix all heads of a rank, so both sides must shard the heads equally"
+            raise MismatchError([Mismatch(field, producer_ranges, consumer_ranges, why)])
 
 
 def _tiles(slices: list[TPTransferSlice]) -> Iterator[range]:
-    """Yield each local range once; never if its stripes miss a block, twice if two hold one."""
+    """Yield each local range as often as its stripes hold every block: 0, 1 or 2 times."""
     stripes: dict[range, list[Stripe]] = {}
-    for one in slices:
-        stripes.setdefault(one.local_range, []).append(one.stripe)
-    for units, ways in stripes.items():
-        yield from [units] * times_held(ways)
+    for transfer_slice in slices:
+        stripes.setdefault(transfer_slice.local_range, []).append(transfer_slice.stripe)
+    for units, stripes_of_units in stripes.items():
+        yield from [units] * times_held(stripes_of_units)

@@ -1,7 +1,7 @@
-"""Where two engines do not fit.
+"""Compare two engines and list every difference that would make a transfer wrong.
 
-Law: layers pair by name, never by index. Everything that changes what a byte means is compared,
-and every difference is reported at once, with both values and the reason it matters.
+Invariant: layers pair by name, never by index. Every field that changes the meaning of a byte is
+compared. All differences are reported at once, with both values and the reason.
 """
 
 from __future__ import annotations
@@ -21,10 +21,34 @@ from kvspec.specs.layer import LIVENESS_FIELDS, MEMORY_FIELDS, WHY, meaning
 
 
 def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ...]:
-    """Return every field in which two engines do not hold the same model's cache.
+    """Return every field in which the caches of two engines do not fit together.
 
-    Parallel sizes, layouts, block sizes and padding may differ: they say where bytes lie, not what
-    they mean. So may how long tokens are kept. Layers that either side excludes are not compared.
+    Parallel sizes, layouts, block sizes and padding may differ. They decide where bytes are, not
+    what the bytes mean. The engines may also keep tokens for different times. Layers that either
+    side excludes are not compared.
+
+    Args:
+        producer: The engine that computes the cache.
+        consumer: The engine that reads it.
+
+    Returns:
+        The differences, with one entry for all layers that differ in the same way. Empty if the
+        engines fit.
+
+    Raises:
+        SpecError: If *producer* or *consumer* is not an `EngineSpec`.
+
+    >>> from kvspec import EngineSpec, FullAttentionSpec, KVCacheGroup
+    >>> producer, consumer = (
+    ...     EngineSpec(groups=[KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=spec)])
+    ...     for spec in (
+    ...         FullAttentionSpec(
+    ...             block_size=16, total_num_kv_heads=4, head_size=size, dtype="bfloat16")
+    ...         for size in (64, 128)))
+    >>> found = mismatches(producer, consumer)
+    >>> [(mismatch.field, mismatch.producer, mismatch.consumer) for mismatch in found]
+    [('l.0 and 1 more.head_size', 64, 128)]
+
     """
     instance("producer", producer, EngineSpec)
     instance("consumer", consumer, EngineSpec)
@@ -39,70 +63,79 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
             found[layer] = (_one_sided(*homes), [layer])
             continue
         specs = homes[0].spec.of_layer(layer), homes[1].spec.of_layer(layer)
-        pair = id(specs[0]), id(specs[1])  # of a group's many layers, one comparison is enough
+        # Most layers of a group share one spec object, so one comparison serves them all.
+        pair = id(specs[0]), id(specs[1])
         if pair not in compared:
             compared[pair] = _layer_mismatches(*specs)
-        for one in compared[pair]:
-            key = (one.field, repr(one.producer), repr(one.consumer))
-            found.setdefault(key, (one, []))[1].append(layer)
+        for mismatch in compared[pair]:
+            key = (mismatch.field, repr(mismatch.producer), repr(mismatch.consumer))
+            found.setdefault(key, (mismatch, []))[1].append(layer)
     return tuple(
-        attrs.evolve(one, field=f"{_some(layers)}.{one.field}") for one, layers in found.values()
+        attrs.evolve(mismatch, field=f"{_layer_names(layers)}.{mismatch.field}")
+        for mismatch, layers in found.values()
     )
 
 
-def _some(layers: list[str]) -> str:
+def _layer_names(layers: list[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
 
 
 def _one_sided(producer: KVCacheGroup | None, consumer: KVCacheGroup | None) -> Mismatch:
-    here, there = (group and f"in group {group.name!r}" for group in (producer, consumer))
-    return Mismatch("layer", here, there, "a layer on one side only has no source or no target")
+    places = (group and f"in group {group.name!r}" for group in (producer, consumer))
+    return Mismatch("layer", *places, "each layer must exist on both sides or be excluded")
 
 
 def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch]:
     kind = _common_kind(producer, consumer)
     if kind is None:
-        why = "each kind keeps other tokens and other parts"
+        why = "each kind of layer keeps different tokens and different parts"
         return [Mismatch("kind", type(producer).__name__, type(consumer).__name__, why)]
     found: list[Mismatch] = []
-    given = False
+    has_own_parts = False
     for field in attrs.fields(kind):
         name = field.name
         if name == "state_parts":
-            given = True
+            has_own_parts = True
         elif name not in MEMORY_FIELDS and _differ(producer, consumer, name):
             why = WHY.get(name, "it changes what the bytes mean")
             found.append(Mismatch(name, getattr(producer, name), getattr(consumer, name), why))
-    # Parts that are derived from the fields differ only where those do.
-    if found and not given:
+    # Parts that are derived from the fields differ only if the fields differ. Reporting the parts
+    # too would repeat the same difference in words that the user did not write.
+    if found and not has_own_parts:
         return found
-    named = {mismatch.field for mismatch in found}
+    field_names = {mismatch.field for mismatch in found}
     return found + [
         mismatch
         for mismatch in _part_mismatches(producer.parts, consumer.parts)
-        if not (mismatch.field.endswith(".dtype") and named & DTYPES)
+        if not (mismatch.field.endswith(".dtype") and field_names & DTYPES)
     ]
 
 
 def _common_kind(producer: LayerSpec, consumer: LayerSpec) -> type[LayerSpec] | None:
-    """Return the kind of which both are: their own, or the one that keeps more of the same tokens.
+    """Return the kind of layer under which both specs can be compared, or None.
 
-    An engine may keep a window's layer as full attention. What moves is what the consumer's kind
-    still reads; what the producer has of it, its block tables say.
+    An engine may keep a sliding-window layer as full attention. The two kinds then fit, because
+    they differ only in how long they keep tokens. The common kind is the one that keeps more.
+    Such a transfer moves the tokens that the consumer's kind still reads. The producer's block
+    tables decide which of them exist.
     """
-    for one, other in ((producer, consumer), (consumer, producer)):
-        kind = type(one)
-        if type(other) is kind:
+    for general, special in ((producer, consumer), (consumer, producer)):
+        kind = type(general)
+        if type(special) is kind:
             return kind
-        own = {field.name for field in attrs.fields(type(other))}
-        fewer = own - {field.name for field in attrs.fields(kind)} <= LIVENESS_FIELDS
-        if isinstance(other, kind) and fewer and one.counts_prompt == other.counts_prompt:
+        special_fields = {field.name for field in attrs.fields(type(special))}
+        extra_fields = special_fields - {field.name for field in attrs.fields(kind)}
+        if (
+            isinstance(special, kind)
+            and extra_fields <= LIVENESS_FIELDS
+            and general.counts_prompt == special.counts_prompt
+        ):
             return kind
     return None
 
 
 def _differ(producer: LayerSpec, consumer: LayerSpec, field: str) -> bool:
-    """Whether two specs differ in *field*; a default that one side says aloud is no difference."""
+    """Whether two specs differ in *field*. An omitted field equals its explicit default."""
     if getattr(producer, field) == getattr(consumer, field):
         return False
     return meaning(producer, field) != meaning(consumer, field)
@@ -113,43 +146,49 @@ def _part_mismatches(producer: tuple[Part, ...], consumer: tuple[Part, ...]) -> 
     if names[0] != names[1]:
         return [Mismatch("parts", names[0], names[1], "parts pair by name")]
     return [
-        Mismatch(f"{one.name}.{field}", getattr(one, field), getattr(other, field), why)
-        for one, other in zip(producer, consumer, strict=True)
+        Mismatch(f"{left.name}.{field}", getattr(left, field), getattr(right, field), why)
+        for left, right in zip(producer, consumer, strict=True)
         for field, why in PART_WHY.items()
-        if getattr(one, field) != getattr(other, field)
-        and not (field == "states" and one.per_token)
+        if getattr(left, field) != getattr(right, field)
+        # The rows of a block may differ: a block size is not part of what the bytes mean.
+        and not (field == "states" and left.per_token)
     ]
 
 
+# Fields of a spec that set the dtypes of its parts.
 DTYPES = {"dtype", "ssm_dtype"}
-"""Fields of a spec that are its parts' dtypes too."""
 
+# Fields of a part that must be equal on both sides, with the reason. `kvspec.protocol` puts the
+# names of these fields into the compatibility hash.
 PART_WHY = {
     "units": "units pair by their global number",
-    "content_bytes": "one unit's row has another length",
-    "granularity": "units would be cut at other places",
-    "tokens_per_state": "a row stands for other tokens",
-    "dtype": "the same bytes mean other numbers",
-    "states": "the states have different rows (speculative tokens?)",
+    "content_bytes": "the row of one unit has a different length",
+    "granularity": "the units would be cut at different places",
+    "tokens_per_state": "a row holds a different number of tokens",
+    "dtype": "the same bytes stand for different numbers",
+    "states": "the states have different numbers of rows, perhaps because of speculative tokens",
 }
-"""Fields of a part that both sides must share, and why; rows of a block may differ for tokens."""
 
 
 def differing(
-    one: object, other: object, field: str, why: str, sides: tuple[str, str]
+    left: object, right: object, field: str, why: str, sides: tuple[str, str]
 ) -> Iterator[Mismatch]:
-    """Yield the innermost fields in which two descriptions differ, each with its path."""
-    kind: Any = type(one)
+    """Yield the innermost fields in which two descriptions differ, each with its path.
+
+    >>> [str(found) for found in differing((1, 2), (1, 3), "sizes", "must be equal", ("a", "b"))]
+    ['sizes[1]: a 2, b 3 (must be equal)']
+    """
+    kind: Any = type(left)
     inner: list[tuple[str, object, object]] = []
-    if kind is type(other) and attrs.has(kind):
-        names = [each.name for each in attrs.fields(kind) if each.eq]
-        inner = [(f"{field}.{name}", getattr(one, name), getattr(other, name)) for name in names]
-    elif isinstance(one, Mapping) and isinstance(other, Mapping) and set(one) == set(other):
-        inner = [(f"{field}[{key!r}]", one[key], other[key]) for key in one]
-    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        both = enumerate(zip(one, other, strict=True))
+    if kind is type(right) and attrs.has(kind):
+        names = [attribute.name for attribute in attrs.fields(kind) if attribute.eq]
+        inner = [(f"{field}.{name}", getattr(left, name), getattr(right, name)) for name in names]
+    elif isinstance(left, Mapping) and isinstance(right, Mapping) and set(left) == set(right):
+        inner = [(f"{field}[{key!r}]", left[key], right[key]) for key in left]
+    elif isinstance(left, tuple) and isinstance(right, tuple) and len(left) == len(right):
+        both = enumerate(zip(left, right, strict=True))
         inner = [(f"{field}[{index}]", *pair) for index, pair in both]
-    elif one != other:
-        yield Mismatch(field, one, other, why, sides)
+    elif left != right:
+        yield Mismatch(field, left, right, why, sides)
     for path, first, second in inner:
         yield from differing(first, second, path, why, sides)

@@ -1,8 +1,27 @@
-"""The transfer plan: every pair of ranks, what it exchanges, and who tells whom.
+"""Plan a transfer: which ranks exchange which units, and which ranks send notifications.
 
-Law: both engines compute the same plan from the two descriptions alone, so pulling and pushing
-are the same edges. Exact cover is checked where the plan is made: a plan that exists tiles every
-part of every layer of every consumer rank exactly once.
+Invariant: both engines compute the same plan from the two descriptions alone. So a consumer that
+reads and a producer that writes use the same edges. A plan that does not cover every part of every
+layer of every consumer rank exactly once cannot be created.
+
+How it works:
+    `plan_transfer` has four steps:
+
+        step                            module
+        1. compare the descriptions     `mismatches`
+        2. find the replica groups      `replica_groups`
+        3. derive the edges             `edges`
+        4. check the exact cover        `cover`
+
+    A plan also decides the notifications. A producer rank frees the blocks of a request after all
+    its *notifiers* have sent a notification. These are the consumer ranks that read it. A replica
+    that no consumer rank reads holds blocks too, so one consumer rank notifies it all the same.
+    With 4 heads, producer TP 8 and consumer TP 2, the policy ``spread`` reads tp0, tp2, tp4 and
+    tp6:
+
+        producer rank     tp0   tp1   tp2   tp3   tp4   tp5   tp6   tp7
+        is read by        tp0         tp0         tp1         tp1
+        is notified by    tp0   tp0   tp0   tp0   tp1   tp1   tp1   tp1
 """
 
 from __future__ import annotations
@@ -25,7 +44,17 @@ from kvspec.plan.replica_groups import GroupPair, ReplicaGroup, group_pairs, rep
 
 @attrs.frozen(kw_only=True)
 class TransferPlan:
-    """Who exchanges what, for every pair of ranks of two engines; see `plan_transfer`."""
+    """The edges and notifications between all ranks of two engines. Made by `plan_transfer`.
+
+    Attributes:
+        producer: The engine that computes the cache.
+        consumer: The engine that reads it.
+        replica_policy: The policy that chooses among producer ranks with the same content.
+        pairs: The pairs of groups that share layers.
+        replica_groups: The sets of producer ranks that hold the same units, layers and tokens.
+        edges: The units that each producer rank sends to each consumer rank.
+
+    """
 
     producer: EngineSpec
     consumer: EngineSpec
@@ -39,46 +68,63 @@ class TransferPlan:
 
     @property
     def policy_name(self) -> ReplicaPolicyName:
-        """The policy by which one of several equal producer ranks is read."""
+        """Name of the policy that chooses among producer ranks with the same content."""
         return self.replica_policy.name
 
     @property
     def salt(self) -> int:
-        """What rotates the choice among equal producer ranks."""
+        """The number that rotates the choice among producer ranks with the same content."""
         return self.replica_policy.salt
 
     @cached_property
     def _by_pair(self) -> dict[tuple[RankId, RankId], tuple[Edge, ...]]:
-        found: dict[tuple[RankId, RankId], list[Edge]] = {}
+        by_pair: dict[tuple[RankId, RankId], list[Edge]] = {}
         for edge in self.edges:
-            found.setdefault((edge.producer, edge.consumer), []).append(edge)
-        return {pair: tuple(edges) for pair, edges in found.items()}
+            by_pair.setdefault((edge.producer, edge.consumer), []).append(edge)
+        return {pair: tuple(edges) for pair, edges in by_pair.items()}
 
     @cached_property
     def _pairs(self) -> dict[tuple[str, str], GroupPair]:
         return {(pair.producer.name, pair.consumer.name): pair for pair in self.pairs}
 
     def pair_of(self, edge: Edge) -> GroupPair:
-        """Return the groups between which *edge* is."""
+        """Return the pair of groups that *edge* belongs to.
+
+        Args:
+            edge: An edge of this plan.
+
+        Raises:
+            SpecError: If *edge* is not an edge of this plan.
+
+        """
         instance("edge", edge, Edge)
-        found = self._pairs.get((edge.producer_group, edge.group))
-        if found is None:
+        pair = self._pairs.get((edge.producer_group, edge.group))
+        if pair is None:
             raise SpecError("edge", edge, "an edge of this plan")
-        return found
+        return pair
 
     def between(self, producer: RankId, consumer: RankId) -> tuple[Edge, ...]:
-        """Return the edges of one pair of ranks, one for each pair of groups."""
+        """Return the edges between two ranks, one for each pair of groups.
+
+        Args:
+            producer: A rank of the producer.
+            consumer: A rank of the consumer.
+
+        Raises:
+            SpecError: If an engine does not have the rank.
+
+        """
         self.producer.parallel.check_rank(producer, "producer")
         self.consumer.parallel.check_rank(consumer, "consumer")
         return self._by_pair.get((producer, consumer), ())
 
     def sources(self, consumer: RankId) -> tuple[RankId, ...]:
-        """Return the producer ranks that *consumer* reads, ascending."""
+        """Return the producer ranks that the rank *consumer* reads, in ascending order."""
         self.consumer.parallel.check_rank(consumer, "consumer")
         return self._sources.get(consumer, ())
 
     def targets(self, producer: RankId) -> tuple[RankId, ...]:
-        """Return the consumer ranks that read *producer*, ascending."""
+        """Return the consumer ranks that read the rank *producer*, in ascending order."""
         self.producer.parallel.check_rank(producer, "producer")
         return self._targets.get(producer, ())
 
@@ -99,13 +145,17 @@ class TransferPlan:
 
     @cached_property
     def _notifies(self) -> dict[RankId, tuple[RankId, ...]]:
-        return _by_first((by, rank) for rank, told_by in self._notifiers.items() for by in told_by)
+        return _by_first(
+            (notifier, rank)
+            for rank, notifiers in self._notifiers.items()
+            for notifier in notifiers
+        )
 
     def _releasers(self, at: int) -> tuple[RankId, ...]:
-        """Choose who tells the producer rank at index *at*, which nobody reads.
+        """Return the consumer ranks that notify the unread producer rank at index *at*.
 
-        The first replica group of which it holds any units names it; a rank that holds nothing that
-        moves is told by every consumer.
+        One consumer rank is enough. It is a reader of the first replica group of which the
+        producer rank holds units. Every consumer rank notifies a producer rank that holds none.
         """
         ranks = self.consumer.parallel.ranks
         for replica_group in self.replica_groups:
@@ -113,36 +163,39 @@ class TransferPlan:
             readers = replica_group.consumer_sharding.ranks_of(units)
             if readers:
                 members = replica_group.producer_sharding.ranks_of(units)
+                # Replica n is notified by the reader at the same relative place. This spreads the
+                # notifications over the readers.
                 return (ranks[readers[members.index(at) * len(readers) // len(members)]],)
         return ranks
 
     def notifiers(self, producer: RankId) -> tuple[RankId, ...]:
-        """Return the consumer ranks that notify *producer* when it may release a request.
+        """Return the consumer ranks whose notifications the rank *producer* must wait for.
 
-        They are its readers, also of requests that move no byte; of a rank that nobody reads, one
-        chosen releaser.
+        The rank may release the blocks of a request after all of them have notified it. They are
+        the consumer ranks that read it, even if a request moves no byte. A rank that no consumer
+        rank reads is notified by one chosen consumer rank.
         """
         self.producer.parallel.check_rank(producer, "producer")
         return self._notifiers[producer]
 
     def notifies(self, consumer: RankId) -> tuple[RankId, ...]:
-        """Return the producer ranks that *consumer* notifies when it is done with a request."""
+        """Return the producer ranks that the rank *consumer* notifies after a request."""
         self.consumer.parallel.check_rank(consumer, "consumer")
         return self._notifies.get(consumer, ())
 
     @property
     def finished_sending_count(self) -> int:
-        """Producer ranks that report a request as sent."""
+        """Number of producer ranks that report a request as sent."""
         return len(self.producer.parallel.ranks)
 
     @property
     def finished_recving_count(self) -> int:
-        """Consumer ranks that report a request as received."""
+        """Number of consumer ranks that report a request as received."""
         return len(self.consumer.parallel.ranks)
 
 
 def _by_first(pairs: Iterable[tuple[RankId, RankId]]) -> dict[RankId, tuple[RankId, ...]]:
-    """Return, by the first of each pair of ranks, the second ones, ascending."""
+    """Map the first rank of each pair to the sorted second ranks."""
     seconds: dict[RankId, list[RankId]] = {}
     for first, second in pairs:
         seconds.setdefault(first, []).append(second)
@@ -159,11 +212,35 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan the transfer of any request from *producer* to *consumer*.
 
-    *replica_policy*: which one of several equal producer ranks is read, by the name of a policy, to
-    which *salt* belongs, or as a `ReplicaPolicy`; both engines must use the same. *common_states*:
-    where recurrent states have more rows on one side (speculative tokens), move the rows that both
-    have instead of refusing. Raises `MismatchError`
-    where the engines do not fit, before anything else.
+    Args:
+        producer: The engine that computes the cache.
+        consumer: The engine that reads it.
+        replica_policy: How to choose among producer ranks with the same content: the name of a
+            policy or a `ReplicaPolicy`. Both engines must use the same policy.
+        salt: A number that rotates the choice. It applies to a policy that is given by name.
+        common_states: Whether recurrent states may have more rows on one side, because of
+            speculative tokens. The rows that both sides have are moved. By default, a different
+            number of rows is a mismatch.
+
+    Returns:
+        The plan. It is the same on every rank of both engines.
+
+    Raises:
+        MismatchError: If the engines do not fit together. It lists all differences.
+        SpecError: If an argument has the wrong type or *replica_policy* is unknown.
+
+    >>> from kvspec import EngineSpec, FullAttentionSpec, KVCacheGroup, ParallelConfig, RankId
+    >>> spec = FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=4, head_size=128, dtype="bfloat16")
+    >>> group = KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    >>> producer, consumer = (
+    ...     EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=size)) for size in (8, 2))
+    >>> plan = plan_transfer(producer, consumer)
+    >>> [str(rank) for rank in plan.sources(RankId(tp=1))]
+    ['tp4', 'tp6']
+    >>> [str(rank) for rank in plan.notifies(RankId(tp=1))]
+    ['tp4', 'tp5', 'tp6', 'tp7']
+
     """
     for field, engine in (("producer", producer), ("consumer", consumer)):
         instance(field, engine, EngineSpec)
@@ -171,12 +248,15 @@ def plan_transfer(
     flag("common_states", common_states)
     found = mismatches(producer, consumer)
     if common_states:
-        found = tuple(each for each in found if not each.field.endswith(".states"))
+        # `replica_groups` reduces the spec of each state to the rows that both sides have.
+        found = tuple(mismatch for mismatch in found if not mismatch.field.endswith(".states"))
     if found:
         raise MismatchError(found)
     pairs = tuple(group_pairs(producer, consumer))
     replica_groups = tuple(
-        each for pair in pairs for each in replica_groups_of(producer, consumer, pair)
+        replica_group
+        for pair in pairs
+        for replica_group in replica_groups_of(producer, consumer, pair)
     )
     edges = tuple(edges_of(producer, consumer, replica_groups, replica_policy))
     plan = TransferPlan(

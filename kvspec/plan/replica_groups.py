@@ -1,8 +1,22 @@
-"""Replica groups: what one set of producer ranks gives to the consumers that need it.
+"""Find the replica groups: parts of a cache whose producer ranks can replace each other.
 
-Law: a replica group is fixed by layers, token positions and units together. Replicas are the
-producer ranks that hold the same of all three, and the consumers among which they are chosen are
-all that need anything of it.
+Invariant: a replica group has one set of layers, one set of token positions and one division of
+units. Two producer ranks are replicas only if they hold the same of all three. The replica policy
+chooses among them for all consumer ranks that need any of their units.
+
+How it works:
+    The cache of a pair of groups is divided step by step, until all that is left differs only in
+    its units. The steps are: the spec of the layers, the pipeline stage of the producer, the parts
+    that are sharded in the same way, and the context of the producer. For example, a latent cache
+    (one unit, which each TP rank holds) is on a producer with TP 4, DCP 2 and PP 2. The context
+    ranks share the TP ranks: tp0 and tp2 hold the even tokens, tp1 and tp3 the odd ones. There are
+    four replica groups, and a consumer rank that needs all of the cache reads one rank of each:
+
+        layers     tokens    replicas
+        0..29      even      tp0, tp2
+        0..29      odd       tp1, tp3
+        30..59     even      pp1.tp0, pp1.tp2
+        30..59     odd       pp1.tp1, pp1.tp3
 """
 
 from __future__ import annotations
@@ -25,7 +39,14 @@ from kvspec.specs.state import common_rows
 
 @attrs.frozen
 class GroupPair:
-    """A producer's and a consumer's group, and the layers that move between them."""
+    """A group of the producer, a group of the consumer, and the layers that both share.
+
+    Attributes:
+        producer: The group in the producer's description.
+        consumer: The group in the consumer's description.
+        layers: Names of the shared layers that neither side excludes.
+
+    """
 
     producer: KVCacheGroup
     consumer: KVCacheGroup
@@ -33,17 +54,18 @@ class GroupPair:
 
     @cached_property
     def layers_by_spec(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
-        """The shared layers by the consumer's spec of them: one entry unless sizes differ.
+        """The shared layers by the consumer's spec: one entry, unless layers differ in size.
 
-        Of a state, the spec has the rows that both sides have.
+        The spec of a recurrent state is reduced to the rows that both sides have.
         """
         shared = set(self.layers)
-        kept = (
-            (s, tuple(x for x in names if x in shared)) for s, names in self.consumer.layers_by_spec
+        shared_names = (
+            (spec, tuple(name for name in names if name in shared))
+            for spec, names in self.consumer.layers_by_spec
         )
         return tuple(
             (common_rows(spec, self.producer.spec.of_layer(names[0])), names)
-            for spec, names in kept
+            for spec, names in shared_names
             if names
         )
 
@@ -54,23 +76,32 @@ class GroupPair:
 
 
 def group_pairs(producer: EngineSpec, consumer: EngineSpec) -> Iterator[GroupPair]:
-    """Yield the pairs of groups that share layers which neither side excludes."""
+    """Yield the pairs of groups that share at least one layer that neither side excludes."""
     excluded = {*producer.excluded, *consumer.excluded}
-    for own in consumer.groups:
+    for group in consumer.groups:
         by_home: dict[str, list[str]] = {}
-        for layer in (layer for layer in own.layers if layer not in excluded):
+        for layer in (layer for layer in group.layers if layer not in excluded):
             by_home.setdefault(producer.homes[layer].name, []).append(layer)
         for name, layers in by_home.items():
-            yield GroupPair(producer.group(name), own, tuple(layers))
+            yield GroupPair(producer.group(name), group, tuple(layers))
 
 
 @attrs.frozen(eq=False)
 class ReplicaGroup:
-    """Parts that are sharded alike, of one producer stage's layers and one producer context.
+    """Parts with the same sharding, for one producer stage and one producer context.
 
-    *producer_sharding* and *consumer_sharding* are shardings over all ranks of the producer and of
-    the consumer, in the order of `ParallelConfig.ranks`; a rank outside the replica group owns
-    nothing in them. *context* is None for states, which every context rank holds whole.
+    Attributes:
+        pair: The pair of groups.
+        spec: The spec of the layers.
+        stage: Pipeline stage of the producer ranks.
+        layers: Names of the layers.
+        parts: The parts, such as k and v. All of them are divided in the same way.
+        context: The token positions of the producer ranks. None for recurrent states, because
+            each context rank holds the whole state.
+        producer_sharding: The units of each producer rank, in the order of `ParallelConfig.ranks`.
+            A rank outside the replica group owns no units here.
+        consumer_sharding: The same for the consumer ranks.
+
     """
 
     pair: GroupPair
@@ -89,10 +120,10 @@ def replica_groups_of(
     """Yield every replica group of one pair of groups."""
     for spec, names in pair.layers_by_spec:
         for stage in range(producer.parallel.pp_size):
-            layers = tuple(each for each in names if producer.stage_of[each] == stage)
+            layers = tuple(name for name in names if producer.stage_of[name] == stage)
             if not layers:
                 continue
-            stages = {consumer.stage_of[each] for each in layers}
+            stages = {consumer.stage_of[layer] for layer in layers}
             for parts in _same_sharding(producer, consumer, pair, spec.parts):
                 for context in _contexts(producer, pair.producer, parts[0]):
                     producer_sharding = _sharding(
@@ -116,22 +147,25 @@ def replica_groups_of(
 def _same_sharding(
     producer: EngineSpec, consumer: EngineSpec, pair: GroupPair, parts: tuple[Part, ...]
 ) -> list[tuple[Part, ...]]:
-    found: dict[tuple[object, ...], list[Part]] = {}
+    """Return the parts in sets that are divided in the same way on both sides."""
+    by_sharding: dict[tuple[object, ...], list[Part]] = {}
     for part in parts:
         sharded = (
             producer.sharding(pair.producer, part).ranges,
             consumer.sharding(pair.consumer, part).ranges,
         )
         key = (part.units, part.granularity, part.per_token, part.whole, *sharded)
-        found.setdefault(key, []).append(part)
-    return [tuple(same) for same in found.values()]
+        by_sharding.setdefault(key, []).append(part)
+    return [tuple(same) for same in by_sharding.values()]
 
 
 def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[BlockCyclic | None]:
+    """Return the contexts of an engine's ranks. A part without tokens has none: [None]."""
     if not part.per_token:
         return [None]
+    # Every pipeline stage has the same contexts, so the first stage is enough.
     ranks = (rank for rank in engine.parallel.ranks if rank.pp == 0)
-    by_rank = {context.rank: context for context in (engine.context(group, each) for each in ranks)}
+    by_rank = {context.rank: context for context in (engine.context(group, rank) for rank in ranks)}
     return [by_rank[number] for number in sorted(by_rank)]
 
 
@@ -144,7 +178,11 @@ def _sharding(
     *,
     equal: bool,
 ) -> Sharding:
-    """Return who owns which units, of the ranks in *stages* that own positions of *context*."""
+    """Return the units of each rank that is in *stages* and owns positions of *context*.
+
+    A producer rank must own exactly these positions (*equal*). A consumer rank needs the units if
+    it owns at least one of them.
+    """
     by_tp = engine.sharding(group, part).ranges
 
     def own(rank: RankId) -> range:
