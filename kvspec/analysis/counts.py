@@ -1,7 +1,13 @@
-"""How much one request moves: bytes and descriptors, by pair of ranks and by rank.
+"""Count the bytes and descriptors that one request moves, for each pair of ranks and each rank.
 
-Law: only reads a plan. Bytes are `flows`; descriptors are those of real tables over caches on
-paper, made once for all pairs of ranks that are alike.
+Invariant: counting never changes a plan and allocates no cache memory.
+
+How it works:
+    The bytes come from `kvspec.analysis.flows`. The descriptors are counted with real tables: for
+    each pair of ranks, `build_table` gets two caches that are planned but not allocated. The
+    request's blocks are 1, 3, 5 and so on, so that no two of them are adjacent. This is the worst
+    case, because adjacent blocks can share a descriptor. Many pairs of ranks have the same shape:
+    the same slices, cache layouts and contexts. Their table is built only once.
 """
 
 from __future__ import annotations
@@ -21,25 +27,37 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan
 
+# Every block of a request becomes an entry of an array. This many take some seconds.
 MAX_BLOCKS = 2**22
-"""Blocks of one group that are looked at: some seconds."""
 
+# A producer rank and a consumer rank.
 Pair = tuple[RankId, RankId]
-"""A producer's rank and a consumer's."""
 
 
 @attrs.frozen
 class Load:
-    """Bytes, and the descriptors that move them."""
+    """A number of bytes and of the descriptors that move them.
+
+    Attributes:
+        nbytes: Bytes.
+        descriptors: Descriptors. One descriptor moves one contiguous range of memory.
+
+    """
 
     nbytes: int
     descriptors: int
 
     @staticmethod
     def total(loads: Iterable[Load]) -> Load:
-        """Return the sum of *loads*."""
-        every = tuple(loads)
-        return Load(sum(each.nbytes for each in every), sum(each.descriptors for each in every))
+        """Return the sum of *loads*.
+
+        >>> print(Load.total([Load(1000, 1), Load(24, 2)]))
+        1,024 bytes in 3 descriptors
+        """
+        summands = tuple(loads)
+        return Load(
+            sum(load.nbytes for load in summands), sum(load.descriptors for load in summands)
+        )
 
     def __str__(self) -> str:
         return f"{self.nbytes:,} bytes in {self.descriptors:,} descriptors"
@@ -47,7 +65,14 @@ class Load:
 
 @attrs.frozen
 class Link:
-    """One rank's own link to the other side, and what goes over it."""
+    """The network link of one rank and the load that it carries.
+
+    Attributes:
+        side: Either "producer" or "consumer".
+        rank: The rank.
+        load: Everything that leaves a producer rank, or enters a consumer rank.
+
+    """
 
     side: Role
     rank: RankId
@@ -59,10 +84,14 @@ class Link:
 
 @attrs.frozen(kw_only=True)
 class Traffic:
-    """What a request of *num_tokens* moves, nothing cached.
+    """The loads of one request on every pair of ranks and on every rank. Made by `traffic`.
 
-    *pairs*: by (producer, consumer), every pair that has an edge. *producers* and *consumers*: of
-    every rank of each side, all that leaves or enters it.
+    Attributes:
+        num_tokens: Length of the request. The consumer has cached none of it.
+        pairs: Load of each pair of ranks that has an edge, by (producer rank, consumer rank).
+        producers: Load that leaves each producer rank.
+        consumers: Load that enters each consumer rank.
+
     """
 
     num_tokens: int
@@ -72,42 +101,62 @@ class Traffic:
 
     @property
     def total(self) -> Load:
-        """All of it."""
+        """The load of all pairs together."""
         return Load.total(self.pairs.values())
 
     @property
     def busiest(self) -> Link:
-        """The link with most bytes; the producer's and the lower rank in a tie."""
-        links = [Link("producer", *each) for each in self.producers.items()]
-        links += [Link("consumer", *each) for each in self.consumers.items()]
+        """The link with the most bytes. In a tie, a producer and the lowest rank win."""
+        links = [Link("producer", rank, load) for rank, load in self.producers.items()]
+        links += [Link("consumer", rank, load) for rank, load in self.consumers.items()]
         return max(links, key=lambda link: link.load.nbytes)
 
     def __str__(self) -> str:
         lines = [f"{self.num_tokens:,} tokens: {self.total}"]
         lines += [
-            f"  {source} -> {target}: {load}" for (source, target), load in self.pairs.items()
+            f"  producer {source} -> consumer {target}: {load}"
+            for (source, target), load in self.pairs.items()
         ]
         return "\n".join([*lines, f"busiest link: {self.busiest}"])
 
 
 def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
-    """Return what a request of *num_tokens* moves over *plan*, nothing cached.
+    """Count the bytes and descriptors that a request of *num_tokens* moves over *plan*.
 
-    Cross attention counts as many tokens of the encoder. Bytes count live tokens and whole states,
-    not the blocks' dead ends. Descriptors are for caches as `allocate` makes them, and blocks of
-    which no two lie side by side: blocks in order take fewer. `MismatchError` where `build_table`
-    has one.
+    The consumer has cached nothing. A cross-attention layer reads as many encoder tokens as the
+    request has tokens. Bytes count live tokens and whole states, but not the dead tokens at the
+    end of a block. Descriptors are counted for caches as `allocate` makes them, and for blocks of
+    which no two are adjacent. Blocks in ascending order need fewer descriptors.
+
+    Args:
+        plan: The plan.
+        num_tokens: Length of the request, at least 0.
+
+    Returns:
+        The loads of every pair of ranks and of every rank.
+
+    Raises:
+        SpecError: If *num_tokens* is not a count, or needs too many blocks or bytes.
+        MismatchError: If `build_table` cannot connect two ranks.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, plan_transfer
+    >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
+    >>> engine = EngineSpec(groups=[KVCacheGroup(name="latent", layers=["l.0"], spec=spec)])
+    >>> print(traffic(plan_transfer(engine, engine), 100))
+    100 tokens: 115,200 bytes in 2 descriptors
+      producer tp0 -> consumer tp0: 115,200 bytes in 2 descriptors
+    busiest link: producer tp0: 115,200 bytes in 2 descriptors
+
     """
-    found = flows(plan, num_tokens)
+    edge_flows = flows(plan, num_tokens)
     producers, consumers = plan.producer.parallel.ranks, plan.consumer.parallel.ranks
-    moved: dict[Pair, int] = {}
-    for p, c, nbytes in zip(
-        *map(np.ndarray.tolist, (found.producer, found.consumer, found.moved)), strict=True
-    ):
-        pair = producers[p], consumers[c]
-        moved[pair] = moved.get(pair, 0) + nbytes
-    counts = _Counts(plan, num_tokens)
-    pairs = {pair: Load(nbytes, counts.of(*pair)) for pair, nbytes in moved.items()}
+    pair_bytes: dict[Pair, int] = {}
+    columns = edge_flows.producer, edge_flows.consumer, edge_flows.moved
+    for producer, consumer, nbytes in zip(*map(np.ndarray.tolist, columns), strict=True):
+        pair = producers[producer], consumers[consumer]
+        pair_bytes[pair] = pair_bytes.get(pair, 0) + nbytes
+    counter = _DescriptorCounter(plan, num_tokens)
+    pairs = {pair: Load(nbytes, counter.count(*pair)) for pair, nbytes in pair_bytes.items()}
     return Traffic(
         num_tokens=num_tokens,
         pairs=pairs,
@@ -120,16 +169,17 @@ def _by_rank(ranks: tuple[RankId, ...], pairs: dict[Pair, Load], side: int) -> d
     loads: dict[RankId, list[Load]] = {rank: [] for rank in ranks}
     for pair, load in pairs.items():
         loads[pair[side]].append(load)
-    return {rank: Load.total(each) for rank, each in loads.items()}
+    return {rank: Load.total(rank_loads) for rank, rank_loads in loads.items()}
 
 
-class _Counts:
-    """Counts the descriptors of pairs of ranks, once for those that are alike."""
+class _DescriptorCounter:
+    """Counts the descriptors between two ranks. Pairs of the same shape share one count."""
 
     def __init__(self, plan: TransferPlan, num_tokens: int) -> None:
         self.plan = plan
         engines = plan.producer, plan.consumer
         sides = [_tables(engine, num_tokens) for engine in engines]
+        # The ids go up to twice the number of blocks, and the null block must exist as well.
         self.pools = [
             {name: max(2 * len(table.block_ids), null + 1) for name, table in tables.items()}
             for tables, null in zip(sides, map(_null_block, engines), strict=True)
@@ -144,18 +194,18 @@ class _Counts:
         self.known: dict[tuple[object, ...], int] = {}
         self.shapes = [_shapes(engine) for engine in engines]
 
-    def of(self, producer: RankId, consumer: RankId) -> int:
-        """Return the descriptors between two ranks."""
-        between = self.plan.between(producer, consumer)
+    def count(self, producer: RankId, consumer: RankId) -> int:
+        """Return the number of descriptors between two ranks."""
+        # Neither the TP rank nor the global units of a slice change the number of descriptors.
         same_shape = tuple(
             (
                 edge.producer_group,
                 edge.group,
                 edge.layers,
-                attrs.evolve(each, remote_rank=0, global_range=range(0)),
+                attrs.evolve(transfer_slice, remote_rank=0, global_range=range(0)),
             )
-            for edge in between
-            for each in edge.slices
+            for edge in self.plan.between(producer, consumer)
+            for transfer_slice in edge.slices
         )
         key = same_shape, self.shapes[0][producer], self.shapes[1][consumer]
         if key not in self.known:
@@ -167,18 +217,19 @@ class _Counts:
 
 
 def _tables(engine: EngineSpec, num_tokens: int) -> dict[str, BlockTable]:
-    """Return a table for each group, of blocks of which no two lie side by side."""
-    found = {}
+    """Return a block table for each group. No two of its blocks are adjacent."""
+    tables = {}
     for group in engine.groups:
         blocks = -(-num_tokens // engine.virtual_block(group)) or 1
         if blocks > MAX_BLOCKS:
-            told = f"at most {MAX_BLOCKS} blocks, which are counted one by one; it takes {blocks}"
-            raise SpecError("num_tokens", num_tokens, told)
+            rule = f"the request needs {blocks} blocks, but at most {MAX_BLOCKS} can be counted"
+            raise SpecError("num_tokens", num_tokens, rule=rule)
         if not any(part.per_token for part in group.spec.parts):
-            blocks = 1  # the slot of a state
-        first = 1 - _null_block(engine) % 2  # so no block is the null block
-        found[group.name] = BlockTable(first + 2 * np.arange(blocks))
-    return found
+            blocks = 1  # A recurrent state is one slot, whatever the number of tokens.
+        # All ids are odd if the null block is even, and even if it is odd.
+        first = 1 - _null_block(engine) % 2
+        tables[group.name] = BlockTable(first + 2 * np.arange(blocks))
+    return tables
 
 
 def _null_block(engine: EngineSpec) -> int:
@@ -186,11 +237,11 @@ def _null_block(engine: EngineSpec) -> int:
 
 
 def _shapes(engine: EngineSpec) -> dict[RankId, int]:
-    """Return a number for each rank, equal for ranks whose caches and tokens are laid out alike."""
+    """Return a number for each rank, equal for ranks with the same cache layout and context."""
     known: dict[object, int] = {}
-    found = {}
+    shapes = {}
     for rank in engine.parallel.ranks:
         held = tuple(engine.held(rank).items())
         contexts = tuple(engine.context(group, rank) for group in engine.groups)
-        found[rank] = known.setdefault((held, contexts), len(known))
-    return found
+        shapes[rank] = known.setdefault((held, contexts), len(known))
+    return shapes

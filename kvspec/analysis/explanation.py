@@ -1,7 +1,17 @@
-"""A table and one descriptor of it in words.
+"""Describe a plan, a descriptor table or one descriptor in words.
 
-Law: reads a table backwards, from an id to bytes to the layer, part, units and tokens that they
-hold; it decides nothing.
+Invariant: a description is derived from the plan or the table alone and never changes it.
+
+How it works:
+    A plan lists its edges and notifications. To describe one descriptor, `explain` goes from the
+    descriptor id back to the model. A table holds runs, a run has one id for each block and tile,
+    and each id stands for a range of memory:
+
+        id  ->  entry and run  ->  block and tile  ->  address range  ->  layer, part, unit, token
+
+    `_place_of` does the first two steps. `_lines` does the last one: it computes the address of
+    each unit, row and chunk of a region in block 0, and finds the blocks that shift the address
+    into the range.
 """
 
 from __future__ import annotations
@@ -14,14 +24,18 @@ import numpy as np
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.selection import Entry
 from kvspec.descriptors.table import DescriptorTable
-from kvspec.errors import SpecError
+from kvspec.errors import SpecError, counted
 from kvspec.inputs import instance
 from kvspec.memory.rank_cache import Region
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import Role
-from kvspec.ownership.tokens import Ints
+from kvspec.ownership.tokens import BlockCyclic, Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
+
+# A set of more layers is described by its number, its first and its last name. DeepSeek-V3.2 has
+# 122 cached layers, and the description of a plan repeats the set for every edge.
+MAX_NAMES = 4
 
 
 def explain(
@@ -32,28 +46,41 @@ def explain(
 ) -> str:
     """Describe a plan or a descriptor table in words.
 
-    A plan: which consumer rank reads which units from which producer rank, and which consumer ranks
-    notify each producer rank. A table: the rows of both sides.
+    The text of a plan lists which units each consumer rank reads from which producer rank, and
+    which consumer ranks notify each producer rank. The text of a table counts the rows and
+    descriptors of both sides.
 
     Args:
         subject: The plan or the table.
-        consumer_id: Of a table only. Describe the descriptor with this id of the consumer's side:
-            the layers, parts, units and tokens that it moves, and why they come from this rank.
-        request: Of a table only. Count the descriptors of this request, or, with *consumer_id*,
-            name the tokens and the producer's block.
+        consumer_id: Describe only the descriptor with this id of the consumer side: its layers,
+            parts, units and rows, and why the producer rank was chosen. For tables only.
+        request: Count the descriptors of this request. Together with *consumer_id*: name the
+            tokens and the producer's block, too. For tables only.
 
     Returns:
         Lines of text.
 
     Raises:
-        SpecError: If *subject* is neither a plan nor a table, or *consumer_id* is not an id of
-            the table.
+        SpecError: If *subject* is not a plan or a table, or *consumer_id* is not an id of the
+            table.
+
+    >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig, plan_transfer
+    >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
+    >>> group = KVCacheGroup(name="latent", layers=["l.0", "l.1"], spec=spec)
+    >>> producer = EngineSpec(groups=[group], parallel=ParallelConfig(tp_size=2))
+    >>> consumer = EngineSpec(groups=[group])
+    >>> print(explain(plan_transfer(producer, consumer)))
+    TP 2 -> TP 1, replicas chosen by 'spread': 1 edge
+    consumer tp0 reads producer tp0, group latent, 2 layers: l.0, l.1
+      latent unit 0
+    consumer tp0 notifies producer tp0
+    consumer tp0 notifies producer tp1, which no consumer rank reads
 
     """
     if isinstance(subject, TransferPlan):
         for field, value in (("consumer_id", consumer_id), ("request", request)):
             if value is not None:
-                raise SpecError(field, value, "None: only a DescriptorTable takes it")
+                raise SpecError(field, value, rule="can only be used with a DescriptorTable")
         return "\n".join(_plan_lines(subject))
     table = instance("subject", subject, DescriptorTable)
     if consumer_id is None:
@@ -62,108 +89,160 @@ def explain(
 
 
 def sizes(parallel: ParallelConfig) -> str:
-    """Return the parallel sizes in words, such as ``TP 4, PP 2``."""
-    found = [f"TP {parallel.tp_size}"]
+    """Return the parallel sizes in words.
+
+    >>> sizes(ParallelConfig(tp_size=4, dcp_size=2))
+    'TP 4, context 2 x 1 tokens'
+    """
+    words = [f"TP {parallel.tp_size}"]
     if parallel.pp_size > 1:
-        found.append(f"PP {parallel.pp_size}")
+        words.append(f"PP {parallel.pp_size}")
     if parallel.context_size > 1:
-        found.append(f"context {parallel.context_size} x {parallel.interleave_size} tokens")
-    return ", ".join(found)
+        words.append(f"context {parallel.context_size} x {parallel.interleave_size} tokens")
+    return ", ".join(words)
 
 
 def _plan_lines(plan: TransferPlan) -> Iterator[str]:
-    """Yield, line by line, who reads which units from whom, and who tells whom."""
+    """Yield the sizes, the excluded layers, the edges and the notifications of a plan."""
     both = " -> ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
-    yield f"{both}, replicas by {plan.policy_name!r}: {len(plan.edges)} edges"
+    edges = counted(len(plan.edges), "edge")
+    yield f"{both}, replicas chosen by {plan.policy_name!r}: {edges}"
     for side, engine in (("producer", plan.producer), ("consumer", plan.consumer)):
         if engine.excluded:
-            yield f"excluded by the {side}, not transferred: {', '.join(engine.excluded)}"
+            yield f"excluded by the {side}, not transferred: {layer_names(tuple(engine.excluded))}"
     for edge in plan.edges:
-        yield f"{edge.consumer} reads {edge.producer}, group {edge.group}:"
-        yield from (f"  {line}" for line in carried(edge))
+        ranks = f"consumer {edge.consumer} reads producer {edge.producer}"
+        yield f"{ranks}, group {edge.group}, {layer_names(edge.layers)}"
+        tokens = _edge_tokens(plan, edge)
+        yield from (f"  {line}{tokens}" for line in carried(edge))
     for rank in plan.producer.parallel.ranks:
-        told = ", ".join(map(str, plan.notifiers(rank)))
-        unread = "" if plan.targets(rank) else " (nobody reads it)"
-        yield f"producer {rank}{unread} is told by consumer {told}"
+        notifiers = plan.notifiers(rank)
+        unread = "" if plan.targets(rank) else ", which no consumer rank reads"
+        if len(notifiers) == 1:
+            yield f"consumer {notifiers[0]} notifies producer {rank}{unread}"
+        else:
+            yield f"consumer ranks {', '.join(map(str, notifiers))} notify producer {rank}{unread}"
+
+
+def layer_names(layers: tuple[str, ...]) -> str:
+    """Return the names of a few layers, or the number of many layers with the first and the last.
+
+    >>> layer_names(("l.0", "l.1"))
+    '2 layers: l.0, l.1'
+    >>> layer_names(tuple(f"layers.{index}" for index in range(61)))
+    '61 layers: layers.0 .. layers.60'
+    """
+    many = len(layers) > MAX_NAMES
+    names = f"{layers[0]} .. {layers[-1]}" if many else ", ".join(layers)
+    return f"{counted(len(layers), 'layer')}: {names}"
 
 
 def carried(edge: Edge) -> Iterator[str]:
-    """Yield what one producer rank gives to one consumer rank: parts, units, layers, blocks."""
-    for each in edge.slices:
-        units = f"{each.global_range.start}..{each.global_range.stop - 1}"
-        layers = "" if each.layers == edge.layers else f" of {', '.join(each.layers)}"
-        blocks = "" if each.stripe.whole else f", {each.stripe}"
-        yield f"{'+'.join(each.parts)} units {units}{layers}{blocks}"
+    """Yield the parts, units, layers and blocks that move over an edge, one line for each slice."""
+    for piece in edge.slices:
+        units = _span("unit", np.arange(piece.global_range.start, piece.global_range.stop))
+        layers = "" if piece.layers == edge.layers else f" of {layer_names(piece.layers)}"
+        blocks = "" if piece.stripe.whole else f", {piece.stripe}"
+        yield f"{'+'.join(piece.parts)} {units}{layers}{blocks}"
+
+
+def _edge_tokens(plan: TransferPlan, edge: Edge) -> str:
+    """Return the tokens of an edge between context ranks. Edges without contexts move all tokens.
+
+    Two edges of a plan may read the same units of different context ranks. Only the tokens
+    distinguish them.
+    """
+    group = plan.producer.group(edge.producer_group)
+    if not group.spec.of_layer(edge.layers[0]).parts[0].per_token:
+        return ""
+    producer = plan.producer.context(group, edge.producer)
+    consumer = plan.consumer.context(plan.consumer.group(edge.group), edge.consumer)
+    if producer.size == 1 or producer == consumer:
+        return "" if consumer.size == 1 else f", tokens {_first_runs(consumer)}"
+    tokens = f", tokens {_first_runs(producer)}"
+    return tokens if consumer.size == 1 else f"{tokens} that are also in {_first_runs(consumer)}"
+
+
+def _first_runs(context: BlockCyclic) -> str:
+    """Return the first tokens of a context, such as ``1, 3, 5, ...`` or ``16..31, 48..63, ...``."""
+    run, shown = context.interleave, 3 if context.interleave == 1 else 2
+    starts = [(index * context.size + context.rank) * run for index in range(shown)]
+    runs = [str(start) if run == 1 else f"{start}..{start + run - 1}" for start in starts]
+    return ", ".join([*runs, "..."])
 
 
 def _describe(table: DescriptorTable, consumer_id: int, request: TransferRequest | None) -> str:
-    """Say what the descriptor with the consumer's id *consumer_id* moves, and why from there.
+    """Describe one descriptor: its layers, parts, units and block, and why its source was chosen.
 
-    Names layers, parts, the model's units and the block; with *request*, the tokens and where the
-    bytes come from too.
+    With a request, the text also names the tokens and the place in the producer's memory.
     """
-    entry, run, block, tile = _found(table, "consumer", consumer_id)
+    entry, run, block, tile = _place_of(table, "consumer", consumer_id)
     rows, edge = entry.rows, entry.edge
     start = int(rows.consumer_address[run] + rows.consumer.offsets(block, tile))
     length = int(rows.length[run])
     source = "" if request is None else _source(table, consumer_id, request)
-    title = f"id {consumer_id}: {length} bytes, {edge.producer}{source} -> {edge.consumer}"
+    ranks = f"producer {edge.producer}{source} -> consumer {edge.consumer}"
     regions = [
-        each
-        for each in table.consumer.regions
-        if each.group == edge.group and each.layer in edge.layers
+        region
+        for region in table.consumer.regions
+        if region.group == edge.group and region.layer in edge.layers
     ]
     span = range(start, start + length)
-    told = (line for each in regions for line in _lines(table, entry, each, span, request))
-    return "\n".join([f"{title} at {start:#x}", *told, f"  {_why(table, entry)}"])
+    contents = (line for region in regions for line in _lines(table, entry, region, span, request))
+    title = f"id {consumer_id}: {length} bytes, {ranks} at {start:#x}"
+    return "\n".join([title, *contents, f"  {_why(table, entry)}"])
 
 
 def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
-    """Say how many rows and ids each side has, and how many descriptors *request* takes.
+    """Count the rows and ids of both sides, and the descriptors of *request*.
 
-    They are counted as ids, as what NIXL merges those to, and as the fewest that memory allows.
+    The descriptors of a request are counted in three ways: as selected ids, after NIXL has merged
+    them, and as the smallest number that the memory of both sides allows.
     """
-    lines = [f"{table.producer.rank} -> {table.consumer.rank}"]
+    lines = [f"producer {table.producer.rank} -> consumer {table.consumer.rank}"]
     for number, side in enumerate(("producer", "consumer")):
         rows = len(getattr(table, f"{side}_rows"))
         ids = sum(entry.rows.ids_used[number] for entry in table.entries)
-        where = getattr(table, f"{side}_memory_type")
-        lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {where}")
+        memory_type = getattr(table, f"{side}_memory_type")
+        lines.append(f"  {side}: {rows:,} rows of {ids:,} descriptors in {memory_type}")
     if request is not None:
         merged, fewest = table.counts(request)
         moved = int(table.descriptors(request)[:, 2].sum())
-        told = f"{len(table.select(request)[0]):,} ids, {merged:,} after NIXL's merging"
-        lines.append(f"  {request.request_id}: {moved:,} bytes; {told}, {fewest:,} the fewest")
+        ids = f"{moved:,} bytes in {len(table.select(request)[0]):,} descriptors"
+        merging = f"NIXL merges them into {merged:,}, and {fewest:,} is the minimum"
+        lines.append(f"  {request.request_id}: {ids}; {merging}")
         if dead := table.dead_bytes(request):
-            why = "which takes less time than the descriptors that would leave them out"
-            lines.append(f"  {dead:,} of the bytes are of dead tokens of the last block, {why}")
+            why = "moving them takes less time than more descriptors would"
+            lines.append(f"  {dead:,} of the bytes belong to dead tokens of the last block: {why}")
     return "\n".join(lines)
 
 
 def _source(table: DescriptorTable, consumer_id: int, request: TransferRequest) -> str:
-    """Say which bytes of the producer *request* pairs with a consumer's id."""
+    """Return the place in the producer's memory that *request* pairs with a consumer id."""
     producer_ids, consumer_ids = table.select(request)
     index = np.flatnonzero(consumer_ids == consumer_id)
     if not len(index):
-        return " (not of this request)"
-    entry, run, block, tile = _found(table, "producer", int(producer_ids[index[0]]))
+        return " (not part of this request)"
+    entry, run, block, tile = _place_of(table, "producer", int(producer_ids[index[0]]))
     rows = entry.rows
     address = int(rows.producer_address[run] + rows.producer.offsets(block, tile))
-    return f" at {address:#x} (its block {int(block)})"
+    return f" at {address:#x} (block {int(block)})"
 
 
-def _found(table: DescriptorTable, side: Role, at: int) -> tuple[Entry, int, Ints, Ints]:
-    """Return an id's entry, its run, its block in memory and its place in the block."""
+def _place_of(table: DescriptorTable, side: Role, id_: int) -> tuple[Entry, int, Ints, Ints]:
+    """Return the entry of an id, its run, its block in memory and its tile in the block."""
     number = 0 if side == "producer" else 1
     total = sum(entry.rows.ids_used[number] for entry in table.entries)
-    if isinstance(at, bool) or not isinstance(at, (int, np.integer)) or not 0 <= at < total:
-        wanted = f"an id from 0 to {total - 1}" if total else "nothing: this pair moves nothing"
-        raise SpecError(f"{side}_id", at, wanted)
+    if not total:
+        raise SpecError(f"{side}_id", id_, rule="these two ranks exchange nothing, so no id exists")
+    if isinstance(id_, bool) or not isinstance(id_, (int, np.integer)) or not 0 <= id_ < total:
+        raise SpecError(f"{side}_id", id_, f"an id from 0 to {total - 1}")
+    # The ids of each entry follow those of the entry before it.
     firsts = [getattr(entry, f"{side}_first") for entry in table.entries]
-    entry = table.entries[bisect_right(firsts, at) - 1]
+    entry = table.entries[bisect_right(firsts, id_) - 1]
     block_layout = getattr(entry.rows, side)
-    run, own = divmod(int(at) - getattr(entry, f"{side}_first"), block_layout.ids_per_run)
-    block, tile = block_layout.place(own)
+    run, id_in_run = divmod(int(id_) - getattr(entry, f"{side}_first"), block_layout.ids_per_run)
+    block, tile = block_layout.place(id_in_run)
     return entry, run, np.asarray(block, np.int64), np.asarray(tile, np.int64)
 
 
@@ -174,28 +253,28 @@ def _lines(
     span: range,
     request: TransferRequest | None,
 ) -> Iterator[str]:
-    """Say, block by block, which of the region's contents lie in *span*."""
+    """Yield one line for each block of which *span* contains bytes: its part, units and rows."""
     units = np.arange(region.units)[:, None, None] * region.unit_stride
     rows = np.arange(region.states)[:, None] * region.state_stride
     grid = region.base + units + rows + np.arange(region.chunks) * region.chunk_stride
     stride = max(region.block_stride, 1)
-    # The first and the last block in which each content lies in the span.
-    before = np.maximum(-((grid - span.start) // stride), 0)
-    after = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
-    spans = zip(before.ravel().tolist(), after.ravel().tolist(), strict=True)
-    for block in sorted({each for first, last in spans for each in range(first, last + 1)}):
-        unit, state, _ = np.nonzero((before <= block) & (block <= after))
-        first = _first_unit(table, entry, region)
-        told = f"  {region.layer} {region.part}: {_span('unit', unit + first)}"
-        told += f", consumer's block {block}"
-        yield f"{told}, {_rows(table, entry, block, state, request)}"
+    # `grid` has the addresses in block 0. Each content is in the span for one range of blocks,
+    # because a block further on moves its address by the stride.
+    first_block = np.maximum(-((grid - span.start) // stride), 0)
+    last_block = np.minimum((span.stop - 1 - grid) // stride, region.num_blocks - 1)
+    ranges = zip(first_block.ravel().tolist(), last_block.ravel().tolist(), strict=True)
+    for block in sorted({block for first, last in ranges for block in range(first, last + 1)}):
+        unit, state, _ = np.nonzero((first_block <= block) & (block <= last_block))
+        units = _span("unit", unit + _first_unit(table, entry, region))
+        place = f"  {region.layer} {region.part}: {units}, consumer block {block}"
+        yield f"{place}, {_rows(table, entry, block, state, request)}"
 
 
 def _first_unit(table: DescriptorTable, entry: Entry, region: Region) -> int:
     engine, rank = table.consumer.engine, table.consumer.rank
     group = engine.group(entry.edge.group)
     parts = group.spec.of_layer(region.layer).parts
-    part = next(each for each in parts if each.name == region.part)
+    part = next(part for part in parts if part.name == region.part)
     return engine.units(group, part, rank).start
 
 
@@ -206,35 +285,40 @@ def _rows(
     state: Ints,
     request: TransferRequest | None,
 ) -> str:
-    """Say which rows of a block, as token positions where a request's table holds the block."""
+    """Return rows of a block in words, as token positions if the block belongs to *request*."""
     grain = entry.rows.token_split.grain
     if request is None or not grain:
         return _span("row", state)
     engine, rank = table.consumer.engine, table.consumer.rank
     group = engine.group(entry.edge.group)
-    held = request.consumer_blocks[group.name]
-    of_table, part = divmod(block, group.kernel_blocks_per_block)
-    index = np.flatnonzero(held.block_ids == of_table)
+    block_table = request.consumer_blocks[group.name]
+    # Block tables count logical blocks, memory counts the blocks of the attention kernel.
+    logical_block, part = divmod(block, group.kernel_blocks_per_block)
+    index = np.flatnonzero(block_table.block_ids == logical_block)
     if not len(index):
-        return f"{_span('row', state)} of a block that is not the request's"
+        return f"{_span('row', state)} of a block that is not part of the request"
     context = engine.context(group, rank)
     local = int(index[0]) * group.spec.block_size + part * group.memory_block_size + state * grain
-    tokens = context.position(held.first_token // context.size + local)
+    tokens = context.position(block_table.first_token // context.size + local)
     return _span("token", tokens)
 
 
 def _span(noun: str, values: Ints) -> str:
-    """Return *values* with their noun: ``unit 3``, ``tokens 4..9``, ``rows 1, 3``."""
-    found = np.unique(values)
-    if len(found) == 1:
-        return f"{noun} {found[0]}"
-    if found[-1] - found[0] == len(found) - 1:
-        return f"{noun}s {found[0]}..{found[-1]}"
-    return f"{noun}s {', '.join(map(str, found.tolist()))}"
+    """Return numbers with their noun.
+
+    >>> [_span("row", np.array(rows)) for rows in ([3], [4, 5, 6], [1, 3])]
+    ['row 3', 'rows 4..6', 'rows 1, 3']
+    """
+    numbers = np.unique(values)
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{noun}s {numbers[0]}..{numbers[-1]}"
+    return f"{noun}s {', '.join(map(str, numbers.tolist()))}"
 
 
 def _why(table: DescriptorTable, entry: Entry) -> str:
-    """Say which producer ranks hold the same bytes, and how this one came to be read."""
+    """Return which producer ranks hold the same bytes, and why this rank was chosen."""
     return "\n  ".join(dict.fromkeys(_reasons(table, entry)))
 
 
@@ -255,7 +339,8 @@ def _reasons(table: DescriptorTable, entry: Entry) -> Iterator[str]:
             continue
         parts = "+".join(part.name for part in replica_group.parts)
         if len(members) == 1:
-            yield f"only {edge.producer} holds {held} of {parts}"
+            yield f"only producer {edge.producer} holds {held} of {parts}"
         else:
-            others = ", ".join(str(ranks[each]) for each in members)
-            yield f"{held} of {parts} held by {others}; chosen by {plan.policy_name!r}"
+            replicas = ", ".join(str(ranks[member]) for member in members)
+            chosen = f"the policy {plan.policy_name!r} chose {edge.producer}"
+            yield f"producer ranks {replicas} hold {held} of {parts}: {chosen}"

@@ -13,7 +13,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.nixl import Costs, explain_cost
 
-WORDS = re.compile(r"  (\S+) (\S+): units? (\S+), consumer's block (\d+), tokens? (.+)")
+WORDS = re.compile(r"  (\S+) (\S+): units? (\S+), consumer block (\d+), tokens? (.+)")
 
 
 def heads(
@@ -97,12 +97,12 @@ def test_one_descriptor_in_words() -> None:
     # head 1 follows 6 tokens of head 0 in block 2 of 2 heads. Both hold 4 tokens in one chunk.
     source = ours.region("layers.0", "k").base + 3 * 4 * 32
     target = theirs.region("layers.0", "k").base + (2 * 2 + 1) * 6 * 32
-    head = f"id {first}: 128 bytes, tp2 at {source:#x} (its block 3) -> tp0 at {target:#x}"
+    head = f"id {first}: 128 bytes, producer tp2 at {source:#x} (block 3)"
     wanted = [
-        head,
-        "  layers.0 k: unit 1, consumer's block 2, tokens 0..3",
-        "  layers.0 v: unit 1, consumer's block 2, tokens 0..3",
-        "  unit 1 of k+v held by tp2, tp3; chosen by 'spread'",
+        f"{head} -> consumer tp0 at {target:#x}",
+        "  layers.0 k: unit 1, consumer block 2, tokens 0..3",
+        "  layers.0 v: unit 1, consumer block 2, tokens 0..3",
+        "  producer ranks tp2, tp3 hold unit 1 of k+v: the policy 'spread' chose tp2",
     ]
     assert "\n".join(wanted) == kvspec.explain(table, consumer_id=first, request=request)
 
@@ -113,7 +113,7 @@ def test_who_alone_holds_is_said() -> None:
     plan = kvspec.plan_transfer(producer, consumer)
     sides = (kvspec.plan_memory(each, RankId(tp=1), 4) for each in (producer, consumer))
     table = kvspec.build_table(plan, *sides)
-    assert "only tp1 holds units 2..3 of k+v" in kvspec.explain(table, consumer_id=0)
+    assert "only producer tp1 holds units 2..3 of k+v" in kvspec.explain(table, consumer_id=0)
 
 
 @pytest.mark.parametrize("layouts", [("BLNHC", "LBNHC"), ("LBNHC", "LNBHC"), ("NBLHC", "BLNHC")])
@@ -154,15 +154,15 @@ def test_a_table_in_words() -> None:
     caches = (kvspec.allocate(each, RankId(), 5)[0] for each in engines)
     table = kvspec.build_table(kvspec.plan_transfer(*engines), *caches)
     # A row of blocks and one of tokens for each layer.
-    rows = """tp0 -> tp0
+    rows = """producer tp0 -> consumer tp0
   producer: 4 rows of 50 descriptors in DRAM
   consumer: 4 rows of 50 descriptors in DRAM"""
     assert rows == kvspec.explain(table)
     blocks = {"producer_blocks": {"g": [1, 2, 3]}, "consumer_blocks": {"g": [2, 3, 4]}}
     request = kvspec.TransferRequest(request_id="r", num_tokens=12, cached_tokens=2, **blocks)
     # Of each layer two tokens of 128 bytes and two blocks of 512, all of it side by side.
-    told = "  r: 2,560 bytes; 8 ids, 4 after NIXL's merging, 2 the fewest"
-    assert f"{rows}\n{told}" == kvspec.explain(table, request=request)
+    counts = "2,560 bytes in 8 descriptors; NIXL merges them into 4, and 2 is the minimum"
+    assert f"{rows}\n  r: {counts}" == kvspec.explain(table, request=request)
     # Two ranges too, of which every run is permuted: that never pays for two descriptors.
     costs = Costs()
     direct, staged = 1e3 * costs.direct(2, 2560), 1e3 * costs.staged(2, 2560, 8, 2560)

@@ -45,7 +45,7 @@ def test_tails(
     moved = table.descriptors(wanted)
     assert (count, nbytes) == (len(moved), int(moved[:, 2].sum()))
     assert (count, dead) == (table.counts(wanted)[0], table.dead_bytes(wanted))
-    told = f"{dead:,} of the bytes are of dead tokens of the last block"
+    told = f"{dead:,} of the bytes belong to dead tokens of the last block"
     assert (told in kvspec.explain(table, request=wanted)) == (dead > 0)
 
 

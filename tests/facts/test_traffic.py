@@ -84,8 +84,8 @@ def test_traffic_by_hand() -> None:
     assert {tp0: Load(96, 8)} == found.consumers
     assert Link("consumer", tp0, Load(96, 8)) == found.busiest
     text = """3 tokens: 96 bytes in 8 descriptors
-  tp0 -> tp0: 48 bytes in 4 descriptors
-  tp1 -> tp0: 48 bytes in 4 descriptors
+  producer tp0 -> consumer tp0: 48 bytes in 4 descriptors
+  producer tp1 -> consumer tp0: 48 bytes in 4 descriptors
 busiest link: consumer tp0: 96 bytes in 8 descriptors"""
     assert text == str(found)
 
@@ -103,11 +103,9 @@ def test_a_tie_is_the_producers() -> None:
 
 def test_more_blocks_than_can_be_looked_at_are_refused() -> None:
     """Bytes would fit, but blocks are counted one by one."""
-    told = (
-        r"^num_tokens=10000000000000: expected at most 4194304 blocks, .* it takes 5000000000000$"
-    )
-    with pytest.raises(kvspec.SpecError, match=told):
+    with pytest.raises(kvspec.SpecError, match=r"5000000000000 blocks.* at most 4194304") as error:
         kvspec.traffic(plan_of(), 10**13)
+    assert ("num_tokens", 10**13) == (error.value.field, error.value.value)
 
 
 def test_nothing_moves_of_no_tokens() -> None:

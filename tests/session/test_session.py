@@ -647,8 +647,8 @@ def test_an_error_says_what_was_lost(net: FakeNixl, pair: tuple[Side, Side]) -> 
     error = str(load.error)
     for words in (
         "nixl check failed: RemoteDisconnect",
-        "from tp2: group full, layers l.0 to l.1, k+v units 1..1, tokens 0..13",
-        "group window, layers w.0 to w.0, k+v units 1..1, tokens 7..13",
+        "from tp2: group full, layers l.0 to l.1, k+v unit 1, tokens 0..13",
+        "group window, layers w.0 to w.0, k+v unit 1, tokens 7..13",
         "compute them, or load the request anew",
         "rank=P tp2, request=mine, state=peer_lost",
     ):
