@@ -1,4 +1,4 @@
-"""Read plans and tables: explain them, count what they move, and simulate policies."""
+"""Inspect plans and tables: explain them, count their bytes, and compare replica policies."""
 
 from kvspec.analysis.simulation import Simulation, simulate
 

@@ -1,7 +1,19 @@
-"""How long a transfer takes, and which link bounds it, for each replica policy.
+"""Predict how long a transfer takes, and which link limits it, for each replica policy.
 
-Law: only counts bytes on links; every byte counted is one that a plan moves. A predicted time is
-a fluid lower bound: no transfer can be faster on these links, and a real one is slower.
+Invariant: a predicted time is a lower bound. Only bytes that a plan moves are counted, so no
+transfer can be faster on these links.
+
+How it works:
+    Each rank has its own link. A link takes load / speed seconds, and the slowest link is the
+    *bottleneck*: its time is the prediction. For example, DeepSeek's latent cache is replicated on
+    4 producer ranks. 8 consumer engines with one rank each read 1,024 tokens of one layer, which
+    are 1,179,648 bytes. All links move 50 GB/s:
+
+        policy    bytes out of each producer rank        bottleneck
+        first     9437184, 0, 0, 0                       producer tp0: 189 us
+        spread    2359296, 2359296, 2359296, 2359296     producer tp0: 47 us
+
+    Engine e uses salt e, so the policy ``spread`` rotates the choice and all links carry the same.
 """
 
 from __future__ import annotations
@@ -32,13 +44,21 @@ from kvspec.plan.plan import TransferPlan, plan_transfer
 __all__ = ["LinkTime", "PolicyLoad", "Simulation", "simulate"]
 
 Floats = npt.NDArray[np.float64]
+# Bytes per second of each link: one number for all ranks, or one number for each rank.
 Speed = float | Sequence[float]
-"""Bytes a second of every rank's link, or one number a rank."""
 
 
 @attrs.frozen(kw_only=True)
 class LinkTime:
-    """One rank's link in one direction: its load in bytes, and how long that takes alone."""
+    """The link of one rank in one direction.
+
+    Attributes:
+        side: Either "producer" or "consumer".
+        rank: The rank.
+        load: Bytes that the link carries.
+        seconds: Time that the link needs for them.
+
+    """
 
     side: Role
     rank: RankId
@@ -52,11 +72,17 @@ class LinkTime:
 
 @attrs.frozen(kw_only=True, eq=False)
 class PolicyLoad:
-    """What one policy puts on every link.
+    """The load of every link under one policy.
 
-    *out* are bytes out of each producer rank, to all consumer engines together; *into* are bytes
-    into each rank of any one consumer engine, the same for all of them. Both are int64 arrays over
-    `ParallelConfig.ranks`; *out_seconds* and *into_seconds* divide them by the links' speeds.
+    Attributes:
+        replica_policy: Name of the policy.
+        producer_ranks: The ranks of the producer, in the order of *out*.
+        consumer_ranks: The ranks of each consumer engine, in the order of *into*.
+        out: Bytes out of each producer rank to all consumer engines, as int64.
+        into: Bytes into each rank of one consumer engine, as int64. All engines have the same.
+        out_seconds: Time of each producer link: *out* divided by its speed.
+        into_seconds: Time of each consumer link: *into* divided by its speed.
+
     """
 
     replica_policy: ReplicaPolicyName
@@ -69,12 +95,12 @@ class PolicyLoad:
 
     @property
     def seconds(self) -> float:
-        """The predicted time: the greatest of load / speed over all links."""
+        """The predicted time: the longest time of any link."""
         return self.bottleneck.seconds
 
     @cached_property
     def bottleneck(self) -> LinkTime:
-        """The link that takes longest alone; of equal ones the producer's, and the lowest rank."""
+        """The link with the longest time. In a tie, a producer and the lowest rank win."""
         source, target = int(self.out_seconds.argmax()), int(self.into_seconds.argmax())
         if self.out_seconds[source] >= self.into_seconds[target]:
             return self._link("producer", source)
@@ -82,12 +108,12 @@ class PolicyLoad:
 
     @cached_property
     def busiest(self) -> LinkTime:
-        """The producer's link with most bytes, which is what a policy decides."""
+        """The producer link with the most bytes. A policy changes only the producer's links."""
         return self._link("producer", int(self.out.argmax()))
 
     @property
     def unevenness(self) -> float:
-        """The most loaded producer link's bytes over the mean of all: 1 is perfectly even."""
+        """Bytes of the busiest producer link divided by the mean of all: 1 is perfectly even."""
         mean = float(self.out.mean())
         return float(self.out.max()) / mean if mean else 1.0
 
@@ -101,7 +127,14 @@ class PolicyLoad:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Simulation:
-    """The loads of one request to each of *consumers* engines, under several policies."""
+    """The loads under several policies. Made by `simulate`.
+
+    Attributes:
+        num_tokens: Length of the request of each consumer engine.
+        consumers: Number of consumer engines.
+        policies: One entry for each policy.
+
+    """
 
     num_tokens: int
     consumers: int
@@ -109,18 +142,8 @@ class Simulation:
 
     @property
     def best(self) -> PolicyLoad:
-        """The policy with the shortest predicted time; of equal ones, the first compared."""
-        return min(self.policies, key=lambda each: each.seconds)
-
-    def policy(self, replica_policy: ReplicaPolicyName) -> PolicyLoad:
-        """Return the loads under one policy."""
-        for each in self.policies:
-            if isinstance(replica_policy, str) and each.replica_policy == replica_policy:
-                return each
-        compared = ", ".join(each.replica_policy for each in self.policies)
-        raise SpecError(
-            "replica_policy", replica_policy, f"one of the policies compared: {compared}"
-        )
+        """The policy with the shortest predicted time. In a tie, the first one wins."""
+        return min(self.policies, key=lambda load: load.seconds)
 
 
 def simulate(
@@ -133,30 +156,42 @@ def simulate(
     replica_policies: Sequence[ReplicaPolicyName] | None = None,
     topology: Topology | None = None,
 ) -> Simulation:
-    """Predict how the links are loaded when every consumer engine fetches one request.
+    """Predict the load of every link when each consumer engine reads one request.
 
-    *plan_or_engines*: the producer and the consumer, or a plan between them, whose own policy and
-    salt do not matter. *num_tokens*: length of each request, nothing cached. *consumers*: how many
-    engines like the consumer fetch at once from the one producer; engine e chooses with salt e.
-    *out_speed*, *in_speed*: bytes a second of each rank's own link, full duplex, one number for
-    all ranks or one a rank. *replica_policies*: the policies to compare; unless given, every one,
-    but those that need a *topology* where there is none.
+    The predicted time is ``max(load / speed)`` over all links. It assumes that only the ranks' own
+    links limit the transfer, not a shared switch. It leaves out latency, the cost of descriptors,
+    the dead bytes of partly filled blocks, and the time while one rank waits for another.
 
-    A predicted time is ``max(load / speed)`` over all links: a fluid lower bound. It assumes that
-    nothing but the ranks' own links is short (no oversubscribed switch), and leaves out latency,
-    the cost of each descriptor, dead bytes of partly live blocks, and pauses while one rank waits
-    for another. Raises `MismatchError` where the engines do not fit, and `SpecError` where all
-    links together carry more bytes than a signed 64-bit number holds.
+    Args:
+        plan_or_engines: The producer and the consumer, or a plan between them. The policy and the
+            salt of the plan are ignored.
+        num_tokens: Length of each request, at least 0. The consumers have cached none of it.
+        consumers: Number of engines like the consumer that read at the same time from the one
+            producer. Engine e chooses with salt e.
+        out_speed: Bytes per second out of each producer rank: one number, or one for each rank.
+        in_speed: Bytes per second into each consumer rank: one number, or one for each rank.
+        replica_policies: Names of the policies to compare. By default all of them, except those
+            that need a *topology* if there is none.
+        topology: The node of each rank.
+
+    Returns:
+        The loads under each policy.
+
+    Raises:
+        MismatchError: If the engines do not fit together.
+        SpecError: If an argument is invalid, or all links together carry more bytes than a signed
+            64-bit integer holds.
 
     >>> from kvspec import EngineSpec, KVCacheGroup, MLAAttentionSpec, ParallelConfig
     >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
     >>> group = KVCacheGroup(name="latent", layers=("layers.0",), spec=spec)
     >>> producer = EngineSpec(groups=(group,), parallel=ParallelConfig(tp_size=4))
     >>> consumer = EngineSpec(groups=(group,))
-    >>> found = simulate((producer, consumer), num_tokens=1024, consumers=8)
-    >>> {each.replica_policy: each.out.tolist() for each in found.policies
-    ...     if each.replica_policy != "stripe"}
+    >>> simulation = simulate((producer, consumer), num_tokens=1024, consumers=8)
+    >>> {load.replica_policy: load.out.tolist() for load in simulation.policies
+    ...     if load.replica_policy != "stripe"}
     {'spread': [2359296, 2359296, 2359296, 2359296], 'first': [9437184, 0, 0, 0]}
+
     """
     producer, consumer = _engines(plan_or_engines)
     positive_int("num_tokens", num_tokens, least=0)
@@ -167,16 +202,18 @@ def simulate(
     in_speeds = _speeds("in_speed", in_speed, len(in_ranks))
     loads: list[PolicyLoad] = []
     for replica_policy in compared:
-        moved = flows(plan_transfer(producer, consumer, replica_policy), num_tokens)
-        out = moved.out(consumers)
+        edge_flows = flows(plan_transfer(producer, consumer, replica_policy), num_tokens)
+        # `Flows.out` rotates the choice for each engine. Planning once for each engine would give
+        # the same loads, but takes seconds for hundreds of engines.
+        out, into = edge_flows.out(consumers), edge_flows.into
         load = PolicyLoad(
             replica_policy=replica_policy.name,
             producer_ranks=out_ranks,
             consumer_ranks=in_ranks,
             out=out,
-            into=moved.into,
+            into=into,
             out_seconds=_seconds("out_speed", out, out_speeds),
-            into_seconds=_seconds("in_speed", moved.into, in_speeds),
+            into_seconds=_seconds("in_speed", into, in_speeds),
         )
         loads.append(load)
     return Simulation(num_tokens=num_tokens, consumers=consumers, policies=tuple(loads))
@@ -185,26 +222,28 @@ def simulate(
 def _replica_policies(
     replica_policies: Sequence[ReplicaPolicyName] | None, topology: Topology | None
 ) -> list[ReplicaPolicy]:
-    given = known_policies(topology) if replica_policies is None else replica_policies
-    policies = sequence("replica_policies", given, "policies")
+    names = known_policies(topology) if replica_policies is None else replica_policies
+    policies = sequence("replica_policies", names, "policies")
     if not policies:
         raise SpecError("replica_policies", replica_policies, "at least one policy")
     return [ReplicaPolicy(policy, topology=topology) for policy in policies]
 
 
-def _engines(given: object) -> tuple[EngineSpec, EngineSpec]:
-    if isinstance(given, TransferPlan):
-        return given.producer, given.consumer
-    if not isinstance(given, (tuple, list)) or len(given) != 2:  # noqa: PLR2004 - two engines
-        raise SpecError("plan_or_engines", given, "a TransferPlan, or two EngineSpecs")
-    return instance("producer", given[0], EngineSpec), instance("consumer", given[1], EngineSpec)
+def _engines(plan_or_engines: object) -> tuple[EngineSpec, EngineSpec]:
+    if isinstance(plan_or_engines, TransferPlan):
+        return plan_or_engines.producer, plan_or_engines.consumer
+    if not isinstance(plan_or_engines, (tuple, list)) or len(plan_or_engines) != 2:  # noqa: PLR2004 - two engines
+        raise SpecError("plan_or_engines", plan_or_engines, "a TransferPlan or two EngineSpecs")
+    producer, consumer = plan_or_engines
+    return instance("producer", producer, EngineSpec), instance("consumer", consumer, EngineSpec)
 
 
 def _speeds(field: str, speed: Speed, ranks: int) -> Floats:
-    given = np.asarray(speed, object)
-    if given.shape not in ((), (ranks,)) or not all(map(_is_speed, given.flat)):
-        raise SpecError(field, speed, f"bytes a second > 0, one number or {ranks} of them")
-    return np.broadcast_to(given.astype(np.float64), (ranks,))
+    # An array of objects keeps bools and huge ints as they are, so that `_is_speed` sees them.
+    speeds = np.asarray(speed, object)
+    if speeds.shape not in ((), (ranks,)) or not all(map(_is_speed, speeds.flat)):
+        raise SpecError(field, speed, f"bytes per second > 0, as one number or {ranks} numbers")
+    return np.broadcast_to(speeds.astype(np.float64), (ranks,))
 
 
 def _is_speed(value: object) -> bool:
@@ -212,14 +251,15 @@ def _is_speed(value: object) -> bool:
         return False
     try:
         return 0 < float(value) < math.inf
-    except OverflowError:
+    except OverflowError:  # An int above 1.8e308 does not fit into a float.
         return False
 
 
 def _seconds(field: str, load: Ints, speed: Floats) -> Floats:
     with np.errstate(over="ignore"):
-        found = load / speed
-    if not np.isfinite(found).all():
-        wanted = "bytes a second that take a finite time for every link's load"
-        raise SpecError(field, float(speed.min()), wanted)
-    return found
+        seconds = load / speed
+    # A speed such as 1e-320 is more than 0, but load / speed overflows to infinity.
+    if not np.isfinite(seconds).all():
+        expected = "bytes per second at which every link takes a finite time"
+        raise SpecError(field, float(speed.min()), expected)
+    return seconds

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvspec
 import kvspec.analysis.flows
 from kvspec.analysis.flows import flows
-from kvspec.analysis.simulation import simulate
+from kvspec.analysis.simulation import PolicyLoad, Simulation, simulate
 from kvspec.ownership.replicas import ReplicaPolicyName
 
 POLICIES: tuple[ReplicaPolicyName, ...] = get_args(ReplicaPolicyName)
@@ -35,6 +35,12 @@ def attention(tp: int, heads: int, *, states: bool = False, **sizes: int) -> kvs
 def latent(tp: int) -> kvspec.EngineSpec:
     """Return an engine of one MLA layer of 8 bytes a token: every rank is a replica."""
     return engine(mla(head_size=4), tp=tp)
+
+
+def load_of(simulation: Simulation, policy: ReplicaPolicyName) -> PolicyLoad:
+    """Return the loads under one policy."""
+    (found,) = (load for load in simulation.policies if load.replica_policy == policy)
+    return found
 
 
 @st.composite
@@ -82,7 +88,7 @@ def test_many_engines_load_links_as_their_own_plans_do(
     """Rotating the classes of replicas is planning anew with each engine's salt."""
     nodes = kvspec.Topology.packed(engines[0].parallel, engines[1].parallel, ranks_per_node)
     found = simulate(engines, num_tokens=TOKENS, consumers=consumers, topology=nodes)
-    loads = found.policy(policy)
+    loads = load_of(found, policy)
     wanted = replanned(engines, policy, consumers, nodes)
     assert wanted == (loads.out.tolist(), loads.into.tolist())
 
@@ -162,7 +168,7 @@ def test_spread_over_many_engines_is_even_to_one_request(
 ) -> None:
     """Salts rotate replicas: any two serve numbers of readers that differ by at most one."""
     found = simulate((latent(members), latent(readers)), num_tokens=TOKENS, consumers=consumers)
-    served = found.policy("spread").out // (TOKENS * 8)
+    served = load_of(found, "spread").out // (TOKENS * 8)
     assert readers * consumers == int(served.sum())
     assert int(served.max() - served.min()) <= 1
 
@@ -173,25 +179,24 @@ def test_stripe_is_fairest(members: int, readers: int, consumers: int) -> None:
     engines = latent(members), latent(readers)
     found = simulate(engines, num_tokens=TOKENS, consumers=consumers)
     block = 16 * 8
-    striped = int(found.policy("stripe").out.max())
+    striped = int(load_of(found, "stripe").out.max())
     even = -(-TOKENS * 8 * readers * consumers // members)
     assert striped <= even + block * consumers
     for policy in ("spread", "first"):
-        assert striped <= int(found.policy(policy).out.max()) + block * consumers
+        assert striped <= int(load_of(found, policy).out.max()) + block * consumers
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_first_loads_one_replica_with_everything(members: int, readers: int) -> None:
     """Policy first reads the lowest rank alone."""
     found = simulate((latent(members), latent(readers)), num_tokens=TOKENS, consumers=3)
-    assert [TOKENS * 8 * readers * 3] + [0] * (members - 1) == found.policy("first").out.tolist()
+    assert [TOKENS * 8 * readers * 3] + [0] * (members - 1) == load_of(found, "first").out.tolist()
 
 
 def test_time_is_the_slowest_link_s() -> None:
     """1600 bytes out at 100 B/s take 16 s, 800 in at 200 B/s take 4 s: the producer bounds."""
-    found = simulate(
-        (latent(1), latent(2)), num_tokens=100, out_speed=100.0, in_speed=200.0
-    ).policy("spread")
+    speeds = {"out_speed": 100.0, "in_speed": 200.0}
+    found = load_of(simulate((latent(1), latent(2)), num_tokens=100, **speeds), "spread")
     assert ([1600], [800, 800]) == (found.out.tolist(), found.into.tolist())
     assert ([16.0], [4.0, 4.0]) == (found.out_seconds.tolist(), found.into_seconds.tolist())
     assert 16.0 == found.seconds
@@ -204,7 +209,7 @@ def test_a_slow_rank_bounds_where_it_is_slow() -> None:
     found = simulate(
         (latent(2), latent(2)), num_tokens=100, out_speed=[100.0, 50.0], in_speed=[100.0, 10.0]
     )
-    spread, first = found.policy("spread"), found.policy("first")
+    spread, first = load_of(found, "spread"), load_of(found, "first")
     assert ([8.0, 16.0], [16.0, 0.0]) == (spread.out_seconds.tolist(), first.out_seconds.tolist())
     assert 80.0 == spread.seconds
     assert "into consumer tp1" == str(spread.bottleneck)
@@ -217,75 +222,56 @@ def test_hand_worked_heads() -> None:
     engines = attention(4, 2), attention(2, 2)
     found = simulate(engines, num_tokens=32)
     head = 3 * 2 * 4 * 2 * 32  # layers, k and v, elements, bytes each, tokens
-    assert [head, 0, head, 0] == found.policy("spread").out.tolist()
-    assert [head // 2] * 4 == found.policy("stripe").out.tolist()
+    assert [head, 0, head, 0] == load_of(found, "spread").out.tolist()
+    assert [head // 2] * 4 == load_of(found, "stripe").out.tolist()
     twice = simulate(engines, num_tokens=32, consumers=2)
-    assert [head] * 4 == twice.policy("spread").out.tolist()
-    assert [2 * head, 0, 2 * head, 0] == twice.policy("first").out.tolist()
+    assert [head] * 4 == load_of(twice, "spread").out.tolist()
+    assert [2 * head, 0, 2 * head, 0] == load_of(twice, "first").out.tolist()
 
 
 def test_a_plan_stands_for_its_engines() -> None:
     """A plan's own policy and salt do not matter."""
     engines = attention(4, 2), attention(2, 2)
     plan = kvspec.plan_transfer(*engines, "first", 3)
-    ours, theirs = (simulate(each, num_tokens=9).policy("spread") for each in (plan, engines))
+    ours, theirs = (load_of(simulate(each, num_tokens=9), "spread") for each in (plan, engines))
     assert ours.out.tolist() == theirs.out.tolist()
 
 
 def test_no_tokens_take_no_time() -> None:
     """An empty request moves nothing and is even."""
-    found = simulate((latent(2), latent(2)), num_tokens=0).policy("stripe")
+    found = load_of(simulate((latent(2), latent(2)), num_tokens=0), "stripe")
     assert (0.0, 1.0) == (found.seconds, found.unevenness)
 
 
 def test_hundreds_of_ranks_need_no_plan_for_each_engine() -> None:
     """A thousand engines of 256 ranks load 128 ranks evenly, to a request of one reader."""
     found = simulate((latent(128), latent(256)), num_tokens=1000, consumers=1001)
-    out = found.policy("spread").out
+    out = load_of(found, "spread").out
     assert 256 * 1001 * 8000 == int(out.sum())
     assert np.ptp(out) == 0
 
 
 @pytest.mark.parametrize(
-    ("given_", "told"),
+    ("arguments", "field", "value"),
     [
-        ({"num_tokens": -1}, "num_tokens=-1: expected an int >= 0"),
-        ({"num_tokens": 1, "consumers": 0}, "consumers=0: expected an int >= 1"),
-        (
-            {"num_tokens": 1, "out_speed": 0.0},
-            "out_speed=0.0: expected bytes a second > 0, one number or 2 of them",
-        ),
-        (
-            {"num_tokens": 1, "in_speed": [1.0, 2.0]},
-            "in_speed=[1.0, 2.0]: expected bytes a second > 0, one number or 3 of them",
-        ),
-        (
-            {"num_tokens": 1, "replica_policies": ("most",)},
-            "replica_policy='most': expected one of spread, first, stripe, nearest",
-        ),
-        (
-            {"num_tokens": 1, "replica_policies": ()},
-            "replica_policies=(): expected at least one policy",
-        ),
-        (
-            {"num_tokens": 1, "replica_policies": 3},
-            "replica_policies=3: expected a sequence of policies",
-        ),
-        (
-            {"num_tokens": 1, "replica_policies": "first"},
-            "replica_policies='first': expected a sequence of policies",
-        ),
-        (
-            {"num_tokens": 1, "out_speed": 1e-310},
-            "out_speed=1e-310: expected bytes a second that take a finite time for every link's load",
-        ),
+        ({"num_tokens": -1}, "num_tokens", -1),
+        ({"num_tokens": 1, "consumers": 0}, "consumers", 0),
+        ({"num_tokens": 1, "out_speed": 0.0}, "out_speed", 0.0),
+        ({"num_tokens": 1, "in_speed": [1.0, 2.0]}, "in_speed", [1.0, 2.0]),
+        ({"num_tokens": 1, "replica_policies": ("most",)}, "replica_policy", "most"),
+        ({"num_tokens": 1, "replica_policies": ()}, "replica_policies", ()),
+        ({"num_tokens": 1, "replica_policies": 3}, "replica_policies", 3),
+        ({"num_tokens": 1, "replica_policies": "first"}, "replica_policies", "first"),
+        ({"num_tokens": 1, "out_speed": 1e-310}, "out_speed", 1e-310),
     ],
 )
-def test_impossible_input_is_refused_in_words(given_: dict[str, object], told: str) -> None:
-    """The error names the field, its value and what was wanted."""
+def test_impossible_input_is_refused_by_name(
+    arguments: dict[str, object], field: str, value: object
+) -> None:
+    """The error names the field and its value."""
     with pytest.raises(kvspec.SpecError) as error:
-        simulate((latent(2), latent(3)), **given_)  # type: ignore[arg-type]
-    assert told == str(error.value)
+        simulate((latent(2), latent(3)), **arguments)  # type: ignore[arg-type]
+    assert (field, value) == (error.value.field, error.value.value)
 
 
 @pytest.mark.parametrize(
@@ -309,47 +295,41 @@ def test_impossible_input_is_refused_in_words(given_: dict[str, object], told: s
 )
 def test_a_speed_is_a_number_above_0(speed: Any) -> None:
     """What is no number, no speed or endless is refused on either side."""
-    for field, ranks in (("out_speed", 2), ("in_speed", 3)):
+    for field in ("out_speed", "in_speed"):
         with pytest.raises(kvspec.SpecError) as error:
             simulate((latent(2), latent(3)), num_tokens=1, **{field: speed})
-        wanted = f"bytes a second > 0, one number or {ranks} of them"
-        assert (field, speed, wanted) == (
-            error.value.field,
-            error.value.value,
-            error.value.expected,
-        )
+        assert (field, speed) == (error.value.field, error.value.value)
 
 
 def test_a_speed_is_any_real_number() -> None:
     """Whole numbers and those of numpy are speeds too."""
     for speed in (8, np.float32(8), np.int64(8), [8, 8], np.full(2, 8)):
         found = simulate((latent(2), latent(2)), num_tokens=3, out_speed=speed)
-        assert [3.0, 3.0] == found.policy("spread").out_seconds.tolist()
+        assert [3.0, 3.0] == load_of(found, "spread").out_seconds.tolist()
 
 
 @pytest.mark.parametrize(
-    ("engines", "told"),
+    ("engines", "field", "value"),
     [
-        (None, "plan_or_engines=None: expected a TransferPlan, or two EngineSpecs"),
-        ((), "plan_or_engines=(): expected a TransferPlan, or two EngineSpecs"),
-        ((1, 2), "producer=1: expected an EngineSpec"),
-        ((latent(1), "two"), "consumer='two': expected an EngineSpec"),
-        ({1, 2}, "plan_or_engines={1, 2}: expected a TransferPlan, or two EngineSpecs"),
+        (None, "plan_or_engines", None),
+        ((), "plan_or_engines", ()),
+        ((1, 2), "producer", 1),
+        ((latent(1), "two"), "consumer", "two"),
+        ({1, 2}, "plan_or_engines", {1, 2}),
     ],
 )
-def test_other_than_two_engines_are_refused(engines: Any, told: str) -> None:
+def test_other_than_two_engines_are_refused(engines: Any, field: str, value: object) -> None:
     """A plan, or a producer and a consumer, and nothing else."""
     with pytest.raises(kvspec.SpecError) as error:
         simulate(engines, num_tokens=1)
-    assert told == str(error.value)
+    assert (field, value) == (error.value.field, error.value.value)
 
 
 def test_three_engines_are_refused() -> None:
     """The error names the argument; which engine is too many cannot be known."""
     with pytest.raises(kvspec.SpecError) as error:
         simulate((latent(1),) * 3, num_tokens=1)  # type: ignore[arg-type]
-    wanted = "a TransferPlan, or two EngineSpecs"
-    assert ("plan_or_engines", wanted) == (error.value.field, error.value.expected)
+    assert "plan_or_engines" == error.value.field
 
 
 MOST = 2**63 - 1
@@ -359,8 +339,6 @@ def test_loads_beyond_64_bits_are_refused() -> None:
     """3 readers of 8 bytes a token: the bound is that all links' bytes fit 63 bits."""
     engines = latent(2), latent(3)
     plan = kvspec.plan_transfer(*engines)
-    over = "fewer: all links together would carry 24000000000000000000 bytes, more than"
-    told = f"num_tokens=1000000000000000000: expected {over} {MOST}"
     calls: tuple[Any, ...] = (
         partial(kvspec.traffic, plan),
         lambda n: flows(plan, n),
@@ -369,11 +347,12 @@ def test_loads_beyond_64_bits_are_refused() -> None:
     for call in calls:
         with pytest.raises(kvspec.SpecError) as error:
             call(10**18)
-        assert told == str(error.value)
+        assert ("num_tokens", 10**18) == (error.value.field, error.value.value)
+        assert "24000000000000000000 bytes" in str(error.value)
     with pytest.raises(kvspec.SpecError) as error:
         simulate(engines, num_tokens=1, consumers=10**18)
-    bound = f"at most {MOST // 24}: all links together carry at most {MOST} bytes"
-    assert f"consumers=1000000000000000000: expected {bound}" == str(error.value)
+    assert ("consumers", 10**18) == (error.value.field, error.value.value)
+    assert f"at most {MOST // 24}," in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -406,8 +385,9 @@ def test_a_period_that_is_too_long_is_refused() -> None:
     plan = kvspec.plan_transfer(contexts(2, 2**22, 254), contexts(1, 2**22, 1), "stripe")
     with pytest.raises(kvspec.SpecError) as error:
         flows(plan, 10**9)
-    told = "at most 268435456, since who owns which tokens repeats only after 532676608"
-    assert f"num_tokens=1000000000: expected {told}" == str(error.value)
+    assert ("num_tokens", 10**9) == (error.value.field, error.value.value)
+    assert "at most 268435456" in str(error.value)
+    assert "after 532676608" in str(error.value)
 
 
 @pytest.mark.parametrize("value", [None, "9", 1.0, True, -1])
@@ -419,20 +399,6 @@ def test_flows_are_those_of_a_plan_and_a_count(value: Any) -> None:
     with pytest.raises(kvspec.SpecError) as error:
         flows(value, 1)
     assert f"plan={value!r}: expected a TransferPlan" == str(error.value)
-
-
-def test_only_compared_policies_are_told() -> None:
-    """A policy that was not compared is an error that lists those that were."""
-    found = simulate((latent(2), latent(3)), num_tokens=1, replica_policies=("first",))
-    with pytest.raises(kvspec.SpecError) as error:
-        found.policy("stripe")
-    assert "replica_policy='stripe': expected one of the policies compared: first" == str(
-        error.value
-    )
-    with pytest.raises(
-        kvspec.SpecError, match=r"^replica_policy=array\(\[1, 2\]\): expected one of"
-    ):
-        found.policy(np.array([1, 2]))  # type: ignore[arg-type]
 
 
 def command(*words: str) -> tuple[int, str]:
@@ -493,7 +459,6 @@ def test_the_command_names_a_speed_as_it_was_given(option: str, value: str) -> N
     status, told = command(option, value)
     field = option.strip("-").replace("-", "_")
     shown = float(value)
-    assert (2, f"kvspec: {field}={shown}: expected finite GB/s > 0, as bytes a second too\n") == (
-        status,
-        told,
-    )
+    assert 2 == status
+    assert told.startswith(f"kvspec: {field}={shown}: expected ")
+    assert 1 == told.count("\n")
