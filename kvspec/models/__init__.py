@@ -1,8 +1,8 @@
-"""KV cache groups of a published model, from its Hugging Face ``config.json``.
+"""Build the KV cache groups of a published model from its Hugging Face ``config.json``.
 
-Law: an architecture is a row of a table, never a branch. Layers that differ in window or kind of
-state stand in groups of their own, each with its own spec; what a config does not say and its model
-class does not supply is refused by the field's name, never guessed.
+Invariant: an architecture is a row of a table, never a branch in code. Layers with different
+windows or kinds of state are in different groups. A size is never guessed: if neither the config
+nor the row of the architecture has it, `SpecError` names the field.
 """
 
 from kvspec.models import catalogue

@@ -1,8 +1,22 @@
-"""The known architectures, one row each.
+"""List the known architectures, one row for each.
 
-Law: a row says which layers keep which kind of cache, what the layers are called, and which values
-the model class supplies when ``config.json`` is silent. No code asks for an architecture by name; a
-new one is a new row, and a rule only if its layers alternate in a way not yet seen.
+Invariant: no code compares the name of an architecture. A new architecture is a new row of `ROWS`.
+It needs a new rule in `kvspec.models.fields` only if its layers alternate in a new way.
+
+How it works:
+    A row has the kinds of the layers, their names, and the values that the model class supplies if
+    ``config.json`` omits them. For example, the row of Gemma 2 is:
+
+        Architecture(
+            "Gemma2ForCausalLM gemma2",
+            every("sliding_window_pattern", "sliding_window"),
+            defaults={"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+        )
+
+    The first line has the names under which a config may ask for the row: the class and the
+    ``model_type``. The second line is the rule for the kinds: every second layer is full attention,
+    and all others have a sliding window. A config with ``layer_types`` overrides the rule. The
+    defaults apply to the keys that the config omits.
 """
 
 from __future__ import annotations
@@ -28,10 +42,15 @@ from kvspec.models.fields import (
 
 @attrs.frozen
 class State:
-    """The recurrent layers of a row: their group, name, and where the sizes stand in the config.
+    """The recurrent layers of a row.
 
-    *kind*: the constructor of `MambaSpec`; *fields*: its arguments, each a config key or a product
-    of keys.
+    Attributes:
+        group: Name of the KV cache group.
+        layer: Name of a layer, with ``{}`` for its index.
+        kind: Name of the constructor of `MambaSpec`, such as ``mamba2``.
+        fields: The arguments of the constructor. Each is a config key, or a product of keys such as
+            ``mamba_expand*hidden_size``.
+
     """
 
     group: str
@@ -46,10 +65,17 @@ def _split(names: str) -> tuple[str, ...]:
 
 @attrs.frozen
 class Architecture:
-    """One row: *names* are architectures and model types; *attention* names a layer by its index.
+    """One row of the table.
 
-    *kinds* decides where the config has no ``layer_types``. *indexer*: the name of the layer that
-    keeps indexer keys beside an MLA latent, or empty. *defaults*: what the model class supplies.
+    Attributes:
+        names: Class names and model types that lead to this row.
+        kinds: The rule for the kinds of the layers. It applies if the config has no
+            ``layer_types``.
+        attention: Name of an attention layer, with ``{}`` for its index.
+        state: The recurrent layers, or None.
+        indexer: Name of the layer that keeps the indexer keys of an MLA layer, or empty.
+        defaults: Values that the model class supplies if the config omits them.
+
     """
 
     names: tuple[str, ...] = attrs.field(converter=_split)
@@ -80,8 +106,9 @@ _CONV = {"conv_kernel": "conv_kernel"}
 _GPT = "transformer.h.{}.attn.attn"
 _BLOOM = "transformer.h.{}.self_attention.attn"
 
+# Every known architecture. Layer names follow the module names in vLLM.
 ROWS: tuple[Architecture, ...] = (
-    # Every layer full attention.
+    # Every layer is full attention.
     Architecture("LlamaForCausalLM llama"),
     Architecture("ArceeForCausalLM arcee"),
     Architecture("ApertusForCausalLM apertus"),
@@ -113,13 +140,13 @@ ROWS: tuple[Architecture, ...] = (
     ),
     Architecture("GPTNeoXForCausalLM gpt_neox", attention="gpt_neox.layers.{}.attention.attn"),
     Architecture("OPTForCausalLM opt", attention="model.decoder.layers.{}.self_attn.attn"),
-    # Every layer slides, if the config has a window.
+    # Every layer has a sliding window if the config has one.
     Architecture("MistralForCausalLM mistral", window),
     Architecture("Ministral3ForCausalLM ministral3", window),
     Architecture("MixtralForCausalLM mixtral", window),
     Architecture("Phi3ForCausalLM phi3", window),
     Architecture("Starcoder2ForCausalLM starcoder2", window),
-    # A window that is usually there and turned off.
+    # Most published configs have a window, but turn it off with ``use_sliding_window``.
     Architecture("Qwen2ForCausalLM qwen2", late_window),
     Architecture("Qwen2MoeForCausalLM qwen2_moe", late_window),
     Architecture("Qwen3ForCausalLM qwen3 qwen3_vl_text", late_window),
@@ -130,7 +157,7 @@ ROWS: tuple[Architecture, ...] = (
         late_window,
         attention="language_model.model.layers.{}.self_attn.attn",
     ),
-    # Windows or chunks, and full attention in between.
+    # Sliding windows or chunks alternate with full attention.
     Architecture(
         "Gemma2ForCausalLM gemma2",
         every("sliding_window_pattern", "sliding_window"),
@@ -161,7 +188,7 @@ ROWS: tuple[Architecture, ...] = (
     Architecture(
         "GptOssForCausalLM gpt_oss",
         every("sliding_window_pattern", "sliding_window"),
-        # The published files name no dtype; their unquantised tensors are bfloat16.
+        # The published configs name no dtype. Their unquantised tensors are bfloat16.
         defaults={"sliding_window_pattern": 2, "dtype": "bfloat16"},
     ),
     Architecture(
@@ -179,7 +206,7 @@ ROWS: tuple[Architecture, ...] = (
         indexer="model.layers.{}.self_attn.indexer.k_cache",
         defaults={"index_head_dim": 128},
     ),
-    # Recurrent layers, alone or beside attention.
+    # Recurrent layers, with or without attention layers.
     Architecture(
         "Qwen3NextForCausalLM qwen3_next"
         " Qwen3_5ForConditionalGeneration qwen3_5 qwen3_5_text"
@@ -264,4 +291,3 @@ ROWS: tuple[Architecture, ...] = (
         ),
     ),
 )
-"""Every known architecture. Layer names follow vLLM's modules."""

@@ -1,7 +1,18 @@
-"""From a config and its row of the table to KV cache groups.
+"""Build KV cache groups from a config and its row of the table of architectures.
 
-Law: every size stands in the config or in the row's defaults. Layers of one kind make one group,
-and no group mixes windows.
+Invariant: every size comes from the config or from the defaults of the row. All layers of one kind
+are one group, and no group mixes windows.
+
+How it works:
+    A config goes through four steps:
+
+        step                                   Qwen3-Next-80B-A3B
+        1. find the row by class or type       Qwen3NextForCausalLM
+        2. find the kind of each layer         state, state, state, full, state, ...
+        3. collect the layers of each kind     full: 3, 7, 11, ...; state: 0, 1, 2, 4, ...
+        4. read the sizes of each group        full: 2 KV heads of 256; state: 32 value heads of 128
+
+    A multimodal config has the sizes of its language model in ``text_config``. Only these count.
 """
 
 from __future__ import annotations
@@ -30,17 +41,22 @@ from kvspec.specs import (
     UniformTypeKVCacheSpecs,
 )
 
+# A parsed ``config.json``, its path, or the path of the folder that holds it.
 ConfigSource: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
-"""A parsed ``config.json``, or the path of one, or of the folder that holds it."""
 
 _BY_NAME: dict[str, Architecture] = {name: row for row in ROWS for name in row.names}
 _KINDS = ("full", "mla", "sliding_window", "chunked_local", "state")
+# Elements of an indexer key that share one float32 scale. vLLM fixes this number as well.
 _INDEXER_BLOCK = 128
-"""Elements of an indexer key that share one float32 scale."""
 
 
 def architectures() -> tuple[str, ...]:
-    """Return the names that a config's ``architectures`` may hold, sorted."""
+    """Return the known values of ``architectures`` in a ``config.json``, sorted.
+
+    >>> "LlamaForCausalLM" in architectures()
+    True
+    """
+    # Class names have capitals. The lower-case names of the table are values of ``model_type``.
     return tuple(sorted(name for name in _BY_NAME if not name.islower()))
 
 
@@ -54,31 +70,41 @@ def from_config(
 ) -> tuple[KVCacheGroup, ...]:
     """Return the KV cache groups of the model that *config* describes.
 
-    *config*: a parsed ``config.json``, or the path of one or of its folder; of a multimodal model
-    the nested ``text_config`` is read. *block_size*: tokens of one attention block. *dtype*:
-    element type of the cache; the config's own unless given. Recurrent states follow it unless it
-    is an 8-bit type, which engines use for attention only: they then keep the config's.
-    *ssm_dtype*: element type of the temporal state; the config's ``mamba_ssm_dtype``, else that of
-    the conv state. *num_speculative_tokens*: extra rows of a conv state.
+    The layers have the names that vLLM gives them. If the text model is nested, the names begin
+    with ``language_model.``. Layers pair by name, so both engines need the same names. Draft (MTP)
+    layers are not included.
 
-    Groups come in the order full (or mla), sliding_window, chunked_local, then the state group:
-    mamba, gated_delta_net or short_conv. Layers are named as vLLM names them, with
-    ``language_model.`` in front where the text model is nested; two sides that pair layers only
-    need the same names. Draft (MTP) layers are not listed.
+    Args:
+        config: A parsed ``config.json``, its path, or the path of its folder. For a multimodal
+            model, the nested ``text_config`` is used.
+        block_size: Tokens of one attention block.
+        dtype: Element type of the attention cache. By default the dtype of the config. Recurrent
+            states have the same type, unless it is an 8-bit type. Engines use 8-bit types only for
+            attention, so the states then have the dtype of the config.
+        ssm_dtype: Element type of the temporal state. By default the config's
+            ``mamba_ssm_dtype``, or else the dtype of the conv state.
+        num_speculative_tokens: Additional rows of a conv state.
 
-    Raises `SpecError` for an unknown architecture, and for a missing or impossible field.
+    Returns:
+        The groups in this order: full or mla, sliding_window, chunked_local, and the state group
+        (mamba, gated_delta_net or short_conv).
+
+    Raises:
+        SpecError: If the architecture is unknown, or a field is missing or impossible.
 
     >>> llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 256,
     ...     "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
     >>> (group,) = from_config(llama)
     >>> group.name, group.layers[0], group.spec.page_size_bytes()
     ('full', 'model.layers.0.self_attn.attn', 8192)
+
     """
     outer = _load(config)
     row, text, prefix = _resolve(outer)
     declared = _declared_dtype(text, outer, row.defaults)
     if dtype is None and declared is None:
-        raise SpecError("dtype", None, "a dtype or torch_dtype in the config, or one given")
+        rule = "the config has no dtype or torch_dtype, so pass dtype"
+        raise SpecError("dtype", None, rule=rule)
     cache = dtype_name(declared if dtype is None else dtype)
     read = ModelConfig(text, row.defaults)
     ssm = read.get("mamba_ssm_dtype") if ssm_dtype is None else ssm_dtype
@@ -97,7 +123,7 @@ def from_config(
 
 @attrs.frozen(kw_only=True)
 class _Model:
-    """One model as it is cached: its config, its row of the table, and the caller's choices."""
+    """The config of one model, its row of the table, and the arguments of `from_config`."""
 
     row: Architecture
     read: ModelConfig
@@ -111,7 +137,7 @@ class _Model:
     def groups(self) -> tuple[KVCacheGroup, ...]:
         kinds = kinds_of(self.read, self.row.kinds)
         return tuple(
-            self._group(kind, [index for index, each in enumerate(kinds) if each == kind])
+            self._group(kind, [index for index, own in enumerate(kinds) if own == kind])
             for kind in _KINDS
             if kind in kinds
         )
@@ -147,7 +173,8 @@ class _Model:
         )
 
     def _kv_heads(self) -> int:
-        # One shared head; the newer Falcon decoder keeps the flag and means its own KV heads.
+        # `multi_query` means one shared KV head. Falcon's new decoder keeps the flag in its
+        # config, but ignores it and uses `num_kv_heads`.
         newer = self.read.get("new_decoder_architecture") is True
         if self.read.get("multi_query") is True and not newer:
             return 1
@@ -159,20 +186,24 @@ class _Model:
             return self.read.number("head_dim")
         hidden, heads = self.read.number("hidden_size"), self.read.number("num_attention_heads")
         if hidden % heads:
-            wanted = f"a multiple of num_attention_heads={heads}, or a head_dim in the config"
-            raise SpecError("hidden_size", hidden, wanted)
+            rule = (
+                f"must be a multiple of num_attention_heads={heads}, or the config needs head_dim"
+            )
+            raise SpecError("hidden_size", hidden, rule=rule)
         return hidden // heads
 
     def _latent(self) -> MLAAttentionSpec:
+        # The latent of a token is the compressed key and value, followed by the rotary key.
         size = self.read.number("kv_lora_rank") + self.read.number("qk_rope_head_dim")
         return MLAAttentionSpec(block_size=self.block_size, head_size=size, dtype=self.dtype)
 
     def _with_indexers(
         self, latent: MLAAttentionSpec, layers: tuple[str, ...], indices: list[int]
     ) -> KVCacheGroup:
-        """Return latents and indexer keys as one uniform-type group: they share block tables.
+        """Return latents and indexer keys as one group, because they share block tables.
 
-        A key is kept as 8-bit floats with one float32 scale for each 128 elements.
+        A key has 8-bit floats and one float32 scale for each 128 elements. A key of 128 elements
+        takes 128 + 4 = 132 bytes.
         """
         size = self.read.number("index_head_dim")
         if size % _INDEXER_BLOCK:
@@ -188,10 +219,11 @@ class _Model:
     def _state_group(self, indices: list[int]) -> KVCacheGroup:
         state = self.row.state
         if state is None:
-            wanted = f"attention layers only, as {self.row.names[0]} has"
-            raise SpecError("layer_types", self.read.get("layer_types"), wanted)
+            expected = f"attention layers only, because {self.row.names[0]} has no other layers"
+            raise SpecError("layer_types", self.read.get("layer_types"), expected)
         sizes = {name: self.read.product(key) for name, key in state.fields.items()}
         build: Callable[..., MambaSpec] = getattr(MambaSpec, state.kind)
+        # A short convolution has no temporal state, so its constructor has no ssm_dtype.
         temporal: dict[str, str | None] = {}
         if state.kind != "short_conv":
             temporal["ssm_dtype"] = self.ssm_dtype
@@ -213,7 +245,7 @@ def _load(source: ConfigSource) -> Mapping[str, object]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        raise SpecError("config", source, "a dict, or the path of a config.json")
+        raise SpecError("config", source, "a dict or the path of a config.json")
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -226,10 +258,11 @@ def _load(source: ConfigSource) -> Mapping[str, object]:
 
 
 def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, object], str]:
-    """Return the table's row, the text model's own config, and what precedes its layer names."""
+    """Return the row of the table, the config of the text model, and the prefix of layer names."""
     text = outer.get("text_config")
     if not isinstance(text, Mapping):
-        # A class that is not listed may share a model_type and still name its layers otherwise.
+        # An unknown class may share its model_type with a known one, but name its layers
+        # differently. So model_type counts only if the config names no class.
         names = _names(outer, "architectures") or _names(outer, "model_type")
         return _row(names, outer), outer, ""
     inner = [*_names(text, "model_type"), *_names(text, "architectures")]
@@ -239,8 +272,8 @@ def _resolve(outer: Mapping[str, object]) -> tuple[Architecture, Mapping[str, ob
 
 def _names(config: Mapping[str, object], key: str) -> list[str]:
     value = config.get(key)
-    found = value if isinstance(value, list) else [value]
-    return [name for name in found if isinstance(name, str)]
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _row(names: list[str], outer: Mapping[str, object]) -> Architecture:
@@ -249,4 +282,4 @@ def _row(names: list[str], outer: Mapping[str, object]) -> Architecture:
             return _BY_NAME[name]
     field = "architectures" if outer.get("architectures") else "model_type"
     known = ", ".join(architectures())
-    raise SpecError(field, outer.get(field), f"a known architecture, one of {known}")
+    raise SpecError(field, outer.get(field), f"one of the known architectures: {known}")

@@ -1,7 +1,7 @@
-"""Real models as data: what their published ``config.json`` says about the cache.
+"""A catalogue of published models: the parts of their ``config.json`` that describe the cache.
 
-Law: an entry holds published values only, reduced to the keys that `kvspec.models` reads; where the
-published file is silent because its model class supplies the value, so is the entry.
+Invariant: an entry has only published values, and only the keys that `kvspec.models` uses. If the
+published file omits a value because the model class supplies it, the entry omits it as well.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from importlib import resources
 
 from kvspec.errors import SpecError
 
+# A small model for examples and for the command line.
 DEFAULT = "Qwen3-0.6B"
-"""A small model for examples."""
-
 
 __all__ = [
     "config",
@@ -25,24 +24,33 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the models, in the catalogue's order."""
+    """Return the names of the models in the order of the catalogue.
+
+    >>> "Llama-3.1-8B" in names()
+    True
+    """
     return tuple(_entries())
 
 
 def repository(name: str) -> str:
-    """Return the model's repository on the Hugging Face Hub."""
+    """Return the repository of a model on the Hugging Face Hub."""
     return _entry(name)[0]
 
 
 def config(name: str) -> dict[str, object]:
-    """Return a copy of the model's reduced ``config.json``.
+    """Return a copy of the reduced ``config.json`` of a model.
 
-    *name*: one of `names`, or a repository; upper and lower case are equal. Raises `SpecError`
-    with the closest names for any other.
+    Args:
+        name: One of `names`, or a repository on the Hugging Face Hub. Case does not matter.
+
+    Raises:
+        SpecError: If the catalogue does not have the model. The message suggests similar names.
 
     >>> config("qwen3-0.6b")["num_key_value_heads"]
     8
+
     """
+    # A caller may change the dict, and the entries are cached.
     return copy.deepcopy(_entry(name)[1])
 
 
@@ -54,11 +62,13 @@ def _entries() -> dict[str, tuple[str, dict[str, object]]]:
 
 def _entry(name: str) -> tuple[str, dict[str, object]]:
     entries = _entries()
-    asked = str(name).casefold()
+    folded_name = str(name).casefold()
     for known, entry in entries.items():
-        if asked in (known.casefold(), entry[0].casefold()):
+        if folded_name in (known.casefold(), entry[0].casefold()):
             return entry
     folded = {known.casefold(): known for known in entries}
-    close = [folded[match] for match in difflib.get_close_matches(asked, folded, n=3, cutoff=0.5)]
-    hint = f"perhaps {' or '.join(close)}; " if close else ""
-    raise SpecError("model", name, f"a model of the catalogue ({hint}known: {', '.join(entries)})")
+    matches = difflib.get_close_matches(folded_name, folded, n=3, cutoff=0.5)
+    similar = " or ".join(folded[match] for match in matches)
+    hint = f"perhaps {similar}; " if similar else ""
+    expected = f"a model of the catalogue ({hint}known: {', '.join(entries)})"
+    raise SpecError("model", name, expected)

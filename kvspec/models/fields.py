@@ -1,7 +1,16 @@
-"""What a ``config.json`` says, and which layers of a model keep which kind of cache.
+"""Read the fields of a ``config.json``, and find the kind of cache of each layer.
 
-Law: a field is read by name and refused by name. A rule turns a config into one kind a layer:
-``full``, ``mla``, ``sliding_window``, ``chunked_local``, ``state``, or ``none`` for no cache.
+Invariant: an error names the key under which the config has the value, even if that is an alias.
+
+How it works:
+    A rule returns one kind for each layer. The kinds are ``full``, ``mla``, ``sliding_window``,
+    ``chunked_local`` and ``state``. A layer without a cache has the kind ``none``. For example,
+    ``every("full_attention_interval", "state")`` with an interval of 4 and 6 layers returns:
+
+        layer    0       1       2       3      4       5
+        kind     state   state   state   full   state   state
+
+    If the config lists ``layer_types``, these replace the rule.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ import attrs
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int
 
+# Other keys that published configs use for the same field.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -24,22 +34,27 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "sliding_window_pattern": ("_sliding_window_pattern",),
     "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
 }
-"""Other keys under which published configs keep the same fact."""
 
 
 @attrs.frozen
 class ModelConfig:
-    """The text model's config, with what its class supplies where the file is silent."""
+    """The config of a text model, with the defaults of its class.
+
+    Attributes:
+        values: The parsed config.
+        defaults: Values that the class supplies if the config omits them.
+
+    """
 
     values: Mapping[str, object]
     defaults: Mapping[str, object]
 
     def get(self, name: str) -> object:
-        """Return the field, else the class's default, else None."""
+        """Return the field, or else the default of the class, or else None."""
         return self._find(name)[1]
 
     def number(self, name: str) -> int:
-        """Return the field as an int of at least 1; else raise `SpecError` naming its key."""
+        """Return the field, an int of at least 1. A `SpecError` names the key in the config."""
         return positive_int(*self._find(name))
 
     def product(self, names: str) -> int:
@@ -53,33 +68,33 @@ class ModelConfig:
         for key in (name, *_ALIASES.get(name, ())):
             if self.values.get(key) is not None:
                 return key, self.values[key]
-        # A null is the file's own word: it switches a window or a chunk off, default or not.
+        # An explicit null turns a window or a chunk off, so it overrides the default.
         return name, None if name in self.values else self.defaults.get(name)
 
 
+# A rule takes a config and its number of layers, and returns the kind of each layer.
 KindRule: TypeAlias = Callable[[ModelConfig, int], list[str]]
-"""From a config and its number of layers to the kind of cache of each layer."""
 
 
 def all_layers(kind: str) -> KindRule:
-    """Return the rule under which every layer is *kind*."""
+    """Return the rule that gives every layer the kind *kind*."""
     return lambda _, layers: [kind] * layers
 
 
 FULL: KindRule = all_layers("full")
-"""Full attention in every layer."""
 
+# Every layer of an MLA model has a latent. Its ``layer_types``, if any, describe something else,
+# so `kinds_of` ignores them.
 MLA: KindRule = all_layers("mla")
-"""Latents in every layer; ``layer_types`` of such models tells other things apart."""
 
 
 def window(read: ModelConfig, layers: int) -> list[str]:
-    """Let every layer slide if the config has a window."""
+    """Give every layer a sliding window if the config has one."""
     return ["full" if read.get("sliding_window") is None else "sliding_window"] * layers
 
 
 def late_window(read: ModelConfig, layers: int) -> list[str]:
-    """Let layers from ``max_window_layers`` on slide, if the config turns the window on."""
+    """Give layers from ``max_window_layers`` on a window, if ``use_sliding_window`` is true."""
     if read.get("use_sliding_window") is not True or read.get("sliding_window") is None:
         return ["full"] * layers
     first = positive_int("max_window_layers", read.get("max_window_layers"), least=0)
@@ -87,7 +102,11 @@ def late_window(read: ModelConfig, layers: int) -> list[str]:
 
 
 def every(key: str, other: str) -> KindRule:
-    """Return the rule: each *key*-th layer is full, all the others are *other*."""
+    """Return a rule: with the period *key*, the last layer is full and the others are *other*.
+
+    >>> every("period", "state")(ModelConfig({"period": 3}, {}), 6)
+    ['state', 'state', 'full', 'state', 'state', 'full']
+    """
 
     def kinds(read: ModelConfig, layers: int) -> list[str]:
         period = read.number(key)
@@ -97,43 +116,44 @@ def every(key: str, other: str) -> KindRule:
 
 
 def offset(read: ModelConfig, layers: int) -> list[str]:
-    """Put one attention layer into each ``attn_layer_period``, at ``attn_layer_offset``."""
+    """Make one layer of each ``attn_layer_period`` full, at ``attn_layer_offset``."""
     period = read.number("attn_layer_period")
     offset = positive_int("attn_layer_offset", read.get("attn_layer_offset"), least=0)
     return ["full" if i % period == offset else "state" for i in range(layers)]
 
 
 def listed(key: str) -> KindRule:
-    """Return the rule: layers whose indices *key* lists are full, the others hold a state."""
+    """Return a rule: the layers whose indices *key* lists are full, the others have a state."""
 
     def kinds(read: ModelConfig, layers: int) -> list[str]:
         value = read.get(key)
-        wanted = f"layer indices below num_hidden_layers={layers}"
+        expected = f"a list of layer indices below num_hidden_layers={layers}"
         if not isinstance(value, list):
-            raise SpecError(key, value, wanted)
+            raise SpecError(key, value, expected)
         full = {positive_int(key, index, least=0) for index in value}
         if not full <= set(range(layers)):
-            raise SpecError(key, value, wanted)
+            raise SpecError(key, value, expected)
         return ["full" if i in full else "state" for i in range(layers)]
 
     return kinds
 
 
 def letters(read: ModelConfig, layers: int) -> list[str]:
-    """Read one letter a layer: M a state, ``*`` attention, ``-`` and E a feed-forward layer."""
+    """Read one letter for each layer: M is a state, ``*`` attention, ``-`` and E feed-forward."""
     pattern = read.get("hybrid_override_pattern")
     meaning = {"M": "state", "*": "full", "-": "none", "E": "none"}
     if not isinstance(pattern, str) or set(pattern) - set(meaning) or len(pattern) != layers:
-        wanted = f"num_hidden_layers={layers} letters out of {''.join(meaning)}"
-        raise SpecError("hybrid_override_pattern", pattern, wanted)
+        expected = f"num_hidden_layers={layers} letters, each one of {''.join(meaning)}"
+        raise SpecError("hybrid_override_pattern", pattern, expected)
     return [meaning[letter] for letter in pattern]
 
 
 def chunks(read: ModelConfig, layers: int) -> list[str]:
-    """Let layers with rotary positions attend in chunks; those without see everything."""
+    """Make layers with rotary positions chunked, and layers without them full."""
     if read.get("attention_chunk_size") is None:
         return ["full"] * layers
-    rotary = read.get("no_rope_layers")  # despite its name, 1 for a layer with rotary positions
+    # Despite its name, the list has a 1 for each layer that has rotary positions.
+    rotary = read.get("no_rope_layers")
     if not rotary:
         return every("no_rope_layer_interval", "chunked_local")(read, layers)
     if not isinstance(rotary, list) or len(rotary) != layers:
@@ -141,8 +161,9 @@ def chunks(read: ModelConfig, layers: int) -> list[str]:
     return ["chunked_local" if flag else "full" for flag in rotary]
 
 
+# No model has more layers. A larger number in a config is an error, and listing the layers would
+# take all memory.
 MAX_LAYERS = 10_000
-"""More layers than any model has: a config that asks for more is refused, not listed."""
 
 _LAYER_TYPES = {
     "full_attention": "full",
@@ -158,7 +179,7 @@ _LAYER_TYPES = {
 
 
 def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
-    """Return the kind of cache of each layer, from ``layer_types``, else from *rule*."""
+    """Return the kind of each layer, from ``layer_types`` if the config has it, or from *rule*."""
     layers = read.number("num_hidden_layers")
     if layers > MAX_LAYERS:
         raise SpecError("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
@@ -169,5 +190,5 @@ def kinds_of(read: ModelConfig, rule: KindRule) -> list[str]:
         raise SpecError("layer_types", types, f"num_hidden_layers={layers} names")
     for name in types:
         if not isinstance(name, str) or name not in _LAYER_TYPES:
-            raise SpecError("layer_types", name, f"names out of {', '.join(_LAYER_TYPES)}")
+            raise SpecError("layer_types", name, f"one of {', '.join(_LAYER_TYPES)}")
     return [_LAYER_TYPES[name] for name in types]

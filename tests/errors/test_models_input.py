@@ -66,21 +66,21 @@ def test_the_temporal_state_may_have_a_dtype_of_its_own() -> None:
         ({"num_attention_heads": 0}, "num_attention_heads=0: expected an int >= 1"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads='2': expected an int >= 1"),
         ({"num_key_value_heads": [2, 1]}, r"num_key_value_heads=\[2, 1\]: expected an int"),
-        ({"hidden_size": 255}, "hidden_size=255: expected a multiple of num_attention_heads=4"),
+        ({"hidden_size": 255}, "hidden_size=255: must be a multiple of num_attention_heads=4"),
         ({"head_dim": 0}, "head_dim=0: expected an int >= 1"),
-        ({"torch_dtype": None}, "dtype=None: expected a dtype or torch_dtype in the config"),
+        ({"torch_dtype": None}, "dtype=None: the config has no dtype"),
         ({"torch_dtype": "int4"}, "dtype='int4': expected one of"),
         ({"layer_types": ["full_attention"]}, "expected num_hidden_layers=2 names"),
-        ({"layer_types": ["full_attention", "odd"]}, "layer_types='odd': expected names out of"),
+        ({"layer_types": ["full_attention", "odd"]}, "layer_types='odd': expected one of"),
         ({"layer_types": ["mamba"] * 2}, "expected attention layers only, as LlamaForCausalLM"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None: expected an int"),
         (
             {"architectures": ["BambaForCausalLM"]},
-            "attn_layer_indices=None: expected layer indices",
+            "attn_layer_indices=None: expected a list of layer indices",
         ),
         (
             {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [2]},
-            r"attn_layer_indices=\[2\]: expected layer indices below num_hidden_layers=2",
+            r"attn_layer_indices=\[2\]: expected a list of layer indices below num_hidden_layers=2",
         ),
         (
             {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-"},
@@ -112,7 +112,7 @@ def test_an_unknown_architecture_is_told_what_is_known() -> None:
         models.from_config(config)
     assert "architectures" == caught.value.field
     assert all(name in caught.value.expected for name in models.architectures())
-    with pytest.raises(SpecError, match="model_type=None: expected a known architecture"):
+    with pytest.raises(SpecError, match="model_type=None: expected one of the known architectures"):
         models.from_config({})
 
 
