@@ -1,22 +1,23 @@
-"""The command line: `kvspec transfer`, `slices`, `verify` and `simulate`.
+"""Run the commands of ``kvspec``: `transfer`, `slices`, `verify`, `simulate` and `calibrate`.
 
-Law: importing this package imports neither typer nor rich, since each rank of `kvspec transfer` is
-a process that imports what started its parent.
+Invariant: importing this package does not import typer or rich. Each rank of `kvspec transfer` is a
+process that imports the main module of its parent, and must start fast.
 """
 
 from __future__ import annotations
 
 import sys
 
+# Exit status after Ctrl-C.
 INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 
 
 def main() -> None:
-    """Run the command line; the entry point ``kvspec``."""
+    """Run the command line. This is the entry point of the command ``kvspec``."""
     try:
-        from kvspec.cli.app import app  # noqa: PLC0415 - see the law above
+        from kvspec.cli.app import app  # noqa: PLC0415 - see the invariant
     except ModuleNotFoundError as error:
+        # Any other missing module is a defect, so show its traceback.
         if (error.name or "").partition(".")[0] not in {"click", "rich", "typer"}:
             raise
         sys.stderr.write(f"kvspec: {error.name} is not installed: pip install 'kvspec[cli]'\n")

@@ -1,4 +1,4 @@
-"""Run the command line as ``python -m kvspec.cli``."""
+"""Let ``python -m kvspec.cli`` run the command line."""
 
 from kvspec.cli import main
 

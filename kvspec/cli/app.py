@@ -1,4 +1,4 @@
-"""The commands under one roof."""
+"""Collect the commands in one typer application."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvspec.cli.transfer import transfer
 from kvspec.cli.verify import verify
 
 app = typer.Typer(
-    help="Which bytes of which rank's KV cache go where, for any two LLM serving engines.",
+    help="Plan, move and verify KV cache transfers between two LLM serving engines.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,8 +24,8 @@ app.command("simulate")(simulate_command)
 app.command()(calibrate)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"kvspec {kvspec.__version__}")
         raise typer.Exit
 
@@ -36,5 +36,5 @@ def options(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Plan, move and prove transfers of KV caches."""
-    del version
+    """Plan, move and verify transfers of KV caches."""
+    del version  # Its callback has handled it.

@@ -1,7 +1,13 @@
-"""What the commands have in common: models and engines from words, refusals, and the consoles.
+"""Share code between the commands: options, engines from words, error lines, tables and JSON.
 
-Law: words become engines here and nowhere else. Bad input is one line on standard error and exit
-status 2; results go to standard output, progress to standard error.
+Invariant: bad input is one line on standard error and exit status 2. Results go to standard output,
+progress goes to standard error.
+
+How it works:
+    An engine is described by a model and by *words* such as ``tp=4,pp=2,block=32,layout=NHD``.
+    `KEYS` maps each key to its field in `ParallelConfig`, in the groups or in `EngineSpec`. Words
+    override the separate options, such as ``--producer-tp``. A key that occurs twice is an error.
+    An error names the side too: ``producer.tp='two': expected a whole number``.
 """
 
 from __future__ import annotations
@@ -34,9 +40,11 @@ from kvspec.ownership.stripes import Stripe
 if TYPE_CHECKING:
     from rich.text import Text
 
+# Exit statuses: a check failed, the input is invalid, and Ctrl-C (128 + SIGINT).
 WRONG, REFUSED, INTERRUPTED = 1, 2, 130
-"""Exit statuses: a check failed; the input is bad; Ctrl-C (128 + SIGINT)."""
 _BLOCK = 16
+
+# Keys of the words that describe one engine, and the fields that they set.
 KEYS = {
     "tp": "tp_size",
     "pp": "pp_size",
@@ -47,46 +55,51 @@ KEYS = {
     "kernel": "kernel_block_size",
     "layout": "layout",
 }
-"""What the words of one engine may set, such as ``tp=4,pp=2,block=16,layout=LBNHC``."""
 POLICY_NAMES = "|".join(POLICIES)
-"""What ``--replica-policy`` takes."""
 
-of_engines = partial(typer.Option, rich_help_panel="The two engines")
-of_requests = partial(typer.Option, rich_help_panel="The requests")
-in_words = partial(of_engines, metavar="KEY=VALUE,…")
-"""Options in panels of their own; of one engine in words."""
+# Options of one panel of the help text. `words_option` describes one engine in words.
+engine_option = partial(typer.Option, rich_help_panel="The two engines")
+request_option = partial(typer.Option, rich_help_panel="The requests")
+words_option = partial(engine_option, metavar="KEY=VALUE,…")
+
+# Options of several commands.
 MODEL = typer.Option(
-    catalogue.DEFAULT, help="A model of the catalogue, or the path of a config.json."
+    catalogue.DEFAULT, help="Name of a model in the catalogue, or path of a config.json."
 )
-REPLICA_POLICY = of_engines(
-    "spread", metavar=POLICY_NAMES, help="Which of several equal producer ranks is read."
+REPLICA_POLICY = engine_option(
+    "spread",
+    metavar=POLICY_NAMES,
+    help="How to choose among producer ranks that hold the same data.",
 )
 RANKS_PER_NODE = typer.Option(
     None,
-    help="Both engines fill the same nodes with this many ranks each; needed for "
+    help="Number of ranks of each engine on one node. Required by the policy "
     + ", ".join(name for name, policy in POLICIES.items() if policy.topology)
     + ".",
 )
 AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
-"""Options of several commands."""
 
 
 def model_groups(model: str, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of *model*: a name of the catalogue, or the path of a ``config.json``."""
+    """Return the groups of a model, by its name in the catalogue or the path of its config."""
     if Path(model).exists() or model.endswith(".json"):
         return models.from_config(model, block_size=block_size)
     return models.from_config(catalogue.config(model), block_size=block_size)
 
 
 def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int | str]:
-    """Return the sizes and the layout of *side*: *defaults*, changed by ``key=value,…`` *words*."""
+    """Return the fields that *words* set, added to *defaults*. Errors name the *side*.
+
+    >>> engine_words("producer", "tp=4,layout=NHD", tp_size=1, pp_size=2)
+    {'tp_size': 4, 'pp_size': 2, 'layout': 'NHD'}
+    """
     sizes, seen = dict(defaults), set[str]()
     for word in filter(None, (word.strip() for word in words.split(","))):
         key, _, value = word.partition("=")
         if key not in KEYS or not value:
-            raise SpecError(side, word, f"key=value, with a key of {', '.join(KEYS)}")
+            raise SpecError(side, word, f"key=value with one of the keys {', '.join(KEYS)}")
         if key in seen:
-            raise SpecError(f"{side}.{key}", value, "each key once")
+            raise SpecError(f"{side}.{key}", value, rule="each key may be set only once")
         seen.add(key)
         if key == "layout":
             sizes["layout"] = value
@@ -96,48 +109,56 @@ def engine_words(side: str, words: str, **defaults: int | str) -> dict[str, int 
 
 
 def _whole(field: str, word: str) -> int:
-    """Return the number that a word of ASCII digits is."""
+    """Convert a word of ASCII digits to an int."""
+    # `int` would also accept signs, underscores and digits of other scripts.
     if not word.isascii() or not word.isdecimal():
         raise SpecError(field, word, "a whole number")
+    # Python refuses to convert more than 4,300 digits, with an error that names no field.
     if len(word) > len(str(MOST)):
         raise SpecError(field, word, f"a whole number of at most {len(str(MOST))} digits")
     return int(word)
 
 
 def engine(side: str, model: str, words: str, **defaults: int | str) -> EngineSpec:
-    """Return the engine that serves *model* as *words* say; errors name its *side*."""
-    given: dict[str, Any] = engine_words(side, words, **defaults)
-    block_size, layout = given.pop("block_size", _BLOCK), given.pop("layout", "LBHNC")
-    kernel = given.pop("kernel_block_size", None)
+    """Return an engine that serves *model*, described by *words*. Errors name the *side*.
+
+    >>> engine("producer", "Qwen3-0.6B", "tp=4,pp=2").parallel.tp_size
+    4
+    """
+    parallel: dict[str, Any] = engine_words(side, words, **defaults)
+    block_size, layout = parallel.pop("block_size", _BLOCK), parallel.pop("layout", "LBHNC")
+    kernel = parallel.pop("kernel_block_size", None)
     try:
         groups = model_groups(model, block_size)
         if kernel is not None:
             groups = tuple(_cut_finer(group, kernel) for group in groups)
-        return EngineSpec(groups=groups, parallel=ParallelConfig(**given), layout=layout)
+        return EngineSpec(groups=groups, parallel=ParallelConfig(**parallel), layout=layout)
     except SpecError as error:
-        model_groups(model, _BLOCK)  # raises what is wrong with the model, which is no side's
-        raise SpecError(f"{side}.{error.field}", error.value, error.expected) from None
+        # If the model itself is invalid, this raises an error that names no side.
+        model_groups(model, _BLOCK)
+        field = f"{side}.{error.field}"
+        raise SpecError(field, error.value, error.expected, rule=error.rule) from None
 
 
 def _cut_finer(group: KVCacheGroup, kernel: int) -> KVCacheGroup:
-    """Return *group* with the kernel's blocks, unless its rows are no tokens."""
+    """Return *group* with kernel blocks of *kernel* tokens. Recurrent states have no tokens."""
     if not all(part.per_token for part in group.spec.parts):
         return group
     return attrs.evolve(group, kernel_block_size=kernel)
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Turn a refusal into one line and exit status 2, an interrupt into status 130."""
+def reported_errors() -> Iterator[None]:
+    """Report a `KVSpecError` in one line with exit status 2, and Ctrl-C with exit status 130."""
     try:
         yield
     except KVSpecError as error:
-        words = (
-            "the engines do not fit: " + "; ".join(map(str, error.mismatches))
+        message = (
+            "the engines do not fit together: " + "; ".join(map(str, error.mismatches))
             if isinstance(error, MismatchError)
             else str(error)
         )
-        sys.stderr.write(f"kvspec: {' '.join(words.split())}\n")
+        sys.stderr.write(f"kvspec: {' '.join(message.split())}\n")
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         sys.stderr.write("kvspec: interrupted\n")
@@ -145,12 +166,15 @@ def refusals() -> Iterator[None]:
 
 
 def output() -> Console:
-    """Return the console for results: no markup is read, so that any name can be printed."""
+    """Return the console for results.
+
+    It ignores markup, because a name such as ``[red]`` would otherwise change the output.
+    """
     return Console(markup=False, highlight=False, emoji=False)
 
 
 def progress_bar() -> Progress:
-    """Return a bar that shows itself on a terminal, on standard error, and then goes away."""
+    """Return a progress bar. It appears only on a terminal, and disappears when it ends."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}", justify="left"),
@@ -169,7 +193,7 @@ def replica_policy_of(
     producer: ParallelConfig,
     consumer: ParallelConfig,
 ) -> ReplicaPolicy:
-    """Return the replica policy that the options ask for."""
+    """Return the replica policy of the options ``--replica-policy`` and ``--ranks-per-node``."""
     topology = topology_of((replica_policy,), ranks_per_node, producer, consumer)
     return ReplicaPolicy(cast("ReplicaPolicyName", replica_policy), topology=topology)
 
@@ -180,17 +204,12 @@ def topology_of(
     producer: ParallelConfig,
     consumer: ParallelConfig,
 ) -> Topology | None:
-    """Return the nodes that ``--ranks-per-node`` means.
-
-    Which some policies of *replica_policy* need.
-    """
+    """Return the nodes of all ranks, or None without ``--ranks-per-node``."""
     if ranks_per_node is None:
         for name in replica_policy:
             if name in POLICIES and POLICIES[name].topology:
-                wanted = (
-                    f"--ranks-per-node, since --replica-policy {name} asks who is on which node"
-                )
-                raise SpecError("ranks_per_node", None, wanted)
+                rule = f"--replica-policy {name} needs --ranks-per-node"
+                raise SpecError("ranks_per_node", None, rule=rule)
         return None
     return Topology.packed(producer, consumer, ranks_per_node)
 
@@ -198,20 +217,20 @@ def topology_of(
 def table(
     names: Iterable[str], rows: Iterable[Iterable[str | Text]], numbers: Collection[str] = ()
 ) -> Table:
-    """Return a table of *rows*, the columns of *numbers* to the right; an empty row is a rule."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """Return a table. The columns in *numbers* are right-aligned, and an empty row is a line."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
-        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+        result.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for cells in map(tuple, rows):
         if cells:
-            made.add_row(*cells)
+            result.add_row(*cells)
         else:
-            made.add_section()
-    return made
+            result.add_section()
+    return result
 
 
 def print_json(value: object) -> None:
-    """Print *value* as JSON: ranks by their names, ranges and stripes as two numbers."""
+    """Print *value* as JSON. Ranks become names, ranges and stripes become two numbers."""
     typer.echo(json.dumps(value, indent=1, default=_plain))
 
 

@@ -1,4 +1,4 @@
-"""`kvspec simulate`: which link bounds a transfer, for each replica policy."""
+"""Implement `kvspec simulate`: compare the load of the links under each replica policy."""
 
 from __future__ import annotations
 
@@ -18,43 +18,51 @@ from kvspec.cli.options import (
     POLICY_NAMES,
     RANKS_PER_NODE,
     engine,
-    in_words,
-    of_requests,
     output,
     print_json,
-    refusals,
+    reported_errors,
+    request_option,
     table,
     topology_of,
+    words_option,
 )
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.ownership.replicas import ReplicaPolicyName
 
 _STEPS = "▁▂▃▄▅▆▇█"
-BARS = 64
-"""Bars of one policy; of more ranks, each bar is the most loaded of its neighbours."""
 
-of_links = partial(typer.Option, 50.0, rich_help_panel="The links")
+# Bars of one policy, so that a line fits on a terminal. If there are more ranks, each bar stands
+# for several neighbouring ranks and shows the busiest of them.
+BARS = 64
+
+link_option = partial(typer.Option, 50.0, rich_help_panel="The links")
 
 
 def simulate_command(
     model: str = MODEL,
-    producer: str = in_words("tp=16", help=f"The producer's sizes: {', '.join(KEYS)}."),
-    consumer: str = in_words("tp=4", help="Of each consumer engine, such as tp=4,pp=2."),
-    consumers: int = of_requests(1, help="Consumer engines that fetch at once, each one prompt."),
-    tokens: int = of_requests(8192, help="Tokens of each prompt, none cached."),
-    out_speed: float = of_links(help="GB/s out of each producer rank."),
-    in_speed: float = of_links(help="GB/s into each consumer rank."),
+    producer: str = words_option("tp=16", help=f"Sizes of the producer: {', '.join(KEYS)}."),
+    consumer: str = words_option("tp=4", help="Sizes of each consumer engine."),
+    consumers: int = request_option(
+        1, help="Number of consumer engines that read at the same time."
+    ),
+    tokens: int = request_option(8192, help="Tokens of each prompt."),
+    out_speed: float = link_option(help="GB/s out of each producer rank."),
+    in_speed: float = link_option(help="GB/s into each consumer rank."),
     replica_policy: list[str] = typer.Option(
-        [], metavar=POLICY_NAMES, help="A policy to compare; may be repeated. All unless given."
+        [],
+        metavar=POLICY_NAMES,
+        help="Policy to compare. May be repeated. Default: all policies.",
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Predict how long a transfer takes at least, and which link bounds it, for each policy.
+    """Predict the shortest possible time of a transfer, for each replica policy.
 
-    The time is the greatest of load / speed over every rank's own link: a lower bound.
+    Each consumer engine reads one prompt, of which it has cached nothing.
+    The predicted time is that of the slowest link: load / speed.
+    A real transfer takes longer.
     """
-    with refusals():
+    with reported_errors():
         engines = engine("producer", model, producer), engine("consumer", model, consumer)
         simulation = simulate(
             engines,
@@ -67,29 +75,30 @@ def simulate_command(
             )
             or None,
             topology=topology_of(
-                replica_policy, ranks_per_node, *(each.parallel for each in engines)
+                replica_policy, ranks_per_node, *(side.parallel for side in engines)
             ),
         )
     if as_json:
         policies = {load.replica_policy: _policy(load) for load in simulation.policies}
-        whole = {"num_tokens": tokens, "consumers": consumers, "policies": policies}
-        print_json({"model": model, **whole})
+        summary = {"num_tokens": tokens, "consumers": consumers, "policies": policies}
+        print_json({"model": model, **summary})
     else:
         _show(model, simulation)
-        links = f"links of {out_speed:g} GB/s out, {in_speed:g} in"
-        least = f"predicted: the greatest of load / speed over all {links}; a lower bound"
-        output().print(least, style="dim", soft_wrap=True)
+        links = f"{out_speed:g} GB/s out of and {in_speed:g} GB/s into each rank"
+        note = f"predicted: time of the slowest link, with {links} (a lower bound)"
+        output().print(note, style="dim", soft_wrap=True)
 
 
 def _speed(field: str, value: float) -> float:
-    """Return GB/s as bytes a second."""
+    """Convert GB/s to bytes per second."""
+    # Large values overflow to infinity in bytes per second.
     if not 0 < value * 1e9 < math.inf:
-        raise SpecError(field, value, "finite GB/s > 0, as bytes a second too")
+        raise SpecError(field, value, "GB/s > 0, and finite in bytes per second")
     return value * 1e9
 
 
 def _show(model: str, simulation: Simulation) -> None:
-    """Print the loads of every policy, and a bar for each producer rank or for neighbours."""
+    """Print the loads of every policy, and bars of the bytes out of the producer ranks."""
     console, first = output(), simulation.policies[0]
     engines = f"{counted(simulation.consumers, 'engine')} of {counted(len(first.into), 'rank')}"
     moved = f"{simulation.num_tokens:,} tokens each: {nbytes(int(first.into.sum()))} to each engine"
@@ -97,15 +106,15 @@ def _show(model: str, simulation: Simulation) -> None:
     console.print(
         Text.assemble((model, "bold"), f"  {ranks} -> {engines}, {moved}"), soft_wrap=True
     )
-    numbers = ("predicted", "busiest out", "max / mean")
+    numbers = ("predicted", "busiest producer", "max / mean")
     best = simulation.best.seconds
     loads = (_loads(load, best=load.seconds == best) for load in simulation.policies)
-    console.print(table(("replicas", *numbers, "bounded by"), loads, numbers))
+    console.print(table(("policy", *numbers, "slowest link"), loads, numbers))
     step = -(-len(first.out) // BARS)
-    ranks = "each producer rank" if step == 1 else f"the busiest of every {step} producer ranks"
+    ranks = "each producer rank" if step == 1 else f"the busiest of {step} producer ranks each"
     most = max(int(load.out.max()) for load in simulation.policies)
     bars = ((load.replica_policy, _bars(load, step, most)) for load in simulation.policies)
-    console.print(table(("replicas", f"bytes out of {ranks}"), bars))
+    console.print(table(("policy", f"bytes out of {ranks}"), bars))
 
 
 def _loads(load: PolicyLoad, *, best: bool) -> tuple[str | Text, ...]:

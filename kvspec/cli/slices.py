@@ -1,4 +1,4 @@
-"""`kvspec slices`: which units each rank exchanges with which other rank."""
+"""Implement `kvspec slices`: show the units that each rank exchanges with each other rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvspec.cli.options import (
     model_groups,
     output,
     print_json,
-    refusals,
     replica_policy_of,
+    reported_errors,
     table,
 )
 from kvspec.draw import plan_svg
@@ -34,6 +34,8 @@ from kvspec.specs import FullAttentionSpec, LayerSpec, MambaSpec, MLAAttentionSp
 
 _ATTENTION: dict[str, Any] = {"block_size": 16, "head_size": 128, "dtype": "bfloat16"}
 _STATE: dict[str, Any] = {"conv_kernel": 4, "dtype": "bfloat16"}
+# Specs that need no model, from a number of heads (or channels) and of groups (or key heads).
+# Slices count units, so the sizes of a unit do not matter here.
 KINDS: dict[str, Callable[[int, int], LayerSpec]] = {
     "attention": lambda heads, _: FullAttentionSpec(total_num_kv_heads=heads, **_ATTENTION),
     "mla": lambda *_: MLAAttentionSpec(**_ATTENTION),
@@ -45,41 +47,53 @@ KINDS: dict[str, Callable[[int, int], LayerSpec]] = {
         num_k_heads=groups, num_v_heads=heads, head_k_dim=128, head_v_dim=128, **_STATE
     ),
 }
-"""Kinds of layer that need no model, each from its heads (or channels) and groups (key heads).
 
-Slices count units, so any sizes do.
-"""
-
+# The name of a group (empty if no model was named), a rank, and one of its slices.
 Row = tuple[str, int, TPTransferSlice]
-"""A group, empty if there is only one, a rank, and one of its slices."""
 
 
 def slices(
     heads: int | None = typer.Option(
-        None, help="KV heads (SSM or value heads, channels of mamba1) of a model without a name."
+        None,
+        help="Number of KV heads. For mamba1: channels. For mamba2: SSM heads. "
+        "For gated-delta-net: value heads.",
     ),
     model: str | None = typer.Option(
-        None, help="A model of the catalogue, or the path of a config.json, instead of --heads."
+        None,
+        help="Name of a model in the catalogue, or path of a config.json. Replaces --heads, "
+        "--kind and --groups.",
     ),
-    kind: str = typer.Option("attention", metavar="|".join(KINDS), help="What --heads counts."),
-    groups: int = typer.Option(1, help="Groups of mamba2, or key heads of a gated delta net."),
+    kind: str = typer.Option(
+        "attention", metavar="|".join(KINDS), help="Kind of the layers that --heads describes."
+    ),
+    groups: int = typer.Option(
+        1, help="Number of groups of mamba2, or of key heads of gated-delta-net."
+    ),
     producer_tp: int = typer.Option(2, help="Tensor-parallel size of the producer."),
     consumer_tp: int = typer.Option(3, help="Tensor-parallel size of the consumer."),
     role: str = typer.Option(
-        "consumer", metavar="consumer|producer", help="Whose ranks to list, one after the other."
+        "consumer", metavar="consumer|producer", help="Side whose ranks are listed."
     ),
-    rank: int | None = typer.Option(None, help="Only this rank."),
+    rank: int | None = typer.Option(None, help="List only this rank."),
     replica_policy: str = typer.Option(
-        "spread", metavar=POLICY_NAMES, help="Which of several equal ranks is read."
+        "spread",
+        metavar=POLICY_NAMES,
+        help="How to choose among producer ranks that hold the same data.",
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
     as_json: bool = AS_JSON,
     svg: str | None = typer.Option(
-        None, metavar="FILE", help="Draw who reads which units from whom; group by group."
+        None,
+        metavar="FILE",
+        help="Also draw the exchange as an SVG file. A model with several groups has a file for "
+        "each.",
     ),
 ) -> None:
-    """Show which units each rank exchanges with which rank of the other side."""
-    with refusals():
+    """Show which units each rank exchanges with each rank of the other side.
+
+    A unit is a KV head, a latent, or a part of a recurrent state.
+    """
+    with reported_errors():
         specs = _specs(model, heads, kind, groups)
         positive_int("producer_tp", producer_tp, most=MAX_RANKS)
         positive_int("consumer_tp", consumer_tp, most=MAX_RANKS)
@@ -108,8 +122,8 @@ def slices(
 
 def _values(row: Row, role: str) -> dict[str, Any]:
     group, rank, transfer_slice = row
-    whose = {"group": group or None, "role": role, "rank": rank}
-    return whose | attrs.asdict(transfer_slice, recurse=False)
+    place = {"group": group or None, "role": role, "rank": rank}
+    return place | attrs.asdict(transfer_slice, recurse=False)
 
 
 def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict[str, LayerSpec]:
@@ -118,16 +132,16 @@ def _specs(model: str | None, heads: int | None, kind: str, groups: int) -> dict
     if kind not in KINDS:
         raise SpecError("kind", kind, f"one of {', '.join(KINDS)}")
     if heads is None and kind != "mla":
-        raise SpecError("heads", heads, "a number of heads, or --model NAME, or --kind mla")
+        raise SpecError("heads", heads, rule="pass --heads, --model or --kind mla")
     return {"": KINDS[kind](1 if heads is None else heads, groups)}
 
 
 def _draw(
     specs: dict[str, LayerSpec], sides: Sequence[ParallelConfig], policy: ReplicaPolicy, file: str
 ) -> None:
-    """Write the picture of the plan between engines of these sizes, a file for each group."""
+    """Write pictures of the plan between two engines of these sizes, one file for each group."""
     if not Path(file).name:
-        raise SpecError("svg", file, "a file that can be written: this is a folder")
+        raise SpecError("svg", file, "a file that can be written, but this is a folder")
     groups = [
         KVCacheGroup(name=name or "layers", layers=spec.layers or (f"{name}.0",), spec=spec)
         for name, spec in specs.items()
@@ -142,11 +156,11 @@ def _draw(
             path.write_text(plan_svg(plan, group=group.name), encoding="utf-8")
             typer.echo(f"wrote {path}", err=True)
         except OSError as error:
-            raise SpecError("svg", str(path), f"a file that can be written: {error}") from None
+            raise SpecError("svg", str(path), f"a file that can be written ({error})") from None
 
 
 def _show(rows: list[Row], role: str) -> None:
-    """Print a table, with the columns of which there is something to tell."""
+    """Print a table without its empty columns."""
     other = "producer" if role == "consumer" else "consumer"
     names = ["group", role, other, "parts", "units of the model", f"in the {role}"]
     names += [f"in the {other}", "blocks", "layers"]
@@ -160,15 +174,15 @@ def _show(rows: list[Row], role: str) -> None:
 
 
 def _lines(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield the cells of every slice, and nothing between two ranks."""
-    before = rows[0][:2] if rows else None
+    """Yield the cells of every slice, and an empty row between two ranks."""
+    previous = rows[0][:2] if rows else None
     for group, rank, transfer_slice in rows:
-        if before != (group, rank):
+        if previous != (group, rank):
             yield []
-        before = (group, rank)
+        previous = (group, rank)
         units = [
-            str(own.start) if len(own) == 1 else f"{own.start}..{own.stop - 1}"
-            for own in (
+            str(units.start) if len(units) == 1 else f"{units.start}..{units.stop - 1}"
+            for units in (
                 transfer_slice.global_range,
                 transfer_slice.local_range,
                 transfer_slice.remote_range,

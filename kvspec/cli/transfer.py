@@ -1,6 +1,6 @@
-"""`kvspec transfer`: move a model's cache between real processes and compare every byte.
+"""Implement `kvspec transfer`: move a model's cache between real processes, compare every byte.
 
-Law: exit status 0 means that every byte is right and every count exact, and nothing else does.
+Invariant: the exit status is 0 if and only if every byte is right and every count is exact.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvspec.cli.options import (
     REPLICA_POLICY,
     WRONG,
     engine,
-    in_words,
-    of_engines,
-    of_requests,
+    engine_option,
     output,
     print_json,
     progress_bar,
-    refusals,
     replica_policy_of,
+    reported_errors,
+    request_option,
     table,
+    words_option,
 )
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
@@ -57,64 +57,80 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+# Pairs of ranks in the table, and wrong bytes, that are printed. ``--json`` has all of them.
 MAX_PAIRS, MAX_LINES = 48, 12
-"""Pairs of ranks of the table, and wrong bytes; ``--json`` tells all of them."""
 
-of_run = partial(typer.Option, rich_help_panel="The run")
+run_option = partial(typer.Option, rich_help_panel="The run")
 
 
 def transfer(
     model: str = MODEL,
-    producer_tp: int = of_engines(2, help="Tensor-parallel size of the producer."),
-    consumer_tp: int = of_engines(3, help="Tensor-parallel size of the consumer."),
-    producer_layout: str = of_engines(
-        "LBNHC", help="Layout of the producer's cache: letters, NHD or HND."
+    producer_tp: int = engine_option(2, help="Tensor-parallel size of the producer."),
+    consumer_tp: int = engine_option(3, help="Tensor-parallel size of the consumer."),
+    producer_layout: str = engine_option(
+        "LBNHC", help="Layout of the producer's cache: NHD, HND, or the letters of its axes."
     ),
-    consumer_layout: str = of_engines("LBHNC", help="Layout of the consumer's cache."),
-    block_size: int = of_engines(16, help="Tokens of one block."),
-    producer: str = in_words("", help=f"More of the producer, or the same: {', '.join(KEYS)}."),
-    consumer: str = in_words("", help="The same of the consumer, such as tp=4,pp=2,block=32."),
+    consumer_layout: str = engine_option("LBHNC", help="Layout of the consumer's cache."),
+    block_size: int = engine_option(16, help="Tokens of one block."),
+    producer: str = words_option(
+        "",
+        help="Sizes of the producer, such as tp=4,pp=2,block=32. They override the options above. "
+        f"Keys: {', '.join(KEYS)}.",
+    ),
+    consumer: str = words_option("", help="Sizes of the consumer, with the same keys."),
     replica_policy: str = REPLICA_POLICY,
     ranks_per_node: int | None = RANKS_PER_NODE,
-    tokens: int = of_requests(300, help="Tokens of each prompt."),
-    cached: int = of_requests(0, help="Leading tokens that the consumer already holds."),
-    requests: int = of_requests(2, help="How many prompts."),
-    seed: int = of_requests(0, help="What block tables and contents are drawn from."),
-    mode: str = of_run("pull", metavar="pull|push", help="Consumers read, or producers write."),
-    device: str = of_run("cpu", metavar="cpu|cuda|cuda:N", help="Where the caches lie."),
-    timeout: float = of_run(120.0, help="Seconds for the whole run."),
-    tamper: bool = of_run(
+    tokens: int = request_option(300, help="Tokens of each prompt."),
+    cached: int = request_option(
+        0, help="Tokens at the start of each prompt that the consumer has already."
+    ),
+    requests: int = request_option(2, help="Number of prompts."),
+    seed: int = request_option(0, help="Seed of the random block tables and cache contents."),
+    mode: str = run_option(
+        "pull", metavar="pull|push", help="pull: consumers read. push: producers write."
+    ),
+    device: str = run_option(
+        "cpu", metavar="cpu|cuda|cuda:N", help="Memory that holds the caches."
+    ),
+    timeout: float = run_option(120.0, help="Time limit of the whole run in seconds."),
+    tamper: bool = run_option(
         False,
         "--tamper",
-        help="Change one byte before the comparison, to see it found (exit status 1).",
+        help="Change one byte before the comparison. The command must find it: exit status 1.",
     ),
-    staging: int = of_run(
-        0, metavar="MIB", help="Let all go through a buffer of so many MiB that can, on each rank."
+    staging: int = run_option(
+        0,
+        metavar="MIB",
+        help="Size of a staging buffer on each rank. All data that can be staged goes through it. "
+        "0: no buffer.",
     ),
-    kill: int = of_run(
+    kill: int = run_option(
         0,
         metavar="COUNT",
-        help="Let sessions move requests of random lengths, and so often kill a random rank.",
+        help="Number of times that a random rank is killed while sessions move requests of random "
+        "lengths.",
     ),
-    launcher: str = of_run(
+    launcher: str = run_option(
         "",
         metavar="|".join(LAUNCHERS),
-        help="Be one rank of a run that this launcher started, on one machine or several.",
+        help="Launcher that started this process. The process is then one rank of the run, on one "
+        "machine or several.",
     ),
     as_json: bool = AS_JSON,
 ) -> None:
     """Move a model's KV cache between two engines over NIXL, and compare every byte.
 
-    Every rank of both engines is a process with its own agent and its own memory.
+    Each rank of both engines is a process with its own NIXL agent and memory.
 
-    Exit status 0: every byte is right and every notification came once, or with --kill nothing is
-    lost, wrong or leaked; 1: not so; 2: bad input.
+    Exit status 0: every byte is right, and every notification came once.
+    With --kill, 0 means: nothing is lost, wrong or leaked.
+    Exit status 1: something is wrong. Exit status 2: invalid input.
     """
-    with refusals():
-        made = partial(engine, model=model, block_size=block_size)
+    with reported_errors():
+        engine_of = partial(engine, model=model, block_size=block_size)
         engines = (
-            made("producer", words=producer, tp_size=producer_tp, layout=producer_layout),
-            made("consumer", words=consumer, tp_size=consumer_tp, layout=consumer_layout),
+            engine_of("producer", words=producer, tp_size=producer_tp, layout=producer_layout),
+            engine_of("consumer", words=consumer, tp_size=consumer_tp, layout=consumer_layout),
         )
         job = Job(
             producer=engines[0],
@@ -123,7 +139,7 @@ def transfer(
             cached=cached,
             requests=requests,
             replica_policy=replica_policy_of(
-                replica_policy, ranks_per_node, *(e.parallel for e in engines)
+                replica_policy, ranks_per_node, *(side.parallel for side in engines)
             ),
             mode=cast("Mode", mode),
             device=device,
@@ -134,14 +150,15 @@ def transfer(
         )
         names = package_names()
         if not any(map(find_spec, names)):
-            wanted = "an installed nixl: pip install 'kvspec[nixl]'"
-            raise SpecError("nixl", " or ".join(names), wanted)
+            rule = "is not installed: run pip install 'kvspec[nixl]'"
+            raise SpecError("nixl", " or ".join(names), rule=rule)
         if kill:
             raise typer.Exit(_recover(model, job, kill, launcher, as_json=as_json))
         place = Place.of(launcher, job) if launcher else None
         if place is None:
             check_job(job)
         console = output()
+        # With a launcher, each rank is such a command. Only the first one prints.
         if not as_json and (place is None or place.number == 0):
             _show_job(console, model, job)
         report = _run(job, place)
@@ -171,9 +188,10 @@ def _run(job: Job, place: Place | None) -> Report | None:
 
 
 def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -> int:
-    """Run *job* over sessions while ranks are killed, print the figures, return the exit status."""
+    """Run *job* over sessions, kill ranks meanwhile, print the counts, return the exit status."""
     if launcher:
-        raise SpecError("kill", kill, f"no launcher={launcher}: the ranks of a run on one machine")
+        # The command restarts the ranks that it kills, so it must have started them.
+        raise SpecError("kill", kill, rule=f"cannot be combined with launcher={launcher}")
     check_kills(job, kill)
     console = output()
     if not as_json:
@@ -197,24 +215,23 @@ def _recover(model: str, job: Job, kill: int, launcher: str, *, as_json: bool) -
 
 
 def _show_job(console: Console, model: str, job: Job, *, killed: bool = False) -> None:
-    """Print what is to be done: the model, both engines, the requests.
-
-    Where ranks are *killed*, requests are of random lengths.
-    """
+    """Print the model, both engines and the requests. If ranks are *killed*, lengths are random."""
     groups = ", ".join(map(_group, job.producer.groups))
     engines = f"{_engine(job.producer)} -> {_engine(job.consumer)}"
     cached = f", {job.cached} of them cached" if job.cached else ""
-    who = "consumers read" if job.mode == "pull" else "producers write"
-    where = "host memory" if job.device == "cpu" else job.device
+    mode = "consumers read" if job.mode == "pull" else "producers write"
+    memory = "host memory" if job.device == "cpu" else job.device
     count = counted(job.requests, "request")
     console.print(Text.assemble((model, "bold"), f"  {groups}"), soft_wrap=True)
     console.print(Text.assemble((engines, "bold")), soft_wrap=True)
-    least, each = ("1 to " if job.tokens > 1 else "", "at most") if killed else ("", "each")
-    tokens, size = f"{least}{counted(job.tokens, 'token')}{cached}", nbytes(job.request_bytes)
-    console.print(f"{count} of {tokens}; {size} {each}; {who}, {where}", soft_wrap=True)
+    shortest, suffix = ("1 to " if job.tokens > 1 else "", "at most") if killed else ("", "each")
+    tokens, size = f"{shortest}{counted(job.tokens, 'token')}{cached}", nbytes(job.request_bytes)
+    line = f"{count} of {tokens}; {size} {suffix}; {mode}; caches in {memory}"
+    console.print(line, soft_wrap=True)
 
 
 def _engine(engine: EngineSpec) -> str:
+    # Only groups with tokens have blocks. A recurrent state has one slot for each request.
     blocks = {g.spec.block_size for g in engine.groups if g.spec.parts[0].per_token}
     tokens = f", blocks of {' and '.join(map(str, sorted(blocks)))}" if blocks else ""
     return f"{sizes(engine.parallel)}{tokens}, {engine.layout}"
@@ -229,18 +246,21 @@ def _group(group: KVCacheGroup) -> str:
 
 
 def _show_report(console: Console, job: Job, report: Report) -> None:
-    """Print what was moved and counted, and the verdict."""
+    """Print the pairs of ranks, the counts and the result."""
     console.print()
     if report.moved:
         console.print(_pairs(report.moved[:MAX_PAIRS]))
         if len(report.moved) > MAX_PAIRS:
-            console.print(f"and {len(report.moved) - MAX_PAIRS} pairs more: see --json")
+            console.print(f"and {len(report.moved) - MAX_PAIRS} more pairs, see --json")
+        console.print(f"moved: {sum(pair.nbytes for pair in report.moved):,} bytes")
     for line in _counts(job, report) if report.ranks else ():
         console.print(line)
     times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.stages.items())
     if times:
         console.print(f"time: {times}")
     if report.ok:
+        # More bytes are compared than moved: bytes that no request may change are compared too.
+        console.print("compared: bytes that must arrive, and bytes that must not change")
         where = counted(len(report.consumers), "consumer rank")
         console.print(f"every byte right: {report.judged:,} bytes on {where}", style="bold green")
     for fault in report.faults[:MAX_LINES]:
@@ -267,10 +287,11 @@ def _pairs(moved: tuple[Moved, ...]) -> Table:
 
 
 def _counts(job: Job, report: Report) -> Iterator[str]:
-    for name, (done, wanted), ranks in (
+    for name, (done, expected), ranks in (
         ("sending", report.sending, job.plan.finished_sending_count),
         ("receiving", report.receiving, job.plan.finished_recving_count),
     ):
-        yield f"finished {name} {done} of {wanted} ({counted(ranks, 'rank')} x {job.requests})"
-    came = sum(rank.notified for rank in report.ranks)
-    yield f"{came} of {sum(rank.awaited for rank in report.ranks)} notifications"
+        reports = f"{counted(ranks, 'rank')} x {counted(job.requests, 'request')}"
+        yield f"finished {name}: {done} of {expected} ({reports})"
+    arrived = sum(rank.notified for rank in report.ranks)
+    yield f"notifications: {arrived} of {sum(rank.awaited for rank in report.ranks)}"

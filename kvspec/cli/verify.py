@@ -1,4 +1,4 @@
-"""`kvspec verify`: every TP pair and head count up to a bound, each proved exact."""
+"""Implement `kvspec verify`: check the slices of all TP sizes and head counts up to a limit."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from kvspec.cli.options import (
     WRONG,
     output,
     progress_bar,
-    refusals,
+    reported_errors,
     topology_of,
 )
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import ReplicaPolicyName, known_policies
 
+# Number of counter-examples that are printed.
 MAX_FAULTS = 10
-"""Counter-examples that are printed."""
 
 
 def verify(
     max_tp: int = typer.Option(
-        16, help=f"Largest tensor-parallel size, of either side: {MAX_TP} at most."
+        16, help=f"Largest tensor-parallel size of both sides, at most {MAX_TP}."
     ),
-    max_heads: int = typer.Option(16, help=f"Largest number of KV heads: {MAX_HEADS} at most."),
-    jobs: int | None = typer.Option(None, help="Processes; one for each core unless given."),
+    max_heads: int = typer.Option(16, help=f"Largest number of KV heads, at most {MAX_HEADS}."),
+    jobs: int | None = typer.Option(None, help="Number of processes. Default: one for each core."),
     replica_policy: str = typer.Option(
-        "spread", metavar=f"{POLICY_NAMES}|all", help="The policies to try."
+        "spread", metavar=f"{POLICY_NAMES}|all", help="Replica policy to check."
     ),
     ranks_per_node: int | None = RANKS_PER_NODE,
 ) -> None:
-    """Prove, triple by triple, that every consumer head is read exactly once, from its owner."""
-    began = time.perf_counter()
-    with refusals():
+    """Check that each consumer rank reads each of its heads exactly once, from an owner.
+
+    The command tries every combination of producer TP, consumer TP and number of heads.
+    Exit status 0: all are exact. 1: there is a counter-example. 2: invalid input.
+    """
+    start = time.perf_counter()
+    with reported_errors():
         nodes = topology_of((replica_policy,), ranks_per_node, ParallelConfig(), ParallelConfig())
         policies = known_policies(nodes) if replica_policy == "all" else (replica_policy,)
         if jobs is not None and jobs < 1:
@@ -55,8 +59,8 @@ def verify(
             )
     console = output()
     tried = f"{proof.triples:,} triples (producer TP, consumer TP, heads), "
-    tried += f"{proof.rank_cases:,} consumer ranks, by {', '.join(policies)}, "
-    tried += f"{time.perf_counter() - began:.1f} s"
+    tried += f"{proof.rank_cases:,} consumer ranks, {time.perf_counter() - start:.1f} s, "
+    tried += f"policies: {', '.join(policies)}"
     if proof.exact:
         console.print(f"all exact: {tried}", style="bold green")
         return

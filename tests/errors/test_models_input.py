@@ -72,7 +72,7 @@ def test_the_temporal_state_may_have_a_dtype_of_its_own() -> None:
         ({"torch_dtype": "int4"}, "dtype='int4': expected one of"),
         ({"layer_types": ["full_attention"]}, "expected num_hidden_layers=2 names"),
         ({"layer_types": ["full_attention", "odd"]}, "layer_types='odd': expected one of"),
-        ({"layer_types": ["mamba"] * 2}, "expected attention layers only, as LlamaForCausalLM"),
+        ({"layer_types": ["mamba"] * 2}, "expected attention layers only, because LlamaForCausalLM"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None: expected an int"),
         (
             {"architectures": ["BambaForCausalLM"]},

@@ -417,7 +417,7 @@ def test_the_command_tells_every_policy() -> None:
     engines = ("--producer", "tp=4", "--consumer", "tp=1")
     status, told = command("--model", "DeepSeek-V3", *engines, "--in-speed", "12.5")
     assert 0 == status
-    speeds = "all links of 50 GB/s out, 12.5 in; a lower bound"
+    speeds = "50 GB/s out of and 12.5 GB/s into each rank"
     for word in ("spread", "first", "stripe", "ms", speeds, "█···"):
         assert word in told
 

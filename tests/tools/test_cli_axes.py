@@ -69,9 +69,9 @@ def test_words_become_an_engine() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("tpp=2", "producer='tpp=2': expected key=value, with a key of tp, pp, dcp"),
+        ("tpp=2", "producer='tpp=2': expected key=value with one of the keys tp, pp, dcp"),
         ("tp", "producer='tp': expected key=value"),
-        ("tp=4,pp=2,tp=8", "producer.tp='8': expected each key once"),
+        ("tp=4,pp=2,tp=8", "producer.tp='8': each key may be set only once"),
         ("tp=two", "producer.tp='two': expected a whole number"),
         ("tp=\N{FULLWIDTH DIGIT TWO}", "producer.tp='\N{FULLWIDTH DIGIT TWO}': expected a whole"),
         ("tp=\N{ARABIC-INDIC DIGIT TWO}", "producer.tp='\N{ARABIC-INDIC DIGIT TWO}': expected a"),
