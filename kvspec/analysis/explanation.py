@@ -208,9 +208,9 @@ def _summary(table: DescriptorTable, request: TransferRequest | None) -> str:
     if request is not None:
         merged, fewest = table.counts(request)
         moved = int(table.descriptors(request)[:, 2].sum())
-        ids = f"{moved:,} bytes in {len(table.select(request)[0]):,} descriptors"
+        size = f"{moved:,} bytes in {len(table.select(request)[0]):,} descriptors"
         merging = f"NIXL merges them into {merged:,}, and {fewest:,} is the minimum"
-        lines.append(f"  {request.request_id}: {ids}; {merging}")
+        lines.append(f"  {request.request_id}: {size}; {merging}")
         if dead := table.dead_bytes(request):
             why = "moving them takes less time than more descriptors would"
             lines.append(f"  {dead:,} of the bytes belong to dead tokens of the last block: {why}")
@@ -265,8 +265,8 @@ def _lines(
     ranges = zip(first_block.ravel().tolist(), last_block.ravel().tolist(), strict=True)
     for block in sorted({block for first, last in ranges for block in range(first, last + 1)}):
         unit, state, _ = np.nonzero((first_block <= block) & (block <= last_block))
-        units = _span("unit", unit + _first_unit(table, entry, region))
-        place = f"  {region.layer} {region.part}: {units}, consumer block {block}"
+        names = _span("unit", unit + _first_unit(table, entry, region))
+        place = f"  {region.layer} {region.part}: {names}, consumer block {block}"
         yield f"{place}, {_rows(table, entry, block, state, request)}"
 
 

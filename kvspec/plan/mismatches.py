@@ -81,8 +81,8 @@ def _layer_names(layers: list[str]) -> str:
 
 
 def _one_sided(producer: KVCacheGroup | None, consumer: KVCacheGroup | None) -> Mismatch:
-    places = (group and f"in group {group.name!r}" for group in (producer, consumer))
-    return Mismatch("layer", *places, "each layer must exist on both sides or be excluded")
+    source, target = (group and f"in group {group.name!r}" for group in (producer, consumer))
+    return Mismatch("layer", source, target, "each layer must exist on both sides or be excluded")
 
 
 def _layer_mismatches(producer: LayerSpec, consumer: LayerSpec) -> list[Mismatch]:

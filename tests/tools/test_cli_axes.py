@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvspec
+from kvspec.cli import options
 from kvspec.cli.options import engine, engine_words
 from kvspec.run import Job, run_transfer
 
@@ -88,3 +89,20 @@ def test_other_words_are_refused(words: str, told: str) -> None:
     with pytest.raises(kvspec.SpecError) as caught:
         engine_words("producer", words)
     assert str(caught.value).startswith(told)
+
+
+def test_engine_error_with_rule_keeps_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The field gets the name of the side, and the rule is not lost."""
+
+    def refuse(**_: object) -> None:
+        raise kvspec.SpecError("tp_size", 4, rule="must divide the heads")
+
+    monkeypatch.setattr(options, "EngineSpec", refuse)
+    with pytest.raises(kvspec.SpecError) as caught:
+        engine("producer", "Qwen3-0.6B", "tp=4")
+    error = caught.value
+    assert ("producer.tp_size", 4, "must divide the heads") == (
+        error.field,
+        error.value,
+        error.rule,
+    )
