@@ -185,7 +185,7 @@ def layouts(
 def nvfp4_heads() -> Faults:
     """Packed pages of heads that cannot be cut: refused where TP differs."""
     spec = gqa(4, state_content_bytes=288, spans_heads=True, tokens_per_state=16)
-    with pytest.raises(kvspec.MismatchError, match="its content spans the heads of a rank"):
+    with pytest.raises(kvspec.MismatchError, match="its bytes mix all heads of a rank"):
         kvspec.plan_transfer(engine(spec), engine(spec, tp=8))
     return moves(engine(spec), engine(spec), 40)
 

@@ -388,11 +388,11 @@ def test_a_plan_knows_its_ranks(ask: str, field: str, size: int) -> None:
 
 HEADS = "heads pair by their global number"
 TOKENS = "the sides keep different tokens"
-ROW = "one unit's row has another length"
-STATES = "the states have different rows (speculative tokens?)"
-ONE_SIDE = "a layer on one side only has no source or no target"
+ROW = "the row of one unit has a different length"
+STATES = "the states have different numbers of rows, perhaps because of speculative tokens"
+ONE_SIDE = "each layer must exist on both sides or be excluded"
 BYTES = "the same bytes mean other numbers"
-KIND = "each kind keeps other tokens and other parts"
+KIND = "each kind of layer keeps different tokens and different parts"
 PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = [
     (FULL, attrs.evolve(FULL, total_num_kv_heads=8), [("l.total_num_kv_heads", 4, 8, HEADS)]),
     (FULL, attrs.evolve(FULL, head_size=4),
@@ -424,7 +424,7 @@ PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = 
     (state(), state(num_speculative_tokens=1),
      [(f"l.conv_{each}.states", 1, 2, STATES) for each in "xbc"]),
     (state(), state(num_heads=4, head_dim=1),
-     [("l.conv_x.granularity", 2, 1, "units would be cut at other places"),
+     [("l.conv_x.granularity", 2, 1, "the units would be cut at different places"),
       ("l.ssm.units", 2, 4, "units pair by their global number"),
       ("l.ssm.content_bytes", 8, 4, ROW)]),
     (state(), state(ssm_dtype="float32"),
@@ -503,7 +503,7 @@ def test_another_kind_is_the_same_difference_from_either_side() -> None:
 def test_content_that_spans_heads_is_not_cut() -> None:
     """Scales that span a rank's heads move only between sides that sharding the heads alike."""
     packed = group(spec=attrs.evolve(FULL, state_content_bytes=9, spans_heads=True))
-    why = "its content spans the heads of a rank, so both sides must shard heads alike"
+    why = "its bytes mix all heads of a rank, so both sides must shard the heads equally"
     error = refusal(
         lambda: kvspec.plan_transfer(engine(packed, tp_size=2), engine(packed, tp_size=4)),
         kvspec.MismatchError,

@@ -237,7 +237,7 @@ def test_what_vllm_refuses_we_move(row: dict[str, Any]) -> None:
     """It arrives byte by byte; only packed pages, whose heads cannot be cut, are refused."""
     producer, consumer = engine_of(row, "p"), engine_of(row, "d")
     if row["name"] == "packing.nvfp4":
-        with pytest.raises(kvspec.MismatchError, match="its content spans the heads of a rank"):
+        with pytest.raises(kvspec.MismatchError, match="its bytes mix all heads of a rank"):
             kvspec.plan_transfer(producer, consumer)
         return
     assert [] == moves(producer, consumer, 70)
