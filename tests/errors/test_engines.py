@@ -432,8 +432,8 @@ PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = 
     (state(), state(dtype="float16", num_speculative_tokens=1, ssm_dtype="bfloat16"),
      [("l.dtype", "bfloat16", "float16", BYTES),
       *((f"l.conv_{each}.states", 1, 2, STATES) for each in "xbc")]),
-    (opaque(), opaque(granularity=2), [("l.p.granularity", 1, 2, ("units would be cut at other "
-                                                                  "places"))]),
+    (opaque(), opaque(granularity=2),
+     [("l.p.granularity", 1, 2, "the units would be cut at different places")]),
     (opaque(), opaque(units=8), [("l.p.units", 4, 8, "units pair by their global number")]),
     (opaque(), opaque(content_bytes=2), [("l.p.content_bytes", 1, 2, ROW)]),
     (opaque(), opaque(name="q"), [("l.parts", ("p",), ("q",), "parts pair by name")]),
