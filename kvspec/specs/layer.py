@@ -141,14 +141,13 @@ class LayerSpec:
         remote_tp_size: int,
         role: Role = "consumer",
         replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread",
-        salt: int = 0,
     ) -> tuple[TPTransferSlice, ...]:
         """Return which units the local rank exchanges with which remote ranks.
 
         Both sides shard by default: contiguous and balanced. Where an engine has shardings of its
         own, only its plan knows. *role* says whether the local side is the consumer or the
         producer; *replica_policy* which one of several equal producer ranks is read: a policy's
-        name, to which *salt* belongs, or a `ReplicaPolicy`. The slices of a consumer tile what it
+        name or a `ReplicaPolicy`. The slices of a consumer tile what it
         owns, exactly once.
 
         >>> from kvspec import FullAttentionSpec
@@ -159,7 +158,7 @@ class LayerSpec:
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)
-        replica_policy = ReplicaPolicy.of(replica_policy, salt)
+        replica_policy = ReplicaPolicy.of(replica_policy)
         if not isinstance(role, str) or role not in ("consumer", "producer"):
             raise SpecError("role", role, "'consumer' or 'producer'")
         pull = role == "consumer"

@@ -110,7 +110,10 @@ BAD = [
         lambda: ReplicaPolicy(["first"]),
         "replica_policy=['first']: expected one of spread, first, stripe, nearest",
     ),
-    (lambda: ReplicaPolicy("first", -1), "salt=-1: expected an int >= 0"),
+    *(
+        (lambda s=salt: ReplicaPolicy("first", s), f"salt={salt!r}: expected an int >= 0")
+        for salt in ("x", 1.5, True, -1, ["l"])
+    ),
     (lambda: ReplicaPolicy("first", 0, {}), "topology={}: expected a Topology"),
     (
         lambda: Topology(producer=[], consumer={}),

@@ -80,13 +80,13 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
     group = next(group for group in case.consumer.groups if len(group.layers) > len(group.excluded))
     plain = kvspec.KVCacheGroup(name="g", layers=group.layers, spec=group.spec)
     sides = [engine(plain, tp=size) for size in tp_sizes]
-    replica_policy: Any = {"replica_policy": case.replica_policy, "salt": case.salt}
-    if not isinstance(case.replica_policy, str) and (drawn := case.replica_policy.topology):
+    policy = kvspec.ReplicaPolicy.of(case.replica_policy, case.salt)
+    if drawn := policy.topology:
         nodes = zip((drawn.producer, drawn.consumer), sides, strict=True)
         own = [{rank: node[rank] for rank in side.parallel.ranks} for node, side in nodes]
         topology = kvspec.Topology(producer=own[0], consumer=own[1])
-        replica_policy["replica_policy"] = attrs.evolve(case.replica_policy, topology=topology)
-    plan = kvspec.plan_transfer(*sides, **replica_policy)
+        policy = attrs.evolve(policy, topology=topology)
+    plan = kvspec.plan_transfer(*sides, policy)
     wanted = {
         (edge.producer.tp, edge.consumer.tp, each.global_range, each.remote_range, each.local_range,
          each.stripe, layer, part)
@@ -99,7 +99,7 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
         alone: set[Slice] = set()
         for rank in range(local):
             for each in group.spec.get_tp_transfer_slices(
-                rank, local, remote, role=role, **replica_policy
+                rank, local, remote, role=role, replica_policy=policy
             ):
                 ends = (each.remote_rank, rank), (each.remote_range, each.local_range)
                 ranks, places = ends if role == "consumer" else (ends[0][::-1], ends[1][::-1])

@@ -78,13 +78,11 @@ def test_exact_cover_of_a_grid(replica_policy: str) -> None:
 
 
 def assert_identity(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
     """Hold that a slice is not empty and names the same global units at both ends."""
     for rank in range(consumers):
-        slices = spec.get_tp_transfer_slices(
-            rank, consumers, producers, replica_policy=replica_policy, salt=salt
-        )
+        slices = spec.get_tp_transfer_slices(rank, consumers, producers, replica_policy=policy)
         for layer, part in every_part(spec):
             for each in of(slices, layer, part):
                 ours, theirs = (
@@ -111,19 +109,18 @@ def assert_neighbours(spec: kvspec.LayerSpec, size: int) -> None:
 
 
 def assert_symmetry(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
     """Hold that consumers would pull what producers would push, seen from the other end."""
-    replica_policy = {"replica_policy": replica_policy, "salt": salt}
     pulled, pushed = set(), set()
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(
-            rank, consumers, producers, role="consumer", **replica_policy
+            rank, consumers, producers, role="consumer", replica_policy=policy
         )
         pulled |= {(each.remote_rank, rank, seen_from_consumer(each)) for each in slices}
     for rank in range(producers):
         slices = spec.get_tp_transfer_slices(
-            rank, producers, consumers, role="producer", **replica_policy
+            rank, producers, consumers, role="producer", replica_policy=policy
         )
         pushed |= {(rank, each.remote_rank, seen_from_producer(each)) for each in slices}
     assert pulled == pushed
@@ -181,13 +178,11 @@ def assert_agreement(
 
 
 def assert_fair(
-    spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
+    spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
     """Hold that readers per replica differ by at most one under spread, blocks under stripe."""
     slices = [
-        spec.get_tp_transfer_slices(
-            rank, consumers, producers, replica_policy=replica_policy, salt=salt
-        )
+        spec.get_tp_transfer_slices(rank, consumers, producers, replica_policy=policy)
         for rank in range(consumers)
     ]
     for layer, part in every_part(spec):
@@ -195,12 +190,12 @@ def assert_fair(
         for units in set(hands):
             members = [rank for rank, hand in enumerate(hands) if hand == units]
             load = Counter(dict.fromkeys(members, 0))
-            for block in range(7 if replica_policy == "stripe" else 1):
+            for block in range(7 if policy.name == "stripe" else 1):
                 for each in slices:
                     load.update(
                         {s for u, _, s in read_at(of(each, layer, part), block) if u in units}
                     )
-                if replica_policy == "first":
+                if policy.name == "first":
                     assert {members[0]} == {rank for rank in members if load[rank]}
                 else:
                     assert max(load.values()) - min(load.values()) <= 1
@@ -215,12 +210,13 @@ def test_slices_keep_the_laws(
 ) -> None:
     """Laws 1, 3, 5 and 6, and by sets: all of them hold of every pair that is drawn."""
     drawn = (spec, consumers, producers)
-    assert_cover(*drawn, replica_policy=replica_policy, salt=salt)
-    assert_identity(*drawn, replica_policy, salt)
-    assert_symmetry(*drawn, replica_policy, salt)
+    policy = kvspec.ReplicaPolicy(replica_policy, salt)
+    assert_cover(*drawn, replica_policy=policy)
+    assert_identity(*drawn, policy)
+    assert_symmetry(*drawn, policy)
     assert_neighbours(spec, consumers)
     assert_agreement(*drawn, replica_policy)
-    assert_fair(*drawn, replica_policy, salt)
+    assert_fair(*drawn, policy)
 
 
 @MANY
