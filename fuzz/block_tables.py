@@ -175,7 +175,7 @@ def never_twice(tables: Mapping[str, kvspec.BlockTable]) -> bool:
 @given(strategies.cases(largest=3), st.data())
 def test_refused_or_exact(case: strategies.Case, data: st.DataObject) -> None:
     """Change a right request; whatever is not refused has to arrive."""
-    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy, case.salt)
+    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy)
     producers, consumers = (
         {rank: kvspec.allocate(engine, rank, pool) for rank in engine.parallel.ranks}
         for engine, pool in (

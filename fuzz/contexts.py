@@ -124,7 +124,7 @@ def test_every_token_once(
         producer_blocks={"full": ours},
         consumer_blocks={"full": theirs},
     )
-    plan = kvspec.plan_transfer(producer, consumer, replica_policy, salt)
+    plan = kvspec.plan_transfer(producer, consumer, kvspec.ReplicaPolicy(replica_policy, salt))
     sources, targets = (
         {rank: kvspec.allocate(each, rank, len(table) + 3) for rank in each.parallel.ranks}
         for each, table in ((producer, ours), (consumer, theirs))

@@ -145,17 +145,12 @@ class ReplicaPolicy:
             raise SpecError("topology", None, f"a Topology, for {self.name!r}")
 
     @staticmethod
-    def of(replica_policy: ReplicaPolicyName | ReplicaPolicy, salt: int = 0) -> ReplicaPolicy:
-        """Return the replica policy that a caller means by a policy's name and a salt.
-
-        Or by itself.
-        """
+    def of(replica_policy: ReplicaPolicyName | ReplicaPolicy) -> ReplicaPolicy:
+        """Return a replica policy, which may be described by its name alone."""
         if isinstance(replica_policy, str):
-            return _cached_policy(replica_policy, positive_int("salt", salt, least=0))
+            return _cached_policy(replica_policy)
         if not isinstance(replica_policy, ReplicaPolicy):
-            return ReplicaPolicy(replica_policy, salt)
-        if salt:
-            raise SpecError("salt", salt, "no salt beside a ReplicaPolicy, which has its own")
+            return ReplicaPolicy(replica_policy)
         return replica_policy
 
     def between(self, producer: tuple[RankId, ...], consumer: tuple[RankId, ...]) -> ReplicaChooser:

@@ -206,7 +206,6 @@ def plan_transfer(
     producer: EngineSpec,
     consumer: EngineSpec,
     replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread",
-    salt: int = 0,
     *,
     common_states: bool = False,
 ) -> TransferPlan:
@@ -217,7 +216,6 @@ def plan_transfer(
         consumer: The engine that reads it.
         replica_policy: How to choose among producer ranks with the same content: the name of a
             policy or a `ReplicaPolicy`. Both engines must use the same policy.
-        salt: A number that rotates the choice. It applies to a policy that is given by name.
         common_states: Whether recurrent states may have more rows on one side, because of
             speculative tokens. The rows that both sides have are moved. By default, a different
             number of rows is a mismatch.
@@ -244,7 +242,7 @@ def plan_transfer(
     """
     for field, engine in (("producer", producer), ("consumer", consumer)):
         instance(field, engine, EngineSpec)
-    replica_policy = ReplicaPolicy.of(replica_policy, salt)
+    replica_policy = ReplicaPolicy.of(replica_policy)
     flag("common_states", common_states)
     found = mismatches(producer, consumer)
     if common_states:

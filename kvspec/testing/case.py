@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from kvspec.ownership.replicas import ReplicaPolicy
+
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
     from kvspec.engines.engine import EngineSpec
-    from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName
 
 
 @attrs.frozen(kw_only=True)
@@ -29,7 +30,6 @@ class Case:
     producer_pool: Mapping[str, int]
     consumer_pool: Mapping[str, int]
     request: TransferRequest
-    replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread"
-    salt: int = 0
+    replica_policy: ReplicaPolicy = attrs.field(default="spread", converter=ReplicaPolicy.of)
     common_states: bool = False
     shared: bool = False

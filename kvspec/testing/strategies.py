@@ -81,17 +81,17 @@ def twins(
 def _replica_policies(
     draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
 ) -> dict[str, Any]:
-    """Draw a policy and a salt, or a replica policy that knows the nodes of the ranks."""
+    """Draw a replica policy, which sometimes knows the nodes of the ranks."""
     salt, near = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
     if not near:
-        return {"replica_policy": draw(st.sampled_from(POLICIES)), "salt": salt}
+        return {"replica_policy": ReplicaPolicy(draw(st.sampled_from(POLICIES)), salt)}
     nodes = [
         {rank: draw(st.integers(0, 2)) for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
     topology = Topology(producer=nodes[0], consumer=nodes[1])
     policy = draw(st.sampled_from(tuple(EVERY_POLICY)))
-    return {"replica_policy": ReplicaPolicy(policy, salt, topology), "salt": 0}
+    return {"replica_policy": ReplicaPolicy(policy, salt, topology)}
 
 
 @st.composite

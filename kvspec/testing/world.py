@@ -222,7 +222,6 @@ def plan_of(case: Case) -> TransferPlan:
         case.producer,
         case.consumer,
         replica_policy=case.replica_policy,
-        salt=case.salt,
         common_states=case.common_states,
     )
 

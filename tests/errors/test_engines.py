@@ -131,7 +131,6 @@ def call_with_a_list(name: str) -> object:
         "page": lambda: engine().page_size_bytes(given, RankId()),
         "group": lambda: engine().group(given),
         "of_layer": lambda: TWO.of_layer(given),
-        "salt": lambda: kvspec.plan_transfer(engine(), engine(), salt=given),
         "role": lambda: FULL.get_tp_transfer_slices(0, 1, 1, given),
         "excluded": lambda: group(excluded=[given]),
     }
@@ -219,7 +218,7 @@ REFUSED: list[Any] = [
     *((lambda n=name: call_with_a_list(n), f"{field}=['l']: expected {told}")
       for name, field, told in (
           ("page", "layer", "a str"), ("group", "group", "a str"), ("of_layer", "layer", "a str"),
-          ("salt", "salt", "an int >= 0"), ("role", "role", "'consumer' or 'producer'"),
+          ("role", "role", "'consumer' or 'producer'"),
           ("excluded", "groups['g'].excluded", "layers of the group"))),
     (lambda: kvspec.KVCacheGroup(name="g", layers=np.array("l"), spec=FULL),
      "layers=array('l', dtype='<U1'): expected a sequence of at most 1048576 layer names"),
@@ -260,8 +259,6 @@ REFUSED: list[Any] = [
      "engine='e': expected an EngineSpec"),
     (lambda: kvspec.mismatches("e", engine()),  # type: ignore[arg-type]
      "producer='e': expected an EngineSpec"),
-    *((lambda s=s: kvspec.plan_transfer(engine(tp_size=8), engine(), salt=s),
-       f"salt={s!r}: expected an int >= 0") for s in ("x", 1.5, True)),
     (lambda: kvspec.plan_transfer(engine(), engine(), common_states=1),  # type: ignore[arg-type]
      "common_states=1: expected True or False"),
     (lambda: FULL.get_tp_transfer_slices(0, 4, 2**40),

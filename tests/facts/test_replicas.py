@@ -128,10 +128,6 @@ BAD = [
         "topology.producer=RankId(pp=0, pcp=0, tp=1): expected ranks of the engine",
     ),
     (
-        lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), ReplicaPolicy(), 3),
-        "salt=3: expected no salt beside a ReplicaPolicy, which has its own",
-    ),
-    (
         lambda: kvspec.plan_transfer(*sides(MLA, 2, 1), None),
         "replica_policy=None: expected one of",
     ),

@@ -120,7 +120,8 @@ def test_readers_that_meet_their_replicas_late_are_counted() -> None:
     producer = engine(gqa(1), tp=12, interleave_size=8, context_ranks=(contexts,))
     consumer = engine(gqa(1), tp=6, dcp_size=6, interleave_size=16)
     late = attrs.evolve(
-        case(producer, consumer, request(1, [0], [0])), replica_policy="stripe", salt=1
+        case(producer, consumer, request(1, [0], [0])),
+        replica_policy=kvspec.ReplicaPolicy("stripe", 1),
     )
     LAWS[5].check(KVSPEC, late)
 

@@ -80,7 +80,7 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
     group = next(group for group in case.consumer.groups if len(group.layers) > len(group.excluded))
     plain = kvspec.KVCacheGroup(name="g", layers=group.layers, spec=group.spec)
     sides = [engine(plain, tp=size) for size in tp_sizes]
-    policy = kvspec.ReplicaPolicy.of(case.replica_policy, case.salt)
+    policy = case.replica_policy
     if drawn := policy.topology:
         nodes = zip((drawn.producer, drawn.consumer), sides, strict=True)
         own = [{rank: node[rank] for rank in side.parallel.ranks} for node, side in nodes]

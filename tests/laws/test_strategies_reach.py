@@ -265,10 +265,10 @@ REACHED: dict[str, Callable[[Case], bool]] = {
         c, lambda p: p.name == "conv_b" and p.units // p.granularity < min(sizes(c))
     ),
     "stripes over replicas": lambda c: (
-        c.replica_policy == "stripe" and any_part(c, lambda p: replicated(c.producer, p))
+        c.replica_policy.name == "stripe" and any_part(c, lambda p: replicated(c.producer, p))
     ),
     "stripes over three replicas and blocks": lambda c: (
-        c.replica_policy == "stripe"
+        c.replica_policy.name == "stripe"
         and any(
             sizes(c)[0] >= 3 * part.units // part.granularity
             and len(needed(g, c.request)) > 2 * each
@@ -425,7 +425,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
     ),
     "sharded tokens, stripes and replicas": lambda c: (
         max(contexts(c)) > 1
-        and c.replica_policy == "stripe"
+        and c.replica_policy.name == "stripe"
         and any_part(c, lambda p: p.units * contexts(c)[0] < len(c.producer.parallel.ranks))
     ),
     "sharded tokens and a table that starts late": lambda c: any(
@@ -562,8 +562,7 @@ AXES: dict[str, Callable[[Case], bool]] = {
         c, lambda a, b: not (a.context_sharded and b.context_sharded)
     ),
     "the nearest of several replicas": lambda c: (
-        isinstance(c.replica_policy, kvspec.ReplicaPolicy)
-        and any_part(c, lambda p: replicated(c.producer, p))
+        c.replica_policy.topology is not None and any_part(c, lambda p: replicated(c.producer, p))
     ),
     "the end of a tile in one row": lambda c: "an end" in cuts(c),
     "the last tile's beginning in one row": lambda c: "a beginning in one row" in cuts(c),
@@ -746,10 +745,7 @@ def test_every_kind_layout_and_policy_is_reached() -> None:
     assert {*KINDS, "draft"} == set(groups)
     layouts = {each for case in drawn() for each in letters(case.consumer)}
     assert set(NAMED_LAYOUTS) < layouts
-    names = {
-        c.replica_policy if isinstance(c.replica_policy, str) else c.replica_policy.name
-        for c in drawn()
-    }
+    names = {c.replica_policy.name for c in drawn()}
     assert set(EVERY_POLICY) == names
 
 

@@ -121,6 +121,6 @@ def moves(
     producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, num_tokens: int, **more: Any
 ) -> list[str]:
     """Move a request of *num_tokens* over scattered blocks; return every fault."""
-    options = {k: more.pop(k) for k in ("replica_policy", "salt", "common_states") if k in more}
+    options = {k: more.pop(k) for k in ("replica_policy", "common_states") if k in more}
     tables = blocks_for(producer, num_tokens), blocks_for(consumer, num_tokens, 50)
     return moved(producer, consumer, request(num_tokens, *tables, **more), **options)

@@ -33,6 +33,7 @@ from kvspec.draw.canvas import (
 )
 from kvspec.testing.case import Case
 from kvspec.testing.strategies import cases, common_cases, sharing_cases, spanning_cases
+from kvspec.testing.world import plan_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -444,8 +445,7 @@ def test_whatever_can_be_planned_can_be_drawn(case: Case, one_block: bool) -> No
 
     Of an engine with a null block, that is the last one of them.
     """
-    options = {"salt": case.salt, "common_states": case.common_states}
-    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy, **options)
+    plan = plan_of(case)
     check_picture(plan_svg(plan))
     pairs = list(dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges))
     pools: Any = (case.producer_pool, case.consumer_pool)
@@ -603,7 +603,7 @@ def test_a_block_of_which_nothing_lives_says_so(spec: kvspec.LayerSpec) -> None:
     ("producing", "consuming", "more"),
     [
         ({"tp_size": 4}, {"tp_size": 1}, {"replica_policy": "stripe"}),
-        ({"tp_size": 4}, {"tp_size": 3}, {"replica_policy": "stripe", "salt": 1}),
+        ({"tp_size": 4}, {"tp_size": 3}, {"replica_policy": kvspec.ReplicaPolicy("stripe", 1)}),
         ({"tp_size": 4, "dcp_size": 4}, {"tp_size": 1}, {}),
         ({"tp_size": 1}, {"tp_size": 2, "dcp_size": 2, "interleave_size": 16}, {}),
         (

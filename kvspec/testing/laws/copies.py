@@ -70,7 +70,7 @@ def _hops(case: Case, other: Case) -> tuple[World, World]:
     still = excluded_layers(case.producer) | excluded_layers(case.consumer)
     middle = _excluding(other.consumer, still)
     tables, pool = other.request.consumer_blocks, other.consumer_pool
-    if not isinstance(case.replica_policy, str):  # its nodes are those of other ranks
+    if case.replica_policy.topology is not None:  # its nodes are those of other ranks
         case = attrs.evolve(case, replica_policy="spread")
     first = attrs.evolve(case.request, consumer_blocks=tables)
     second = attrs.evolve(case.request, producer_blocks=tables)

@@ -103,7 +103,7 @@ def symmetry(trial: Trial) -> Iterator[str]:
     if has_replicas(case.producer) or has_replicas(case.consumer):
         return
     back = attrs.evolve(
-        case, producer=case.consumer, consumer=case.producer, replica_policy="spread", salt=0
+        case, producer=case.consumer, consumer=case.producer, replica_policy="spread"
     )
     swapped = {
         attrs.evolve(
@@ -157,9 +157,7 @@ def fair(trial: Trial) -> Iterator[str]:
     if trial.system.moves is None:
         return
     case, arriving = trial.case, _by_target(trial)
-    policy = (
-        case.replica_policy if isinstance(case.replica_policy, str) else case.replica_policy.name
-    )
+    policy = case.replica_policy.name
     for counted in counted_replicas(case.producer, case.consumer):
         where = f"{counted.layers[0]}.{counted.part.name}"
         blocks = range(ROUNDS if policy == "stripe" else 1)
@@ -186,8 +184,6 @@ def fair(trial: Trial) -> Iterator[str]:
 
 def _candidates(case: Case, members: Sequence[RankId], reader: RankId) -> tuple[RankId, ...]:
     """Return the replicas among which the case's policy chooses for one reader."""
-    if isinstance(case.replica_policy, str):
-        return tuple(members[:1] if case.replica_policy == "first" else members)
     nodes, policy = case.replica_policy.topology, case.replica_policy.name
     if policy == "nearest" and nodes is not None:
         near = (rank for rank in members if nodes.producer[rank] == nodes.consumer[reader])
