@@ -198,9 +198,7 @@ class MambaSpec(LayerSpec):
         )
 
     @classmethod
-    def replicated_state(
-        cls, *, state_bytes: int, block_size: int = 1, page_size_padded: int | None = None
-    ) -> MambaSpec:
+    def replicated_state(cls, *, state_bytes: int) -> MambaSpec:
         """Return a state of *state_bytes* opaque bytes that every TP rank holds whole."""
         positive_int("state_bytes", state_bytes)
         parts = (
@@ -213,7 +211,7 @@ class MambaSpec(LayerSpec):
                 tensor="state",
             ),
         )
-        return cls(block_size=block_size, page_size_padded=page_size_padded, state_parts=parts)
+        return cls(state_parts=parts)
 
 
 def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:

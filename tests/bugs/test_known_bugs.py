@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import builders
+import attrs
 import numpy as np
 import pytest
 from builders import request as request_of
@@ -320,7 +321,7 @@ NULLS = tables(
     130,
     [[0, 17], [0, 19], [0, 21], [0, 23], [24, 25]],
     [[16], [17], [18], [19], [20, 21]],
-    *(kvspec.MambaSpec.replicated_state(state_bytes=40, block_size=80) for _ in range(4)),
+    *[attrs.evolve(kvspec.MambaSpec.replicated_state(state_bytes=40), block_size=80)] * 4,
     gqa(2, 80),
 )
 CASES: dict[str, Callable[[], Faults]] = {

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from builders import engine
 
@@ -41,7 +42,8 @@ def state_of(arguments: dict[str, Any]) -> kvspec.MambaSpec:
     """Return the spec of a state with vLLM's *shapes* and *dtypes*."""
     padded = arguments.get("page_size_padded")
     if arguments["shapes"] == [[4]]:
-        return kvspec.MambaSpec.replicated_state(state_bytes=16, page_size_padded=padded)
+        state = kvspec.MambaSpec.replicated_state(state_bytes=16)
+        return attrs.evolve(state, page_size_padded=padded)
     sizes = dict(STATES[str(arguments["shapes"])])
     make = getattr(kvspec.MambaSpec, sizes.pop("kind"))
     conv, ssm = arguments["dtypes"]
