@@ -6,13 +6,12 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import attrs
 
-from kvspec.errors import SpecError
 from kvspec.inputs import instance
 from kvspec.ownership.intervals import shift
 from kvspec.ownership.part import Part
@@ -42,31 +41,6 @@ class TPTransferSlice:
     def __attrs_post_init__(self) -> None:
         if self.stripe is not WHOLE:
             instance("stripe", self.stripe, Stripe)
-
-    def view(self, array: Any, axis: int, side: Literal["local", "remote"] = "local") -> Any:  # noqa: ANN401
-        """Return the view of a rank's cache *array* that this slice means.
-
-        *array*: a numpy array, torch tensor or anything sliced like one, whose *axis* runs over the
-        units (heads) that the rank holds; *side* says whose array it is. No bytes are copied.
-
-        >>> import numpy as np
-        >>> heads = TPTransferSlice(0, ("k", "v"), range(2, 4), range(0, 2), range(2, 4))
-        >>> heads.view(np.zeros((7, 16, 2, 128)), axis=2).shape
-        (7, 16, 2, 128)
-        """
-        if side not in ("local", "remote"):
-            raise SpecError("side", side, "'local' or 'remote'")
-        units = self.local_range if side == "local" else self.remote_range
-        if not isinstance(getattr(array, "shape", None), Sequence):
-            raise SpecError("array", type(array).__name__, "an array or tensor, with a shape")
-        dims = len(array.shape)
-        if isinstance(axis, bool) or not isinstance(axis, int) or not -dims <= axis < dims:
-            raise SpecError("axis", axis, f"an axis of an array with {dims} dimensions")
-        if array.shape[axis] < units.stop:
-            raise SpecError(
-                f"array.shape[{axis}]", array.shape[axis], f"at least {units.stop} units"
-            )
-        return array[(slice(None),) * (axis % dims) + (slice(units.start, units.stop),)]
 
 
 class UnitRange(NamedTuple):
