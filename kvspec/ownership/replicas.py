@@ -105,17 +105,17 @@ class Topology:
         )
         return Topology(producer=next(sides), consumer=next(sides))
 
-    def nodes(self, side: Role, ranks: tuple[RankId, ...]) -> Nodes:
-        """Return the node of each of a *side*'s *ranks*; `SpecError` unless it names just those."""
-        given = self.producer if side == "producer" else self.consumer
-        missing = [str(rank) for rank in ranks if rank not in given]
-        if missing:
-            wanted = f"a node for each rank, {', '.join(missing[:3])} too"
-            raise SpecError(f"topology.{side}", dict(given), wanted)
-        if len(given) > len(ranks):
-            unknown = next(rank for rank in given if rank not in set(ranks))
-            raise SpecError(f"topology.{side}", unknown, "ranks of the engine")
-        return tuple(given[rank] for rank in ranks)
+
+def _nodes(side: Role, node_of: Mapping[RankId, Hashable], ranks: tuple[RankId, ...]) -> Nodes:
+    """Return the node of each of *ranks*, which must be all ranks of *node_of*."""
+    missing = [str(rank) for rank in ranks if rank not in node_of]
+    if missing:
+        wanted = f"a node for each rank, {', '.join(missing[:3])} too"
+        raise SpecError(f"topology.{side}", dict(node_of), wanted)
+    if len(node_of) > len(ranks):
+        unknown = next(rank for rank in node_of if rank not in set(ranks))
+        raise SpecError(f"topology.{side}", unknown, "ranks of the engine")
+    return tuple(node_of[rank] for rank in ranks)
 
 
 def _policy(_: object, _at: attrs.Attribute[str], value: object) -> None:
@@ -158,8 +158,8 @@ class ReplicaPolicy:
         nodes: tuple[Nodes, Nodes] = ((), ())
         if self.topology is not None:
             nodes = (
-                self.topology.nodes("producer", producer),
-                self.topology.nodes("consumer", consumer),
+                _nodes("producer", self.topology.producer, producer),
+                _nodes("consumer", self.topology.consumer, consumer),
             )
         return ReplicaChooser(POLICIES[self.name], self.salt, nodes)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import builders
 import attrs
+import builders
 import numpy as np
 import pytest
 from builders import request as request_of
