@@ -1,13 +1,14 @@
-"""Element types by name, with their sizes in bytes.
+"""Names and sizes of element types.
 
-Law: a dtype is a name. Frameworks' own dtype objects are read by their text, so that neither torch
-nor anything else is imported to learn that an element has two bytes.
+Invariant: inside kvspec a dtype is its name, such as `"bfloat16"`. The dtype objects of torch and
+numpy are converted by their text, so that neither has to be imported to learn a size.
 """
 
 from __future__ import annotations
 
 from kvspec.errors import SpecError
 
+# Bytes of one element of each type, by the name that torch gives to the type.
 ITEMSIZE: dict[str, int] = {
     "float64": 8,
     "int64": 8,
@@ -25,15 +26,25 @@ ITEMSIZE: dict[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element, by dtype name."""
 
+# Other names that stand in the configuration of vLLM and of models. There, "fp8" means E4M3.
 _ALIASES = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn"}
 
 
 def dtype_name(dtype: object, field: str = "dtype") -> str:
-    """Return the canonical name of *dtype*: a name, a ``torch.dtype`` or a numpy dtype.
+    """Return the canonical name of a dtype.
 
-    Raises `SpecError` naming *field* if it is not known.
+    Args:
+        dtype: A name, a `torch.dtype` or a numpy dtype.
+        field: Name of the argument for the error.
+
+    Raises:
+        SpecError: If the dtype is unknown.
+
+    >>> import numpy as np
+    >>> dtype_name("half"), dtype_name(np.dtype("int8"))
+    ('float16', 'int8')
+
     """
     text = str(dtype).removeprefix("torch.")
     name = _ALIASES.get(text, text)
@@ -43,5 +54,9 @@ def dtype_name(dtype: object, field: str = "dtype") -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element of *dtype*, a canonical name."""
+    """Return the bytes of one element of *dtype*, a canonical name.
+
+    >>> itemsize("bfloat16")
+    2
+    """
     return ITEMSIZE[dtype]

@@ -1,7 +1,27 @@
-"""Errors, sorted by whose fault it is.
+"""The errors of the library, one class for each kind of cause.
 
-Law: every error names the value that was refused and what was wanted instead, and is raised before
-anything moves. All of them survive a pickle, since they cross process boundaries.
+Invariant: an error carries its facts as attributes, so that no caller has to read the message.
+Every error can be pickled, because errors cross process boundaries.
+
+How it works:
+    Each class has a different cause, so it needs a different reaction:
+
+    class            cause                                       the caller
+    ---------------  ------------------------------------------  --------------------------
+    `SpecError`      an argument or a description is wrong       repairs its own input
+    `MismatchError`  two valid descriptions do not fit together  changes one of the engines
+    `WireError`      a message of the peer is not valid          disconnects the peer
+    `TransferError`  the transport or the peer failed            does what `state` advises
+
+    `SpecError` is also a `ValueError`, and `KVSpecError` is the base of all four. The first two are
+    raised before any byte moves.
+
+        >>> from kvspec import ParallelConfig
+        >>> try:
+        ...     ParallelConfig(tp_size=0)
+        ... except SpecError as error:
+        ...     print(error.field, error.value, "|", error)
+        tp_size 0 | tp_size=0: expected an int >= 1
 """
 
 from __future__ import annotations
@@ -12,12 +32,18 @@ from typing import Any, Self
 
 import attrs
 
+# A description of an engine can have thousands of characters, which would hide the message.
 MAX_SHOWN = 400
-"""Characters of a value in a message; of a longer one the beginning is shown, and its type."""
 
 
 def shown(value: object) -> str:
-    """Return *value* as a message shows it."""
+    """Return the `repr` of *value*, shortened if it has more than `MAX_SHOWN` characters.
+
+    >>> shown(range(3))
+    'range(0, 3)'
+    >>> shown([0] * 1000)[-16:]
+    ' 0, ... (a list)'
+    """
     text = repr(value)
     if len(text) <= MAX_SHOWN:
         return text
@@ -28,12 +54,19 @@ _KIB = 1024
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count in words, such as ``1 layer`` or ``80 layers``."""
+    """Return a count with its noun, in the plural unless the count is 1.
+
+    >>> counted(1, "layer"), counted(8000, "layer")
+    ('1 layer', '8,000 layers')
+    """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def nbytes(size: float) -> str:
-    """Return a size in bytes or, where it is whole or large, in KiB, MiB, GiB or TiB.
+    """Return a size in the unit that is easiest to read.
+
+    A size below 10 KiB stays in bytes unless it is a whole number of KiB: it is often compared with
+    the product of a few small numbers.
 
     >>> nbytes(1280), nbytes(4096), nbytes(1_234_567)
     ('1,280 B', '4 KiB', '1.2 MiB')
@@ -47,11 +80,11 @@ def nbytes(size: float) -> str:
 
 
 class KVSpecError(Exception):
-    """Any error of this library."""
+    """The base class of all errors of this library."""
 
 
 class SpecError(KVSpecError, ValueError):
-    """The caller's own description is impossible.
+    """An argument, or a field of a description, has a value that is not possible.
 
     Attributes:
         field: Name of the argument or field, such as `block_size` or `regions['layers.0.k'].base`.
@@ -79,10 +112,19 @@ class SpecError(KVSpecError, ValueError):
 
 @attrs.frozen
 class Mismatch:
-    """One field in which two valid sides do not fit: its name, both values and why it matters.
+    """One field whose values on two sides do not fit together.
 
-    *sides* names whose values they are where it is not the producer's and the consumer's: what is
-    held and what is wanted, what is needed and the limit, the plan's and the cache's.
+    Attributes:
+        field: Name of the field, such as `layers.0.dtype`.
+        producer: Value on the first side.
+        consumer: Value on the second side.
+        why: Why the values must fit, as a short clause.
+        sides: Names of the two sides, for comparisons of other things than two engines. For
+            example `("plan", "cache")`.
+
+    >>> print(Mismatch("layers.0.dtype", "float16", "bfloat16", "the bytes mean other numbers"))
+    layers.0.dtype: producer 'float16', consumer 'bfloat16' (the bytes mean other numbers)
+
     """
 
     field: str
@@ -98,11 +140,27 @@ class Mismatch:
 
 
 class MismatchError(KVSpecError):
-    """Two valid sides do not fit together; *mismatches* lists every differing field."""
+    """Two sides are valid, but do not fit together.
+
+    Attributes:
+        mismatches: Every field that differs, not only the first.
+
+    >>> from kvspec import EngineSpec, FullAttentionSpec, KVCacheGroup, plan_transfer
+    >>> def engine(dtype):
+    ...     spec = FullAttentionSpec(
+    ...         block_size=16, total_num_kv_heads=8, head_size=128, dtype=dtype)
+    ...     return EngineSpec(groups=[KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> try:
+    ...     plan_transfer(engine("float16"), engine("bfloat16"))
+    ... except MismatchError as error:
+    ...     print([(m.field, m.producer, m.consumer) for m in error.mismatches])
+    [('l.dtype', 'float16', 'bfloat16')]
+
+    """
 
     def __init__(self, mismatches: Iterable[Mismatch]) -> None:
         self.mismatches = tuple(mismatches)
-        super().__init__("\n".join(str(one) for one in self.mismatches))
+        super().__init__("\n".join(map(str, self.mismatches)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.mismatches,)
@@ -110,6 +168,8 @@ class MismatchError(KVSpecError):
 
 class WireError(KVSpecError):
     """A message of the peer is not valid.
+
+    The message comes from another machine, so its sender has the fault, not the caller.
 
     Attributes:
         path: Place in the message, such as `message.rank.tp`.
@@ -134,7 +194,7 @@ class WireError(KVSpecError):
 def _with_rule(
     kind: type[SpecError | WireError], place: str, value: object, expected: str, rule: str
 ) -> SpecError | WireError:
-    """Make an error anew from a pickle, which passes positional arguments only."""
+    """Create an error from a pickle, which passes positional arguments only."""
     return kind(place, value, expected, rule=rule)
 
 
@@ -142,11 +202,16 @@ def _with_rule(
 class TransferState(enum.StrEnum):
     """The state in which a `TransferError` leaves a transfer.
 
-    A member equals its plain string. `docs/faults.md` prints all members.
+    A member equals its plain string. `docs/faults.md` lists all members.
 
     Attributes:
-        meaning: What is known of the transfer.
-        remedy: What the caller does next.
+        meaning: The facts that are known about the transfer.
+        remedy: The next step of the caller.
+
+    >>> TransferState.TIMEOUT == "timeout"
+    True
+    >>> TransferState.CLOSED.advice
+    'the session, the rank or the list is closed; open a new one'
 
     """
 
@@ -154,7 +219,7 @@ class TransferState(enum.StrEnum):
     remedy: str
 
     def __new__(cls, value: str, meaning: str, remedy: str) -> Self:
-        """Make a member that equals *value*."""
+        """Create a member that equals *value*."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning, member.remedy = meaning, remedy
@@ -162,47 +227,47 @@ class TransferState(enum.StrEnum):
 
     PEER_LOST = (
         "peer_lost",
-        "the peer died or was cut off, or this rank's memory is gone; its blocks are undefined",
+        "the peer is lost, or the memory of this rank is gone, and the blocks are undefined",
         "disconnect the peer and connect anew",
     )
     STALE_PEER = (
         "stale_peer",
-        "the peer is not, or no longer, the one that was connected",
-        "disconnect it and connect with its present metadata",
+        "the peer is not the one that was connected, or was restarted since",
+        "disconnect the peer and connect with its current metadata",
     )
     NOT_REGISTERED = (
         "not_registered",
-        "a row is not inside memory that was registered when metadata was taken",
-        "register the memory, take the metadata again and connect with it",
+        "a row is outside the memory that was registered when the metadata was created",
+        "register the memory, create the metadata again and connect with it",
     )
     TIMEOUT = (
         "timeout",
-        "the time is over; nothing is known of the data",
-        "treat the destination blocks as undefined; try again, or wait longer",
+        "the time limit has passed, and the state of the data is unknown",
+        "treat the destination blocks as undefined, and try again or wait longer",
     )
     BUSY = (
         "busy",
-        "an earlier transfer or load of the same bytes or blocks is not over",
+        "an earlier transfer or load of the same bytes or blocks has not ended",
         "wait(), reap() or close() first",
     )
     STOPPED = (
         "stopped",
-        "one side gave the transfer up; what was in flight is in quarantine until it ends",
-        "use the destination blocks only after that; load the request anew if it is still needed",
+        "one side gave the transfer up, and operations in flight are in quarantine until they end",
+        "reuse the destination blocks only after that, and load the request again if needed",
     )
     GONE = (
         "gone",
-        "the producer no longer holds the request, or is no more; what was read is void",
+        "the producer no longer holds the request or has ended, and the data that was read is void",
         "compute the blocks, or load the request from a producer that holds it",
     )
     DIFFERS = (
         "differs",
-        "what arrived, or was pushed, is not what the consumer asked for",
-        "compute the blocks, or load the request anew; both sides may name different blocks",
+        "the data that arrived or was pushed differs from the data that the consumer requested",
+        "compute the blocks, or load the request again: the sides may have named different blocks",
     )
     UNVERIFIED = (
         "unverified",
-        "the data arrived, but could not be compared with what the producer holds",
+        "the data arrived, but could not be compared with the data of the producer",
         "pass `blocks` to the producer's `ledger.hold`, or load without `digest`",
     )
     CLOSED = (
@@ -212,35 +277,43 @@ class TransferState(enum.StrEnum):
     )
     FORKED = (
         "forked",
-        "agents and sessions do not survive a fork",
-        "start processes with spawn",
+        "an agent or a session does not work in a forked process",
+        "start processes with the method spawn",
     )
     UNAVAILABLE = (
         "unavailable",
-        "NIXL or its backend is missing, or an address cannot be listened on",
-        "install NIXL, repair the backend, or give another address",
+        "NIXL or its backend is missing, or an address cannot be used to listen",
+        "install NIXL, repair the backend, or pass another address",
     )
     INTERRUPTED = (
         "interrupted",
-        "an exception, of a signal perhaps, came between the making of a piece and its posting",
+        "an exception, perhaps from a signal handler, came before a prepared handle was posted",
         "start the transfer again",
     )
     BUG = (
         "bug",
-        "kvspec or its caller passed NIXL something that kvspec should have refused itself",
-        "report it, with the message",
+        "NIXL received an argument that kvspec should have refused before",
+        "report the error with its message",
     )
 
     @property
     def advice(self) -> str:
-        """The meaning and the remedy, as messages show them."""
+        """The meaning and the remedy, as they stand at the end of a message."""
         return f"{self.meaning}; {self.remedy}"
 
 
 class TransferError(KVSpecError):
-    """The transport failed, at *rank*, for *request*, leaving the transfer in *state*.
+    """The transport or the peer failed while a transfer was prepared or ran.
 
-    A plain string that equals a state is converted.
+    Attributes:
+        message: Description of the failure, without the facts below.
+        rank: Rank or peer at which it failed, or None.
+        request: Id of the request that failed, or None.
+        state: State of the transfer. It determines what the caller can do next.
+
+    >>> TransferError("no answer", rank="tp0", request="r1", state=TransferState.TIMEOUT)
+    TransferError('no answer (rank=tp0, request=r1, state=timeout)')
+
     """
 
     def __init__(
@@ -251,16 +324,17 @@ class TransferError(KVSpecError):
         request: object = None,
         state: TransferState,
     ) -> None:
-        known = next((each for each in TransferState if each == state), None)
-        if known is None:
+        # A plain string that equals a state becomes the member, so `state.remedy` always works.
+        known_state = next((member for member in TransferState if member == state), None)
+        if known_state is None:
             raise SpecError("state", state, f"one of {', '.join(TransferState)}")
-        told = {"rank": rank, "request": request, "state": known}
-        where = ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        facts = {"rank": rank, "request": request, "state": known_state}
+        where = ", ".join(f"{name}={value}" for name, value in facts.items() if value is not None)
         super().__init__(f"{message} ({where})" if where else message)
         self.message = message
         self.rank = rank
         self.request = request
-        self.state = known
+        self.state = known_state
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _transfer_error, (self.message, self.rank, self.request, self.state)

@@ -1,7 +1,7 @@
-"""Checks of plain input: what is refused, and in which words.
+"""Checks of arguments and fields that users write by hand.
 
-Law: a check returns the value that it was given, or raises `SpecError` naming field, value and what
-was wanted. A bool is no int.
+Invariant: a check returns the value if it is valid, and raises `SpecError` with the name of the
+field otherwise. A bool is not accepted as an int.
 """
 
 from __future__ import annotations
@@ -17,80 +17,112 @@ T = TypeVar("T")
 K = TypeVar("K")
 V_co = TypeVar("V_co", covariant=True)
 
-
+# Addresses and byte counts are signed 64-bit numbers in numpy.
 MOST = 2**63 - 1
-"""The greatest size: addresses and byte counts are signed 64-bit numbers in numpy."""
 
-
+# More members than any sequence of a description has. Each member is checked, so a longer sequence
+# such as `range(10**20)` would never end.
 MOST_MEMBERS = 2**20
-"""More members than any sequence of a description has: each of them is looked at."""
 
 
 def positive_int(field: str, value: object, *, least: int = 1, most: int = MOST) -> int:
-    """Return *value* if it is an int from *least* to *most* and no bool; else raise `SpecError`."""
+    """Return *value* if it is an int from *least* to *most*.
+
+    Args:
+        field: Name of the argument for the error.
+        value: The value to check.
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Raises:
+        SpecError: If the value is not an int, or out of the bounds. A bool is not an int here.
+
+    >>> positive_int("tp_size", 4)
+    4
+
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(field, value, f"an int >= {least}")
     if value > most:
-        why = "an int that a signed 64-bit number holds, " if most == MOST else ""
-        raise SpecError(field, value, f"{why}at most {most}")
+        reason = "an int that a signed 64-bit number holds, " if most == MOST else ""
+        raise SpecError(field, value, f"{reason}at most {most}")
     return value
 
 
 def instance(field: str, value: object, kind: type[T]) -> T:
-    """Return *value* if it is a *kind*; else raise `SpecError`."""
+    """Return *value* if it is a *kind*. Raise `SpecError` otherwise."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise SpecError(field, value, f"{article} {kind.__name__}")
     return value
 
 
-def sequence(field: str, value: object, wanted: str) -> tuple[Any, ...]:
-    """Return the members of *value* in order; text, mappings and sets are no sequences."""
-    refused = (str, bytes, Mapping, set, frozenset)
-    if isinstance(value, refused) or not isinstance(value, Iterable):
-        raise SpecError(field, value, f"a sequence of {wanted}")
+def sequence(field: str, value: object, members: str) -> tuple[Any, ...]:
+    """Return the members of *value* in order.
+
+    Args:
+        field: Name of the argument for the error.
+        value: Any iterable but text, a mapping or a set. The order of a set is not defined, and a
+            text would silently become its letters.
+        members: Description of the members for the error, such as "layer names".
+
+    Raises:
+        SpecError: If the value is of another kind, or has more than `MOST_MEMBERS` members.
+
+    >>> sequence("layers", ["l.0", "l.1"], "layer names")
+    ('l.0', 'l.1')
+
+    """
+    unordered_or_text = (str, bytes, Mapping, set, frozenset)
+    if isinstance(value, unordered_or_text) or not isinstance(value, Iterable):
+        raise SpecError(field, value, f"a sequence of {members}")
     try:
         if isinstance(value, Sized) and len(value) > MOST_MEMBERS:
-            raise SpecError(field, value, f"at most {MOST_MEMBERS} {wanted}")
+            raise SpecError(field, value, f"at most {MOST_MEMBERS} {members}")
         return tuple(value)
-    except (TypeError, OverflowError) as error:  # an array of no dimension; a range without a len
-        raise SpecError(field, value, f"a sequence of at most {MOST_MEMBERS} {wanted}") from error
+    # A numpy array without dimensions raises TypeError, `len(range(10**20))` raises OverflowError.
+    except (TypeError, OverflowError) as error:
+        raise SpecError(field, value, f"a sequence of at most {MOST_MEMBERS} {members}") from error
 
 
-def texts(field: str, value: object, wanted: str) -> tuple[str, ...]:
-    """Return the members of *value*, a sequence or a set of texts; else raise `SpecError`."""
-    members = sequence(field, tuple(value) if isinstance(value, AbstractSet) else value, wanted)
-    for member in members:
-        if not isinstance(member, str):
-            raise SpecError(field, member, f"a sequence or a set of {wanted}")
-    return members
+def texts(field: str, value: object, members: str) -> tuple[str, ...]:
+    """Return the members of *value*, which must be a sequence or a set of `str`."""
+    items = sequence(field, tuple(value) if isinstance(value, AbstractSet) else value, members)
+    for item in items:
+        if not isinstance(item, str):
+            raise SpecError(field, item, f"a sequence or a set of {members}")
+    return items
 
 
-def mapping(field: str, value: object, wanted: str) -> Mapping[Any, Any]:
-    """Return *value* if it is a mapping; else raise `SpecError`."""
+def mapping(field: str, value: object, entries: str) -> Mapping[Any, Any]:
+    """Return *value* if it is a mapping. *entries* completes the error "a mapping from ..."."""
     if not isinstance(value, Mapping):
-        raise SpecError(field, value, f"a mapping from {wanted}")
+        raise SpecError(field, value, f"a mapping from {entries}")
     return value
 
 
 def flag(field: str, value: object) -> bool:
-    """Return *value* if it is a bool; else raise `SpecError`."""
+    """Return *value* if it is a bool. Raise `SpecError` otherwise."""
     if not isinstance(value, bool):
         raise SpecError(field, value, "True or False")
     return value
 
 
 def seconds(field: str, value: object) -> float:
-    """Return *value* if it is a finite number of seconds, at least 0; else raise `SpecError`."""
+    """Return *value* as a float if it is a finite number of seconds and not negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SpecError(field, value, "seconds, a number")
-    if not 0 <= value <= sys.float_info.max:  # neither for nan
+    # Each comparison with nan is false, so this refuses nan too.
+    if not 0 <= value <= sys.float_info.max:
         raise SpecError(field, value, "finite seconds >= 0")
     return float(value)
 
 
 class Frozen(Mapping[K, V_co], Generic[K, V_co]):
-    """A mapping that is a copy of what it was given, and never changes: it hashes and pickles.
+    """An immutable copy of a mapping, which can be hashed and pickled.
+
+    Descriptions of engines are hashed and sent to other processes. A `dict` cannot be hashed, and a
+    `types.MappingProxyType` cannot be pickled.
 
     >>> Frozen({"k": 1, "v": 2}) == {"v": 2, "k": 1}
     True

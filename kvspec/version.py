@@ -1,6 +1,6 @@
 """The version of the library.
 
-It has a module of its own because `kvspec.protocol` sends it and must not import `kvspec`.
+`kvspec.protocol` sends the version, and importing `kvspec` there would be a circular import.
 """
 
 __version__ = "0.1.0"
