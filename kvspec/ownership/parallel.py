@@ -1,7 +1,24 @@
-"""Ranks as coordinates, and an engine's parallel sizes.
+"""Ranks and the parallel sizes of an engine.
 
-Law: a rank is named by its coordinates and never by a linear number; what it owns follows from the
-sizes and shardings given here alone.
+Invariant: a rank is identified by its coordinates, never by one linear number, because engines
+number their ranks in different orders. The units, tokens and layers of a rank follow from its
+`ParallelConfig` alone.
+
+How it works:
+    Three axes divide a cache, and each rank has a place on all of them:
+
+    axis                     divides        sizes
+    -----------------------  -------------  ----------------------------
+    pipeline parallelism     layers         `pp_size`
+    tensor parallelism       units (heads)  `tp_size`
+    context parallelism      tokens         `pcp_size`, `dcp_size`
+
+    Decode context parallelism (DCP) uses the ranks of TP again. With TP 4 and DCP 2, ranks 0 and 2
+    hold the even turns of tokens, and ranks 1 and 3 the odd turns:
+
+        >>> sizes = ParallelConfig(tp_size=4, dcp_size=2, interleave_size=16)
+        >>> [sizes.context(rank).rank for rank in sizes.ranks]
+        [0, 1, 0, 1]
 """
 
 from __future__ import annotations
@@ -26,7 +43,17 @@ from kvspec.ownership.tokens import BlockCyclic
 
 @attrs.frozen(order=True)
 class RankId:
-    """One rank of an engine, as named coordinates: pipeline stage, prefill-context and TP rank."""
+    """One rank of an engine, identified by its coordinates.
+
+    Attributes:
+        pp: Pipeline stage.
+        pcp: Prefill context rank (vLLM: `get_pcp_group().rank_in_group`).
+        tp: Tensor-parallel rank.
+
+    >>> print(RankId(tp=3), RankId(pp=1, tp=3))
+    tp3 pp1.tp3
+
+    """
 
     pp: int = 0
     pcp: int = 0
@@ -37,16 +64,17 @@ class RankId:
         return f"{pp}pcp{self.pcp}.tp{self.tp}" if self.pcp else f"{pp}tp{self.tp}"
 
 
+# The layers of a pipeline stage: a range of layer numbers, or the names of the layers.
 Stage = range | tuple[str, ...]
 
 
 def _stages(value: Iterable[Stage] | None) -> tuple[Stage, ...] | None:
     if value is None:
         return None
-    wanted = "stages, each a range of layer numbers or layer names"
-    stages = sequence("stages", value, wanted)
+    stages = sequence("stages", value, "stages, each a range of layer numbers or layer names")
     return tuple(
-        x if isinstance(x, range) else sequence("stages", x, "layer names") for x in stages
+        stage if isinstance(stage, range) else sequence("stages", stage, "layer names")
+        for stage in stages
     )
 
 
@@ -63,22 +91,40 @@ def _explicit_shardings(value: object) -> Mapping[int, Ranges]:
     return explicit_shardings(value, "units")
 
 
+# More ranks than any engine has. `ParallelConfig.ranks` lists each of them, so a larger number
+# could exhaust the memory.
 MAX_RANKS = 2**16
-"""More ranks than any engine has: every one of them is listed."""
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class ParallelConfig:
     """The parallel sizes of one engine.
 
-    *interleave_size*: tokens stored on one context rank before the next. *shardings*: explicit
-    shardings, from a part's number of units to one range of units for each TP rank; every part with
-    that many units is handed out so, unless its group shards it otherwise. A range is a whole
-    number of the part's `granularity`. *stages*: what
-    each pipeline stage holds, as a range of layer numbers (the first number in a layer's name) or
-    as layer names; unless given, layer numbers are handed out contiguously and evenly.
-    *context_ranks*: for each PCP rank, the context rank of each TP rank; unless given,
-    ``pcp_rank * dcp_size + tp_rank % dcp_size``. All zero is PCP that replicates.
+    Attributes:
+        tp_size: Tensor-parallel ranks (vLLM: `tensor_parallel_size`).
+        pp_size: Pipeline stages (vLLM: `pipeline_parallel_size`).
+        dcp_size: Decode context ranks (vLLM: `decode_context_parallel_size`). They are TP ranks, so
+            they do not add to the number of ranks.
+        pcp_size: Prefill context ranks (vLLM: `prefill_context_parallel_size`).
+        interleave_size: Tokens that one context rank stores before the next rank (vLLM:
+            `cp_kv_cache_interleave_size`).
+        shardings: Explicit shardings. A key is the number of units of a part. Its value is one
+            range of units for each TP rank. It holds for every part with that many units, unless
+            the group of the part has its own sharding. Each range is a whole multiple of the
+            `granularity` of the part. By default, `even_sharding`.
+        stages: Layers of each pipeline stage, as a range of layer numbers or as layer names. The
+            number of a layer is the first number in its name. By default, the layer numbers are
+            divided contiguously and evenly.
+        context_ranks: For each PCP rank, the context rank of each TP rank. By default, it is
+            `pcp_rank * dcp_size + tp_rank % dcp_size`, as in vLLM. If all are zero, every PCP rank
+            holds all tokens.
+
+    >>> sizes = ParallelConfig(tp_size=2, pp_size=2)
+    >>> [str(rank) for rank in sizes.ranks]
+    ['tp0', 'tp1', 'pp1.tp0', 'pp1.tp1']
+    >>> ParallelConfig(tp_size=2, shardings={3: [range(0, 2), range(2, 3)]}).sharding(3).ranges
+    (range(0, 2), range(2, 3))
+
     """
 
     tp_size: int = 1
@@ -91,6 +137,8 @@ class ParallelConfig:
     context_ranks: tuple[tuple[int, ...], ...] | None = attrs.field(
         default=None, converter=_context_ranks
     )
+    # The explicit shardings after their check, by number of units. It follows from `shardings`, so
+    # it takes no part in comparisons.
     _checked_shardings: dict[int, Sharding] = attrs.field(
         init=False, factory=dict, repr=False, eq=False, hash=False
     )
@@ -107,25 +155,27 @@ class ParallelConfig:
             self._checked_shardings[units] = explicit_sharding(field, units, ranges, self.tp_size)
         if self.stages is not None and len(self.stages) != self.pp_size:
             raise SpecError("stages", self.stages, f"one for each of the {self.pp_size} stages")
-        if self.context_ranks is None:
-            if self.tp_size % self.dcp_size:
-                wanted = f"a divisor of tp_size={self.tp_size}, or explicit context_ranks"
-                raise SpecError("dcp_size", self.dcp_size, wanted)
-            return
-        rows = self.context_ranks
+        if self.context_ranks is not None:
+            self._check_context_ranks(self.context_ranks)
+        elif self.tp_size % self.dcp_size:
+            requirement = f"a divisor of tp_size={self.tp_size}, or explicit context_ranks"
+            raise SpecError("dcp_size", self.dcp_size, requirement)
+
+    def _check_context_ranks(self, rows: tuple[tuple[int, ...], ...]) -> None:
         if len(rows) != self.pcp_size or any(len(row) != self.tp_size for row in rows):
-            wanted = f"{self.pcp_size} rows (PCP) of {self.tp_size} context ranks (TP)"
-            raise SpecError("context_ranks", rows, wanted)
-        found = {positive_int("context_ranks", each, least=0) for row in rows for each in row}
-        if found != set(range(len(found))):
+            requirement = f"{self.pcp_size} rows (PCP) of {self.tp_size} context ranks (TP)"
+            raise SpecError("context_ranks", rows, requirement)
+        numbers = {positive_int("context_ranks", number, least=0) for row in rows for number in row}
+        # A number that no rank has would be an owner of tokens that are stored nowhere.
+        if numbers != set(range(len(numbers))):
             raise SpecError("context_ranks", rows, "context ranks 0, 1, ... without a gap")
-        if len(found) % self.dcp_size:
-            wanted = f"a multiple of dcp_size={self.dcp_size} different ones"
-            raise SpecError("context_ranks", rows, wanted)
+        if len(numbers) % self.dcp_size:
+            requirement = f"a multiple of dcp_size={self.dcp_size} different context ranks"
+            raise SpecError("context_ranks", rows, requirement)
 
     @cached_property
     def ranks(self) -> tuple[RankId, ...]:
-        """Every rank of the engine, ascending."""
+        """All ranks of the engine, in ascending order."""
         return tuple(
             RankId(pp, pcp, tp)
             for pp in range(self.pp_size)
@@ -134,26 +184,30 @@ class ParallelConfig:
         )
 
     def check_rank(self, rank: RankId, field: str = "rank") -> RankId:
-        """Return *rank* if this engine has it; else raise `SpecError` naming *field*."""
+        """Return *rank* if this engine has it. Raise `SpecError` with *field* otherwise."""
         sizes = (self.pp_size, self.pcp_size, self.tp_size)
         instance(field, rank, RankId)
-        for name, at in zip(("pp", "pcp", "tp"), (rank.pp, rank.pcp, rank.tp), strict=True):
-            if isinstance(at, bool) or not isinstance(at, int):
-                raise SpecError(f"{field}.{name}", at, "an int")
-        if not all(0 <= at < size for at, size in zip(attrs.astuple(rank), sizes, strict=True)):
-            wanted = f"pp < {self.pp_size}, pcp < {self.pcp_size}, tp < {self.tp_size}"
-            raise SpecError(field, rank, f"{wanted}, none negative")
+        for name, place in zip(("pp", "pcp", "tp"), (rank.pp, rank.pcp, rank.tp), strict=True):
+            if isinstance(place, bool) or not isinstance(place, int):
+                raise SpecError(f"{field}.{name}", place, "an int")
+        places = zip(attrs.astuple(rank), sizes, strict=True)
+        if not all(0 <= place < size for place, size in places):
+            bounds = f"pp < {self.pp_size}, pcp < {self.pcp_size}, tp < {self.tp_size}"
+            raise SpecError(field, rank, f"{bounds}, none negative")
         return rank
 
     @property
     def context_size(self) -> int:
-        """How many context ranks share the tokens."""
+        """Number of context ranks that divide the tokens (vLLM: `total_cp_world_size`)."""
         if self.context_ranks is None:
             return self.pcp_size * self.dcp_size
-        return 1 + max(each for row in self.context_ranks for each in row)
+        return 1 + max(number for row in self.context_ranks for number in row)
 
     def context(self, rank: RankId) -> BlockCyclic:
-        """Return which token positions *rank* owns, in groups whose rows are tokens."""
+        """Return the token positions that *rank* owns.
+
+        A recurrent state has no token positions. `EngineSpec.context` takes that into account.
+        """
         if self.context_size == 1:
             return BlockCyclic()
         if self.context_ranks is None:
@@ -163,9 +217,15 @@ class ParallelConfig:
         return BlockCyclic(at, self.context_size, self.interleave_size)
 
     def sharding(self, units: int, granularity: int = 1) -> Sharding:
-        """Return the sharding of a part with *units* units.
+        """Return the sharding of a part that has *units* units.
 
-        Handed out in multiples of *granularity*.
+        Args:
+            units: Number of units of the part.
+            granularity: Units that stay together on one rank.
+
+        Returns:
+            The explicit sharding for that many units, or the even one.
+
         """
         explicit = self._checked_shardings.get(units)
         if explicit is None:

@@ -1,7 +1,28 @@
-"""The waist: one named array of a block.
+"""Parts: the common form to which every kind of layer is reduced.
 
-Law: every kind of layer becomes parts, and nothing that comes after knows more of a kind than they
-say.
+Invariant: plans, tables and checks see parts only. None of them knows whether a part belongs to an
+attention layer, a latent cache or a recurrent state.
+
+How it works:
+    A block of a layer is a few named arrays. Each array is a part: units x states x content bytes.
+    For example, Llama 3 8B with blocks of 16 tokens has 8 KV heads of 128 elements in bfloat16:
+
+        part    units (heads)    states (tokens)    content bytes
+        k       8                16                 256
+        v       8                16                 256
+
+    One rank of TP 2 owns 4 units, so its page has 2 x 4 x 16 x 256 = 32,768 bytes:
+
+        >>> from kvspec import FullAttentionSpec
+        >>> spec = FullAttentionSpec(
+        ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+        >>> [(part.name, part.units, part.states, part.content_bytes) for part in spec.parts]
+        [('k', 8, 16, 256), ('v', 8, 16, 256)]
+        >>> spec.page_size_bytes(tp_rank=0, tp_size=2)
+        32768
+
+    A latent cache (MLA) is one part with one unit, so every rank holds all of it. A recurrent
+    state is several parts: the channels of its convolution, and its SSM heads.
 """
 
 from __future__ import annotations
@@ -21,17 +42,26 @@ def _dtype(value: object) -> str | None:
 class Part:
     """One named array of a block: units x states x content bytes.
 
-    *units*: what TP can divide among its ranks (KV heads, SSM heads, conv channels; 1 =
-    never split). *states*: rows of one block. *content_bytes*: bytes of one (unit, state),
-    contiguous in every layout. *granularity*: units are sharded in whole multiples of this.
-    *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
-    *dtype*: the type of the content's elements, or None where it is opaque bytes.
-    *tensor*: a page holds its tensors one after the other, each as the layout says; parts of one
-    tensor lie side by side in it: where rows are tokens, packed in the content (k and v) unless the
-    layout has planes; in a state, one part's units after the other's (the channels of a conv
-    state). *whole*: what one rank holds of the part cannot be cut between units (packed formats
-    whose scales span heads). *chunks*: equal chunks in which the content lies in memory; a block
-    has the first chunk of all its rows, then the second.
+    Attributes:
+        name: Name of the part, such as "k" or "conv_x".
+        units: Number of units in the whole model. TP divides the units among ranks. Units are KV
+            heads, SSM heads or conv channels. A part with 1 unit is never divided.
+        states: Rows of one block: for attention, the tokens of a block (vLLM: `block_size`).
+        content_bytes: Bytes of one unit of one row. They are contiguous in every layout.
+        granularity: TP gives whole multiples of this many units to a rank. It is the channels of
+            one head in a conv state.
+        tokens_per_state: Tokens that one row describes. It is 0 for a recurrent state, whose rows
+            are not tokens.
+        dtype: Type of the elements, or None if the content is opaque bytes.
+        tensor: Name of the tensor that contains the part. A page holds its tensors one after the
+            other. Parts of one tensor lie side by side. If rows are tokens, their contents are
+            packed together (k, then v) unless the layout has the letter K. In a recurrent state,
+            the units of one part follow those of the other.
+        whole: Whether the share of one rank can only move as a whole. Some packed formats have
+            scales that span all heads of a rank.
+        chunks: Number of equal chunks into which the content is cut in memory. A block contains
+            the first chunk of all its rows, then the second chunk of all rows, and so on.
+
     """
 
     name: str
@@ -58,13 +88,13 @@ class Part:
         flag(f"{self.name}.whole", self.whole)
         size = 1 if self.dtype is None else itemsize(self.dtype)
         if self.content_bytes % size:
-            wanted = f"whole elements of {self.dtype}, {size} bytes each"
-            raise SpecError(f"{self.name}.content_bytes", self.content_bytes, wanted)
+            requirement = f"whole elements of {self.dtype}, {size} bytes each"
+            raise SpecError(f"{self.name}.content_bytes", self.content_bytes, requirement)
         if self.content_bytes % self.chunks:
-            wanted = f"a divisor of content_bytes={self.content_bytes}"
-            raise SpecError(f"{self.name}.chunks", self.chunks, wanted)
+            requirement = f"a divisor of content_bytes={self.content_bytes}"
+            raise SpecError(f"{self.name}.chunks", self.chunks, requirement)
 
     @property
     def per_token(self) -> bool:
-        """Whether its rows stand for tokens; else a block holds one recurrent state."""
+        """Whether the rows are tokens. Otherwise, a block holds one recurrent state."""
         return self.tokens_per_state > 0

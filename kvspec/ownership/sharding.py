@@ -1,7 +1,19 @@
-"""The sharding of a part's units to the TP ranks.
+"""Shardings: the units of a part that each TP rank owns.
 
-Law: ownership is input. The default sharding is contiguous and balanced and equals every engine's
-where the units divide; an engine that shards unevenly says so, and the algebra takes it as given.
+Invariant: a sharding is an input. The default is contiguous and balanced. Every known engine shards
+so if the number of ranks divides the units, or the units divide the ranks. An engine with another
+sharding passes it explicitly.
+
+How it works:
+    A rank owns one range of units. Two ranks own the same range or disjoint ranges. Ranks of the
+    same range are replicas, as with 2 KV heads on 4 ranks:
+
+        rank     0         1         2         3
+        units    0         0         1         1
+
+        >>> heads = even_sharding(units=2, tp_size=4)
+        >>> heads.owned, heads.holders
+        ((range(0, 1), range(1, 2)), ((0, 1), (2, 3)))
 """
 
 from __future__ import annotations
@@ -20,11 +32,19 @@ from kvspec.ownership.intervals import EMPTY, cover_fault, plain_range
 
 @attrs.frozen(eq=False)
 class Sharding:
-    """The units that each TP rank owns of one part.
+    """The units of one part that each TP rank owns.
 
-    *ranges* holds one range of global units for each rank; two ranks own the same range (they are
-    replicas) or disjoint ones. *owned* are the distinct ranges in ascending order, *holders* the
-    ranks of each, ascending.
+    Attributes:
+        units: Number of units in the whole model.
+        ranges: One range of global units for each rank. Two ranges are equal or disjoint. The range
+            of a rank that owns no unit is empty.
+        owned: The distinct ranges that are not empty, in ascending order.
+        holders: For each range of *owned*, its ranks in ascending order.
+
+    >>> sharding = Sharding(4, (range(0, 2), range(0, 2), range(2, 4)))
+    >>> sharding.ranks_of(range(1, 3))
+    (0, 1, 2)
+
     """
 
     units: int
@@ -35,6 +55,7 @@ class Sharding:
     _stops: tuple[int, ...] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        # The ranges are disjoint and sorted, so a bisection over their ends finds an intersection.
         ranks: dict[range, list[int]] = {}
         for rank, own in enumerate(self.ranges):
             if own:
@@ -46,13 +67,13 @@ class Sharding:
         object.__setattr__(self, "_stops", tuple(own.stop for own in owned))
 
     def classes(self, units: range) -> range:
-        """Return the indices into `owned` of the ranges that meet *units*."""
+        """Return the indices into `owned` of the ranges that intersect *units*."""
         if not units:
             return EMPTY
         return range(bisect_right(self._stops, units.start), bisect_left(self._starts, units.stop))
 
     def ranks_of(self, units: range) -> tuple[int, ...]:
-        """Return, ascending, the ranks that own any of *units*."""
+        """Return the ranks that own any of *units*, in ascending order."""
         classes = self.classes(units)
         if len(classes) == 1:
             return self.holders[classes.start]
@@ -61,15 +82,29 @@ class Sharding:
 
 @lru_cache(maxsize=65536, typed=True)
 def even_sharding(units: int, tp_size: int, granularity: int = 1) -> Sharding:
-    """Return the contiguous, balanced sharding of *units* over *tp_size* ranks.
+    """Return the contiguous and balanced sharding of *units* over *tp_size* ranks.
 
-    With U = units / granularity packs, rank r of T owns packs [r U // T, (r + 1) U // T) where U >=
-    T and otherwise the one pack r U // T, so that neighbouring ranks are replicas.
+    A pack is *granularity* units, and there are U packs for T ranks. If U >= T, rank r owns packs
+    `r * U // T` to `(r + 1) * U // T`. Otherwise it owns the one pack `r * U // T`, so neighbouring
+    ranks are replicas. If one of U and T divides the other, this is vLLM's rule:
+    `get_num_kv_heads` returns `max(1, U // T)`, and `QKVParallelLinear` loads head `r // (T // U)`.
+
+    Args:
+        units: Number of units, such as KV heads.
+        tp_size: Number of ranks.
+        granularity: Units that stay together.
+
+    Returns:
+        The sharding.
+
+    Raises:
+        SpecError: If a number is not a positive int, or *granularity* does not divide *units*.
 
     >>> even_sharding(8, 3).ranges
     (range(0, 2), range(2, 5), range(5, 8))
     >>> even_sharding(2, 4).ranges
     (range(0, 1), range(0, 1), range(1, 2), range(1, 2))
+
     """
     for field, size in (("units", units), ("tp_size", tp_size), ("granularity", granularity)):
         positive_int(field, size)
@@ -84,16 +119,21 @@ def even_sharding(units: int, tp_size: int, granularity: int = 1) -> Sharding:
     return Sharding(units, tuple(ranges))
 
 
+# An explicit sharding: one range of units for each TP rank, in the order of ranks.
 Ranges = tuple[range, ...]
-"""An explicit sharding: one range of units for each TP rank, in order."""
 
 
-def explicit_shardings(given: object, wanted: str) -> Frozen[Any, Ranges]:
-    """Return a copy of explicit shardings, by whatever names them.
+def explicit_shardings(value: object, keys: str) -> Frozen[Any, Ranges]:
+    """Return an immutable copy of a mapping to explicit shardings.
 
-    `explicit_sharding` checks each.
+    The ranges are checked later by `explicit_sharding`, when the number of units is known.
+
+    Args:
+        value: The mapping from the user.
+        keys: Description of its keys for the error, such as "part names".
+
     """
-    shardings = mapping("shardings", given, f"{wanted} to one range for each TP rank")
+    shardings = mapping("shardings", value, f"{keys} to one range for each TP rank")
     return Frozen(
         {
             key: tuple(ranges) if isinstance(ranges, Iterable) else ranges
@@ -103,25 +143,34 @@ def explicit_shardings(given: object, wanted: str) -> Frozen[Any, Ranges]:
 
 
 def explicit_sharding(field: str, units: int, ranges: object, tp_size: int) -> Sharding:
-    """Return the sharding of *units* by *ranges*.
+    """Return the sharding of *units* that gives *ranges* to the ranks.
 
-    `SpecError` unless they are one a rank, and cover.
+    Args:
+        field: Name of the argument for the error.
+        units: Number of units in the whole model.
+        ranges: One range for each rank.
+        tp_size: Number of ranks.
+
+    Raises:
+        SpecError: If there is not one range for each rank, or the distinct ranges overlap, or they
+            leave out a unit.
+
+    >>> explicit_sharding("shardings[3]", 3, (range(0, 2), range(2, 3)), 2).holders
+    ((0,), (1,))
+
     """
     if not isinstance(ranges, tuple) or len(ranges) != tp_size:
         raise SpecError(field, ranges, f"one range for each of the {tp_size} TP ranks")
-    sharding = Sharding(units, tuple(plain_range(field, one) for one in ranges))
+    sharding = Sharding(units, tuple(plain_range(field, own) for own in ranges))
     fault = cover_fault(sharding.owned, range(units))
     if fault is not None:
-        wanted = f"equal or disjoint ranges that cover 0..{units}"
-        raise SpecError(field, ranges, f"{wanted}; units {fault.where} are {fault.kind}")
+        rule = f"ranges must be equal or disjoint and cover range(0, {units})"
+        raise SpecError(field, ranges, rule=f"{rule}, but units {fault.where} are {fault.kind}")
     return sharding
 
 
 def check_whole(field: str, sharding: Sharding, granularity: int) -> Sharding:
-    """Return *sharding* if its ranges are whole multiples of *granularity*.
-
-    Else raise `SpecError`.
-    """
+    """Return *sharding* if each range starts and stops at a multiple of *granularity*."""
     for own in sharding.owned:
         if own.start % granularity or own.stop % granularity:
             raise SpecError(field, own, f"multiples of granularity={granularity}")

@@ -1,7 +1,27 @@
-"""The overlap of two shardings.
+"""Slices: the units that two ranks exchange.
 
-Law: a slice is the intersection of what two ranks own; it names the same global units at both
-ends.
+Invariant: a slice is the intersection of the units that two ranks own. It contains the same global
+units on both sides. The slices of a consumer rank cover the units of that rank exactly once.
+
+How it works:
+    Each rank numbers its own units from 0, so a slice has three ranges of equal length. With 8
+    heads, consumer rank 1 of TP 3 owns heads 2 to 4, and the producer has TP 2:
+
+        remote rank    global heads    local places    remote places
+        0              2, 3            0, 1            2, 3
+        1              4               2               0
+
+        >>> from kvspec import FullAttentionSpec
+        >>> spec = FullAttentionSpec(
+        ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+        >>> for s in spec.get_tp_transfer_slices(1, 3, 2):
+        ...     print(s.remote_rank, s.global_range, s.local_range, s.remote_range)
+        0 range(2, 4) range(0, 2) range(2, 4)
+        1 range(4, 5) range(2, 3) range(0, 1)
+
+    The consumer decides from which replica it reads. A producer rank computes the decisions of all
+    its consumers, and keeps those that chose it. So both sides obtain the same slices without a
+    message.
 """
 
 from __future__ import annotations
@@ -22,12 +42,19 @@ from kvspec.ownership.stripes import WHOLE, Stripe
 
 @attrs.frozen
 class TPTransferSlice:
-    """The units that one pair of ranks exchanges.
+    """The units of some parts that a local rank exchanges with one remote rank.
 
-    Ranges are in units of *parts*: *global_range* of the model's, *local_range* of what the asking
-    rank holds, *remote_range* of what *remote_rank* holds; all three have one length. *layers* are
-    those of which they move; a spec, which knows no layers by name, leaves them out. *stripe*:
-    which virtual blocks of a request move over this pair.
+    The three ranges have equal length. vLLM derives the same places from `tp_ratio`.
+
+    Attributes:
+        remote_rank: TP rank of the remote side.
+        parts: Names of the parts.
+        global_range: The units, as numbered in the whole model.
+        local_range: The same units, as places among the units that the local rank owns.
+        remote_range: The same units, as places among the units that the remote rank owns.
+        layers: Names of the layers. It is empty if the slice holds for each layer of a spec.
+        stripe: Virtual blocks of a request that move between the two ranks.
+
     """
 
     remote_rank: int
@@ -44,9 +71,15 @@ class TPTransferSlice:
 
 
 class UnitRange(NamedTuple):
-    """Global units [start, stop) that a consumer rank reads from *producer*.
+    """Global units from *start* to *stop* that a consumer rank reads from *producer*.
 
-    *replicas*: the producer ranks among which this one was chosen.
+    Attributes:
+        producer: The producer rank that was chosen.
+        start: First unit.
+        stop: First unit after the range.
+        stripe: Virtual blocks that move from this producer rank.
+        replicas: Producer ranks among which *producer* was chosen.
+
     """
 
     producer: int
@@ -66,12 +99,16 @@ def _replica_class(
 def consumer_unit_ranges(
     consumer: Sharding, producer: Sharding, rank: int, chooser: ReplicaChooser
 ) -> list[UnitRange]:
-    """Return what consumer *rank* reads, ascending in units; together, exactly what it owns."""
+    """Return the ranges that consumer *rank* reads, in ascending order of units.
+
+    Together, the ranges are exactly the units that the rank owns.
+    """
     own = consumer.ranges[rank]
     unit_ranges = []
     for index in producer.classes(own):
         units, replicas = producer.owned[index], producer.holders[index]
         start, stop = max(own.start, units.start), min(own.stop, units.stop)
+        # Every policy chooses the only replica. Most models take this branch, so it must be fast.
         if len(replicas) == 1:
             unit_ranges.append(UnitRange(replicas[0], start, stop, WHOLE, replicas))
             continue
@@ -93,9 +130,21 @@ def transfer_slices(
     chooser: ReplicaChooser,
     layers: tuple[str, ...] = (),
 ) -> tuple[TPTransferSlice, ...]:
-    """Return the slices of *parts* that local rank *local_rank* exchanges with every remote rank.
+    """Return the slices of *parts* that one local rank exchanges with all remote ranks.
 
-    Parts of as many units, sharded in equal multiples, share their slices.
+    Args:
+        parts: Parts of one layer, or of layers that have equal parts.
+        role: Role of the local side.
+        local_rank: TP rank on the local side.
+        local_sharding: Function that returns the sharding of a part on the local side.
+        remote_sharding: Function that returns the sharding of a part on the remote side.
+        chooser: Chooser between the producer's and the consumer's ranks.
+        layers: Names of the layers to write into the slices.
+
+    Returns:
+        One slice for each remote rank and range. Parts with equal units and granularity have
+        common slices.
+
     """
     slices = []
     for same, names in _same_sharding(parts):
@@ -111,7 +160,7 @@ def transfer_slices(
 
 @lru_cache(maxsize=4096)
 def _same_sharding(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
-    """Return the first of the parts that are sharded alike, and the names of all of them."""
+    """Group parts that are sharded in the same way. Return one part and all names of each group."""
     same_sharding: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
         same_sharding.setdefault((part.units, part.granularity), []).append(part)
@@ -121,9 +170,10 @@ def _same_sharding(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]
 def _exchanged(
     role: Role, local: Sharding, remote: Sharding, rank: int, chooser: ReplicaChooser
 ) -> list[tuple[int, UnitRange]]:
-    """Return (remote rank, range) of what local *rank* exchanges, from whichever side it is on."""
+    """Return pairs of a remote rank and a range that local *rank* exchanges with it."""
     if role == "consumer":
         return [(p.producer, p) for p in consumer_unit_ranges(local, remote, rank, chooser)]
+    # The consumers decide, so a producer rank evaluates the decision of each possible reader.
     return [
         (reader, unit_range)
         for reader in remote.ranks_of(local.ranges[rank])

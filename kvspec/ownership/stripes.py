@@ -1,7 +1,15 @@
-"""Stripes: which blocks of a request move over one pair of ranks.
+"""Stripes: the blocks of a request that move over one pair of ranks.
 
-Law: stripes are counted in virtual blocks of the consumer. Several that share a range of units are
-right where each block is held by exactly one of them.
+Invariant: stripes count virtual blocks of the consumer. A set of stripes that shares a range of
+units is correct if exactly one of them holds each block.
+
+How it works:
+    Under the policy `stripe`, a consumer rank reads several replicas at once. Each replica sends
+    every n-th block. With two replicas:
+
+        virtual block          0    1    2    3    4
+        replica 0  b % 2 == 0  x         x         x
+        replica 1  b % 2 == 1       x         x
 """
 
 from __future__ import annotations
@@ -20,10 +28,15 @@ from kvspec.ownership.tokens import Ints
 
 @attrs.frozen
 class Stripe:
-    """The virtual blocks b with ``b % step == first``; as it stands, all of them.
+    """The virtual blocks b with `b % step == first`. By default, these are all blocks.
+
+    Attributes:
+        first: The first block.
+        step: Distance between two blocks of the stripe.
 
     >>> [block for block in range(7) if Stripe(1, 3).holds(block)]
     [1, 4]
+
     """
 
     first: int = 0
@@ -40,32 +53,37 @@ class Stripe:
     @overload
     def holds(self, block: Ints) -> npt.NDArray[np.bool_]: ...
     def holds(self, block: int | Ints) -> bool | npt.NDArray[np.bool_]:
-        """Return whether each *block*, a number or an array of them, is one of these."""
+        """Return whether *block* is in the stripe. For an array, return one bool for each block."""
         return block % self.step == self.first
 
     @property
     def whole(self) -> bool:
-        """Whether these are all blocks."""
+        """Whether the stripe contains all blocks."""
         return self.step == 1
 
     def __str__(self) -> str:
         return "all" if self.whole else f"blocks b % {self.step} == {self.first}"
 
 
+# All blocks of a request.
 WHOLE = Stripe()
-"""Every block."""
 
 
 def times_held(stripes: Iterable[Stripe]) -> int:
-    """Return how often *stripes* together hold each block: 1 if once, 0 if one never, else 2.
+    """Return how many of *stripes* hold each block.
 
-    Their steps are equal, but for 1.
+    Args:
+        stripes: Stripes of one common step. Stripes of step 1 may be among them.
+
+    Returns:
+        1 if exactly one stripe holds each block, 0 if no stripe holds some block, and 2 otherwise.
 
     >>> halves = Stripe(0, 2), Stripe(1, 2)
     >>> times_held(halves), times_held(halves[:1]), times_held([WHOLE, *halves[1:]])
     (1, 0, 2)
+
     """
     ways = tuple(stripes)
     period = max((way.step for way in ways), default=1)
-    held = [sum(way.holds(block) for way in ways) for block in range(period)]
-    return min(held) if min(held) != 1 else min(max(held), 2)
+    holders = [sum(way.holds(block) for way in ways) for block in range(period)]
+    return min(holders) if min(holders) != 1 else min(max(holders), 2)

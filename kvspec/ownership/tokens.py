@@ -1,6 +1,23 @@
-"""Block-cyclic ownership of token positions.
+"""Block-cyclic ownership of token positions, as context parallelism uses it.
 
-Law: every position has one owner; an owner counts its own positions without gaps.
+Invariant: every position has exactly one owner. An owner counts its own positions without gaps.
+
+How it works:
+    Context parallelism (vLLM: DCP and PCP) divides tokens among C context ranks. A rank stores
+    `interleave` tokens (I), then the next rank stores I tokens. With C = 2 and I = 4:
+
+        position       0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15
+        context rank   0  0  0  0    1  1  1  1    0  0  0  0    1  1  1  1
+        local index    0  1  2  3    0  1  2  3    4  5  6  7    4  5  6  7
+
+    This is the rule of vLLM's `BlockTable.compute_slot_mapping`. There, I is
+    `cp_kv_cache_interleave_size` and C is `total_cp_world_size`. ScaLAPACK calls it block-cyclic.
+
+        >>> owner = BlockCyclic(rank=1, size=2, interleave=4)
+        >>> owner.position(np.arange(6)).tolist()
+        [4, 5, 6, 7, 12, 13]
+        >>> owner.local(12)
+        4
 """
 
 from __future__ import annotations
@@ -18,10 +35,20 @@ Ints = npt.NDArray[np.int64]
 
 @attrs.frozen
 class BlockCyclic:
-    """Block-cyclic ownership: of every *size* runs of *interleave* positions, the *rank*-th.
+    """The token positions of one context rank.
 
-    The owner counts its own positions without gaps: its ``local`` index n stands for position
-    ``((n // I) * C + rank) * I + n % I``, with I the interleave and C the size.
+    The rank owns position p if `p // interleave % size == rank`. Its local index n is position
+    `((n // interleave) * size + rank) * interleave + n % interleave`.
+
+    Attributes:
+        rank: Context rank, less than *size*.
+        size: Number of context ranks. With 1, the rank owns all positions.
+        interleave: Tokens that one rank stores before the next rank (vLLM:
+            `cp_kv_cache_interleave_size`).
+
+    >>> BlockCyclic(rank=0, size=2, interleave=2).owns(np.arange(6)).tolist()
+    [True, True, False, False, True, True]
+
     """
 
     rank: int = 0
@@ -29,7 +56,7 @@ class BlockCyclic:
     interleave: int = 1
 
     def owns(self, position: Ints) -> npt.NDArray[np.bool_]:
-        """Return which of the positions are owned."""
+        """Return, for each position, whether the rank owns it."""
         return np.equal(position // self.interleave % self.size, self.rank)
 
     @overload
@@ -37,7 +64,11 @@ class BlockCyclic:
     @overload
     def local(self, position: Ints) -> Ints: ...
     def local(self, position: int | Ints) -> int | Ints:
-        """Return how many owned positions lie before *position*: its own index, if it is owned."""
+        """Return the number of owned positions before *position*.
+
+        This is the local index of *position* if the rank owns it. Like vLLM's
+        `get_dcp_local_seq_lens`, it is also the local length of a sequence of *position* tokens.
+        """
         if self.size == 1:
             return position
         rounds, rest = divmod(position, self.interleave * self.size)
@@ -47,12 +78,13 @@ class BlockCyclic:
         return rounds * self.interleave + np.clip(before, 0, self.interleave)
 
     def position(self, local: Ints) -> Ints:
-        """Return the positions of own indices."""
+        """Return the positions of local indices. This is the inverse of `local`."""
         rounds, rest = np.divmod(local, self.interleave)
         return (rounds * self.size + self.rank) * self.interleave + rest
 
     def same_sharding(self, other: BlockCyclic) -> bool:
-        """Whether both shard positions to as many ranks, in the same way."""
+        """Whether both belong to equal shardings: as many ranks and the same interleave."""
+        # With one rank the interleave has no effect.
         if self.size == other.size == 1:
             return True
         return (self.size, self.interleave) == (other.size, other.interleave)
@@ -60,12 +92,22 @@ class BlockCyclic:
 
 @lru_cache(maxsize=4096)
 def meet(a: BlockCyclic, b: BlockCyclic) -> bool:
-    """Return whether any position is owned by both."""
+    """Return whether *a* and *b* own a common position.
+
+    A run of *a* begins at `a.rank * a.interleave` and at each multiple of its period `a.size *
+    a.interleave` after that. The same holds for *b*. So the distance from a run of *b* to a run of
+    *a* takes each value that differs from the first distance by a multiple of the gcd of both
+    periods. Two runs overlap if a distance d is in `-a.interleave < d < b.interleave`.
+
+    >>> meet(BlockCyclic(0, 2, 4), BlockCyclic(1, 4, 2))  # 0..3, 8..11 and 2..3, 10..11
+    True
+    >>> meet(BlockCyclic(0, 2, 4), BlockCyclic(2, 4, 2))  # 0..3, 8..11 and 4..5, 12..13
+    False
+    """
     if a.same_sharding(b):
         return a.size == 1 or a.rank == b.rank
-    # Runs begin at every multiple of a's and of b's round, and so, to each other, at each of their
-    # gcd: they meet if one of those distances is shorter than the run that comes first.
     step = gcd(a.interleave * a.size, b.interleave * b.size)
     distance = a.rank * a.interleave - b.rank * b.interleave
+    # The smallest distance that is congruent to the first one and greater than -a.interleave.
     least = 1 - a.interleave
     return least + (distance - least) % step < b.interleave

@@ -89,7 +89,7 @@ def test_an_engine_needs_a_layout() -> None:
 
 
 RANK = "RankId(pp={}, pcp={}, tp={}): expected pp < 1, pcp < 1, tp < 2, none negative"
-COVER = "expected equal or disjoint ranges that cover 0..4; units"
+COVER = "ranges must be equal or disjoint and cover range(0, 4), but units"
 
 
 def sharding(*ranges: Any, units: Any = 4) -> object:
@@ -342,7 +342,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.ParallelConfig(tp_size=2, context_ranks=((1, 2),)),
      "context_ranks=((1, 2),): expected context ranks 0, 1, ... without a gap"),
     (lambda: kvspec.ParallelConfig(tp_size=2, dcp_size=2, context_ranks=((0, 0),)),
-     "context_ranks=((0, 0),): expected a multiple of dcp_size=2 different ones"),
+     "context_ranks=((0, 0),): expected a multiple of dcp_size=2 different context ranks"),
     (lambda: kvspec.ParallelConfig(context_ranks=((-1,),)),
      "context_ranks=-1: expected an int >= 0"),
     (lambda: kvspec.ParallelConfig(context_ranks=(0,)),  # type: ignore[arg-type]

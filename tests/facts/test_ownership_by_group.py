@@ -134,8 +134,8 @@ def test_descriptions_are_values_that_hash() -> None:
         (
             lambda: sharded({"k": (range(2), range(3, 4))}, tp_size=2),
             (
-                "groups['full'].shardings['k']=(range(0, 2), range(3, 4)): expected "
-                "equal or disjoint ranges that cover 0..4; units range(2, 3) are missing"
+                "groups['full'].shardings['k']=(range(0, 2), range(3, 4)): ranges must be "
+                "equal or disjoint and cover range(0, 4), but units range(2, 3) are missing"
             ),
         ),
         (
