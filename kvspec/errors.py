@@ -228,7 +228,7 @@ class TransferState(enum.StrEnum):
     PEER_LOST = (
         "peer_lost",
         "the peer is lost, or the memory of this rank is gone, and the blocks are undefined",
-        "disconnect the peer and connect anew",
+        "disconnect the peer and connect again",
     )
     STALE_PEER = (
         "stale_peer",

@@ -1,4 +1,9 @@
-"""The kinds of layer, each reduced to its parts."""
+"""The kinds of layer, each reduced to its parts.
+
+Most classes have the names and the fields of vLLM's `vllm/v1/kv_cache_interface.py`. One thing
+differs: all sizes are those of the whole model, before tensor parallelism. vLLM's specs describe
+one rank.
+"""
 
 from kvspec.specs.attention import (
     AttentionSpec,

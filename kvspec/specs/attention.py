@@ -1,4 +1,27 @@
-"""Attention: rows for tokens, sharded in KV heads or, where there is one latent, not at all."""
+"""Attention layers: caches whose rows are tokens.
+
+The units are the KV heads of the model. Multi-head latent attention (MLA) has one unit, its latent
+vector, so every TP rank holds a replica of the whole cache.
+
+How it works:
+    The parts of an attention layer depend on its fields, in this order:
+
+    condition                        parts                          content bytes of a row
+    -------------------------------  -----------------------------  -------------------------------
+    `page_format` is opaque          `page`                         all bytes of the page
+    `state_content_bytes` is set     `kv`                           `state_content_bytes`
+    `scale_dtype` is set             `k`, `k_scale`, `v`,           elements x bytes of the dtype,
+                                     `v_scale`                      scales x bytes of `scale_dtype`
+    MLA                              `latent`                       `head_size` x bytes of the dtype
+    otherwise                        `k`, `v`                       elements x bytes of the dtype
+
+    For example, FP8 keys and values of 128 elements with one float32 scale for each head and token:
+
+        >>> spec = FullAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128,
+        ...                          dtype="float8_e4m3fn", scale_dtype="float32")
+        >>> [(part.name, part.content_bytes) for part in spec.parts]
+        [('k', 128), ('k_scale', 4), ('v', 128), ('v_scale', 4)]
+"""
 
 from __future__ import annotations
 
@@ -22,15 +45,24 @@ def _scale_dtype(value: object) -> str | None:
 
 @attrs.frozen(kw_only=True, slots=False)
 class AttentionSpec(LayerSpec):
-    """A layer with rows for tokens.
+    """The base class of layers whose rows are tokens. Use a subclass.
 
-    *tokens_per_state*: tokens that one row stands for (> 1 where the cache is compressed).
-    *state_content_bytes*: if given, one (head, row) is this many opaque bytes (per-token scales,
-    packed formats) in a single part ``kv``; *dtype* and head size then describe nothing in memory.
-    *spans_heads*: that packing spans the heads of a rank, so that it cannot be cut between them.
-    *page_format*: in which order elements lie inside a block (`kvspec.specs.formats`); engines may
-    differ in formats that are known, a page of an opaque one moves whole. *page_block_size*: tokens
-    of an opaque page, where a block is several: the kernel's blocks, where the table's are larger.
+    Attributes:
+        head_size: Elements of one key of one head, or of one latent vector.
+        dtype: Type of the elements.
+        tokens_per_state: Tokens that one row describes. It is more than 1 if the cache is
+            compressed.
+        state_content_bytes: Bytes of one row of one head, or None. If it is set, the row is opaque
+            bytes in one part `kv`, for example with scales for each token. Then *dtype* and
+            *head_size* describe nothing in memory.
+        spans_heads: Whether the packing spans all heads of a rank, so that heads cannot be
+            separated.
+        page_format: Order of the elements inside a block, see `kvspec.specs.formats`. The two
+            engines may have different formats if both are known. A page of an opaque format moves
+            as a whole.
+        page_block_size: Tokens of one opaque page, or None for a whole block. It is the kernel's
+            block size if a block of the table consists of several kernel blocks.
+
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -43,34 +75,36 @@ class AttentionSpec(LayerSpec):
 
     def __attrs_post_init__(self) -> None:
         if self.block_size % self.tokens_per_state:
-            wanted = f"a multiple of tokens_per_state={self.tokens_per_state}"
-            raise SpecError("block_size", self.block_size, wanted)
+            requirement = f"a multiple of tokens_per_state={self.tokens_per_state}"
+            raise SpecError("block_size", self.block_size, requirement)
         if self.page_block_size is not None:
             if not is_opaque(self.page_format):
-                wanted = f"None where the format is {self.page_format}: its rows can be cut"
-                raise SpecError("page_block_size", self.page_block_size, wanted)
+                rule = f"the page_format must be opaque, but it is {self.page_format}"
+                raise SpecError("page_block_size", self.page_block_size, rule=rule)
             if self.block_size % self.page_block_size:
-                wanted = f"a divisor of block_size={self.block_size}"
-                raise SpecError("page_block_size", self.page_block_size, wanted)
+                requirement = f"a divisor of block_size={self.block_size}"
+                raise SpecError("page_block_size", self.page_block_size, requirement)
+        # The parts of a plain page are valid if its fields are. Computing them takes time.
         if self.page_format != PLAIN or self.state_content_bytes is not None:
             self._check_parts(tuple(part.name for part in self.parts))
 
     def _check_parts(self, names: tuple[str, ...]) -> None:
-        """Raise `SpecError` for a packing or a format that parts of these *names* do not have."""
-        told = ", ".join(names)
+        """Check that parts of these *names* can have the format and the packing of the spec."""
+        listed = ", ".join(names)
         if is_opaque(self.page_format):
+            # A subclass with its own parts does not combine them into one opaque page.
             if names != ("page",):
-                wanted = f"{PLAIN}: a page of {told} is told by its parts"
-                raise SpecError("page_format", self.page_format, wanted)
+                requirement = f"{PLAIN}, because the page consists of the parts {listed}"
+                raise SpecError("page_format", self.page_format, requirement)
         elif self.page_format != PLAIN and names != ("k", "v"):
-            wanted = f"{PLAIN} or opaque for a page of {told}: it orders keys and values"
-            raise SpecError("page_format", self.page_format, wanted)
+            requirement = f"{PLAIN} or opaque for a page of {listed}: it orders keys and values"
+            raise SpecError("page_format", self.page_format, requirement)
         elif self.state_content_bytes is not None and "kv" not in names:
-            wanted = f"None: {told} of {type(self).__name__} have sizes of their own"
-            raise SpecError("state_content_bytes", self.state_content_bytes, wanted)
+            requirement = f"None, because {listed} of {type(self).__name__} have their own sizes"
+            raise SpecError("state_content_bytes", self.state_content_bytes, requirement)
 
     def _rows(self, units: int, **sizes: int) -> tuple[Part, ...]:
-        """Return a part for each name, of so many elements, or the one that is packed."""
+        """Return a part for each name with its number of elements, or one packed part."""
         if self.state_content_bytes is not None:
             return self._in_format([self._part("kv", units, self.state_content_bytes, None)])
         return self._in_format(
@@ -79,19 +113,21 @@ class AttentionSpec(LayerSpec):
         )
 
     def _in_format(self, parts: Iterable[Part]) -> tuple[Part, ...]:
-        """Return *parts*, or the whole page as one row of one part where its format is opaque."""
-        found = tuple(parts)
+        """Return *parts*, or one part with the whole page as its row if the format is opaque."""
+        plain_parts = tuple(parts)
         if not is_opaque(self.page_format):
-            return found
+            return plain_parts
         tokens = self.page_block_size or self.block_size
-        row = max(part.tokens_per_state for part in found)
+        row = max(part.tokens_per_state for part in plain_parts)
         if tokens % row:
             raise SpecError("page_block_size", tokens, f"a multiple of {row}, the tokens of a row")
         page = Part(
             name="page",
-            units=found[0].units,
+            units=plain_parts[0].units,
             states=self.block_size // tokens,
-            content_bytes=sum(tokens // p.tokens_per_state * p.content_bytes for p in found),
+            content_bytes=sum(
+                tokens // part.tokens_per_state * part.content_bytes for part in plain_parts
+            ),
             tokens_per_state=tokens,
             whole=True,
         )
@@ -106,7 +142,7 @@ class AttentionSpec(LayerSpec):
         tensor: str = "kv",
         states: int = 1,
     ) -> Part:
-        """Return a part; one of its rows stands for *states* of the layer's states."""
+        """Return a part. One of its rows describes *states* rows of keys or values."""
         tokens = self.tokens_per_state * states
         return Part(
             name=name,
@@ -123,14 +159,29 @@ class AttentionSpec(LayerSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class FullAttentionSpec(AttentionSpec):
-    """Keys and values of every token, sharded in KV heads.
+    """Keys and values of all tokens, divided among ranks by KV heads.
 
-    *total_num_kv_heads*: KV heads of the model, not of a rank. *head_size*, *head_size_v*:
-    elements of one key and one value (equal unless given). *scale_dtype*: if given, each head of
-    each token has scales of this type, in tensors of their own: the page is keys, their scales,
-    values, theirs. *elements_per_scale*: elements of *dtype* that share a scale, all of a head
-    unless given (NVFP4: 8 bytes of two elements each; MXFP8: 32). *tokens_per_scale*: tokens whose
-    scales lie in one row, in whatever order (NVFP4 as FlashInfer keeps it: 4).
+    A page of one rank has `block_size * heads * (head_size + head_size_v)` elements, as in vLLM's
+    `FullAttentionSpec.real_page_size_bytes`. `heads` is the number of KV heads of the rank.
+
+    Attributes:
+        total_num_kv_heads: KV heads of the whole model (vLLM:
+            `ModelConfig.get_total_num_kv_heads()`). The `num_kv_heads` of vLLM's spec are those of
+            one rank.
+        head_size: Elements of one key of one head.
+        head_size_v: Elements of one value of one head, or None if it equals *head_size*.
+        scale_dtype: Type of scales, or None. If it is set, each head of each token has scales, in
+            their own tensors. The page consists of keys, scales of keys, values, scales of values.
+        elements_per_scale: Elements of *dtype* that share one scale, or None for all elements of a
+            head. It is 8 for NVFP4, whose dtype is a byte with two elements, and 32 for MXFP8.
+        tokens_per_scale: Tokens whose scales form one row, in any order. It is 4 for NVFP4 in
+            FlashInfer.
+
+    >>> spec = FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+    >>> spec.page_size_bytes(tp_rank=0, tp_size=4) == 16 * 2 * (128 + 128) * 2
+    True
+
     """
 
     total_num_kv_heads: int = attrs.field(validator=is_size)
@@ -146,40 +197,40 @@ class FullAttentionSpec(AttentionSpec):
     def _check_scales(self) -> None:
         if self.scale_dtype is None:
             if self.elements_per_scale is not None:
-                wanted = "None where there is no scale_dtype"
-                raise SpecError("elements_per_scale", self.elements_per_scale, wanted)
+                requirement = "None if scale_dtype is None"
+                raise SpecError("elements_per_scale", self.elements_per_scale, requirement)
             if self.tokens_per_scale != 1:
-                wanted = "1 where there is no scale_dtype"
-                raise SpecError("tokens_per_scale", self.tokens_per_scale, wanted)
+                requirement = "1 if scale_dtype is None"
+                raise SpecError("tokens_per_scale", self.tokens_per_scale, requirement)
             return
         row = self.tokens_per_state * self.tokens_per_scale
         if self.block_size % row:
             raise SpecError("block_size", self.block_size, f"a multiple of {row}, a row of scales")
         if self.state_content_bytes is not None:
-            wanted = "None where the content is packed (state_content_bytes), scales and all"
-            raise SpecError("scale_dtype", self.scale_dtype, wanted)
-        each = self.elements_per_scale
-        if each is not None and (self.head_size % each or (self.head_size_v or 0) % each):
-            told = f"a divisor of head_size={self.head_size}"
-            more = "" if self.head_size_v is None else f" and head_size_v={self.head_size_v}"
-            raise SpecError("elements_per_scale", each, told + more)
+            rule = "cannot be combined with state_content_bytes, which includes the scales"
+            raise SpecError("scale_dtype", self.scale_dtype, rule=rule)
+        group = self.elements_per_scale
+        if group is not None and (self.head_size % group or (self.head_size_v or 0) % group):
+            keys = f"a divisor of head_size={self.head_size}"
+            values = "" if self.head_size_v is None else f" and head_size_v={self.head_size_v}"
+            raise SpecError("elements_per_scale", group, keys + values)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Keys and values of the model's KV heads, and the scales of each."""
+        """Keys and values of the model's KV heads, and their scales if there are any."""
         heads, sizes = self.total_num_kv_heads, {"k": self.head_size, "v": self._value_size}
         if self.scale_dtype is None:
             return self._rows(heads, **sizes)
-        found: list[Part] = []
+        parts: list[Part] = []
         for name, size in sizes.items():
             content = size * itemsize(self.dtype)
-            found.append(self._part(name, heads, content, self.dtype, name))
+            parts.append(self._part(name, heads, content, self.dtype, name))
             count = size // (self.elements_per_scale or size)
             content = count * itemsize(self.scale_dtype) * self.tokens_per_scale
             scale = f"{name}_scale"
             part = self._part(scale, heads, content, self.scale_dtype, scale, self.tokens_per_scale)
-            found.append(part)
-        return self._in_format(found)
+            parts.append(part)
+        return self._in_format(parts)
 
     @property
     def _value_size(self) -> int:
@@ -188,69 +239,115 @@ class FullAttentionSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class CrossAttentionSpec(FullAttentionSpec):
-    """Keys and values of the encoder's tokens; `live_tokens` takes the encoder's own count."""
+    """Keys and values of the tokens of an encoder.
+
+    Pass the number of encoder tokens to `live_tokens`, and to the request as `encoder_tokens`.
+    """
 
     @property
     def counts_prompt(self) -> bool:
-        """False: its positions are the encoder's."""
+        """Always False. The tokens are those of the encoder."""
         return False
 
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
-        """Return the encoder's tokens, which the request must tell."""
+        """Return *encoder_tokens*. Raise `SpecError` if the request does not contain them."""
         if encoder_tokens is None:
-            raise SpecError("encoder_tokens", None, "the encoder's own count, for cross attention")
+            raise SpecError("encoder_tokens", None, "the number of encoder tokens")
         return encoder_tokens
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class SlidingWindowSpec(FullAttentionSpec):
-    """Full attention that looks back *sliding_window* tokens, its own included.
+    """Attention to the last *sliding_window* tokens.
 
-    *extra_retained_tokens*: positions kept before the window, for speculative decoding.
+    Attributes:
+        sliding_window: Tokens that a query reads, including its own token.
+        extra_retained_tokens: Tokens before the window that the engine keeps as well. Speculative
+            decoding may go back to them.
+
+    >>> spec = SlidingWindowSpec(
+    ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16", sliding_window=4)
+    >>> spec.live_tokens(10)  # The query at position 10 reads 7, 8, 9 and itself.
+    range(7, 10)
+
     """
 
     sliding_window: int = attrs.field(validator=is_size)
     extra_retained_tokens: int = attrs.field(default=0, validator=is_count)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return ``[max(0, n - window + 1 - extra), n)``."""
+        """Return the positions from `max(0, n - window + 1 - extra)` to n.
+
+        The source is vLLM's `SlidingWindowManager.get_num_skipped_tokens`.
+        """
         return _window(num_tokens, self.sliding_window + self.extra_retained_tokens)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
-    """Full attention within chunks of *attention_chunk_size* tokens."""
+    """Attention within chunks of tokens, as in Llama 4.
+
+    Attributes:
+        attention_chunk_size: Tokens of one chunk. A query reads only tokens of its own chunk.
+
+    >>> spec = ChunkedLocalAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128,
+    ...                                  dtype="bfloat16", attention_chunk_size=8)
+    >>> spec.live_tokens(10), spec.live_tokens(16)
+    (range(8, 10), range(0, 0))
+
+    """
 
     attention_chunk_size: int = attrs.field(validator=is_size)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the tokens before *num_tokens* that lie in its chunk."""
+        """Return the tokens before position *num_tokens* that are in the chunk of that position.
+
+        The source is vLLM's `ChunkedLocalAttentionManager.get_num_skipped_tokens`.
+        """
         n = positive_int("num_tokens", num_tokens, least=0)
         return range(n // self.attention_chunk_size * self.attention_chunk_size, n) or EMPTY
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class MLAAttentionSpec(AttentionSpec):
-    """One latent vector of *head_size* elements a token; one unit, so every rank is a replica."""
+    """One latent vector of *head_size* elements for each token (multi-head latent attention).
+
+    There is one unit, so every TP rank holds all of it. vLLM describes it as one KV head.
+
+    >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
+    >>> spec.page_size_bytes(tp_rank=3, tp_size=8) == 64 * 576 * 2
+    True
+
+    """
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The latent, one unit."""
+        """The latent vector, with one unit."""
         return self._rows(1, latent=self.head_size)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class SlidingWindowMLASpec(MLAAttentionSpec):
-    """Multi-head latent attention that looks back *sliding_window* tokens."""
+    """Multi-head latent attention to the last *sliding_window* tokens.
+
+    Attributes:
+        sliding_window: Tokens that a query reads, including its own token.
+        extra_retained_tokens: Tokens before the window that the engine keeps as well.
+
+    """
 
     sliding_window: int = attrs.field(validator=is_size)
     extra_retained_tokens: int = attrs.field(default=0, validator=is_count)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return ``[max(0, n - window + 1 - extra), n)``."""
+        """Return the positions from `max(0, n - window + 1 - extra)` to n.
+
+        The source is vLLM's `SlidingWindowManager.get_num_skipped_tokens`.
+        """
         return _window(num_tokens, self.sliding_window + self.extra_retained_tokens)
 
 
 def _window(num_tokens: int, window: int) -> range:
+    """Return the tokens before the query at *num_tokens* that are in its window."""
     n = positive_int("num_tokens", num_tokens, least=0)
     return range(max(0, n - window + 1), n) or EMPTY

@@ -1,8 +1,26 @@
-"""Page formats: in which order elements lie inside a block, where it is not row by row.
+"""Page formats: the order of elements inside a block.
 
-Law: a format says where bytes lie, not what they mean. One that is known cuts a row's content into
-equal chunks, each of all the rows of the block; an opaque one is known by its name alone, so that
-only whole pages of it move, and only to the same.
+Invariant: a format determines where bytes lie, not their meaning.
+
+How it works:
+    In the plain format, a block stores one row after the other. Some attention backends cut the
+    content of each row into equal chunks, and store the first chunk of all rows, then the second
+    chunk of all rows. For one head with keys of 4 elements (0 to 3) of the tokens a and b:
+
+        format             memory
+        plain              a0 a1 a2 a3   b0 b1 b2 b3
+        keys-transposed    a0 b0   a1 b1   a2 b2   a3 b3
+
+    kvspec knows the chunks of both formats, so it can copy one into the other:
+
+        >>> from kvspec import FullAttentionSpec
+        >>> spec = FullAttentionSpec(block_size=2, total_num_kv_heads=1, head_size=4,
+        ...                          dtype="uint8", page_format="keys-transposed")
+        >>> [(part.name, part.chunks) for part in spec.parts]
+        [('k', 4), ('v', 1)]
+
+    An opaque format is only a name, such as `opaque:fp4`. kvspec does not know its order. So only
+    whole pages of it move, and only into pages of the same format.
 """
 
 from __future__ import annotations
@@ -12,43 +30,61 @@ from kvspec.errors import SpecError
 
 PLAIN, OPAQUE = "plain", "opaque:"
 
+# vLLM's paged attention splits the head dimension by `x = 16 // element_size`: one chunk always has
+# 16 bytes.
 X_BYTES = 16
-"""Bytes of one chunk where the head dimension is split by x: 16 bytes, whatever the element."""
 
+# The known formats: bytes of one chunk of each part, or None for one element. A part that is not
+# listed is not cut into chunks.
+#
+# `keys-transposed`: keys are [size, tokens] and values [tokens, size] for each head, as in vLLM's
+# attention on CPUs. `x-packed`: keys are [size / x, tokens, x] and values [size, tokens], as in
+# vLLM's paged attention on ROCm.
 PIECES: dict[str, dict[str, int | None]] = {
     PLAIN: {},
     "keys-transposed": {"k": None},
     "x-packed": {"k": X_BYTES, "v": None},
 }
-"""The formats that are known: the bytes of one chunk of each part, None for one element.
-
-``keys-transposed``: of each head ``[size, tokens]`` keys, ``[tokens, size]`` values (vLLM's CPU
-attention). ``x-packed``: ``[size / x, tokens, x]`` keys, ``[size, tokens]`` values (paged attention
-of vLLM on ROCm).
-"""
 
 
 def page_format(value: object) -> str:
-    """Return *value* if it names a format; else raise `SpecError`."""
-    named = isinstance(value, str) and value.startswith(OPAQUE) and value != OPAQUE
-    if isinstance(value, str) and (named or value in PIECES):
+    """Return *value* if it is the name of a format. Raise `SpecError` otherwise.
+
+    >>> page_format("opaque:fp4")
+    'opaque:fp4'
+    """
+    opaque = isinstance(value, str) and value.startswith(OPAQUE) and value != OPAQUE
+    if isinstance(value, str) and (opaque or value in PIECES):
         return value
-    wanted = f"one of {', '.join(PIECES)}, or {OPAQUE} and a name"
-    raise SpecError("page_format", value, wanted)
+    raise SpecError("page_format", value, f"one of {', '.join(PIECES)}, or {OPAQUE} and a name")
 
 
 def is_opaque(name: str) -> bool:
-    """Whether only whole pages of the format called *name* can move."""
+    """Return whether the format is opaque, so that only whole pages can move."""
     return name.startswith(OPAQUE)
 
 
 def chunks_of(name: str, part: str, content: int, dtype: str | None) -> int:
-    """Return in how many chunks the *content* bytes of a row of *part* lie."""
+    """Return the number of chunks into which a format cuts a row.
+
+    Args:
+        name: Name of the format.
+        part: Name of the part.
+        content: Bytes of one unit of one row.
+        dtype: Type of the elements, or None for opaque bytes.
+
+    Raises:
+        SpecError: If the chunks of the format do not divide the content.
+
+    >>> chunks_of("x-packed", "k", 256, "bfloat16"), chunks_of("x-packed", "v", 256, "bfloat16")
+    (16, 128)
+
+    """
     sizes = PIECES.get(name, {})
     if part not in sizes:
         return 1
     size = sizes[part] or (1 if dtype is None else itemsize(dtype))
     if content % size:
-        wanted = f"a format whose chunks of {size} bytes divide the {content} bytes of {part}"
-        raise SpecError("page_format", name, wanted)
+        requirement = f"a format whose chunks of {size} bytes divide the {content} bytes of {part}"
+        raise SpecError("page_format", name, requirement)
     return content // size

@@ -1,8 +1,17 @@
-"""What every kind of layer offers.
+"""The base class of all kinds of layer.
 
-Law: the modules of this package are the only ones that know a kind of layer by name. A kind says
-which parts a block has and which tokens a query still needs; it knows nothing of layouts, block
-tables or transports.
+Invariant: only the modules of this package know a kind of layer by name. A kind defines the parts
+of a block and the tokens that a query still reads. It knows no layout, block table or transport.
+
+How it works:
+    A new kind of layer is a subclass with two members: `parts`, and `live_tokens` if old tokens
+    become unnecessary. Everything else follows from the parts: page sizes, slices, plans, tables.
+
+    `kvspec.plan.mismatches` compares the fields of two engines, because equal bytes must have equal
+    meaning. The engines may differ in `MEMORY_FIELDS`. For each other field, `WHY` has the reason
+    why it must be equal. `LIVENESS_FIELDS` contains the fields that determine which tokens are
+    kept. Kinds that differ only in these fields match, because an engine may store a layer with a
+    window as full attention.
 """
 
 from __future__ import annotations
@@ -21,43 +30,57 @@ from kvspec.ownership.sharding import even_sharding
 from kvspec.ownership.slices import TPTransferSlice, transfer_slices
 from kvspec.specs.formats import PLAIN, is_opaque
 
+# Fields that determine where bytes lie and how long they are kept, but not their meaning. The two
+# engines may differ in them.
 MEMORY_FIELDS = frozenset(
     {"block_size", "page_size_padded", "page_block_size", "extra_retained_tokens"}
 )
-"""Fields that say where bytes lie and how long, not what they mean: two engines may differ."""
 
+# Fields that determine which tokens a layer keeps. A kind without these fields keeps all tokens,
+# with the same content.
 LIVENESS_FIELDS = frozenset({"sliding_window", "extra_retained_tokens", "attention_chunk_size"})
-"""Fields that say which tokens a kind keeps: a kind without them keeps more of the same."""
 
+# The reason why a field must be equal on both engines. It is the `why` of a `Mismatch`.
 WHY = {
-    "total_num_kv_heads": "heads pair by their global number",
+    "total_num_kv_heads": "heads are matched by their number in the model",
     "head_size": "one head of one token has another length",
     "head_size_v": "one value of one token has another length",
     "scale_dtype": "the same bytes mean other numbers",
-    "elements_per_scale": "a scale holds for other elements",
-    "tokens_per_scale": "a row of scales stands for other tokens",
+    "elements_per_scale": "one scale belongs to another number of elements",
+    "tokens_per_scale": "one row of scales belongs to another number of tokens",
     "dtype": "the same bytes mean other numbers",
     "ssm_dtype": "the same bytes mean other numbers",
-    "tokens_per_state": "a row stands for other tokens",
+    "tokens_per_state": "one row describes another number of tokens",
     "state_content_bytes": "one head's row has another length or packing",
     "sliding_window": "the sides keep different tokens",
     "attention_chunk_size": "the sides keep different tokens",
-    "page_format": "an opaque page can be read in its own format alone",
+    "page_format": "an opaque page can only be read in its own format",
 }
-"""Why a field of a spec must be the same on both engines."""
 
+# Fields that may be None, and the field whose value they have then.
 UNLESS_GIVEN = {
     "head_size_v": "head_size",
     "ssm_dtype": "dtype",
     "elements_per_scale": "head_size",
 }
-"""Fields that, where they are None, mean what another field says."""
 
 
 def meaning(spec: LayerSpec, field: str) -> object:
-    """Return what a *field* of a spec says, in one of the ways in which it can be said.
+    """Return the value of a field in a canonical form, so that two specs can be compared.
 
-    Of a field left out, what it then means; all formats of pages that are known are one.
+    None becomes the default value of the field. All known page formats become "plain", because
+    kvspec converts between them.
+
+    Args:
+        spec: The spec of one layer.
+        field: Name of the field.
+
+    >>> from kvspec import FullAttentionSpec
+    >>> spec = FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+    >>> spec.head_size_v, meaning(spec, "head_size_v")
+    (None, 128)
+
     """
     value = getattr(spec, field)
     if field == "page_format":
@@ -66,32 +89,35 @@ def meaning(spec: LayerSpec, field: str) -> object:
 
 
 def is_size(_: object, at: attrs.Attribute[int], value: object) -> None:
-    """Accept an int >= 1 (an attrs validator)."""
+    """Check that the field is an int >= 1. This is an attrs validator."""
     positive_int(at.name, value)
 
 
 def is_count(_: object, at: attrs.Attribute[int], value: object) -> None:
-    """Accept an int >= 0 (an attrs validator)."""
+    """Check that the field is an int >= 0. This is an attrs validator."""
     positive_int(at.name, value, least=0)
 
 
 def is_size_or_none(_: object, at: attrs.Attribute[int | None], value: object) -> None:
-    """Accept None or an int >= 1 (an attrs validator)."""
+    """Check that the field is None or an int >= 1. This is an attrs validator."""
     if value is not None:
         positive_int(at.name, value)
 
 
 def is_flag(_: object, at: attrs.Attribute[bool], value: object) -> None:
-    """Accept a bool (an attrs validator)."""
+    """Check that the field is a bool. This is an attrs validator."""
     flag(at.name, value)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class LayerSpec:
-    """What every kind of layer offers; a kind overrides `parts` and, where it differs, the rest.
+    """The base class of all kinds of layer. Use a subclass.
 
-    *block_size*: tokens of one block. *page_size_padded*: bytes to which an engine pads the page
-    (one layer, one block, one rank), or None.
+    Attributes:
+        block_size: Tokens of one block (vLLM: `block_size`).
+        page_size_padded: Bytes to which the engine pads a page, or None. A page is one block of one
+            layer on one rank (vLLM: `page_size_padded`).
+
     """
 
     block_size: int = attrs.field(validator=is_size)
@@ -99,31 +125,54 @@ class LayerSpec:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The named arrays of one block, unsharded."""
+        """The named arrays of one block, with the units of the whole model."""
         raise NotImplementedError
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that the spec itself names: none, unless it is a uniform-type group."""
+        """Names of the layers that the spec contains. Only a uniform-type group contains any."""
         return ()
 
     def of_layer(self, layer: str) -> LayerSpec:  # noqa: ARG002
-        """Return the spec of one layer of a group that has this spec."""
+        """Return the spec of *layer* in a group that has this spec."""
         return self
 
     @property
     def counts_prompt(self) -> bool:
-        """Whether its positions are the prompt's; else they are of another sequence."""
+        """Whether the layer stores tokens of the prompt, not those of an encoder."""
         return True
 
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
-        """Return how many tokens such a layer counts: the prompt's, unless it has others."""
+        """Return the number of tokens that the layer stores for a request.
+
+        Args:
+            num_tokens: Tokens of the prompt.
+            encoder_tokens: Tokens of the encoder, or None.
+
+        """
         return num_tokens
 
     def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
-        """Return the bytes of one block of one layer on one rank, padding included.
+        """Return the bytes of one block of one layer on one rank, with padding.
 
-        Units are sharded by default; `EngineSpec.page_size_bytes` knows an engine's own shardings.
+        The units are sharded evenly. `EngineSpec.page_size_bytes` uses the shardings of an engine.
+        vLLM has the same property, for the rank that the spec describes.
+
+        Args:
+            tp_rank: TP rank.
+            tp_size: Number of TP ranks.
+
+        Returns:
+            The sum of units x states x content bytes over all parts, or `page_size_padded`.
+
+        Raises:
+            SpecError: If the rank does not exist, or the padded size is too small.
+
+        >>> from kvspec import FullAttentionSpec
+        >>> FullAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128,
+        ...                   dtype="bfloat16").page_size_bytes()
+        65536
+
         """
         _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
         shardings = [(p, even_sharding(p.units, tp_size, p.granularity)) for p in self.parts]
@@ -131,7 +180,11 @@ class LayerSpec:
         return padded_page(real, self.page_size_padded)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the positions that the query at position *num_tokens* still reads."""
+        """Return the positions that the query after *num_tokens* tokens still reads.
+
+        Blocks that contain none of these positions do not move. By default, a query reads all
+        earlier tokens.
+        """
         return range(positive_int("num_tokens", num_tokens, least=0))
 
     def get_tp_transfer_slices(
@@ -142,19 +195,32 @@ class LayerSpec:
         role: Role = "consumer",
         replica_policy: ReplicaPolicyName | ReplicaPolicy = "spread",
     ) -> tuple[TPTransferSlice, ...]:
-        """Return which units the local rank exchanges with which remote ranks.
+        """Return the units that the local rank exchanges with each remote rank.
 
-        Both sides shard by default: contiguous and balanced. Where an engine has shardings of its
-        own, only its plan knows. *role* says whether the local side is the consumer or the
-        producer; *replica_policy* which one of several equal producer ranks is read: a policy's
-        name or a `ReplicaPolicy`. The slices of a consumer tile what it
-        owns, exactly once.
+        Both sides are sharded evenly. For an engine with its own shardings, use `plan_transfer`.
+        The slices of a consumer rank cover its units exactly once. vLLM's `TransferTopology`
+        computes the same places, but only for sizes that divide each other.
+
+        Args:
+            local_tp_rank: TP rank on the local side.
+            local_tp_size: Number of TP ranks on the local side.
+            remote_tp_size: Number of TP ranks on the remote side.
+            role: Role of the local side.
+            replica_policy: How one of several equal producer ranks is chosen: a `ReplicaPolicy`, or
+                the name of a policy.
+
+        Returns:
+            One slice for each remote rank and range of units.
+
+        Raises:
+            SpecError: If an argument is not valid.
 
         >>> from kvspec import FullAttentionSpec
         >>> spec = FullAttentionSpec(
         ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
         >>> [(s.remote_rank, s.global_range) for s in spec.get_tp_transfer_slices(1, 3, 2)]
         [(0, range(2, 4)), (1, range(4, 5))]
+
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)
@@ -178,12 +244,16 @@ class LayerSpec:
         return slices
 
     def _same_sharding(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
-        """Yield layers by name with the parts that each has; no names for any layer of the spec."""
+        """Yield names of layers and their parts. No names means each layer that has this spec."""
         yield (), self.parts
 
 
 def padded_page(real: int, padded: int | None) -> int:
-    """Return the bytes of a page whose contents take *real* bytes, padded to *padded*."""
+    """Return the bytes of a page that has *real* bytes of content and is padded to *padded*.
+
+    >>> padded_page(100, None), padded_page(100, 128)
+    (100, 128)
+    """
     if padded is not None and padded < real:
         raise SpecError("page_size_padded", padded, f"at least the {real} bytes of the page")
     return real if padded is None else padded

@@ -1,7 +1,34 @@
 """Recurrent states: one block holds the state after some number of tokens.
 
-The conv state's channels are sharded in whole heads or groups, each named sub-projection by itself:
-cutting the concatenation [x | B | C] by rank would give one rank another's channels.
+Invariant: each projection of a conv state is a part with its own sharding.
+
+How it works:
+    A Mamba layer has a conv state and a temporal (SSM) state. The conv state of Mamba2 concatenates
+    the channels of three projections: x, B and C. TP divides each projection separately, in whole
+    heads or groups. So a rank does not own a contiguous piece of the model's concatenation. With
+    x of 4 channels (2 heads), B and C of 2 channels (1 group each), on 2 ranks:
+
+        model      x0 x1 x2 x3   B0 B1   C0 C1
+        rank 0     x0 x1         B0 B1   C0 C1
+        rank 1           x2 x3   B0 B1   C0 C1
+
+    The first half of the model's channels would be x0 to x3, which no rank holds. The ranks also
+    replicate B and C, because there are fewer groups than ranks.
+
+        >>> spec = MambaSpec.mamba2(num_heads=2, head_dim=2, n_groups=1, state_size=2,
+        ...                         conv_kernel=4, dtype="bfloat16")
+        >>> [(part.name, part.units, part.granularity, part.states) for part in spec.parts]
+        [('conv_x', 4, 2, 3), ('conv_b', 2, 2, 3), ('conv_c', 2, 2, 3), ('ssm', 2, 1, 1)]
+
+    Shapes of vLLM's `MambaStateShapeCalculator`, for the whole model. K is `conv_kernel - 1 +
+    num_speculative_tokens`:
+
+    kind               conv state                                    temporal state
+    -----------------  --------------------------------------------  -------------------------------
+    Mamba1             (intermediate, K)                             (intermediate, state)
+    Mamba2             (heads x head_dim + 2 x groups x state, K)    (heads, head_dim, state)
+    gated delta net    (2 x k_heads x k_dim + v_heads x v_dim, K)    (v_heads, v_dim, k_dim)
+    short convolution  (channels, K)                                 none
 """
 
 from __future__ import annotations
@@ -35,13 +62,20 @@ def _ssm_dtype(value: object) -> str | None:
 
 @attrs.frozen(kw_only=True, slots=False)
 class MambaSpec(LayerSpec):
-    """A recurrent state with its own *state_parts*, not indexed by tokens.
+    """A recurrent state. A block contains one state, so its rows are not tokens.
 
-    Build one with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
-    arguments are the model's own sizes, before TP; *dtype* is that of the conv state, *ssm_dtype*
-    (the same unless given) that of the temporal state. The conv state has
-    ``conv_kernel - 1 + num_speculative_tokens`` rows. Both dtypes are None where *state_parts* are
-    made by hand and do not say.
+    Create it with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
+    arguments are the sizes of the whole model, before TP. vLLM's `MambaSpec` has the shapes of one
+    rank instead.
+
+    Attributes:
+        state_parts: Parts of the state.
+        dtype: Type of the conv state. None is possible if the parts have their own dtypes or are
+            opaque.
+        ssm_dtype: Type of the temporal state, with the same rule for None.
+        block_size: Tokens between two saved states.
+        page_size_padded: Bytes to which a page is padded, or None.
+
     """
 
     block_size: int = attrs.field(default=1, validator=is_size)
@@ -54,16 +88,17 @@ class MambaSpec(LayerSpec):
             raise SpecError("state_parts", self.state_parts, "at least one part")
         names = tuple(part.name for part in self.state_parts)
         if len(set(names)) < len(names):
-            raise SpecError("state_parts", names, "parts with names that differ")
+            raise SpecError("state_parts", names, "parts with different names")
         for part in self.state_parts:
             if part.per_token:
-                wanted = "0: a state is not indexed by tokens"
-                raise SpecError(f"{part.name}.tokens_per_state", part.tokens_per_state, wanted)
-        self.parts  # noqa: B018 - their contents are whole elements, or this raises
+                requirement = "0, because the rows of a state are not tokens"
+                raise SpecError(f"{part.name}.tokens_per_state", part.tokens_per_state, requirement)
+        # A part raises an error if its content is not a whole number of elements.
+        self.parts  # noqa: B018
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The state's own parts; those that do not name a dtype have the spec's."""
+        """The parts of the state. A part without a dtype gets the dtype of the spec."""
         return tuple(
             attrs.evolve(part, dtype=self.ssm_dtype if part.name == "ssm" else self.dtype)
             if part.dtype is None
@@ -72,7 +107,10 @@ class MambaSpec(LayerSpec):
         )
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the position after which the state stands: the last of *num_tokens*."""
+        """Return the position of the last token. Only the state after that token is read.
+
+        The source is vLLM's `MambaManager.get_num_skipped_tokens`.
+        """
         n = positive_int("num_tokens", num_tokens, least=0)
         return range(n - 1, n) if n else EMPTY
 
@@ -89,7 +127,32 @@ class MambaSpec(LayerSpec):
         block_size: int = 1,
         page_size_padded: int | None = None,
     ) -> MambaSpec:
-        """Return the state of a Mamba1 layer: conv channels, and as many SSM channels."""
+        """Return the state of a Mamba1 layer.
+
+        The conv state and the temporal state both have *intermediate_size* channels.
+
+        Args:
+            intermediate_size: Channels of the layer.
+            state_size: Elements of the temporal state of one channel.
+            conv_kernel: Width of the convolution.
+            dtype: Type of the conv state.
+            ssm_dtype: Type of the temporal state. By default, *dtype*.
+            num_speculative_tokens: Speculative tokens, which add rows to the conv state.
+            block_size: Tokens between two saved states.
+            page_size_padded: Bytes to which a page is padded, or None.
+
+        Returns:
+            The spec.
+
+        Raises:
+            SpecError: If a size or a dtype is not valid.
+
+        >>> spec = MambaSpec.mamba1(
+        ...     intermediate_size=8192, state_size=16, conv_kernel=4, dtype="bfloat16")
+        >>> [(part.name, part.units, part.states, part.content_bytes) for part in spec.parts]
+        [('conv_x', 8192, 3, 2), ('ssm', 8192, 1, 32)]
+
+        """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("state_size", state_size)
         ssm_dtype = dtype if ssm_dtype is None else ssm_dtype
@@ -120,9 +183,29 @@ class MambaSpec(LayerSpec):
         block_size: int = 1,
         page_size_padded: int | None = None,
     ) -> MambaSpec:
-        """Return the state of a Mamba2 layer: x in heads, B and C in groups, SSM heads.
+        """Return the state of a Mamba2 layer.
 
-        With fewer groups than ranks, B and C are replicated while x and the SSM state are not.
+        TP divides x and the temporal state by heads, and B and C by groups. If there are fewer
+        groups than ranks, the ranks replicate B and C, but not the others.
+
+        Args:
+            num_heads: SSM heads.
+            head_dim: Channels of one head.
+            n_groups: Groups of B and C.
+            state_size: Channels of one group, and elements of the state of one channel.
+            conv_kernel: Width of the convolution.
+            dtype: Type of the conv state.
+            ssm_dtype: Type of the temporal state. By default, *dtype*.
+            num_speculative_tokens: Speculative tokens, which add rows to the conv state.
+            block_size: Tokens between two saved states.
+            page_size_padded: Bytes to which a page is padded, or None.
+
+        Returns:
+            The spec. The module docstring has an example.
+
+        Raises:
+            SpecError: If a size or a dtype is not valid.
+
         """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("state_size", state_size)
@@ -157,7 +240,35 @@ class MambaSpec(LayerSpec):
         block_size: int = 1,
         page_size_padded: int | None = None,
     ) -> MambaSpec:
-        """Return the state of a gated delta net: q and k in key heads, v in value heads."""
+        """Return the state of a gated delta net, as in Qwen3-Next.
+
+        TP divides q and k by key heads, and v and the temporal state by value heads.
+
+        Args:
+            num_k_heads: Key heads.
+            num_v_heads: Value heads.
+            head_k_dim: Elements of one key.
+            head_v_dim: Elements of one value.
+            conv_kernel: Width of the convolution.
+            dtype: Type of the conv state.
+            ssm_dtype: Type of the temporal state. By default, *dtype*.
+            num_speculative_tokens: Speculative tokens, which add rows to the conv state.
+            block_size: Tokens between two saved states.
+            page_size_padded: Bytes to which a page is padded, or None.
+
+        Returns:
+            The spec.
+
+        Raises:
+            SpecError: If a size or a dtype is not valid.
+
+        >>> spec = MambaSpec.gated_delta_net(
+        ...     num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_kernel=4,
+        ...     dtype="bfloat16", ssm_dtype="float32")
+        >>> [(part.name, part.units, part.content_bytes) for part in spec.parts]
+        [('conv_q', 2048, 2), ('conv_k', 2048, 2), ('conv_v', 4096, 2), ('ssm', 32, 65536)]
+
+        """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("head_k_dim", head_k_dim)
         positive_int("head_v_dim", head_v_dim)
@@ -187,7 +298,27 @@ class MambaSpec(LayerSpec):
         block_size: int = 1,
         page_size_padded: int | None = None,
     ) -> MambaSpec:
-        """Return the state of a short convolution over *conv_dim* channels."""
+        """Return the state of a short convolution, as in LFM2. It has no temporal state.
+
+        Args:
+            conv_dim: Channels of the convolution.
+            conv_kernel: Width of the convolution.
+            dtype: Type of the conv state.
+            num_speculative_tokens: Speculative tokens, which add rows to the conv state.
+            block_size: Tokens between two saved states.
+            page_size_padded: Bytes to which a page is padded, or None.
+
+        Returns:
+            The spec.
+
+        Raises:
+            SpecError: If a size or a dtype is not valid.
+
+        >>> spec = MambaSpec.short_conv(conv_dim=2048, conv_kernel=3, dtype="bfloat16")
+        >>> spec.page_size_bytes(tp_rank=0, tp_size=2) == 2 * 1024 * 2
+        True
+
+        """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         parts = (_conv("conv_x", "conv_dim", conv_dim, 1, rows, dtype),)
         return cls(
@@ -199,7 +330,11 @@ class MambaSpec(LayerSpec):
 
     @classmethod
     def replicated_state(cls, *, state_bytes: int) -> MambaSpec:
-        """Return a state of *state_bytes* opaque bytes that every TP rank holds whole."""
+        """Return a state of *state_bytes* opaque bytes, of which every TP rank has a replica.
+
+        >>> MambaSpec.replicated_state(state_bytes=100).page_size_bytes(tp_rank=1, tp_size=2)
+        100
+        """
         positive_int("state_bytes", state_bytes)
         parts = (
             Part(
@@ -215,9 +350,20 @@ class MambaSpec(LayerSpec):
 
 
 def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
-    """Return *spec* with the rows that *other* has too, of each of its state's parts.
+    """Return *spec* with only the rows of recurrent states that *other* has as well.
 
-    Rows of tokens are all of them: two engines' blocks differ in size, not in what is common.
+    An engine with more speculative tokens has more rows in its conv state. Specs of attention are
+    returned unchanged, because their rows are tokens and two block sizes do not matter.
+
+    Args:
+        spec: Spec of one engine.
+        other: Spec of the same layers on the other engine.
+
+    >>> sizes = {"conv_dim": 8, "conv_kernel": 4, "dtype": "bfloat16"}
+    >>> spec = MambaSpec.short_conv(num_speculative_tokens=2, **sizes)
+    >>> [s.parts[0].states for s in (spec, common_rows(spec, MambaSpec.short_conv(**sizes)))]
+    [5, 3]
+
     """
     if not isinstance(spec, MambaSpec):
         return spec
@@ -230,11 +376,14 @@ def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
 
 
 def _conv_rows(conv_kernel: int, num_speculative_tokens: int) -> int:
+    """Return the rows of a conv state: the inputs that the next convolution reads again."""
+    # A kernel of width 1 reads no earlier input, so it has no state.
     positive_int("conv_kernel", conv_kernel, least=2)
     return conv_kernel - 1 + positive_int("num_speculative_tokens", num_speculative_tokens, least=0)
 
 
 def _conv(name: str, field: str, heads: int, channels: int, rows: int, dtype: str) -> Part:
+    """Return one projection of a conv state. *field* is the name of *heads* for the error."""
     positive_int(field, heads)
     return Part(
         name=name,
@@ -249,6 +398,7 @@ def _conv(name: str, field: str, heads: int, channels: int, rows: int, dtype: st
 
 
 def _ssm(field: str, heads: int, elements: int, dtype: str) -> Part:
+    """Return a temporal state. *field* is the name of *heads* for the error."""
     positive_int(field, heads)
     return Part(
         name="ssm",

@@ -1,7 +1,7 @@
-"""Uniform-type groups: layers of one kind with sizes of their own.
+"""Uniform-type groups: layers of one kind that have different sizes.
 
-Every layer keeps its own parts. There is no representative layer, since deriving a slice from one
-gives every other layer wrong heads.
+Invariant: each layer keeps its own parts. No layer represents the others: slices that are derived
+from one layer contain the wrong heads of the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvspec.inputs import Frozen, instance, mapping
 from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec
 
+# Fields in which the layers of a uniform-type group may differ.
 _OWN = {
     "total_num_kv_heads",
     "head_size",
@@ -29,7 +30,6 @@ _OWN = {
     "spans_heads",
     "page_size_padded",
 }
-"""Fields in which the layers of a uniform-type group may differ."""
 
 
 def _specs(value: Mapping[str, LayerSpec]) -> Mapping[str, LayerSpec]:
@@ -38,9 +38,24 @@ def _specs(value: Mapping[str, LayerSpec]) -> Mapping[str, LayerSpec]:
 
 @attrs.frozen(kw_only=True, slots=False)
 class UniformTypeKVCacheSpecs(LayerSpec):
-    """Layers of one kind that share block tables but not head counts or head sizes.
+    """Layers of one kind that share block tables, but have different heads or dtypes.
 
-    *specs*: the spec of each layer, by name. They have one class, block size and window.
+    It has the name of vLLM's class. An example is DeepSeek-V3.2, whose indexer has another head
+    size than its latent cache.
+
+    Attributes:
+        specs: Spec of each layer, by the name of the layer. All specs have the same class, block
+            size and window.
+        block_size: Block size of the layers.
+        page_size_padded: Always None. Each layer has its own.
+
+    >>> from kvspec import MLAAttentionSpec
+    >>> group = UniformTypeKVCacheSpecs(specs={
+    ...     "latent": MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16"),
+    ...     "indexer": MLAAttentionSpec(block_size=64, head_size=128, dtype="uint8")})
+    >>> [(part.name, part.content_bytes) for part in group.parts]
+    [('latent/latent', 1152), ('indexer/latent', 128)]
+
     """
 
     block_size: int = attrs.field(init=False)
@@ -54,23 +69,24 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         for layer, spec in self.specs.items():
             if not isinstance(layer, str) or not layer:
                 raise SpecError("specs", layer, "layer names")
+            # Other specs are compared with the class of the first one below.
             if not isinstance(spec, LayerSpec) and spec is first:
                 raise SpecError(f"specs[{layer!r}]", spec, "a spec of a kind of layer")
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 raise SpecError(f"specs[{layer!r}]", spec, "a spec of one layer")
             if type(spec) is not type(first):
-                wanted = f"a {type(first).__name__}, as {first_name} has"
-                raise SpecError(f"specs[{layer!r}]", spec, wanted)
+                requirement = f"a {type(first).__name__}, as {first_name} has"
+                raise SpecError(f"specs[{layer!r}]", spec, requirement)
             for field in attrs.fields(type(first)):
-                value, wanted_value = getattr(spec, field.name), getattr(first, field.name)
-                if field.name not in _OWN and value != wanted_value:
-                    wanted = f"{wanted_value!r}, as {first_name} has"
-                    raise SpecError(f"specs[{layer!r}].{field.name}", value, wanted)
+                value, common_value = getattr(spec, field.name), getattr(first, field.name)
+                if field.name not in _OWN and value != common_value:
+                    requirement = f"{common_value!r}, as {first_name} has"
+                    raise SpecError(f"specs[{layer!r}].{field.name}", value, requirement)
         object.__setattr__(self, "block_size", first.block_size)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Every layer's own parts, named ``layer/part``."""
+        """The parts of all layers, each named `layer/part`."""
         return tuple(
             attrs.evolve(part, name=f"{layer}/{part.name}")
             for layer, spec in self.specs.items()
@@ -79,30 +95,30 @@ class UniformTypeKVCacheSpecs(LayerSpec):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers, in order."""
+        """Names of the layers, in order."""
         return tuple(self.specs)
 
     def of_layer(self, layer: str) -> LayerSpec:
-        """Return the spec of *layer*."""
+        """Return the spec of *layer*. Raise `SpecError` if the layer is unknown."""
         if instance("layer", layer, str) not in self.specs:
             raise SpecError("layer", layer, f"one of {', '.join(self.specs)}")
         return self.specs[layer]
 
     def page_size_bytes(self, tp_rank: int = 0, tp_size: int = 1) -> int:
-        """Return the bytes of one block of all layers on one rank, padding included."""
+        """Return the bytes of one block of all layers on one rank, with padding."""
         return sum(spec.page_size_bytes(tp_rank, tp_size) for spec in self.specs.values())
 
     @property
     def counts_prompt(self) -> bool:
-        """Whether its layers' positions are the prompt's: they are of one kind."""
+        """Whether the layers store tokens of the prompt."""
         return self._first.counts_prompt
 
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:
-        """Return how many tokens its layers count."""
+        """Return the number of tokens that the layers store for a request."""
         return self._first.total(num_tokens, encoder_tokens)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the positions that the query at position *num_tokens* still reads."""
+        """Return the positions that the query after *num_tokens* tokens still reads."""
         return self._first.live_tokens(num_tokens)
 
     @property

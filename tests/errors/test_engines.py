@@ -383,7 +383,7 @@ def test_a_plan_knows_its_ranks(ask: str, field: str, size: int) -> None:
     assert f"{field}=0: expected a RankId" == words(lambda: getattr(plan, ask)(0))
 
 
-HEADS = "heads pair by their global number"
+HEADS = "heads are matched by their number in the model"
 TOKENS = "the sides keep different tokens"
 ROW = "the row of one unit has a different length"
 STATES = "the states have different numbers of rows, perhaps because of speculative tokens"
@@ -398,7 +398,7 @@ PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = 
      [("l.head_size_v", None, 4, "one value of one token has another length")]),
     (FULL, attrs.evolve(FULL, dtype="float16"), [("l.dtype", "bfloat16", "float16", BYTES)]),
     (FULL, attrs.evolve(FULL, tokens_per_state=2),
-     [("l.tokens_per_state", 1, 2, "a row stands for other tokens")]),
+     [("l.tokens_per_state", 1, 2, "one row describes another number of tokens")]),
     (FULL, attrs.evolve(FULL, state_content_bytes=32),
      [("l.state_content_bytes", None, 32, "one head's row has another length or packing")]),
     (WINDOW, attrs.evolve(WINDOW, sliding_window=8), [("l.sliding_window", 4, 8, TOKENS)]),
@@ -411,7 +411,7 @@ PAIRS: list[tuple[kvspec.LayerSpec, kvspec.LayerSpec, list[tuple[Any, ...]]]] = 
                         tokens_per_state=2, state_content_bytes=7),
      [("l.head_size", 8, 4, "one head of one token has another length"),
       ("l.dtype", "bfloat16", "float16", BYTES),
-      ("l.tokens_per_state", 1, 2, "a row stands for other tokens"),
+      ("l.tokens_per_state", 1, 2, "one row describes another number of tokens"),
       ("l.state_content_bytes", None, 7, "one head's row has another length or packing"),
       ("l.total_num_kv_heads", 4, 8, HEADS),
       ("l.head_size_v", None, 2, "one value of one token has another length")]),

@@ -198,7 +198,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.Part(**STATE, granularity=3), "p.units=4: expected a multiple of 3"),
     (state, "state_parts=(): expected at least one part"),
     (lambda: state(attrs.evolve(PART, tokens_per_state=2)),
-     "p.tokens_per_state=2: expected 0: a state is not indexed by tokens"),
+     "p.tokens_per_state=2: expected 0, because the rows of a state are not tokens"),
     # rows and pages
     (lambda: attrs.evolve(FULL, tokens_per_state=3),
      "block_size=4: expected a multiple of tokens_per_state=3"),
@@ -226,7 +226,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.Part(**STATE | {"name": None}),
      "name=None: expected a non-empty str"),
     (lambda: state(PART, PART),
-     "state_parts=('p', 'p'): expected parts with names that differ"),
+     "state_parts=('p', 'p'): expected parts with different names"),
     (lambda: state("p"), "state_parts='p': expected a Part"),
     (lambda: kvspec.MambaSpec(state_parts=None),  # type: ignore[arg-type]
      "state_parts=None: expected a sequence of Parts"),
@@ -320,8 +320,8 @@ def test_what_a_kind_would_ignore_is_refused() -> None:
     """Packed content and an order of the page, of a kind whose parts know neither."""
     given: dict[str, Any] = {"block_size": 4, "head_size": 8, "dtype": "uint8"}
     assert [8, 4] == [part.content_bytes for part in IndexerSpec(**given).parts]
-    own = "index, index_scale of IndexerSpec have sizes of their own"
-    assert f"state_content_bytes=12: expected None: {own}" == words(
+    own = "index, index_scale of IndexerSpec have their own sizes"
+    assert f"state_content_bytes=12: expected None, because {own}" == words(
         lambda: IndexerSpec(**given, state_content_bytes=12)
     )
     told = "plain: a page of index, index_scale is told by its parts"

@@ -342,7 +342,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_format": "keys-transposed", "state_content_bytes": 8},
      "page_format='keys-transposed': expected plain or opaque for a page of kv"),
     ({"page_block_size": 2},
-     "page_block_size=2: expected None where the format is plain: its rows can be cut"),
+     "page_block_size=2: the page_format must be opaque, but it is plain"),
     ({"page_format": "opaque:a", "page_block_size": 3},
      "page_block_size=3: expected a divisor of block_size=4"),
     ({"page_format": "opaque:a", "page_block_size": 2, "scale_dtype": "float32",
