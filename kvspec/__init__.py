@@ -1,4 +1,26 @@
-"""Which bytes of which rank's KV cache go where, for any two LLM serving engines."""
+"""Plan and run the transfer of KV caches between two LLM serving engines.
+
+kvspec computes which bytes of which rank belong to which bytes of which other rank. The two engines
+may differ in parallel sizes, block sizes, cache layouts and page formats.
+
+How it works:
+    Describe both engines, and plan the transfer once. The plan holds for every request.
+
+        >>> import kvspec
+        >>> spec = kvspec.FullAttentionSpec(
+        ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+        >>> group = kvspec.KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=spec)
+        >>> producer, consumer = (
+        ...     kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=size))
+        ...     for size in (2, 3))
+        >>> plan = kvspec.plan_transfer(producer, consumer)
+        >>> [str(rank) for rank in plan.sources(kvspec.RankId(tp=1))]
+        ['tp0', 'tp1']
+
+    The next steps have functions of their own. `build_table` makes descriptor rows for a pair of
+    ranks. `kvspec.nixl` moves the bytes, and `kvspec.session` runs whole requests. `verify` and
+    `explain` check and describe a plan.
+"""
 
 from importlib import import_module
 from types import ModuleType
@@ -83,6 +105,8 @@ __all__ = [
     "verify",
 ]
 
+# The other public modules. They are imported on first use, because some of them need packages that
+# are not always installed, such as nixl or hypothesis.
 ON_DEMAND = frozenset(
     {
         "adapters.sglang",
@@ -102,24 +126,23 @@ ON_DEMAND = frozenset(
         "testing.strategies",
     }
 )
-"""The public modules beside this one: each is imported when it is first named."""
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a part of the library when it is first named, as in ``kvspec.models.from_config``."""
+    """Import a public module on its first use, as in `kvspec.models.from_config`."""
     if not any(module.partition(".")[0] == name for module in ON_DEMAND):
         raise AttributeError(f"module 'kvspec' has no attribute {name!r}")
     return import_module(f"kvspec.{name}")
 
 
 def _repr_svg_(value: TransferPlan | DescriptorTable) -> str:
-    """Draw *value* for a notebook."""
+    """Return the picture of *value* as SVG, which notebooks display."""
     draw = import_module("kvspec.draw")
     text: str = draw.plan_svg(value) if isinstance(value, TransferPlan) else draw.table_svg(value)
     return text
 
 
-# A plan or a table must not import `kvspec.draw`, which reads both. IPython looks for the method
-# on the class, so this module, which stands above both, adds it.
+# `kvspec.draw` imports plans and tables, so their modules cannot import it. IPython looks for the
+# method on the class, so this module adds it there.
 for _drawn in (TransferPlan, DescriptorTable):
     setattr(_drawn, "_repr_svg_", _repr_svg_)  # noqa: B010 - mypy refuses the plain assignment

@@ -1,1 +1,1 @@
-"""What one engine is: its groups of layers, its parallel sizes, and the layout of its cache."""
+"""Descriptions of engines: groups of layers, parallel sizes, and the layout of the cache."""

@@ -1,7 +1,7 @@
-"""A group: layers that share one block table, and how it owns its tokens and units.
+"""Groups of layers that share one block table.
 
-Law: a group says of its layers what may differ between groups of one engine, and nothing of ranks
-or sizes.
+Invariant: a group contains the properties that may differ between groups of one engine. Ranks and
+parallel sizes belong to the engine.
 """
 
 from __future__ import annotations
@@ -33,16 +33,31 @@ def _explicit_shardings(value: object) -> Mapping[str, Ranges]:
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class KVCacheGroup:
-    """Layers that share one block table.
+    """Layers that share one block table (vLLM: `KVCacheGroupSpec`).
 
-    *layers*: their names, the same on both engines. *spec*: one for all, or a uniform-type group.
-    *layout*: this group's own, or None for the engine's. For state layers H before N means that
-    the conv state lies dimension first, N before H that it lies row first. *kernel_block_size*:
-    tokens of a block in memory, where the table's blocks are cut finer; None if they are not.
-    *excluded*: layers of the group that are not transferred (draft layers of one engine).
-    *shardings*: explicit shardings of this group alone, from a part's name to one range of units
-    for each TP rank. *context_sharded*: False where every context rank holds every token, as a
-    draft model does beside a target that shares its tokens.
+    Attributes:
+        name: Name of the group. Block tables are passed by this name. The two engines may use
+            different names and groups.
+        layers: Names of the layers. They identify the layers on both engines.
+        spec: Spec of all layers, or a `UniformTypeKVCacheSpecs` with a spec for each.
+        layout: Layout of this group, or None for the layout of the engine. In a recurrent state, H
+            before N means that the conv state is [channels, rows], N before H the reverse.
+        kernel_block_size: Tokens of one block in memory, or None if it is the block size of the
+            table. vLLM cuts blocks of the table into kernel blocks if the attention kernel supports
+            only smaller ones.
+        excluded: Layers of the group that do not move, such as draft layers of one engine.
+        shardings: Explicit shardings of this group: for the name of a part, one range of units for
+            each TP rank. They have priority over those of `ParallelConfig`.
+        context_sharded: Whether context ranks divide the tokens. It is False if every context rank
+            holds all tokens. A draft model may do so while its target divides the tokens.
+
+    >>> from kvspec import FullAttentionSpec
+    >>> spec = FullAttentionSpec(
+    ...     block_size=64, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
+    >>> group = KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=spec, kernel_block_size=16)
+    >>> group.kernel_blocks_per_block
+    4
+
     """
 
     name: str
@@ -72,8 +87,7 @@ class KVCacheGroup:
             raise SpecError(f"{field}.layers", self.layers, "at least one layer name")
         for layer in self.layers:
             if not isinstance(layer, str) or not layer:
-                wanted = "layer names, each a non-empty str"
-                raise SpecError(f"{field}.layers", layer, wanted)
+                raise SpecError(f"{field}.layers", layer, "layer names, each a non-empty str")
         if len(set(self.layers)) < len(self.layers):
             raise SpecError(f"{field}.layers", self.layers, "each layer once")
         if self.spec.layers and set(self.spec.layers) != set(self.layers):
@@ -88,25 +102,28 @@ class KVCacheGroup:
             raise SpecError(field, size, f"a divisor of block_size={self.spec.block_size}")
         for spec in map(self.spec.of_layer, self.layers):
             if spec.page_size_padded is not None:
-                raise SpecError(field, size, "no padded pages where blocks are cut finer")
+                raise SpecError(field, size, rule="cannot be combined with page_size_padded")
             if any(not p.per_token or size % p.tokens_per_state for p in spec.parts):
-                wanted = "rows of whole tokens, and a multiple of them"
+                requirement = "a multiple of the tokens of each row (a state has none)"
                 if any(part.name == "page" for part in spec.parts):
-                    wanted = "whole opaque pages: page_block_size in the spec, a divisor of it"
-                raise SpecError(field, size, wanted)
+                    requirement = "a multiple of the spec's page_block_size, for opaque pages"
+                raise SpecError(field, size, requirement)
 
     @property
     def memory_block_size(self) -> int:
-        """Tokens of one block in memory: the kernel's, where the table's are cut finer."""
+        """Tokens of one block in memory: of a kernel block, if there are any."""
         return self.kernel_block_size or self.spec.block_size
 
     @property
     def kernel_blocks_per_block(self) -> int:
-        """Blocks in memory for each block of the table."""
+        """Blocks in memory for each block of the table.
+
+        In vLLM, it is `physical_blocks_per_logical_kv_block`.
+        """
         return self.spec.block_size // self.memory_block_size
 
     def in_memory(self, layer: str) -> LayerSpec:
-        """Return the spec of *layer* as it lies in memory, block by kernel block."""
+        """Return the spec of *layer* with the block size that it has in memory."""
         spec = self.spec.of_layer(layer)
         return (
             spec
@@ -116,14 +133,15 @@ class KVCacheGroup:
 
     @property
     def own_parts(self) -> tuple[Part, ...]:
-        """The parts of its layers, those of layers that are alike once."""
+        """The parts of the layers. Layers that have equal parts count once."""
         return tuple(part for spec, _ in self.layers_by_spec for part in spec.parts)
 
     @cached_property
     def layers_by_spec(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
-        """The layers by their own spec: one entry, unless this is a uniform-type group."""
-        found: dict[tuple[Part, ...], tuple[LayerSpec, list[str]]] = {}
+        """The layers by their spec. Only a uniform-type group has more than one entry."""
+        # Layers with equal parts form one entry, even if their padding differs.
+        by_parts: dict[tuple[Part, ...], tuple[LayerSpec, list[str]]] = {}
         for layer in self.layers:
             spec = self.spec.of_layer(layer)
-            found.setdefault(spec.parts, (spec, []))[1].append(layer)
-        return tuple((spec, tuple(layers)) for spec, layers in found.values())
+            by_parts.setdefault(spec.parts, (spec, []))[1].append(layer)
+        return tuple((spec, tuple(layers)) for spec, layers in by_parts.values())

@@ -1,6 +1,11 @@
-"""Which pipeline stage holds which layer.
+"""The pipeline stage of each layer.
 
-Law: stages are sharded by layer names, or by the first number in them; never by index.
+Invariant: a stage is determined by the name of a layer, or by the first number in the name. The
+place of a layer in a list is never used, because two engines list their layers in different orders.
+
+        >>> layers = ["layers.0.attn", "layers.1.attn", "layers.2.attn", "layers.3.attn"]
+        >>> stages_of(layers, ParallelConfig(pp_size=2))
+        {'layers.0.attn': 0, 'layers.1.attn': 0, 'layers.2.attn': 1, 'layers.3.attn': 1}
 """
 
 from __future__ import annotations
@@ -11,34 +16,45 @@ from itertools import pairwise
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig, Stage
 
+# A number with so many digits fits into 64 bits. `int` raises its own ValueError for a text with
+# thousands of digits.
 MOST_DIGITS = 18
-"""Digits of a layer's number: it fits a signed 64-bit number.
-
-Python raises an error of its own for a text of thousands of digits.
-"""
 
 
 def stages_of(layers: list[str], parallel: ParallelConfig) -> dict[str, int]:
-    """Return the pipeline stage of each of *layers*; `SpecError` for one in none or in several."""
+    """Return the pipeline stage of each layer.
+
+    Args:
+        layers: Names of all layers of the engine.
+        parallel: Parallel sizes of the engine. Without explicit stages, the layer numbers are
+            divided evenly.
+
+    Raises:
+        SpecError: If a layer belongs to no stage or to several, or has no number but needs one.
+
+    >>> stages_of(["l.0", "l.7"], ParallelConfig(pp_size=2, stages=[range(0, 5), range(5, 8)]))
+    {'l.0': 0, 'l.7': 1}
+
+    """
     if parallel.pp_size == 1 and parallel.stages is None:
         return dict.fromkeys(layers, 0)
     stages = parallel.stages or _even_stages(layers, parallel.pp_size)
-    found: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     for layer in layers:
         holders = [number for number, stage in enumerate(stages) if _holds(stage, layer)]
         if len(holders) != 1:
             where = "no stage" if not holders else f"stages {holders}"
             raise SpecError("stages", stages, f"one stage for layer {layer!r}, which is in {where}")
-        found[layer] = holders[0]
-    return found
+        stage_of[layer] = holders[0]
+    return stage_of
 
 
 def _number(layer: str) -> int | None:
-    """Return the first number in the name of *layer*; None if it has none."""
-    found = re.search(r"0*(\d+)", layer)
-    if found and len(found[1]) > MOST_DIGITS:
+    """Return the first number in the name of *layer*, or None if there is no number."""
+    digits = re.search(r"0*(\d+)", layer)
+    if digits and len(digits[1]) > MOST_DIGITS:
         raise SpecError("layers", layer, f"a first number of at most {MOST_DIGITS} digits")
-    return int(found[1]) if found else None
+    return int(digits[1]) if digits else None
 
 
 def _holds(stage: Stage, layer: str) -> bool:
@@ -46,14 +62,15 @@ def _holds(stage: Stage, layer: str) -> bool:
 
 
 def _even_stages(layers: list[str], count: int) -> tuple[range, ...]:
-    """Return a contiguous, even sharding of layer numbers to stages."""
-    found: set[int] = set()
+    """Divide the layer numbers contiguously and evenly among *count* stages."""
+    distinct: set[int] = set()
     for layer in layers:
         number = _number(layer)
         if number is None:
-            wanted = f"each stage's layer names, since layer {layer!r} has no number to place it by"
-            raise SpecError("stages", None, wanted)
-        found.add(number)
-    numbers = sorted(found)
+            requirement = f"the layer names of each stage, because layer {layer!r} has no number"
+            raise SpecError("stages", None, requirement)
+        distinct.add(number)
+    # Several layers may have one number, such as the caches of one model layer. They stay together.
+    numbers = sorted(distinct)
     starts = (numbers[stage * len(numbers) // count] for stage in range(1, count))
     return tuple(range(a, b) for a, b in pairwise([0, *starts, numbers[-1] + 1]))

@@ -73,7 +73,7 @@ class MambaSpec(LayerSpec):
         dtype: Type of the conv state. None is possible if the parts have their own dtypes or are
             opaque.
         ssm_dtype: Type of the temporal state, with the same rule for None.
-        block_size: Tokens between two saved states.
+        block_size: Tokens of one block of the table, if the table contains more than one state.
         page_size_padded: Bytes to which a page is padded, or None.
 
     """
@@ -138,7 +138,7 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens between two saved states.
+            block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Returns:
@@ -197,7 +197,7 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens between two saved states.
+            block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Returns:
@@ -253,7 +253,7 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens between two saved states.
+            block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Returns:
@@ -305,7 +305,7 @@ class MambaSpec(LayerSpec):
             conv_kernel: Width of the convolution.
             dtype: Type of the conv state.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens between two saved states.
+            block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Returns:

@@ -154,9 +154,9 @@ REFUSED: list[Any] = [
     # engines
     (lambda: kvspec.EngineSpec(groups=()), "groups=(): expected at least one group"),
     (lambda: engine("full"), "groups='full': expected a KVCacheGroup"),
-    (lambda: engine(group("l"), group("m")), "groups='g': expected group names that differ"),
+    (lambda: engine(group("l"), group("m")), "groups='g': expected different group names"),
     (lambda: engine(group("l"), group("m", "l", name="h")),
-     "groups['h'].layers='l': expected each layer in one group; it is in 'g' too"),
+     "groups['h'].layers='l': a layer must be in one group, but this one is in 'g' too"),
     (lambda: engine().group("h"), "group='h': expected one of g"),
     # shardings
     (lambda: sharding(*SHORT), f"shardings[4]={SHORT!r}: {COVER} range(3, 4) are missing"),
@@ -235,7 +235,7 @@ REFUSED: list[Any] = [
     (lambda: kvspec.EngineSpec(groups=group()),  # type: ignore[arg-type]
      f"groups={shown(group())}: expected a sequence of KVCacheGroups"),
     (lambda: engine(*[group()] * 2),
-     "groups='g': expected group names that differ"),
+     "groups='g': expected different group names"),
     (lambda: kvspec.EngineSpec(groups=(group(),), parallel=4),  # type: ignore[arg-type]
      "parallel=4: expected a ParallelConfig"),
     (lambda: kvspec.EngineSpec(groups=(group(),), parallel=None),  # type: ignore[arg-type]
@@ -299,11 +299,11 @@ REFUSED: list[Any] = [
     (lambda: group(kernel_block_size=8),
      "groups['g'].kernel_block_size=8: expected a divisor of block_size=4"),
     (lambda: group(spec=PADDED, kernel_block_size=2),
-     "groups['g'].kernel_block_size=2: expected no padded pages where blocks are cut finer"),
+     "groups['g'].kernel_block_size=2: cannot be combined with page_size_padded"),
     (lambda: group(spec=state(block_size=4), kernel_block_size=2),
-     "groups['g'].kernel_block_size=2: expected rows of whole tokens, and a multiple of them"),
+     "groups['g'].kernel_block_size=2: expected a multiple of the tokens of each row (a state has none)"),
     (lambda: group(spec=attrs.evolve(FULL, tokens_per_state=2), kernel_block_size=1),
-     "groups['g'].kernel_block_size=1: expected rows of whole tokens, and a multiple of them"),
+     "groups['g'].kernel_block_size=1: expected a multiple of the tokens of each row (a state has none)"),
     (lambda: group("a", "b", excluded=("b", "c")),
      "groups['g'].excluded='c': expected layers of the group"),
     (lambda: group(excluded="l"), "excluded='l': expected a sequence of layer names"),
@@ -312,10 +312,9 @@ REFUSED: list[Any] = [
      "layers={'l'}: expected a sequence of layer names"),
     # stages
     (lambda: engine(pp_size=2),
-     "stages=None: expected each stage's layer names, since layer 'l' has no number to place it by"),
+     "stages=None: expected the layer names of each stage, because layer 'l' has no number"),
     (lambda: engine(group("l.0", "draft"), pp_size=2),
-     ("stages=None: expected each stage's layer names, since layer 'draft' has no number to place "
-      "it by")),
+     "stages=None: expected the layer names of each stage, because layer 'draft' has no number"),
     (lambda: kvspec.ParallelConfig(pp_size=2, stages=(range(2),)),
      "stages=(range(0, 2),): expected one for each of the 2 stages"),
     (lambda: kvspec.ParallelConfig(stages=("l",)), "stages='l': expected a sequence of layer names"),
@@ -331,9 +330,9 @@ REFUSED: list[Any] = [
     (lambda: engine(group(spec=MLA), tp_size=2, dcp_size=2, interleave_size=3),
      "interleave_size=3: expected a divisor of block_size=4 of group 'g'"),
     (lambda: engine(tp_size=4, dcp_size=2),
-     "context_size=2: expected a rank for every context; units 0..0 of g.k have none for [1]"),
+     "context_size=2: every context needs a rank, but units 0..0 of g.k have none for [1]"),
     (lambda: engine(tp_size=2, pcp_size=2, context_ranks=((0, 0), (0, 1))),
-     "context_size=2: expected a rank for every context; units 0..1 of g.k have none for [1]"),
+     "context_size=2: every context needs a rank, but units 0..1 of g.k have none for [1]"),
     *((lambda rows=rows: kvspec.ParallelConfig(tp_size=2, pcp_size=2, context_ranks=rows),
        f"context_ranks={rows!r}: expected 2 rows (PCP) of 2 context ranks (TP)")
       for rows in (((0, 1),), ((0, 1), (0,)), ((0, 1),) * 3)),

@@ -324,7 +324,7 @@ def test_what_a_kind_would_ignore_is_refused() -> None:
     assert f"state_content_bytes=12: expected None, because {own}" == words(
         lambda: IndexerSpec(**given, state_content_bytes=12)
     )
-    told = "plain: a page of index, index_scale is told by its parts"
+    told = "plain, because the page consists of the parts index, index_scale"
     assert f"page_format='opaque:x': expected {told}" == words(
         lambda: IndexerSpec(**given, page_format="opaque:x")
     )

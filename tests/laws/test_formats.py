@@ -320,7 +320,7 @@ def test_opaque_pages_of_other_kernel_blocks_are_refused_by_name() -> None:
     for kernel, page in ((8, None), (8, 16), (4, 8)):
         with pytest.raises(kvspec.SpecError) as caught:
             finer(32, kernel, page)
-        wanted = "expected whole opaque pages: page_block_size in the spec, a divisor of it"
+        wanted = "expected a multiple of the spec's page_block_size, for opaque pages"
         assert f"groups['g'].kernel_block_size={kernel}: {wanted}" == str(caught.value)
 
 
