@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvspec.ownership.replicas import ReplicaPolicy
+from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName
 
 if TYPE_CHECKING:
     from kvspec.descriptors.request import TransferRequest
     from kvspec.engines.engine import EngineSpec
+
+
+def _replica_policy(value: ReplicaPolicyName | ReplicaPolicy) -> ReplicaPolicy:
+    return ReplicaPolicy.of(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +34,6 @@ class Case:
     producer_pool: Mapping[str, int]
     consumer_pool: Mapping[str, int]
     request: TransferRequest
-    replica_policy: ReplicaPolicy = attrs.field(default="spread", converter=ReplicaPolicy.of)
+    replica_policy: ReplicaPolicy = attrs.field(default=ReplicaPolicy(), converter=_replica_policy)
     common_states: bool = False
     shared: bool = False
