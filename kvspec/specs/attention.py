@@ -252,7 +252,9 @@ class CrossAttentionSpec(FullAttentionSpec):
     def total(self, num_tokens: int, encoder_tokens: int | None) -> int:  # noqa: ARG002
         """Return *encoder_tokens*. Raise `SpecError` if the request does not contain them."""
         if encoder_tokens is None:
-            raise SpecError("encoder_tokens", None, "the number of encoder tokens")
+            raise SpecError(
+                "encoder_tokens", None, "the number of encoder tokens, for cross attention"
+            )
         return encoder_tokens
 
 

@@ -196,7 +196,7 @@ REFUSED = [
          ONCE.format(5)),
     # the encoder's tokens
     case(lambda: select(CROSS),
-         "encoder_tokens=None: expected the encoder's own count, for cross attention"),
+         "encoder_tokens=None: expected the number of encoder tokens, for cross attention"),
     # a row of several tokens cannot be written in part
     *(case(lambda c=c: select(ROWS, cached_tokens=c),
            f"cached_tokens={c}: expected a multiple of tokens_per_state=4") for c in (1, 5, 6, 9)),

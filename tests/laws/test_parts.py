@@ -176,13 +176,13 @@ def test_scales_that_cannot_be_are_refused() -> None:
     wanted = "elements_per_scale=4: expected a divisor of head_size=4 and head_size_v=6"
     assert wanted == words(elements_per_scale=4, head_size_v=6)
     told = words(scale_dtype=None, elements_per_scale=2)
-    assert "elements_per_scale=2: expected None where there is no scale_dtype" == told
+    assert "elements_per_scale=2: expected None if scale_dtype is None" == told
     told = words(scale_dtype=None, tokens_per_scale=2)
-    assert "tokens_per_scale=2: expected 1 where there is no scale_dtype" == told
+    assert "tokens_per_scale=2: expected 1 if scale_dtype is None" == told
     assert "expected a multiple of 3, a row of scales" in words(tokens_per_scale=3)
     told = words(state_content_bytes=9)
-    wanted = "None where the content is packed (state_content_bytes), scales and all"
-    assert f"scale_dtype='float32': expected {wanted}" == told
+    wanted = "cannot be combined with state_content_bytes, which includes the scales"
+    assert f"scale_dtype='float32': {wanted}" == told
 
 
 PART = {"name": "p", "units": 4, "states": 1, "content_bytes": 6}
