@@ -141,9 +141,6 @@ class MambaSpec(LayerSpec):
             block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
 
-        Returns:
-            The spec.
-
         Raises:
             SpecError: If a size or a dtype is not valid.
 
@@ -186,7 +183,8 @@ class MambaSpec(LayerSpec):
         """Return the state of a Mamba2 layer.
 
         TP divides x and the temporal state by heads, and B and C by groups. If there are fewer
-        groups than ranks, the ranks replicate B and C, but not the others.
+        groups than ranks, the ranks replicate B and C, but not the others. The module docstring has
+        an example.
 
         Args:
             num_heads: SSM heads.
@@ -199,9 +197,6 @@ class MambaSpec(LayerSpec):
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
             block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
-
-        Returns:
-            The spec. The module docstring has an example.
 
         Raises:
             SpecError: If a size or a dtype is not valid.
@@ -256,9 +251,6 @@ class MambaSpec(LayerSpec):
             block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
 
-        Returns:
-            The spec.
-
         Raises:
             SpecError: If a size or a dtype is not valid.
 
@@ -307,9 +299,6 @@ class MambaSpec(LayerSpec):
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
             block_size: Tokens of one block of the table, if the table contains more than one state.
             page_size_padded: Bytes to which a page is padded, or None.
-
-        Returns:
-            The spec.
 
         Raises:
             SpecError: If a size or a dtype is not valid.
