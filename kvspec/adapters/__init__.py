@@ -1,14 +1,18 @@
-"""Serving engines' own descriptions of their caches, read as this library's.
+"""Adapters: read a serving engine's own description of its caches into kvspec's types.
 
-Each engine is a package, imported when it is first named: ``kvspec.adapters.vllm``.
+Each engine has a package, which is imported when it is first named: `kvspec.adapters.vllm`.
+
+>>> import kvspec
+>>> sorted(kvspec.adapters.ENGINES)
+['sglang', 'vllm']
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
 
+# The engines that have an adapter.
 ENGINES = frozenset(module.name for module in iter_modules(__path__) if module.ispkg)
-"""The engines that have an adapter."""
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,7 +1,11 @@
-"""Another's objects, read field by field.
+"""Read objects of another library field by field, with errors that name the path to a field.
 
-Law: a field that is missing, or is not what it should be, is an error that names the path to it;
-nothing of another's class is believed, not even that reading an attribute of it succeeds.
+The adapters import nothing of vLLM or SGLang. So an object may come from any version of the
+engine, and may have any fields.
+
+Invariant: a field that is missing or has an unexpected value raises `SpecError`, and the error
+names the path to the field. An exception in a property or method of the engine becomes such an
+error, too.
 """
 
 from __future__ import annotations
@@ -19,7 +23,19 @@ from kvspec.inputs import positive_int, sequence
 
 @attrs.frozen
 class FieldReader:
-    """A value of an engine's, and the path by which it was reached; None for a missing field."""
+    """A value of an engine, together with the path by which it was reached.
+
+    Attributes:
+        path: The path for error messages, such as ``kv_cache_groups[0].kv_cache_spec``.
+        value: The value. None if the field is missing.
+
+    >>> from types import SimpleNamespace
+    >>> config = FieldReader("config", SimpleNamespace(num_blocks=0))
+    >>> config.get("num_blocks").size()
+    Traceback (most recent call last):
+    kvspec.errors.SpecError: config.num_blocks=0: expected an int >= 1
+
+    """
 
     path: str
     value: Any
@@ -29,64 +45,69 @@ class FieldReader:
         path = f"{self.path}.{name}" if self.path else name
         try:
             return FieldReader(path, getattr(self.value, name, None))
-        except Exception as error:  # another's property may do anything
+        except Exception as error:  # A property of the engine may raise anything.
             message = f"{type(error).__name__}: {error}"
             raise SpecError(path, message, "a value, not an error") from error
 
     def call(self, name: str) -> FieldReader:
-        """Return what the method called *name* returns."""
+        """Call the method *name* without arguments and return its result."""
         method = self.get(name)
         if not callable(method.value):
             raise SpecError(method.path, method.value, "a method")
         try:
             return FieldReader(f"{method.path}()", method.value())
-        except Exception as error:  # so may a method
+        except Exception as error:  # A method of the engine may raise anything.
             message = f"{type(error).__name__}: {error}"
             raise SpecError(f"{method.path}()", message, "a value, not an error") from error
 
     def size(self, default: int | None = None, least: int = 1) -> int:
-        """Return an int of at least *least*; *default*, if there is one, for what is missing."""
+        """Return the value as an int of at least *least*.
+
+        If the field is missing and *default* is not None, return *default*.
+        """
         if self.value is None and default is not None:
             return default
         return positive_int(self.path, self.value, least=least)
 
     def size_or_none(self) -> int | None:
-        """Return an int >= 1, or None for what is missing."""
+        """Return the value as an int >= 1, or None if the field is missing."""
         return None if self.value is None else self.size()
 
     def sizes(self) -> tuple[int, ...]:
-        """Return a sequence of ints >= 1."""
-        found = sequence(self.path, self.value, "ints >= 1")
-        for each in found:
-            if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-                raise SpecError(self.path, found, "a sequence of ints >= 1")
-        return found
+        """Return the value as a sequence of ints >= 1."""
+        numbers = sequence(self.path, self.value, "ints >= 1")
+        for number in numbers:
+            # A bool is an int in Python, but True is not a size.
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise SpecError(self.path, numbers, "a sequence of ints >= 1")
+        return numbers
 
     def dtype(self) -> str:
-        """Return the name of a dtype."""
+        """Return the name of the dtype that the value is."""
         return dtype_name(self.value, self.path)
 
-    def members(self, wanted: str) -> tuple[FieldReader, ...]:
-        """Return the members of a sequence of what is *expected*."""
-        found = sequence(self.path, self.value, wanted)
-        return tuple(FieldReader(f"{self.path}[{at}]", each) for at, each in enumerate(found))
+    def members(self, expected: str) -> tuple[FieldReader, ...]:
+        """Return a reader for each member of a sequence. *expected* names them in errors."""
+        values = sequence(self.path, self.value, expected)
+        return tuple(FieldReader(f"{self.path}[{at}]", value) for at, value in enumerate(values))
 
     def names(self) -> tuple[str, ...]:
-        """Return a sequence of layer names."""
+        """Return the value as a sequence of layer names."""
         return layer_names(self.path, sequence(self.path, self.value, "layer names"))
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Put the path before the field of an error."""
+        """Prefix the field of a `SpecError` that is raised inside with this path."""
         try:
             yield
         except SpecError as error:
-            raise SpecError(f"{self.path}.{error.field}", error.value, error.expected) from None
+            field = f"{self.path}.{error.field}"
+            raise SpecError(field, error.value, error.expected, rule=error.rule) from None
 
 
-def layer_names(field: str, found: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return *found* if each is a non-empty str."""
-    for each in found:
-        if not isinstance(each, str) or not each:
-            raise SpecError(field, each, "layer names, each a non-empty str")
-    return found
+def layer_names(field: str, names: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return *names*. Raise `SpecError` unless each is a non-empty str."""
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise SpecError(field, name, "layer names, each a non-empty str")
+    return names

@@ -1,13 +1,23 @@
-"""vLLM's attention backends, and the order in which each keeps the elements of a page.
+"""Read the order of the elements inside vLLM's pages from the name of the attention backend.
 
-Law: neither a spec nor a tensor's shape and strides say in which order elements lie inside a page;
-the backend does. One that is not named here is refused by name, and no page is taken to be plain
-because nobody said otherwise.
+Neither a spec nor the shape and strides of a tensor determine that order. Two backends may give a
+tensor the same shape and write different orders into it.
 
-How the content of a page of vLLM's is packed, given the format that its backend keeps.
+Invariant: a page has a known order only if `FORMATS` has its backend. An unknown or missing backend
+is refused by name. The slots and bytes that a spec reports must be those that the backend's format
+needs for the heads.
 
-Law: what a spec says of slots and content has to be what its backend's format makes of the heads;
-the letters of the layout are vLLM's own, or those that say the packing.
+How it works:
+    A backend's name leads to a format. Some backends have several formats: then fields of the spec
+    decide (`_for_spec`), or a property of the layer that the caller passes as a variant. The format
+    determines the letters of the layout (`layout_of`) and some fields of our spec (`packing`).
+    In vLLM's layout LBHNC, a rank has 4 heads of 64 float16 elements in blocks of 16 tokens:
+
+        backend       format            slots x tokens x bytes      letters    a page in memory
+        FLASH_ATTN    rows              4 x 16 x 256                LBHNC      key beside value
+        B12X          planes            2 x 16 x 512                LBKNHC     all keys, all values
+        CPU, vec      keys-transposed   4 x 16 x 256                LBHKNC     keys, values
+        CPU, amx      opaque:amx        4 x 16 x 256                LBHNC      unknown, moves whole
 """
 
 from __future__ import annotations
@@ -22,8 +32,8 @@ from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
 from kvspec.specs.formats import is_opaque
 
+# Each head of each token is one run of bytes: a key and its value, a latent, or packed bytes.
 ROWS = "rows"
-"""Each head of each token in one chunk: keys beside values, a latent, or packed bytes."""
 
 _V1 = "vllm.v1.attention.backends."
 
@@ -80,13 +90,15 @@ _MODELS = {
     "minimax_m3.nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": "opaque:msa",
 }
 
+# The format of each backend's pages, by the module and class of the backend. A name with 's is not
+# a format yet: fields of the spec, or a variant, decide between the formats of that backend.
 FORMATS: Mapping[str, str] = {
     **{_V1 + name: ROWS for name in _ROWS},
     **{_V1 + name: form for name, form in _OTHERS.items()},
     **{f"vllm.models.{name}": form for name, form in _MODELS.items()},
 }
-"""The format of a backend's pages, by the backend's module and class."""
 
+# The formats of a backend whose name leaves a property open, by the value of that property.
 _VARIANTS: Mapping[str, Mapping[str, str]] = {
     "CPU's": {"vec": "keys-transposed", "vec16": "keys-transposed", "amx": "opaque:amx"},
     "indexer's": {"rows": "opaque:indexer", "shuffled": "opaque:indexer-shuffled"},
@@ -96,28 +108,30 @@ _VARIANTS: Mapping[str, Mapping[str, str]] = {
         "scales apart": "opaque:turboquant-scales",
     },
 }
-"""What a backend's name leaves open, and the format that each variant of it is."""
 
-_WANTED = "the full_cls_name() of the layer's attention backend, one that is known"
+_EXPECTED = "the full_cls_name() of the layer's attention backend, one that is known"
 
 
 @attrs.frozen
 class Backends:
-    """What the caller says of the backends: one for all layers of attention, or one by layer.
+    """The backends of the layers, and the properties that their names leave open.
 
-    *variants*: in the same way, what a backend's name leaves open.
+    Attributes:
+        by_layer: A backend for each layer name, or one backend for all layers.
+        variants: A variant for each layer name, or one for all layers.
+
     """
 
-    fields: Any
+    by_layer: Any
     variants: Any = None
 
     def format_of(self, layer: str, spec: FieldReader) -> str:
-        """Return the format of the pages of *layer*, whose spec is *spec*, or raise `SpecError`."""
-        name = full_name(f"backends[{layer!r}]", self._of(self.fields, layer))
-        form = FORMATS.get(name)
+        """Return the page format of *layer*, whose spec is *spec*."""
         field = f"backends[{layer!r}]"
+        name = full_name(field, self._of(self.by_layer, layer))
+        form = FORMATS.get(name)
         if form is None:
-            raise SpecError(field, name, f"{_WANTED} (kvspec.adapters.vllm.FORMATS)")
+            raise SpecError(field, name, f"{_EXPECTED} (kvspec.adapters.vllm.FORMATS)")
         form = _for_spec(form, spec)
         if form in _VARIANTS:
             form = self._variant(layer, name, _VARIANTS[form])
@@ -125,7 +139,7 @@ class Backends:
         return form
 
     def _variant(self, layer: str, name: str, known: Mapping[str, str]) -> str:
-        """Return the format that the caller's variant of the backend called *name* is."""
+        """Return the format for the caller's variant of the backend called *name*."""
         variant = self._of(self.variants, layer)
         if not isinstance(variant, str) or variant not in known:
             wanted = f"one of {', '.join(known)}, which {name.rpartition('.')[2]} leaves open"
@@ -133,39 +147,41 @@ class Backends:
         return known[variant]
 
     def device_of(self, layer: str) -> str | None:
-        """Return the type of device whose kernels write the state of *layer*, if that is said."""
+        """Return the type of device whose kernels write the state of *layer*, or None."""
         device = self.variants.get(layer) if isinstance(self.variants, Mapping) else None
         if device is not None and not isinstance(device, str):
-            raise SpecError(f"variants[{layer!r}]", device, "a type of device, as cuda or cpu")
+            raise SpecError(f"variants[{layer!r}]", device, "a type of device, such as cuda or cpu")
         return device
 
-    def _of(self, fields: Any, layer: str) -> Any:  # noqa: ANN401
-        return fields.get(layer) if isinstance(fields, Mapping) else fields
+    def _of(self, values: Any, layer: str) -> Any:  # noqa: ANN401
+        return values.get(layer) if isinstance(values, Mapping) else values
 
 
-def full_name(field: str, fields: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
+def full_name(field: str, backend: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported
     """Return a backend's module and class, joined by a dot."""
-    if callable(FieldReader(field, fields).get("full_cls_name").value):
-        fields = FieldReader(field, fields).call("full_cls_name").value
-    if isinstance(fields, tuple) and all(isinstance(name, str) for name in fields):
-        fields = ".".join(fields)
-    if not isinstance(fields, str):
-        raise SpecError(field, fields, f"{_WANTED}: a spec does not say the order inside a page")
-    return fields
+    if callable(FieldReader(field, backend).get("full_cls_name").value):
+        backend = FieldReader(field, backend).call("full_cls_name").value
+    if isinstance(backend, tuple) and all(isinstance(name, str) for name in backend):
+        backend = ".".join(backend)
+    if not isinstance(backend, str):
+        raise SpecError(field, backend, f"{_EXPECTED}: the order inside a page depends on it")
+    return backend
 
 
 def quantization(spec: FieldReader) -> str:
-    """Return the name of a spec's quantization mode, ``NONE`` where it has none."""
+    """Return the name of a spec's quantization mode, or ``NONE``."""
     mode = spec.get("kv_quant_mode").value
     return str(getattr(mode, "name", mode)).upper()
 
 
 def _for_spec(form: str, spec: FieldReader) -> str:
-    """Return which format a backend that has two keeps *spec* in."""
+    """Return the format in which the backend keeps *spec*, if the spec decides between two."""
+    # AITER reports head slots only if it shuffles the page.
     if form == "AITER's":
         return "opaque:aiter" if spec.get("num_head_slots").value else ROWS
     if form == "FlashInfer's":
         return "scaled planes" if quantization(spec) == "NVFP4" else ROWS
+    # DeepSeek V4 has fp8 records with their own bytes of a row, or plain latents.
     if form == "DeepSeek's":
         packed = spec.get("state_content_bytes").value is not None
         return "opaque:deepseek" if packed else ROWS
@@ -173,70 +189,77 @@ def _for_spec(form: str, spec: FieldReader) -> str:
 
 
 def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
-    """Refuse a spec that its backend would not have made."""
+    """Raise `SpecError` if the backend *name* could not have made *spec*."""
     slots = spec.get("num_head_slots").size_or_none()
     heads = spec.get("num_kv_heads").size_or_none()
     if form == ROWS and slots not in (None, heads):
-        wanted = f"one that keeps {slots} head slots for {heads} heads, as {spec.path} says"
+        wanted = f"a backend that keeps {slots} slots for {heads} heads, as {spec.path} requires"
         raise SpecError(field, name, wanted)
     if form == ROWS and quantization(spec) == "NVFP4":
-        raise SpecError(field, name, f"one that keeps NVFP4, as {spec.path} says")
+        raise SpecError(field, name, f"a backend that keeps NVFP4, as {spec.path} requires")
     role = spec.get("cache_role").value
     if form == ROWS and str(getattr(role, "name", role)).upper() == "INDEXER":
-        raise SpecError(field, name, f"one that keeps an indexer's keys, as {spec.path} says")
+        wanted = f"a backend that keeps an indexer's keys, as {spec.path} requires"
+        raise SpecError(field, name, wanted)
+    # Two slots hold all keys and all values of a rank. A transfer that cuts the slots at the head
+    # ratio gives one rank all keys and the other all values, and every length check passes.
     if form in ("planes", "x-packed") and slots != 2:  # noqa: PLR2004 - keys and values
         raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
     if form == "opaque:msa" and (heads is None or slots != 2 * heads):
         raise SpecError(field, name, f"two slots for each head in {spec.path}, not {slots}")
 
 
+# Formats with two head slots: the keys of all heads of a rank, and the values of all heads.
 PLANES = ("planes", "x-packed", "opaque:aiter")
-"""Formats with two head slots: the keys, and the values, of all heads of a rank."""
 
-
+# Formats whose rows are packed bytes. They need names of their own, because rows of equal length
+# may have different content: UltraQuant's rows are as long as int4's rows of a scale and codes.
 PACKED = ("opaque:turboquant", "opaque:ultraquant")
-"""Formats of rows of packed bytes, whose number does not say what is in them: int4's rows of scale
-and codes are as long as UltraQuant's."""
 
 
-def packing(given_spec: FieldReader, page_format: str) -> dict[str, Any]:
-    """Return the fields of a spec with heads that say its packing, none where k lies beside v."""
-    content = given_spec.get("state_content_bytes").size_or_none()
-    local, width = given_spec.get("num_kv_heads").size(), itemsize(given_spec.get("dtype").dtype())
-    size = given_spec.get("head_size").size()
-    size_v = given_spec.get("head_size_v").size(size)
+def packing(rank_spec: FieldReader, page_format: str) -> dict[str, Any]:
+    """Return the fields of our spec that describe how *page_format* packs the heads.
+
+    No fields if each key lies beside its value.
+    """
+    content = rank_spec.get("state_content_bytes").size_or_none()
+    local, width = rank_spec.get("num_kv_heads").size(), itemsize(rank_spec.get("dtype").dtype())
+    size = rank_spec.get("head_size").size()
+    size_v = rank_spec.get("head_size_v").size(size)
     plain = content in (None, (size + size_v) * width)
     if page_format in PLANES:
         if content != local * size * width or size != size_v:
-            wanted = f"{local * size * width}: keys or values of {local} heads in each slot"
-            raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
+            wanted = f"{local * size * width}: the keys or values of {local} heads in each slot"
+            raise SpecError(f"{rank_spec.path}.state_content_bytes", content, wanted)
         return {} if page_format == "planes" else {"page_format": page_format}
     if page_format == ROWS:
         return {} if plain else {"state_content_bytes": content}
     if page_format == "scaled planes":
-        return _scaled(given_spec, content)
+        return _scaled(rank_spec, content)
     if page_format == "opaque:msa":
-        slot = given_spec.get("state_content_bytes").size()
+        slot = rank_spec.get("state_content_bytes").size()
         return {"state_content_bytes": 2 * slot, "page_format": page_format}
     if page_format.startswith(PACKED):
         return {"state_content_bytes": content, "page_format": page_format}
     if not plain:
         wanted = f"None or {(size + size_v) * width}: a key and a value"
-        raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
+        raise SpecError(f"{rank_spec.path}.state_content_bytes", content, wanted)
     return {"page_format": page_format}
 
 
-def _scaled(given_spec: FieldReader, content: int | None) -> dict[str, Any]:
-    """Return FlashInfer's NVFP4: half a byte an element, a scale for 16 of them.
+def _scaled(rank_spec: FieldReader, content: int | None) -> dict[str, Any]:
+    """Return the fields of FlashInfer's NVFP4, with half a byte per element.
 
-    The page is the data of all keys, their scales, the data of all values, theirs. Scales of four
-    tokens of a head lie in an order of their own.
+    16 elements have a scale of one byte. A page contains the data of all keys, the scales of the
+    keys, the data of all values and the scales of the values. vLLM's kernel permutes the scales of
+    four tokens of a head among themselves, so the scales of four tokens never part.
     """
-    size, local = given_spec.get("head_size").size(), given_spec.get("num_kv_heads").size()
-    slots, bytes_of_slot = given_spec.get("num_head_slots"), size // 2 + size // 16
-    if size % 16 or given_spec.get("head_size_v").size(size) != size or content != bytes_of_slot:
+    # Two elements share a byte, so the sizes are halved: a scale is for 8 bytes.
+    size, local = rank_spec.get("head_size").size(), rank_spec.get("num_kv_heads").size()
+    slots, bytes_of_slot = rank_spec.get("num_head_slots"), size // 2 + size // 16
+    if size % 16 or rank_spec.get("head_size_v").size(size) != size or content != bytes_of_slot:
         wanted = f"{bytes_of_slot}: the data and scales of {size} elements, a multiple of 16"
-        raise SpecError(f"{given_spec.path}.state_content_bytes", content, wanted)
+        raise SpecError(f"{rank_spec.path}.state_content_bytes", content, wanted)
     if slots.value != 2 * local:
         raise SpecError(slots.path, slots.value, f"{2 * local}: a key and a value of each head")
     return {
@@ -249,21 +272,25 @@ def _scaled(given_spec: FieldReader, content: int | None) -> dict[str, Any]:
 
 
 def layout_of(layout: str, page_format: str) -> str:
-    """Return the layout of rows of tokens: vLLM's letters, or those that say the packing.
+    """Return vLLM's letters, changed if the page format keeps keys apart from values.
 
-    Two head slots are planes, K outside the tokens; where heads are cut in chunks, a head has all
-    its rows before the next. A page that is opaque lies in one chunk.
+    >>> layout_of("LBHNC", "planes"), layout_of("LBHNC", "keys-transposed")
+    ('LBKNHC', 'LBHKNC')
+
     """
     if page_format in ("planes", "x-packed", "keys-transposed"):
         if "K" in layout:
-            raise SpecError("layout", layout, f"no K where pages are {page_format}")
+            raise SpecError("layout", layout, f"letters without K for pages that are {page_format}")
+        # A head has all its keys before its values.
         if page_format == "keys-transposed":
             return layout.replace("N", "KN")
+        # vLLM's axis H counts the two slots, so it becomes the axis of planes. The heads lie inside
+        # a row, or outside the rows if heads are split into chunks.
         planes = layout.replace("H", "K")
         return planes.replace("C", "HC") if page_format == "planes" else planes.replace("N", "HN")
     whole = page_format == "scaled planes" or is_opaque(page_format)
     if whole and layout[:2] != outer(layout):
-        wanted = f"L and B outermost: a page that is {page_format} lies in one chunk"
+        wanted = f"L and B outermost: a page that is {page_format} is contiguous"
         raise SpecError("layout", layout, wanted)
     if page_format == "scaled planes" and layout.index("N") < layout.index("H"):
         wanted = "H outside N: scales of four tokens of a head lie together"
@@ -272,11 +299,12 @@ def layout_of(layout: str, page_format: str) -> str:
 
 
 def outer(layout: str) -> str:
-    """Return layers and blocks, in the order of the *layout*."""
+    """Return the letters L and B in the order of *layout*."""
     return "".join(letter for letter in layout if letter in "LB")
 
 
-def real_page(given_spec: FieldReader) -> int | None:
-    """Return the bytes of a page without padding, if vLLM says them."""
-    found = given_spec.get("unpadded_page_size_bytes").size_or_none()
-    return given_spec.get("real_page_size_bytes").size_or_none() if found is None else found
+def real_page(rank_spec: FieldReader) -> int | None:
+    """Return the bytes of a page without padding, or None if vLLM does not report them."""
+    # The field has two names among the versions of vLLM.
+    page = rank_spec.get("unpadded_page_size_bytes").size_or_none()
+    return rank_spec.get("real_page_size_bytes").size_or_none() if page is None else page

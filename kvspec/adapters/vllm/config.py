@@ -1,7 +1,7 @@
-"""vLLM's config of one rank, read field by field.
+"""Read vLLM's `KVCacheConfig` of one rank field by field.
 
-Law: every layer that a tensor holds stands in a group, and every layer of a group in a tensor, if
-any does; whatever is not so is an error that names the path to it.
+Invariant: each layer of a tensor belongs to a group. If the config lists tensors, each layer of a
+group belongs to a tensor. Otherwise `SpecError` names the path to the field.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from kvspec.errors import SpecError
 from kvspec.inputs import flag, mapping, positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig
 
+# The class of vLLM that gives each layer of a group a spec of its own.
 UNIFORM = "UniformTypeKVCacheSpecs"
 
 
 @attrs.frozen
 class Group:
-    """One of `kv_cache_groups`."""
+    """One of `kv_cache_groups`: layers that share block tables.
+
+    Attributes:
+        layers: The names of the layers on this rank. Empty if all are on other pipeline stages.
+        spec: The group's spec.
+        transferred: Whether vLLM transfers the group. True for versions of vLLM without the field.
+        eagle: Whether vLLM marks the group because it has at least one layer of a draft model.
+
+    """
 
     layers: tuple[str, ...]
     spec: FieldReader
@@ -46,10 +55,11 @@ class Group:
 
 @attrs.frozen
 class Tensor:
-    """One of `kv_cache_tensors`, in bytes; *block_stride* 0: it is an allocation of its own.
+    """One of `kv_cache_tensors`. All sizes are in bytes.
 
-    Otherwise the page of block b of the l-th layer begins at ``offset + l * layer_stride +
-    b * block_stride`` of one allocation, which all such tensors share.
+    If *block_stride* is 0, the tensor is an allocation of its own. Otherwise all such tensors share
+    one allocation. There the page of block b of the l-th layer begins at
+    ``offset + l * layer_stride + b * block_stride``.
     """
 
     path: str
@@ -61,7 +71,7 @@ class Tensor:
 
 @attrs.frozen
 class Config:
-    """A KVCacheConfig; *tensors* is empty where it does not say which there are."""
+    """A `KVCacheConfig`. *tensors* is empty if the config lists none."""
 
     fields: FieldReader
     groups: tuple[Group, ...]
@@ -74,42 +84,43 @@ class Config:
 
 
 def read_config(fields: FieldReader) -> Config:
-    """Return the config that *fields* is; every layer stands in a tensor, if any does."""
-    found = fields.get("kv_cache_groups")
-    if found.value is None:
+    """Return the config of one rank. Raise `SpecError` if groups and tensors contradict."""
+    groups_field = fields.get("kv_cache_groups")
+    if groups_field.value is None:
         wanted = "a KVCacheConfig, with kv_cache_groups"
         raise SpecError(fields.path or "config", type(fields.value).__name__, wanted)
-    groups = tuple(map(_group, found.members("KVCacheGroupSpecs")))
+    groups = tuple(map(_group, groups_field.members("KVCacheGroupSpecs")))
     if not groups:
-        raise SpecError(found.path, found.value, "at least one group")
+        raise SpecError(groups_field.path, groups_field.value, "at least one group")
     tensors = fields.get("kv_cache_tensors")
-    placed = () if tensors.value is None else tensors.members("KVCacheTensors")
-    config = Config(fields, groups, tuple(map(_tensor, placed)))
-    held = {layer for tensor in config.tensors for layer in tensor.layers}
-    for layer in config.layers if placed else ():
-        if layer not in held:
-            raise SpecError(tensors.path, sorted(held), f"one that holds {layer!r}")
+    tensor_fields = () if tensors.value is None else tensors.members("KVCacheTensors")
+    config = Config(fields, groups, tuple(map(_tensor, tensor_fields)))
+    placed_layers = {layer for tensor in config.tensors for layer in tensor.layers}
+    for layer in config.layers if tensor_fields else ():
+        if layer not in placed_layers:
+            raise SpecError(tensors.path, sorted(placed_layers), f"a tensor that holds {layer!r}")
     for tensor in config.tensors:
         known_layers(tensor.path, tensor.layers, [config])
     return config
 
 
 def read_configs(config: Any, parallel: ParallelConfig) -> tuple[Config, ...]:  # noqa: ANN401
-    """Return the config of each pipeline stage."""
+    """Return the config of each pipeline stage, in order of the stages."""
     several = isinstance(config, Sequence) and not isinstance(config, (str, bytes))
-    found = (
+    stages = (
         FieldReader("config", config).members("KVCacheConfigs")
         if several
         else (FieldReader("", config),)
     )
-    if len(found) != parallel.pp_size:
+    if len(stages) != parallel.pp_size:
         wanted = f"one KVCacheConfig for each of the {parallel.pp_size} pipeline stages"
-        raise SpecError("config", f"{len(found)} of them", wanted)
-    return tuple(map(read_config, found))
+        raise SpecError("config", f"{len(stages)} configs", wanted)
+    return tuple(map(read_config, stages))
 
 
 def _group(fields: FieldReader) -> Group:
     layers = fields.get("layer_names").names()
+    # Older versions of vLLM transfer every group and have no such field.
     transferred = fields.get("enable_kv_transfer")
     moves = transferred.value is None or flag(transferred.path, transferred.value)
     eagle = fields.get("is_eagle_group").value is True
@@ -117,9 +128,11 @@ def _group(fields: FieldReader) -> Group:
 
 
 def _tensor(fields: FieldReader) -> Tensor:
+    # The field has two names among the versions of vLLM: `shared_by` and `layers`.
     names = fields.get("shared_by")
     if not names.value and fields.get("layers").value is not None:
         names = fields.get("layers")
+    # Versions in which each tensor is an allocation of its own have none of the three sizes.
     return Tensor(
         names.path,
         names.names(),
@@ -128,26 +141,26 @@ def _tensor(fields: FieldReader) -> Tensor:
 
 
 def known_layers(field: str, layers: Iterable[object], configs: Sequence[Config]) -> None:
-    """Check that *layers* are all of the *configs*' own."""
+    """Raise `SpecError` unless all *layers* belong to the groups of *configs*."""
     known = {layer for config in configs for layer in config.layers}
     for layer in layers:
         if layer not in known:
             raise SpecError(field, layer, "layers of kv_cache_groups")
 
 
-def excluded_layers(fields: Iterable[str], configs: Sequence[Config]) -> frozenset[str]:
+def excluded_layers(names: Iterable[str], configs: Sequence[Config]) -> frozenset[str]:
     """Return the layers that the caller excludes."""
-    unordered = isinstance(fields, (set, frozenset))
-    found = tuple(fields) if unordered else sequence("excluded", fields, "layer names")
-    known_layers("excluded", layer_names("excluded", found), configs)
-    return frozenset(found)
+    unordered = isinstance(names, (set, frozenset))
+    layers = tuple(names) if unordered else sequence("excluded", names, "layer names")
+    known_layers("excluded", layer_names("excluded", layers), configs)
+    return frozenset(layers)
 
 
-def given_heads(fields: object, configs: Sequence[Config]) -> int | Mapping[str, int] | None:
-    """Return the model's KV heads: a number, one by layer, or None."""
-    if isinstance(fields, Mapping):
-        known_layers("total_num_kv_heads", fields, configs)
-        for layer, heads in fields.items():
-            positive_int(f"total_num_kv_heads[{layer!r}]", heads)
-        return fields
-    return None if fields is None else positive_int("total_num_kv_heads", fields)
+def given_heads(heads: object, configs: Sequence[Config]) -> int | Mapping[str, int] | None:
+    """Return the caller's number of KV heads: one number, one for each layer, or None."""
+    if isinstance(heads, Mapping):
+        known_layers("total_num_kv_heads", heads, configs)
+        for layer, count in heads.items():
+            positive_int(f"total_num_kv_heads[{layer!r}]", count)
+        return heads
+    return None if heads is None else positive_int("total_num_kv_heads", heads)

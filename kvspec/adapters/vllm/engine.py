@@ -1,8 +1,11 @@
-"""vLLM's description of a rank's cache, read as an engine.
+"""Read vLLM's description of one rank's cache as the `EngineSpec` of the whole engine.
 
-Law: nothing of vLLM is imported and nothing is guessed. Kinds are known by class name, a rank's
-sizes are multiplied back to the model's and held against what the rank would be sharded, and every
-page comes out with as many bytes as vLLM's own; whatever does not is an error that names it.
+See `kvspec.adapters.vllm` for how this works, with an example.
+
+Invariant: nothing is guessed. vLLM's classes are recognised by name. The sizes of a rank are
+multiplied back to the sizes of the model, and the share that kvspec then computes for the rank must
+equal the rank's own. Each page must have as many bytes as vLLM reports. Otherwise `SpecError` names
+the layer.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from kvspec.specs import UniformTypeKVCacheSpecs
 
 T = TypeVar("T")
 
+# vLLM's block tables contain this id at places without a block, such as before a window.
 NULL_BLOCK = 0
-"""The id that stands in vLLM's block tables where no block is."""
 
 
 def engine_spec(
@@ -50,28 +53,59 @@ def engine_spec(
     variants: str | Mapping[str, str] | None = None,
     fp8_dtype: str | Mapping[str, str] | None = None,
 ) -> EngineSpec:
-    """Return the engine that vLLM's `KVCacheConfig` of one rank belongs to.
+    """Return the engine that owns vLLM's `KVCacheConfig` of one rank.
 
-    *config*: its `kv_cache_groups` and `kv_cache_tensors` are read; with pipeline stages, a
-    sequence of one config for each stage. What it does not know: *parallel*, the engine's sizes;
-    *total_num_kv_heads* of the model, for all layers or by layer (may be left out at TP 1);
-    *layout*, the name of vLLM's layout, or with planes for older caches (``LKBNHC``); *tp_rank*,
-    the rank that the config is of; *kernel_block_size*, tokens of a block in memory where the
-    attention kernel's blocks are finer than the table's, for all layers or by layer; *conv_layout*,
-    ``DS`` if conv states lie dimension first, ``SD`` if row first, needed where their shapes allow
-    both; *n_groups* of Mamba2, needed where a rank holds one group.
-    Layers of *excluded*, and of groups that vLLM does not transfer, are in no plan. *backends*: of
-    each layer of attention what its ``get_attn_backend()`` returns, or the ``full_cls_name()`` of
-    that as a tuple or a dotted name; by layer, or one for all. Where a layer has none it is
-    refused: the backend alone knows the order inside a page (`FORMATS`). *variants*: what a
-    backend's name leaves open, for all layers or by layer: of CPU attention the layer's ``isa``, of
-    an indexer ``shuffled`` where `uses_shuffled_layout`, else ``rows``, of TurboQuant ``scales
-    apart`` where its `_soa_store`, else ``rows``, or ``e4b15`` if keys are. By layer alone: of a
-    state, the type of device whose kernels write it, ``cuda`` unless given. *fp8_dtype*: the
-    elements of a cache that a spec calls fp8 and ``uint8``, as ``float8_e4m3fn``; for all layers or
-    by layer.
+    The groups are called ``group0``, ``group1``, ... in vLLM's order. In a vLLM worker, use
+    `from_vllm`, which reads the arguments from vLLM's configuration.
 
-    The groups are called ``group0``, ``group1``, ... in vLLM's order.
+    Args:
+        config: The `KVCacheConfig` of the rank. With pipeline stages, a sequence of one config for
+            each stage. Only `kv_cache_groups` and `kv_cache_tensors` are read.
+        parallel: The parallel sizes of the engine. One rank by default.
+        total_num_kv_heads: The KV heads of the model: one number, or one for each layer. Required
+            if TP is larger than 1 and a layer has KV heads.
+        layout: The name of vLLM's layout. For older caches with separate planes of keys and
+            values, letters with a K, such as ``LKBNHC``.
+        tp_rank: The TP rank that *config* belongs to.
+        kernel_block_size: Tokens of a block in memory, if the blocks of the attention kernel are
+            smaller than those of the block table. One number, or one for each layer.
+        conv_layout: The order of conv states: ``DS`` (dimension first) or ``SD`` (row first).
+            Required if the shapes allow both.
+        n_groups: The groups of the model's Mamba2 layers. Required if a rank holds one group.
+        excluded: Names of layers that do not move. Layers of groups that vLLM does not transfer
+            are excluded, too.
+        backends: The attention backend of each layer, by layer name, or one backend for all layers.
+            A backend is the result of vLLM's ``get_attn_backend()``, or the ``full_cls_name()`` of
+            that as a tuple or a dotted name. Required for each layer with attention, because only
+            the backend determines the order inside a page (see `FORMATS`).
+        variants: The property that a backend's name leaves open, by layer name, or one for all
+            layers. CPU attention: the layer's ``isa``. Indexers: ``shuffled`` if
+            `uses_shuffled_layout` is True, else ``rows``. TurboQuant: ``scales apart`` if
+            `_soa_store` is True, ``e4b15`` if the keys have that type, else ``rows``. Recurrent
+            states, only by layer name: the type of device whose kernels write the state,
+            ``cuda`` by default.
+        fp8_dtype: The element type of caches that a spec describes as fp8 and ``uint8``, such as
+            ``float8_e4m3fn``. One name, or one for each layer.
+
+    Returns:
+        The engine, with the names of vLLM's layers.
+
+    Raises:
+        SpecError: If a spec class or a backend is unknown, if a required argument is missing, or
+            if the sizes of the rank contradict those of the model.
+
+    >>> class Spec:
+    ...     block_size, head_size, dtype = 16, 512, "bfloat16"
+    >>> class Group:
+    ...     layer_names = ["model.layers.0.self_attn.attn"]
+    ...     kv_cache_spec = type("MLAAttentionSpec", (Spec,), {})()
+    >>> class KVCacheConfig:
+    ...     kv_cache_groups = [Group()]
+    >>> backend = "vllm.v1.attention.backends.mla.flashmla.FlashMLABackend"
+    >>> engine = engine_spec(KVCacheConfig(), backends=backend)
+    >>> [(part.name, part.content_bytes) for part in engine.group("group0").spec.parts]
+    [('latent', 1024)]
+
     """
     parallel = ParallelConfig() if parallel is None else parallel
     configs = read_configs(config, instance("parallel", parallel, ParallelConfig))
@@ -96,63 +130,68 @@ def engine_spec(
 
 
 def _staged(parallel: ParallelConfig, configs: Sequence[Config]) -> ParallelConfig:
-    """Return *parallel* with the stages that the configs show, unless it names its own."""
+    """Return *parallel* with the stages of the configs, unless it defines its own."""
     if parallel.pp_size == 1 or parallel.stages is not None:
         return parallel
-    return attrs.evolve(parallel, stages=tuple(each.layers for each in configs))
+    return attrs.evolve(parallel, stages=tuple(config.layers for config in configs))
 
 
 def _groups(
     configs: Sequence[Config], specs: RankSpecs, excluded: frozenset[str]
 ) -> tuple[KVCacheGroup, ...]:
-    found: list[KVCacheGroup] = []
-    for index in range(max(len(each.groups) for each in configs)):
-        members = [each.groups[index] for each in configs if index < len(each.groups)]
+    groups: list[KVCacheGroup] = []
+    # The stages have the same groups in the same order, but a stage may lack the last ones.
+    for index in range(max(len(config.groups) for config in configs)):
+        members = [config.groups[index] for config in configs if index < len(config.groups)]
         group = _group(f"group{index}", members, specs, excluded)
-        found += [group] if group is not None else []
-    return tuple(found)
+        # A group without a cache keeps its number, so the names of later groups do not shift.
+        groups += [group] if group is not None else []
+    return tuple(groups)
 
 
 def _group(
     name: str, members: Sequence[Group], specs: RankSpecs, excluded: frozenset[str]
 ) -> KVCacheGroup | None:
-    """Return the group whose parts on each stage are *members*; None if it holds no cache."""
-    found: dict[str, RankLayer] = {}
-    out: list[str] = []
+    """Return the group with one member on each stage, or None if no layer has a known cache."""
+    layers: dict[str, RankLayer] = {}
+    excluded_here: list[str] = []
     for member in members:
         for layer in member.layers:
-            given = member.spec_of(layer)
+            spec = member.spec_of(layer)
             left_out = layer in excluded or not member.transferred
-            if left_out and not specs.knows(layer, given):
+            # A layer that does not move may be of any kind. If its kind is known, it stays in
+            # the engine as an excluded layer.
+            if left_out and not specs.knows(layer, spec):
                 continue
-            found[layer] = specs.read(layer, given)
-            out += [layer] if left_out else []
-    if not found:
+            layers[layer] = specs.read(layer, spec)
+            excluded_here += [layer] if left_out else []
+    if not layers:
         return None
 
     def common(field: str) -> Any:  # noqa: ANN401 - of the field's type
-        return _one(name, field, {layer: getattr(read, field) for layer, read in found.items()})
+        return _same(name, field, {layer: getattr(read, field) for layer, read in layers.items()})
 
     uniform = any(member.uniform for member in members)
     return KVCacheGroup(
         name=name,
-        layers=tuple(found),
-        spec=_uniform(found) if uniform else common("spec"),
+        layers=tuple(layers),
+        spec=_uniform(layers) if uniform else common("spec"),
         layout=common("layout"),
         kernel_block_size=common("kernel_block_size"),
         context_sharded=common("context_sharded"),
-        excluded=tuple(out),
+        excluded=tuple(excluded_here),
     )
 
 
-def _uniform(found: Mapping[str, RankLayer]) -> UniformTypeKVCacheSpecs:
-    return UniformTypeKVCacheSpecs(specs={layer: read.spec for layer, read in found.items()})
+def _uniform(layers: Mapping[str, RankLayer]) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(specs={layer: read.spec for layer, read in layers.items()})
 
 
-def _one(name: str, field: str, found: Mapping[str, T]) -> T:
-    first_layer, first = next(iter(found.items()))
-    for layer, each in found.items():
-        if each != first:
+def _same(name: str, field: str, values: Mapping[str, T]) -> T:
+    """Return the value that all layers of group *name* have in common."""
+    first_layer, first = next(iter(values.items()))
+    for layer, value in values.items():
+        if value != first:
             wanted = f"{first!r}, as {first_layer} has: one {field} in a group"
-            raise SpecError(f"{name}[{layer!r}].{field}", each, wanted)
+            raise SpecError(f"{name}[{layer!r}].{field}", value, wanted)
     return first

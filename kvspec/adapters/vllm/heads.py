@@ -1,7 +1,23 @@
-"""The KV heads of vLLM's models, layer by layer.
+"""Find the number of KV heads of each layer in vLLM's configuration of the model.
 
-Law: one head on a rank is one of any number that divides the ranks, and vLLM has one number for a
-whole model: where layers may differ, and it does not say how, the caller is asked.
+vLLM has one number of KV heads for a whole model. Layers may differ, and a draft model has a number
+of its own. If a rank has one head of a layer, any number of heads that divides the TP size fits.
+
+Invariant: a layer gets vLLM's number only if nothing in the configuration contradicts it. Otherwise
+the caller must pass `total_num_kv_heads`.
+
+How it works:
+    For example, TP is 4 and each rank has 1 KV head in all layers. vLLM's number is 4. But the
+    model's own config has `num_global_key_value_heads` = 2, so some layers have 2 heads, each held
+    by two ranks. The specs of both kinds of layers are equal, so the number is refused.
+
+    For each layer, in this order:
+
+    1. Find its model: the target, the draft, or possibly either (`_models_of`).
+    2. If the model's config has an entry for each layer, take the number of that entry. If it has
+       no overrides for layers and a rank has one head, check the model's own config, as above.
+    3. Otherwise take the one number of the model, unless its layers differ in heads on a rank.
+    4. If target and draft are both possible, their numbers must be equal.
 """
 
 from __future__ import annotations
@@ -15,64 +31,70 @@ from kvspec.adapters.vllm.specs import KINDS
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig
 
+# The names that models give to the number of KV heads of some or all layers.
 _KV_HEADS = re.compile(r"(kv|key_value)_heads$|n_head_kv$|kv_n_heads$|attention_groups$|group_num$")
-"""What models call the number of KV heads of some layers or of all."""
 
+# The names that models give to the number of heads that share one KV head.
 _SHARES = re.compile(r"heads_in_group$")
-"""What they call the heads that share one."""
 
 
 def heads_of(
-    given: FieldReader, configs: Sequence[Config], parallel: ParallelConfig
+    fields: FieldReader, configs: Sequence[Config], parallel: ParallelConfig
 ) -> dict[str, int] | None:
-    """Return the KV heads of every layer that has any: the target's, layer by layer, or a draft's.
+    """Return the number of KV heads in the model, for each layer with KV heads.
 
-    Where vLLM has one number for all, layers that differ must be said: one head on each rank may
-    be sharded or replicated.
+    Return None if TP is 1, because a rank's heads are then the model's.
     """
     if parallel.tp_size == 1:
         return None
-    found: dict[str, int] = {}
+    heads_by_layer: dict[str, int] = {}
     layers_by_heads: dict[int, str] = {}
     for config in configs:
         for at, group in enumerate(config.groups):
             only = (
-                sum(len(each.groups[at].layers) for each in configs if at < len(each.groups)) == 1
+                sum(len(stage.groups[at].layers) for stage in configs if at < len(stage.groups))
+                == 1
             )
             for layer in group.layers:
                 spec = group.spec_of(layer)
                 kind = type(spec.value).__name__
                 if kind not in KINDS or "MLA" in kind or kind == "MambaSpec":
                     continue
-                models = _models_of(given, group, layer, only=only)
+                models = _models_of(fields, group, layer, only=only)
                 counts = [_count(model, layer, spec, layers_by_heads) for model in models]
                 if min(counts) != max(counts):
-                    wanted = (
-                        f"one number for each layer: {layer!r} may be the target's or a draft's"
-                    )
+                    wanted = f"one number for each layer: {layer!r} has no certain model"
                     raise SpecError("total_num_kv_heads", None, wanted)
-                found[layer] = counts[0]
-    return found
+                heads_by_layer[layer] = counts[0]
+    return heads_by_layer
 
 
 def number_of(layer: str) -> int | None:
-    """Return the number in the name of *layer*."""
-    found = re.search(r"\.(\d+)\.", f".{layer}.")
-    return int(found.group(1)) if found else None
+    """Return the number in the name of *layer*, or None.
+
+    >>> number_of("model.layers.12.self_attn.attn")
+    12
+
+    """
+    match = re.search(r"\.(\d+)\.", f".{layer}.")
+    return int(match.group(1)) if match else None
 
 
 def _count(
     model: FieldReader, layer: str, spec: FieldReader, layers_by_heads: dict[int, str]
 ) -> int:
-    """Return the KV heads of *layer*, which is of *model*.
+    """Return the KV heads of *layer*, which belongs to *model*.
 
-    *layers_by_heads*: layers by their heads on a rank, of models that have one number.
+    *layers_by_heads* collects one layer for each number of heads on a rank, among the layers whose
+    model has only one number. Two entries mean that the layers differ.
     """
     by_layer, number = model.get("model_arch_config"), number_of(layer)
     local = spec.get("num_kv_heads").size()
+    # Some versions of vLLM have a config for each layer, reached by index.
     if hasattr(type(by_layer.value), "__getitem__") and number is not None:
         own = FieldReader(f"{by_layer.path}[{number}]", _item(by_layer, number))
         count = own.get("total_num_kv_heads").size()
+        # Without overrides, the entries just repeat the one number of the model.
         if local == 1 and not by_layer.get("per_layer_overrides").value:
             _check_same_heads(model, layer, count)
         return count
@@ -85,55 +107,61 @@ def _count(
 
 
 def _check_same_heads(model: FieldReader, layer: str, count: int) -> None:
-    """Raise `SpecError` if *model*'s own config has other numbers of KV heads than *count*."""
+    """Raise `SpecError` if *model*'s own config has numbers of KV heads other than *count*."""
     text = model.get("hf_text_config")
-    shares: dict[str, int] = {}
+    first_values: dict[str, int] = {}
     for name, value in _numbers(text.path, text.value):
-        differs = shares.setdefault(name.rpartition(".")[2], value) != value
+        differs = first_values.setdefault(name.rpartition(".")[2], value) != value
+        # A number of heads that share one KV head is no number of KV heads. It must only be the
+        # same everywhere.
         if differs or (value != count and not _SHARES.search(name)):
-            wanted = f"one number for each layer, as {layer!r}: {name} is {value}, and vLLM's "
-            wanted += f"one number for all {count}"
+            wanted = f"one number for each layer such as {layer!r}: {name} is {value}, and vLLM's "
+            wanted += f"one number for all is {count}"
             raise SpecError("total_num_kv_heads", None, wanted)
 
 
 def _numbers(path: str, value: object, depth: int = 5) -> Iterator[tuple[str, int]]:
-    """Yield what a model's config says of KV heads, at most *depth* deep, and the path to it."""
+    """Yield each number of KV heads in a model's config with its path, at most *depth* deep."""
+    # The limit ends the walk of a config that contains itself.
     if not depth:
         return
     if isinstance(value, (list, tuple)):
-        for at, each in enumerate(value):
-            yield from _numbers(f"{path}[{at}]", each, depth - 1)
+        for at, member in enumerate(value):
+            yield from _numbers(f"{path}[{at}]", member, depth - 1)
         return
     fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    for name, each in fields.items():
+    for name, member in fields.items():
         here = f"{path}.{name}"
-        if type(each) is int and (_KV_HEADS.search(here) or _SHARES.search(here)):
-            yield here, each
-        elif isinstance(each, (list, tuple, Mapping)) or hasattr(each, "__dict__"):
-            yield from _numbers(here, each, depth - 1)
+        if type(member) is int and (_KV_HEADS.search(here) or _SHARES.search(here)):
+            yield here, member
+        elif isinstance(member, (list, tuple, Mapping)) or hasattr(member, "__dict__"):
+            yield from _numbers(here, member, depth - 1)
 
 
 def _item(place: FieldReader, number: int) -> object:
     try:
         return place.value[number]
-    except Exception as error:  # another's method may do anything
+    except Exception as error:  # A method of the engine may raise anything.
         message = f"{type(error).__name__}: {error}"
         raise SpecError(f"{place.path}[{number}]", message, "a value, not an error") from error
 
 
 def _models_of(
-    given: FieldReader, group: Group, layer: str, *, only: bool
+    fields: FieldReader, group: Group, layer: str, *, only: bool
 ) -> tuple[FieldReader, ...]:
-    """Return the config of the model that *layer* is of: the target's, or the draft's; or both.
+    """Return the config of the model of *layer*: the target, the draft, or both if unknown.
 
-    vLLM marks a whole group for one draft layer in it. *only*: the group has one layer.
+    *only*: whether the group has just one layer, on all stages together.
     """
-    draft, target = given.get("speculative_config"), given.get("model_config")
+    draft, target = fields.get("speculative_config"), fields.get("model_config")
     if draft.value is None:
         return (target,)
     number, count = number_of(layer), target.call("get_total_num_hidden_layers").size()
+    # Layers of an MTP draft continue the numbers of the target's layers.
     beyond = number is not None and number >= count
     marked = group.spec_of(layer).get("is_draft").value or layer.startswith("draft")
+    # vLLM marks a whole group if one of its layers belongs to the draft. So a mark is certain only
+    # for the single layer of a group.
     if marked or beyond or (group.eagle and only):
         return (draft.get("draft_model_config"),)
     return (target, draft.get("draft_model_config")) if group.eagle else (target,)

@@ -1,7 +1,11 @@
-"""What the layers that a vLLM worker has made say of their pages.
+"""Read how pages are written from the layer objects that a vLLM worker has constructed.
 
-Law: a layer is asked, and its platform, and nobody else; of a layer that does not say it nothing is
-said.
+Some properties are in neither the spec nor the name of the attention backend: the instruction set
+of CPU attention, a shuffled page, or the type behind ``fp8``. Only the layer and its platform know
+them.
+
+Invariant: only the layer and its platform are read. If they do not determine a property, the result
+lacks the layer. Then `engine_spec` requires the property from the caller.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from typing import Any
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.adapters.vllm.config import Config
 
+# The first compute capability on which TurboQuant keeps keys of 8 bits as e4m3. Older devices keep
+# e4b15, under the same name and spec.
 _E4M3 = 8, 9
-"""The first of CUDA's devices on which TurboQuant keeps keys of 8 bits as e4m3."""
 
 
 def constructed_layers(fields: FieldReader, configs: Sequence[Config]) -> dict[str, FieldReader]:
-    """Return the layers that a worker has made, by name."""
+    """Return the layer objects of the worker, by name. vLLM's scheduler has none."""
     layers = fields.get("compilation_config").get("static_forward_context").value
     names = [layer for config in configs for layer in config.layers]
     known = layers if isinstance(layers, Mapping) else {}
@@ -30,37 +35,39 @@ def constructed_layers(fields: FieldReader, configs: Sequence[Config]) -> dict[s
 
 
 def backends_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any]:
-    """Return the attention backend of every layer that a worker has made."""
+    """Return the attention backend of each layer that the worker has constructed."""
     layers = constructed_layers(fields, configs)
     return {name: layer.call("get_attn_backend").value for name, layer in layers.items()}
 
 
 def variants_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any]:
-    """Return what the names of backends leave open, of every layer that says it."""
-    found: dict[str, Any] = {}
+    """Return the variant of each layer that the worker has constructed (see `engine_spec`)."""
+    variants: dict[str, Any] = {}
     device = fields.get("device_config").get("device_type").value
     for name, layer in constructed_layers(fields, configs).items():
         shuffled = layer.get("uses_shuffled_layout").value
+        # TurboQuant on gfx950 keeps the scales after all rows, under the same backend and spec.
         separate_scales = layer.get("impl").get("_soa_store").value
         if isinstance(shuffled, bool):
-            found[name] = "shuffled" if shuffled else "rows"
+            variants[name] = "shuffled" if shuffled else "rows"
         elif layer.get("mamba_type").value is not None:
-            found[name] = device
+            variants[name] = device
         elif isinstance(separate_scales, bool):
-            found[name] = "scales apart" if separate_scales else _turboquant(layer)
+            variants[name] = "scales apart" if separate_scales else _turboquant(layer)
         else:
-            found[name] = layer.get("isa").value
-    return found
+            variants[name] = layer.get("isa").value
+    return variants
 
 
 def _platform() -> FieldReader:
-    """Return vLLM's platform, None where none of it is loaded."""
+    """Return vLLM's platform. Its value is None if vLLM is not loaded."""
     return FieldReader("vllm.platforms", sys.modules.get("vllm.platforms")).get("current_platform")
 
 
 def _turboquant(layer: FieldReader) -> str | None:
-    """Return how rows of TurboQuant are kept: keys of 8 bits by the device, e4b15 on older ones."""
+    """Return the variant of TurboQuant without separate scales, or None if it is unknown."""
     platform = _platform()
+    # Only this cache type has keys of 8 bits, whose element type depends on the device.
     if layer.get("kv_cache_dtype").value != "turboquant_k8v4":
         return "rows"
     if platform.value is None:
@@ -68,21 +75,22 @@ def _turboquant(layer: FieldReader) -> str | None:
     if not platform.call("is_cuda_alike").value:
         return "rows"
     device = platform.call("get_device_capability")
-    found = tuple(device.get(name).size(least=0) for name in ("major", "minor"))
-    return "rows" if found >= _E4M3 else "e4b15"
+    capability = tuple(device.get(name).size(least=0) for name in ("major", "minor"))
+    return "rows" if capability >= _E4M3 else "e4b15"
 
 
 def fp8_dtypes_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, str]:
-    """Return the elements of every layer whose cache is fp8: its own choice, or its platform's.
+    """Return the fp8 type of each layer with an fp8 cache.
 
-    Where no platform of vLLM's is loaded, and of a choice that the platform has otherwise, nothing
-    is said.
+    The result is empty if vLLM's platform is not loaded. It lacks a layer whose cache type has
+    another meaning on the platform.
     """
     platform = _platform()
     if platform.value is None:
         return {}
     usual = platform.call("fp8_dtype").dtype()
     known = {"fp8": usual, "fp8_e4m3": usual, "fp8_ds_mla": usual, "fp8_per_token_head": usual}
+    # A platform with e4m3fnuz (older AMD GPUs) has another e5m2, too.
     if usual == "float8_e4m3fn":
         known["fp8_e5m2"] = "float8_e5m2"
     chosen = {

@@ -1,7 +1,26 @@
-"""vLLM's recurrent states: shapes of one rank, read as the parts of a model's state.
+"""Read the shapes of vLLM's recurrent states on one rank as the parts of the model's state.
 
-Law: vLLM keeps the conv state as one tensor of channels; what the channels are follows from the
-kind of state and from the temporal state's shape, and must come out whole.
+Invariant: vLLM keeps a conv state as one tensor of channels. The division of the channels follows
+from the type of the state and from the shape of the temporal state. If the division leaves a
+remainder, the state is refused.
+
+How it works:
+    A Mamba2 layer on one of 2 TP ranks reports two shapes: conv (96, 3) and temporal (8, 4, 16),
+    that is heads, head_dim and state_size. A rank's channels are x, B and C, one after the other:
+
+        x         heads · head_dim = 8 · 4        32 channels
+        B and C   (96 - 32) / 2, for each         32 channels = 2 groups of state_size 16
+
+    So the model has 2 · 8 = 16 heads and, if the groups are sharded, 2 · 2 = 4 groups. If a rank
+    has only one group, the group may be sharded (the model has 2) or replicated (the model has 1).
+    Then the caller must pass `n_groups`.
+
+    The parts must be known one by one. A rank of an engine with another TP size does not hold one
+    run of the channels, but a share of x, a share of B and a share of C.
+
+    The shape (96, 3) may have the channels first (``DS``) or the rows first (``SD``). Both orders
+    are tried unless the caller passes one. If exactly one order divides without remainder, it is
+    taken.
 """
 
 from __future__ import annotations
@@ -23,7 +42,10 @@ from kvspec.specs import MambaSpec
 
 @attrs.frozen(kw_only=True)
 class _State:
-    """The shapes of one layer's state on one rank; *channels* and *rows* are the conv state's."""
+    """The shapes of one layer's state on one rank.
+
+    *channels* and *rows* belong to the conv state. They are 0 until its order is known.
+    """
 
     field: str
     parallel: ParallelConfig
@@ -36,7 +58,7 @@ class _State:
     block_size: int
 
     def temporal(self, *names: str) -> tuple[int, ...]:
-        """Return the temporal state's shape; raise `SpecError` unless it has axes *names*."""
+        """Return the temporal state's shape. Its axes must be as many as *names*."""
         shapes = self.shapes
         if len(shapes) != 2 or len(shapes[1]) != len(names):  # noqa: PLR2004 - conv and ssm
             wanted = f"a conv state of 2 axes and a temporal state ({', '.join(names)})"
@@ -44,9 +66,10 @@ class _State:
         return shapes[1]
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes that every kind with a conv and a temporal state has."""
+        """Return the sizes that all types with a conv and a temporal state have."""
         conv, ssm = self.dtypes[0], self.dtypes[-1]
         return {
+            # The conv state keeps the inputs before the current one, which the kernel covers too.
             "conv_kernel": self.rows + 1,
             "dtype": conv,
             "ssm_dtype": ssm,
@@ -54,12 +77,12 @@ class _State:
         }
 
     def wrong_channels(self, wanted: str) -> SpecError:
-        """Return the error for channels that do not come out whole."""
+        """Return the error for a number of channels that cannot be divided into the parts."""
         return SpecError(f"{self.field}.shapes[0]", self.shapes[0], f"{wanted} channels")
 
     @property
     def tp_size(self) -> int:
-        """TP ranks of the engine."""
+        """The TP ranks of the engine."""
         return self.parallel.tp_size
 
 
@@ -77,12 +100,14 @@ def _mamba2(state: _State) -> MambaSpec:
     if rest or groups < 1:
         raise state.wrong_channels(f"{heads * head_dim} (x) and whole pairs of {size} (B, C)")
     total = state.n_groups
+    # vLLM replicates the groups of a model that has fewer groups than TP ranks. Then each rank
+    # holds one group. Scaling that by TP is bug 55208 of vLLM: a rank reads C where B should be.
     if total is None and groups == 1 and state.tp_size > 1:
-        wanted = "the model's groups: one on each rank may be sharded or replicated"
+        wanted = "the groups of the model: one group on each rank may be sharded or replicated"
         raise SpecError("n_groups", None, wanted)
     if total is None:
         total = groups * state.tp_size
-    found = MambaSpec.mamba2(
+    spec = MambaSpec.mamba2(
         num_heads=heads * state.tp_size,
         head_dim=head_dim,
         n_groups=total,
@@ -93,7 +118,7 @@ def _mamba2(state: _State) -> MambaSpec:
     if own_units != groups * size:
         wanted = f"a number of which rank {state.tp_rank} of {state.tp_size} has {groups}"
         raise SpecError("n_groups", total, wanted)
-    return found
+    return spec
 
 
 def _gated_delta_net(state: _State) -> MambaSpec:
@@ -139,6 +164,8 @@ def _linear(state: _State) -> MambaSpec:
     return MambaSpec(block_size=state.block_size, state_parts=(part,), dtype=dtype)
 
 
+# The function that reads each `mamba_type` of vLLM, by the name of the type. Two types are known
+# under two names.
 TYPES: dict[str, Callable[[_State], MambaSpec]] = {
     "MAMBA1": _mamba1,
     "MAMBA2": _mamba2,
@@ -148,59 +175,74 @@ TYPES: dict[str, Callable[[_State], MambaSpec]] = {
     "LINEAR": _linear,
     "LINEAR_ATTENTION": _linear,
 }
-"""How the state of each of vLLM's `mamba_type` is read, by the type's name."""
 
 
 def read_state(
-    given_spec: FieldReader,
+    rank_spec: FieldReader,
     parallel: ParallelConfig,
     tp_rank: int,
     conv_layout: str | None,
     n_groups: int | None,
     device: str | None = None,
 ) -> tuple[MambaSpec, str]:
-    """Return the state of vLLM's MambaSpec *given_spec*, and the order of its conv state.
+    """Return the spec of a recurrent state and the order of its conv state.
 
-    ``DS``, dimension first, or ``SD``, row first: *conv_layout*, or the one that the shapes allow.
-    *device*: whose kernels write it, CUDA's if None.
+    Args:
+        rank_spec: vLLM's `MambaSpec` on one rank.
+        parallel: The parallel sizes of the engine.
+        tp_rank: The TP rank of *rank_spec*.
+        conv_layout: ``DS`` (dimension first), ``SD`` (row first), or None to try both.
+        n_groups: The groups of the model's Mamba2 layers, if the caller knows them.
+        device: The type of device whose kernels write the state. CUDA if None.
+
+    Returns:
+        The spec in the model, and ``DS`` or ``SD``.
+
+    Raises:
+        SpecError: If the type is unknown, the shapes do not fit the type, or both orders fit.
+
     """
-    kind = given_spec.get("mamba_type").value
+    kind = rank_spec.get("mamba_type").value
     name = str(getattr(kind, "name", kind)).upper()
     if name not in TYPES:
-        raise SpecError(f"{given_spec.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
-    replicated = given_spec.get("tp_replicated")
+        raise SpecError(f"{rank_spec.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
+    replicated = rank_spec.get("tp_replicated")
     whole = replicated.value is not None and flag(replicated.path, replicated.value)
+    # A replicated state is read as the only one of an engine without TP.
     own = (ParallelConfig(), 0, None) if whole else (parallel, tp_rank, n_groups)
-    state = _state(given_spec, *own)
-    found: dict[str, MambaSpec] = {}
+    state = _state(rank_spec, *own)
+    specs: dict[str, MambaSpec] = {}
     errors: list[SpecError] = []
     for order in ("DS", "SD") if conv_layout is None else (conv_layout,):
         try:
-            found[order] = TYPES[name](_ordered(state, name, order))
+            specs[order] = TYPES[name](_ordered(state, name, order))
         except SpecError as error:
             errors.append(error)
-    if not found:
+    if not specs:
+        # In an order that fails for `n_groups`, the shapes fit. The other order is just wrong.
         raise next((error for error in errors if error.field == "n_groups"), errors[0])
-    order, spec = next(iter(found.items()))
-    if any(other != spec for other in found.values()):
+    order, spec = next(iter(specs.items()))
+    if any(spec_of_order != spec for spec_of_order in specs.values()):
         wanted = f"'DS' or 'SD': {state.shapes[0]} may be dimension first or row first"
         raise SpecError("conv_layout", None, wanted)
+    # vLLM's shapes are the same on all devices, but its CPU kernels write [keys, values] under the
+    # shape [values, keys].
     if TYPES[name] is _gated_delta_net and device not in (None, "cuda"):
         spec = _of_device(spec, device)
     return (_whole(spec) if whole else spec), order
 
 
 def _state(
-    given_spec: FieldReader, parallel: ParallelConfig, tp_rank: int, n_groups: int | None
+    rank_spec: FieldReader, parallel: ParallelConfig, tp_rank: int, n_groups: int | None
 ) -> _State:
-    """Return the shapes of *given_spec*, without an order of the conv state."""
-    shapes = tuple(shape.sizes() for shape in given_spec.get("shapes").members("shapes"))
-    dtypes = tuple(dtype.dtype() for dtype in given_spec.get("dtypes").members("dtypes"))
+    """Return the shapes of *rank_spec*. The order of the conv state is still open."""
+    shapes = tuple(shape.sizes() for shape in rank_spec.get("shapes").members("shapes"))
+    dtypes = tuple(dtype.dtype() for dtype in rank_spec.get("dtypes").members("dtypes"))
     if len(dtypes) != len(shapes):
         wanted = f"one for each of the {len(shapes)} shapes"
-        raise SpecError(f"{given_spec.path}.dtypes", dtypes, wanted)
+        raise SpecError(f"{rank_spec.path}.dtypes", dtypes, wanted)
     return _State(
-        field=given_spec.path,
+        field=rank_spec.path,
         parallel=parallel,
         tp_rank=tp_rank,
         shapes=shapes,
@@ -208,12 +250,12 @@ def _state(
         channels=0,
         rows=0,
         n_groups=n_groups,
-        block_size=given_spec.get("block_size").size(),
+        block_size=rank_spec.get("block_size").size(),
     )
 
 
 def _ordered(state: _State, name: str, order: str) -> _State:
-    """Return *state* with its channels and rows, if its conv state lies in that *order*."""
+    """Return *state* with channels and rows, for a conv state in *order*."""
     if TYPES[name] is _linear:
         return state
     shapes = state.shapes
@@ -225,9 +267,9 @@ def _ordered(state: _State, name: str, order: str) -> _State:
 
 
 def _of_device(spec: MambaSpec, device: str | None) -> MambaSpec:
-    """Return *spec* with a temporal state of its own: a CPU's has keys before values.
+    """Return *spec* with a temporal state that is named after the device.
 
-    CUDA's kernels have the axes that vLLM's shapes say, values first.
+    A part moves only to a part of the same name, so a CPU's state never moves to CUDA.
     """
     names = {"ssm": f"ssm_{device}"}
     parts = [attrs.evolve(part, name=names.get(part.name, part.name)) for part in spec.parts]
@@ -235,6 +277,7 @@ def _of_device(spec: MambaSpec, device: str | None) -> MambaSpec:
 
 
 def _whole(spec: MambaSpec) -> MambaSpec:
-    """Return *spec* as one that every TP rank holds whole: its units are sharded all together."""
+    """Return *spec* as a state that each TP rank holds whole."""
+    # All units together are one granule of the sharding, and one granule is replicated.
     parts = [attrs.evolve(part, granularity=part.units) for part in spec.parts]
     return attrs.evolve(spec, state_parts=parts)

@@ -1,7 +1,22 @@
-"""vLLM's specs of one layer on one rank, read as the kinds of layer of a model.
+"""Read vLLM's spec of one layer on one rank as the spec of that layer in the model.
 
-Law: a rank's sizes are never the model's. Totals come from the caller or from sizes that cannot
-mean two things, and what the sharding then gives the rank has to be what vLLM says it holds.
+Invariant: the sizes of a rank are never taken for those of the model. The totals come from the
+caller, or from sizes that have only one meaning. The share of the rank that follows from the totals
+must equal the share that vLLM reports.
+
+How it works:
+    A rank reports 1 KV head, and TP is 4. The model may have 4 heads (one for each rank), 2 heads
+    (each held by two ranks) or 1 head (held by all ranks). The three models need different
+    transfers. So the caller must pass the total, and the check is:
+
+        total    heads of ranks 0, 1, 2, 3    rank 0 reports 1
+        4        0     1     2     3          accepted
+        2        0     0     1     1          accepted
+        8        0, 1  2, 3  4, 5  6, 7       refused: rank 0 would have 2
+
+    Then the size of a page is computed: 1 head · 16 tokens · (128 + 128) elements · 2 bytes are
+    8,192 bytes. If vLLM's page has another size before padding, the spec was misunderstood and is
+    refused. If only the padded page is larger, the spec gets the same padding.
 """
 
 from __future__ import annotations
@@ -42,6 +57,8 @@ from kvspec.specs.formats import PLAIN, is_opaque
 
 _WINDOW = {"sliding_window": None, "extra_retained_tokens": 0}
 
+# For each class name of vLLM: our class, and the fields that both have beyond the common ones.
+# The value of such a field is its default, or None if the field is required.
 KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
     "FullAttentionSpec": (FullAttentionSpec, {}),
     "SlidingWindowSpec": (SlidingWindowSpec, _WINDOW),
@@ -51,8 +68,8 @@ KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
     "SlidingWindowMLASpec": (SlidingWindowMLASpec, _WINDOW),
     "MambaSpec": (MambaSpec, {}),
 }
-"""vLLM's classes, by name: our kind, and more fields that both have: None, or if missing what."""
 
+# vLLM's classes that kvspec does not move, and why. The caller can exclude their layers.
 NOT_MOVED = {
     "EncoderOnlyAttentionSpec": "it keeps nothing between steps",
     "SinkFullAttentionSpec": "sink tokens stand in no request's block table",
@@ -62,21 +79,19 @@ NOT_MOVED = {
     "HiSparseHotSpec": "it is a device's replica of a host's cache",
     "HiSparseResidentSpec": "it is a device's replica of a host's cache",
 }
-"""vLLM's classes that are not moved, and why; exclude their layers."""
 
 
 def name_of(spec: object) -> str | None:
-    """Return the name of *spec*'s class if it is a known kind, or None.
-
-    A class made from a known one may keep anything: only the class itself counts.
-    """
+    """Return the name of *spec*'s class if the class is known, else None."""
+    # A subclass does not count as its base class: vLLM's `RSWASpec` and `HiddenStateCacheSpec`
+    # extend known classes and keep something else.
     name = type(spec).__name__
     return name if name in KINDS else None
 
 
 @attrs.frozen
 class RankLayer:
-    """One layer as vLLM keeps it: its kind, and what a group says of its memory."""
+    """One layer of a vLLM rank: its spec in the model, and the fields that its group needs."""
 
     spec: LayerSpec
     layout: str
@@ -86,7 +101,10 @@ class RankLayer:
 
 @attrs.frozen(kw_only=True)
 class RankSpecs:
-    """What vLLM's specs do not say: see `kvspec.adapters.vllm.engine_spec`."""
+    """Reads specs, together with the facts that the specs do not contain.
+
+    See `kvspec.adapters.vllm.engine_spec` for the fields.
+    """
 
     parallel: ParallelConfig
     tp_rank: int
@@ -111,33 +129,34 @@ class RankSpecs:
             wanted = "'DS' (dimension first), 'SD' (row first), or None"
             raise SpecError("conv_layout", self.conv_layout, wanted)
 
-    def format_of(self, layer: str, given_spec: FieldReader) -> str:
-        """Return the format of the pages of *layer*; a state's follows from its shapes."""
-        if name_of(given_spec.value) in (None, "MambaSpec"):
+    def format_of(self, layer: str, rank_spec: FieldReader) -> str:
+        """Return the page format of *layer*."""
+        # A recurrent state has no attention backend. Its format follows from its shapes.
+        if name_of(rank_spec.value) in (None, "MambaSpec"):
             return ROWS
-        return self.backends.format_of(layer, given_spec)
+        return self.backends.format_of(layer, rank_spec)
 
-    def knows(self, layer: str, given_spec: FieldReader) -> bool:
-        """Whether the kind of *layer* and the format of its pages are known."""
-        if name_of(given_spec.value) is None:
+    def knows(self, layer: str, rank_spec: FieldReader) -> bool:
+        """Whether the class of the spec and the page format of *layer* are known."""
+        if name_of(rank_spec.value) is None:
             return False
         try:
-            self.format_of(layer, given_spec)
+            self.format_of(layer, rank_spec)
         except SpecError:
             return False
         return True
 
-    def read(self, layer: str, given_spec: FieldReader) -> RankLayer:
-        """Return what *layer* is whose spec on this rank is *given_spec*."""
-        name = name_of(given_spec.value)
+    def read(self, layer: str, rank_spec: FieldReader) -> RankLayer:
+        """Return the layer in the model whose spec on this rank is *rank_spec*."""
+        name = name_of(rank_spec.value)
         if name is None:
-            cls = type(given_spec.value).__name__
+            cls = type(rank_spec.value).__name__
             why = f", and {NOT_MOVED[cls]}" if cls in NOT_MOVED else ""
-            raise SpecError(given_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
-        page_format = self.format_of(layer, given_spec)
+            raise SpecError(rank_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
+        page_format = self.format_of(layer, rank_spec)
         if name == "MambaSpec":
             state, order = read_state(
-                given_spec,
+                rank_spec,
                 self.parallel,
                 self.tp_rank,
                 self.conv_layout,
@@ -145,48 +164,50 @@ class RankSpecs:
                 self.backends.device_of(layer),
             )
             return self._layer(
-                layer, state, given_spec, outer(self.layout) + ("HNC", "NHC")[order == "SD"]
+                layer, state, rank_spec, outer(self.layout) + ("HNC", "NHC")[order == "SD"]
             )
         if "MLA" in name:
-            spec = self._latent(name, layer, given_spec, page_format)
+            spec = self._latent(name, layer, rank_spec, page_format)
         else:
-            spec = self._heads(name, layer, given_spec, page_format)
-        return self._layer(layer, spec, given_spec, layout_of(self.layout, page_format))
+            spec = self._heads(name, layer, rank_spec, page_format)
+        return self._layer(layer, spec, rank_spec, layout_of(self.layout, page_format))
 
-    def _layer(
-        self, layer: str, spec: LayerSpec, given_spec: FieldReader, layout: str
-    ) -> RankLayer:
+    def _layer(self, layer: str, spec: LayerSpec, rank_spec: FieldReader, layout: str) -> RankLayer:
         kernel = None
         if isinstance(spec, AttentionSpec):
             kernel = self._kernel_block(layer, spec.block_size)
+            # An opaque page cannot be divided. So if the kernel has smaller blocks, its blocks are
+            # the pages, and these move whole.
             if kernel is not None and is_opaque(spec.page_format) and not spec.block_size % kernel:
                 spec = attrs.evolve(spec, page_block_size=kernel)
         return RankLayer(
-            spec=self._paged(spec, given_spec),
+            spec=self._paged(spec, rank_spec),
             layout=layout,
             kernel_block_size=kernel,
-            context_sharded=_context_sharded(spec, given_spec),
+            context_sharded=_context_sharded(spec, rank_spec),
         )
 
     def _kernel_block(self, layer: str, block_size: int) -> int | None:
-        """Return the tokens of a block in memory, None where they are the table's."""
+        """Return the tokens of a block in memory, or None if the block table has the same size."""
         sizes = self.kernel_block_size
         size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
         return size if size is not None and size < block_size else None
 
     def _latent(
-        self, name: str, layer: str, given_spec: FieldReader, page_format: str
+        self, name: str, layer: str, rank_spec: FieldReader, page_format: str
     ) -> AttentionSpec:
         kind, more = KINDS[name]
-        fields = self._common(layer, given_spec, more)
+        fields = self._common(layer, rank_spec, more)
         size = fields["head_size"] * itemsize(fields["dtype"])
         rows = fields["block_size"] // fields["tokens_per_state"]
-        content = given_spec.get("state_content_bytes").size_or_none()
+        content = rank_spec.get("state_content_bytes").size_or_none()
+        # Some specs of packed latents (data and scales in one row) contain no bytes of a row. Their
+        # page is larger than the elements, so the bytes of a row follow from the page.
         if content is None:
-            page = real_page(given_spec)
+            page = real_page(rank_spec)
             if rows and page is not None and page != rows * size and page % rows == 0:
                 content = page // rows
-        with given_spec.named():
+        with rank_spec.named():
             spec: AttentionSpec = kind(
                 **fields,
                 state_content_bytes=None if content == size else content,
@@ -195,80 +216,83 @@ class RankSpecs:
             return spec
 
     def _heads(
-        self, name: str, layer: str, given_spec: FieldReader, page_format: str
+        self, name: str, layer: str, rank_spec: FieldReader, page_format: str
     ) -> AttentionSpec:
         kind, more = KINDS[name]
-        fields = self._common(layer, given_spec, more)
-        local = given_spec.get("num_kv_heads").size()
+        fields = self._common(layer, rank_spec, more)
+        local = rank_spec.get("num_kv_heads").size()
         total = self._total(layer, local)
         own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
         if own_units != local:
-            wanted = (
-                f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has "
-                f"{own_units} of the "
-            )
-            wanted += f"model's {total} (total_num_kv_heads) in {layer!r}"
-            raise SpecError(f"{given_spec.path}.num_kv_heads", local, wanted)
+            wanted = f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has {own_units} "
+            wanted += f"of the model's {total} (total_num_kv_heads) in {layer!r}"
+            raise SpecError(f"{rank_spec.path}.num_kv_heads", local, wanted)
         fields["total_num_kv_heads"] = total
-        fields["head_size_v"] = given_spec.get("head_size_v").size_or_none()
-        fields |= packing(given_spec, page_format)
-        with given_spec.named():
+        fields["head_size_v"] = rank_spec.get("head_size_v").size_or_none()
+        fields |= packing(rank_spec, page_format)
+        with rank_spec.named():
             spec: AttentionSpec = kind(**fields)
             return spec
 
     def _common(
-        self, layer: str, given_spec: FieldReader, more: Mapping[str, int | None]
+        self, layer: str, rank_spec: FieldReader, more: Mapping[str, int | None]
     ) -> dict[str, Any]:
-        fields = {name: given_spec.get(name).size() for name in ("block_size", "head_size")}
+        fields = {name: rank_spec.get(name).size() for name in ("block_size", "head_size")}
         for name, missing in {"tokens_per_state": 1, **more}.items():
-            fields[name] = given_spec.get(name).size(missing, least=0 if missing == 0 else 1)
-        return {**fields, "dtype": self._dtype(layer, given_spec)}
+            fields[name] = rank_spec.get(name).size(missing, least=0 if missing == 0 else 1)
+        return {**fields, "dtype": self._dtype(layer, rank_spec)}
 
-    def _dtype(self, layer: str, given_spec: FieldReader) -> str:
-        """Return the elements of *layer*: of every fp8 there is, a spec says ``uint8``."""
-        dtype = given_spec.get("dtype").dtype()
-        if dtype != "uint8" or not quantization(given_spec).startswith("FP8"):
+    def _dtype(self, layer: str, rank_spec: FieldReader) -> str:
+        """Return the element type of *layer*."""
+        # vLLM describes e4m3fn, e4m3fnuz and e5m2 alike: as uint8 in an fp8 mode. The bytes of one
+        # type are other numbers in another, so the type must be known.
+        dtype = rank_spec.get("dtype").dtype()
+        if dtype != "uint8" or not quantization(rank_spec).startswith("FP8"):
             return dtype
-        said, field = self.fp8_dtype, f"fp8_dtype[{layer!r}]"
-        found = said.get(layer) if isinstance(said, Mapping) else said
-        name = None if found is None else dtype_name(found, field)
+        dtypes, field = self.fp8_dtype, f"fp8_dtype[{layer!r}]"
+        value = dtypes.get(layer) if isinstance(dtypes, Mapping) else dtypes
+        name = None if value is None else dtype_name(value, field)
         if name is None or not name.startswith("float8_e"):
-            wanted = f"the elements of its cache, of which {given_spec.path} says only fp8"
-            raise SpecError(field, found, wanted)
+            wanted = f"the fp8 type of the layer's elements: {rank_spec.path} contains only 'fp8'"
+            raise SpecError(field, value, wanted)
         return name
 
     def _total(self, layer: str, local: int) -> int:
+        """Return the KV heads of *layer* in the model."""
         total = self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
         if total is None and self.parallel.tp_size == 1:
             total = local
         if total is None:
-            wanted = f"the KV heads of {layer!r} in the model: vLLM's specs give a rank's"
+            wanted = f"the KV heads of {layer!r} in the model: vLLM's specs contain those of a rank"
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         return total
 
-    def _paged(self, spec: LayerSpec, given_spec: FieldReader) -> LayerSpec:
-        """Return *spec* with vLLM's padding, if its page has the bytes that vLLM says."""
+    def _paged(self, spec: LayerSpec, rank_spec: FieldReader) -> LayerSpec:
+        """Return *spec* with vLLM's padding. Raise `SpecError` if the pages differ in size."""
 
         def local(part: Part) -> int:
             return len(self.parallel.sharding(part.units, part.granularity).ranges[self.tp_rank])
 
         real = sum(local(p) * p.states * p.content_bytes for p in spec.parts)
-        page = real_page(given_spec)
+        page = real_page(rank_spec)
         if page is not None and page != real:
             wanted = f"{real}, the bytes of {', '.join(p.name for p in spec.parts)} in a block"
-            raise SpecError(f"{given_spec.path}.page_size_bytes", page, wanted)
-        page = given_spec.get("page_size_bytes").size_or_none()
-        page = given_spec.get("page_size_padded").size_or_none() if page is None else page
+            raise SpecError(f"{rank_spec.path}.page_size_bytes", page, wanted)
+        # `page_size_bytes` is a property of vLLM's classes and includes the padding.
+        page = rank_spec.get("page_size_bytes").size_or_none()
+        page = rank_spec.get("page_size_padded").size_or_none() if page is None else page
         if page is None or page == real:
             return spec
         if page < real:
-            raise SpecError(f"{given_spec.path}.page_size_bytes", page, f"at least {real}")
+            raise SpecError(f"{rank_spec.path}.page_size_bytes", page, f"at least {real}")
         return attrs.evolve(spec, page_size_padded=page)
 
 
-def _context_sharded(spec: LayerSpec, given_spec: FieldReader) -> bool:
-    """Return whether vLLM shards a layer's tokens to context ranks; True for older vLLMs."""
-    sharded = given_spec.get("dcp_sharded")
+def _context_sharded(spec: LayerSpec, rank_spec: FieldReader) -> bool:
+    """Whether vLLM shards the tokens of a layer among context ranks."""
+    # Older versions of vLLM shard every layer and have no such field. A draft model may run whole
+    # beside a sharded target.
+    sharded = rank_spec.get("dcp_sharded")
     if sharded.value is None or not spec.parts[0].per_token:
         return True
     return flag(sharded.path, sharded.value)

@@ -1,8 +1,28 @@
-"""vLLM's block tables of one request, read as this library's.
+"""Read vLLM's lists of block ids of one request as kvspec's block tables.
 
-Law: a list's place says its group and an id's place says its tokens; the null block stays where it
-stands. Only a state's table is cut: to the one block that holds the state. What vLLM has freed is
-told before it is asked for.
+Invariant: the place of a list determines its group, and the place of an id determines its tokens.
+So null blocks keep their places. Only the table of a recurrent state is cut, to the one block that
+holds the state.
+
+How it works:
+    A request has 40 tokens in blocks of 16. vLLM passes one list for each group:
+
+        group0, full attention             [7, 3, 9]    tokens 0-15, 16-31, 32-47
+        group1, window of 16 tokens        [0, 4, 6]    0: the window has passed tokens 0-15
+        group2, recurrent, mode "align"    [2, 5, 8]    states after 16, 32 and 40 tokens
+
+    The tables of the first two groups have the same ids. The table of the third has only block 8.
+    In the other modes of recurrent states, the first block holds the state.
+
+    A consumer computes the last token of a prompt itself, so it needs the tokens before the last
+    one. But after N tokens, vLLM keeps what the query of token N reads. Sometimes that frees a
+    block that the query of token N - 1 still reads. Here a prompt has 48 tokens:
+
+        query of token 48 reads tokens 33-48: vLLM keeps blocks from token 32 on
+        query of token 47 reads tokens 32-47: nothing is missing
+
+    With 47 tokens, the query of token 46 reads token 31, and vLLM has freed block 16-31. A
+    producer must stop such a prompt one token early (`loses_a_token`).
 """
 
 from __future__ import annotations
@@ -25,16 +45,35 @@ def block_tables(
     block_ids: Sequence[Sequence[int]],
     num_tokens: int,
 ) -> dict[str, BlockTable]:
-    """Return the tables of one request, by group of *engine*, for a `TransferRequest`.
+    """Return the block tables of one request, by group name, for a `TransferRequest`.
 
-    *engine*: from `engine_spec` or `from_vllm`. *block_ids*: a list for each of *kv_cache_config*'s
-    groups, as `KVCacheBlocks.get_block_ids` and `request_finished_all_groups` have them, null
-    blocks in place: not those without positions (`get_unhashed_block_ids_all_groups`), which are
-    refused where they are short of *num_tokens*.
-    *num_tokens*: the request's own, N - 1 of a whole prompt of N (see docs/adapters.md).
+    Args:
+        engine: The engine, from `engine_spec` or `from_vllm`.
+        kv_cache_config: The `KVCacheConfig` of a rank of the engine.
+        block_ids: The ids of each group, with null blocks in place, as
+            `KVCacheBlocks.get_block_ids` and `request_finished_all_groups` contain them. Do not
+            pass the lists of `get_unhashed_block_ids_all_groups`, which lack the null blocks.
+        num_tokens: The tokens of the transfer: N - 1 for a whole prompt of N tokens (see
+            docs/adapters.md).
 
-    A recurrent state stands at the table's front, or in mode ``align`` in the block of the last of
-    *num_tokens*; blocks after it are scratch.
+    Returns:
+        A table for each group of the engine. The table of a recurrent state has one block.
+
+    Raises:
+        SpecError: If a list is missing or too short for *num_tokens*, or no block holds the state.
+
+    >>> import kvspec
+    >>> from types import SimpleNamespace
+    >>> sizes = {"block_size": 16, "head_size": 8, "dtype": "float16"}
+    >>> spec = kvspec.FullAttentionSpec(total_num_kv_heads=4, **sizes)
+    >>> group = kvspec.KVCacheGroup(name="group0", layers=["layers.0"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group], layout="LBHNC", null_block=0)
+    >>> config = SimpleNamespace(
+    ...     kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"], kv_cache_spec=spec)]
+    ... )
+    >>> block_tables(engine, config, [[7, 3, 9]], num_tokens=40)["group0"].block_ids.tolist()
+    [7, 3, 9]
+
     """
     instance("engine", engine, EngineSpec)
     groups = read_config(FieldReader("kv_cache_config", kv_cache_config)).groups
@@ -45,8 +84,9 @@ def block_tables(
         )
     known = {group.name for group in engine.groups}
     positive_int("num_tokens", num_tokens, least=0)
-    found: dict[str, BlockTable] = {}
+    request_tables: dict[str, BlockTable] = {}
     for number, (group, ids) in enumerate(zip(groups, tables, strict=True)):
+        # A group that is not in the engine keeps no cache, or one that vLLM does not transfer.
         name = f"group{number}"
         if name in known:
             table = BlockTable(ids)
@@ -54,21 +94,39 @@ def block_tables(
                 table = _state(group, name, table, num_tokens)
             else:
                 _check_whole(engine, name, table, num_tokens)
-            found[name] = table
-    return found
+            request_tables[name] = table
+    return request_tables
 
 
 def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
-    """Return whether vLLM, having computed *num_tokens*, lacks what the last one's query reads.
+    """Whether vLLM lacks a part of the cache for the last token after computing *num_tokens*.
 
-    A consumer computes the last token of a prompt itself: it needs states that have not seen it,
-    and all tokens that it looks back at. By then vLLM has freed the blocks that end before what the
-    *next* token looks back at. A producer of such a prompt has to stop one token early.
+    A consumer computes the last token of a prompt itself. For that it needs recurrent states that
+    have not seen the last token, and all tokens that the query of the last token reads. After
+    *num_tokens*, the states have seen it, and vLLM has freed the blocks before the window of the
+    next query. The producer of such a prompt must stop one token early.
+
+    Args:
+        engine: The engine of the producer.
+        num_tokens: The tokens of the whole prompt.
+
+    Returns:
+        Whether the producer must stop one token early.
+
+    >>> import kvspec
+    >>> sizes = {"block_size": 16, "head_size": 8, "dtype": "float16"}
+    >>> spec = kvspec.SlidingWindowSpec(total_num_kv_heads=4, sliding_window=16, **sizes)
+    >>> group = kvspec.KVCacheGroup(name="group0", layers=["layers.0"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group], layout="LBHNC")
+    >>> loses_a_token(engine, 47), loses_a_token(engine, 48)
+    (True, False)
+
     """
     positive_int("num_tokens", num_tokens)
     for group in instance("engine", engine, EngineSpec).groups:
         spec, block = group.spec, engine.virtual_block(group)
         live, needed = spec.live_tokens(num_tokens), spec.live_tokens(num_tokens - 1)
+        # vLLM frees whole blocks, and all blocks if the next query reads nothing.
         kept = (live.start if live else num_tokens) // block * block
         if not spec.parts[0].per_token or (needed and needed.start < kept):
             return True
@@ -76,17 +134,18 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
 
 
 def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: int) -> None:
-    """Raise `SpecError` for a list that is short: one from which null blocks were dropped is."""
+    """Raise `SpecError` if a list is too short, as it is if its null blocks were removed."""
     group = engine.group(name)
     if group.spec.counts_prompt and set(group.layers) - set(group.excluded):
-        wanted = -(-num_tokens // engine.virtual_block(group))
-        if len(table.block_ids) < wanted:
-            told = f"{wanted} ids for {num_tokens} tokens, null blocks in place"
-            raise SpecError(f"block_ids[{name!r}]", table.block_ids.tolist(), told)
+        count = -(-num_tokens // engine.virtual_block(group))
+        if len(table.block_ids) < count:
+            wanted = f"{count} ids for {num_tokens} tokens, null blocks in place"
+            raise SpecError(f"block_ids[{name!r}]", table.block_ids.tolist(), wanted)
 
 
 def _spec_of(group: Group) -> FieldReader:
-    """Return what a group's layers are, also where all of them are another stage's."""
+    """Return the spec of a group's layers."""
+    # A group whose layers are all on another stage has no names here, but it has the spec.
     return group.spec_of(group.layers[0]) if group.layers else group.spec
 
 
@@ -96,6 +155,7 @@ def _state(group: Group, name: str, table: BlockTable, num_tokens: int) -> Block
     mode = spec.get("mamba_cache_mode")
     if mode.value not in (None, "none", "align"):
         raise SpecError(mode.path, mode.value, "'none' or 'align'")
+    # Blocks after the place are scratch: vLLM uses them for states of speculative tokens.
     place = max(num_tokens - 1, 0) // spec.get("block_size").size() if mode.value == "align" else 0
     if not num_tokens:
         return BlockTable(ids[:0])

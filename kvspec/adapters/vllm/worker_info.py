@@ -1,7 +1,10 @@
-"""What the workers of one engine tell each other, so that each can describe all of it.
+"""The facts that the workers of one vLLM engine exchange, so that each can describe the engine.
 
-Law: a worker knows the layers of its own pipeline stage and asks nobody about them; all of an
-engine describe it alike.
+A worker has constructed only the layers of its own pipeline stage. But each worker needs the same
+`EngineSpec` of the whole engine.
+
+Invariant: the facts about a layer come from a worker of the layer's own stage. So all workers of an
+engine build equal specs.
 """
 
 from __future__ import annotations
@@ -22,9 +25,16 @@ from kvspec.inputs import sequence
 
 @attrs.frozen(kw_only=True)
 class WorkerInfo:
-    """One worker's `KVCacheConfig`, and what its layers say of their pages, as `engine_spec` does.
+    """One worker's `KVCacheConfig` and the facts about its layers.
 
-    It pickles, as vLLM's own config does.
+    Workers send it to each other pickled.
+
+    Attributes:
+        config: The worker's `KVCacheConfig`.
+        backends: The ``full_cls_name()`` of the attention backend, by layer.
+        variants: The variants, by layer (see `engine_spec`).
+        fp8_dtypes: The fp8 types, by layer (see `engine_spec`).
+
     """
 
     config: Any
@@ -34,13 +44,14 @@ class WorkerInfo:
 
     @staticmethod
     def of(vllm_config: Any, kv_cache_config: Any) -> WorkerInfo:  # noqa: ANN401 - vLLM's classes
-        """Return what a worker with these configs tells."""
+        """Return the facts of the worker with these configs."""
         fields, config = (
             FieldReader("vllm_config", vllm_config),
             read_config(FieldReader("", kv_cache_config)),
         )
         return WorkerInfo(
             config=kv_cache_config,
+            # Names, not classes: the receiving worker may lack the module of a class.
             backends={
                 name: tuple(layer.call("get_attn_backend").call("full_cls_name").value)
                 for name, layer in constructed_layers(fields, [config]).items()
@@ -55,27 +66,39 @@ def whole_engine(
     workers: Sequence[WorkerInfo],
     tensors: Mapping[str, Any],
 ) -> EngineSpec:
-    """Return the engine of a worker, from what all of its workers have *workers*, in order of rank.
+    """Return the engine of a worker, from the facts of all its workers.
 
-    *tensors*: the worker's own, as `register_kv_caches` got them. The layers of each stage are as
-    its first worker with the same TP rank tells.
+    Args:
+        vllm_config: vLLM's `VllmConfig` of this worker.
+        workers: The facts of all workers of the engine, in order of rank.
+        tensors: The tensors that this worker's `register_kv_caches` received.
+
+    Returns:
+        The engine. The layers of each stage come from the stage's first worker with this worker's
+        TP rank.
+
+    Raises:
+        SpecError: If *workers* has another length than the engine has workers, or for the reasons
+            of `from_vllm`.
+
     """
     sizes, rank = (
         FieldReader("vllm_config", vllm_config).get("parallel_config"),
         worker_rank(vllm_config),
     )
+    # vLLM numbers workers over TP, then PCP, then PP. So the stages are this many ranks apart.
     column = sizes.get("tensor_parallel_size").size()
     column *= sizes.get("prefill_context_parallel_size").size(1)
     count = column * sizes.get("pipeline_parallel_size").size(1)
-    everybody = sequence("workers", workers, "what workers tell")
-    if len(everybody) != count:
-        raise SpecError("workers", f"{len(everybody)} workers", f"all {count} of the engine")
-    stages: Sequence[WorkerInfo] = everybody[rank.tp :: column]
+    all_workers = sequence("workers", workers, "WorkerInfo objects")
+    if len(all_workers) != count:
+        raise SpecError("workers", f"{len(all_workers)} workers", f"all {count} of the engine")
+    stages: Sequence[WorkerInfo] = all_workers[rank.tp :: column]
     return from_vllm(
         vllm_config,
-        [each.config for each in stages],
+        [stage.config for stage in stages],
         tensors,
-        backends={name: found for each in stages for name, found in each.backends.items()},
-        variants={name: found for each in stages for name, found in each.variants.items()},
-        fp8_dtype={name: found for each in stages for name, found in each.fp8_dtypes.items()},
+        backends={name: value for stage in stages for name, value in stage.backends.items()},
+        variants={name: value for stage in stages for name, value in stage.variants.items()},
+        fp8_dtype={name: value for stage in stages for name, value in stage.fp8_dtypes.items()},
     )
