@@ -63,7 +63,8 @@ def heads_of(
                 models = _models_of(fields, group, layer, only=only)
                 counts = [_count(model, layer, spec, layers_by_heads) for model in models]
                 if min(counts) != max(counts):
-                    wanted = f"one number for each layer: {layer!r} has no certain model"
+                    wanted = "one number for each layer: "
+                    wanted += f"{layer!r} may be the target's or a draft's"
                     raise SpecError("total_num_kv_heads", None, wanted)
                 heads_by_layer[layer] = counts[0]
     return heads_by_layer
@@ -115,7 +116,7 @@ def _check_same_heads(model: FieldReader, layer: str, count: int) -> None:
         # A number of heads that share one KV head is no number of KV heads. It must only be the
         # same everywhere.
         if differs or (value != count and not _SHARES.search(name)):
-            wanted = f"one number for each layer such as {layer!r}: {name} is {value}, and vLLM's "
+            wanted = f"one number for each layer, as {layer!r}: {name} is {value}, and vLLM's "
             wanted += f"one number for all is {count}"
             raise SpecError("total_num_kv_heads", None, wanted)
 

@@ -1,8 +1,21 @@
-"""What a connector does in vLLM's scheduler: which requests are held, fetched and declined.
+"""The connector in vLLM's scheduler: it decides which requests are held, fetched and declined.
 
-Law: a consumer fetches all of a prompt but its last token, once, and whatever becomes of that, the
-producer is told once. Of what a router passes on nothing is believed: what is not a producer's
-answer, or is one about another prompt, is computed here, as if it had never come.
+Invariant: a consumer fetches a prompt once, all of it but the last token. The producer learns the
+outcome exactly once. Parameters from a router are validated: if they are not a producer's answer
+about this very prompt, the prompt is computed here, as if they had not come.
+
+How it works:
+    A request passes through the methods of two schedulers:
+
+        producer    on_new_request                 takes the last token off if it would be lost
+        producer    request_finished_all_groups    `held`, and returns a `PrefillTicket` as params
+        consumer    on_new_request                 validates the ticket and keeps it
+        consumer    get_num_new_matched_tokens     returns the number of tokens to fetch
+        consumer    update_state_after_alloc       `fetched`, or `declined` if nothing is missing
+        consumer    request_finished_all_groups    `declined`, if the request ends before that
+
+    For example, a prompt has 40 tokens and the consumer has cached 16 of them. It fetches the
+    tokens 16 to 38: 40 - 1 - 16 = 23 tokens. vLLM computes token 39 in any case.
 """
 
 # ruff: noqa: ANN401 - requests, blocks and configs are of vLLM's classes, which are not imported
@@ -21,13 +34,20 @@ from kvspec.session import PrefillTicket, content_of, new_remote_id
 
 log = logging.getLogger(__name__)
 
+# The final states of requests whose cache is complete. vLLM has others, such as aborted ones.
 FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-"""How requests end whose cache is whole."""
 
 
 @attrs.frozen(kw_only=True)
 class Served:
-    """A rank of this engine that is ready: the engine, its name, and the rank's channel."""
+    """A rank of this engine that has registered its caches.
+
+    Attributes:
+        engine: The engine of the rank.
+        engine_id: The name of the engine.
+        address: The address of the rank's channel.
+
+    """
 
     engine: EngineSpec
     engine_id: str
@@ -36,10 +56,14 @@ class Served:
 
 @attrs.define
 class EngineStep:
-    """What the scheduler tells the workers: vLLM's connector metadata.
+    """The work of one step for the workers. vLLM calls it connector metadata.
 
-    *held*: requests that peers may read, with their remote ids; *fetched*: what is read, of which
-    prompt; *declined*: prompts that are not read; *failed*: requests that cannot be read.
+    Attributes:
+        held: Requests that peers may read: the request id and the remote id.
+        fetched: Transfers to begin: the producer's ticket and the request.
+        declined: Tickets that are not used. Their producers may free the blocks.
+        failed: Ids of requests that cannot be fetched.
+
     """
 
     held: list[tuple[str, str]] = attrs.field(factory=list)
@@ -49,27 +73,28 @@ class EngineStep:
 
 
 class Scheduling:
-    """The requests of one scheduler that have to do with another engine.
+    """The requests of one scheduler that involve another engine.
 
-    Methods have vLLM's names and are called by it; *request* and *blocks* are of its classes.
+    vLLM calls the methods, and their names are vLLM's. *request* and *blocks* are objects of vLLM.
     """
 
     def __init__(self, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._ranks: tuple[Served, ...] = ()
-        self._prompts: dict[str, PrefillTicket] = {}  # of requests that are yet to be fetched
+        self._prompts: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
         self._next = EngineStep()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Served]) -> None:
-        """Know this engine's ranks: all have registered their caches."""
+        """Take the ranks of this engine, after all have registered their caches."""
         self._ranks = tuple(metadata.values())
 
     def on_new_request(self, request: Any) -> None:
-        """Note who holds a request, or stop it one token early."""
+        """Keep the ticket of a request, or stop its prompt one token early."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             try:
                 prompt = PrefillTicket.from_params(params)
+                # A router may mix up two prompts. The ticket has a digest of its tokens.
                 prompt.check(request.prompt_token_ids or ())
                 self._prompts[request.request_id] = prompt
             except SpecError as error:
@@ -80,17 +105,17 @@ class Scheduling:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens are fetched, and that the request waits meanwhile."""
+        """Return the number of tokens to fetch, and whether the request waits for them."""
         prompt = self._prompts.get(request.request_id)
         count = max(0, _end(request, prompt) - num_computed_tokens) if prompt else 0
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Return all groups that move: vLLM shall not zero what is fetched."""
+        """Return all groups that move, so that vLLM does not zero their new blocks."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Fetch a request into its blocks, or release it."""
+        """Fetch a request into its blocks, or decline its ticket if no token is missing."""
         prompt, name = self._prompts.pop(request.request_id, None), request.request_id
         if prompt is None:
             return
@@ -100,22 +125,23 @@ class Scheduling:
         end = _end(request, prompt)
         try:
             tables = self._tables(blocks.get_block_ids(), end)
-            asked = prompt.request(name, end, tables, end - num_external_tokens)
-            self._next.fetched.append((prompt, asked))
-        except SpecError as error:
+            transfer = prompt.request(name, end, tables, end - num_external_tokens)
+            self._next.fetched.append((prompt, transfer))
+        except SpecError as error:  # One request fails, and the engine goes on.
             log.error("%s: %s", name, error)  # noqa: TRY400
             self._next.failed.append(name)
             self._next.declined.append(prompt)
 
     def build_connector_meta(self, scheduler_output: Any) -> EngineStep:  # noqa: ARG002
-        """Return what came up since the last step."""
+        """Return the work since the last step."""
         step, self._next = self._next, EngineStep()
         return step
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held for a peer, and what the peer has to know."""
+        """Return whether vLLM must keep the blocks for a peer, and the parameters for the peer."""
+        # A request that ends with an unused ticket was aborted before it was scheduled.
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
             self._next.declined.append(prompt)
@@ -148,12 +174,14 @@ class Scheduling:
 
 
 def _end(request: Any, prompt: PrefillTicket) -> int:
-    """Return before which token to stop fetching: vLLM computes the last one of a prompt itself."""
+    """Return the token before which fetching stops. vLLM computes the last token itself."""
     return int(min(request.num_tokens - 1, prompt.num_tokens))
 
 
 def _shorten(request: Any, engine: EngineSpec) -> None:
-    """Take the last token off a prompt that would lose one, as vLLM does for models with states."""
+    """Take the last token off a prompt for which `loses_a_token` is True."""
+    # vLLM's NIXL connector does the same for models with recurrent states. vLLM has no public way,
+    # so both lists of the request change. One token is generated, as for any prefill.
     known = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
     if known and loses_a_token(engine, request.num_tokens):
         del request.prompt_token_ids[-1:], request._all_token_ids[-1:]  # noqa: SLF001

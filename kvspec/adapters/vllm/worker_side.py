@@ -1,7 +1,8 @@
-"""What a connector does in one of vLLM's workers: a session over the caches that vLLM has made.
+"""The connector in one of vLLM's workers: a session over the caches that vLLM has allocated.
 
-Law: nothing here waits, and nothing that fails goes further than its request: that is logged by
-name, and told to vLLM once none of its blocks can be written any more.
+Invariant: no method waits for a peer. An error fails one request, and the log names it. A request
+is reported to vLLM as failed only after no byte of its blocks can be written any more, because vLLM
+then gives the blocks to other requests.
 """
 
 # ruff: noqa: ANN401 - configs and tensors are of vLLM's classes, which are not imported
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 def _fits(_: object, at: attrs.Attribute[Any], value: object) -> None:
-    """Check a number of seconds or MiB, or a text that may be left out if its default is None."""
+    """Raise `SpecError` for a wrong setting. The type of its default determines the check."""
+    # A float is a time in seconds and an int a size in MiB. A text may be None if its default is.
     field = f"kv_connector_extra_config[{at.name!r}]"
     if isinstance(at.default, float):
         seconds(field, value)
@@ -43,20 +45,26 @@ def _fits(_: object, at: attrs.Attribute[Any], value: object) -> None:
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What `kv_connector_extra_config` may have.
+    """The settings in `kv_connector_extra_config`.
 
-    *host*: where this machine's ranks listen, and *public*: by which name peers reach it, *host*
-    unless given. *model*, *revision*: what both engines must have alike, vLLM's names for them
-    unless given. *hold*: seconds for which a request is held for its readers, who may have others
-    to serve before; *lease*: for which it is held beyond that, after one was last heard.
-    *timeout*: seconds within which a request is read. *staging*: MiB of host memory through which
-    short runs move where that is cheaper; 0: none do.
+    Attributes:
+        host: The address at which the ranks of this machine listen.
+        public: The name by which peers reach this machine. *host* by default.
+        model: The name of the model, which must be equal on both engines. vLLM's by default.
+        revision: The revision of the model, which must be equal, too. vLLM's by default.
+        hold: Seconds for which a finished prompt is held until its first reader arrives.
+        lease: Seconds for which it is held after the last message of a reader.
+        timeout: Seconds within which a prompt must be read.
+        staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
+
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)
     public: str | None = attrs.field(default=None, validator=_fits)
     model: str = attrs.field(validator=_fits)
     revision: str | None = attrs.field(default=None, validator=_fits)
+    # A consumer may have a long queue before the prompt, so eight minutes. vLLM's NIXL connector
+    # holds blocks for the same time.
     hold: float = attrs.field(default=480.0, validator=_fits)
     lease: float = attrs.field(default=30.0, validator=_fits)
     timeout: float = attrs.field(default=120.0, validator=_fits)
@@ -64,19 +72,19 @@ class Settings:
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
-        """Return what *vllm_config* says."""
+        """Return the settings of *vllm_config*."""
         model = FieldReader("model_config", vllm_config.model_config)
-        given = {name: model.get(name).value for name in ("model", "revision")}
-        given |= vllm_config.kv_transfer_config.kv_connector_extra_config
+        values = {name: model.get(name).value for name in ("model", "revision")}
+        values |= vllm_config.kv_transfer_config.kv_connector_extra_config
         known = [field.name for field in attrs.fields(Settings)]
-        for name in given:
+        for name in values:
             if name not in known:
                 raise SpecError("kv_connector_extra_config", name, f"one of {', '.join(known)}")
-        return Settings(**given)
+        return Settings(**values)
 
 
 class Serving:
-    """One rank's session, and what it reads."""
+    """The session of one rank, and its loads."""
 
     _session: Session
     _reads: Prompts
@@ -92,11 +100,13 @@ class Serving:
         self._failed: set[str] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Be ready for peers; all workers are called at once, and share the time of the first."""
+        """Open the session of this rank over *kv_caches*."""
         config, settings = self._kv_cache_config, self._settings
         own = time.time_ns(), WorkerInfo.of(self._vllm_config, config)
-        (epoch, _), *_ = told = self._everybody(own)
-        engine = whole_engine(self._vllm_config, [each for _, each in told], kv_caches)
+        # vLLM calls all workers at once. The epoch must be the same on all ranks of an engine, so
+        # all use the time of the first worker.
+        (epoch, _), *_ = all_workers = self._everybody(own)
+        engine = whole_engine(self._vllm_config, [info for _, info in all_workers], kv_caches)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         staging = settings.staging << 20 or None
         nixl = NixlRank(prefix=f"{engine_id[:64]}-", staging=staging)
@@ -120,28 +130,32 @@ class Serving:
         self._served = Served(engine=engine, engine_id=engine_id, address=address)
 
     def _everybody(self, own: T) -> list[T]:
-        """Return what all workers of this engine give, in order of rank."""
+        """Return the values *own* of all workers of this engine, in order of rank."""
+        # Imported here: the tests of this module run without vLLM.
         from vllm.distributed.parallel_state import get_world_group  # noqa: PLC0415
 
         world, parallel = get_world_group(), self._vllm_config.parallel_config
-        found = [world.broadcast_object(own, src) for src in range(world.world_size)]
-        first = world.rank_in_group - parallel.rank  # where engines of one model share a world
-        return found[first : first + parallel.world_size]
+        values = [world.broadcast_object(own, src) for src in range(world.world_size)]
+        # Several engines of one model may share vLLM's world group. This engine's workers are
+        # consecutive, and `parallel.rank` counts inside the engine.
+        first = world.rank_in_group - parallel.rank
+        return values[first : first + parallel.world_size]
 
     def get_handshake_metadata(self) -> Served | None:
-        """Return what the scheduler has to know."""
+        """Return the facts about this rank for the scheduler. None before the caches exist."""
         return self._served
 
     def shutdown(self) -> None:
-        """Let go of everything."""
+        """Close the session and release NIXL."""
         self._open.close()
 
     def begin(self, step: EngineStep) -> None:
-        """Hold, fetch and release what the scheduler says."""
+        """Begin the work of *step*: hold, decline and fetch requests."""
         for request_id, remote_id in step.held:
             try:
                 self._session.ledger.hold(remote_id, lease=self._settings.hold)
-            except SpecError as error:  # who reads it is told that it is void
+            except SpecError as error:
+                # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
         for prompt in step.declined:
@@ -151,9 +165,9 @@ class Serving:
         self._failed.update(step.failed)
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests that were sent, that were received or failed, and those that failed.
+        """Return the requests that were sent, that were received or failed, and that failed.
 
-        Each once, and only when none of its blocks is read or written any more.
+        Each request is returned once, when none of its blocks is read or written any more.
         """
         ended = {name for name, load in self._loads.items() if load.poll() != "moving"}
         failed = {name for name in ended if not self._complete(name, self._loads.pop(name))}
@@ -165,10 +179,12 @@ class Serving:
         return sent, ended | failed, failed
 
     def _complete(self, name: str, load: PromptLoad) -> bool:
-        """Return whether a load that ended has it all; zero what it left of its blocks."""
+        """Return whether a load that ended succeeded."""
         if load.error is not None:
             log.error("%s: %s: %s", name, type(load.error).__name__, load.error)
             return False
+        # If this is set, vLLM zeroes new blocks, but not those that are loaded. So the bytes that the
+        # load has not written are zeroed here.
         if self._kv_cache_config.needs_kv_cache_zeroing:
             zero(self._tensors, load.unwritten_ranges)
         return True
