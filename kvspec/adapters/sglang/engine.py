@@ -1,17 +1,19 @@
-"""SGLang's pools of one rank of each stage, read as an engine.
+"""Read SGLang's token pools of one rank as the `EngineSpec` of the whole engine.
 
-Law: nothing is guessed. Sizes come from the pools; what a rank's pool cannot know (the model's
-heads, how far a window looks back) is asked for, and held against the pool.
+See `kvspec.adapters.sglang` for how this works, with an example.
 
-SGLang's ranks.
+Invariant: nothing is guessed. A pool is recognised by its exact class. Each buffer must have a slot
+for each token, with the shape ``[slots, heads, size]``, and its pages must follow one another from
+slot 0 on. The sizes that a pool does not contain (the model's heads, the window) come from the
+caller, and must agree with the pool.
 
-Law: one engine is one group of attention ranks. With attention data parallelism the TP ranks are
-cut into that many engines, each a run of consecutive ranks.
+How it works:
+    A server with attention data parallelism is several engines. The TP ranks are divided into runs
+    of consecutive ranks, and each run is one engine. With TP 8 and 4 engines:
 
-SGLang's token pools of one rank, read field by field.
-
-Law: a pool is known by its exact class, and its buffers by their shape: a slot for each token,
-``[slots, heads, size]``, page by page from slot 0 on. Any other order is refused by name.
+        server's rank    0   1   2   3   4   5   6   7
+        engine           0   0   1   1   2   2   3   3
+        rank in it       0   1   0   1   0   1   0   1
 """
 
 from __future__ import annotations
@@ -30,50 +32,16 @@ from kvspec.memory.from_tensors import check_tensor
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.specs import FullAttentionSpec, LayerSpec, MLAAttentionSpec, SlidingWindowSpec
 
+# The page of slot 0. SGLang writes dummy outputs to slot 0, and no request owns it.
+NULL_PAGE = 0
 
-def parallel_config(
-    tp_size: int, pp_size: int = 1, *, attn_dp_size: int = 1, dcp_size: int = 1
-) -> ParallelConfig:
-    """Return the parallel sizes of one engine of an SGLang server.
-
-    *tp_size*: the server's; *attn_dp_size*: engines that share its ranks (`dp_size`, if
-    `enable_dp_attention`). Tokens lie on decode-context ranks one by one.
-    """
-    return ParallelConfig(
-        tp_size=_attention_tp(tp_size, attn_dp_size), pp_size=pp_size, dcp_size=dcp_size
-    )
-
-
-def worker_rank(
-    tp_rank: int, pp_rank: int = 0, *, tp_size: int, attn_dp_size: int = 1
-) -> tuple[int, RankId]:
-    """Return which engine a server's rank is of, counted from 0, and which rank of that.
-
-    >>> worker_rank(5, tp_size=8, attn_dp_size=4)
-    (2, RankId(pp=0, pcp=0, tp=1))
-    """
-    size = _attention_tp(tp_size, attn_dp_size)
-    if positive_int("tp_rank", tp_rank, least=0) >= tp_size:
-        raise SpecError("tp_rank", tp_rank, f"less than tp_size={tp_size}")
-    engine, own = divmod(tp_rank, size)
-    return engine, RankId(pp=positive_int("pp_rank", pp_rank, least=0), tp=own)
-
-
-def _attention_tp(tp_size: int, attn_dp_size: int) -> int:
-    size, rest = divmod(
-        positive_int("tp_size", tp_size), positive_int("attn_dp_size", attn_dp_size)
-    )
-    if rest:
-        raise SpecError("attn_dp_size", attn_dp_size, f"a divisor of tp_size={tp_size}")
-    return size
-
-
+# The names of the groups: layers that keep all tokens, layers with a window, layers of a draft.
 FULL, WINDOW, DRAFT = "full", "swa", "draft"
-"""The groups: layers that keep every token, layers of a window, layers of a draft model."""
 
+# The classes of SGLang that are read, by exact name. A subclass may keep another order.
 KINDS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
-"""SGLang's classes that are read, by name; one made from them may keep anything."""
 
+# Classes of SGLang that are not read yet, and why.
 NOT_YET = {
     "MHATokenToKVPoolFP4": "scales of two elements each lie in buffers of their own",
     "MLATokenToKVPoolFP4": "scales of two elements each lie in buffers of their own",
@@ -83,121 +51,74 @@ NOT_YET = {
     "HybridLinearKVPool": "recurrent states lie in a pool of their own",
     "DeepSeekV4TokenToKVPool": "compressed tokens lie in pools of their own",
 }
-"""SGLang's classes that are not read yet, and why."""
 
+# A buffer has the axes slots, heads and size.
 _AXES = 3
 
 
-@attrs.frozen
-class TokenPool:
-    """Layers of one rank that share slots; *layers*: the model's numbers, in order of *buffers*.
+def parallel_config(
+    tp_size: int, pp_size: int = 1, *, attn_dp_size: int = 1, dcp_size: int = 1
+) -> ParallelConfig:
+    """Return the parallel sizes of one engine of an SGLang server.
 
-    *buffers*: for each layer the tensors by the name of the part that they hold.
+    Args:
+        tp_size: The TP ranks of the server.
+        pp_size: The pipeline stages of the server.
+        attn_dp_size: The engines that share the TP ranks: SGLang's `dp_size` if
+            `enable_dp_attention` is set, else 1.
+        dcp_size: The decode context ranks. Consecutive tokens lie on consecutive ranks.
+
+    Returns:
+        The sizes of one engine.
+
+    Raises:
+        SpecError: If *attn_dp_size* does not divide *tp_size*, or *dcp_size* does not fit.
+
+    >>> parallel_config(8, attn_dp_size=4).tp_size
+    2
+
     """
-
-    path: str
-    group: str
-    page_size: int
-    dtype: str
-    layers: tuple[int, ...]
-    buffers: tuple[dict[str, Any], ...]
-
-    @property
-    def latent(self) -> bool:
-        """Whether a layer keeps one latent, not keys and values of heads."""
-        return "latent" in self.buffers[0]
-
-    def shape(self, part: str) -> tuple[int, int, int]:
-        """Return slots, heads and elements of *part*'s buffers, alike in all layers."""
-        shapes = [tuple(buffer[part].shape) for buffer in self.buffers]
-        if len(set(shapes)) > 1:
-            raise SpecError(f"{self.path}.{part}", shapes, "one shape in all layers")
-        slots, heads, size = shapes[0]
-        return slots, heads, size
+    return ParallelConfig(
+        tp_size=_attention_tp(tp_size, attn_dp_size), pp_size=pp_size, dcp_size=dcp_size
+    )
 
 
-def read_pools(path: str, fields: object, group: str) -> tuple[TokenPool, ...]:
-    """Return the pools that *fields*, one of SGLang's, is made of; its layers are of *group*."""
-    pool = FieldReader(path, fields)
-    name = type(fields).__name__
-    if name not in KINDS:
-        why = f"; not yet: {NOT_YET[name]}" if name in NOT_YET else ""
-        raise SpecError(path, name, f"one of {', '.join(KINDS)}{why}")
-    if name == "SWAKVPool":
-        return tuple(_halves(pool))
-    _check_layout(pool)
-    start = pool.get("start_layer").size(0, least=0)
-    found = tuple(_buffers(pool, latent=name.startswith("MLA")))
-    return (_pool(pool, group, tuple(range(start, start + len(found))), found),)
+def worker_rank(
+    tp_rank: int, pp_rank: int = 0, *, tp_size: int, attn_dp_size: int = 1
+) -> tuple[int, RankId]:
+    """Return the engine that a server's rank belongs to, and its rank in that engine.
+
+    Args:
+        tp_rank: The TP rank in the server.
+        pp_rank: The pipeline stage.
+        tp_size: The TP ranks of the server.
+        attn_dp_size: See `parallel_config`.
+
+    Returns:
+        The number of the engine, counted from 0, and the rank.
+
+    Raises:
+        SpecError: If *tp_rank* is not less than *tp_size*, or *attn_dp_size* does not divide it.
+
+    >>> worker_rank(5, tp_size=8, attn_dp_size=4)
+    (2, RankId(pp=0, pcp=0, tp=1))
+
+    """
+    size = _attention_tp(tp_size, attn_dp_size)
+    if positive_int("tp_rank", tp_rank, least=0) >= tp_size:
+        raise SpecError("tp_rank", tp_rank, f"less than tp_size={tp_size}")
+    engine, own = divmod(tp_rank, size)
+    return engine, RankId(pp=positive_int("pp_rank", pp_rank, least=0), tp=own)
 
 
-def _halves(pool: FieldReader) -> Iterator[TokenPool]:
-    """Yield the two pools of a model with windows; its layers are named by number."""
-    field = pool.get("layers_mapping")
-    places = mapping(field.path, field.value, "layer numbers to places")
-    for attribute, group, windowed in (
-        ("full_kv_pool", FULL, False),
-        ("swa_kv_pool", WINDOW, True),
-    ):
-        half = pool.get(attribute)
-        if type(half.value).__name__ != "MHATokenToKVPool":
-            raise SpecError(half.path, type(half.value).__name__, "a MHATokenToKVPool")
-        _check_layout(half)
-        numbers = {place: layer for layer, (place, of_window) in places.items()
-                   if of_window is windowed}  # fmt: skip
-        found = tuple(_buffers(half, latent=False))
-        if sorted(numbers) != list(range(len(found))):
-            wanted = f"a layer for each of the {len(found)} buffers of {half.path}"
-            raise SpecError(field.path, sorted(numbers), wanted)
-        if found:
-            layers = tuple(numbers[place] for place in range(len(found)))
-            yield _pool(half, group, layers, found)
-
-
-def _pool(
-    pool: FieldReader, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
-) -> TokenPool:
-    if not buffers:
-        raise SpecError(pool.path, "no buffers", "at least one layer")
-    size, dtype = pool.get("page_size").size(), pool.get("dtype").dtype()
-    return TokenPool(pool.path, group, size, dtype, layers, buffers)
-
-
-def _check_layout(pool: FieldReader) -> None:
-    """Refuse keys and values in chunks, as ROCm's kernels may have them."""
-    layout = pool.get("kv_cache_layout")
-    if layout.value not in (None, "nhd"):
-        wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
-        raise SpecError(layout.path, layout.value, wanted)
-
-
-def _buffers(pool: FieldReader, *, latent: bool) -> Iterator[dict[str, Any]]:
-    """Yield each layer's buffers by part, checked to have three axes."""
-    names = {"latent": "kv_buffer"} if latent else {"k": "k_buffer", "v": "v_buffer"}
-    columns: dict[str, tuple[FieldReader, ...]] = {
-        part: pool.get(name).members("buffers") for part, name in names.items()
-    }
-    counts = {part: len(column) for part, column in columns.items()}
-    if len(set(counts.values())) > 1:
-        raise SpecError(pool.path, counts, "as many buffers of keys as of values")
-    for row in zip(*columns.values(), strict=True):
-        for buffer in row:
-            check_tensor(buffer.path, buffer.value)
-            if len(buffer.value.shape) != _AXES:
-                wanted = "[slots, heads, size]"
-                raise SpecError(f"{buffer.path}.shape", tuple(buffer.value.shape), wanted)
-        yield dict(zip(columns, (buffer.value for buffer in row), strict=True))
-
-
-def stages_of(path: str, fields: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:
-    """Return what *read* makes of one pool, or of one of each pipeline stage."""
-    if isinstance(fields, Sequence):
-        return tuple(read(f"{path}[{at}]", pool) for at, pool in enumerate(fields))
-    return (read(path, fields),)
-
-
-NULL_PAGE = 0
-"""The page of slot 0, which SGLang writes dummy outputs to; no request owns it."""
+def _attention_tp(tp_size: int, attn_dp_size: int) -> int:
+    """Return the TP ranks of one engine."""
+    size, rest = divmod(
+        positive_int("tp_size", tp_size), positive_int("attn_dp_size", attn_dp_size)
+    )
+    if rest:
+        raise SpecError("attn_dp_size", attn_dp_size, f"a divisor of tp_size={tp_size}")
+    return size
 
 
 def engine_spec(
@@ -211,14 +132,40 @@ def engine_spec(
     layer_name: str = "layers.{}",
     draft_name: str = "draft.{}",
 ) -> EngineSpec:
-    """Return the engine that a rank's token pool belongs to; a pool of each stage with PP.
+    """Return the engine that the token pools belong to.
 
-    *parallel*: from `parallel_config`. *total_num_kv_heads*: the model's, one number or by group
-    (``full``, ``swa``, ``draft``); may be left out at TP 1. *sliding_window*: tokens that a query
-    of a window's layer reads, its own included. *tp_rank*: the attention rank that the pool is of.
-    *draft_pool*: the draft model's, which every context rank holds whole; it is in group ``draft``.
-    *layer_name*, *draft_name*: how the peer calls a layer, with ``{}`` for its number, such as
-    ``model.layers.{}.self_attn.attn``. Blocks are pages of a rank.
+    The groups are called ``full``, ``swa`` (layers with a window) and ``draft``. The blocks are the
+    pages of a rank.
+
+    Args:
+        pools: The token pool of one rank. With pipeline stages, a sequence of one pool for each
+            stage.
+        parallel: The parallel sizes, from `parallel_config`. One rank by default.
+        total_num_kv_heads: The KV heads of the model: one number, or one for each group. Required
+            if TP is larger than 1 and a group has KV heads.
+        sliding_window: The tokens that a query in a layer with a window reads, including its own.
+            Required if there is such a layer.
+        tp_rank: The attention rank that the pools belong to.
+        draft_pool: The pool of the draft model. Each context rank holds the whole draft.
+        layer_name: The peer's name of a layer, with ``{}`` in place of its number, such as
+            ``model.layers.{}.self_attn.attn``.
+        draft_name: The same for the layers of the draft.
+
+    Returns:
+        The engine. Its null block is page 0.
+
+    Raises:
+        SpecError: If a pool has an unknown class or shape, if a required argument is missing, or if
+            the sizes of the rank contradict those of the model.
+
+    >>> import numpy
+    >>> class MLATokenToKVPool:
+    ...     page_size, dtype = 16, "uint8"
+    ...     kv_buffer = [numpy.zeros((64, 1, 576), numpy.uint8) for _ in range(2)]
+    >>> engine = engine_spec(MLATokenToKVPool(), layer_name="model.layers.{}.self_attn.attn")
+    >>> engine.group("full").layers
+    ('model.layers.0.self_attn.attn', 'model.layers.1.self_attn.attn')
+
     """
     parallel = instance("parallel", ParallelConfig() if parallel is None else parallel,
                         ParallelConfig)  # fmt: skip
@@ -227,7 +174,7 @@ def engine_spec(
     stages = stages_of("pools", pools, lambda path, pool: read_pools(path, pool, FULL))
     if len(stages) != parallel.pp_size:
         wanted = f"one pool for each of the {parallel.pp_size} pipeline stages"
-        raise SpecError("pools", f"{len(stages)} of them", wanted)
+        raise SpecError("pools", f"{len(stages)} pools", wanted)
     drafts = () if draft_pool is None else read_pools("draft_pool", draft_pool, DRAFT)
     reader = _Reader(parallel, total_num_kv_heads, sliding_window, tp_rank, layer_name, draft_name)
     groups = [
@@ -243,7 +190,7 @@ def engine_spec(
 
 @attrs.frozen
 class _Reader:
-    """What the caller says beside the pools: see `engine_spec`."""
+    """The facts that the pools do not contain: see `engine_spec`."""
 
     parallel: ParallelConfig
     heads: int | Mapping[str, int] | None
@@ -266,7 +213,7 @@ class _Reader:
         )
 
     def group(self, name: str, stages: Sequence[Sequence[TokenPool]]) -> KVCacheGroup:
-        """Return the group called *name*, whose pools on each stage are *stages*."""
+        """Return the group called *name*. *stages* has its pools on each pipeline stage."""
         pools = [pool for stage in stages for pool in stage]
         specs = [self._spec(pool) for pool in pools]
         for pool, spec in zip(pools, specs, strict=True):
@@ -276,14 +223,16 @@ class _Reader:
             name=name,
             layers=self.names(pools),
             spec=specs[0],
+            # A latent has no planes of keys and values, as the engine's layout has.
             layout="LBNHC" if pools[0].latent else None,
+            # Each context rank runs the whole draft.
             context_sharded=name != DRAFT,
         )
 
     def staged(
         self, stages: Sequence[Sequence[TokenPool]], drafts: Sequence[TokenPool]
     ) -> ParallelConfig:
-        """Return the parallel sizes with the layers of each stage; a draft is on the last."""
+        """Return the parallel sizes with the layers of each stage. A draft is on the last one."""
         if self.parallel.pp_size == 1:
             return self.parallel
         names = [self.names(stage) for stage in stages]
@@ -291,13 +240,14 @@ class _Reader:
         return attrs.evolve(self.parallel, stages=names)
 
     def _spec(self, pool: TokenPool) -> LayerSpec:
+        """Return the spec of a pool's layers in the model."""
         if pool.latent:
             _, heads, size = pool.shape("latent")
             if heads != 1:
                 raise SpecError(f"{pool.path}.kv_buffer", heads, "one latent for each slot")
             return MLAAttentionSpec(block_size=pool.page_size, head_size=size, dtype=pool.dtype)
         if self.parallel.dcp_size > 1 and pool.group != DRAFT:
-            wanted = "1 where keys and values of heads are kept; not yet: heads on context ranks"
+            wanted = "1 for layers with KV heads; not yet: heads on context ranks"
             raise SpecError("dcp_size", self.parallel.dcp_size, wanted)
         slots, heads, size = pool.shape("k")
         if (slots, heads) != pool.shape("v")[:2]:
@@ -316,19 +266,137 @@ class _Reader:
         )
 
     def _total(self, pool: TokenPool, local: int) -> int:
-        """Return the model's heads, of which the pool's rank has a part."""
+        """Return the KV heads of the model. *local* is the number on the pool's rank."""
         heads = self.heads.get(pool.group) if isinstance(self.heads, Mapping) else self.heads
         if heads is None and self.parallel.tp_size == 1:
             heads = local
         if heads is None:
-            wanted = f"the KV heads of the model in group {pool.group!r}: a pool has a rank's"
+            wanted = f"the model's KV heads in group {pool.group!r}: a pool has those of a rank"
             raise SpecError("total_num_kv_heads", self.heads, wanted)
         total = positive_int("total_num_kv_heads", heads)
         own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
         if own_units != local:
-            wanted = (
-                f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has "
-                f"{own_units} of the "
-            )
-            raise SpecError(f"{pool.path}.head_num", local, f"{wanted}model's {total}")
+            wanted = f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has {own_units} "
+            raise SpecError(f"{pool.path}.head_num", local, f"{wanted}of the model's {total}")
         return total
+
+
+@attrs.frozen
+class TokenPool:
+    """Layers of one rank that share slots.
+
+    Attributes:
+        path: The path to the pool, for error messages.
+        group: The group of the layers.
+        page_size: Tokens of a page.
+        dtype: The type of the elements.
+        layers: The numbers of the layers in the model.
+        buffers: For each layer, in the same order, the tensors by the name of their part.
+
+    """
+
+    path: str
+    group: str
+    page_size: int
+    dtype: str
+    layers: tuple[int, ...]
+    buffers: tuple[dict[str, Any], ...]
+
+    @property
+    def latent(self) -> bool:
+        """Whether a layer keeps one latent for each token."""
+        return "latent" in self.buffers[0]
+
+    def shape(self, part: str) -> tuple[int, int, int]:
+        """Return the slots, heads and elements of *part*. All layers must have the same."""
+        shapes = [tuple(buffer[part].shape) for buffer in self.buffers]
+        if len(set(shapes)) > 1:
+            raise SpecError(f"{self.path}.{part}", shapes, "one shape in all layers")
+        slots, heads, size = shapes[0]
+        return slots, heads, size
+
+
+def read_pools(path: str, fields: object, group: str) -> tuple[TokenPool, ...]:
+    """Return the token pools of *fields*, one of SGLang's pools. Its layers belong to *group*."""
+    pool = FieldReader(path, fields)
+    name = type(fields).__name__
+    if name not in KINDS:
+        why = f"; not yet: {NOT_YET[name]}" if name in NOT_YET else ""
+        raise SpecError(path, name, f"one of {', '.join(KINDS)}{why}")
+    if name == "SWAKVPool":
+        return tuple(_halves(pool))
+    _check_layout(pool)
+    # A pipeline stage has the layers from `start_layer` on.
+    start = pool.get("start_layer").size(0, least=0)
+    buffers = tuple(_buffers(pool, latent=name.startswith("MLA")))
+    return (_pool(pool, group, tuple(range(start, start + len(buffers))), buffers),)
+
+
+def _halves(pool: FieldReader) -> Iterator[TokenPool]:
+    """Yield the two pools of a model with windows.
+
+    `layers_mapping` has the place of each layer: {0: (0, False), 1: (0, True)} puts layer 0 at
+    place 0 of the full pool, and layer 1 at place 0 of the pool with windows.
+    """
+    field = pool.get("layers_mapping")
+    places = mapping(field.path, field.value, "layer numbers to places")
+    for attribute, group, windowed in (
+        ("full_kv_pool", FULL, False),
+        ("swa_kv_pool", WINDOW, True),
+    ):
+        half = pool.get(attribute)
+        if type(half.value).__name__ != "MHATokenToKVPool":
+            raise SpecError(half.path, type(half.value).__name__, "a MHATokenToKVPool")
+        _check_layout(half)
+        numbers = {place: layer for layer, (place, of_window) in places.items()
+                   if of_window is windowed}  # fmt: skip
+        buffers = tuple(_buffers(half, latent=False))
+        if sorted(numbers) != list(range(len(buffers))):
+            wanted = f"a layer for each of the {len(buffers)} buffers of {half.path}"
+            raise SpecError(field.path, sorted(numbers), wanted)
+        # A pipeline stage may have layers of one kind only.
+        if buffers:
+            layers = tuple(numbers[place] for place in range(len(buffers)))
+            yield _pool(half, group, layers, buffers)
+
+
+def _pool(
+    pool: FieldReader, group: str, layers: tuple[int, ...], buffers: tuple[dict[str, Any], ...]
+) -> TokenPool:
+    if not buffers:
+        raise SpecError(pool.path, "no buffers", "at least one layer")
+    size, dtype = pool.get("page_size").size(), pool.get("dtype").dtype()
+    return TokenPool(pool.path, group, size, dtype, layers, buffers)
+
+
+def _check_layout(pool: FieldReader) -> None:
+    """Raise `SpecError` if keys and values are split into chunks, as for some ROCm kernels."""
+    layout = pool.get("kv_cache_layout")
+    if layout.value not in (None, "nhd"):
+        wanted = "'nhd'; not yet: heads in chunks of 16 bytes"
+        raise SpecError(layout.path, layout.value, wanted)
+
+
+def _buffers(pool: FieldReader, *, latent: bool) -> Iterator[dict[str, Any]]:
+    """Yield the buffers of each layer by part. Each must have three axes."""
+    names = {"latent": "kv_buffer"} if latent else {"k": "k_buffer", "v": "v_buffer"}
+    columns: dict[str, tuple[FieldReader, ...]] = {
+        part: pool.get(name).members("buffers") for part, name in names.items()
+    }
+    counts = {part: len(column) for part, column in columns.items()}
+    if len(set(counts.values())) > 1:
+        raise SpecError(pool.path, counts, "as many buffers of keys as of values")
+    for row in zip(*columns.values(), strict=True):
+        for buffer in row:
+            check_tensor(buffer.path, buffer.value)
+            if len(buffer.value.shape) != _AXES:
+                wanted = "[slots, heads, size]"
+                raise SpecError(f"{buffer.path}.shape", tuple(buffer.value.shape), wanted)
+        yield dict(zip(columns, (buffer.value for buffer in row), strict=True))
+
+
+def stages_of(path: str, fields: object, read: Callable[[str, object], Any]) -> tuple[Any, ...]:
+    """Return the results of *read* for one pool, or for the pool of each pipeline stage."""
+    if isinstance(fields, Sequence):
+        return tuple(read(f"{path}[{at}]", pool) for at, pool in enumerate(fields))
+    return (read(path, fields),)

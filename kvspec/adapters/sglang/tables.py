@@ -1,7 +1,17 @@
-"""SGLang's slots of one request, read as block tables.
+"""Read SGLang's slots of one request as block tables.
 
-Law: a page holds consecutive tokens in consecutive slots. Slots of which that is not true are no
-table, whatever their first one says.
+Invariant: each page of a table has consecutive tokens in consecutive slots. Slots in another order
+are refused. So a table never depends on the first slot of a page alone.
+
+How it works:
+    With pages of 4 tokens, the slots of a request with 10 tokens may be:
+
+        token    0   1   2   3 |  4   5   6   7 |  8   9
+        slot     0   0   0   0 | 20  21  22  23 |  8   9
+        page     0             |  5             |  2
+
+    Slot 0 for all tokens of a page means that a window has passed the page: page 0 is the engine's
+    null block. The slots 20, 22, 21, 23 would be refused.
 """
 
 from __future__ import annotations
@@ -22,55 +32,79 @@ Slots = npt.NDArray[np.int64]
 
 
 def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # noqa: ANN401
-    """Return the tables of one request, by group of *engine*, for a `TransferRequest`.
+    """Return the block tables of one request, by group name, for a `TransferRequest`.
 
-    *slots*: the slot of each token from 0 on, ``req_to_token[request, :n]``; with windows a mapping
-    from group to them, those of ``swa`` as `translate_loc_from_full_to_swa` gives them, 0 for what
-    the window has passed. With decode context parallelism slots are those of all ranks together, as
-    the request's row has them.
+    Args:
+        engine: The engine, from `engine_spec`.
+        slots: The slot of each token from 0 on, ``req_to_token[request, :n]``. If the engine has a
+            window, a mapping from group to slots. Those of ``swa`` are the results of
+            `translate_loc_from_full_to_swa`, and 0 for tokens that the window has passed. With
+            decode context parallelism, the slots count over all context ranks, as in the row of the
+            request.
+
+    Returns:
+        A table for each group of the engine.
+
+    Raises:
+        SpecError: If the slots of a page are not consecutive, or a group has fewer slots than
+            another.
+
+    >>> import numpy
+    >>> from kvspec.adapters.sglang import engine_spec
+    >>> class MLATokenToKVPool:
+    ...     page_size, dtype = 4, "uint8"
+    ...     kv_buffer = [numpy.zeros((64, 1, 576), numpy.uint8)]
+    >>> slots = [0, 0, 0, 0, 20, 21, 22, 23, 8, 9]
+    >>> block_tables(engine_spec(MLATokenToKVPool()), slots)["full"].block_ids.tolist()
+    [0, 5, 2]
+
     """
     instance("engine", engine, EngineSpec)
     names = [group.name for group in engine.groups]
     if not isinstance(slots, Mapping) and WINDOW in names:
         raise SpecError("slots", type(slots).__name__, "slots by group: a window has its own")
-    found: dict[str, BlockTable] = {}
+    tables: dict[str, BlockTable] = {}
     counts: dict[str, int] = {}
     for group in engine.groups:
-        given = slots.get(group.name) if isinstance(slots, Mapping) else slots
+        group_slots = slots.get(group.name) if isinstance(slots, Mapping) else slots
         field = f"slots[{group.name!r}]"
-        own = _array(field, given)
+        own = _array(field, group_slots)
         counts[group.name] = len(own)
-        found[group.name] = _table(field, own, engine.virtual_block(group))
+        tables[group.name] = _table(field, own, engine.virtual_block(group))
+    # A list without the slots that a window has passed would put its tokens at wrong places.
     most = max(counts.values())
     for name, count in counts.items():
         if count < most:
             wanted = f"{most}, a slot for each token as other groups have, 0 where it is gone"
             raise SpecError(f"slots[{name!r}]", f"{count} slots", wanted)
-    return found
+    return tables
 
 
-def _array(field: str, given: Any) -> Slots:  # noqa: ANN401
-    """Return *given*, a sequence or a tensor of ints, as an array."""
+def _array(field: str, slots: Any) -> Slots:  # noqa: ANN401
+    """Return *slots*, a sequence or a tensor of ints, as an array."""
     try:
-        found = np.asarray(given)
+        array = np.asarray(slots)
+    # numpy cannot convert ragged lists, or tensors in GPU memory.
     except (TypeError, ValueError, RuntimeError):
-        found = np.empty(0, object)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise SpecError(field, given, "a slot for each token, ints >= 0")
-    found = found.astype(np.int64)
-    if found.size and found.min() < 0:
-        raise SpecError(field, int(found.min()), "a slot for each token, ints >= 0")
-    return found
+        array = np.empty(0, object)
+    # An empty list has the type float64 in numpy.
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise SpecError(field, slots, "a slot for each token, ints >= 0")
+    array = array.astype(np.int64)
+    if array.size and array.min() < 0:
+        raise SpecError(field, int(array.min()), "a slot for each token, ints >= 0")
+    return array
 
 
 def _table(field: str, slots: Slots, page: int) -> BlockTable:
-    """Return the pages of *slots*; slot 0 for all tokens of a page means that it is gone."""
+    """Return the pages of *slots*. Raise `SpecError` if the slots of a page are not consecutive."""
     pages = slots[::page] // page
     inside = np.arange(len(slots))
-    wanted = pages[inside // page] * page + inside % page
-    wrong = np.flatnonzero((slots != wanted) & ((slots != 0) | (wanted >= page)))
+    expected = pages[inside // page] * page + inside % page
+    # In page 0, slot 0 is right for each token: the window has passed the page.
+    wrong = np.flatnonzero((slots != expected) & ((slots != 0) | (expected >= page)))
     if wrong.size:
         token = int(wrong[0])
-        expected = f"slot {wanted[token]}: pages of {page} tokens lie in consecutive slots"
-        raise SpecError(f"{field}[{token}]", int(slots[token]), expected)
+        wanted = f"slot {expected[token]}: pages of {page} tokens lie in consecutive slots"
+        raise SpecError(f"{field}[{token}]", int(slots[token]), wanted)
     return BlockTable(pages)

@@ -1,6 +1,7 @@
-"""SGLang's buffers, read as one rank's regions.
+"""Read SGLang's buffers of one rank as a `RankCache`.
 
-Law: a buffer is only viewed, page by page; slots that fill no page are not the cache's.
+Invariant: buffers are only viewed, never copied, page by page. Slots after the last whole page
+belong to no block.
 """
 
 from __future__ import annotations
@@ -21,30 +22,53 @@ def rank_cache(
     pool: Any,  # noqa: ANN401 - SGLang's class, not imported
     draft_pool: Any = None,  # noqa: ANN401 - SGLang's class, not imported
 ) -> RankCache:
-    """Return where the buffers of one rank's *pool*, and of its *draft_pool*, lie.
+    """Return the memory of the buffers of one rank.
 
-    *engine*: from `engine_spec`. The slots of each buffer ``[slots, heads, size]`` are pages and
-    their tokens; page 0 is SGLang's own and never moved.
+    The slots of each buffer ``[slots, heads, size]`` are divided into pages. Page 0 belongs to
+    SGLang and never moves. The caller must keep the pools: the result contains only addresses.
+
+    Args:
+        engine: The engine, from `engine_spec`.
+        rank: The rank that the pools belong to.
+        pool: The token pool of the rank.
+        draft_pool: The pool of the draft model, if the rank has one.
+
+    Returns:
+        The cache of the rank.
+
+    Raises:
+        SpecError: If a pool has other layers, pages or shapes than *engine*.
+
+    >>> import numpy
+    >>> from kvspec.adapters.sglang import engine_spec
+    >>> class MLATokenToKVPool:
+    ...     page_size, dtype = 16, "uint8"
+    ...     kv_buffer = [numpy.zeros((64, 1, 576), numpy.uint8)]
+    >>> pool = MLATokenToKVPool()
+    >>> cache = rank_cache(engine_spec(pool), RankId(), pool)
+    >>> [(region.part, region.num_blocks, region.block_stride) for region in cache.regions]
+    [('latent', 4, 9216)]
+
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     pools = list(read_pools("pool", pool, FULL))
     if draft_pool is not None:
         pools += read_pools("draft_pool", draft_pool, DRAFT)
     tensors: dict[str, dict[str, Any]] = {}
-    for found in pools:
-        group = engine.group(found.group)
+    for token_pool in pools:
+        group = engine.group(token_pool.group)
         names = engine.layers_at(group, rank.pp)
-        if len(names) != len(found.layers):
+        if len(names) != len(token_pool.layers):
             wanted = f"{len(names)} layers: {', '.join(names)}"
-            raise SpecError(found.path, f"{len(found.layers)} layers", wanted)
-        if found.page_size != group.spec.block_size:
+            raise SpecError(token_pool.path, f"{len(token_pool.layers)} layers", wanted)
+        if token_pool.page_size != group.spec.block_size:
             wanted = f"{group.spec.block_size}, as group {group.name!r} has"
-            raise SpecError(f"{found.path}.page_size", found.page_size, wanted)
-        for name, buffers in zip(names, found.buffers, strict=True):
-            tensors[name] = {part: _whole_pages(found, buffers[part]) for part in buffers}
+            raise SpecError(f"{token_pool.path}.page_size", token_pool.page_size, wanted)
+        for name, buffers in zip(names, token_pool.buffers, strict=True):
+            tensors[name] = {part: _whole_pages(token_pool, buffers[part]) for part in buffers}
     return RankCache.from_tensors(engine, rank, tensors, "(BN)HC")
 
 
 def _whole_pages(pool: TokenPool, buffer: Any) -> Any:  # noqa: ANN401
-    """Return the slots [slots, heads, size] of a buffer that fill pages."""
+    """Return the slots [slots, heads, size] of a buffer that belong to whole pages."""
     return buffer[: len(buffer) // pool.page_size * pool.page_size]

@@ -183,8 +183,8 @@ class Serving:
         if load.error is not None:
             log.error("%s: %s: %s", name, type(load.error).__name__, load.error)
             return False
-        # If this is set, vLLM zeroes new blocks, but not those that are loaded. So the bytes that the
-        # load has not written are zeroed here.
+        # If this is set, vLLM zeroes new blocks, but not those that are loaded. So the bytes that
+        # the load has not written are zeroed here.
         if self._kv_cache_config.needs_kv_cache_zeroing:
             zero(self._tensors, load.unwritten_ranges)
         return True
