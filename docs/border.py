@@ -1,7 +1,20 @@
-"""Print which page formats of which engines, by kind of layer, move exactly or are refused by name.
+"""Print for each engine, page format and kind of layer whether it moves exactly or is refused.
 
-Law: every cell is tried when this is run, over arrays made as that engine makes its own, and has
-one of two verdicts. A cell is *exact* if `verify` finds no byte that is not right.
+Invariant: each cell of the table is tried when this script runs, over arrays of the shapes that the
+engine itself allocates. A cell is *exact* if `verify` finds no wrong byte. Otherwise it is
+*refused*, and shows the field that the error names. There is no third verdict.
+
+How it works:
+    A row of the table is a `Row`. Its function *make* builds one side of a transfer: an engine and
+    the caches of all its ranks. The producer always has TP 1 and blocks of 16 tokens. Each column
+    is a trial with another consumer:
+
+        column          consumer
+        as it is        TP 1, blocks of 16 tokens
+        other blocks    TP 1, blocks of 32 tokens
+        other TP        TP 2, blocks of 16 tokens
+
+    For each trial, a request of 70 tokens is planned and verified.
 """
 
 from __future__ import annotations
@@ -19,13 +32,13 @@ from kvspec.adapters import sglang, vllm
 HEADS, SIZE, TOKENS = 4, 16, 70
 V1, MODELS = "vllm.v1.attention.backends.", "vllm.models."
 FLASH = V1 + "flash_attn.FlashAttentionBackend"
+# The TP size and the block size of the consumer. The producer has TP 1 and blocks of 16 tokens.
 TRIALS = {"as it is": (1, 16), "other blocks": (1, 32), "other TP": (2, 16)}
-"""What the consumer has where the producer has TP 1 and blocks of 16 tokens."""
 
 
 @attrs.frozen
 class Side:
-    """One engine with the cache of every rank."""
+    """One engine with the caches of all its ranks."""
 
     engine: kvspec.EngineSpec
     caches: dict[RankId, kvspec.RankCache]
@@ -33,7 +46,7 @@ class Side:
 
 @attrs.frozen
 class Row:
-    """One line: what it is, and how a side of it is made, given TP ranks and tokens of a block."""
+    """One line of the table. *make* builds a side from a TP size and a block size."""
 
     engine: str
     page: str
@@ -41,18 +54,18 @@ class Row:
     make: Callable[[int, int], Side]
 
 
+# A cache contains only addresses, so this list keeps the arrays alive.
 KEPT: list[Any] = []
-"""A cache knows addresses only, so somebody has to keep the arrays."""
 
 
 def array(shape: tuple[int, ...], dtype: Any = np.uint8) -> Any:
-    """Return an array that stays."""
+    """Return an array that is kept alive."""
     KEPT.append(np.zeros(shape, dtype))
     return KEPT[-1]
 
 
-def another_s(name: str, **fields: Any) -> Any:
-    """Return an object of a class called *name*, as an engine would hand it over."""
+def engine_object(name: str, **fields: Any) -> Any:
+    """Return an object of a class called *name*, like an object of the engine."""
     return type(name, (), fields)()
 
 
@@ -62,14 +75,14 @@ def on_vllm(
     fields: Callable[[int, int], dict[str, Any]],
     variants: str | None = None,
 ) -> Callable[[int, int], Side]:
-    """Return how a side of vLLM is made of one layer."""
+    """Return the function that builds a side of vLLM with one layer."""
 
     def make(tp: int, block: int) -> Side:
         local = HEADS // tp
-        given = {"block_size": block, "head_size": SIZE, "dtype": "uint8", "num_kv_heads": local}
-        spec = another_s(cls, **{**given, **fields(local, block)})
-        group = another_s("KVCacheGroupSpec", layer_names=["layers.0"], kv_cache_spec=spec)
-        config = another_s("KVCacheConfig", kv_cache_groups=[group])
+        sizes = {"block_size": block, "head_size": SIZE, "dtype": "uint8", "num_kv_heads": local}
+        spec = engine_object(cls, **{**sizes, **fields(local, block)})
+        group = engine_object("KVCacheGroupSpec", layer_names=["layers.0"], kv_cache_spec=spec)
+        config = engine_object("KVCacheConfig", kv_cache_groups=[group])
         parallel = kvspec.ParallelConfig(tp_size=tp)
         engine = vllm.engine_spec(
             config,
@@ -82,6 +95,7 @@ def on_vllm(
         )
         caches = {}
         for rank in parallel.ranks:
+            # vLLM registers a state layer as one tensor of raw bytes.
             if cls == "MambaSpec":
                 size = sum(int(np.prod(shape)) for shape in spec.shapes)
                 tensor = array((9, 1, 1, size), np.int8)
@@ -98,16 +112,19 @@ def on_vllm(
 
 
 def on_sglang(cls: str, dcp: int = 1, **fields: Any) -> Callable[[int, int], Side]:
-    """Return how a side of SGLang is made of one pool; its page is the block."""
+    """Return the function that builds a side of SGLang with one pool, whose pages are blocks."""
 
     def pool(name: str, heads: int, page: int) -> Any:
         shape = (9 * page, 1, SIZE) if "MLA" in name else (9 * page, heads, SIZE)
         buffers = {"kv_buffer": [array(shape)]}
         if "MHA" in name:
             buffers = {"k_buffer": [array(shape)], "v_buffer": [array(shape)]}
-        return another_s(name, page_size=page, dtype="uint8", start_layer=0, **buffers, **fields)
+        return engine_object(
+            name, page_size=page, dtype="uint8", start_layer=0, **buffers, **fields
+        )
 
     def make(tp: int, block: int) -> Side:
+        # SGLang's context ranks are TP ranks, and a block spans all of them.
         parallel = sglang.parallel_config(tp * dcp, dcp_size=dcp)
         caches, page = {}, block // dcp
         pools = {}
@@ -116,7 +133,7 @@ def on_sglang(cls: str, dcp: int = 1, **fields: Any) -> Callable[[int, int], Sid
             pools[rank] = pool(cls, heads, page)
             if cls == "SWAKVPool":
                 halves = [pool("MHATokenToKVPool", heads, page) for _ in "fw"]
-                pools[rank] = another_s(
+                pools[rank] = engine_object(
                     cls,
                     full_kv_pool=halves[0],
                     swa_kv_pool=halves[1],
@@ -134,13 +151,15 @@ def on_sglang(cls: str, dcp: int = 1, **fields: Any) -> Callable[[int, int], Sid
 
 NAMES = ("layers.0", "layers.1")
 C = SIZE
+
+# Memory of engines without an adapter, read as docs/adapters.md describes.
 MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
     # engine, page, kind, layout, axes, shape by heads of a rank and block, one layer's view
     ("TensorRT-LLM", "pool, HND", "full", "BLKHNC", "BK(HNC)",
      lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
     ("TensorRT-LLM", "pool, NHD", "full", "BLKNHC", "BK(NHC)",
      lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
-    ("TensorRT-LLM", "pool, order not said", "full", "BLKNHC", None,
+    ("TensorRT-LLM", "pool, no axes", "full", "BLKNHC", None,
      lambda h, n: (9, 2, 2, h * n * C), lambda a, i: a[:, i]),
     ("TensorRT-LLM", "pool", "MLA", "BLKNHC", "BK(NC)",
      lambda _, n: (9, 2, 1, n * C), lambda a, i: a[:, i]),
@@ -150,7 +169,7 @@ MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
      lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
     ("LMCache", "chunk, packed by kind", "full", "LBNKHC", "(BN)(KHC)",
      lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
-    ("LMCache", "chunk, packing not said", "full", "LBNHC", None,
+    ("LMCache", "chunk, packed, no axes", "full", "LBNHC", None,
      lambda h, n: (1, 2, 9 * n, 2 * h * C), lambda a, i: a[0, i]),
     ("SGLang HiCache", "page_first_direct", "full", "KBLNHC", "KBNHC",
      lambda h, n: (2, 9, 2, n, h, C), lambda a, i: a[:, :, i]),
@@ -161,11 +180,10 @@ MEMORIES: tuple[tuple[str, str, str, str, str | None, Any, Any], ...] = (
     ("Hugging Face", "row of a batch", "full", "LHBNC", "H(BN)C",
      lambda h, n: (2, 2, 1, h, 9 * n, C), lambda a, i: dict(zip("kv", a[i, :, 0], strict=True))),
 )  # fmt: skip
-"""Memory that needs no adapter, as docs/adapters.md reads it."""
 
 
 def read(kind: str, layout: str, axes: str | None, shape: Any, view: Any) -> Any:
-    """Return how a side is made of one array of two layers."""
+    """Return the function that builds a side from one array with two layers."""
 
     def make(tp: int, block: int) -> Side:
         sizes: Any = {"block_size": block, "head_size": SIZE, "dtype": "uint8"}
@@ -186,12 +204,12 @@ def read(kind: str, layout: str, axes: str | None, shape: Any, view: Any) -> Any
 
 
 def heads(**more: Any) -> Callable[[int, int], dict[str, Any]]:
-    """Return the fields of a spec that do not depend on TP or blocks."""
+    """Return the function of spec fields that depend neither on TP nor on the block size."""
     return lambda _local, _block: more
 
 
 def state(kind: str, shapes: Callable[[int], Any], **more: Any) -> Row:
-    """Return the line of a recurrent state of so many bytes on one of TP ranks."""
+    """Return the line of a recurrent state. *shapes* returns the shapes on one of so many ranks."""
 
     def fields(local: int, _: int) -> dict[str, Any]:
         own = shapes(local)
@@ -213,12 +231,12 @@ PLANES = {"full": ATTENTION["full"], "window": ATTENTION["window"]}
 
 
 def slots_of_all(local: int, _: int) -> dict[str, Any]:
-    """Return two head slots: the keys and the values of all heads of a rank."""
+    """Return the fields of two head slots: all keys and all values of a rank."""
     return {"num_head_slots": 2, "state_content_bytes": local * SIZE}
 
 
 def nvfp4(local: int, _: int) -> dict[str, Any]:
-    """Return two head slots for each head: half a byte an element, a byte of scale for 16."""
+    """Return the fields of NVFP4: half a byte per element, and a scale of one byte for 16."""
     return {
         "kv_quant_mode": "NVFP4",
         "num_head_slots": 2 * local,
@@ -227,7 +245,7 @@ def nvfp4(local: int, _: int) -> dict[str, Any]:
 
 
 def rows() -> Iterator[Row]:
-    """Yield every line."""
+    """Yield all lines."""
     for kind, (cls, more) in ATTENTION.items():
         yield Row("vLLM", "rows", kind, on_vllm(cls, FLASH, heads(**more)))
     packed = heads(state_content_bytes=2 * SIZE + 8)
@@ -245,29 +263,29 @@ def rows() -> Iterator[Row]:
         ("ROCM_ATTN, keys in chunks", V1 + "rocm_attn.RocmAttentionBackend", slots_of_all),
         ("ROCM_AITER_FA", shuffling, heads()),
         ("ROCM_AITER_FA shuffled", shuffling, slots_of_all),
-        ("of a backend not known", "acme.attention.Backend", heads()),
-        ("of a backend not said", None, heads()),
+        ("unknown backend", "acme.attention.Backend", heads()),
+        ("no backend", None, heads()),
     ):  # fmt: skip
         yield Row("vLLM", page, "full", on_vllm("FullAttentionSpec", backend, fields))
     cpu = V1 + "cpu_attn.CPUAttentionBackend"
     for isa in ("vec", "amx", None):
-        name = f"CPU_ATTN, {isa or 'isa not said'}"
+        name = f"CPU_ATTN, {isa or 'no isa'}"
         yield Row("vLLM", name, "full", on_vllm("FullAttentionSpec", cpu, heads(), isa))
     turboquant = V1 + "turboquant_attn.TurboQuantAttentionBackend"
     for variant in ("rows", "e4b15", "scales apart", None):
         made = on_vllm("FullAttentionSpec", turboquant, packed, variant)
-        yield Row("vLLM", f"TurboQuant, {variant or 'order not said'}", "full", made)
+        yield Row("vLLM", f"TurboQuant, {variant or 'no variant'}", "full", made)
     ultraquant = V1 + "ultraquant_attn.UltraQuantAttentionBackend"
     yield Row("vLLM", "UltraQuant", "full", on_vllm("FullAttentionSpec", ultraquant, packed))
     fp8 = on_vllm("FullAttentionSpec", FLASH, heads(kv_quant_mode="FP8_PER_TENSOR"))
-    yield Row("vLLM", "fp8, which one not said", "full", fp8)
+    yield Row("vLLM", "fp8, no type", "full", fp8)
     indexer = V1 + "mla.indexer.DeepseekV32IndexerBackend"
     record = heads(state_content_bytes=SIZE + 8)
     ds4 = MODELS + "deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"
     flashmla = V1 + "mla.flashmla_sparse.FlashMLASparseBackend"
     for variant in ("rows", "shuffled", None):
         made = on_vllm("MLAAttentionSpec", indexer, heads(cache_role="INDEXER"), variant)
-        yield Row("vLLM", f"indexer, {variant or 'order not said'}", "MLA", made)
+        yield Row("vLLM", f"indexer, {variant or 'no variant'}", "MLA", made)
     yield Row("vLLM", "DeepSeek V4 records", "MLA", on_vllm("MLAAttentionSpec", ds4, record))
     yield Row("vLLM", "DeepSeek V3.2 records", "MLA", on_vllm("MLAAttentionSpec", flashmla, record))
     for cls in ("RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec"):
@@ -287,23 +305,23 @@ def rows() -> Iterator[Row]:
     yield Row("SGLang", "vectorized_5d", "full",
               on_sglang("MHATokenToKVPool", kv_cache_layout="vectorized_5d"))  # fmt: skip
     for cls in sorted(sglang.engine.NOT_YET):
-        yield Row("SGLang", "of its own", cls, on_sglang(cls))
+        yield Row("SGLang", "other pools", cls, on_sglang(cls))
     for name, page, kind, *how in MEMORIES:
         yield Row(name, page, kind, read(kind, *how))
 
 
 def tables(engine: kvspec.EngineSpec, first: int) -> dict[str, list[int]]:
-    """Return blocks enough for every group, from *first* on and around."""
-    found = {}
+    """Return enough block ids for each group, beginning with place *first* of the ids 1 to 8."""
+    ids = {}
     for group in engine.groups:
         tokens = group.own_parts[0].per_token
         count = -(-TOKENS // engine.virtual_block(group)) if tokens else 1
-        found[group.name] = [1 + (first + place) % 8 for place in range(count)]
-    return found
+        ids[group.name] = [1 + (first + place) % 8 for place in range(count)]
+    return ids
 
 
 def verdict(row: Row, tp: int, block: int) -> str:
-    """Return ``exact``, or the field by which the transfer is refused."""
+    """Return ``exact``, or ``refused`` with the field that the error names."""
     try:
         producer, consumer = row.make(1, 16), row.make(tp, block)
         plan = kvspec.plan_transfer(producer.engine, consumer.engine)

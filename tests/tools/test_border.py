@@ -27,16 +27,16 @@ def loaded() -> Any:
 
 
 REFUSED = {
-    ("vLLM", "of a backend not known"),
-    ("vLLM", "of a backend not said"),
-    ("vLLM", "CPU_ATTN, isa not said"),
-    ("vLLM", "indexer, order not said"),
-    ("vLLM", "TurboQuant, order not said"),
-    ("vLLM", "fp8, which one not said"),
+    ("vLLM", "unknown backend"),
+    ("vLLM", "no backend"),
+    ("vLLM", "CPU_ATTN, no isa"),
+    ("vLLM", "indexer, no variant"),
+    ("vLLM", "TurboQuant, no variant"),
+    ("vLLM", "fp8, no type"),
     ("SGLang", "vectorized_5d"),
-    ("SGLang", "of its own"),
-    ("TensorRT-LLM", "pool, order not said"),
-    ("LMCache", "chunk, packing not said"),
+    ("SGLang", "other pools"),
+    ("TensorRT-LLM", "pool, no axes"),
+    ("LMCache", "chunk, packed, no axes"),
 }
 """Pages that are refused whatever the peer is."""
 

@@ -52,7 +52,7 @@ class Settings:
         public: The name by which peers reach this machine. *host* by default.
         model: The name of the model, which must be equal on both engines. vLLM's by default.
         revision: The revision of the model, which must be equal, too. vLLM's by default.
-        hold: Seconds for which a finished prompt is held until its first reader arrives.
+        hold: Seconds for which a finished prompt waits for its first reader.
         lease: Seconds for which it is held after the last message of a reader.
         timeout: Seconds within which a prompt must be read.
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
