@@ -242,7 +242,7 @@ REFUSED = [
          "yet: an indexer's keys lie page by page, their scales after them"),
     case(lambda: read(None), f"pools='NoneType': expected {KINDS}"),
     case(lambda: read([POOL, POOL]),
-         "pools='2 of them': expected one pool for each of the 1 pipeline stages"),
+         "pools='2 pools': expected one pool for each of the 1 pipeline stages"),
     case(lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
          "pools.kv_cache_layout='vectorized_5d': expected 'nhd'; not yet: heads in chunks of 16 "
          "bytes"),
@@ -266,13 +266,13 @@ REFUSED = [
     case(lambda: read(SWAKVPool(POOL, POOL, [False] * 2), sliding_window=4),
          "pools.layers_mapping=[]: expected a layer for each of the 2 buffers of pools.swa_kv_pool"),
     case(lambda: read(parallel=TP2),
-         "total_num_kv_heads=None: expected the KV heads of the model in group 'full': a pool has a "
-         "rank's"),
+         "total_num_kv_heads=None: expected the model's KV heads in group 'full': a pool has those "
+         "of a rank"),
     case(lambda: read(parallel=TP2, total_num_kv_heads={"full": 8}),
          "pools.head_num=2: expected 4: rank 0 of 2 has 4 of the model's 8"),
     case(lambda: read(parallel=TP2, tp_rank=2), "tp_rank=2: expected less than tp_size=2"),
     case(lambda: read(parallel=DCP, total_num_kv_heads=4),
-         "dcp_size=2: expected 1 where keys and values of heads are kept; not yet: heads on context "
+         "dcp_size=2: expected 1 for layers with KV heads; not yet: heads on context "
          "ranks"),
     case(lambda: read(parallel="2"), "parallel='2': expected a ParallelConfig"),
     case(lambda: read(layer_name="layers"),

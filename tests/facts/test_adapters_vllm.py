@@ -53,7 +53,7 @@ NVFP4 = {
 }
 
 
-KNOWN = "the full_cls_name() of the layer's attention backend, one that is known"
+KNOWN = "the full_cls_name() of a known attention backend"
 MAMBA1 = state("MAMBA1", ((32, 3), (32, 4)))
 
 KINDS = [
@@ -149,19 +149,19 @@ CPU = V1 + "cpu_attn.CPUAttentionBackend"
 INDEX = V1 + "mla.indexer.DeepseekV32IndexerBackend"
 DS4 = "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLABackend"
 TWO = "expected 2 head slots in kv_cache_groups[0].kv_cache_spec, keys and values, not None"
-KEEPS = "one that keeps {}, as kv_cache_groups[0].kv_cache_spec says"
+KEEPS = "a backend that keeps {}, as kv_cache_groups[0].kv_cache_spec requires"
 NO_BACKEND = [
-    (PLAIN, None, f"None: expected {KNOWN}: a spec does not say the order inside a page"),
-    (PLAIN, {"layer.1": like.FLASH}, "a spec does not say the order inside a page"),
+    (PLAIN, None, f"None: expected {KNOWN}: the order inside a page depends on it"),
+    (PLAIN, {"layer.1": like.FLASH}, "the order inside a page depends on it"),
     (PLAIN, "FLASH_ATTN", f"'FLASH_ATTN': expected {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
     (PLAIN, ("mine.attention", "Backend"),
      f"'mine.attention.Backend': expected {KNOWN} (kvspec.adapters.vllm.FORMATS)"),
     (PLAIN, V1 + "rocm_attn.RocmAttentionBackend", TWO),
     (replace(SCALED, num_head_slots=2), like.MSA,
      "two slots for each head in kv_cache_groups[0].kv_cache_spec, not 2"),
-    (SCALED, like.FLASH, KEEPS.format("4 head slots for 2 heads")),
+    (SCALED, like.FLASH, KEEPS.format("4 slots for 2 heads")),
     (replace(SCALED, num_head_slots=None), like.FLASH, KEEPS.format("NVFP4")),
-    (replace(SLOTS, num_kv_heads=4), like.FLASH, KEEPS.format("2 head slots for 4 heads")),
+    (replace(SLOTS, num_kv_heads=4), like.FLASH, KEEPS.format("2 slots for 4 heads")),
     (INDEXER, like.FLASH, KEEPS.format("an indexer's keys")),
     (PLAIN, like.B12X, TWO),
 ]  # fmt: skip
@@ -485,7 +485,7 @@ def test_nvfp4_that_is_not_flashinfer_s_is_refused(change: Any, layout: str, tol
                          backends=like.FLASHINFER)  # fmt: skip
     torn = zeros((4, 4, 16, 12), np.uint8)[..., :9]
     for tensor, wanted in (
-        (torn, "stride=12: expected one chunk, 9 bytes apart"),
+        (torn, "stride=12: expected 9: contiguous inside a block"),
         (zeros((4, 4, 16, 8), np.uint8), "expected pages of 576 bytes: k, k_scale, v, v_scale"),
     ):
         assert wanted in words(lambda t=tensor: vllm.rank_cache(engine, ONE, {"layer.0": t}))
@@ -498,7 +498,7 @@ def test_two_head_slots_are_planes_of_all_heads() -> None:
     assert "LBNKHC" == engine.layout_of(engine.groups[0])
     assert ("k", "v") == tuple(part.name for part in engine.groups[0].spec.parts)
     with pytest.raises(
-        kvspec.SpecError, match="layout='LKBNHC': expected no K where pages are planes"
+        kvspec.SpecError, match="layout='LKBNHC': expected letters without K"
     ):
         one(spec, layout="LKBNHC", backends=like.B12X)
     odd = replace(spec, state_content_bytes=24)
@@ -553,7 +553,7 @@ def test_a_config_has_groups_and_a_tensor_for_every_layer() -> None:
     """A layer that no tensor holds, or a config without groups: refused."""
     spec = like.FullAttentionSpec(**HEADS)
     tensors = [like.KVCacheTensor(1024 * 6, ["layer.0"])]
-    with pytest.raises(kvspec.SpecError, match=r"kv_cache_tensors=.*one that holds 'layer.1'"):
+    with pytest.raises(kvspec.SpecError, match=r"kv_cache_tensors=.*a tensor that holds 'layer.1'"):
         engine_spec(config((["layer.0", "layer.1"], spec), tensors=tensors))
     with pytest.raises(
         kvspec.SpecError, match=r"kv_cache_groups=\[\]: expected at least one group"
@@ -601,7 +601,7 @@ REFUSED = [
     case(lambda: engine_spec("abc"),
          "config='str': expected a KVCacheConfig, with kv_cache_groups"),
     case(lambda: engine_spec([]),
-         "config='0 of them': expected one KVCacheConfig for each of the 1 pipeline stages"),
+         "config='0 configs': expected one KVCacheConfig for each of the 1 pipeline stages"),
     case(lambda: engine_spec([5]),
          "config[0]='int': expected a KVCacheConfig, with kv_cache_groups"),
     case(lambda: engine_spec(like.changed(config((["l.0"], FULL)), "kv_cache_groups", 5)),
@@ -648,7 +648,7 @@ REFUSED = [
     case(lambda: less(BOTH, "kv_cache_specs",
                       {"l.0": FULL, "l.1": like.changed(FULL, "dtype", "x")}),
          f"{SPEC}.kv_cache_specs['l.1'].dtype='x': expected one of {', '.join(ITEMSIZE)}"),
-    case(lambda: tensors(["l.0"]), "kv_cache_tensors=['l.0']: expected one that holds 'l.1'"),
+    case(lambda: tensors(["l.0"]), "kv_cache_tensors=['l.0']: expected a tensor that holds 'l.1'"),
     case(lambda: tensors(["l.0", "l.1"], ["l.2"]),
          "kv_cache_tensors[1].shared_by='l.2': expected layers of kv_cache_groups"),
     case(lambda: tensors(["l.0"], None),

@@ -267,7 +267,7 @@ def test_one_number_is_not_believed_of_a_model_whose_layers_differ(
     assert said.startswith(
         "total_num_kv_heads=None: expected one number for each layer, as 'layers."
     )
-    assert f"hf_text_config.{told}, and vLLM's one number for all 4" in said
+    assert f"hf_text_config.{told}, and vLLM's one number for all is 4" in said
     by_hand = dict(zip(names, (4, 8), strict=True))
     assert by_hand == heads_of(vllm.from_vllm(given, both, total_num_kv_heads=by_hand))
 
@@ -306,7 +306,7 @@ def test_kernel_blocks_are_read_from_the_tensors() -> None:
     assert 3 == len(vllm.rank_cache(engine, kvspec.RankId(), tensors, config=both).regions)
     for blocks in (7, 3, 6 * 3, 0):
         torn = {**tensors, "layers.0.attn": np.zeros((blocks, 2, 8, 16), np.uint16)}
-        told = "expected a multiple of the 6 blocks of 16 tokens that the config has"
+        told = "expected a multiple of the 6 blocks of 16 tokens in the config"
         assert told in words(lambda torn=torn: vllm.from_vllm(given, both, torn))
 
 
@@ -369,7 +369,7 @@ def test_a_delta_net_s_state_is_its_device_s() -> None:
     assert bases[0] == bases[1]
     mamba = [of_device("MAMBA1", ((3, 32), (32, 4)), each) for each in ("cuda", "cpu")]
     assert mamba[0] == mamba[1]
-    wanted = "variants['l.0']=5: expected a type of device, as cuda or cpu"
+    wanted = "variants['l.0']=5: expected a type of device, such as cuda or cpu"
     assert wanted == words(lambda: of_device("GDN_ATTN", shapes, 5))
 
 
@@ -414,11 +414,12 @@ def test_which_fp8_a_cache_is_the_layer_and_its_platform_say(
 def test_an_fp8_of_which_nobody_says_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a layer without a choice, nor one that its platform has otherwise, is guessed."""
     wanted = (
-        "expected the elements of its cache, of which kv_cache_groups[0].kv_cache_spec says only"
+        "expected the fp8 type of the layer's elements: "
+        "kv_cache_groups[0].kv_cache_spec contains only 'fp8'"
     )
     for cache in (None, "auto", "fp8_new", []):
         told = words(lambda cache=cache: fp8(monkeypatch, cache, "torch.float8_e4m3fn"))
-        assert f"fp8_dtype['layers.0.attn']=None: {wanted} fp8" == told
+        assert f"fp8_dtype['layers.0.attn']=None: {wanted}" == told
     assert wanted in words(lambda: fp8(monkeypatch, "fp8_e5m2", "torch.float8_e4m3fnuz"))
     both = config((["layers.0.attn"], FP8))
     assert wanted in words(lambda: like.engine_spec(both))

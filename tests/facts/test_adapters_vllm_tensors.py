@@ -158,7 +158,7 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
         (conv, r"expected 2 tensors \(conv, ssm\), or one of raw bytes"),
         ([conv[:, :, :2], ssm], r"\['conv'\].shape=.* of 1 bytes"),
         ([conv, ssm[:, :2]], r"\['ssm'\].shape=.*\[blocks, 4, ...\] of 32 bytes"),
-        ([conv, gap], "stride=8: expected one chunk, 4 bytes apart"),
+        ([conv, gap], "stride=8: expected 4: contiguous"),
     ):
         with pytest.raises(kvspec.SpecError, match=told):
             vllm.rank_cache(engine, ONE, {"layer.0": given})
@@ -373,7 +373,7 @@ REFUSED = [
     case(lambda: one_full(tensors={"l.0": "x"}), f"tensors['l.0']='str': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": {"k": pages()}}), f"tensors['l.0']='dict': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": [pages()]}),
-         "tensors['l.0']='1 tensors': expected one tensor where rows are tokens"),
+         "tensors['l.0']='1 tensors': expected one tensor, as the layer keeps tokens"),
     case(lambda: one_full(tensors={"l.0": pages()[0, 0, 0, 0]}),
          f"tensors['l.0']='uint8': {TENSOR}"),
     case(lambda: one_full(tensors={"l.0": np.zeros((), np.uint8)}),
@@ -390,7 +390,7 @@ REFUSED = [
     case(lambda: one_state(raw(247)), "tensors['l.0'].shape=(6, 1, 1, 247): expected "
          "[blocks, 1, 1, 248], the bytes of conv and ssm"),
     case(lambda: one_state(raw(248)[..., ::-1]),
-         "tensors['l.0'].stride=-1: expected bytes one after the other"),
+         "tensors['l.0'].stride=-1: expected 1: contiguous bytes"),
     case(lambda: one_state(raw(0)), "tensors['l.0'].shape=(6, 1, 1, 0): expected "
          "[blocks, 1, 1, 248], the bytes of conv and ssm"),
     case(lambda: one_state(states(blocks=0)),

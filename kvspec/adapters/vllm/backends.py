@@ -109,7 +109,7 @@ _VARIANTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-_EXPECTED = "the full_cls_name() of the layer's attention backend, one that is known"
+_EXPECTED = "the full_cls_name() of a known attention backend"
 
 
 @attrs.frozen
