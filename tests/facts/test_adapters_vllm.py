@@ -497,13 +497,11 @@ def test_two_head_slots_are_planes_of_all_heads() -> None:
     engine = engine_spec(config((["layer.0"], spec)), layout="LBNHC", backends=like.B12X)
     assert "LBNKHC" == engine.layout_of(engine.groups[0])
     assert ("k", "v") == tuple(part.name for part in engine.groups[0].spec.parts)
-    with pytest.raises(
-        kvspec.SpecError, match="layout='LKBNHC': expected letters without K"
-    ):
+    with pytest.raises(kvspec.SpecError, match="layout='LKBNHC': expected letters without K"):
         one(spec, layout="LKBNHC", backends=like.B12X)
     odd = replace(spec, state_content_bytes=24)
     with pytest.raises(
-        kvspec.SpecError, match="state_content_bytes=24: expected 32: keys or values"
+        kvspec.SpecError, match="state_content_bytes=24: expected 32: the keys or values"
     ):
         one(odd, backends=like.B12X)
 

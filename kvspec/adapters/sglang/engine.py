@@ -267,6 +267,7 @@ class _Reader:
 
     def _total(self, pool: TokenPool, local: int) -> int:
         """Return the KV heads of the model. *local* is the number on the pool's rank."""
+        # Multiplying *local* by TP counts replicated heads several times (sglang#19086).
         heads = self.heads.get(pool.group) if isinstance(self.heads, Mapping) else self.heads
         if heads is None and self.parallel.tp_size == 1:
             heads = local

@@ -202,7 +202,8 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
         wanted = f"a backend that keeps an indexer's keys, as {spec.path} requires"
         raise SpecError(field, name, wanted)
     # Two slots hold all keys and all values of a rank. A transfer that cuts the slots at the head
-    # ratio gives one rank all keys and the other all values, and every length check passes.
+    # ratio gives one rank all keys and the other all values, and every length check passes. From
+    # reading, vLLM 0.33 does that between unequal TP.
     if form in ("planes", "x-packed") and slots != 2:  # noqa: PLR2004 - keys and values
         raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
     if form == "opaque:msa" and (heads is None or slots != 2 * heads):

@@ -101,7 +101,7 @@ def _mamba2(state: _State) -> MambaSpec:
         raise state.wrong_channels(f"{heads * head_dim} (x) and whole pairs of {size} (B, C)")
     total = state.n_groups
     # vLLM replicates the groups of a model that has fewer groups than TP ranks. Then each rank
-    # holds one group. Scaling that by TP is bug 55208 of vLLM: a rank reads C where B should be.
+    # holds one group. Scaling that by TP makes a rank read C where B should be (vllm#55208).
     if total is None and groups == 1 and state.tp_size > 1:
         wanted = "the groups of the model: one group on each rank may be sharded or replicated"
         raise SpecError("n_groups", None, wanted)

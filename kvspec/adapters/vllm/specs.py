@@ -151,7 +151,7 @@ class RankSpecs:
         name = name_of(rank_spec.value)
         if name is None:
             cls = type(rank_spec.value).__name__
-            why = f", and {NOT_MOVED[cls]}" if cls in NOT_MOVED else ""
+            why = f" (not moved: {NOT_MOVED[cls]})" if cls in NOT_MOVED else ""
             raise SpecError(rank_spec.path, cls, f"one of {', '.join(KINDS)}{why}")
         page_format = self.format_of(layer, rank_spec)
         if name == "MambaSpec":
@@ -173,6 +173,7 @@ class RankSpecs:
         return self._layer(layer, spec, rank_spec, layout_of(self.layout, page_format))
 
     def _layer(self, layer: str, spec: LayerSpec, rank_spec: FieldReader, layout: str) -> RankLayer:
+        """Return the layer with its padding, kernel blocks and context sharding."""
         kernel = None
         if isinstance(spec, AttentionSpec):
             kernel = self._kernel_block(layer, spec.block_size)
@@ -196,6 +197,7 @@ class RankSpecs:
     def _latent(
         self, name: str, layer: str, rank_spec: FieldReader, page_format: str
     ) -> AttentionSpec:
+        """Return the spec of a layer with one latent for each token."""
         kind, more = KINDS[name]
         fields = self._common(layer, rank_spec, more)
         size = fields["head_size"] * itemsize(fields["dtype"])
@@ -218,6 +220,7 @@ class RankSpecs:
     def _heads(
         self, name: str, layer: str, rank_spec: FieldReader, page_format: str
     ) -> AttentionSpec:
+        """Return the spec of a layer with KV heads."""
         kind, more = KINDS[name]
         fields = self._common(layer, rank_spec, more)
         local = rank_spec.get("num_kv_heads").size()
@@ -237,6 +240,7 @@ class RankSpecs:
     def _common(
         self, layer: str, rank_spec: FieldReader, more: Mapping[str, int | None]
     ) -> dict[str, Any]:
+        """Return the fields that all kinds of attention have, and *more* fields (see `KINDS`)."""
         fields = {name: rank_spec.get(name).size() for name in ("block_size", "head_size")}
         for name, missing in {"tokens_per_state": 1, **more}.items():
             fields[name] = rank_spec.get(name).size(missing, least=0 if missing == 0 else 1)
@@ -244,8 +248,8 @@ class RankSpecs:
 
     def _dtype(self, layer: str, rank_spec: FieldReader) -> str:
         """Return the element type of *layer*."""
-        # vLLM describes e4m3fn, e4m3fnuz and e5m2 alike: as uint8 in an fp8 mode. The bytes of one
-        # type are other numbers in another, so the type must be known.
+        # vLLM describes e4m3fn, e4m3fnuz and e5m2 in the same way: as uint8 in an fp8 mode. The
+        # bytes of one type are other numbers in another, so the type must be known.
         dtype = rank_spec.get("dtype").dtype()
         if dtype != "uint8" or not quantization(rank_spec).startswith("FP8"):
             return dtype
@@ -290,8 +294,8 @@ class RankSpecs:
 
 def _context_sharded(spec: LayerSpec, rank_spec: FieldReader) -> bool:
     """Whether vLLM shards the tokens of a layer among context ranks."""
-    # Older versions of vLLM shard every layer and have no such field. A draft model may run whole
-    # beside a sharded target.
+    # Older versions of vLLM shard every layer and have no such field. In newer ones, a draft model
+    # may run whole while its target is sharded.
     sharded = rank_spec.get("dcp_sharded")
     if sharded.value is None or not spec.parts[0].per_token:
         return True

@@ -90,6 +90,8 @@ def block_tables(
         name = f"group{number}"
         if name in known:
             table = BlockTable(ids)
+            # Ids keep their distance from the front. Pairing two lists from their ends moves the
+            # wrong tokens if one engine has a block more (vllm#50558, vllm#46694).
             if type(_spec_of(group).value).__name__ == "MambaSpec":
                 table = _state(group, name, table, num_tokens)
             else:

@@ -391,6 +391,8 @@ def check_places(cache: RankCache, config: Config) -> None:
         for tensor in config.tensors
         for at, layer in enumerate(tensor.layers)
     }
+    # Layers of several groups may begin at one address and still differ in pages and strides. So
+    # each layer is checked by itself (vllm#57661 merged them by address).
     bases: dict[str, int] = {}
     for region in cache.regions:
         bases[region.layer] = min(region.base, bases.get(region.layer, region.base))

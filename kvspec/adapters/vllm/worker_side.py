@@ -105,11 +105,12 @@ class Serving:
         own = time.time_ns(), WorkerInfo.of(self._vllm_config, config)
         # vLLM calls all workers at once. The epoch must be the same on all ranks of an engine, so
         # all use the time of the first worker.
-        (epoch, _), *_ = all_workers = self._everybody(own)
+        (epoch, _), *_ = all_workers = self._all_workers(own)
         engine = whole_engine(self._vllm_config, [info for _, info in all_workers], kv_caches)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         staging = settings.staging << 20 or None
         nixl = NixlRank(prefix=f"{engine_id[:64]}-", staging=staging)
+        # The stack closes in reverse order: first the loads, then the session, then NIXL.
         self._open.callback(nixl.close)
         self._tensors = tuple(kv_caches.values())
         self._session = Session(
@@ -129,7 +130,7 @@ class Serving:
         address = self._session.channel.address
         self._served = Served(engine=engine, engine_id=engine_id, address=address)
 
-    def _everybody(self, own: T) -> list[T]:
+    def _all_workers(self, own: T) -> list[T]:
         """Return the values *own* of all workers of this engine, in order of rank."""
         # Imported here: the tests of this module run without vLLM.
         from vllm.distributed.parallel_state import get_world_group  # noqa: PLC0415
@@ -176,6 +177,7 @@ class Serving:
             log.warning("%s was not read within its lease", request_id)
         sent, failed = {*settled.done, *settled.expired, *self._sent}, failed | self._failed
         self._sent, self._failed = set(), set()
+        # Failed requests count as received, too: their loads have ended.
         return sent, ended | failed, failed
 
     def _complete(self, name: str, load: PromptLoad) -> bool:
