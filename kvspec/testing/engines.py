@@ -1,7 +1,19 @@
-"""Draw engines: who holds which layers, units and tokens, in which blocks and layouts.
+"""Draw engines: how the ranks of one engine hold the layers of a model.
 
-Two engines of one model share its specs and nothing else: stages, context ranks, shardings, block
-sizes, kernels' blocks, padding, layouts and draft layers are each engine's own.
+How it works:
+    A model is a list of groups with specs. `engines` adds what belongs to an engine, in two steps:
+
+    1. `_bare_engines` draws block sizes, stages, shardings and context ranks. Now it is known which
+       rank holds what, and so how many bytes a page has.
+    2. `laid_out` draws layouts, page formats, padding and blocks in memory. Padding depends on the
+       page of the fullest rank, so it must come last.
+
+    Not every layout fits every group. Example: a layer with 2 heads of keys, and 1 unit of scales.
+    The letter H counts units, so keys and scales must be separated (L and B, or K) before H:
+
+        LBHNC    fits: layers and blocks come first, so each page holds keys and scales apart
+        LKHBNC   fits: K separates keys from scales
+        LHBNC    does not fit: H counts 2 for the keys and 1 for the scales
 """
 
 from __future__ import annotations
@@ -24,21 +36,34 @@ from kvspec.testing.parallels import Shape, explicit_shardings, is_state, parall
 NAMED_LAYOUTS = tuple(
     "LBHNC LBNHC LHBNC BLHNC BLNHC BHLNC LKBNHC LBKNHC LBKHNC BLKHNC".split()  # noqa: SIM905
 )
+"""Layouts that serving engines use. They are drawn more often than other permutations."""
 _ORDERS = ["".join(order) + "C" for letters in ("LBHN", "LBKHN") for order in permutations(letters)]
+# Here the keys of a head are adjacent in memory, as the page formats of keys require.
 _PAGES = ("LBHKNC", "LBKHNC", "LKBHNC", "BLHKNC")
-"""Layouts in which a head's keys are a page, so that formats may order it."""
 _ANY = st.sampled_from(NAMED_LAYOUTS) | st.sampled_from(_ORDERS) | st.sampled_from(_PAGES)
 
+# vLLM's null block is 0. Block 2 shows code that assumes 0.
 _NULLS = st.sampled_from((None, None, 0, 2))
-"""The null block of an engine, or none."""
 
 
 def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
-    """Draw a layout that *spec* can have: named or any permutation of the letters, C last.
+    """Draw a layout that is legal for *spec*: a named one, or any permutation with C last.
 
-    Layers with heads of their own have no common head axis outside of them: L stands before H.
-    Parts with units or rows of their own are set apart before those are counted: as planes, or as
-    tensors of a page, which lie inside L and B.
+    If the layers have different numbers of heads, L comes before H. If the parts have different
+    numbers of units or rows, the parts are separated before H or N: by K, or by L and B.
+
+    Args:
+        spec: The spec of a group.
+
+    Returns:
+        A strategy of layouts, such as "LBHNC".
+
+    >>> import kvspec
+    >>> from hypothesis import find
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> find(layouts(spec), lambda layout: layout.startswith("B"))
+    'BLHNC'
+
     """
     if is_state(spec):
         return _ANY
@@ -51,9 +76,10 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
 
 @lru_cache
 def _fitting(ragged: str, inner: str) -> st.SearchStrategy[str]:
-    """Draw a layout: *ragged* letters stand inside of its parts, *inner* ones of its layers."""
+    """Draw a layout in which *ragged* letters follow the parts, and *inner* letters the layers."""
 
     def fits(name: str) -> bool:
+        # Without K, `find` returns -1, and -1 modulo the length is the last place.
         separate = min(max(map(name.index, "LB")), name.find("K") % len(name))
         inside = all(separate < name.index(letter) for letter in ragged)
         return inside and all(name.index("L") < name.index(letter) for letter in inner)
@@ -63,14 +89,27 @@ def _fitting(ragged: str, inner: str) -> st.SearchStrategy[str]:
 
 @st.composite
 def groups(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[KVCacheGroup, ...]:
-    """Draw one to three groups of different *kinds*, each of one to three layers."""
+    """Draw the groups of a model: one to three groups of one to three layers each.
+
+    Args:
+        draw: Passed by Hypothesis.
+        kinds: Keys of `KINDS`. Each group is of another kind.
+
+    Returns:
+        The groups, named after their kinds.
+
+    >>> from hypothesis import find
+    >>> [group.layers for group in find(groups(["MLA"]), lambda _: True)]
+    [('MLA.0',)]
+
+    """
     names = draw(st.lists(st.sampled_from(tuple(kinds)), min_size=1, max_size=3, unique=True))
-    found = []
+    model = []
     for name in names:
         spec = draw(KINDS[name])
         layers = spec.layers or [f"{name}.{i}" for i in range(draw(st.integers(1, 3)))]
-        found.append(KVCacheGroup(name=name, layers=tuple(layers), spec=spec))
-    return tuple(found)
+        model.append(KVCacheGroup(name=name, layers=tuple(layers), spec=spec))
+    return tuple(model)
 
 
 @st.composite
@@ -78,21 +117,50 @@ def engines(
     draw: st.DrawFn,
     model: Sequence[KVCacheGroup],
     largest: int = 6,
-    parallel: ParallelConfig | None = None,
     shape: Shape | None = None,
 ) -> EngineSpec:
-    """Draw an engine that serves *model*: its blocks, layouts, padding, and sizes unless given."""
+    """Draw an engine that serves *model*.
+
+    Args:
+        draw: Passed by Hypothesis.
+        model: The groups, with any block sizes. The engine draws its own.
+        largest: The approximate maximum of ranks.
+        shape: Pipeline and context sizes. Drawn by default.
+
+    Returns:
+        The engine.
+
+    >>> from hypothesis import find
+    >>> model = find(groups(["MLA"]), lambda _: True)
+    >>> find(engines(model), lambda engine: engine.parallel.pp_size == 2).parallel.tp_size
+    1
+
+    """
     model = [attrs.evolve(group, kernel_block_size=None) for group in model]
-    shape = shape or (draw(shapes())[0] if parallel is None else Shape())
-    if parallel is None:
-        model = [draw(_blocks(_owning_as_all(group), shape)) for group in model]
-        parallel = draw(parallels(model, largest, shape))
-        model = [draw(_own_way(group, parallel)) for group in model]
+    shape = shape or draw(shapes())[0]
+    return draw(laid_out(draw(_bare_engines(model, largest, shape))))
+
+
+@st.composite
+def _bare_engines(
+    draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int, shape: Shape
+) -> EngineSpec:
+    """Draw an engine without layouts, padding and blocks in memory."""
+    model = [draw(_blocks(_without_own_ownership(group), shape)) for group in model]
+    parallel = draw(parallels(model, largest, shape))
+    model = [draw(_own_ownership(group, parallel)) for group in model]
+    return EngineSpec(groups=tuple(model), parallel=parallel)
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, bare: EngineSpec) -> EngineSpec:
+    """Draw the layouts, page formats, padding, blocks in memory and null block of *bare*."""
+    model = bare.groups
     layout = draw(layouts(model[0].spec))
-    bare = EngineSpec(groups=tuple(model), parallel=parallel)
     own = []
     for group in model:
         name = draw(layouts(group.spec)) if group is not model[0] else layout
+        # Padding is at the end of a page, so the bytes of a page must be adjacent.
         may_pad = is_state(group.spec) or set(name[:2]) == {"L", "B"}
         pad = draw(sample(None, *range(6))) if may_pad and draw(st.booleans()) else None
         spec = _padded(bare, group, pad)
@@ -101,13 +169,13 @@ def engines(
         kernel = draw(_kernel_blocks(spec)) if pad is None else None
         own.append(attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel))
     null = draw(_NULLS)
-    return EngineSpec(groups=tuple(own), parallel=parallel, layout=layout, null_block=null)
+    return EngineSpec(groups=tuple(own), parallel=bare.parallel, layout=layout, null_block=null)
 
 
 def _formats(spec: LayerSpec, layout: str) -> list[str]:
-    """Return the page formats that *spec* can have in *layout*: those of keys and of values.
+    """Return the page formats that are legal for *spec* in *layout*.
 
-    An opaque one is what the model has, and stays.
+    An opaque page has one format, that of the model.
     """
     layers = [spec.of_layer(layer) for layer in spec.layers or ("",)]
     names = {part.name for own in layers for part in own.parts}
@@ -116,12 +184,13 @@ def _formats(spec: LayerSpec, layout: str) -> list[str]:
     if names != {"k", "v"} or "K" not in layout or layout[-2:] != "NC":
         return ["plain"]
     packed = all(own.parts[0].content_bytes % X_BYTES == 0 for own in layers)
+    # Few specs can be packed, so those that can are packed often.
     return ["plain", "keys-transposed", *["x-packed"] * 2 * packed]
 
 
 def _formatted(spec: LayerSpec, page_format: str) -> LayerSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        own = {layer: _formatted(each, page_format) for layer, each in spec.specs.items()}
+        own = {name: _formatted(layer, page_format) for name, layer in spec.specs.items()}
         return UniformTypeKVCacheSpecs(specs=own)
     if isinstance(spec, AttentionSpec):
         return attrs.evolve(spec, page_format=page_format)
@@ -129,22 +198,22 @@ def _formatted(spec: LayerSpec, page_format: str) -> LayerSpec:
 
 
 @st.composite
-def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int = 4) -> EngineSpec:
-    """Draw an engine whose groups can share one memory: equal pages, layers and blocks outermost.
+def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> EngineSpec:
+    """Draw an engine whose groups can share one memory. *model* has no uniform-type group.
 
-    Of no uniform-type group. With blocks outermost, the groups have as many layers on each stage.
+    All pages have equal bytes, and layers and blocks are the outer axes. If blocks come first, the
+    groups must have equal numbers of layers on each stage, because their blocks must be equal.
     """
     shape = draw(shapes())[0]
-    model = [draw(_blocks(_owning_as_all(group), shape)) for group in model]
-    parallel = draw(parallels(model, largest, shape))
-    model = [draw(_own_way(group, parallel)) for group in model]
-    bare = EngineSpec(groups=tuple(model), parallel=parallel)
+    bare = draw(_bare_engines(model, 4, shape))
+    model = bare.groups
     page = max(_page(bare, group, group.layers[0]) for group in model) + draw(st.integers(0, 5))
-    counts = {
-        stage: {len(bare.layers_at(group, stage)) for group in model} - {0}
+    layer_counts = [
+        {len(bare.layers_at(group, stage)) for group in model} - {0}
         for stage in range(bare.parallel.pp_size)
-    }
-    outer = "BL" if all(len(each) < 2 for each in counts.values()) and draw(st.booleans()) else "LB"  # noqa: PLR2004
+    ]
+    blocks_first = all(len(counts) < 2 for counts in layer_counts) and draw(st.booleans())  # noqa: PLR2004
+    outer = "BL" if blocks_first else "LB"
     names = st.sampled_from([f"{outer}{inner}C" for inner in ("HN", "NH", "KNH", "KHN", "HKN")])
     groups = []
     for group in model:
@@ -157,8 +226,9 @@ def sharing_engines(draw: st.DrawFn, model: Sequence[KVCacheGroup], largest: int
 
 @st.composite
 def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
-    """Draw this engine's own block size of a group, often the model's."""
+    """Draw the block size of a group, which is often that of the model."""
     spec = group.spec
+    # An opaque page is one block, so its size cannot change.
     if any(part.name == "page" and part.states == 1 for part in spec.parts):
         return group
     if is_state(spec):
@@ -169,14 +239,14 @@ def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     row = max(part.tokens_per_state for part in spec.parts)
     size = row * draw(sample(*(shape.rows or (1, 2, 3, 4, 6, 8))))
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        each = {name: attrs.evolve(own, block_size=size) for name, own in spec.specs.items()}
-        return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=each))
+        own = {name: attrs.evolve(layer, block_size=size) for name, layer in spec.specs.items()}
+        return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=own))
     return attrs.evolve(group, spec=attrs.evolve(spec, block_size=size))
 
 
 @st.composite
 def _kernel_blocks(draw: st.DrawFn, spec: LayerSpec) -> int | None:
-    """Draw a finer block in memory, or none."""
+    """Draw the size of a block in memory, which divides the block of a table. Mostly None."""
     if is_state(spec) or draw(st.integers(0, 2)):
         return None
     row, size = max(part.tokens_per_state for part in spec.parts), spec.block_size
@@ -185,7 +255,10 @@ def _kernel_blocks(draw: st.DrawFn, spec: LayerSpec) -> int | None:
 
 
 def _padded(engine: EngineSpec, group: KVCacheGroup, pad: int | None) -> LayerSpec:
-    """Return the spec of *group*: *pad* bytes more in each page of the fullest rank, or none."""
+    """Return the spec of *group* with *pad* bytes after each page of the fullest rank.
+
+    Without padding if *pad* is None.
+    """
     layers = group.spec.layers or group.layers[:1]
     own = {
         layer: attrs.evolve(
@@ -198,7 +271,7 @@ def _padded(engine: EngineSpec, group: KVCacheGroup, pad: int | None) -> LayerSp
 
 
 def _page(engine: EngineSpec, group: KVCacheGroup, layer: str) -> int:
-    """Return the bytes of one block of *layer* on the rank that holds most."""
+    """Return the bytes of one block of *layer* on the rank that holds the most units."""
     return max(
         sum(
             len(rank_units(engine, rank, p, group)) * p.states * p.content_bytes
@@ -208,17 +281,18 @@ def _page(engine: EngineSpec, group: KVCacheGroup, layer: str) -> int:
     )
 
 
-def _owning_as_all(group: KVCacheGroup) -> KVCacheGroup:
-    """Return *group* without a way of its own to own units or tokens."""
+def _without_own_ownership(group: KVCacheGroup) -> KVCacheGroup:
+    """Return *group* without its own shardings of units and tokens."""
     return attrs.evolve(group, shardings={}, context_sharded=True)
 
 
 @st.composite
-def _own_way(draw: st.DrawFn, group: KVCacheGroup, parallel: ParallelConfig) -> KVCacheGroup:
-    """Draw whether a group owns its units, or its tokens, otherwise than its engine's others."""
+def _own_ownership(draw: st.DrawFn, group: KVCacheGroup, parallel: ParallelConfig) -> KVCacheGroup:
+    """Draw whether a group shards its units or tokens differently from its engine."""
     if draw(st.sampled_from((True, True, True, True, False))):
         return group
     if parallel.context_size > 1:
+        # Attention layers leave the sharding of tokens. States ignore the context size anyway.
         return attrs.evolve(group, context_sharded=is_state(group.spec))
     if group.spec.layers:
         return group

@@ -1,12 +1,13 @@
-"""Draw layer specs: one line a kind.
+"""Draw layer specs: `KINDS` has one strategy for each kind of layer.
 
-The only module of the tests that knows kinds of layers by name. Sizes are a few bytes, so that
-whole transfers stay small; block sizes, head counts and TP sizes need not divide one another.
+Only this module names the kinds of layers. A new kind needs one line in `KINDS`, and then all laws
+judge it. Sizes are a few bytes, so that whole transfers stay small. Block sizes, head counts and TP
+sizes need not divide each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
@@ -27,8 +28,10 @@ _HEADS = st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 16))
 _SIZES = st.integers(1, 4)
 _DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn"))
 _SCALES = st.sampled_from(("float32", "float8_e4m3fn"))
+# Small windows end inside of a block, which is the hard case. Large ones cover whole prompts.
 _WINDOWS = st.sampled_from((2, 3, 5, 6, 8)) | st.integers(1, 24)
-_CELLS = st.sampled_from(
+# Tokens of a block, and tokens of a row if a row stands for several.
+_BLOCKS = st.sampled_from(
     [{"block_size": b} for b in (1, 2, 3, 4, 8, 16, 24, 32)]
     + [{"block_size": b, "tokens_per_state": t} for b, t in ((2, 2), (8, 4), (16, 4))]
 )
@@ -39,22 +42,25 @@ _STATE: dict[str, st.SearchStrategy[Any]] = {
     "dtype": _DTYPES,
     "num_speculative_tokens": st.integers(0, 1),
 }
-_NONE: dict[str, st.SearchStrategy[int]] = {}
+_NO_FIELDS: dict[str, st.SearchStrategy[int]] = {}
 _SSM = _STATE | {"ssm_dtype": st.sampled_from((None, "float32"))}
 
 
 def _attention(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[LayerSpec]:  # noqa: ANN401
-    """Draw a block (its tokens, and tokens a state) and *fields*; build the spec."""
+    """Draw a block and *fields*, and call *make* with them."""
 
-    def build(cell: Mapping[str, int], **drawn: Any) -> LayerSpec:  # noqa: ANN401
-        spec: LayerSpec = make(**_fitting({**cell, **drawn}))
+    def build(block: Mapping[str, int], **drawn: Any) -> LayerSpec:  # noqa: ANN401
+        spec: LayerSpec = make(**_fitting({**block, **drawn}))
         return spec
 
-    return st.builds(build, _CELLS, **fields)
+    return st.builds(build, _BLOCKS, **fields)
 
 
 def _fitting(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return *fields* with rows of scales that their block is cut into, or none without scales."""
+    """Return *fields* without `tokens_per_scale` if there are no scales, or if it is not legal.
+
+    A block must hold a whole number of rows of scales.
+    """
     row = fields.get("tokens_per_state", 1) * fields.get("tokens_per_scale", 1)
     if fields.get("scale_dtype") is None or fields["block_size"] % row:
         fields.pop("tokens_per_scale", None)
@@ -66,18 +72,18 @@ def _uniform(
     draw: st.DrawFn,
     /,
     make: Any,  # noqa: ANN401
-    window: Mapping[str, st.SearchStrategy[int]] = _NONE,
+    window: Mapping[str, st.SearchStrategy[int]] = _NO_FIELDS,
     **own: st.SearchStrategy[Any],
 ) -> LayerSpec:
     """Draw a uniform-type group of two or three layers that differ in the fields *own*.
 
-    Often also in their dtype, and in how many tokens a row stands for; never in their *window*.
+    Often they also differ in their dtype and in the tokens of a row. They share their *window*.
     """
-    cell, row = draw(_CELLS), draw(st.sampled_from((None, None, 1)))
-    shared = {"block_size": cell["block_size"]} | {name: draw(w) for name, w in window.items()}
+    block, row = draw(_BLOCKS), draw(st.sampled_from((None, None, 1)))
+    shared = {"block_size": block["block_size"]} | {name: draw(w) for name, w in window.items()}
     layers = {}
     for i in range(draw(st.integers(2, 3))):
-        tokens = (i and row) or cell.get("tokens_per_state", 1)
+        tokens = (i and row) or block.get("tokens_per_state", 1)
         fields = {name: draw(field) for name, field in own.items()}
         fields |= {**shared, "tokens_per_state": tokens, "dtype": draw(_DTYPES)}
         layers[f"uniform.{make.__name__}.{i}"] = make(**_fitting(fields))
@@ -88,6 +94,7 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "full": _attention(FullAttentionSpec, **_GQA),
     "full, V of another size": _attention(FullAttentionSpec, **_GQA, head_size_v=_SIZES),
     "full, opaque": _attention(FullAttentionSpec, **_GQA, state_content_bytes=st.integers(1, 9)),
+    # The page format "x-packed" needs keys that are multiples of 16 bytes.
     "full, keys of 16 bytes": _attention(
         FullAttentionSpec, total_num_kv_heads=_HEADS, head_size=st.sampled_from((8, 16)),
         dtype=st.just("bfloat16"),
@@ -127,9 +134,14 @@ KINDS: dict[str, st.SearchStrategy[LayerSpec]] = {
     "short conv": st.builds(MambaSpec.short_conv, conv_dim=st.integers(1, 12), **_STATE),
     "replicated state": st.builds(MambaSpec.replicated_state, state_bytes=st.integers(1, 9)),
 }  # fmt: skip
-"""Every kind of layer, by a name for messages: how its spec is drawn."""
+"""A strategy of specs for each kind of layer, by the name of the kind."""
 
 
-def specs(kinds: Sequence[str] = tuple(KINDS)) -> st.SearchStrategy[LayerSpec]:
-    """Draw a spec of one of *kinds*."""
-    return st.sampled_from(tuple(kinds)).flatmap(KINDS.__getitem__)
+def specs() -> st.SearchStrategy[LayerSpec]:
+    """Draw a spec of any kind in `KINDS`.
+
+    >>> from hypothesis import find
+    >>> find(specs(), lambda spec: spec.block_size == 3).block_size
+    3
+    """
+    return st.sampled_from(tuple(KINDS)).flatmap(KINDS.__getitem__)

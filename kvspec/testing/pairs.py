@@ -1,4 +1,9 @@
-"""Draw two engines of one model, which share its specs and nothing else."""
+"""Draw pairs of engines that serve one model.
+
+The two engines of a pair have the same layers with the same content. All else may differ: groups,
+ranks, shardings, blocks, layouts and draft layers. The module also draws pairs for special cases:
+content that spans heads, interleaves that blocks do not divide, and conv states of unequal length.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +27,20 @@ from kvspec.specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvspec.testing.carve import rank_units
-from kvspec.testing.engines import engines, groups
+from kvspec.testing.engines import engines, groups, laid_out
 from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import explicit_shardings, sample, shapes
+
+# Pairs are filtered for equal ranges of heads. Larger engines rarely agree.
+_SPANNING_RANKS = 4
 
 
 @st.composite
 def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """Give one engine layers that it excludes: in a group, in a group of their own, or shared ones.
+    """Draw the layers that one engine excludes from the transfer, as vLLM does with draft layers.
 
-    Of a group's shared layers only the last is excluded, so that something is left.
+    "layer" adds a draft layer to a group, "group" adds a group with a draft layer, and "last"
+    excludes the last layer of a group. The other layers of that group still move.
     """
     sort = draw(sample(None, None, None, None, "layer", "group", "last"))
     if sort is None:
@@ -53,8 +62,11 @@ def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGro
 
 @st.composite
 def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """Give one engine other tokens to keep: layers of a window as full attention, or some more."""
-    found = []
+    """Draw which tokens one engine keeps: those of the model, "all" of them, or some "more".
+
+    vLLM keeps all tokens of a window layer if its hybrid cache manager is off.
+    """
+    kept = []
     for group in model:
         spec: Any = group.spec
         sort = draw(sample(None, None, None, "all", "more"))
@@ -64,44 +76,44 @@ def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup,
             whole = _KEPT[type(spec)]
             names = [field.name for field in attrs.fields(whole) if field.init]
             spec = whole(**{name: getattr(spec, name) for name in names})
-        found.append(attrs.evolve(group, spec=spec))
-    return tuple(found)
+        kept.append(attrs.evolve(group, spec=spec))
+    return tuple(kept)
 
 
+# The spec of an engine that keeps all tokens of a layer, by the spec of the model.
 _KEPT: dict[type[LayerSpec], type[LayerSpec]] = {
     SlidingWindowSpec: FullAttentionSpec,
     ChunkedLocalAttentionSpec: FullAttentionSpec,
     SlidingWindowMLASpec: MLAAttentionSpec,
 }
-"""The kind as which an engine keeps a layer of which it drops no token."""
 
 
 @st.composite
 def _regrouped(
     draw: st.DrawFn, model: Sequence[KVCacheGroup], side: str
 ) -> tuple[KVCacheGroup, ...]:
-    """Give one engine groups of its own: in another order, under other names, or split in two."""
-    found: list[KVCacheGroup] = []
+    """Draw the groups of one engine: in another order, with other names, or split in two."""
+    regrouped: list[KVCacheGroup] = []
     for group in model:
         sort = draw(sample(None, None, None, "name", "split", "split"))
         if sort is None:
-            found.append(group)
+            regrouped.append(group)
         elif sort == "split" and len(group.layers) > 1 and not group.spec.layers:
             layers, at = draw(st.permutations(group.layers)), draw(st.integers(1, 2))
             halves = (tuple(layers[:at]), tuple(layers[at:]))
-            found += [
+            regrouped += [
                 attrs.evolve(group, name=f"{group.name} on {side} {number}", layers=half)
                 for number, half in enumerate(halves)
                 if half
             ]
         else:
-            found.append(attrs.evolve(group, name=f"{group.name} on {side}"))
-    return tuple(draw(st.permutations(found)))
+            regrouped.append(attrs.evolve(group, name=f"{group.name} on {side}"))
+    return tuple(draw(st.permutations(regrouped)))
 
 
 @st.composite
 def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
-    """Draw so few heads that ranks have replicas, which can share the tokens."""
+    """Draw a small number of heads. Then ranks hold replicas, and replicas can share the tokens."""
     spec: Any = group.spec
     if isinstance(spec, UniformTypeKVCacheSpecs) or not hasattr(spec, "total_num_kv_heads"):
         return group
@@ -113,8 +125,26 @@ def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
 def engine_pairs(
     draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 6
 ) -> tuple[EngineSpec, EngineSpec]:
-    """Draw a producer and a consumer of one model; everything else may differ."""
+    """Draw a producer and a consumer of one model. All else may differ.
+
+    Args:
+        draw: Passed by Hypothesis.
+        kinds: Keys of `KINDS`. The groups of the model are of these kinds.
+        largest: The approximate maximum of ranks of an engine. Some engines have twice as many.
+
+    Returns:
+        The producer and the consumer.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(engine_pairs(["MLA"], largest=2))
+    ... def test_engines_are_small(pair: tuple[EngineSpec, EngineSpec]) -> None:
+    ...     assert pair[0].parallel.tp_size <= 4
+    >>> test_engines_are_small()
+
+    """
     model = draw(groups(kinds))
+    # Some errors need many ranks. Drawing them always would make each case slow.
     largest *= draw(sample(1, 1, 1, 1, 2))
     of_producer, of_consumer = draw(shapes())
     if of_producer.sharded:
@@ -125,10 +155,10 @@ def engine_pairs(
 
 
 @st.composite
-def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines with a group whose packed content, or opaque page, spans the heads of a rank.
+def spanning_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
+    """Draw engines with a group whose packed content or opaque page spans the heads of a rank.
 
-    Both shard its heads alike: every range of one side is a range of the other.
+    Such content cannot be divided by head, so each range of heads exists on both sides.
     """
     drawn: Any = draw(KINDS["full, opaque"])
     row, block = drawn.tokens_per_state, drawn.block_size
@@ -140,24 +170,25 @@ def spanning_pairs(draw: st.DrawFn, largest: int = 4) -> tuple[EngineSpec, Engin
     model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
     if not draw(st.integers(0, 2)):
         part = packed.spec.parts[0]
-        sides = draw(_same_sharding(part.units, part.granularity, largest))
-        first, second = (draw(engines((packed, *model), parallel=each)) for each in sides)
-        return first, second
-    producer = draw(engines((packed, *model), largest))
-    consumer = draw(
-        engines((packed, *model), largest).filter(lambda each: _same_ranges(producer, each, packed))
-    )
-    return producer, consumer
+        sides = draw(_same_sharding(part.units, part.granularity, _SPANNING_RANKS))
+        producer, consumer = (
+            draw(laid_out(EngineSpec(groups=(packed, *model), parallel=parallel)))
+            for parallel in sides
+        )
+        return producer, consumer
+    any_engine = engines((packed, *model), _SPANNING_RANKS)
+    producer = draw(any_engine)
+    return producer, draw(any_engine.filter(lambda engine: _same_ranges(producer, engine, packed)))
 
 
 @st.composite
 def _same_sharding(
     draw: st.DrawFn, units: int, granularity: int, largest: int
 ) -> tuple[ParallelConfig, ParallelConfig]:
-    """Draw two explicit shardings of the same ranges, to as many ranks or to more."""
+    """Draw two explicit shardings with the same ranges of units, for equal or unequal TP sizes."""
     sizes = [draw(st.integers(1, largest)) for _ in range(2)]
     ranges = draw(explicit_shardings(units, granularity, min(sizes)))
-    owned = sorted({each for each in ranges if each}, key=lambda each: each.start)
+    owned = sorted({units for units in ranges if units}, key=lambda units: units.start)
     sides = []
     for size in sizes:
         more = [draw(st.sampled_from((*owned, range(0)))) for _ in range(size - len(owned))]
@@ -168,10 +199,10 @@ def _same_sharding(
 
 @st.composite
 def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines that shard tokens alike, by interleaves that blocks in memory do not divide.
+    """Draw engines with equal context ranks, and an interleave that blocks do not divide.
 
-    Blocks of 12 or 24 tokens are four in memory, and the interleave is 6: cached prefixes and
-    prompts begin and end inside a block in memory on one rank, and between two on the other.
+    A block has 12 or 24 tokens, a block in memory has 4 or 12, and the interleave has 6. So a
+    prefix or a prompt may end inside of a block in memory on one rank, and between two on another.
     """
     drawn: Any = draw(KINDS[draw(sample("full", "sliding window", "MLA"))])
     heads = draw(st.integers(1, 3)) if hasattr(drawn, "total_num_kv_heads") else 0
@@ -184,28 +215,30 @@ def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
         block = draw(sample(12, 24))
         spec: LayerSpec = attrs.evolve(drawn, block_size=block, tokens_per_state=1, **fields)
         group = KVCacheGroup(name="dealt", layers=("dealt.0", "dealt.1"), spec=spec)
-        engine = draw(engines((group,), parallel=parallel))
+        engine = draw(laid_out(EngineSpec(groups=(group,), parallel=parallel)))
         own = engine.groups[0]
+        # Padded pages cannot be cut into smaller blocks.
         if own.spec.page_size_padded is None:
             own = attrs.evolve(own, kernel_block_size=draw(sample(4, 4, 4, 12)))
         sides.append(attrs.evolve(engine, groups=(own,)))
     return sides[0], sides[1]
 
 
-def _same_ranges(one: EngineSpec, other: EngineSpec, group: KVCacheGroup) -> bool:
-    hands = []
-    for engine in (one, other):
-        own = engine.group(group.name)  # the engine's: it may shard its heads by itself
+def _same_ranges(producer: EngineSpec, consumer: EngineSpec, group: KVCacheGroup) -> bool:
+    """Return whether the ranks of both engines hold the same ranges of the units of *group*."""
+    ranges = []
+    for engine in (producer, consumer):
+        own = engine.group(group.name)  # The group of this engine: it may have its own shardings.
         part = own.spec.parts[0]
         sharded = {tuple(rank_units(engine, rank, part, own)) for rank in engine.parallel.ranks}
-        hands.append(sharded - {()})
-    return hands[0] == hands[1]
+        ranges.append(sharded - {()})
+    return ranges[0] == ranges[1]
 
 
 @st.composite
 def with_own_rows(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """Draw an engine's own rows of the conv states of *model*: its speculative tokens."""
-    found = []
+    """Draw the speculative tokens of one engine. Each adds a row to the conv states of *model*."""
+    own_groups = []
     for group in model:
         spec, more = group.spec, draw(st.integers(0, 2))
         if isinstance(spec, MambaSpec):
@@ -214,5 +247,5 @@ def with_own_rows(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCac
                 for part in spec.parts
             )
             spec = attrs.evolve(spec, state_parts=parts)
-        found.append(attrs.evolve(group, spec=spec))
-    return tuple(found)
+        own_groups.append(attrs.evolve(group, spec=spec))
+    return tuple(own_groups)

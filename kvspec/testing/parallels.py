@@ -1,6 +1,6 @@
 """Draw who owns what: pipeline stages, shardings of units, and context ranks of one engine.
 
-Everything drawn is legal: every layer has a stage, every unit an owner, and every token of it too.
+Invariant: each layer is on a stage, and each token of each unit has at least one owner.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Shape:
-    """What is decided of an engine first, for a pair at once, so that pairs differ as they should.
+    """The properties of an engine that are drawn for both engines of a pair together.
 
-    *sharded*: wherever they can, context ranks share the tokens. *rows*: block sizes to choose
-    from, in rows; None is any, the model's own too.
+    If each engine drew them alone, the interesting combinations would be rare.
+
+    Attributes:
+        pp_size: Number of pipeline stages.
+        pcp_size: Prefill context-parallel size.
+        sharded: Whether context ranks share the tokens, if the model allows it.
+        rows: The block sizes to draw from, in rows. None allows any size, also that of the model.
+
     """
 
     pp_size: int = 1
@@ -38,14 +44,16 @@ class Shape:
     rows: tuple[int, ...] | None = None
 
 
+# (PP, PCP) of the producer and of the consumer. They are small, since ranks are their product
+# times TP. More than half of all pairs have none, so that cases stay small.
 _SIZES = (
     *[((1, 1), (1, 1))] * 8,
     *(((2, 1), (1, 1)), ((1, 1), (2, 1)), ((3, 1), (2, 1)), ((2, 1), (3, 1))),
     *(((3, 1), (1, 1)), ((1, 1), (3, 1)), ((2, 1), (2, 1)), ((2, 1), (1, 2))),
     *(((1, 2), (1, 1)), ((1, 1), (1, 2)), ((1, 2), (1, 3)), ((1, 3), (1, 2))),
 )
-"""PP and PCP sizes of both sides; they are small, since their product counts."""
 
+# Block sizes of the producer and of the consumer, in rows. Many pairs do not divide each other.
 _ROWS = (
     *[(None, None)] * 5,
     *(
@@ -78,7 +86,7 @@ def shapes() -> st.SearchStrategy[tuple[Shape, Shape]]:
 
 
 def sample(*values: T) -> st.SearchStrategy[T]:
-    """Draw one of *values*: a strategy made once, since making one costs more than drawing."""
+    """Draw one of *values*. The strategy is cached, since making one costs more than drawing."""
     return _sample(*values)
 
 
@@ -88,12 +96,29 @@ def _sample(*values: object) -> st.SearchStrategy[Any]:
 
 
 def tp_sizes(largest: int = 16) -> st.SearchStrategy[int]:
-    """Draw a TP size; powers of two and their neighbours alike."""
+    """Draw a TP size. Sizes that are not powers of two are equally likely.
+
+    Args:
+        largest: The largest size.
+
+    Returns:
+        A strategy of sizes.
+
+    >>> from hypothesis import find
+    >>> find(tp_sizes(), lambda size: size > 2)
+    3
+
+    """
     return st.integers(1, largest)
 
 
 def is_state(spec: LayerSpec) -> bool:
-    """Return whether a block of *spec* is one state and not rows of tokens."""
+    """Return whether a block of *spec* is one state, not rows of tokens.
+
+    >>> import kvspec
+    >>> is_state(kvspec.MambaSpec.replicated_state(state_bytes=4))
+    True
+    """
     return not spec.parts[0].per_token
 
 
@@ -101,9 +126,22 @@ def is_state(spec: LayerSpec) -> bool:
 def explicit_shardings(
     draw: st.DrawFn, units: int, granularity: int, tp_size: int
 ) -> tuple[range, ...]:
-    """Draw who owns which of *units*: uneven ranges, replicas anywhere, ranks in any order.
+    """Draw an explicit sharding: uneven ranges, with replicas, in any order of the ranks.
 
-    Where there are replicas, one of them may hold nothing instead.
+    Args:
+        draw: Passed by Hypothesis.
+        units: Number of units, such as heads.
+        granularity: A range begins and ends at multiples of this number.
+        tp_size: Number of ranks.
+
+    Returns:
+        The range of units of each rank. Together the ranges are all units. One rank may hold an
+        empty range.
+
+    >>> from hypothesis import find
+    >>> find(explicit_shardings(4, 1, 2), lambda ranges: len(ranges[0]) == 1)
+    (range(0, 1), range(1, 4))
+
     """
     packs = units // granularity
     count = draw(st.integers(1, min(packs, tp_size)))
@@ -120,18 +158,44 @@ def explicit_shardings(
 
 
 def parts_of(groups: Sequence[KVCacheGroup]) -> list[Part]:
-    """Return the parts of every layer of *groups*."""
-    return [p for group in groups for each in group.layers for p in group.spec.of_layer(each).parts]
+    """Return the parts of all layers of *groups*.
+
+    >>> import kvspec
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> group = KVCacheGroup(name="g", layers=["a", "b"], spec=spec)
+    >>> [part.name for part in parts_of([group])]
+    ['latent', 'latent']
+    """
+    return [
+        part
+        for group in groups
+        for layer in group.layers
+        for part in group.spec.of_layer(layer).parts
+    ]
 
 
 @st.composite
 def parallels(
     draw: st.DrawFn, groups: Sequence[KVCacheGroup], largest: int, shape: Shape | None = None
 ) -> ParallelConfig:
-    """Draw the parallel sizes of an engine, and sometimes how it shards the units of *groups*.
+    """Draw the parallel sizes of an engine, and sometimes explicit shardings, stages and ranks.
 
-    Pipeline stages and context ranks, given or by default; context ranks only where every token of
-    every unit has an owner.
+    Args:
+        draw: Passed by Hypothesis.
+        groups: The groups that the engine serves.
+        largest: The approximate maximum of ranks.
+        shape: Pipeline and context sizes. Drawn by default.
+
+    Returns:
+        The sizes. Context ranks share tokens only if each token of each unit has an owner.
+
+    >>> import kvspec
+    >>> from hypothesis import find
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> group = KVCacheGroup(name="g", layers=["l"], spec=spec)
+    >>> find(parallels([group], largest=4), lambda drawn: drawn.dcp_size > 1).tp_size
+    2
+
     """
     shape = shape or draw(shapes())[0]
     pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded
@@ -156,7 +220,7 @@ def parallels(
 def _stages(
     draw: st.DrawFn, groups: Sequence[KVCacheGroup], pp_size: int
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Draw any sharding of layers to stages, also none to a stage; or None for the even one."""
+    """Draw the layers of each stage, or None for even stages. A stage may have no layer."""
     if pp_size == 1 or draw(st.booleans()):
         return None
     stages: list[list[str]] = [[] for _ in range(pp_size)]
@@ -175,7 +239,7 @@ def _with_contexts(
     *,
     sharded: bool,
 ) -> ParallelConfig:
-    """Draw who shares tokens with whom: DCP, PCP that shares or replicates, explicit ranks."""
+    """Draw the context ranks: DCP, PCP that shares tokens or replicates them, or explicit ranks."""
     tokens = [p.tokens_per_state for p in parts_of(groups) if p.per_token]
     sizes = [g.spec.block_size for g in groups if not is_state(g.spec)]
     fits = [
@@ -186,7 +250,7 @@ def _with_contexts(
     if not fits:
         return bare
     replicated = tuple((0,) * bare.tp_size for _ in range(pcp_size))
-    found: list[ParallelConfig] = [
+    legal: list[ParallelConfig] = [
         attrs.evolve(bare, pcp_size=pcp_size, context_ranks=replicated) if pcp_size > 1 else bare
     ]
     for dcp_size in range(1 if pcp_size > 1 else 2, bare.tp_size + 1):
@@ -195,16 +259,19 @@ def _with_contexts(
                 tuple(p * dcp_size + (t + shift) % dcp_size for t in range(bare.tp_size))
                 for p in range(pcp_size)
             )
+            # Ranks that share tokens must hold the same units. Only the library knows if they do.
             try:
-                each = attrs.evolve(
+                config = attrs.evolve(
                     bare,
                     pcp_size=pcp_size,
                     dcp_size=1 if shift else dcp_size,
                     interleave_size=draw(sample(*fits[-3:])),
                     context_ranks=rows if shift else None,
                 )
-                EngineSpec(groups=tuple(groups), parallel=each)
+                EngineSpec(groups=tuple(groups), parallel=config)
             except SpecError:
                 continue
-            found += [each] * (4 if min(pcp_size, each.dcp_size) > 1 else 1)  # rarely legal
-    return draw(st.sampled_from(found[sharded:] or found))
+            # PCP together with DCP is rarely legal, so it counts four times.
+            legal += [config] * (4 if min(pcp_size, config.dcp_size) > 1 else 1)
+    # The first configuration does not share tokens.
+    return draw(st.sampled_from(legal[sharded:] or legal))

@@ -1,6 +1,24 @@
-"""Draw requests: how many tokens, how many are cached, and block tables that hold what is needed.
+"""Draw requests: prompt lengths, cached tokens, block tables and block pools.
 
-Tables hold more than is needed, begin late, and name null blocks where nothing is needed.
+Invariant: each drawn table holds the blocks of all tokens that must move, so that a correct system
+can serve the request.
+
+How it works:
+    `requests` draws the prompt length first, then the tokens that the consumer has cached, then one
+    block table for each group and side. `_table` draws a table in four steps, one for each way in
+    which tables of real engines differ. Example: a window of 6 tokens, blocks of 4 tokens, and a
+    prompt of 14 tokens. The query at position 14 needs the tokens 9 to 13.
+
+        step              decides                                       example
+        _covered_blocks   the first block and the number of blocks      blocks 1 to 4, tokens 4-19
+        _block_ids        the pool, and the ids with their order        pool of 6, ids [5, 0, 3, 1]
+        _null_blocks      the id of the null block, which no one owns   0: ids [6, 1, 4, 2], pool 7
+        _kept_blocks      the blocks that hold a needed token           block 2 and block 3
+
+    The table begins at token 4, although only block 2 and block 3 are needed: engines may keep
+    older blocks. It ends after the prompt: engines allocate lookahead blocks. In three of four
+    tables with a null block, the null block replaces all blocks that are not needed:
+    `BlockTable([0, 1, 4, 0], first_token=4)`.
 """
 
 from __future__ import annotations
@@ -21,9 +39,30 @@ from kvspec.specs import CrossAttentionSpec, LayerSpec
 from kvspec.testing.parallels import is_state, parts_of, sample
 from kvspec.testing.positions import cached_tokens_of, context_of, excluded_layers, live_positions
 
+# The oracle visits each byte of each block, so the time of a case grows with its prompt.
+_MAX_TOKENS = 56
+
 
 def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
-    """Return how many positions the request has in *group*: the prompt's, or the encoder's."""
+    """Return the number of token positions that the request has in *group*.
+
+    Args:
+        group: A group of either engine.
+        request: The request.
+
+    Returns:
+        The number of encoder tokens for cross attention, else the number of prompt tokens.
+
+    >>> import kvspec
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> group = KVCacheGroup(name="g", layers=["l"], spec=spec)
+    >>> request = TransferRequest(
+    ...     request_id="r", num_tokens=14, producer_blocks={}, consumer_blocks={}
+    ... )
+    >>> length_of(group, request)
+    14
+
+    """
     cross = isinstance(group.spec, CrossAttentionSpec) and request.encoder_tokens is not None
     return int(request.encoder_tokens or 0) if cross else request.num_tokens
 
@@ -31,25 +70,44 @@ def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
 def needed(
     group: KVCacheGroup, request: TransferRequest, reader: EngineSpec | None = None
 ) -> range:
-    """Return the span of token positions of *group* that have to move; empty: none.
+    """Return the span of token positions of *group* that must move.
 
-    *reader*: the consumer, if it keeps other tokens of the layers than *group* says.
+    Args:
+        group: A group of the engine that holds the table.
+        request: The request. Its cached tokens do not move.
+        reader: The consumer. Pass it if the consumer may keep other tokens of these layers than
+            *group* does, for example all tokens of a sliding window.
+
+    Returns:
+        The positions from the first to the last one that moves. Empty if none moves.
+
+    >>> import kvspec
+    >>> spec = kvspec.SlidingWindowSpec(
+    ...     block_size=4, total_num_kv_heads=1, head_size=2, dtype="uint8", sliding_window=6
+    ... )
+    >>> group = KVCacheGroup(name="g", layers=["l"], spec=spec)
+    >>> request = TransferRequest(
+    ...     request_id="r", num_tokens=14, producer_blocks={}, consumer_blocks={}
+    ... )
+    >>> needed(group, request)
+    range(9, 14)
+
     """
     cached = cached_tokens_of(request, group)
     tokens = [
         int(token)
         for layer in group.layers
-        for token in live_positions(_read(group, layer, reader), request).nonzero()[0]
+        for token in live_positions(_reader_spec(group, layer, reader), request).nonzero()[0]
         if token >= cached
     ]
     return range(min(tokens), max(tokens) + 1) if tokens else range(0)
 
 
-def _read(group: KVCacheGroup, layer: str, reader: EngineSpec | None) -> LayerSpec:
-    """Return what *layer* is to its *reader*: to its own engine, unless that is given."""
-    for other in () if reader is None else reader.groups:
-        if layer in other.layers:
-            return other.spec.of_layer(layer)
+def _reader_spec(group: KVCacheGroup, layer: str, reader: EngineSpec | None) -> LayerSpec:
+    """Return the spec of *layer* in the engine *reader*, or in *group* if *reader* lacks it."""
+    for reader_group in () if reader is None else reader.groups:
+        if layer in reader_group.layers:
+            return reader_group.spec.of_layer(layer)
     return group.spec.of_layer(layer)
 
 
@@ -67,45 +125,87 @@ def _table(
     request: TransferRequest,
     reader: EngineSpec | None,
 ) -> tuple[BlockTable, int]:
-    """Draw a table of at least what is needed, lookahead blocks after it, and a pool around it.
+    """Draw a block table of *group*, and the size of the pool that its ids belong to."""
+    # Context ranks share the tokens of a block table, but each of them holds whole states.
+    ranks = 1 if is_state(group.spec) else context_of(engine, RankId(), group)[1]
+    size = group.spec.block_size * ranks
+    needed_tokens = needed(group, request, reader)
+    blocks = draw(_covered_blocks(group, length_of(group, request), needed_tokens, size))
+    ids, pool = draw(_block_ids(len(blocks)))
+    null, ids, pool = draw(_null_blocks(engine.null_block, ids, pool))
+    if null is not None and draw(st.integers(0, 3)):
+        kept = _kept_blocks(group, length_of(group, request), needed_tokens, blocks, size)
+        ids = [
+            block_id if block in kept else null for block, block_id in zip(blocks, ids, strict=True)
+        ]
+    return BlockTable(ids, blocks.start * size), pool
 
-    Blocks that are not needed may be null: the engine's null block, or where it has none a number
-    that is no block, or one block for all of them.
-    """
-    size = group.spec.block_size * context_of(engine, RankId(), group)[1]
-    length, wanted = length_of(group, request), needed(group, request, reader)
-    if is_state(group.spec):  # its slot, or blocks of which one has the last token
-        size, last = group.spec.block_size, max(length - 1, 0) // group.spec.block_size
+
+@st.composite
+def _covered_blocks(
+    draw: st.DrawFn, group: KVCacheGroup, length: int, needed_tokens: range, size: int
+) -> range:
+    """Draw the blocks that a table covers, as numbers along the prompt. Each has *size* tokens."""
+    if is_state(group.spec):
+        # A table of one block holds the state there. Of a longer table, the block of the last token
+        # holds it. Engines that keep a state for each block have such tables.
+        last = max(length - 1, 0) // size
         first = draw(sample(0, 0, last // 2, last))
         several = (last - first + 1, last - first + 2)
         count = draw(sample(*((1, 1, *several) if first in (0, last) else several)))
-    else:
-        latest = (wanted.start if wanted else length) // size
-        first = draw(_around(0, latest, most=latest))
-        end = -(-length // size) if wanted or draw(st.booleans()) else first
-        count = max(end - first, 0) + draw(sample(0, 0, 1, 2))
+        return range(first, first + count)
+    latest = (needed_tokens.start if needed_tokens else length) // size
+    first = draw(_around(0, latest, most=latest))
+    # A table of a request that needs nothing may be empty.
+    end = -(-length // size) if needed_tokens or draw(st.booleans()) else first
+    count = max(end - first, 0) + draw(sample(0, 0, 1, 2))
+    return range(first, first + count)
+
+
+@st.composite
+def _block_ids(draw: st.DrawFn, count: int) -> tuple[list[int], int]:
+    """Draw a pool size, and *count* different block ids of it: ascending, descending or mixed."""
     pool = max(1, count + draw(st.integers(0, 4)))
     order = draw(sample("ascending", "shuffled", "descending"))
     start = draw(st.integers(0, pool - count))
     ids = list(range(start, start + count))
     if order == "shuffled":
+        # One seed shrinks and draws faster than a permutation of all ids.
         ids = random.Random(draw(st.integers(0, 2**16))).sample(range(pool), count)  # noqa: S311
     elif order == "descending":
         ids.reverse()
-    null = engine.null_block
-    if null is None:
-        null = draw(sample(None, None, -1, 0))
-        ids, pool = [each + (null == 0) for each in ids], pool + (null == 0)
-    else:
-        ids, pool = [each + (each >= null) for each in ids], max(pool, null) + 1
-    if null is None or not draw(st.integers(0, 3)):
-        return BlockTable(ids, first * size), pool
+    return ids, pool
+
+
+@st.composite
+def _null_blocks(
+    draw: st.DrawFn, null_block: int | None, ids: list[int], pool: int
+) -> tuple[int | None, list[int], int]:
+    """Draw the id that stands for "no block", or None. Return it with new *ids* and *pool*.
+
+    The new ids do not contain it. An engine without a null block may use -1, which is not a block,
+    or name one block several times.
+    """
+    if null_block is not None:
+        ids = [block_id + (block_id >= null_block) for block_id in ids]
+        return null_block, ids, max(pool, null_block) + 1
+    null = draw(sample(None, None, -1, 0))
+    shift = int(null == 0)
+    return null, [block_id + shift for block_id in ids], pool + shift
+
+
+def _kept_blocks(
+    group: KVCacheGroup, length: int, needed_tokens: range, blocks: range, size: int
+) -> set[int]:
+    """Return the *blocks* that hold a needed token, or the state."""
     if is_state(group.spec):
-        wanted = range(length - 1, length) if count > 1 else range(first * size, first * size + 1)
-    starts = range(first * size, (first + count) * size, size)
-    kept = [bool(range(max(at, wanted.start), min(at + size, wanted.stop))) for at in starts]
-    table = [each if keep else null for each, keep in zip(ids, kept, strict=True)]
-    return BlockTable(table, first * size), pool
+        state_token = length - 1 if len(blocks) > 1 else blocks.start * size
+        needed_tokens = range(state_token, state_token + 1)
+    return {
+        block
+        for block in blocks
+        if max(block * size, needed_tokens.start) < min((block + 1) * size, needed_tokens.stop)
+    }
 
 
 @st.composite
@@ -115,77 +215,117 @@ def tables(
     request: TransferRequest,
     reader: EngineSpec | None = None,
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
-    """Draw one side's block tables that hold what *request* needs, and its pools, by group.
+    """Draw the block tables of one side, and its pools.
 
-    *reader*: the consumer, where *engine* is not.
+    Args:
+        draw: Passed by Hypothesis.
+        engine: The engine that owns the tables.
+        request: The request, with or without tables.
+        reader: The consumer, if *engine* is the producer.
+
+    Returns:
+        The tables and the pool sizes in blocks, both by the name of the group. A group with only
+        excluded layers has a pool, but may have no table.
+
+    >>> import kvspec
+    >>> from hypothesis import find
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> engine = EngineSpec(groups=[KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> request = TransferRequest(
+    ...     request_id="r", num_tokens=7, producer_blocks={}, consumer_blocks={}
+    ... )
+    >>> drawn, pools = find(tables(engine, request), lambda _: True)
+    >>> drawn["g"].block_ids, pools
+    (array([0, 1]), {'g': 2})
+
     """
     drawn = {group.name: draw(_table(engine, group, request, reader)) for group in engine.groups}
-    still = {group.name for group in engine.groups if set(group.layers) == set(group.excluded)}
-    told = not still or draw(st.booleans())
-    found = {name: table for name, (table, _) in drawn.items() if told or name not in still}
-    return found, {name: pool for name, (_, pool) in drawn.items()}
+    excluded = {group.name for group in engine.groups if set(group.layers) == set(group.excluded)}
+    keep_excluded = not excluded or draw(st.booleans())
+    block_tables = {
+        name: table for name, (table, _) in drawn.items() if keep_excluded or name not in excluded
+    }
+    return block_tables, {name: pool for name, (_, pool) in drawn.items()}
 
 
 @st.composite
 def of_one_pool(
-    draw: st.DrawFn, found: Mapping[str, BlockTable], null: int | None
+    draw: st.DrawFn, separate_tables: Mapping[str, BlockTable], null: int | None
 ) -> tuple[dict[str, BlockTable], dict[str, int]]:
-    """Draw other ids for the tables *found*: each block of one pool belongs to one group.
+    """Draw new ids for the tables of one side, so that no two groups have a common block.
 
-    But the *null* block, which stays where it is.
+    The *null* block keeps its id, and all groups may name it.
     """
-    total = sum(len(table.block_ids) for table in found.values())
+    total = sum(len(table.block_ids) for table in separate_tables.values())
     pool = max(1, total + draw(st.integers(0, 4)), 0 if null is None else total + null + 1)
-    free = [each for each in range(pool) if each != null]
+    free = [block for block in range(pool) if block != null]
     ids = random.Random(draw(st.integers(0, 2**16))).sample(free, total)  # noqa: S311
-    own = {}
-    for name, table in found.items():
+    new_tables = {}
+    for name, table in separate_tables.items():
         count = len(table.block_ids)
         kept = np.full(count, null is not None) & (table.block_ids == null)
-        own[name] = attrs.evolve(table, block_ids=np.where(kept, table.block_ids, ids[:count]))
+        new_ids = np.where(kept, table.block_ids, ids[:count])
+        new_tables[name] = attrs.evolve(table, block_ids=new_ids)
         ids = ids[count:]
-    return own, dict.fromkeys(found, pool)
+    return new_tables, dict.fromkeys(separate_tables, pool)
 
 
 @st.composite
 def _lengths(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> int:
-    """Draw a prompt length: none, one token, whole blocks, one more or less, or anything."""
+    """Draw a prompt length: 0, 1, whole blocks, one token more or less, or any number."""
     size = draw(sample(*(group.spec.block_size for group in model)))
     blocks, offset = (
         draw(sample(2, 1, 3, 4, 0)),
         draw(_around(0, 1, -1, least=1, most=16)),
     )
-    return min(max(0, blocks * size + offset), 56)
+    return min(max(0, blocks * size + offset), _MAX_TOKENS)
 
 
 @st.composite
 def _cached(
     draw: st.DrawFn, model: Sequence[KVCacheGroup], bare: TransferRequest
 ) -> TransferRequest:
-    """Draw how much the consumer has: nothing, everything, more, or some; one count or one a group.
-
-    Where a row stands for several tokens, a part of one cannot be cached.
-    """
+    """Draw the cached tokens: none, some, all or more, as one number or as one for each group."""
     tokens = bare.num_tokens
-    if draw(st.booleans()) and all(p.tokens_per_state <= 1 for p in parts_of(model)):
+    # Part of a row cannot be cached, so one number for all groups needs rows of one token.
+    if draw(st.booleans()) and all(part.tokens_per_state <= 1 for part in parts_of(model)):
         amount = draw(_around(0, 0, 1, tokens, tokens + 3, most=tokens))
         return attrs.evolve(bare, cached_tokens=amount)
-    found = {}
+    cached = {}
     for group in model:
         length = length_of(group, bare)
         row = max(1, *(part.tokens_per_state for part in parts_of([group])))
-        some = draw(_around(0, 0, 1, length, length + 3, most=length))
-        found[group.name] = some if some >= length else some // row * row
-    return attrs.evolve(bare, cached_tokens=found)
+        amount = draw(_around(0, 0, 1, length, length + 3, most=length))
+        cached[group.name] = amount if amount >= length else amount // row * row
+    return attrs.evolve(bare, cached_tokens=cached)
 
 
 @st.composite
 def requests(
     draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
 ) -> tuple[TransferRequest, dict[str, int], dict[str, int]]:
-    """Draw a request between two engines, and the pools of both that its tables fit in."""
-    still = excluded_layers(producer) | excluded_layers(consumer)
-    moving = [group for group in consumer.groups if not still.issuperset(group.layers)]
+    """Draw a request between two engines of one model.
+
+    Args:
+        draw: Passed by Hypothesis.
+        producer: The engine that holds the tokens.
+        consumer: The engine that reads them.
+
+    Returns:
+        The request, the producer's pools and the consumer's pools. A pool is a number of blocks, by
+        the name of the group.
+
+    >>> import kvspec
+    >>> from hypothesis import find
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> engine = EngineSpec(groups=[KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> request, _, _ = find(requests(engine, engine), lambda drawn: drawn[0].num_tokens > 4)
+    >>> len(request.producer_blocks["g"].block_ids)
+    2
+
+    """
+    excluded = excluded_layers(producer) | excluded_layers(consumer)
+    moving = [group for group in consumer.groups if not excluded.issuperset(group.layers)]
     model = moving or list(consumer.groups)
     tokens = draw(_lengths(model))
     cross = any(isinstance(group.spec, CrossAttentionSpec) for group in model)

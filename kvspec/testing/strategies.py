@@ -1,7 +1,31 @@
-"""Draw what the laws are about: specs of every kind, engine pairs that differ, requests, shardings.
+"""Hypothesis strategies for all that the laws judge: specs, engine pairs, requests and cases.
 
-The one place where cases are drawn. Everything is small (a few KiB a rank), everything is legal,
-and a new kind of layer is one line of `KINDS`. Tests prove that the hard cases are reached.
+Invariant: each drawn case is legal. A system may refuse a case that it does not support, but no
+case is impossible to serve. `tests/laws/test_strategies_reach.py` proves that hard cases are drawn.
+
+How it works:
+    A case is drawn in steps, from the model to the memory. Each step has its own module:
+
+        step                                            module
+        a spec for each group of layers                 `kinds`
+        ranks, stages, shardings and context ranks      `parallels`
+        blocks, layouts, padding and page formats       `engines`
+        a second engine that serves the same model      `pairs`
+        prompt length, cached tokens, block tables      `requests`
+        the replica policy                              here
+
+    All sizes are small: a few KiB for each rank, so that a law can check each byte. A new kind of
+    layer needs one line in `kinds.KINDS`. Then all strategies draw it.
+
+    A test of a connector needs the strategy, the system and the laws:
+
+    >>> from hypothesis import given, settings
+    >>> from kvspec.testing import Case, laws, strategies
+    >>> @settings(max_examples=3)
+    ... @given(strategies.cases(kinds=["full", "MLA"], largest=2))
+    ... def test_connector_keeps_laws(case: Case) -> None:
+    ...     assert laws.broken(laws.KVSPEC, case) == []
+    >>> test_connector_keeps_laws()
 """
 
 from __future__ import annotations
@@ -32,9 +56,9 @@ __all__ = [
 ]
 
 POLICIES: tuple[ReplicaPolicyName, ...] = known_policies(None)
-"""The policies that need no nodes."""
+"""Names of the replica policies that need no topology."""
 STATES = ("mamba1", "mamba2", "gated delta net", "short conv")
-"""Kinds whose state has rows for speculative tokens."""
+"""Kinds with a conv state. Speculative tokens add rows to it."""
 
 
 @st.composite
@@ -56,14 +80,31 @@ def _case(
 
 
 @st.composite
-def twins(
-    draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 6
-) -> tuple[Case, Case]:
-    """Draw a case, and the same request between other engines of the same groups."""
-    case = draw(cases(kinds, largest))
-    sides = [draw(engines(each.groups, 4)) for each in (case.producer, case.consumer)]
+def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, Case]:
+    """Draw two cases of one request, with different engines.
+
+    Laws that compare two transfers need them. Both cases must deliver the same content.
+
+    Args:
+        draw: Passed by Hypothesis.
+        kinds: Keys of `KINDS`. The groups are of these kinds.
+
+    Returns:
+        A case, and the same request between two other engines of the same groups.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(twins(["MLA"]))
+    ... def test_lengths_are_equal(pair: tuple[Case, Case]) -> None:
+    ...     assert pair[0].request.num_tokens == pair[1].request.num_tokens
+    >>> test_lengths_are_equal()
+
+    """
+    case = draw(cases(kinds))
+    # These engines have at most 4 ranks, since a law moves the bytes of both cases.
+    sides = [draw(engines(engine.groups, 4)) for engine in (case.producer, case.consumer)]
     (sources, producer_pool), (targets, consumer_pool) = (
-        draw(tables(each, case.request, sides[1])) for each in sides
+        draw(tables(engine, case.request, sides[1])) for engine in sides
     )
     other = attrs.evolve(
         case,
@@ -82,8 +123,8 @@ def _replica_policies(
     draw: st.DrawFn, producer: EngineSpec, consumer: EngineSpec
 ) -> dict[str, Any]:
     """Draw a replica policy, which sometimes knows the nodes of the ranks."""
-    salt, near = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
-    if not near:
+    salt, with_nodes = draw(st.integers(0, 5)), draw(st.sampled_from((False, False, False, True)))
+    if not with_nodes:
         return {"replica_policy": ReplicaPolicy(draw(st.sampled_from(POLICIES)), salt)}
     nodes = [
         {rank: draw(st.integers(0, 2)) for rank in side.parallel.ranks}
@@ -95,9 +136,20 @@ def _replica_policies(
 
 
 @st.composite
-def plans(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 8) -> Case:
-    """Draw two engines of one model and a replica policy, without a request or memory."""
-    producer, consumer = draw(engine_pairs(kinds, largest))
+def plans(draw: st.DrawFn) -> Case:
+    """Draw a case without memory: two engines of one model, and a replica policy.
+
+    Its request is empty and its pools are missing. The laws of moves need no more. The engines have
+    up to about 8 ranks, since no byte moves.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(plans())
+    ... def test_request_is_empty(case: Case) -> None:
+    ...     assert case.request.num_tokens == 0
+    >>> test_request_is_empty()
+    """
+    producer, consumer = draw(engine_pairs(largest=8))
     request = TransferRequest(
         request_id="none", num_tokens=0, producer_blocks={}, consumer_blocks={}
     )
@@ -112,36 +164,91 @@ def plans(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), largest: int = 8
 
 
 def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStrategy[Case]:
-    """Draw a whole transfer between engines of about *largest* ranks."""
+    """Draw a whole transfer: two engines of one model, a request, pools and a replica policy.
+
+    Args:
+        kinds: Keys of `KINDS`. The groups of the model are of these kinds.
+        largest: The approximate maximum of ranks of an engine. Some engines have twice as many.
+
+    Returns:
+        A strategy of cases.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(cases(["full", "MLA"], largest=2))
+    ... def test_engines_are_small(case: Case) -> None:
+    ...     assert case.producer.parallel.tp_size <= 4
+    >>> test_engines_are_small()
+
+    """
     return engine_pairs(kinds, largest).flatmap(_case)
 
 
-def spanning_cases(largest: int = 4) -> st.SearchStrategy[Case]:
-    """Draw a transfer of content that spans the heads of a rank, sharded alike on both sides."""
-    return spanning_pairs(largest).flatmap(_case)
+def spanning_cases() -> st.SearchStrategy[Case]:
+    """Draw a transfer with content that spans all heads of a rank.
+
+    Both sides shard the heads equally, because such content cannot be divided.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(spanning_cases())
+    ... def test_one_group_is_packed(case: Case) -> None:
+    ...     assert case.producer.group("packed").layers == ("packed.0", "packed.1")
+    >>> test_one_group_is_packed()
+    """
+    return spanning_pairs().flatmap(_case)
 
 
 def interleaved_cases() -> st.SearchStrategy[Case]:
-    """Draw a transfer of tokens sharded alike, by interleaves that tiles do not divide."""
+    """Draw a transfer between engines with equal context ranks and an interleave of 6 tokens.
+
+    Blocks in memory have 4 or 12 tokens, so an interleave may begin inside of a block.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(interleaved_cases())
+    ... def test_interleave_is_6(case: Case) -> None:
+    ...     assert case.producer.parallel.interleave_size == 6
+    >>> test_interleave_is_6()
+    """
     return interleaved_pairs().flatmap(_case)
 
 
 @st.composite
-def common_cases(draw: st.DrawFn, largest: int = 4) -> Case:
-    """Draw a transfer of states of which either side may have more rows."""
+def common_cases(draw: st.DrawFn) -> Case:
+    """Draw a transfer of conv states, where either side may have more rows than the other.
+
+    Only the rows that both sides have move. See `Case.common_states`.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(common_cases())
+    ... def test_only_common_rows_move(case: Case) -> None:
+    ...     assert case.common_states
+    >>> test_only_common_rows_move()
+    """
     model = draw(groups(STATES))
-    producer, consumer = (draw(engines(draw(with_own_rows(model)), largest)) for _ in range(2))
+    producer, consumer = (draw(engines(draw(with_own_rows(model)), 4)) for _ in range(2))
     return draw(_case((producer, consumer), common_states=True))
 
 
 @st.composite
-def sharing_cases(draw: st.DrawFn, largest: int = 4) -> Case:
-    """Draw a transfer between engines each of whose groups lie in one memory."""
+def sharing_cases(draw: st.DrawFn) -> Case:
+    """Draw a transfer between engines whose groups share one memory, as in vLLM.
+
+    No two groups of a side have a common block, except for the null block.
+
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2)
+    ... @given(sharing_cases())
+    ... def test_memory_is_shared(case: Case) -> None:
+    ...     assert case.shared
+    >>> test_memory_is_shared()
+    """
+    # The layers of a uniform-type group have pages of different sizes. Shared pages are equal.
     kinds = [kind for kind in KINDS if not kind.startswith("uniform")]
-    model = draw(groups(kinds).filter(lambda found: len(found) > 1))
-    case = draw(
-        _case((draw(sharing_engines(model, largest)), draw(sharing_engines(model, largest))))
-    )
+    model = draw(groups(kinds).filter(lambda drawn: len(drawn) > 1))
+    case = draw(_case((draw(sharing_engines(model)), draw(sharing_engines(model)))))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(of_one_pool(tables, engine.null_block))
         for engine, tables in (
