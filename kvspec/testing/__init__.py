@@ -1,7 +1,14 @@
-"""Tools that judge a transfer: the byte oracle and the laws here, drawn cases in `strategies`.
+"""Test a connector: the laws of a transfer, the byte oracle, drawn cases, and NIXL without NIXL.
 
-Importing this package imports neither hypothesis nor torch; `kvspec.testing.strategies` needs the
-`testing` extra.
+    name                                        use
+    `laws`                                      judge a connector: which laws does it break?
+    `strategies`                                draw cases with Hypothesis
+    `fill`, `spoil`, `expected`, `check`        compare the memory of your own ranks byte by byte
+    `logical_views`                             the memory of a rank as arrays of blocks and tokens
+    `FakeNixl`                                  test code that uses NIXL, without NIXL
+
+Importing this package imports neither Hypothesis nor torch. `kvspec.testing.strategies` needs the
+extra `testing`.
 """
 
 from importlib import import_module
@@ -22,6 +29,7 @@ __all__ = [
 ]
 
 
+# `strategies` is imported on first use, because it needs Hypothesis.
 def __getattr__(name: str) -> ModuleType:
     if name != "strategies":
         raise AttributeError(f"module 'kvspec.testing' has no attribute {name!r}")

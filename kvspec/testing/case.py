@@ -1,6 +1,6 @@
-"""One transfer to judge: two engines, their pools, a request, and who reads which replica.
+"""The case: all that describes one transfer, without memory.
 
-A case is a value; strategies draw it, `world` gives it memory, laws are about it.
+Strategies draw cases, `world` allocates memory for them, and laws judge systems with them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,32 @@ def _replica_policy(value: ReplicaPolicyName | ReplicaPolicy) -> ReplicaPolicy:
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One transfer: both engines, their block pools by group, the request and the replica policy.
+    """One transfer between two engines.
 
-    *common_states*: only the rows of states that both have move. *shared*: on each side, all groups
-    lie in one memory.
+    Attributes:
+        producer: The engine that holds the tokens.
+        consumer: The engine that reads them.
+        producer_pool: Number of blocks of each group, by its name.
+        consumer_pool: The same for the consumer.
+        request: The tokens and the block tables of both sides.
+        replica_policy: Which of several equal producer ranks is read.
+        salt: A number that changes the choice of the policy.
+        common_states: Whether only those rows of a state move that both engines have.
+        shared: Whether all groups of a rank share one memory.
+
+    >>> import kvspec
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> engine = kvspec.EngineSpec(groups=[kvspec.KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> request = kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=2, producer_blocks={"g": [0]}, consumer_blocks={"g": [1]}
+    ... )
+    >>> case = Case(
+    ...     producer=engine, consumer=engine, producer_pool={"g": 2}, consumer_pool={"g": 2},
+    ...     request=request,
+    ... )
+    >>> case.replica_policy
+    'spread'
+
     """
 
     producer: EngineSpec

@@ -1,9 +1,46 @@
-"""Count bytes: what every rank should hold after a transfer, and where a storage differs from it.
+"""The byte oracle: what each byte of a rank must be after a transfer, and where it differs.
 
-The oracle judges the library, so it shares no arithmetic with it: units are handed out one by one
-like cards, storage is cut into arrays by the layout letters alone (`carve`), liveness is asked
-position by position. Of kvspec it reads only values (parts, groups, block tables) and imports only
-names.
+Invariant: the oracle shares no arithmetic with the library that it judges. It reads only values of
+kvspec: parts, groups and block tables.
+
+How it works:
+    1. Each byte of a model has a true value: a hash of layer, part, unit, token and byte
+       (`content`). So a byte that arrives at a wrong place is almost surely wrong there.
+    2. `fill` writes the true bytes to the producer, and random bytes everywhere else.
+    3. `spoil` writes random bytes to the consumer. Each byte of the request's blocks is wrong, so a
+       missing byte shows, and so does a cached byte that is overwritten.
+    4. The system under test moves bytes.
+    5. `check` compares each byte of the consumer:
+
+           byte                                        must be
+           live and not cached                         the true byte
+           dead, in a block of the request             any byte
+           cached, of another block, or padding        the byte that was there before
+
+    Example: a block has 4 tokens of 2 bytes, the prompt has 3 tokens, and 1 token is cached. The
+    consumer's table is [1], and its pool has 2 blocks. Of 16 bytes, 4 are live and 2 are free.
+
+    >>> import kvspec
+    >>> import numpy as np
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> engine = kvspec.EngineSpec(groups=[kvspec.KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> request = kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=3, cached_tokens=1,
+    ...     producer_blocks={"g": [0]}, consumer_blocks={"g": [1]},
+    ... )
+    >>> storage = {"g": np.zeros(16, np.uint8)}
+    >>> rank, tables = kvspec.RankId(), request.consumer_blocks
+    >>> spoil(engine, rank, storage, 2, tables, request)
+    >>> must, may = expected(engine, rank, storage, 2, tables, request)
+    >>> (must["g"] != storage["g"]).nonzero()[0].tolist(), may["g"].nonzero()[0].tolist()
+    ([10, 11, 12, 13], [14, 15])
+    >>> must["g"][13] ^= 1
+    >>> for line in check(engine, rank, storage, must, 2, tables, request):
+    ...     print(line.partition(": ")[0])
+    consumer tp0, group g, layer l, part latent, unit 0, token 2, block 1, byte 1
+
+    Units are dealt to ranks one by one, storage is cut by the layout letters (`carve`), and each
+    position is checked alone for liveness (`positions`).
 """
 
 from __future__ import annotations
@@ -25,13 +62,14 @@ if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.ownership.parallel import RankId
 
+# Returns the arrays of a storage whose order the layout letters do not describe.
 ViewsOf = Callable[[Storage], Views]
-"""What shows the arrays of a storage that does not lie as the letters say: where tensors are."""
+# The constants of splitmix64's finalizer.
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return splitmix64's finalizer of every word: one changed bit changes half of the others."""
+    """Return splitmix64's finalizer of each word. If one bit changes, half of the others change."""
     word = (word ^ (word >> np.uint64(30))) * _MULTIPLIERS[0]
     word = (word ^ (word >> np.uint64(27))) * _MULTIPLIERS[1]
     return word ^ (word >> np.uint64(31))
@@ -47,10 +85,23 @@ def content(
     seed: int = 0,
     seen: int = -1,
 ) -> Bytes:
-    """Return the true bytes [units, rows, *size*]: a hash of every coordinate and of *seed*.
+    """Return the true bytes of a part: a hash of all coordinates and of *seed*.
 
-    *units* are global; *rows* are token positions (of a state's first token), or row numbers of a
-    state that has *seen* that many tokens.
+    Args:
+        layer: Name of the layer.
+        part: Name of the part.
+        units: Numbers of the units in the model.
+        rows: Token positions (the first token, if a row stands for several), or rows of a state.
+        size: Bytes of one row of one unit.
+        seed: Changes all bytes.
+        seen: For a state, the number of tokens that it has seen. Else -1.
+
+    Returns:
+        uint8 array of shape (units, rows, size).
+
+    >>> content("layers.0", "k", [0, 1], [5], 2).shape
+    (2, 1, 2)
+
     """
     name = "\0".join((str(seed), layer, part, str(seen))).encode()
     key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
@@ -61,7 +112,7 @@ def content(
 
 
 def _content_of(rows: Rows, seed: int) -> Bytes:
-    """Return the true bytes [entries, units, C] of *rows*."""
+    """Return the true bytes of *rows*, of shape (entries, units, bytes)."""
     of_tokens, (_, layer, name) = rows.part.per_token, rows.key
     numbers, seen = (rows.token, -1) if of_tokens else (rows.row, rows.seen)
     size = rows.part.content_bytes
@@ -69,7 +120,7 @@ def _content_of(rows: Rows, seed: int) -> Bytes:
 
 
 def _views(engine: EngineSpec, rank: RankId, storage: Storage, blocks: Blocks | ViewsOf) -> Views:
-    """Return the arrays of *storage*, as the letters say, or as whoever knows better does."""
+    """Return the arrays of *storage*, cut by the layout letters or by the function *blocks*."""
     return blocks(storage) if callable(blocks) else logical_views(engine, rank, storage, blocks)
 
 
@@ -91,9 +142,20 @@ def fill(
     *,
     seed: int = 0,
 ) -> None:
-    """Give a producer rank's *storage* the true bytes of the tokens in its *tables*.
+    """Write the true bytes of a request to the storage of a producer rank.
 
-    Everything else, also rows at or beyond the request's length, gets random bytes.
+    All other bytes become random, also rows at or after the request's length.
+
+    Args:
+        engine: The producer.
+        rank: Its rank.
+        storage: One flat uint8 array for each group, or one array that all groups share.
+        num_blocks: Blocks of the pool, for all groups or by group. Or a function that returns the
+            arrays of a storage, if the layout letters do not describe it.
+        tables: The block tables of the producer.
+        request: The request.
+        seed: Changes all bytes. Use one seed for a whole transfer.
+
     """
     _random(storage, rank, seed + 1)
     views = _views(engine, rank, storage, num_blocks)
@@ -112,9 +174,19 @@ def spoil(
     *,
     seed: int = 0,
 ) -> None:
-    """Give a consumer rank's *storage* random bytes, wrong at each byte of the request's blocks.
+    """Write random bytes to the storage of a consumer rank. None of the request's bytes is true.
 
-    So a byte that is not written shows, and so does a cached byte that is.
+    So a byte that is not written shows, and so does a cached byte that is written.
+
+    Args:
+        engine: The consumer.
+        rank: Its rank.
+        storage: One flat uint8 array for each group, or one array that all groups share.
+        num_blocks: As for `fill`.
+        tables: The block tables of the consumer.
+        request: The request.
+        seed: The seed of `fill`.
+
     """
     _random(storage, rank, seed + 2)
     views = _views(engine, rank, storage, num_blocks)
@@ -134,11 +206,22 @@ def expected(
     seed: int = 0,
     source: EngineSpec | None = None,
 ) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
-    """Return what a consumer rank must hold, and a mask (1) of the bytes that may be anything.
+    """Return the bytes that a consumer rank must hold after a transfer.
 
-    Live, uncached tokens have the true bytes; bytes of dead, uncached positions in the request's
-    own blocks may change; every other byte is as it was *before*. Both are flat arrays by group,
-    one for all groups that share one. *source*: the producer; what it excludes stays as it was.
+    Args:
+        engine: The consumer.
+        rank: Its rank.
+        before: A copy of its storage before the transfer.
+        num_blocks: As for `fill`.
+        tables: The block tables of the consumer.
+        request: The request.
+        seed: The seed of `fill`.
+        source: The producer. Layers that it excludes must not change.
+
+    Returns:
+        The bytes, and a mask that is 1 for each byte that may have any value. Both are flat arrays
+        by group. Groups that share one storage share one array.
+
     """
     must = each_array(before, np.copy)
     may = each_array(before, np.zeros_like)
@@ -164,9 +247,24 @@ def check(
     limit: int = 20,
     source: EngineSpec | None = None,
 ) -> list[str]:
-    """Return what is wrong with a consumer rank's storage *after* the transfer, a line a byte.
+    """Compare the storage of a consumer rank with `expected`, byte by byte.
 
-    Empty: right. At most *limit* lines, each naming rank, layer, part, unit, token and byte.
+    Args:
+        engine: The consumer.
+        rank: Its rank.
+        before: A copy of its storage before the transfer.
+        after: Its storage after the transfer.
+        num_blocks: As for `fill`.
+        tables: The block tables of the consumer.
+        request: The request.
+        seed: The seed of `fill`.
+        limit: The maximum number of lines.
+        source: The producer. Layers that it excludes must not change.
+
+    Returns:
+        A line for each wrong byte, which names rank, group, layer, part, unit, token, block and
+        byte, and both values. Empty if the storage is right.
+
     """
     right = expected(engine, rank, before, num_blocks, tables, request, seed=seed, source=source)
     return compare(
@@ -186,7 +284,7 @@ def compare(
     limit: int = 20,
     source: EngineSpec | None = None,
 ) -> list[str]:
-    """Return the same of what is *right*, as `expected` returns it: what must be, what may."""
+    """Return the lines of `check`, for the result *right* of `expected`."""
     must, may = right
     wrong: dict[str, Bytes] = {}
     by_array: dict[int, Bytes] = {}
@@ -210,9 +308,9 @@ def _differences(
     request: TransferRequest,
     source: EngineSpec | None,
 ) -> Iterator[str]:
-    """Yield a line for every byte that is *wrong* (1), in logical order; the request's own first.
+    """Yield a line for each byte that is *wrong* (1): first the request's blocks, then others.
 
-    Then come other blocks, and last what no part holds.
+    Bytes that no part holds, such as padding, come last. The bytes of *wrong* are cleared.
     """
     left = _views(engine, rank, wrong, num_blocks)
     must_views = _views(engine, rank, must, num_blocks)
@@ -220,7 +318,7 @@ def _differences(
     for own in (True, False):
         for rows in rows_of(engine, rank, tables, request, source=source):
             group, layer, part = rows.key
-            told = {
+            request_rows = {
                 (int(block), int(row)): (
                     f"token {token}" if token >= 0 else f"state row {row}",
                     live,
@@ -231,26 +329,27 @@ def _differences(
             }
             for at in map(tuple, np.argwhere(left[rows.key]).tolist()):
                 block, unit, row, byte = at
-                if own and (block, row) not in told:
+                if own and (block, row) not in request_rows:
                     continue
-                where, live = told.get((block, row), (f"row {row}, not the request's", False))
+                foreign = f"row {row} outside of the request", False
+                where, live = request_rows.get((block, row), foreign)
                 left[rows.key][at] = 0
                 yield (
-                    f"{rank} group {group} layer {layer} part {part} unit {rows.units[unit]} "
-                    f"{where} (block {block}) byte {byte}: expected {must_views[rows.key][at]:#04x}"
-                    f", got {after_views[rows.key][at]:#04x} "
-                    f"({'live' if live else 'must not change'})"
+                    f"consumer {rank}, group {group}, layer {layer}, part {part}, unit "
+                    f"{rows.units[unit]}, {where}, block {block}, byte {byte}: this byte must "
+                    f"{'become' if live else 'stay'} {must_views[rows.key][at]:#04x}, but it is "
+                    f"{after_views[rows.key][at]:#04x}"
                 )
     for name, flat in wrong.items():
         for byte in np.flatnonzero(flat).tolist():
             flat[byte] = 0
             yield (
-                f"{rank} group {name} padding at byte {byte} of the storage: "
-                f"expected {must[name][byte]:#04x}, got {after[name][byte]:#04x} (must not change)"
+                f"consumer {rank}, group {name}, byte {byte} of the storage (padding): this byte "
+                f"must stay {must[name][byte]:#04x}, but it is {after[name][byte]:#04x}"
             )
 
 
 def each_array(storage: Storage, make: Callable[[Bytes], Bytes]) -> dict[str, Bytes]:
-    """Return what *make* makes of each array; groups that share one share what is made of it."""
+    """Return *make* of each array. Groups that share one array share its result."""
     made = {id(flat): make(flat) for flat in storage.values()}
     return {name: made[id(flat)] for name, flat in storage.items()}

@@ -1,7 +1,29 @@
-"""Whole transfers in one process: numpy is the transport, every address is looked up.
+"""Execute whole transfers in one process: numpy copies the bytes, and each address is looked up.
 
-An address that the library names must lie in the storage of the rank it belongs to; nothing else
-of the library's arithmetic is used to move, to fill or to compare. Needs no torch, no hypothesis.
+Invariant: a copy reads and writes only inside the storage of its two ranks. An address outside
+raises `AssertionError` before a byte moves.
+
+How it works:
+    `world` allocates a storage for each rank of a case, fills the producers with true bytes and the
+    consumers with wrong ones. Example: a prompt of 2 tokens of 2 bytes moves from block 0 to
+    block 1, so 4 bytes move.
+
+    >>> import kvspec
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> engine = kvspec.EngineSpec(groups=[kvspec.KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> request = kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=2, producer_blocks={"g": [0]}, consumer_blocks={"g": [1]}
+    ... )
+    >>> case = Case(
+    ...     producer=engine, consumer=engine, producer_pool={"g": 2}, consumer_pool={"g": 2},
+    ...     request=request,
+    ... )
+    >>> here = world(case)
+    >>> len(here.differences())
+    4
+    >>> here.execute(described)
+    >>> here.differences()
+    []
 """
 
 from __future__ import annotations
@@ -32,14 +54,31 @@ Held = dict[RankId, tuple[RankCache, Storage]]
 Pair = tuple[RankId, RankId]
 Copy = tuple[int, int, int]  # producer address, consumer address, length
 Copies = Callable[[DescriptorTable, TransferRequest], list[Copy]]
+# The seed of all contents of all worlds, so that one world can continue another (law 4).
 SEED = 5
 
 
 @attrs.frozen
 class PreparedLists:
-    """Lists as NIXL prepares them, and what is picked of them: rows of 5, and int32 ids into them.
+    """Prepared rows of both sides, and the ids that pick descriptors from them, as in NIXL.
 
-    A row is ``(address, length, device, stride, count)``; an id counts through the rows' counts.
+    A row is `(address, length, device, stride, count)` and stands for *count* descriptors. An id is
+    the number of a descriptor, counted through all rows.
+
+    Attributes:
+        producer_rows: uint64 array of shape (rows, 5).
+        consumer_rows: The same for the consumer.
+        producer_ids: int32 array. The descriptors to read, in order.
+        consumer_ids: int32 array of equal length. The descriptors to write.
+
+    Example: two descriptors of 8 bytes on each side. Ids 1 and 0 copy the second to the first.
+
+    >>> producer_rows = np.array([[1000, 8, 0, 100, 2]], np.uint64)
+    >>> consumer_rows = np.array([[5000, 8, 0, 100, 2]], np.uint64)
+    >>> ids = np.array([1], np.int32), np.array([0], np.int32)
+    >>> PreparedLists(producer_rows, consumer_rows, *ids).copies()
+    [(1100, 5000, 8)]
+
     """
 
     producer_rows: npt.NDArray[np.uint64]
@@ -48,18 +87,26 @@ class PreparedLists:
     consumer_ids: npt.NDArray[np.int32]
 
     def copies(self) -> list[Copy]:
-        """Return the copies that the ids mean, in order."""
+        """Return the copies that the ids describe, in order.
+
+        Raises:
+            AssertionError: If an id is not in any row, or two lengths differ.
+
+        """
         sources, lengths = _picked(self.producer_rows, self.producer_ids)
-        places, other = _picked(self.consumer_rows, self.consumer_ids)
-        if lengths != other:
-            raise AssertionError("the lengths of the two sides' descriptors differ")
+        places, consumer_lengths = _picked(self.consumer_rows, self.consumer_ids)
+        if lengths != consumer_lengths:
+            raise AssertionError(
+                "producer and consumer: expected ids of descriptors with equal lengths, got "
+                f"{lengths} and {consumer_lengths} bytes"
+            )
         return list(zip(sources, places, lengths, strict=True))
 
 
 def _picked(
     rows: npt.NDArray[np.uint64], ids: npt.NDArray[np.int32]
 ) -> tuple[list[int], list[int]]:
-    """Return the address and the length of each of *ids*."""
+    """Return the addresses and the lengths of the descriptors *ids*."""
     index = ids.astype(np.int64)
     address, length, _, stride, count = rows.astype(np.int64).T
     starts = np.concatenate([[0], np.cumsum(count)])
@@ -70,37 +117,44 @@ def _picked(
 
 
 def prepared(table: DescriptorTable, request: TransferRequest) -> PreparedLists:
-    """Return a table's rows and the ids of `select`."""
+    """Return the rows of *table*, and the ids that its `select` returns."""
     return PreparedLists(table.producer_rows, table.consumer_rows, *table.select(request))
 
 
 def selected(table: DescriptorTable, request: TransferRequest) -> list[Copy]:
-    """Return the copies that the ids of `select` mean, in order."""
+    """Return the copies that the ids of `select` describe, in order."""
     return prepared(table, request).copies()
 
 
 def described(
     table: DescriptorTable, request: TransferRequest, tokens: range | None = None
 ) -> list[Copy]:
-    """Return the copies that `descriptors` lists."""
+    """Return the copies that `descriptors` returns."""
     rows = table.descriptors(request, tokens=tokens)
     assert np.uint64 == rows.dtype
-    return [(int(a), int(b), int(c)) for a, b, c in rows]
+    return [(int(source), int(place), int(length)) for source, place, length in rows]
 
 
 def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str, int]:
-    """Return the group and offset of *length* bytes at *address*, all in one group's storage."""
+    """Return the group whose storage contains *length* bytes at *address*, and their offset.
+
+    Raises:
+        AssertionError: If the bytes do not lie in the storage of one group.
+
+    """
     for name, flat in storage.items():
         offset = address - flat.__array_interface__["data"][0]
         if offset >= 0 and offset + length <= flat.size:
             return name, offset
-    raise AssertionError(f"{length} bytes at {address:#x} are not in any storage of this rank")
+    raise AssertionError(
+        f"address {address:#x}: expected {length} bytes inside the storage of this rank"
+    )
 
 
 def finest(cache: RankCache) -> RankCache:
-    """Return *cache* in as many memories as its regions allow; some of them touch."""
+    """Return *cache* with as many memories as its regions allow. Some of them are adjacent."""
     memories: list[Memory] = []
-    for region in sorted(cache.regions, key=lambda each: (each.extent.start, each.extent.stop)):
+    for region in sorted(cache.regions, key=lambda r: (r.extent.start, r.extent.stop)):
         start, stop = region.extent.start, region.extent.stop
         if memories and start < memories[-1].address + memories[-1].length:
             last = memories.pop()
@@ -110,64 +164,72 @@ def finest(cache: RankCache) -> RankCache:
 
 
 def held(engine: EngineSpec, pool: Mapping[str, int], *, shared: bool = False) -> Held:
-    """Return the cache and storage of every rank of *engine*."""
+    """Return the cache and the storage of each rank of *engine*."""
     return {rank: allocate(engine, rank, pool, shared=shared) for rank in engine.parallel.ranks}
 
 
 def snapshot(ranks: Held) -> dict[RankId, Storage]:
-    """Return a copy of every rank's storage."""
+    """Return a copy of the storage of each rank."""
     return {rank: oracle.each_array(storage, np.copy) for rank, (_, storage) in ranks.items()}
 
 
 @attrs.frozen
 class World:
-    """One case with its memory: producers hold true bytes, consumers none."""
+    """One case with its memory. The producers hold true bytes, the consumers wrong ones.
+
+    Attributes:
+        case: The case.
+        producers: Cache and storage of each producer rank.
+        consumers: Cache and storage of each consumer rank.
+        before: A copy of the consumers' storage before the transfer.
+
+    """
 
     case: Case
     producers: Held
     consumers: Held
     before: dict[RankId, Storage]
-    _made: dict[tuple[Pair, frozenset[str] | None], DescriptorTable] = attrs.field(
+    # Building a table is the slow part of a case, so worlds of one memory share them.
+    _tables: dict[tuple[Pair, frozenset[str] | None], DescriptorTable] = attrs.field(
         factory=dict, repr=False, eq=False
     )
-
     _right: dict[RankId, tuple[Storage, Storage]] = attrs.field(
         factory=dict, init=False, repr=False, eq=False
     )
 
     @cached_property
     def plan(self) -> TransferPlan:
-        """The library's plan of the case."""
+        """The plan of the library for the case."""
         return plan_of(self.case)
 
     def asking(self, request: TransferRequest) -> World:
-        """Return the world of another *request* over the very memory, and tables, of this one."""
+        """Return a world of another *request* that uses the memory and tables of this world."""
         case = attrs.evolve(self.case, request=request)
-        return World(case, self.producers, self.consumers, self.before, self._made)
+        return World(case, self.producers, self.consumers, self.before, self._tables)
 
     def table(
         self, producer: RankId, consumer: RankId, layers: frozenset[str] | None = None
     ) -> DescriptorTable:
-        """Return the library's descriptor table of one pair of ranks, of all *layers* or some."""
+        """Return the library's descriptor table of two ranks, for *layers* or for all."""
         key = (producer, consumer), layers
-        if key not in self._made:
+        if key not in self._tables:
             caches = self.producers[producer][0], self.consumers[consumer][0]
-            self._made[key] = build_table(self.plan, *caches, layers=layers)
-        return self._made[key]
+            self._tables[key] = build_table(self.plan, *caches, layers=layers)
+        return self._tables[key]
 
     def tables(self) -> Iterator[tuple[RankId, RankId, DescriptorTable]]:
-        """Yield the descriptor table of each pair of ranks that exchange anything."""
+        """Yield the descriptor table of each pair of ranks that exchange bytes."""
         for p, c in sorted({(edge.producer, edge.consumer) for edge in self.plan.edges}):
             yield p, c, self.table(p, c)
 
     def restore(self) -> None:
-        """Give every consumer rank the bytes that it had before."""
+        """Write the bytes from before the transfer to all consumer ranks."""
         for rank, storage in self.before.items():
             for name, flat in storage.items():
                 self.consumers[rank][1][name][:] = flat
 
     def copy(self, pair: Pair, copies: Iterable[Copy]) -> None:
-        """Do what *copies* say, from the producer to the consumer of *pair*."""
+        """Execute *copies* from the producer rank to the consumer rank of *pair*."""
         sent, kept = self.producers[pair[0]][1], self.consumers[pair[1]][1]
         for source, place, length in copies:
             name, start = inside(sent, source, length)
@@ -175,49 +237,49 @@ class World:
             kept[target][offset : offset + length] = sent[name][start : start + length]
 
     def execute(self, copies: Copies) -> None:
-        """Do what *copies* says, for every pair of ranks."""
+        """Execute the copies that the function *copies* returns, for each pair of ranks."""
         for p, c, table in self.tables():
             self.copy((p, c), copies(table, self.case.request))
 
-    def rest(self) -> tuple[Any, ...]:
-        """Return the oracle's arguments about the consumer."""
+    def _consumer(self) -> tuple[Any, ...]:
+        """Return the arguments of the oracle that describe the consumer's blocks."""
         return self.case.consumer_pool, self.case.request.consumer_blocks, self.case.request
 
     def differences(self) -> list[str]:
-        """Return what is wrong on any consumer rank."""
+        """Return a line for each wrong byte of each consumer rank. See `oracle.check`."""
         source = self.case.producer
         return [
             line
             for rank, (_, after) in self.consumers.items()
             for line in oracle.compare(
-                self.case.consumer, rank, self.right(rank), after, *self.rest(), source=source
+                self.case.consumer, rank, self.right(rank), after, *self._consumer(), source=source
             )
         ]
 
     def right(self, rank: RankId) -> tuple[Storage, Storage]:
-        """Return what a consumer must hold, and where anything is allowed; not to be changed."""
+        """Return the result of `oracle.expected` for a consumer rank. Do not modify it."""
         if rank not in self._right:
             self._right[rank] = oracle.expected(
                 self.case.consumer,
                 rank,
                 self.before[rank],
-                *self.rest(),
+                *self._consumer(),
                 seed=SEED,
                 source=self.case.producer,
             )
         return self._right[rank]
 
     def live(self, rank: RankId) -> tuple[Storage, Storage, dict[str, npt.NDArray[np.bool_]]]:
-        """Return what a consumer must hold, where anything is allowed, and which bytes arrive.
+        """Return the bytes of a consumer rank, a mask of free bytes, and a mask of live bytes.
 
-        Bytes that arrive are those that must change: `spoil` left none of them right.
+        Live bytes are the bytes that must change: `spoil` has made each of them wrong.
         """
         (must, may), before = self.right(rank), self.before[rank]
         return must, may, {name: must[name] != before[name] for name in must}
 
 
 def plan_of(case: Case) -> TransferPlan:
-    """Return the library's plan of *case*."""
+    """Return the plan of the library for *case*."""
     return plan_transfer(
         case.producer,
         case.consumer,
@@ -227,7 +289,16 @@ def plan_of(case: Case) -> TransferPlan:
 
 
 def world(case: Case, producers: Held | None = None) -> World:
-    """Allocate both sides of *case*, fill the producers and spoil the consumers."""
+    """Allocate both sides of *case*, fill the producers and spoil the consumers.
+
+    Args:
+        case: The case.
+        producers: Producer ranks that are filled already, for example by an earlier transfer.
+
+    Returns:
+        The world.
+
+    """
     request = case.request
     if producers is None:
         producers = held(case.producer, case.producer_pool, shared=case.shared)

@@ -310,23 +310,27 @@ def arrived() -> Arrived:
 
 
 @pytest.mark.parametrize(
-    ("byte", "where", "why"),
+    ("byte", "where", "verb"),
     [
-        (5 * 40 + 6, "tp1 group g layer a part v unit 1 token 9 (block 5) byte 0", "live"),
-        (5 * 40 + 1, "part k unit 1 token 8 (block 5) byte 1", "must not change"),
-        (2 * 40, "part k unit 1 row 0, not the request's (block 2) byte 0", "must not change"),
-        (2 * 40 + 17, "tp1 group g padding at byte 97 of the storage", "must not change"),
+        (
+            5 * 40 + 6,
+            "consumer tp1, group g, layer a, part v, unit 1, token 9, block 5, byte 0",
+            "become",
+        ),
+        (5 * 40 + 1, "part k, unit 1, token 8, block 5, byte 1", "stay"),
+        (2 * 40, "part k, unit 1, row 0 outside of the request, block 2, byte 0", "stay"),
+        (2 * 40 + 17, "consumer tp1, group g, byte 97 of the storage (padding)", "stay"),
     ],
     ids=["live", "cached", "foreign block", "padding"],
 )
-def test_each_wrong_byte_is_named(arrived: Arrived, byte: int, where: str, why: str) -> None:
+def test_each_wrong_byte_is_named(arrived: Arrived, byte: int, where: str, verb: str) -> None:
     """A planted byte is found and named: rank, layer, part, unit, token, byte, both values."""
     engine, before, after, rest = arrived
     assert [] == oracle.check(engine, RANK, before, after, *rest)
     old = int(after["g"][byte])
     after["g"][byte] ^= 255
     (line,) = oracle.check(engine, RANK, before, after, *rest)
-    assert line.endswith(f"{where}: expected {old:#04x}, got {old ^ 255:#04x} ({why})")
+    assert line.endswith(f"{where}: this byte must {verb} {old:#04x}, but it is {old ^ 255:#04x}")
 
 
 def test_a_dead_byte_is_free(arrived: Arrived) -> None:

@@ -1,8 +1,40 @@
-"""The laws of a transfer, each one sentence, over any system that answers what a transfer is.
+"""The laws that each correct transfer of a KV cache keeps. They judge your own connector.
 
-`LAWS` is the table. A broken law says by which system and where: `broken` lists what a system
-breaks of one case, `Law.check` raises. Cases are drawn by `kvspec.testing.strategies` or made by
-hand; nothing here needs hypothesis.
+How it works:
+    A `System` is a set of functions that describe what a connector does in one `Case`: which rank
+    reads which units, and which bytes are copied. A law compares the answers with what should
+    happen, and yields one sentence for each difference. `broken` returns all laws that a system
+    breaks in a case. `Law.check` raises `BrokenLawError` instead.
+
+    The laws use an oracle, which counts units, tokens and bytes one by one. It shares no arithmetic
+    with the library. So `KVSPEC`, the library itself, is only one system among others.
+
+    Example: two tokens of two bytes move from block 0 to block 1. A system that copies only one
+    token breaks law 1.
+
+    >>> import kvspec
+    >>> from kvspec.testing import Case, laws
+    >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
+    >>> engine = kvspec.EngineSpec(groups=[kvspec.KVCacheGroup(name="g", layers=["l"], spec=spec)])
+    >>> request = kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=2, producer_blocks={"g": [0]}, consumer_blocks={"g": [1]}
+    ... )
+    >>> case = Case(
+    ...     producer=engine, consumer=engine, producer_pool={"g": 2}, consumer_pool={"g": 2},
+    ...     request=request,
+    ... )
+    >>> laws.broken(laws.KVSPEC, case)
+    []
+    >>> def one_token(world, producer, consumer):
+    ...     [source] = world.producers[producer][0].memory
+    ...     [target] = world.consumers[consumer][0].memory
+    ...     return [(source.address, target.address + 8, 2)]
+    >>> system = laws.System(name="one token", descriptors=one_token)
+    >>> print(laws.broken(system, case, of=laws.LAWS[:1])[0][1])
+    descriptors: consumer tp0, group g, layer l, part latent, unit 0, token 1,
+    block 1, byte 0: this byte must become 0x65, but it is 0x7a
+
+    `kvspec.testing.strategies` draws cases. This package works without Hypothesis.
 """
 
 from __future__ import annotations
@@ -30,14 +62,23 @@ __all__ = [
 
 
 class BrokenLawError(AssertionError):
-    """A law does not hold of a system: which one, and where."""
+    """A system breaks a law. The message names the system, the law and the first difference."""
 
 
 @attrs.frozen
 class Law:
-    """One law: its number, name and sentence, and the functions that look for its counter-examples.
+    """One law, with the functions that look for differences.
 
-    *over*: of a case alone; *between*: of two cases of one request, between other engines.
+    Attributes:
+        number: The number of the law. It never changes.
+        name: A short name.
+        sentence: What the law requires.
+        over: Functions that judge one case.
+        between: Functions that compare two cases of one request with different engines.
+
+    >>> print(LAWS[4])
+    law 5, identity
+
     """
 
     number: int
@@ -47,25 +88,30 @@ class Law:
     between: tuple[Callable[[Trial, Trial], Iterator[str]], ...] = ()
 
     def faults(self, system: System, case: Case, other: Case | None = None) -> Iterator[str]:
-        """Yield in words what of *system* breaks this law; nothing: it holds.
+        """Yield a sentence for each way in which *system* breaks this law.
 
-        Without *other* nothing is asked that takes two cases.
+        Args:
+            system: The system to judge.
+            case: The transfer.
+            other: The same request with other engines. Without it, comparisons are skipped.
+
         """
         return self.look(*_trials(system, case, other))
 
     def look(self, trial: Trial, other: Trial | None = None) -> Iterator[str]:
-        """Yield the same of a *trial*, whose world and copies several laws can look at."""
+        """Yield the same sentences for a *trial*, which several laws can share."""
         try:
             for judge in self.over:
                 yield from judge(trial)
             if other is not None:
                 for compare in self.between:
                     yield from compare(trial, other)
-        except AssertionError as error:  # an answer that means nothing, such as ids of no row
+        # An answer without a meaning, such as an id that is not in any row, breaks the law too.
+        except AssertionError as error:
             yield str(error)
 
     def check(self, system: System, case: Case, other: Case | None = None) -> None:
-        """Raise `BrokenLawError` with the first counter-example."""
+        """Raise `BrokenLawError` with the first difference, if *system* breaks this law."""
         for fault in self.faults(system, case, other):
             raise BrokenLawError(f"{system.name} breaks {self}: {fault}")
 
@@ -77,28 +123,28 @@ LAWS = (
     Law(
         1,
         "exact cover",
-        "Every unit and token that a consumer rank owns is read once, from a rank that owns it;"
-        " every live, uncached byte of a request is written once, with its true value, and no byte"
-        " that has to stay is.",
+        "Each unit and token that a consumer rank owns is read once, from a rank that owns it. Each"
+        " live, uncached byte of a request is written once, with its true value. No byte that must"
+        " not change is written.",
         (moves.cover, copies.cover),
     ),
     Law(
         2,
         "target, not result",
-        "A law asks for everything that should be there, never only about what came: a system that"
-        " does nothing breaks it.",
+        "A law checks all content that should arrive, not only the content that did arrive. A"
+        " system that does nothing breaks it.",
     ),
     Law(
         3,
         "symmetry",
-        "What consumers would pull is what producers would push; where no rank is a replica,"
-        " swapping the engines swaps what moves.",
+        "The consumers pull the same moves that the producers push. If no rank is a replica,"
+        " swapping the engines swaps the moves.",
         (moves.symmetry,),
     ),
     Law(
         4,
         "two hops are one hop",
-        "Over any third engine that can hold them, the same bytes arrive.",
+        "A transfer through a third engine delivers the same bytes as a direct transfer.",
         between=(copies.two_hops,),
     ),
     Law(
@@ -110,70 +156,86 @@ LAWS = (
     Law(
         6,
         "fair",
-        "Of producer ranks that hold the same, the numbers of readers differ by at most one; under"
-        " `stripe`, those of virtual blocks; under `first`, the first alone is read; under"
-        " `nearest`, one on the reader's node, if there is one.",
+        "Producer ranks with the same content have numbers of readers that differ by at most one."
+        " Under `stripe`, the numbers of virtual blocks differ by at most one. Under `first`, only"
+        " the first rank is read. Under `nearest`, a rank on the reader's node is read, if there is"
+        " one.",
         (moves.fair,),
     ),
     Law(
         7,
         "counts",
-        "Every producer rank is told by at least one consumer rank and by all that read it, and"
-        " both sides count the same pairs.",
+        "Each producer rank receives a notification from at least one consumer rank, and from each"
+        " one that reads it. Both sides count the same pairs.",
         (moves.counts,),
     ),
     Law(
         8,
         "maximal",
-        "No two descriptors touch on both sides; no ids move a block without a live byte, or as"
-        " several what one longer row has with less than 16 KiB more.",
+        "No two descriptors are adjacent on both sides. No id moves a block without a live byte. No"
+        " ids move as several copies what one longer row moves with less than 16 KiB of other"
+        " bytes.",
         (long_runs.maximal, long_runs.minimal),
     ),
     Law(
         9,
         "layout invariance",
-        (
-            "What arrives does not depend on either side's layouts, blocks, stages, contexts or "
-            "shardings."
-        ),
+        "The delivered content does not depend on the layouts, blocks, stages, context ranks or"
+        " shardings of either side.",
         between=(copies.invariance,),
     ),
     Law(
         10,
         "bounds",
-        "Every copy, and every row from its first to its last, lies in one memory of its own side.",
+        "Each copy, and each row from its first to its last byte, lies in one memory of its side.",
         (copies.bounds,),
     ),
     Law(
         11,
         "refusal",
-        "What cannot be moved is refused by the name of what is wrong, before a byte of it moves.",
+        "A system refuses an impossible transfer before any byte moves. Its error names the wrong"
+        " field or group.",
         (refusal.of_models, refusal.of_requests),
     ),
     Law(
         12,
         "release",
-        "Each producer rank releases a request once, after its last reader; what is called ready"
-        " was read whole, and was held until then.",
+        "Each producer rank releases a request once, after its last reader. A request that is"
+        " reported as ready was read completely, and was held until then.",
     ),
     Law(
         13,
         "steps",
-        "Over any schedule of frontiers, by layer and by token, the steps are the whole request,"
-        " nothing twice, nothing before it was written.",
+        "For any schedule by layer and by token, the steps together move the whole request. No byte"
+        " moves twice, and no byte moves before it was written.",
         (steps.steps,),
     ),
 )
-"""Every law, in the order of its number."""
+"""All laws, in the order of their numbers."""
 
 
 def broken(
     system: System, case: Case, other: Case | None = None, of: Iterable[Law] = LAWS
 ) -> list[tuple[Law, str]]:
-    """Return each law *of* those that *system* breaks of *case*, with its first counter-example."""
+    """Return the laws that *system* breaks in *case*.
+
+    Args:
+        system: The system to judge.
+        case: The transfer.
+        other: The same request with other engines. Without it, laws 4 and 9 are not judged.
+        of: The laws to judge.
+
+    Returns:
+        Each broken law with its first difference, as a sentence.
+
+    Raises:
+        MismatchError: If the system refuses the case.
+
+    """
+    # The laws share the trials, so memory is allocated and each question is asked only once.
     trials = _trials(system, case, other)
-    found = ((law, next(law.look(*trials), None)) for law in of)
-    return [(law, fault) for law, fault in found if fault is not None]
+    faults = ((law, next(law.look(*trials), None)) for law in of)
+    return [(law, fault) for law, fault in faults if fault is not None]
 
 
 def _trials(system: System, *cases: Case | None) -> list[Trial]:

@@ -1,4 +1,17 @@
-"""The laws of bytes: whole requests, copied as the system says and judged by the oracle."""
+"""The laws of bytes: whole requests, copied as the system describes and judged by the oracle.
+
+Laws 1 (exact cover), 4 (two hops), 9 (layout invariance) and 10 (bounds).
+
+How it works:
+    Each law executes the copies of the system in the memory of a `World`, and lets the oracle
+    compare the memory of each consumer rank byte by byte. Example of law 4: a case moves a request
+    from engine A (TP 4) to engine B (TP 2), and the other case ends at engine C (TP 3).
+
+        first hop     A -> C, with the block tables that the other case has for C
+        second hop    C -> B, out of the memory that the first hop wrote
+
+    After both hops the consumer B must hold the same bytes as after the direct transfer.
+"""
 
 from __future__ import annotations
 
@@ -26,51 +39,59 @@ if TYPE_CHECKING:
 
 
 def cover(trial: Trial) -> Iterator[str]:
-    """Yield each byte that is wrong after the transfer, and each that is written twice."""
+    """Yield each byte that is wrong after the transfer, or that two copies write."""
     moved: list[dict[Pair, list[tuple[int, int]]]] = []
     for name, copies in trial.copies():
         deliver(trial.world, copies)
         for fault in (*_twice(copies), *trial.world.differences()):
             yield f"{name}: {fault}"
-        moved.append({pair: _bytes(found) for pair, found in copies.items()})
+        moved.append({pair: _bytes(pair_copies) for pair, pair_copies in copies.items()})
     if moved[1:] and moved[0] != moved[1]:
-        yield "descriptors and ids do not move the same bytes"
+        p, c = next(pair for pair in moved[0] if moved[0][pair] != moved[1].get(pair))
+        yield (
+            f"producer {p}, consumer {c}: expected ids that move the same bytes as the descriptors,"
+            " got other bytes"
+        )
 
 
 def _twice(copies: Copies) -> Iterator[str]:
-    """Yield a consumer rank's first byte that two copies write."""
+    """Yield the first byte of each consumer rank that two copies write."""
     written: dict[RankId, list[tuple[int, int]]] = {}
-    for (_, consumer), found in copies.items():
-        written.setdefault(consumer, []).extend((b, b + length) for _, b, length in found)
+    for (_, consumer), pair_copies in copies.items():
+        written.setdefault(consumer, []).extend((b, b + length) for _, b, length in pair_copies)
     for consumer, spans in written.items():
         for (_, end), (start, _) in pairwise(sorted(spans)):
             if start < end:
-                yield f"consumer {consumer}: the byte at address {start:#x} is written twice"
+                yield f"consumer {consumer}, address {start:#x}: expected 1 write, got 2"
                 break
 
 
 def _bytes(copies: list[Copy]) -> list[tuple[int, int]]:
-    """Return (source, place) of every byte, ascending."""
+    """Return (producer address, consumer address) of each byte, sorted."""
     return sorted((a + i, b + i) for a, b, length in copies for i in range(length))
 
 
 def two_hops(trial: Trial, other: Trial) -> Iterator[str]:
-    """Yield what is wrong after the way over *other*'s consumer, if anything arrived there."""
+    """Yield each wrong byte of a transfer through the consumer of *other*."""
     if not any(trial.system.ways()):
         return
     there, here = _hops(trial.case, other.case)
     for name, way in trial.system.ways():
-        for hop, each in (("first", there), ("second", here)):
-            deliver(each, copied(each, way))
-            yield from (f"{name}, {hop} hop: {fault}" for fault in each.differences())
+        for hop, hop_world in (("first", there), ("second", here)):
+            deliver(hop_world, copied(hop_world, way))
+            yield from (f"{name}, {hop} hop: {fault}" for fault in hop_world.differences())
 
 
 def _hops(case: Case, other: Case) -> tuple[World, World]:
-    """Return the way to *other*'s consumer, and from there: its consumers are its producers."""
-    still = excluded_layers(case.producer) | excluded_layers(case.consumer)
-    middle = _excluding(other.consumer, still)
+    """Return the worlds of both hops. The consumers of the first are the producers of the second.
+
+    The engine in the middle excludes all layers that do not move in *case*.
+    """
+    excluded = excluded_layers(case.producer) | excluded_layers(case.consumer)
+    middle = _excluding(other.consumer, excluded)
     tables, pool = other.request.consumer_blocks, other.consumer_pool
-    if case.replica_policy.topology is not None:  # its nodes are those of other ranks
+    # A topology names the ranks of the two engines, so it does not fit the middle engine.
+    if case.replica_policy.topology is not None:
         case = attrs.evolve(case, replica_policy="spread")
     first = attrs.evolve(case.request, consumer_blocks=tables)
     second = attrs.evolve(case.request, producer_blocks=tables)
@@ -79,32 +100,44 @@ def _hops(case: Case, other: Case) -> tuple[World, World]:
     return there, world(back, there.consumers)
 
 
-def _excluding(engine: EngineSpec, still: set[str]) -> EngineSpec:
-    """Return *engine*, excluding the layers *still* that it has."""
+def _excluding(engine: EngineSpec, layers: set[str]) -> EngineSpec:
+    """Return *engine*, which excludes those of its layers that are in *layers*."""
     groups = tuple(
-        attrs.evolve(group, excluded=tuple(each for each in group.layers if each in still))
+        attrs.evolve(group, excluded=tuple(name for name in group.layers if name in layers))
         for group in engine.groups
     )
     return attrs.evolve(engine, groups=groups)
 
 
 def invariance(trial: Trial, other: Trial) -> Iterator[str]:
-    """Yield the first content that arrives otherwise between *other*'s engines, of one model."""
-    for (name, copies), (_, others) in zip(trial.copies(), other.copies(), strict=True):
+    """Yield the first content that differs between *trial* and *other*, or between two ranks."""
+    for (name, copies), (_, other_copies) in zip(trial.copies(), other.copies(), strict=True):
         deliver(trial.world, copies)
-        deliver(other.world, others)
-        arrived = [_arrived(each.world) for each in (trial, other)]
+        deliver(other.world, other_copies)
+        arrived = [_arrived(side.world) for side in (trial, other)]
         for key in sorted(arrived[0].keys() | arrived[1].keys()):
-            one, two = (found.get(key, set()) for found in arrived)
-            if one != two or len(one) > 1:
+            first, second = (contents.get(key, set()) for contents in arrived)
+            if first != second or len(first) > 1:
                 layer, part, unit, row = key
-                yield f"{name}: layer {layer}, part {part}, unit {unit}, row {row}: {one} and {two}"
+                yield (
+                    f"{name}: consumers, layer {layer}, part {part}, unit {unit}, token or row "
+                    f"{row}: expected equal bytes in both cases, got {_hex(first)} and "
+                    f"{_hex(second)}"
+                )
                 break
 
 
+def _hex(contents: set[bytes]) -> str:
+    """Return the bytes of all *contents* for a message, or "nothing"."""
+    return " or ".join(sorted(content.hex() for content in contents)) or "nothing"
+
+
 def _arrived(here: World) -> dict[tuple[str, str, int, int], set[bytes]]:
-    """Return what live contents of all consumer ranks are: by layer, part, unit, token or row."""
-    found: dict[tuple[str, str, int, int], set[bytes]] = {}
+    """Return the live contents of all consumer ranks, by layer, part, unit, and token or row.
+
+    A key has several contents if replicas differ.
+    """
+    arrived: dict[tuple[str, str, int, int], set[bytes]] = {}
     case = here.case
     tables, pool = case.request.consumer_blocks, case.consumer_pool
     for rank, (_, storage) in here.consumers.items():
@@ -115,12 +148,15 @@ def _arrived(here: World) -> dict[tuple[str, str, int, int], set[bytes]]:
                 contents = views[rows.key][rows.block[at], :, rows.row[at]]
                 for unit, content in zip(rows.units, contents, strict=True):
                     key = (*rows.key[1:], unit, int(numbers[at]))
-                    found.setdefault(key, set()).add(content.tobytes())
-    return found
+                    arrived.setdefault(key, set()).add(content.tobytes())
+    return arrived
 
 
 def bounds(trial: Trial) -> Iterator[str]:
-    """Yield each copy, and each row from its first to its last, that is not in one memory."""
+    """Yield each copy and each row that does not lie in one memory of its side.
+
+    The memories of each rank are cut as finely as possible, so that adjacent memories are not one.
+    """
     system = trial.system
     if not any(system.ways()):
         return
@@ -130,29 +166,40 @@ def bounds(trial: Trial) -> Iterator[str]:
         for (p, c), copies in copied(here, way).items():
             sides = here.producers[p][0], here.consumers[c][0]
             for copy in copies:
-                for side, start in zip(sides, copy, strict=False):
+                for role, side, start in zip(("producer", "consumer"), sides, copy, strict=False):
                     if copy[2] < 1 or not _in_one(side, start, start + copy[2]):
-                        yield f"{name}: {p} -> {c}: {copy[2]} bytes at {start:#x} of {side.rank}"
+                        yield (
+                            f"{name}: {role} {side.rank}, address {start:#x}: expected a copy "
+                            f"inside one memory, got {copy[2]} bytes"
+                        )
             lists = system.prepared(here, p, c) if name == "ids" and system.prepared else None
             if lists is not None:
-                for side, rows in zip(
-                    sides, (lists.producer_rows, lists.consumer_rows), strict=True
-                ):
-                    yield from (f"{p} -> {c}: {fault}" for fault in _rows_outside(side, rows))
+                yield from (
+                    f"{name}: {fault}"
+                    for role, side, rows in (
+                        ("producer", sides[0], lists.producer_rows),
+                        ("consumer", sides[1], lists.consumer_rows),
+                    )
+                    for fault in _rows_outside(role, side, rows)
+                )
 
 
-def _rows_outside(cache: RankCache, rows: npt.NDArray[np.uint64]) -> Iterator[str]:
-    if rows.dtype != np.uint64 or rows.ndim != 2:  # noqa: PLR2004 - rows of five
-        yield f"rows of {rows.dtype}, {rows.shape}: expected uint64 of shape (n, 5)"
+def _rows_outside(role: str, cache: RankCache, rows: npt.NDArray[np.uint64]) -> Iterator[str]:
+    """Yield each row that does not lie in one memory of *cache* with all its bytes."""
+    where = f"{role} {cache.rank}"
+    if rows.dtype != np.uint64 or rows.ndim != 2:  # noqa: PLR2004 - (rows, 5)
+        yield f"{where}: expected rows of uint64 and shape (n, 5), got {rows.dtype}, {rows.shape}"
         return
     for address, length, device, stride, count in rows.tolist():
         end = address + (count - 1) * stride + length
         wrong = device != cache.memory[0].device or min(count, length) < 1
         if wrong or not _in_one(cache, address, end):
-            yield f"row {(address, length, device, stride, count)} of {cache.rank}"
+            row = (address, length, device, stride, count)
+            yield f"{where}: expected a row inside one memory of its device, got {row}"
 
 
 def _finest(side: Held) -> Held:
+    """Return *side* with the memory of each rank cut as finely as its regions allow."""
     return {rank: (finest(cache), storage) for rank, (cache, storage) in side.items()}
 
 

@@ -1,4 +1,17 @@
-"""The law of long runs: nothing that could be one copy is two."""
+"""The law of long runs, law 8: copies are as long as possible, and none is useless.
+
+How it works:
+    Each copy costs time, so copies that are adjacent on both sides must be one copy. `maximal`
+    checks descriptors. Example of two copies that should be one copy of 16 bytes:
+
+        producer address    consumer address    bytes
+        1000                5000                8
+        1008                5008                8
+
+    `minimal` checks ids. Ids can only pick descriptors of prepared rows. If the rows contain one
+    descriptor that covers both copies, the ids must pick it, even if it moves a few other bytes.
+    That is legal if all other bytes are true or dead, and fast if there are fewer than `DEAR`.
+"""
 
 from __future__ import annotations
 
@@ -19,78 +32,89 @@ if TYPE_CHECKING:
     from kvspec.testing.laws.system import Trial
 
 
+# One longer copy may be slower than several copies if it moves this many other bytes.
 DEAR = 16 << 10
-"""Bytes more from which on one longer copy may be worse than several."""
 
 
 def maximal(trial: Trial) -> Iterator[str]:
-    """Yield each two descriptors of one group that touch on both sides."""
+    """Yield each pair of descriptors of one group that are adjacent on both sides."""
     for (p, c), copies in dict(trial.copies()).get("descriptors", {}).items():
         here = trial.world
-        found: dict[str, set[tuple[int, int]]] = {}
+        starts: dict[str, set[tuple[int, int]]] = {}
         for source, place, length in copies:
             name, _ = inside(here.consumers[c][1], place, length)
-            found.setdefault(name, set()).add((source, place))
+            starts.setdefault(name, set()).add((source, place))
         for source, place, length in copies:
             name, offset = inside(here.consumers[c][1], place, length)
-            if (source + length, place + length) in found[name]:
-                end = offset + length
-                yield f"{p} -> {c}: one copy ends and one begins at byte {end} of group {name}"
+            if (source + length, place + length) in starts[name]:
+                yield (
+                    f"producer {p}, consumer {c}, group {name}: expected 1 copy, got 2 that meet "
+                    f"at byte {offset + length} of the storage"
+                )
 
 
 def minimal(trial: Trial) -> Iterator[str]:
-    """Yield ids that move a block without a live byte, or what one longer copy of a row could."""
+    """Yield each id that moves a useless block, and copies that one descriptor could replace."""
     ask = trial.system.prepared
     if ask is None:
         return
     here = trial.world
-    wants, alive = cache(here.live), cache(partial(_alive, here))
+    live_bytes, alive = cache(here.live), cache(partial(_alive, here))
     names = cache(partial(_names, here))
     for (p, c), copies in dict(trial.copies())["ids"].items():
         sent, kept = here.producers[p][1], here.consumers[c][1]
         for _, place, length in copies:
             name, offset = inside(kept, place, length)
             if not alive(c)[name][offset : offset + length].all():
-                yield f"{p} -> {c}: {length} bytes to byte {offset} of group {name}: nothing lives"
+                yield (
+                    f"producer {p}, consumer {c}, group {name}, byte {offset}: expected no copy to "
+                    f"a block without a live byte, got {length} bytes"
+                )
         lists = ask(here, p, c)
         for (source, place, length), covered in () if lists is None else _wider(lists, copies):
             group, start = inside(sent, source, length)
             name, offset = inside(kept, place, length)
             origin, there = slice(start, start + length), slice(offset, offset + length)
-            must, may, live = (flats[name][there] for flats in wants(c))
+            must, may, live = (flats[name][there] for flats in live_bytes(c))
+            # A longer copy may move true bytes to live places, and any bytes to dead places.
             legal = ((sent[group][origin] == must) & live) | (may == 1)
             if legal.all() and np.array_equal(
                 names("producer", p)[group][origin], names("consumer", c)[name][there]
             ):
-                yield f"{p} -> {c}: {covered} copies at byte {offset} of {name}, not 1"
+                yield (
+                    f"producer {p}, consumer {c}, group {name}, byte {offset}: expected 1 copy, "
+                    f"got {covered}"
+                )
 
 
 def _alive(here: World, rank: RankId) -> dict[str, npt.NDArray[np.bool_]]:
-    """Return of each byte of a consumer's storage whether any of its block must arrive."""
+    """Return a mask of a consumer rank's bytes. True if a byte of the same block is live."""
     _, _, live = here.live(rank)
     return {name: np.isin(block, block[live[name]]) for name, block in _blocks(here, rank).items()}
 
 
 def _blocks(here: World, rank: RankId) -> dict[str, npt.NDArray[np.int64]]:
-    """Return the block that each byte of a consumer rank's storage belongs to."""
-    found: Any = {name: np.full(flat.size, -1) for name, flat in here.consumers[rank][1].items()}
-    views = logical_views(here.case.consumer, rank, found, here.case.consumer_pool)
+    """Return the block of each byte of a consumer rank. Padding has -1."""
+    blocks: Any = {name: np.full(flat.size, -1) for name, flat in here.consumers[rank][1].items()}
+    # The oracle cuts an array of numbers like it cuts storage, so no address is computed.
+    views = logical_views(here.case.consumer, rank, blocks, here.case.consumer_pool)
     for key, view in views.items():
         kernel_blocks_per_block = count_kernel_blocks(here.case.consumer.group(key[0]))
         view[:] = (np.arange(len(view)) // kernel_blocks_per_block)[:, None, None, None]
-    return dict(found)
+    return dict(blocks)
 
 
 def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int64]]:
-    """Return a number for each byte of the request's blocks, of equal layer, part, unit and row.
+    """Return a number for each byte of a rank, which names its layer, part, unit, row and byte.
 
-    Bytes of one side with the same name are the same content, dead or alive; 0: not the request's.
+    Bytes with equal numbers are the same content, live or dead. Bytes outside of the request's
+    blocks have 0.
     """
     case = here.case
     engine, storage = getattr(case, side), getattr(here, f"{side}s")[rank][1]
     tables = getattr(case.request, f"{side}_blocks")
-    found: Any = {name: np.zeros(flat.size, np.int64) for name, flat in storage.items()}
-    views = logical_views(engine, rank, found, getattr(case, f"{side}_pool"))
+    named: Any = {name: np.zeros(flat.size, np.int64) for name, flat in storage.items()}
+    views = logical_views(engine, rank, named, getattr(case, f"{side}_pool"))
     for rows in rows_of(engine, rank, tables, case.request):
         numbers = rows.token if rows.part.per_token else rows.row
         for unit, own in enumerate(rows.units):
@@ -98,16 +122,19 @@ def _names(here: World, side: str, rank: RankId) -> dict[str, npt.NDArray[np.int
                 for byte in range(rows.part.content_bytes):
                     name = (rows.key[1:], own, int(number), byte)
                     views[rows.key][block, unit, row, byte] = hash(name)
-    return dict(found)
+    return dict(named)
 
 
 def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int]]:
-    """Yield each copy that a pair of rows of *lists* could make of several, and of how many."""
+    """Yield each copy that could replace several *copies*, and the number of those.
+
+    A copy is possible if both sides have a row with a descriptor of its size at its address.
+    """
     source, place, length = np.array(copies, np.int64).reshape(-1, 3).T
     by_size: dict[int, list[tuple[int, int, int]]] = {}
     for base, size, _, step, many in lists.producer_rows.tolist():
         by_size.setdefault(size, []).append((base, step, many))
-    found = set()
+    candidates = set()
     for base, total, _, stride, count in lists.consumer_rows.tolist():
         block = (place - base) // stride if stride else np.zeros_like(place)
         start = base + block * stride
@@ -116,14 +143,14 @@ def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int
         origin = source - place + start
         for wide in set(zip(origin[around].tolist(), start[around].tolist(), strict=True)):
             if any(_begins(wide[0], *row) for row in by_size.get(total, ())):
-                found.add((*wide, total))
-    for x, y, total in found:
+                candidates.add((*wide, total))
+    for x, y, total in candidates:
         within = (source - x == place - y) & (source >= x) & (source + length <= x + total)
         if within.sum() > 1 and total - length[within].sum() < DEAR:
             yield (x, y, total), int(within.sum())
 
 
 def _begins(address: int, base: int, stride: int, count: int) -> bool:
-    """Return whether one of the *count* descriptors of a row begins at *address*."""
+    """Return whether a descriptor of the row (*base*, *stride*, *count*) begins at *address*."""
     index, rest = divmod(address - base, stride) if stride else (0, address - base)
     return rest == 0 and 0 <= index < count

@@ -1,7 +1,15 @@
-"""Who owns what, asked of the oracle: what should move, and which ranks are replicas.
+"""Count which ranks own what: what should move, and which ranks are replicas.
 
-Law: everything here is counted from the two engines' descriptions, unit by unit and position by
-position; no plan is looked at.
+Invariant: all results are counted from the descriptions of the two engines, unit by unit and
+position by position. No plan of the library is used.
+
+How it works:
+    Ownership of tokens repeats: with an interleave of 2 and 2 context ranks, rank 0 owns the tokens
+    0, 1, 4, 5 and so on. If the other engine has 2 context ranks and an interleave of 3, the
+    pattern of both engines repeats after lcm(4, 6) = 12 positions (`horizon`).
+
+    Two producer ranks are replicas if they hold the same units at the same positions. With TP 4 and
+    2 heads, the ranks 0 and 1 hold head 0, and the ranks 2 and 3 hold head 1: two classes.
 """
 
 from __future__ import annotations
@@ -25,14 +33,14 @@ if TYPE_CHECKING:
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
 
+# The laws check at most this many positions. If ownership repeats earlier, they check two periods.
 FAR = 240
-"""Positions that the laws look at, at most: where ownership repeats earlier, two periods of it."""
 Mask = npt.NDArray[np.bool_]
 
 
 @attrs.frozen
 class Target:
-    """One part of one layer that a rank holds and neither side excludes."""
+    """One part of one layer that a rank holds and that no side excludes."""
 
     rank: RankId
     group: KVCacheGroup
@@ -41,23 +49,23 @@ class Target:
 
 
 def targets(engine: EngineSpec, other: EngineSpec) -> Iterator[Target]:
-    """Yield all that the ranks of *engine* hold and neither side excludes."""
-    still = excluded_layers(engine) | excluded_layers(other)
+    """Yield each part of each layer that a rank of *engine* holds and that no side excludes."""
+    excluded = excluded_layers(engine) | excluded_layers(other)
     for rank, group in product(engine.parallel.ranks, engine.groups):
         for layer in rank_layers(engine, rank, group):
-            for part in group.spec.of_layer(layer).parts if layer not in still else ():
+            for part in group.spec.of_layer(layer).parts if layer not in excluded else ():
                 yield Target(rank, group, layer, part)
 
 
 def home(engine: EngineSpec, layer: str) -> KVCacheGroup:
-    """Return the group of *engine* that *layer* is in."""
+    """Return the group of *engine* that contains *layer*."""
     return next(group for group in engine.groups if layer in group.layers)
 
 
 def owns(engine: EngineSpec, rank: RankId, part: Part, group: KVCacheGroup, far: int = FAR) -> Mask:
-    """Return which of the first *far* token positions a rank owns, asked one after the other.
+    """Return a mask of the first *far* token positions: True if the rank owns the position.
 
-    A state is held whole by every context rank: it stands at any position.
+    Each context rank holds whole states, so a state counts as owned at each position.
     """
     own, size = context_of(engine, rank, group)
     return _owned_positions(
@@ -72,23 +80,26 @@ def _owned_positions(own: int, size: int, interleave: int, far: int) -> Mask:
 
 
 def horizon(producer: EngineSpec, consumer: EngineSpec) -> int:
-    """Return how many positions show all pairs of ranks that share one.
-
-    A round of both shardings.
-    """
+    """Return the number of positions after which the ownership of both engines repeats."""
     return lcm(
         *(
-            context_of(each, each.parallel.ranks[0])[1] * each.parallel.interleave_size
-            for each in (producer, consumer)
+            context_of(engine, engine.parallel.ranks[0])[1] * engine.parallel.interleave_size
+            for engine in (producer, consumer)
         )
     )
 
 
 @attrs.frozen
 class CountedReplicas:
-    """What *replicas* hold alike of one part, and its *consumers*.
+    """Units of one part that several producer ranks hold.
 
-    All ranks that need any of it.
+    Attributes:
+        layers: The layers that have the part.
+        part: The part.
+        units: The units.
+        replicas: The producer ranks that hold exactly these units at the same positions.
+        consumers: The consumer ranks that need any of them.
+
     """
 
     layers: tuple[str, ...]
@@ -99,7 +110,7 @@ class CountedReplicas:
 
 
 def counted_replicas(producer: EngineSpec, consumer: EngineSpec) -> Iterator[CountedReplicas]:
-    """Yield every replica class of *producer*, from sets of layers, units and positions."""
+    """Yield each replica class of *producer*: ranks with equal sets of units and positions."""
     for (stage, _, _, parts), layers in _together(producer, consumer).items():
         for part in parts:
             far = horizon(producer, consumer)
@@ -118,16 +129,17 @@ def counted_replicas(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Cou
 
 def _together(producer: EngineSpec, consumer: EngineSpec) -> dict[Any, list[str]]:
     """Return the layers that move, by the producer's stage, the groups of both, and their parts."""
-    still = excluded_layers(producer) | excluded_layers(consumer)
-    found: dict[Any, list[str]] = {}
+    excluded = excluded_layers(producer) | excluded_layers(consumer)
+    together: dict[Any, list[str]] = {}
     for source, target in product(producer.groups, consumer.groups):
         for rank in producer.parallel.ranks:
+            # All ranks of a stage have the same layers, so the first rank of each is enough.
             for layer in rank_layers(producer, rank, source) if not rank.pcp + rank.tp else ():
-                if layer in target.layers and layer not in still:
+                if layer in target.layers and layer not in excluded:
                     parts = target.spec.of_layer(layer).parts
                     key = rank.pp, source.name, target.name, parts
-                    found.setdefault(key, []).append(layer)
-    return found
+                    together.setdefault(key, []).append(layer)
+    return together
 
 
 def _holders(
@@ -146,11 +158,11 @@ def _holders(
 
 
 def has_replicas(engine: EngineSpec) -> bool:
-    """Return whether any unit of any layer and position of *engine* is held by two ranks."""
+    """Return whether two ranks of *engine* hold the same unit of a layer at the same position."""
     count: dict[tuple[str, str, int], Any] = {}
     for target in targets(engine, engine):
         for unit in rank_units(engine, target.rank, target.part, target.group):
             key = target.layer, target.part.name, unit
             own = owns(engine, target.rank, target.part, target.group).astype(int)
             count[key] = count.get(key, 0) + own
-    return any(each.max() > 1 for each in count.values())
+    return any(owners.max() > 1 for owners in count.values())

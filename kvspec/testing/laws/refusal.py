@@ -1,8 +1,18 @@
-"""The law of refusals: what cannot be moved is refused by name, before a byte of it moves.
+"""The law of refusals, law 11: a system refuses an impossible transfer before any byte moves.
 
-Each wrong case is a right one with one thing changed, so that the two sides mean other bytes, or
-something live has nowhere to come from or to go to. A system refuses by raising before it names a
-copy; a crash is no refusal.
+A system refuses by raising `KVSpecError` or `ValueError`. Any other exception is a crash.
+
+How it works:
+    Each wrong case is a legal case with one change, after which the two engines disagree about the
+    bytes, or a live block has no source or no place. Example: block 3 of the consumer must receive
+    the tokens 0 to 3, and the pool has 8 blocks.
+
+        change                              the error must contain
+        consumer_blocks["g"] = []           g
+        consumer_blocks["g"] = [8]          g: the pool has no block 8
+        consumer_blocks["g"] = [-1]         g: -1 is not a block
+        producer_blocks["g"] = []           g
+        dtype of the producer = "float16"   dtype
 """
 
 from __future__ import annotations
@@ -26,18 +36,18 @@ if TYPE_CHECKING:
     from kvspec.ownership.parallel import RankId
     from kvspec.testing.case import Case
 
+# Another dtype of the same size: all addresses stay legal, so only a comparison can refuse it.
 _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2"}
-"""Other element types of the same size."""
 
 
 def of_models(trial: Trial) -> Iterator[str]:
-    """Yield each producer of another model that is not refused, or not by the name of the field."""
+    """Yield each producer of another model that the system accepts, or refuses without a name."""
     for name, what, wrong in _other_models(trial.case):
         yield from _accepted(name, what, Trial(trial.system, wrong))
 
 
 def of_requests(trial: Trial) -> Iterator[str]:
-    """Yield each impossible request that is not refused, or not by the name of the group."""
+    """Yield each impossible request that the system accepts, or refuses without a name."""
     if not any(trial.system.ways()):
         return
     for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
@@ -46,20 +56,23 @@ def of_requests(trial: Trial) -> Iterator[str]:
 
 
 def _accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
-    """Yield a fault unless the system refuses what is *wrong*, by its *name*, before it copies."""
+    """Yield a difference unless the system refuses *wrong* with an error that contains *name*."""
     try:
         wrong.moves("consumer")
         for _, _ in wrong.copies():
             pass
     except (KVSpecError, ValueError) as error:
         if name not in str(error):
-            yield f"{what}: refused without saying {name!r}: {error}"
+            yield f"{what}: expected an error that contains {name!r}, got {error}"
     else:
-        yield f"{what}: not refused"
+        yield f"{what}: expected a refusal, but it was not refused"
 
 
 def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
-    """Yield (field, change, case) of producers with another model: their bytes mean others."""
+    """Yield (field, change, case) with a producer of another model.
+
+    The change is in the first group that moves. Its bytes have another meaning for the producer.
+    """
     moving = {target.layer for target in targets(case.consumer, case.producer)}
     for group in case.producer.groups:
         spec: Any = group.spec
@@ -67,14 +80,15 @@ def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
             continue
         changes = {"dtype": _DTYPES.get(spec.dtype)}
         readers = [
-            each.spec for each in case.consumer.groups if set(each.layers) & set(group.layers)
+            reader.spec for reader in case.consumer.groups if set(reader.layers) & set(group.layers)
         ]
-        if all(hasattr(each, "sliding_window") for each in (spec, *readers)):
+        # A consumer that keeps all tokens serves any window, so nothing is wrong there.
+        if all(hasattr(layer_spec, "sliding_window") for layer_spec in (spec, *readers)):
             changes["sliding_window"] = spec.sliding_window + 1
         for field, value in changes.items():
             if value is not None:
                 other = attrs.evolve(group, spec=attrs.evolve(spec, **{field: value}))
-                what = f"the producer's {group.layers[0]}.{field}={value!r}"
+                what = f"producer, layer {group.layers[0]}, {field}={value!r}"
                 yield field, what, attrs.evolve(case, producer=_with(case.producer, other))
         return
 
@@ -85,18 +99,21 @@ def _with(engine: EngineSpec, group: Any) -> EngineSpec:  # noqa: ANN401
 
 
 def _wrong_requests(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield (group, change, fields) of requests that leave something live no place."""
+    """Yield (group, change, fields) of requests in which a live block has no source or place."""
     request = case.request
     for group, live in _live_blocks(case).items():
         ids = request.consumer_blocks[group].block_ids.tolist()
         first = request.consumer_blocks[group].first_token
         homes = {
-            each.name
-            for each in case.producer.groups
-            if set(each.layers) & set(case.consumer.group(group).layers)
+            source.name
+            for source in case.producer.groups
+            if set(source.layers) & set(case.consumer.group(group).layers)
         }
-        others = case.consumer_pool[group], -1, *live[1:2]
-        changed = ([other if each == live[0] else each for each in ids] for other in others)
+        # A block after the pool, no block, and a block that the table has already.
+        wrong_blocks = case.consumer_pool[group], -1, *live[1:2]
+        changed = (
+            [wrong if block == live[0] else block for block in ids] for wrong in wrong_blocks
+        )
         none: list[int] = []
         for table in (none, *changed):
             blocks = {**request.consumer_blocks, group: BlockTable(table, first)}
@@ -110,8 +127,8 @@ def _wrong_requests(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 def _shared_blocks(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield (group, change, fields) of requests in which a block moves for two groups.
 
-    In a shared memory a block holds one group's bytes, so that another group's would be lost. On
-    each side, a block that moves for one group is put in the place of one that moves for another.
+    In a shared memory a block holds the bytes of one group, so the bytes of another would be lost.
+    On each side, a block of one group takes the place of a block of another group.
     """
     if not case.shared:
         return
@@ -128,22 +145,22 @@ def _shared_blocks(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
                 holders.setdefault(target.group.name, set()).add(target.rank)
         tables = getattr(case.request, side)
         for group, second in permutations(moved, 2):
-            # On other ranks the two groups may not meet, as on different pipeline stages.
+            # On different pipeline stages two groups have different memories.
             if not holders[group] <= holders[second]:
                 continue
             old, new = moved[group][-1], moved[second][0]
-            ids = [new if each == old else each for each in tables[group].block_ids.tolist()]
+            ids = [new if block == old else block for block in tables[group].block_ids.tolist()]
             changed = {**tables, group: attrs.evolve(tables[group], block_ids=ids)}
-            what = f"{side}[{group!r}]={ids}, of which group {second!r} has {new}"
+            what = f"{side}[{group!r}]={ids}, where block {new} belongs to group {second!r}"
             yield group, what, {side: changed}
 
 
 def _read_blocks(case: Case) -> dict[str, list[int]]:
-    """Return the producer's blocks from which something must be read, by group, in no order."""
-    found: dict[str, set[int]] = {}
+    """Return the producer's blocks that must be read, sorted, by group."""
+    read_blocks: dict[str, set[int]] = {}
     for target in targets(case.producer, case.consumer):
         group, table = target.group, case.request.producer_blocks[target.group.name]
-        tokens = _wanted(case, home(case.consumer, target.layer), target.layer)
+        tokens = _moving_tokens(case, home(case.consumer, target.layer), target.layer)
         size = group.spec.block_size
         if target.part.per_token:
             size *= context_of(case.producer, target.rank, group)[1]
@@ -152,19 +169,19 @@ def _read_blocks(case: Case) -> dict[str, list[int]]:
             tokens = [0] if slot and tokens else tokens[-1:]
         ids = table.block_ids.tolist()
         blocks = {ids[(token - table.first_token) // size] for token in tokens}
-        found.setdefault(group.name, set()).update(blocks)
-    return {group: sorted(blocks) for group, blocks in found.items() if blocks}
+        read_blocks.setdefault(group.name, set()).update(blocks)
+    return {group: sorted(blocks) for group, blocks in read_blocks.items() if blocks}
 
 
-def _wanted(case: Case, group: KVCacheGroup, layer: str) -> list[int]:
-    """Return the tokens that *layer*, in *group* of the consumer, has to receive."""
+def _moving_tokens(case: Case, group: KVCacheGroup, layer: str) -> list[int]:
+    """Return the tokens that *layer* in *group* of the consumer must receive."""
     live = live_positions(group.spec.of_layer(layer), case.request).nonzero()[0].tolist()
     return [token for token in live if token >= cached_tokens_of(case.request, group)]
 
 
 def _live_blocks(case: Case) -> dict[str, list[int]]:
-    """Return the consumer's blocks of which something must arrive, by group, in no order."""
-    found: dict[str, set[int]] = {}
+    """Return the consumer's blocks with a live byte, sorted, by group."""
+    live_blocks: dict[str, set[int]] = {}
     for rank in case.consumer.parallel.ranks:
         tables = case.request.consumer_blocks
         for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
@@ -172,5 +189,5 @@ def _live_blocks(case: Case) -> dict[str, list[int]]:
             blocks = (
                 (rows.block[rows.live] // kernel_blocks_per_block).tolist() if rows.units else ()
             )
-            found.setdefault(rows.key[0], set()).update(blocks)
-    return {group: sorted(blocks) for group, blocks in found.items() if blocks}
+            live_blocks.setdefault(rows.key[0], set()).update(blocks)
+    return {group: sorted(blocks) for group, blocks in live_blocks.items() if blocks}

@@ -1,4 +1,19 @@
-"""The law of steps: a request that moves while its tokens are still being written."""
+"""The law of steps, law 13: a request moves while the producer still computes its tokens.
+
+How it works:
+    A schedule is a list of steps. Each step names some layers and the range of tokens by which
+    these layers advance. For two layers a and b and 6 tokens, `schedule_of` returns:
+
+        layers    tokens    the producer has written
+        a         0-1       a: 2 tokens
+        b         0-2       a: 2 tokens, b: 3 tokens
+        a         2-4       a: 5 tokens, b: 3 tokens
+        a         5         a: 6 tokens, b: 3 tokens
+        b         3-5       all
+
+    Before each step, the law inverts all bytes of the producer that are not written yet. So a step
+    that reads too early delivers a wrong byte, and the oracle finds it at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +32,30 @@ if TYPE_CHECKING:
     from kvspec.testing.laws.system import Trial
     from kvspec.testing.world import Storage, World
 
+# Steps of (layers, positions by which these layers advance).
 Schedule = Sequence[tuple[frozenset[str], range]]
-"""Layers, and the positions by which they move on, step by step."""
 
 
 def steps(trial: Trial) -> Iterator[str]:
-    """Yield what is wrong after steps of half the layers each, at uneven frontiers."""
+    """Yield each wrong byte after the steps of `schedule_of`."""
     return scheduled(trial, schedule_of(trial.case))
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return steps of every other layer: of the first half in three, of the second in two."""
+    """Return a schedule: every other layer advances in three steps, and the rest in two."""
     names = sorted(layer for group in case.consumer.groups for layer in group.layers)
     total = case.request.num_tokens
-    found: list[tuple[frozenset[str], range]] = []
+    schedule: list[tuple[frozenset[str], range]] = []
     for layers, cuts in ((names[::2], (total // 3, total - 1)), (names[1::2], (total // 2,))):
         ends = sorted({0, *(max(cut, 0) for cut in cuts), total}) if total else [0, 0]
-        found += [(frozenset(layers), range(*pair)) for pair in pairwise(ends) if layers]
-    return sorted(found, key=lambda step: step[1].stop)
+        schedule += [(frozenset(layers), range(*pair)) for pair in pairwise(ends) if layers]
+    return sorted(schedule, key=lambda step: step[1].stop)
 
 
 def scheduled(trial: Trial, schedule: Schedule) -> Iterator[str]:
-    """Yield what is wrong after *schedule*: each step reads what is written by then, no more.
+    """Yield each wrong byte after *schedule*, and each consumer rank with a byte written twice.
 
-    Whatever a producer writes later is wrong until then; all must be right at the end, and no byte
-    written twice, so that steps may be in flight together.
+    No byte may be written twice, because several steps may be in flight together.
     """
     ask = trial.system.steps
     if ask is None:
@@ -64,11 +78,11 @@ def scheduled(trial: Trial, schedule: Schedule) -> Iterator[str]:
     yield from here.differences()
     for rank, spans in written.items():
         if any(start < end for (_, end), (start, _) in pairwise(sorted(spans))):
-            yield f"consumer {rank}: a byte is written in two steps"
+            yield f"consumer {rank}: expected 1 write to each byte, got 2 in different steps"
 
 
 def _hide(here: World, rank: RankId, true: Storage, frontier: dict[str, int]) -> None:
-    """Give a producer what it has written so far: each layer up to its *frontier*."""
+    """Invert all bytes of a producer rank that lie at or after the *frontier* of their layer."""
     case, storage = here.case, here.producers[rank][1]
     _overwrite(storage, true)
     views = logical_views(case.producer, rank, storage, case.producer_pool)
@@ -76,6 +90,7 @@ def _hide(here: World, rank: RankId, true: Storage, frontier: dict[str, int]) ->
         upto = frontier.get(rows.key[1], 0)
         if upto >= case.request.num_tokens:
             continue
+        # A state, and the keys of an encoder, are complete only after the last token.
         counted = rows.part.per_token and case.producer.group(rows.key[0]).spec.counts_prompt
         ends = rows.token + rows.part.tokens_per_state
         later = ends > upto if counted else rows.row >= 0

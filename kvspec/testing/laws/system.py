@@ -1,7 +1,19 @@
-"""What the laws judge: a connector's own answers about one transfer.
+"""The system that the laws judge: functions that describe what a connector does in one transfer.
 
-Law: what is judged is an argument. A question that a system does not answer is not judged; what it
-answers is held against the oracle and its cards, never against kvspec, which is one system of many.
+Invariant: a law compares the answers of a system with the oracle, never with the library. `KVSPEC`
+wraps the library itself as a system. A question that a system does not answer is not judged.
+
+How it works:
+    A system answers up to five questions. Each question enables the laws beside it:
+
+        question       answer                                                laws
+        moves          which rank reads which units of which rank            1, 3, 5, 6
+        tells          which consumer rank notifies which producer rank      7
+        descriptors    copies as (producer address, consumer address, n)     1, 4, 8, 9, 10, 11
+        prepared       rows and ids, as NIXL prepares them                   1, 4, 8, 9, 10, 11
+        steps          copies of one step of a schedule                      13
+
+    The laws of bytes allocate real memory for a case (`World`), and execute the copies there.
 """
 
 from __future__ import annotations
@@ -33,11 +45,27 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Move:
-    """Units of one part of one layer that a consumer rank reads of a producer rank.
+    """Units of one part of one layer that a consumer rank reads from a producer rank.
 
-    *units* are the model's; *producer_units* and *consumer_units* say where in what each rank holds
-    they stand. *stripe* ``(first, step)``: only of the consumer's virtual blocks ``b`` with
-    ``b % step == first``.
+    Attributes:
+        producer: The rank that holds the units.
+        consumer: The rank that reads them.
+        layer: Name of the layer.
+        part: Name of the part, such as "k".
+        units: Numbers of the units in the model, such as heads.
+        producer_units: Places of the units among those that the producer rank holds.
+        consumer_units: Places of the units among those that the consumer rank holds.
+        stripe: `(first, step)`: only the consumer's virtual blocks `b` with `b % step == first`.
+
+    Example: a consumer rank with the heads 2 and 3 reads head 3 from a rank that holds only head 3.
+
+    >>> from kvspec import RankId
+    >>> Move(
+    ...     producer=RankId(tp=3), consumer=RankId(tp=1), layer="l", part="k", units=range(3, 4),
+    ...     producer_units=range(0, 1), consumer_units=range(1, 2),
+    ... ).stripe
+    (0, 1)
+
     """
 
     producer: RankId
@@ -56,16 +84,26 @@ AskStep = Callable[[World, "RankId", "RankId", frozenset[str], range], Iterable[
 
 @attrs.frozen(kw_only=True)
 class System:
-    """What is judged: functions that answer for a connector, None where it has no answer.
+    """Functions that describe a connector. A function is None if the connector has no answer.
 
-    *moves*: who reads what, asked of the consumers or of the producers. *tells*: the pairs
-    (producer rank, consumer rank) of which the consumer tells the producer that it is done, asked
-    of either.
-    *descriptors*: the copies (producer address, consumer address, length) of a world's request
-    between two ranks; *prepared*: lists of rows and ids that mean the same; *steps*: the copies of
-    one step, of some layers, which moves on from a range's start to its stop. A world has both
-    engines, the request and every rank's cache: see `kvspec.testing.world.World`. Whoever cannot
-    serve a case raises `MismatchError`, which no law catches but the one about refusals.
+    A function that cannot serve a case raises `MismatchError`. Only the law of refusals catches it.
+
+    Attributes:
+        name: The name in messages.
+        moves: Called with a case and a role. Returns the moves of the transfer as the consumers or
+            the producers compute them.
+        tells: Called with a case and a role. Returns pairs (producer rank, consumer rank) in which
+            the consumer notifies the producer that it has read. As the role computes them.
+        descriptors: Called with a world, a producer rank and a consumer rank. Returns the copies
+            (producer address, consumer address, bytes) of the request.
+        prepared: Called like *descriptors*. Returns rows and ids for the same copies, or None.
+        steps: Called like *descriptors*, with layers and a range of tokens. Returns the copies of
+            the step in which these layers advance from the start to the stop of the range.
+
+    >>> idle = System(name="idle", descriptors=lambda world, producer, consumer: [])
+    >>> [name for name, _ in idle.ways()]
+    ['descriptors']
+
     """
 
     name: str
@@ -76,7 +114,7 @@ class System:
     steps: AskStep | None = None
 
     def ways(self) -> Iterator[tuple[str, Ask]]:
-        """Yield every way in which the system names its copies."""
+        """Yield each way in which the system describes its copies: its name and its function."""
         if self.descriptors is not None:
             yield "descriptors", self.descriptors
         if self.prepared is not None:
@@ -92,9 +130,14 @@ Copies = dict[Pair, list[Copy]]
 
 @attrs.frozen
 class Trial:
-    """A system and a case that judges it; the world and the copies are made once for all laws.
+    """A system and a case. The world and the answers are computed once for all laws.
 
-    Its consumers hold what was copied last: `deliver` gives them first what they had before.
+    The consumers of the world hold the result of the last copies. `deliver` restores them first.
+
+    Attributes:
+        system: The system to judge.
+        case: The transfer.
+
     """
 
     system: System
@@ -105,23 +148,23 @@ class Trial:
 
     @cached_property
     def world(self) -> World:
-        """The case with its memory."""
+        """The case with its memory, allocated on first use."""
         return self._world or world(self.case)
 
     def asking(self, request: TransferRequest) -> Trial:
-        """Return the trial of another *request* over the memory of this one."""
+        """Return a trial of another *request* that uses the memory of this trial."""
         here = self.world.asking(request)
         return Trial(self.system, here.case, here)
 
     def moves(self, role: Role) -> list[Move]:
-        """Return who reads what, asked of one side; nothing where the system has no answer."""
+        """Return the moves as the side *role* computes them. Empty if there is no answer."""
         if role not in self._moves:
             ask = self.system.moves
             self._moves[role] = [] if ask is None else list(ask(self.case, role))
         return self._moves[role]
 
     def copies(self) -> Iterator[tuple[str, Copies]]:
-        """Yield each way in which the system names its copies, and what it copies so."""
+        """Yield each way in which the system describes its copies, and these copies."""
         for name, way in self.system.ways():
             if name not in self._made:
                 self._made[name] = copied(self.world, way)
@@ -129,20 +172,20 @@ class Trial:
 
 
 def deliver(here: World, copies: Copies) -> None:
-    """Do what *copies* say, and nothing else, to the consumers of a world."""
+    """Restore the consumers of a world, and execute *copies*."""
     here.restore()
-    for pair, found in copies.items():
-        here.copy(pair, found)
+    for pair, pair_copies in copies.items():
+        here.copy(pair, pair_copies)
 
 
 def copied(here: World, way: Ask) -> Copies:
-    """Return what *way* copies between each pair of ranks, as plain ints."""
+    """Return the copies of *way* between each pair of ranks."""
     pairs = product(here.producers, here.consumers)
-    return {pair: [ints(each) for each in way(here, *pair)] for pair in pairs}
+    return {pair: [ints(copy) for copy in way(here, *pair)] for pair in pairs}
 
 
 def ints(copy: Iterable[int]) -> Copy:
-    """Return *copy* as plain ints."""
+    """Return *copy* with Python integers: sums of numpy integers could overflow."""
     source, place, length = map(int, copy)
     return source, place, length
 
@@ -156,17 +199,17 @@ def _moves(case: Case, role: Role) -> Iterator[Move]:
         ranks = case.producer.parallel.ranks
         pairs = [(rank, target) for rank in ranks for target in plan.targets(rank)]
     for edge in (edge for pair in pairs for edge in plan.between(*pair)):
-        for each in edge.slices:
-            for layer, part in product(each.layers, each.parts):
+        for unit_slice in edge.slices:
+            for layer, part in product(unit_slice.layers, unit_slice.parts):
                 yield Move(
                     producer=edge.producer,
                     consumer=edge.consumer,
                     layer=layer,
                     part=part,
-                    units=each.global_range,
-                    producer_units=each.remote_range,
-                    consumer_units=each.local_range,
-                    stripe=(each.stripe.first, each.stripe.step),
+                    units=unit_slice.global_range,
+                    producer_units=unit_slice.remote_range,
+                    consumer_units=unit_slice.local_range,
+                    stripe=(unit_slice.stripe.first, unit_slice.stripe.step),
                 )
 
 
@@ -207,4 +250,4 @@ KVSPEC = System(
     prepared=_prepared,
     steps=_steps,
 )
-"""The library itself."""
+"""The library itself, as a system."""
