@@ -1,11 +1,31 @@
-"""Cut a rank's storage into arrays, by the definitions alone.
+"""Cut the storage of a rank into arrays, by the meaning of the layout letters alone.
 
-Half of the byte oracle: no stride, no slice and no address is computed here, so what these arrays
-show is what the layout letters mean, whatever the library believes. Of kvspec it reads only values.
+Invariant: no stride and no address of the library is used. So the arrays show what a layout means,
+even if the library is wrong. The module reads only values of kvspec.
 
-In which order a head's page has its bytes, counted out element by element.
+How it works:
+    The letters of a layout name the axes of the storage, from the outermost to the innermost: L
+    layers, B blocks, H units (heads), N rows of a block, K parts, C bytes of a row. Blocks, units
+    and rows are counted, so they become an axis. Layers, tensors and parts lie one after the other,
+    so they become separate arrays. Example: 2 blocks of 2 rows, 2 heads, and keys and values of
+    1 byte. The layout LBNHC means "for each block, row and head: key, then value".
 
-Part of the byte oracle: no stride and no chunk of the library is asked.
+        byte     0  1    2  3    4  5    6  7      8 ...
+                 k  v    k  v    k  v    k  v      block 1
+        head       0       1       0       1
+        row        0       0       1       1
+
+    >>> import kvspec
+    >>> spec = kvspec.FullAttentionSpec(
+    ...     block_size=2, total_num_kv_heads=2, head_size=1, dtype="uint8"
+    ... )
+    >>> group = kvspec.KVCacheGroup(name="g", layers=["l"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
+    >>> views = logical_views(engine, kvspec.RankId(), {"g": np.arange(16, dtype=np.uint8)}, 2)
+    >>> views["g", "l", "k"][0].tolist()  # [head][row][byte] of block 0
+    [[[0], [4]], [[2], [6]]]
+
+    `page_format` changes the order of bytes inside the page of a head. `Ordered` hides that order.
 """
 
 from __future__ import annotations
@@ -39,16 +59,21 @@ __all__ = [
 
 Bytes = NDArray[np.uint8]
 
+# Adjacent bytes of a row if keys are packed by x, as in vLLM's (head_size / x, block_size, x).
 X_BYTES = 16
-"""Bytes that lie together where keys are packed by x."""
 
 
 class Ordered:
-    """An array [B, H, N, C] over pages in whose heads the bytes of rows lie in another *order*.
+    """An array of shape (B, H, N, C), whose bytes lie in another order inside of each page.
 
-    *pages*: [B, H, bytes of a head's page]; *order*: for each row and byte its place in the page;
-    *together*: bytes of a row that lie together.
-    Indexed and assigned to like the array that it stands for.
+    It supports the indexing and assignment of an array. No strides of numpy can express the order.
+
+    Attributes:
+        pages: Array of shape (B, H, bytes in the page of a head).
+        order: Array of shape (N, C): the place of each byte of each row in the page.
+        together: Number of adjacent bytes of a row.
+        shape: (B, H, N, C).
+
     """
 
     def __init__(self, pages: Bytes, order: NDArray[np.int64], together: int) -> None:
@@ -77,13 +102,13 @@ class Ordered:
         return np.asarray(self).transpose(*order)
 
     def tolist(self) -> list[Any]:
-        """Return the array as lists."""
-        found: list[Any] = np.asarray(self).tolist()
-        return found
+        """Return the array as nested lists."""
+        nested: list[Any] = np.asarray(self).tolist()
+        return nested
 
 
 def bytes_together(page_format: str, part: Part) -> int | None:
-    """Return how many bytes of a row lie together, or None where all of them do."""
+    """Return the number of adjacent bytes of a row, or None if all bytes of a row are adjacent."""
     element = _element_bytes(part.dtype)
     return {
         ("keys-transposed", "k"): element, ("x-packed", "v"): element, ("x-packed", "k"): X_BYTES
@@ -91,10 +116,15 @@ def bytes_together(page_format: str, part: Part) -> int | None:
 
 
 def page_order(part: Part, rows: int, together: int) -> NDArray[np.int64]:
-    """Return where each row's bytes lie in a head's page.
+    """Return the place of each byte of each row in the page of a head.
 
-    Counted out element by element: transposed, a page has the first element of all its rows, then
-    the second; packed by x, the first 16 bytes of all its rows.
+    The page has the first *together* bytes of all rows, then the next *together* bytes, and so on.
+    Two rows of 4 bytes, of which 2 are adjacent:
+
+    >>> import kvspec
+    >>> spec = kvspec.MLAAttentionSpec(block_size=2, head_size=4, dtype="uint8")
+    >>> page_order(spec.parts[0], 2, 2).tolist()
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     order = np.empty((rows, part.content_bytes), np.int64)
     place = 0
@@ -107,21 +137,21 @@ def page_order(part: Part, rows: int, together: int) -> NDArray[np.int64]:
 
 
 def _element_bytes(dtype: str | None) -> int:
-    """Return the bytes of one element, by the bits in its type's name: ``float8_e4m3fn`` has 8."""
+    """Return the bytes of one element, from the bits in its name: `float8_e4m3fn` has 8."""
     bits = "".join(char if char.isdigit() else " " for char in dtype or "").split()
     return int(bits[0]) // 8 if bits else 1
 
 
 Storage = Mapping[str, Bytes]
+# Arrays or `Ordered`, by (group, layer, part).
 Views = dict[tuple[str, str, str], Any]
-"""Arrays, or what is indexed like them, by group, layer and part."""
 Blocks = int | Mapping[str, int]
 _ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """One part of one layer on one rank: how often each letter counts."""
+    """One part of one layer on one rank, with the length of each counted axis."""
 
     layer: str
     part: Part
@@ -135,7 +165,7 @@ class _Plane:
 
 
 def count_kernel_blocks(group: KVCacheGroup) -> int:
-    """Return how many blocks in memory one block of a table is."""
+    """Return the number of blocks in memory that one block of a table consists of."""
     kernel = group.kernel_block_size
     return 1 if kernel is None else group.spec.block_size // kernel
 
@@ -171,26 +201,28 @@ def _separate(planes: Sequence[_Plane], letter: str) -> Iterator[list[_Plane]]:
 def _carve(
     flat: Bytes, letters: str, planes: Sequence[_Plane], seen: str = ""
 ) -> Iterator[tuple[_Plane, Bytes]]:
-    """Split the last axis of *flat* letter by letter; yield each plane's [B, H, N, C] array.
+    """Split the last axis of *flat*, letter by letter. Yield an array (B, H, N, C) for each plane.
 
-    *seen* names the axes before the last one. Layers, tensors and parts lie one after the other
-    ("L", "T", "K"; without "K" the parts share "C"); blocks, units and states are counted, so they
-    must agree.
+    The letter T stands for the tensors of a page. Without K the parts of a row share C. *seen*
+    contains the letters of the axes before the last one.
     """
     letter, rest = letters[0], letters[1:]
     if letter in "LTKC":
         inner = "C" if letter == "C" else rest
-        for some in _separate(planes, letter):
-            size = sum(plane.size(inner) for plane in some)
+        for members in _separate(planes, letter):
+            size = sum(plane.size(inner) for plane in members)
             part_array, flat = flat[..., :size], flat[..., size:]
             if letter == "C":
-                yield some[0], part_array.transpose([*map(seen.index, "BHN"), 3])
+                yield members[0], part_array.transpose([*map(seen.index, "BHN"), 3])
             else:
-                yield from _carve(part_array, rest, some, seen)
+                yield from _carve(part_array, rest, members, seen)
         return
     counts = {plane.counts[letter] for plane in planes}
     if len(counts) != 1:
-        raise ValueError(f"axis {letter} before L or K counts {sorted(counts)}: planes are ragged")
+        raise ValueError(
+            f"axis {letter} before L or K counts {sorted(counts)}: all layers and parts must have "
+            "one length"
+        )
     shape = (*flat.shape[:-1], counts.pop(), sum(plane.size(rest) for plane in planes))
     yield from _carve(flat.reshape(shape), rest, planes, seen + letter)
 
@@ -198,32 +230,33 @@ def _carve(
 def _carve_page(
     page: Bytes, letters: str, planes: Sequence[_Plane]
 ) -> Iterator[tuple[_Plane, Bytes]]:
-    """Cut one layer's pages [B, bytes]; the page's padding is what remains at its end."""
+    """Cut the pages of one layer, of shape (B, bytes). The rest of a page is its padding."""
     if planes[0].part.per_token:
         inner = "".join(letter for letter in letters if letter not in "LB")
         size = sum(plane.size("HNC") for plane in planes)
         yield from _carve(page[:, :size], f"T{inner}", planes, "B")
         return
-    for some in _separate(planes, "T"):
-        size = sum(plane.size("HNC") for plane in some)
+    # The tensors of a state lie one after the other, and so do the parts of a tensor.
+    for members in _separate(planes, "T"):
+        size = sum(plane.size("HNC") for plane in members)
         order = "".join(letter for letter in letters if letter in "HN")
-        yield from _carve(page[:, :size], order.replace("H", "KH") + "C", some, "B")
+        yield from _carve(page[:, :size], order.replace("H", "KH") + "C", members, "B")
         page = page[:, size:]
 
 
 def _lone(planes: Sequence[_Plane], letter: str) -> bool:
-    """Return whether *letter* counts one thing, so that it may stand anywhere."""
+    """Return whether the axis *letter* has length 1. Its place in the layout has no effect then."""
     if letter == "K":
         return len({plane.part.name for plane in planes}) == 1
     return all(plane.counts[letter] == 1 for plane in planes)
 
 
 def _pages(group: KVCacheGroup, planes: Sequence[_Plane]) -> list[int]:
-    """Return the bytes of one block of each layer, its padding included."""
+    """Return the bytes of one block of each layer, with its padding."""
     return [
-        group.spec.of_layer(some[0].layer).page_size_padded
-        or sum(plane.size("HNC") for plane in some)
-        for some in _separate(planes, "L")
+        group.spec.of_layer(members[0].layer).page_size_padded
+        or sum(plane.size("HNC") for plane in members)
+        for members in _separate(planes, "L")
     ]
 
 
@@ -234,54 +267,68 @@ def _group_bytes(group: KVCacheGroup, planes: Sequence[_Plane]) -> int:
 def _carve_group(
     flat: Bytes, letters: str, group: KVCacheGroup, planes: Sequence[_Plane]
 ) -> Iterator[tuple[_Plane, Bytes]]:
-    """Cut the storage of one group, layers and blocks first where pages lie in one chunk."""
+    """Cut the storage of one group. If the pages are contiguous, cut it into pages first."""
     layers = list(_separate(planes, "L"))
     pages = _pages(group, planes)
     blocks = planes[0].counts["B"]
     size = _group_bytes(group, planes)
-    if flat.ndim != 1 or (flat.size != size and size):  # a rank that holds nothing has what it has
-        raise ValueError(f"group {group.name}: storage {flat.shape} bytes, wanted ({size},)")
+    # A rank without units of the group may have a storage of any size.
+    if flat.ndim != 1 or (flat.size != size and size):
+        raise ValueError(f"group {group.name}: storage {flat.shape} bytes, expected ({size},)")
     flat = flat[:size]
+    # Axes of length 1 do not interrupt a page, so L and B may be moved before them.
     outside = letters[: 1 + max(letters.index("L"), letters.index("B"))]
     if all(_lone(planes, letter) for letter in outside if letter not in "LB"):
         letters = "".join(sorted(letters, key=lambda letter: letter not in "LB"))
     if planes[0].part.per_token and letters[:2] not in {"LB", "BL"}:
-        if any(group.spec.of_layer(some[0].layer).page_size_padded for some in layers):
-            raise ValueError(f"group {group.name}: {letters} has no page whose end could be padded")
+        if any(group.spec.of_layer(members[0].layer).page_size_padded for members in layers):
+            raise ValueError(f"group {group.name}: {letters} has no page that can be padded")
         inner = letters[len(outside) :]
         yield from _carve(flat, f"{outside}T{inner}", planes)
         return
     rows = flat.reshape(blocks, sum(pages)) if letters.index("B") < letters.index("L") else None
     start = 0
-    for page, some in zip(pages, layers, strict=True):
+    for page, members in zip(pages, layers, strict=True):
         if rows is not None:
-            yield from _carve_page(rows[:, start : start + page], letters, some)
+            yield from _carve_page(rows[:, start : start + page], letters, members)
         else:
             whole = flat[start * blocks : (start + page) * blocks]
-            yield from _carve_page(whole.reshape(blocks, page), letters, some)
+            yield from _carve_page(whole.reshape(blocks, page), letters, members)
         start += page
 
 
 def _in_format(group: KVCacheGroup, plane: _Plane, view: Bytes) -> Bytes | Ordered:
-    """Return *view* as the format of the layer's pages has it."""
+    """Return *view* in the order of the layer's page format."""
     page_format = getattr(group.spec.of_layer(plane.layer), "page_format", "plain")
     together = bytes_together(page_format, plane.part)
     if together is None:
         return view
     order = page_order(plane.part, plane.counts["N"], together)
     if view.shape[2] > 1 and view.strides[2] != view.shape[3] * view.itemsize:
-        raise ValueError(f"{plane.layer}: a head's rows of {plane.part.name} do not lie together")
+        raise ValueError(
+            f"layer {plane.layer}, part {plane.part.name}: the rows of a head must be adjacent"
+        )
     shape = (*view.shape[:2], order.size)
     strides = (*view.strides[:2], view.itemsize)
     return Ordered(np.lib.stride_tricks.as_strided(view, shape, strides), order, together)
 
 
 def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks) -> Views:
-    """Return {(group, layer, part): array [B, H local, N, C bytes]}, writable views on *storage*.
+    """Return the arrays of all parts of all layers that a rank holds.
 
-    *storage* is one flat uint8 array a group, or one that all groups share from its first byte. Cut
-    only from the layout letters, outermost first. B and N count blocks in memory and their rows:
-    the kernel's, where tables' blocks are cut finer.
+    Args:
+        engine: The engine.
+        rank: Its rank.
+        storage: One flat uint8 array for each group, or one array that all groups share.
+        num_blocks: Blocks of the pool, for all groups or by group.
+
+    Returns:
+        Arrays by (group, layer, part). They are writable views of *storage* with the shape (blocks
+        in memory, units of the rank, rows of a block in memory, bytes of a row).
+
+    Raises:
+        ValueError: If the storage has another size, or the layout is impossible for the group.
+
     """
     views: Views = {}
     shared = len({id(flat) for flat in storage.values()}) < len(storage)
@@ -291,7 +338,7 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
         name = group.layout or engine.layout
         letters = _ALIASES.get(name, name)
         if not planes:
-            continue  # no layer of the group is on this rank's stage
+            continue  # No layer of the group is on the stage of this rank.
         flat = storage[group.name]
         flat = flat[: _group_bytes(group, planes)] if shared else flat
         for plane, view in _carve_group(flat, letters, group, planes):

@@ -1,7 +1,20 @@
-"""Which rows a request's own blocks hold: asked token by token, by the definitions alone.
+"""Find the rows of a request in the blocks of a rank: which token each row holds, and its state.
 
-Half of the byte oracle: who owns a token and whether it is live is counted out (`check.counting`),
-and a row is found by counting through the table. Of kvspec it reads only values.
+Invariant: ownership and liveness are counted token by token (`check.counting`), and rows are
+counted through the block table. The module reads only values of kvspec.
+
+How it works:
+    `rows_of` walks through the table. Example: a prompt of 7 tokens, 5 of them cached, blocks of 4
+    tokens, and the table [3, 1]:
+
+        block    row    token    state
+        3        0-3    0-3      cached: must not change
+        1        0      4        cached: must not change
+        1        1-2    5-6      live: must arrive
+        1        3      7        dead: may be overwritten, since no token 7 exists
+
+    With two context ranks and an interleave of 1, rank 0 holds only even tokens. Then its rows 0 to
+    3 of block 3 are the tokens 0, 2, 4 and 6.
 """
 
 from __future__ import annotations
@@ -48,14 +61,28 @@ Tables = Mapping[str, "BlockTable | Sequence[int]"]
 
 
 def excluded_layers(engine: EngineSpec | None) -> set[str]:
-    """Return the layers that the groups of *engine* name as not transferred."""
+    """Return the layers that *engine* excludes from the transfer. Empty if *engine* is None."""
     groups = () if engine is None else engine.groups
     return {layer for group in groups for layer in group.excluded}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one part that a request's own blocks hold: one entry a (block, row), same order."""
+    """The rows of one part in the blocks of a request. All arrays have one entry for each row.
+
+    Attributes:
+        key: (group, layer, part).
+        part: The part.
+        units: Numbers of the units that the rank holds, in order.
+        block: Block in memory of each row.
+        row: Number of the row in its block.
+        token: First token of the row, or -1 for a state.
+        known: Whether the row holds a token of the request.
+        live: Whether the row must arrive.
+        dead: Whether the row may be overwritten.
+        seen: For a state, the number of tokens that it has seen.
+
+    """
 
     key: tuple[str, str, str]
     part: Part
@@ -63,9 +90,9 @@ class Rows:
     block: NDArray[np.int64]
     row: NDArray[np.int64]
     token: NDArray[np.int64]
-    known: NDArray[np.bool_]  # below the request's length
-    live: NDArray[np.bool_]  # must arrive
-    dead: NDArray[np.bool_]  # may be overwritten
+    known: NDArray[np.bool_]
+    live: NDArray[np.bool_]
+    dead: NDArray[np.bool_]
     seen: int
 
 
@@ -77,28 +104,40 @@ def rows_of(
     seen: int | Mapping[str, int] | None = None,
     source: EngineSpec | None = None,
 ) -> Iterator[Rows]:
-    """Yield the rows of every part that *tables* give the request on this rank.
+    """Yield the rows of each part in the blocks of a request on one rank.
 
-    States have *seen* that many tokens, or, as the consumer wants them, exactly `num_tokens`. What
-    either this engine or *source* excludes does not move, nor do a state's rows that *source*
-    lacks: they are neither live nor dead.
+    Rows of layers that one side excludes are neither live nor dead, because they must not change.
+
+    Args:
+        engine: The engine of the rank.
+        rank: The rank.
+        tables: The block tables of the engine.
+        request: The request.
+        seen: Tokens that states have seen, for all groups or by group. `num_tokens` by default.
+        source: The producer, if *engine* is the consumer. Rows of a state that the producer lacks
+            do not move.
+
+    Yields:
+        The rows of one part of one layer.
+
     """
-    still = excluded_layers(engine) | excluded_layers(source)
+    excluded = excluded_layers(engine) | excluded_layers(source)
     for group in engine.groups:
-        if group.name not in tables and still.issuperset(group.layers):
+        if group.name not in tables and excluded.issuperset(group.layers):
             continue
         table = _table(tables[group.name])
         count = len(table[0]) * group.spec.block_size
         own = own_positions(engine, rank, table[1], count, group)
         for layer in rank_layers(engine, rank, group):
             for part in group.spec.of_layer(layer).parts:
-                moves = 0 if layer in still else _common_rows(source, layer, part)
+                moves = 0 if layer in excluded else _common_rows(source, layer, part)
                 if part.per_token:
-                    found = _token_rows(group, layer, part, own, request)
+                    columns = _token_rows(group, layer, part, own, request)
                 else:
-                    found = _state_rows(group, part, table, request, moves)
-                at, row, token, known, live, dead = found
+                    columns = _state_rows(group, part, table, request, moves)
+                at, row, token, known, live, dead = columns
                 held = _held(table[0], engine.null_block)[at]
+                # The rows of a table's block are spread over several blocks in memory.
                 kernel_blocks_per_block = count_kernel_blocks(group)
                 kernel_block, row = np.divmod(row, part.states // kernel_blocks_per_block)
                 yield Rows(
@@ -116,11 +155,11 @@ def rows_of(
 
 
 def _common_rows(source: EngineSpec | None, layer: str, part: Part) -> int:
-    """Return how many rows of one block of *part* the *source* has too."""
+    """Return the number of rows in a block of *part* that *source* has, too."""
     for group in () if source is None else source.groups:
-        for other in group.spec.of_layer(layer).parts if layer in group.layers else ():
-            if other.name == part.name and not part.per_token:
-                return min(part.states, other.states)
+        for source_part in group.spec.of_layer(layer).parts if layer in group.layers else ():
+            if source_part.name == part.name and not part.per_token:
+                return min(part.states, source_part.states)
     return part.states
 
 
@@ -128,22 +167,23 @@ _Table = tuple["NDArray[np.int64]", int]
 
 
 def _table(table: Any) -> _Table:  # noqa: ANN401
-    """Return the block ids of a table, and the first token of the first."""
+    """Return the block ids of a table, and the first token of its first block."""
     ids = np.asarray(getattr(table, "block_ids", table), np.int64)
     return ids, getattr(table, "first_token", 0)
 
 
 def _held(ids: NDArray[np.int64], null: int | None) -> NDArray[np.bool_]:
-    """Return which blocks of a table are the request's.
+    """Return a mask of the blocks of a table that belong to the request.
 
-    Not the engine's null block, nor where it says of none: what is no block, or stands often.
+    Null blocks do not. If the engine has no null block, negative ids and repeated ids are null.
     """
     if null is not None:
-        return np.array([each not in (null, -1) for each in ids], bool)
-    return np.array([each >= 0 and (ids == each).sum() == 1 for each in ids], bool)
+        return np.array([block not in (null, -1) for block in ids], bool)
+    return np.array([block >= 0 and (ids == block).sum() == 1 for block in ids], bool)
 
 
-_Found = tuple[
+# Place in the table, row, token, known, live, dead.
+_Columns = tuple[
     "NDArray[np.int64]",
     "NDArray[np.int64]",
     "NDArray[np.int64]",
@@ -159,16 +199,18 @@ def _token_rows(
     part: Part,
     own: NDArray[np.int64],
     request: TransferRequest,
-) -> _Found:
-    """Return (place in the table, row, token, known, live, dead) of rows that are tokens."""
+) -> _Columns:
+    """Return the columns of a part whose rows are tokens."""
     cached = cached_tokens_of(request, group)
     live = live_positions(group.spec.of_layer(layer), request)
     blocks = len(own) // group.spec.block_size
-    at, row = (each.ravel() for each in np.indices((blocks, part.states)))
+    at, row = (index.ravel() for index in np.indices((blocks, part.states)))
     token = own[at * group.spec.block_size + row * part.tokens_per_state]
     covered = token[:, None] + np.arange(part.tokens_per_state)
-    wanted = np.append(live, False)[np.minimum(covered, len(live))]
-    must = np.asarray((wanted & (covered >= cached)).any(axis=1))
+    # Positions at or after the length are not live: they use the appended False.
+    covered_live = np.append(live, False)[np.minimum(covered, len(live))]
+    must = np.asarray((covered_live & (covered >= cached)).any(axis=1))
+    # A row that holds a cached token must not change, unless it must arrive.
     dead = ~must & np.asarray((covered >= cached).all(axis=1))
     return at, row, token, token < len(live), must, dead
 
@@ -179,14 +221,15 @@ def _state_rows(
     table: _Table,
     request: TransferRequest,
     moves: int,
-) -> _Found:
-    """Return the same of one state's rows, the first *moves* of which move; tokens are -1.
+) -> _Columns:
+    """Return the columns of a state, whose first *moves* rows move. Their token is -1.
 
-    Of a table of several blocks, the one of the last token holds the state.
+    If the table has several blocks, the block of the last token holds the state.
     """
     row, slot = np.arange(part.states), 0
     if len(table[0]) > 1:
         slot = (request.num_tokens - 1 - table[1]) // group.spec.block_size
-    wanted = cached_tokens_of(request, group) < request.num_tokens
+    # A state is cached completely or not at all.
+    must = cached_tokens_of(request, group) < request.num_tokens
     none = np.zeros(part.states, bool)
-    return np.full_like(row, slot), row, np.full_like(row, -1), ~none, wanted & (row < moves), none
+    return np.full_like(row, slot), row, np.full_like(row, -1), ~none, must & (row < moves), none

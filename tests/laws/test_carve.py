@@ -242,7 +242,7 @@ def test_a_conv_state_by_hand() -> None:
 def test_storage_of_another_size_is_refused() -> None:
     """A storage that is not what the layout needs is an error, not a shifted view."""
     spec = kvspec.MLAAttentionSpec(block_size=2, head_size=3, dtype="uint8")
-    with pytest.raises(ValueError, match=r"storage \(13,\) bytes, wanted \(12,\)"):
+    with pytest.raises(ValueError, match=r"storage \(13,\) bytes, expected \(12,\)"):
         logical_views(engine_of(spec, "LBHNC"), RANK, {"g": np.zeros(13, np.uint8)}, 1)
 
 
