@@ -1,7 +1,32 @@
-"""Agents without nixl: what `kvspec.nixl.agent` binds, in one process, over ordinary memory.
+"""NIXL for tests: the bindings that `kvspec.nixl.agent` uses, in one process, on host memory.
 
-Law: bytes move when the test lets them, also of what was released or whose peer was forgotten, as
-nixl's do; only what is dropped or killed stops. What would crash nixl is an `AssertionError`.
+Invariant: bytes move only when the test lets them move. As in NIXL, neither releasing a handle nor
+forgetting a peer stops them. Only the end of an agent does. A call that would crash NIXL raises
+`AssertionError`.
+
+How it works:
+    A test decides what happens to each posted handle. By default its bytes land at once.
+
+        call                  state before    state after    the next status call
+        makeXferReq           -               made           raises NotPosted
+        postXferReq           any             moving         PROC
+        FakeFlight.land       moving          done           DONE
+        FakeFlight.fail       moving          gone           raises RemoteDisconnect
+        FakeNixl.kill         moving          gone           raises RemoteDisconnect
+        releaseXferReq        any             unchanged      AssertionError
+
+    A handle whose bytes move late, after its transfer was given up:
+
+    >>> import ctypes
+    >>> here, there = FakeLife("here", 1), FakeLife("there", 2)
+    >>> source, target = ctypes.c_uint8(7), ctypes.c_uint8(0)
+    >>> copy = ctypes.addressof(target), ctypes.addressof(source), 1
+    >>> flight = FakeFlight((here, there), [copy], "moving")
+    >>> target.value
+    0
+    >>> flight.land()
+    >>> target.value, flight.state
+    (7, 'done')
 """
 
 from __future__ import annotations
@@ -22,6 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Copy = tuple[int, int, int]  # to, from, length
+# NIXL's metadata begins with this tag, and with the length and the name of the agent.
 _HEAD = struct.Struct("<16sQ")
 _TAG = b"nixlSerDes|Agent"
 _ERRORS = (
@@ -32,7 +58,19 @@ _ERRORS = (
 
 @attrs.define(eq=False)
 class FakeLife:
-    """What peers see of an agent; it outlives the agent, dead."""
+    """The state of an agent that its peers can see. It outlives the agent.
+
+    Attributes:
+        name: Name of the agent.
+        number: A number that no other agent has, not even one of the same name.
+        alive: Whether the agent exists.
+        memory: Registered memory: (segment, start, stop).
+        inbox: Unread notifications, by the name of the sender.
+
+    >>> FakeLife("worker", 1).alive
+    True
+
+    """
 
     name: str
     number: int
@@ -41,7 +79,7 @@ class FakeLife:
     inbox: dict[str, list[bytes]] = attrs.field(factory=dict)
 
     def holds(self, segment: str, start: int, length: int) -> bool:
-        """Whether one registered memory has all these bytes."""
+        """Return whether one registered memory contains all these bytes."""
         return any(
             segment == kind and low <= start and start + length <= high
             for kind, low, high in self.memory
@@ -50,26 +88,36 @@ class FakeLife:
 
 @attrs.define(eq=False)
 class FakeFlight:
-    """One handle between two agents: "made", then "moving", then how it ended: "done" or "gone"."""
+    """One handle between two agents.
+
+    Attributes:
+        between: The agent that posts it, and its peer.
+        copies: (target address, source address, bytes).
+        state: "made", "moving", "done" or "gone".
+
+    >>> FakeFlight((FakeLife("here", 1), FakeLife("there", 2)), []).state
+    'made'
+
+    """
 
     between: tuple[FakeLife, FakeLife]
     copies: list[Copy]
     state: str = "made"
 
     def land(self, part: float = 1.0) -> None:
-        """Move the bytes, or the first *part* of the copies; whole, it is done."""
+        """Move the bytes of the first *part* of the copies. If *part* is 1, the handle is done."""
         if self.state == "moving":
             for to, source, length in self.copies[: round(part * len(self.copies))]:
                 ctypes.memmove(to, source, length)
             self.state = "done" if part == 1.0 else self.state
 
     def spoil(self, copy: int = 0) -> None:
-        """Change a byte of what one of its copies has written, as nobody should."""
+        """Change the first byte that one of the copies has written, as a wrong write would."""
         to = self.copies[copy % len(self.copies)][0]
         ctypes.c_uint8.from_address(to).value ^= 0xFF
 
     def fail(self, part: float = 0.0) -> None:
-        """Break off after a *part* of the bytes; the next look at it raises."""
+        """Move the first *part* of the copies and fail. The next status call raises."""
         self.land(part)
         if self.state == "moving":
             self.state = "gone"
@@ -80,10 +128,20 @@ def _descriptors(segment: str, rows: NDArray[np.uint64]) -> tuple[str, NDArray[n
 
 
 class FakeNixl:
-    """The bindings of nixl that a test holds in its hand; use it in a `with`.
+    """Bindings of NIXL that a test controls. Inside of a `with` statement, kvspec uses them.
 
-    *fate*: called with each `FakeFlight` that is posted; by default it lands at once. To let it
-    move on, keep it and let it `land` or `fail` later.
+    Args:
+        fate: Called with each posted `FakeFlight`. By default it lands at once. To delay it, pass a
+            function that does nothing, and call `land` or `fail` of an item of *moving* later.
+
+    Attributes:
+        agents: The living agents, by name.
+        flights: The handles that were posted.
+
+    >>> with FakeNixl() as net:
+    ...     net.moving
+    []
+
     """
 
     def __init__(self, fate: Callable[[FakeFlight], None] = FakeFlight.land) -> None:
@@ -110,15 +168,15 @@ class FakeNixl:
 
     @property
     def moving(self) -> list[FakeFlight]:
-        """What was posted and has not ended."""
+        """The handles that were posted and have not ended."""
         return [flight for flight in self.flights if flight.state == "moving"]
 
     def kill(self, name: str) -> None:
-        """End the process of an agent: it answers no more, and nothing it takes part in moves."""
+        """End the process of the agent *name*. Its handles and those of its peers with it fail."""
         self.end(self.agents[name])
 
     def end(self, life: FakeLife) -> None:
-        """End an agent: nothing that it takes part in moves any more."""
+        """End an agent. No byte moves to it or from it any more."""
         life.alive = False
         if self.agents.get(life.name) is life:
             del self.agents[life.name]
@@ -128,13 +186,21 @@ class FakeNixl:
         self.flights = self.moving
 
     def error(self, kind: str) -> Exception:
-        """Return one of nixl's errors."""
-        made: Exception = getattr(self, f"nixl{kind}Error")(f"NIXL_ERR_{kind}")
-        return made
+        """Return an error of NIXL, such as "NotFound"."""
+        error: Exception = getattr(self, f"nixl{kind}Error")(f"NIXL_ERR_{kind}")
+        return error
 
 
 class FakeAgent:
-    """One agent: what nixl's does, as far as `kvspec.nixl` asks for it."""
+    """One agent, with those methods of NIXL's agent that `kvspec.nixl` uses.
+
+    `FakeNixl.nixlAgent` creates agents. The names of all methods are NIXL's.
+
+    >>> with FakeNixl() as net:
+    ...     agent = net.nixlAgent("worker", None)
+    ...     list(net.agents)
+    ['worker']
+    """
 
     net: FakeNixl
 
@@ -144,6 +210,7 @@ class FakeAgent:
         self.lists: dict[int, tuple[FakeLife, NDArray[np.uint64]]] = {}
         self.handles: dict[int, FakeFlight] = {}
 
+    # NIXL has no close: dropping the last reference ends the agent.
     def __del__(self) -> None:
         self.net.end(self.life)
 
@@ -155,7 +222,8 @@ class FakeAgent:
         self.life.memory.append((segment, start, start + length))
 
     def deregisterMem(self, _descs: object, _: object) -> None:  # noqa: N802, D102
-        return  # no fence: peers reach the memory still
+        # Deregistering is not a fence: peers can still read and write the memory.
+        return
 
     def getLocalMD(self) -> bytes:  # noqa: N802, D102
         name = self.life.name.encode()
@@ -164,8 +232,9 @@ class FakeAgent:
     def loadRemoteMD(self, metadata: bytes) -> bytes:  # noqa: N802, D102
         tag, size = _HEAD.unpack_from(metadata)
         name, number = metadata[_HEAD.size :][:size].decode(), metadata[_HEAD.size + size :]
-        if tag != _TAG or len(number) != 8:  # noqa: PLR2004 - as getLocalMD has it
+        if tag != _TAG or len(number) != 8:  # noqa: PLR2004 - the bytes that getLocalMD writes
             raise self.net.error("Mismatch")
+        # A known peer stays the same until it is invalidated, even if a new agent has its name.
         peer = self.peers.get(name) or self.net.agents.get(name)
         if peer is None or peer.number != int.from_bytes(number, "big"):
             raise self.net.error("NotAllowed" if name in self.peers else "Backend")
@@ -177,16 +246,16 @@ class FakeAgent:
             raise self.net.error("NotFound")
 
     def prepXferDlist(self, name: str, segment: str, rows: Any, _: object) -> int:  # noqa: N802, ANN401
-        """Take rows as a numpy.ndarray of five columns, as nixl has it since 1.5."""
+        """Prepare rows of five columns, which NIXL accepts as a numpy array since 1.5."""
         side = self.peers[name] if name else self.life
-        spread = [
+        descriptors = [
             (address + stride * at, length)
             for address, length, _, stride, count in rows.tolist()
             for at in range(count)
         ]
-        if not all(side.holds(segment, *one) for one in spread):
+        if not all(side.holds(segment, *descriptor) for descriptor in descriptors):
             raise self.net.error("NotFound")
-        return self._number(self.lists, (side, np.array(spread, np.uint64)))
+        return self._number(self.lists, (side, np.array(descriptors, np.uint64)))
 
     def releasedDlistH(self, handle: int) -> None:  # noqa: N802, D102
         del self.lists[handle]
@@ -227,7 +296,7 @@ class FakeAgent:
 
     def releaseXferReq(self, handle: int) -> None:  # noqa: N802, D102
         self._flight(handle)
-        del self.handles[handle]  # what is in flight goes on
+        del self.handles[handle]  # Release is not cancel: bytes in flight still move.
 
     def genNotif(self, name: str, payload: bytes) -> None:  # noqa: N802, D102
         if not self.peers[name].alive:
@@ -240,11 +309,13 @@ class FakeAgent:
         return received
 
     def _number(self, kept: dict[int, Any], value: object) -> int:
+        """Add *value* to *kept* under a new number, and return the number."""
         number = next(self.net.numbers)
         kept[number] = value
         return number
 
     def _flight(self, handle: int) -> FakeFlight:
+        """Return the flight of *handle*. NIXL would read freed memory if it was released."""
         if handle not in self.handles:
             raise AssertionError(
                 f"handle {handle} of {self.life.name} was released: nixl would crash"

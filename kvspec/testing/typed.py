@@ -1,6 +1,17 @@
-"""Make of a rank's storage the tensors that an engine would have: typed, strided, by part or whole.
+"""Turn the storage of a rank into tensors like those of a serving engine.
 
-Where bytes lie is taken from the oracle's arrays, never from the library's regions.
+Invariant: the place of each byte comes from the arrays of the oracle, never from the library.
+
+How it works:
+    Engines store the same bytes in different tensors: one for keys and values or two, typed or
+    untyped, with axes folded into one. A function *choose* decides each variant, so a strategy can
+    draw it. Example: a layer with keys and values in the layout LBKHNC, 6 blocks, 2 heads, 4 rows
+    of 16 bytes:
+
+        whole     folded    tensors and axes
+        no        no        k, v: BHNC (6, 2, 4, 16)
+        yes       no        kv: KBHNC (2, 6, 2, 4, 16), with the strides of the storage
+        no        yes       k, v: B(HNC) (6, 128)
 """
 
 from __future__ import annotations
@@ -17,15 +28,15 @@ if TYPE_CHECKING:
     from kvspec.ownership.parallel import RankId
     from kvspec.ownership.part import Part
 
+# The tensors of each layer by name, and the letters of their dimensions by name or group.
 Made = tuple[dict[str, dict[str, Any]], dict[str, str]]
-"""The tensors of each layer by name, and the letters of their dimensions by name."""
 
+# Called with a variant, returns whether to use it: "whole" (all parts in one tensor), "torch",
+# "typed", "folded" (two axes in one dimension), "by group" (letters by group, not by tensor).
 Choose = Callable[[str], bool]
-"""Answers a question about one tensor: ``whole`` (all parts of a tensor), ``torch``, ``typed``,
-``folded`` (several axes in one dimension), ``by group`` (its letters are said for the group)."""
 
+# Name of a tensor, its letters, its bytes and its dtype.
 _Array = tuple[str, str, Bytes, str | None]
-"""The name of a tensor, its letters, its bytes and the type of its elements."""
 
 _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
 
@@ -33,18 +44,19 @@ _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
 def typed_tensors(
     engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks, choose: Choose
 ) -> Made:
-    """Return views of *storage* as tensors, of all layers that *rank* has any units of.
+    """Return views of *storage* as tensors, for all layers of which *rank* holds a unit.
 
-    Dimensions stand as block, unit, row, content; a tensor of several parts has planes outside of
-    them, or, in a state, all its parts' units.
+    The dimensions are block, unit, row and content. A tensor of several parts has another first
+    dimension for the parts. A tensor of a state has the units of all its parts in one dimension.
     """
     views = logical_views(engine, rank, storage, num_blocks)
     tensors: dict[str, dict[str, Any]] = {}
     cut = {part for (_, _, part), view in views.items() if isinstance(view, Ordered)}
     names = {part.name: part.tensor for group in engine.groups for part in group.own_parts}
     tensors_cut = {names[part] for part in cut}
+    # A page format cuts rows into chunks, which are one more axis: P.
     axes = {name: "BHPNC" if tensor in tensors_cut else "BHNC" for name, tensor in names.items()}
-    found: dict[str, list[_Array]] = {}
+    by_layer: dict[str, list[_Array]] = {}
     for group in engine.groups:
         for layer in group.layers:
             parts = {
@@ -52,28 +64,28 @@ def typed_tensors(
                 for part in group.spec.of_layer(layer).parts
                 if np.prod(views.get((group.name, layer, part.name), np.empty(0)).shape)
             }
-            found[layer] = _of_layer(parts, axes, choose)
-            axes |= {name: letters for name, letters, _, _ in found[layer]}
-    folds = {name: _folds(name, found, choose) for name in axes}
-    for layer, arrays in found.items():
+            by_layer[layer] = _of_layer(parts, axes, choose)
+            axes |= {name: letters for name, letters, _, _ in by_layer[layer]}
+    folds = {name: _folds(name, by_layer, choose) for name in axes}
+    for layer, arrays in by_layer.items():
         for name, _, array, dtype in arrays:
             for at in folds[name]:
-                array = _fold(array, at)  # noqa: PLW2901 - what is folded so far
+                array = _fold(array, at)  # noqa: PLW2901 - folded step by step
             tensors.setdefault(layer, {})[name] = _typed(array, dtype, choose)
-    used = {name: letters for arrays in found.values() for name, letters, _, _ in arrays}
-    said = {name: _letters(letters, folds[name]) for name, letters in used.items()}
-    return tensors, _by_group(engine, tensors, said, choose)
+    used = {name: letters for arrays in by_layer.values() for name, letters, _, _ in arrays}
+    folded = {name: _letters(letters, folds[name]) for name, letters in used.items()}
+    return tensors, _by_group(engine, tensors, folded, choose)
 
 
 def raw_pages(
     engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks
 ) -> dict[str, Bytes]:
-    """Return the pages of each layer of states as vLLM hands them over: ``[blocks, 1, 1, bytes]``.
+    """Return the pages of each layer of states as vLLM passes them: shape (blocks, 1, 1, bytes).
 
-    Of layers that *rank* has any units of; a page's padding is left out.
+    Layers of which *rank* holds no unit are missing. The padding of a page is not included.
     """
     views = logical_views(engine, rank, storage, num_blocks)
-    found: dict[str, Bytes] = {}
+    pages: dict[str, Bytes] = {}
     for group in engine.groups:
         for layer in group.layers:
             held = [
@@ -86,16 +98,16 @@ def raw_pages(
                 first = min(held, key=lambda view: view.ctypes.data)
                 size = sum(view[0].size for view in held)
                 shape, strides = (len(first), 1, 1, size), (first.strides[0], size, size, 1)
-                found[layer] = _strided(first, shape, strides)
-    return found
+                pages[layer] = _strided(first, shape, strides)
+    return pages
 
 
-def _folds(name: str, found: Mapping[str, list[_Array]], choose: Choose) -> list[int]:
-    """Return, one after the other, which dimension of the tensors called *name* takes in the next.
+def _folds(name: str, by_layer: Mapping[str, list[_Array]], choose: Choose) -> list[int]:
+    """Return the folds of the tensors *name*: each joins a dimension with the next one.
 
-    Where each of these tensors allows it.
+    All tensors of one name have the same axes, so a fold must be possible in each layer.
     """
-    arrays = [array for some in found.values() for own, _, array, _ in some if own == name]
+    arrays = [array for layer in by_layer.values() for own, _, array, _ in layer if own == name]
     folds: list[int] = []
     at = 0
     while arrays and at + 1 < arrays[0].ndim:
@@ -109,64 +121,63 @@ def _folds(name: str, found: Mapping[str, list[_Array]], choose: Choose) -> list
 
 
 def _fold(array: Bytes, at: int) -> Bytes:
-    """Return *array* with dimension *at* and the next one in one."""
+    """Return *array* with dimension *at* and the next one joined."""
     both = array.shape[at] * array.shape[at + 1]
     shape = (*array.shape[:at], both, *array.shape[at + 2 :])
     return _strided(array, shape, (*array.strides[:at], *array.strides[at + 1 :]))
 
 
 def _letters(letters: str, folds: Sequence[int]) -> str:
-    """Return what is said of the axes *letters*, folded."""
+    """Return *letters* after *folds*: "BHNC" with the folds 1 and 1 is "B(HNC)"."""
     dims = list(letters)
     for at in folds:
         dims[at : at + 2] = ["".join(dims[at : at + 2])]
-    return "".join(each if len(each) == 1 else f"({each})" for each in dims)
+    return "".join(dim if len(dim) == 1 else f"({dim})" for dim in dims)
 
 
 def _by_group(
     engine: EngineSpec,
     tensors: Mapping[str, Mapping[str, Any]],
-    said: dict[str, str],
+    letters: dict[str, str],
     choose: Choose,
 ) -> dict[str, str]:
-    """Return what is *said* by name, or for a group of whose tensors the same is said."""
-    found: dict[str, str] = {}
+    """Return *letters* by tensor, or by group if all tensors of a group have the same letters."""
+    axes: dict[str, str] = {}
     for group in engine.groups:
         names = {name for layer in group.layers for name in tensors.get(layer, ())}
-        same_answers = {said[name] for name in names}
-        if len(same_answers) == 1 and choose("by group"):
-            found[group.name] = same_answers.pop()
+        group_letters = {letters[name] for name in names}
+        if len(group_letters) == 1 and choose("by group"):
+            axes[group.name] = group_letters.pop()
         else:
-            found |= {name: said[name] for name in names}
-    return found
+            axes |= {name: letters[name] for name in names}
+    return axes
 
 
-def _of_layer(
-    parts: Mapping[Part, Bytes], axes: Mapping[str, str], choose: Choose
-) -> list[tuple[str, str, Bytes, str | None]]:
-    """Return (name, letters, bytes, dtype) of one layer's tensors."""
-    found: list[tuple[str, str, Bytes, str | None]] = []
+def _of_layer(parts: Mapping[Part, Bytes], axes: Mapping[str, str], choose: Choose) -> list[_Array]:
+    """Return the tensors of one layer."""
+    tensors: list[_Array] = []
     by_tensor: dict[str, list[Part]] = {}
     for part in parts:
         by_tensor.setdefault(part.tensor, []).append(part)
     for tensor, members in by_tensor.items():
         arrays: list[Any] = [parts[part] for part in members]
         if any(axes[part.name] == "BHPNC" for part in members):
-            found += [_in_chunks(p, a) for p, a in zip(members, arrays, strict=True)]
+            tensors += [_in_chunks(p, a) for p, a in zip(members, arrays, strict=True)]
             continue
         whole = _whole(members, arrays) if len(members) > 1 else None
-        told = axes.get(tensor)
-        if whole is not None and told in (None, whole[0]) and choose("whole"):
+        # Tensors of one name must have the same axes in all layers.
+        known_axes = axes.get(tensor)
+        if whole is not None and known_axes in (None, whole[0]) and choose("whole"):
             dtypes = {part.dtype for part in members}
-            found.append((tensor, *whole, dtypes.pop() if len(dtypes) == 1 else None))
+            tensors.append((tensor, *whole, dtypes.pop() if len(dtypes) == 1 else None))
             continue
         for part, array in zip(members, arrays, strict=True):
-            found.append((part.name, "BHNC", array, part.dtype))
-    return found
+            tensors.append((part.name, "BHNC", array, part.dtype))
+    return tensors
 
 
-def _in_chunks(part: Part, array: Any) -> tuple[str, str, Bytes, str | None]:  # noqa: ANN401
-    """Return a part as [block, unit, chunk, row, bytes]; one chunk, where rows are not cut."""
+def _in_chunks(part: Part, array: Any) -> _Array:  # noqa: ANN401
+    """Return a part of shape (block, unit, chunk, row, bytes). Rows in one piece are one chunk."""
     if not isinstance(array, Ordered):
         return part.name, "BHPNC", array[:, :, None], part.dtype
     pages, (rows, content) = array.pages, array.order.shape
@@ -177,7 +188,7 @@ def _in_chunks(part: Part, array: Any) -> tuple[str, str, Bytes, str | None]:  #
 
 
 def _whole(parts: Sequence[Part], arrays: Sequence[Bytes]) -> tuple[str, Bytes] | None:
-    """Return the letters and the bytes of a tensor of several parts, or None if it has none."""
+    """Return the letters and bytes of one tensor of all *parts*, or None if none is possible."""
     first = arrays[0]
     starts = [array.ctypes.data - first.ctypes.data for array in arrays]
     if any(array.strides != first.strides for array in arrays):
@@ -199,23 +210,24 @@ def _whole(parts: Sequence[Part], arrays: Sequence[Bytes]) -> tuple[str, Bytes] 
 
 
 def _strided(first: Bytes, shape: Sequence[int], strides: Sequence[int]) -> Bytes:
-    found: Bytes = np.lib.stride_tricks.as_strided(first, tuple(shape), tuple(strides))
-    return found
+    array: Bytes = np.lib.stride_tricks.as_strided(first, tuple(shape), tuple(strides))
+    return array
 
 
 def _typed(array: Bytes, dtype: str | None, choose: Choose) -> Any:  # noqa: ANN401
-    """Return the bytes as elements of *dtype*, where they are whole and aligned; numpy or torch."""
+    """Return the bytes as an array or tensor. It has elements of *dtype* if they are aligned."""
     size = 1 if dtype is None else _itemsize(dtype)
     aligned = all(step % size == 0 for step in (array.ctypes.data, *array.strides[:-1]))
-    told = aligned and array.shape[-1] % size == 0 and choose("typed")
+    typed = aligned and array.shape[-1] % size == 0 and choose("typed")
     if choose("torch"):
-        import torch  # noqa: PLC0415 - only who draws tensors of torch needs it
+        import torch  # noqa: PLC0415 - torch is optional
 
         tensor = torch.from_numpy(array)
-        if told and dtype is not None:
+        if typed and dtype is not None:
             tensor = tensor.view(getattr(torch, dtype))
         return tensor
-    return array.view(_NUMPY[size]) if told and dtype in ("float32", "float64") else array
+    # numpy has no bfloat16 and no float8, so their bytes stay untyped.
+    return array.view(_NUMPY[size]) if typed and dtype in ("float32", "float64") else array
 
 
 def _itemsize(dtype: str) -> int:
