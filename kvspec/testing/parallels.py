@@ -201,7 +201,7 @@ def parallels(
     pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
     heads = {part.units for part in parts_of(groups) if part.per_token}
-    shared = [size for size in range(2, most + 1) if all(size % each == 0 for each in heads)]
+    shared = [size for size in range(2, most + 1) if all(size % count == 0 for count in heads)]
     tp_size = draw(sample(*(shared or [1])) if sharded else tp_sizes(most))
     shardings: dict[int, tuple[range, ...]] = {}
     if draw(st.integers(0, 3)) == 0:

@@ -114,7 +114,7 @@ def counted_replicas(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Cou
     for (stage, _, _, parts), layers in _together(producer, consumer).items():
         for part in parts:
             far = horizon(producer, consumer)
-            holds, needs = (_holders(each, part, layers, far) for each in (producer, consumer))
+            holds, needs = (_holders(side, part, layers, far) for side in (producer, consumer))
             same_holdings: dict[Any, list[RankId]] = {}
             for rank, (units, positions) in holds.items():
                 if rank.pp == stage and units:

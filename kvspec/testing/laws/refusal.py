@@ -94,7 +94,7 @@ def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
 
 
 def _with(engine: EngineSpec, group: Any) -> EngineSpec:  # noqa: ANN401
-    groups = tuple(group if each.name == group.name else each for each in engine.groups)
+    groups = tuple(group if old.name == group.name else old for old in engine.groups)
     return attrs.evolve(engine, groups=groups)
 
 
