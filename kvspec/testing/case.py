@@ -32,7 +32,6 @@ class Case:
         consumer_pool: The same for the consumer.
         request: The tokens and the block tables of both sides.
         replica_policy: Which of several equal producer ranks is read.
-        salt: A number that changes the choice of the policy.
         common_states: Whether only those rows of a state move that both engines have.
         shared: Whether all groups of a rank share one memory.
 
