@@ -45,7 +45,7 @@ class Case:
     ...     producer=engine, consumer=engine, producer_pool={"g": 2}, consumer_pool={"g": 2},
     ...     request=request,
     ... )
-    >>> case.replica_policy
+    >>> case.replica_policy.name
     'spread'
 
     """
