@@ -1,7 +1,7 @@
-"""Pictures of plans and tables, as SVG text.
+"""Draw plans and descriptor tables as SVG text.
 
-Law: only reads; a picture shows what is in the plan or the table and works nothing out anew. One
-input gives one picture, byte for byte, and colour is never the only carrier of a fact.
+Invariant: the pictures show only facts of the plan or the table. The same input always gives the
+same bytes. Each fact that a colour shows is also shown by a text, a pattern or a dash.
 """
 
 from kvspec.draw.plan_picture import plan_svg

@@ -1,7 +1,7 @@
-"""Boxes, curves and letters of all pictures, and how wide words are.
+"""Write SVG: the shapes, texts, colours and patterns that all pictures share.
 
-Law: the only module that writes SVG. Every text goes through `Canvas.text`, so that none is smaller
-than `SMALL`, unescaped, or wider than was reckoned with.
+Invariant: no other module writes SVG. All texts pass through `Canvas.text`, which escapes them and
+never makes them smaller than `SMALL`. `width_of` returns at least the width of each text.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from typing import Literal
 
 import attrs
 
+# The colours of Okabe and Ito, which colour-blind readers can distinguish, without black and
+# yellow.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-"""Okabe and Ito's colours that the colour-blind can tell apart, without black and yellow."""
 INK, FAINT, LINE, BAND, PAPER = "#1B1F24", "#57606A", "#8C959F", "#F3F5F7", "#FFFFFF"
+# SHADE fills the box of a rank without reads. HOLLOW fills a box that contains several units.
 SHADE, HOLLOW = "#ECEFF2", "#D5DADF"
-"""Greys of a rank that nobody reads, and of cells that stand for no one unit."""
+# Sizes of letters, in pixels.
 SMALL, NORMAL, MEDIUM, LARGE = 11.0, 12.0, 14.0, 18.0
-"""Sizes of letters, in pixels."""
+# Pixels between the picture and its border.
 MARGIN = 28.0
-"""Pixels around every picture."""
+# Opacity of a colour below letters: the letters must stay readable.
 FADED = 0.45
-"""How much of a unit's colour is seen where letters stand on it."""
+# Letters of a line whose width does not depend on the picture.
 LONGEST = 90
-"""Letters of one line that nobody has measured."""
+# Patterns distinguish the kinds of parts in a black and white print.
 HATCHES = ("", "slope", "dots", "cross", "fall")
-"""Patterns over a colour, so that kinds of parts can be told apart without it."""
+# The pattern of bytes between two stretches that belong to neither of them.
 GAP = "gap"
-"""The pattern of bytes that hold nothing."""
+# Joins the first and the last number of a range.
 DASH = "\N{EN DASH}"
-"""Between the first and the last of several."""
 _FONT = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif"
 _NARROW, _WIDE = frozenset("iljtfrI.,:;|'!()[] /-·"), frozenset("mwMW→←%+=@…")
+# For each pattern: its size, its path, and the width of its stroke, all in pixels.
 _MARKS = {
     "slope": (6, "M0 6L6 0", 0.8),
     "dots": (6, "M2 3H4", 2.0),
@@ -40,39 +42,61 @@ _MARKS = {
     "fall": (6, "M0 0L6 6", 0.8),
     GAP: (4, "M0 4L4 0", 0.8),
 }
-"""The size of each pattern, its path, and how thick it is."""
 
 Point = tuple[float, float]
 Span = tuple[float, float]
+# An entry of a legend: colour, pattern and meaning.
 Key = tuple[str, str, str]
-"""A box of a legend: its colour, its hatch, and its meaning."""
+# The value of an SVG attribute. Attributes with the values None and "" are not written.
 Look = str | float | None
-"""An attribute of SVG; None and nothing are left out."""
 
 
 def width_of(text: str, size: float = NORMAL, *, bold: bool = False) -> float:
-    """Return at least how many pixels wide *text* is in the widest of the fonts."""
+    """Return an upper bound of the width of *text*, in pixels, in any of the fonts.
+
+    >>> round(width_of("tp0", 10.0), 1)
+    17.4
+
+    """
+    # The factors are shares of the letter size. They are those of the widest font in `_FONT`.
     em = sum(0.42 if c in _NARROW else 1.01 if c in _WIDE else 0.66 for c in text)
     return em * size * (1.12 if bold else 1.0)
 
 
-def fitting(words: Iterable[str], room: float) -> str:
-    """Return the first of *words* that fits small into *room* pixels, or nothing."""
-    return next((text for text in words if width_of(text, SMALL) <= room), "")
+def fitting(texts: Iterable[str], room: float) -> str:
+    """Return the first of *texts* that fits into *room* pixels at size `SMALL`, or ""."""
+    return next((text for text in texts if width_of(text, SMALL) <= room), "")
 
 
 def colour(index: int) -> str:
-    """Return the colour of producer or unit *index*."""
+    """Return the colour of producer or unit *index*. Colours repeat after the palette."""
     return PALETTE[index % len(PALETTE)]
 
 
 def hatch(index: int) -> str:
-    """Return the pattern of part *index*."""
+    """Return the pattern of part *index*. Patterns repeat after the last."""
     return HATCHES[index % len(HATCHES)]
 
 
+def unit_noun(part: str) -> str:
+    """Return the noun for the units of *part*: "head" for keys and values, else "unit".
+
+    A name may begin with its layer, and scales belong to the heads of their part.
+
+    >>> unit_noun("k"), unit_noun("layers.0/v_scale"), unit_noun("conv_x")
+    ('head', 'head', 'unit')
+
+    """
+    return "head" if part.rpartition("/")[2].partition("_")[0] in {"k", "v"} else "unit"
+
+
 def shortened(text: str, longest: int) -> str:
-    """Return *text*, its middle left out if it is longer than *longest* letters."""
+    """Return *text* with at most *longest* letters: a long text loses its middle.
+
+    >>> shortened("model.layers.27", 10)
+    'model.….27'
+
+    """
     if len(text) <= longest:
         return text
     head = (longest - 1) * 2 // 3
@@ -80,26 +104,28 @@ def shortened(text: str, longest: int) -> str:
 
 
 def element(name: str, look: Mapping[str, Look], inside: str = "") -> str:
-    """Return one element of SVG around what is *inside*, which is escaped already."""
-    told = "".join(
+    """Return the SVG element *name*. The text *inside* must be escaped already."""
+    attributes = "".join(
         f' {key.replace("_", "-")}="{_escaped(value)}"'
         for key, value in look.items()
         if value not in {None, ""}
     )
-    return f"<{name}{told}>{inside}</{name}>" if inside else f"<{name}{told}/>"
+    return f"<{name}{attributes}>{inside}</{name}>" if inside else f"<{name}{attributes}/>"
 
 
 def _escaped(value: object) -> str:
+    # Two digits are enough for pixels.
     text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
+    # XML has no form for control characters, not even escaped.
     return escape("".join(c if c.isprintable() else "?" for c in text))
 
 
 @attrs.define
 class Canvas:
-    """A picture that is being drawn, from back to front.
+    """A picture in progress. Each new shape lies in front of the earlier ones.
 
-    A shape's *title* shows when it is pointed at; *look* are attributes of SVG, ``data_…`` those
-    that name what it shows.
+    A viewer shows the *title* of a shape when the mouse points at it. *look* contains SVG
+    attributes. The attributes ``data_…`` describe the shape for programs that read the picture.
     """
 
     elements: list[str] = attrs.field(factory=list)
@@ -119,7 +145,7 @@ class Canvas:
         anchor: Literal["start", "middle", "end"] = "start",
         bold: bool = False,
     ) -> float:
-        """Write *text* with its baseline at *y*; return how wide it is at most."""
+        """Write *text* with its baseline at *y*. Return an upper bound of its width."""
         if text:
             look: dict[str, Look] = {"x": x, "y": y, "font_size": max(size, SMALL), "fill": fill}
             look["font_weight"] = "bold" if bold else None
@@ -128,7 +154,12 @@ class Canvas:
         return width_of(text, size, bold=bold)
 
     def words(self, y: float, words: Iterable[str], width: float) -> float:
-        """Write *words* between dots, in as many lines as *width* needs; return the next line."""
+        """Write *words* with dots between them. Start a new line if *width* is used up.
+
+        Returns:
+            The baseline of the next line.
+
+        """
         line = ""
         for word in words:
             longer = f"{line} · {word}" if line else word
@@ -140,7 +171,12 @@ class Canvas:
         return y + 18
 
     def keys(self, y: float, keys: Iterable[Key], width: float) -> float:
-        """Draw a box with its meaning for each of *keys*; return where the next line begins."""
+        """Draw a legend: a box and a meaning for each of *keys*.
+
+        Returns:
+            The top of the next line.
+
+        """
         x = MARGIN
         for fill, pattern, meaning in keys:
             room = 34 + width_of(meaning, SMALL) + 18
@@ -155,7 +191,7 @@ class Canvas:
     def box(
         self, corner: Point, size: Point, pattern: str = "", title: str = "", **look: Look
     ) -> None:
-        """Draw a rectangle, a *pattern* over its colour."""
+        """Draw a rectangle. The *pattern* covers its colour."""
         (x, y), (width, height) = corner, size
         place: dict[str, Look] = {"x": x, "y": y, "width": width, "height": height}
         self._add("rect", place | look, title)
@@ -163,7 +199,7 @@ class Canvas:
             self._add("rect", place | {"fill": f"url(#{pattern})", "rx": look.get("rx")})
 
     def curve(self, start: Point, stop: Point, title: str, stroke: str, **look: Look) -> None:
-        """Draw an arrow that leaves and arrives horizontally."""
+        """Draw an arrow whose two ends are horizontal."""
         (x0, y0), (x1, y1) = start, stop
         self._path(("M", x1 - 7, y1 - 4, "L", x1, y1, "L", x1 - 7, y1 + 4, "Z"), fill=stroke)
         half = (x0 + x1 - 6) / 2
@@ -171,14 +207,17 @@ class Canvas:
         self._path(steps, title, fill="none", stroke=stroke, **look)
 
     def ribbon(self, upper: Span, lower: Span, rows: Point, title: str, **look: Look) -> None:
-        """Fill between two level spans (left, right) at the heights *rows*, with S-shaped edges."""
+        """Fill the area between two horizontal spans (left, right) at the heights *rows*.
+
+        Its left and right edges are S-shaped.
+        """
         (a, b), (c, d), (y0, y1) = upper, lower, rows
         half = (y0 + y1) / 2
         there, back = ("C", a, half, c, half, c, y1), ("C", d, half, b, half, b, y0)
         self._path(("M", a, y0, *there, "L", d, y1, *back, "Z"), title, **look)
 
     def rule(self, start: Point, stop: Point) -> None:
-        """Draw a straight hairline."""
+        """Draw a thin straight line."""
         self._path(("M", *start, "L", *stop), stroke=LINE)
 
     def _path(self, steps: Iterable[str | float], title: str = "", **look: Look) -> None:
@@ -186,7 +225,7 @@ class Canvas:
         self._add("path", {"d": drawn, **look}, title)
 
     def svg(self, width: float, height: float, title: str) -> str:
-        """Return the whole picture as the text of an SVG file."""
+        """Return the picture as the text of an SVG file."""
         size: dict[str, Look] = {"width": round(width), "height": round(height)}
         look: dict[str, Look] = {"xmlns": "http://www.w3.org/2000/svg", **size}
         look |= {"viewBox": "0 0 {width} {height}".format(**size), "role": "img"}
@@ -200,17 +239,17 @@ class Canvas:
 
 
 def note_svg(kind: str, title: str, words: list[str]) -> str:
-    """Return a small picture of words, where there is nothing to draw."""
+    """Return a small picture of texts, for a plan or table that moves nothing."""
     canvas, y = Canvas(), MARGIN + 14
-    wide = canvas.text(MARGIN, y, title, size=LARGE, bold=True)
+    width = canvas.text(MARGIN, y, title, size=LARGE, bold=True)
     for word in words:
         y += 22
-        wide = max(wide, canvas.text(MARGIN, y, shortened(word, LONGEST), fill=FAINT))
-    return canvas.svg(wide + 2 * MARGIN, y + MARGIN - 4, f"kvspec {kind}: {title}")
+        width = max(width, canvas.text(MARGIN, y, shortened(word, LONGEST), fill=FAINT))
+    return canvas.svg(width + 2 * MARGIN, y + MARGIN - 4, f"kvspec {kind}: {title}")
 
 
 def _pattern(name: str, size: int, drawn: str, thick: float) -> str:
-    """Return a hatch: thin marks of ink over whatever colour lies below."""
+    """Return the definition of a pattern: thin strokes over any colour."""
     line: dict[str, Look] = {"fill": "none", "stroke": INK, "stroke_opacity": 0.3}
     mark = element("path", {"d": drawn, **line, "stroke_width": thick})
     space: dict[str, Look] = {"id": name, "width": size, "height": size}

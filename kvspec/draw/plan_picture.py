@@ -1,12 +1,22 @@
-"""The picture of a plan: who reads which units from whom.
+"""Draw a transfer plan: the ranks of both engines, and the units that move between them.
 
-Law: every rank is a box, every slice of every edge a curve from a producer's box to a consumer's,
-and both ends say in words what the curve's colour says.
+Invariant: each rank is one box, and each slice of each edge is one curve between two boxes. The
+texts at both ends of a curve name its ranks, so the colour of the curve adds no fact.
 
-What the picture of a plan shows: a box for every rank, and in it a line for each range of units.
+How it works:
+    `scene` selects the content of the picture: boxes, their lines, and the reads between them.
+    `plan_svg` then computes the places and draws. For TP 4 to TP 3 and 8 heads, `scene` returns:
 
-Law: every slice of every edge that is asked for is in exactly one line of its consumer, and every
-unit that a producer rank holds is in exactly one line of it. Places are not decided here.
+        producer box   line           consumer box   lines
+        tp0            heads 0 1      tp0            heads 0 1  from tp0
+        tp1            heads 2 3      tp1            heads 2 3  from tp1
+        tp2            heads 4 5                     head  4    from tp2
+        tp3            heads 6 7      tp2            head  5    from tp2
+                                                     heads 6 7  from tp3
+
+    A producer rank has one line for each range of units that it holds. A consumer rank has one
+    line for each read. So the curves of heads 4 and 5 begin at the same line, and the producer's
+    line has two consumers. Slices that differ only in their layers are one read.
 """
 
 from __future__ import annotations
@@ -37,10 +47,11 @@ from kvspec.draw.canvas import (
     hatch,
     note_svg,
     shortened,
+    unit_noun,
     width_of,
 )
 from kvspec.engines.engine import EngineSpec
-from kvspec.errors import SpecError, counted
+from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
@@ -48,14 +59,21 @@ from kvspec.ownership.stripes import Stripe
 from kvspec.plan.plan import TransferPlan
 from kvspec.plan.replica_groups import ReplicaGroup
 
+# A line with more cells shows the range of its units as one cell. A line with more consumers
+# shows the first, the last and the number of them.
 _MOST_CELLS, _MOST_READERS = 8, 3
 
 
 @attrs.frozen
 class PartGroup:
-    """Parts that are sharded alike.
+    """Parts with the same sharding.
 
-    Their names, all their units, and in how many they are sharded.
+    Attributes:
+        name: Names of the parts, joined by "+".
+        units: Number of units in the model.
+        granularity: Units are sharded in multiples of this number.
+        per_token: Whether a row of the parts belongs to tokens, not to a recurrent state.
+
     """
 
     name: str
@@ -66,20 +84,34 @@ class PartGroup:
     @staticmethod
     def of(parts: Sequence[Part]) -> PartGroup:
         """Return the group of *parts*."""
-        name, one = "+".join(part.name for part in parts), parts[0]
-        return PartGroup(name, one.units, one.granularity, one.per_token)
+        name, first = "+".join(part.name for part in parts), parts[0]
+        return PartGroup(name, first.units, first.granularity, first.per_token)
+
+    @property
+    def noun(self) -> str:
+        """The noun for one unit: "head" or "unit"."""
+        heads = all(unit_noun(part) == "head" for part in self.name.split("+"))
+        return "head" if heads else "unit"
 
     def labels(self, units: range) -> list[str]:
-        """Return the text of every cell: of each head or group of channels, or of many."""
+        """Return the text of each cell: one head or group of channels, or the range of all."""
         packs = range(units.start // self.granularity, units.stop // self.granularity)
         if len(packs) <= _MOST_CELLS:
-            return [str(transfer_slice) for transfer_slice in packs]
+            return [str(pack) for pack in packs]
         return [f"{packs.start}{DASH}{packs.stop - 1}"]
 
 
 @attrs.frozen
 class Read:
-    """Units that *consumer* reads from *producer*, of *layers* of *groups* of the consumer's."""
+    """Units that one consumer rank reads from one producer rank.
+
+    Attributes:
+        stripe: The blocks that this read takes, if several producer ranks share the work.
+        groups: Names of the consumer's groups.
+        layers: Names of the layers of these groups.
+        row_bytes: Bytes of the units in all layers: of one token, or of one recurrent state.
+
+    """
 
     consumer: RankId
     producer: RankId
@@ -88,13 +120,23 @@ class Read:
     stripe: Stripe
     groups: tuple[str, ...]
     layers: tuple[str, ...]
+    row_bytes: float
+
+    @property
+    def size(self) -> str:
+        """The bytes as a text, such as `32 KiB a token`."""
+        return f"{nbytes(self.row_bytes)} a {'token' if self.part_group.per_token else 'state'}"
 
 
 @attrs.frozen
 class Line:
-    """Units in the box of a rank, *words* about them, and the *reads* that begin or end here.
+    """One line in the box of a rank.
 
-    *number*: of the producer rank among those that are read, or None where nobody reads.
+    Attributes:
+        words: Text behind the cells of the units.
+        number: Number of the producer rank among all that are read. None if nothing is read.
+        reads: The reads that begin or end at this line.
+
     """
 
     part_group: PartGroup
@@ -106,7 +148,7 @@ class Line:
 
 @attrs.frozen(eq=False)
 class Box:
-    """One rank: its lines, and a note where it has nothing to do."""
+    """One rank: its lines, and a note if it has nothing to do."""
 
     rank: RankId
     lines: list[Line]
@@ -115,7 +157,7 @@ class Box:
 
 @attrs.frozen
 class EngineColumn:
-    """One engine: what it is, and its boxes in captioned bands."""
+    """One engine: its name and description, and its boxes in bands with captions."""
 
     name: str
     caption: str
@@ -123,13 +165,13 @@ class EngineColumn:
 
     @property
     def boxes(self) -> list[Box]:
-        """All of them, from top to bottom."""
+        """All boxes, from top to bottom."""
         return [box for boxes in self.bands.values() for box in boxes]
 
 
 @attrs.frozen
 class Scene:
-    """All that is drawn of one plan."""
+    """The content of the picture of one plan, without places."""
 
     part_groups: list[PartGroup]
     reads: list[Read]
@@ -137,7 +179,12 @@ class Scene:
 
 
 def scene(plan: TransferPlan, group: str | None) -> Scene:
-    """Return what to draw of *plan*: all of it, or one group of the consumer's."""
+    """Return the content of the picture of *plan*, or of one group of the consumer.
+
+    Raises:
+        SpecError: If the consumer has no *group*, or the plan moves nothing of it.
+
+    """
     if group is not None:
         plan.consumer.group(group)
     replica_groups = [
@@ -171,8 +218,9 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
 
 
 def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
-    """Yield what every consumer rank reads; slices that differ only in their layers are one."""
-    places: dict[tuple[RankId, RankId, PartGroup, range, Stripe], list[tuple[str, str]]] = {}
+    """Yield the reads of all consumer ranks. Slices that differ only in their layers are one."""
+    places: dict[tuple[RankId, RankId, PartGroup, range, Stripe], list[tuple[str, str, float]]]
+    places = {}
     for edge in plan.edges:
         spec = plan.consumer.group(edge.group).spec
         for transfer_slice in edge.slices if group in (None, edge.group) else ():
@@ -185,12 +233,19 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
                 transfer_slice.global_range,
                 transfer_slice.stripe,
             )
-            places.setdefault(key, []).extend(
-                (edge.group, layer) for layer in transfer_slice.layers
-            )
-    for key, found in places.items():
-        groups, layers = zip(*found, strict=True)
-        yield Read(*key, tuple(dict.fromkeys(groups)), layers)
+            for layer in transfer_slice.layers:
+                own = [p for p in spec.of_layer(layer).parts if p.name in transfer_slice.parts]
+                size = sum(map(_row_bytes, own)) * len(transfer_slice.global_range)
+                places.setdefault(key, []).append((edge.group, layer, size))
+    for key, place in places.items():
+        groups, layers, layer_sizes = zip(*place, strict=True)
+        yield Read(*key, tuple(dict.fromkeys(groups)), layers, sum(layer_sizes))
+
+
+def _row_bytes(part: Part) -> float:
+    """Return the bytes of one unit of *part*: of one token, or of a whole state."""
+    rows = 1 / part.tokens_per_state if part.per_token else part.states
+    return part.content_bytes * rows
 
 
 def _producers(
@@ -199,18 +254,21 @@ def _producers(
     reads: list[Read],
     numbers: dict[RankId, int],
 ) -> Iterator[Box]:
-    """Yield the box of every producer rank: the units that it holds, and who reads them."""
+    """Yield the box of each producer rank: its units and their consumer ranks."""
     for index, rank in enumerate(plan.producer.parallel.ranks):
         held = dict.fromkeys(
             (PartGroup.of(s.parts), s.producer_sharding.ranges[index]) for s in replica_groups
         )
-        here, lines = [read for read in reads if read.producer == rank], list[Line]()
+        rank_reads, lines = [read for read in reads if read.producer == rank], list[Line]()
         for part_group, units in held:
-            own = tuple(r for r in here if r.part_group == part_group and r.units.start in units)
-            words = _readers(own) if own else "not read here" if here else ""
+            line_reads = tuple(
+                r for r in rank_reads if r.part_group == part_group and r.units.start in units
+            )
+            words = _readers(line_reads) if line_reads else "not read here" if rank_reads else ""
+            number = numbers[rank] if line_reads else None
             if units:
-                lines.append(Line(part_group, units, words, numbers[rank] if own else None, own))
-        yield Box(rank, lines, "" if here else _unread(plan, rank))
+                lines.append(Line(part_group, units, words, number, line_reads))
+        yield Box(rank, lines, "" if rank_reads else _unread(plan, rank))
 
 
 def _readers(reads: tuple[Read, ...]) -> str:
@@ -221,8 +279,8 @@ def _readers(reads: tuple[Read, ...]) -> str:
 
 
 def _source(plan: TransferPlan, read: Read) -> str:
-    """Say from whom *read* is, and which blocks, positions and layers, if not all."""
-    words = [f"← {read.producer}"]
+    """Return the text of *read*: its producer and size, and its blocks and layers if not all."""
+    words = [f"← {read.producer}", read.size]
     if not read.stripe.whole:
         words.append(str(read.stripe))
     producer, consumer = plan.producer, plan.consumer
@@ -237,16 +295,16 @@ def _source(plan: TransferPlan, read: Read) -> str:
 
 
 def _unread(plan: TransferPlan, rank: RankId) -> str:
-    """Say of a producer rank that nobody reads here who tells it to release."""
+    """Return the note of a producer rank without reads: the consumer rank that releases it."""
     if plan.targets(rank):
         return "read for other groups only"
     notifiers = plan.notifiers(rank)
     by = "every consumer rank" if len(notifiers) > 1 else str(notifiers[0])
-    return f"not read; {by} tells it to release"
+    return f"not read; released by {by}"
 
 
 def _side(name: str, engine: EngineSpec, groups: set[str], boxes: Iterable[Box]) -> EngineColumn:
-    """Return one side, its *boxes* in bands: pipeline stages, and context ranks within them."""
+    """Return one engine, with a band for each pipeline stage and context rank."""
     bands: dict[str, list[Box]] = {}
     parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
     for box in sorted(boxes, key=lambda box: (box.rank.pp, parallel.context(box.rank).rank)):
@@ -257,6 +315,7 @@ def _side(name: str, engine: EngineSpec, groups: set[str], boxes: Iterable[Box])
         if context.size > 1:
             tokens = counted(context.interleave, "token")
             words.append(f"context {context.rank} of {context.size}, {tokens} at a time")
+        # An engine with one stage and one context rank has one band without a caption.
         bands.setdefault(" · ".join(words), []).append(box)
     own = [group for group in engine.groups if group.name in groups]
     caption = [sizes(parallel), f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, own)))}"]
@@ -267,7 +326,7 @@ def _side(name: str, engine: EngineSpec, groups: set[str], boxes: Iterable[Box])
 
 
 def excluded(plan: TransferPlan) -> list[str]:
-    """Say, for each side, which layers it does not transfer."""
+    """Return a text for each engine that excludes layers from the transfer."""
     sides = (("producer", plan.producer), ("consumer", plan.consumer))
     return [
         f"excluded by the {side}: {_layers(engine.excluded)}"
@@ -277,7 +336,7 @@ def excluded(plan: TransferPlan) -> list[str]:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """Return layers in few words: by number where each has one and none is left out."""
+    """Return a short text for layers: their numbers if these are consecutive, else names."""
     layers = list(dict.fromkeys(names))
     if not layers:
         return "no layers"
@@ -288,24 +347,43 @@ def _layers(names: Iterable[str]) -> str:
     return f"{layers[0]} and {len(layers) - 1} more" if layers[1:] else layers[0]
 
 
+# In pixels: the height of a line, the space around the lines of a box, the space between boxes,
+# and the height of a caption.
 _ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
-"""Pixels: a line of a box, around its lines, between boxes, and the caption of a band."""
+# In pixels: the space for the curves, and the least width of a box.
 _MIDDLE, _NARROWEST = 280.0, 180.0
+# The palette repeats after six producers. Each repetition has other dashes.
 _DASHES = ("", "7 3", "2 3", "10 3 2 3")
-"""Lines of more producers than colours: each round of the palette is dashed otherwise."""
-_MEANINGS = (
-    "numbers are units of the model: KV heads, state heads or groups of channels",
-    "a line's colour and dashes are the producer rank read",
-)
+_COLOURS = "colour and dashes of a line: the producer rank"
 
 
 def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
-    """Return a picture of *plan* as SVG text: who reads which units from whom.
+    """Draw *plan* as SVG text: the ranks of both engines, and the units that move between them.
 
-    *group*: only this group of the consumer's; all of them unless given. Every rank is a box with
-    the units that it holds, a line runs from the producer rank to each rank that reads it, and a
-    rank that nobody reads is grey and says who tells it to release. A plan that moves nothing is
-    words.
+    Each rank is a box with its units. A line runs from a producer rank to each consumer rank that
+    reads from it. The box of a producer rank without reads is grey and names the consumer rank
+    that releases it. A plan that moves nothing becomes a picture with text only.
+
+    Args:
+        plan: The plan to draw.
+        group: Draw only this group of the consumer. All groups by default.
+
+    Returns:
+        The text of an SVG file.
+
+    Raises:
+        SpecError: If *plan* is not a plan, the consumer has no *group*, or nothing of it moves.
+
+    >>> import kvspec
+    >>> layer = kvspec.FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=2, head_size=64, dtype="bfloat16"
+    ... )
+    >>> group = kvspec.KVCacheGroup(name="attention", layers=("layers.0",), spec=layer)
+    >>> engine = kvspec.EngineSpec(groups=(group,))
+    >>> picture = plan_svg(kvspec.plan_transfer(engine, engine))
+    >>> "tp0 reads k+v heads 0..1 of attention from tp0" in picture
+    True
+
     """
     instance("plan", plan, TransferPlan)
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
@@ -326,7 +404,8 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     for column in columns:
         for box in column.side.boxes:
             _box(canvas, shown, column, box)
-    y = canvas.words(end + 32, _MEANINGS, width)
+    nouns = dict.fromkeys(_nouns(part_group) for part_group in shown.part_groups)
+    y = canvas.words(end + 32, [f"numbers: {', '.join(nouns)} of the model", _COLOURS], width)
     if len(shown.part_groups) > 1:
         keys = (
             (HOLLOW, hatch(n), part_group.name) for n, part_group in enumerate(shown.part_groups)
@@ -337,9 +416,16 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
 
 @attrs.define(eq=False)
 class _Column:
-    """The boxes of one side: how wide what stands in them is, from *x* on, and where each begins.
+    """The boxes of one engine with their places, in pixels.
 
-    *parts*, *cells* and *words*: where these begin in every box.
+    Attributes:
+        x: Left edge of the boxes.
+        parts: Distance from the left edge to the names of parts, in each box.
+        cells: Distance to the cells of units.
+        words: Distance to the texts behind the cells.
+        width: Width of each box.
+        tops: Top edge of each box.
+
     """
 
     side: EngineColumn
@@ -352,12 +438,12 @@ class _Column:
 
     @property
     def right(self) -> float:
-        """Where the widest of it ends."""
+        """Right edge of the widest box or text."""
         captions = [width_of(caption, SMALL) for caption in self.side.bands]
         return self.x + max(self.width, width_of(self.side.caption), *captions)
 
     def stack(self, y: float, gap: float = _GAP) -> float:
-        """Place the boxes from *y* down, *gap* apart; return where the last ends."""
+        """Place the boxes from *y* down with *gap* between them. Return the lower edge."""
         end = y
         for caption, boxes in self.side.bands.items():
             y += _CAPTION + _PAD if caption else 0
@@ -370,11 +456,11 @@ class _Column:
 
     def spread(self, y: float, end: float) -> None:
         """Place the boxes evenly from *y* to *end*."""
-        more = (end - self.stack(y)) / len(self.side.boxes)
-        self.stack(y + more / 2, _GAP + more)
+        extra = (end - self.stack(y)) / len(self.side.boxes)
+        self.stack(y + extra / 2, _GAP + extra)
 
     def frames(self, canvas: Canvas) -> None:
-        """Draw the captioned bands behind the boxes."""
+        """Draw the bands with their captions behind the boxes."""
         for caption, boxes in self.side.bands.items():
             if caption:
                 top = self.tops[boxes[0]] - _CAPTION - _PAD
@@ -384,27 +470,27 @@ class _Column:
                 canvas.text(self.x, top + 16, caption, size=SMALL, fill=FAINT)
 
     def row(self, box: Box, at: int) -> float:
-        """Return the height of the middle of a box's line."""
+        """Return the vertical middle of line *at* of a box."""
         return self.tops[box] + _PAD + (at + 0.5) * _ROW
 
 
 def _columns(shown: Scene) -> tuple[_Column, _Column]:
-    """Return both sides, each as wide as its words need."""
-    found: list[_Column] = []
+    """Return the columns of both engines. The texts determine their widths."""
+    columns: list[_Column] = []
     for side in shown.sides:
         lines = [line for box in side.boxes for line in box.lines]
-        said = [*(line.words for line in lines), *(box.note for box in side.boxes)]
+        texts = [*(line.words for line in lines), *(box.note for box in side.boxes)]
         parts = _PAD + 16 + max(width_of(str(box.rank), bold=True) for box in side.boxes)
         cells = parts
         if len(shown.part_groups) > 1:
             cells += max((width_of(line.part_group.name, SMALL) for line in lines), default=0) + 10
         words = cells + max((sum(map(_cell, _labels(line))) for line in lines), default=0) + 8
-        width = words + max(width_of(text, SMALL) for text in said) + 4 + _PAD
+        width = words + max(width_of(text, SMALL) for text in texts) + 4 + _PAD
         x = MARGIN
-        if found:
-            x += max(found[0].width + _MIDDLE, width_of(found[0].side.caption) + MARGIN)
-        found.append(_Column(side, x, parts, cells, words, max(width, _NARROWEST)))
-    return found[0], found[1]
+        if columns:
+            x += max(columns[0].width + _MIDDLE, width_of(columns[0].side.caption) + MARGIN)
+        columns.append(_Column(side, x, parts, cells, words, max(width, _NARROWEST)))
+    return columns[0], columns[1]
 
 
 def _height(box: Box) -> float:
@@ -416,25 +502,34 @@ def _labels(line: Line) -> list[str]:
 
 
 def _cell(label: str) -> float:
-    """Return how wide the cell of *label* is."""
+    """Return the width of the cell of *label*."""
     return max(24.0, width_of(label) + 10)
 
 
+def _nouns(part_group: PartGroup) -> str:
+    """Return what the numbers of cells count, such as `heads` or `groups of 4 units`."""
+    if part_group.granularity > 1:
+        return f"groups of {part_group.granularity} {part_group.noun}s"
+    return f"{part_group.noun}s"
+
+
 def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
-    """Return what moves, and how replicas are chosen."""
+    """Return the facts below the title: parts, layers, replica policy and pairs of ranks."""
     words = [
-        f"{each.name}: {counted(each.units, 'unit')}"
-        + (f" sharded {each.granularity} at a time" if each.granularity > 1 else "")
-        for each in shown.part_groups
+        f"{part_group.name}: {counted(part_group.units, part_group.noun)}"
+        + (f" sharded {part_group.granularity} at a time" if part_group.granularity > 1 else "")
+        for part_group in shown.part_groups
     ]
     layers = len({layer for read in shown.reads for layer in read.layers})
+    names = dict.fromkeys(name for read in shown.reads for name in read.groups)
     pairs = len({(read.producer, read.consumer) for read in shown.reads})
+    of_groups = f"{counted(layers, 'layer')} of {shortened(', '.join(names), LONGEST)}"
     policy = f"replicas by “{plan.policy_name}”"
-    return [*words, counted(layers, "layer"), policy, f"{counted(pairs, 'pair')} of ranks"]
+    return [*words, of_groups, policy, f"{counted(pairs, 'pair')} of ranks"]
 
 
 def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
-    """Draw a curve for every read, those of one producer's line beside each other."""
+    """Draw a curve for each read. Curves that begin at the same line begin side by side."""
     ends = {
         read: consumer.row(box, at)
         for box in consumer.side.boxes
@@ -445,6 +540,7 @@ def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
         for at, line in enumerate(box.lines):
             step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
             y = producer.row(box, at) - (len(line.reads) - 1) / 2 * step
+            # In the order of their ends, the curves of one line do not cross.
             for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
                 start = producer.x + producer.width, y + nth * step
                 _curve(canvas, read, line.number or 0, start, (consumer.x, ends[read]))
@@ -453,11 +549,12 @@ def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
 def _curve(
     canvas: Canvas, read: Read, number: int, start: tuple[float, float], stop: tuple[float, float]
 ) -> None:
-    units = f"{read.part_group.name} units {read.units.start}..{read.units.stop - 1}"
+    name, noun = read.part_group.name, read.part_group.noun
+    units = f"{name} {noun}s {read.units.start}..{read.units.stop - 1} of {', '.join(read.groups)}"
     canvas.curve(
         start,
         stop,
-        f"{read.consumer} reads {units} of {', '.join(read.groups)} from {read.producer}",
+        f"{read.consumer} reads {units} from {read.producer}: {read.size}",
         colour(number),
         stroke_width=1.8,
         stroke_opacity=0.9,
@@ -471,7 +568,7 @@ def _curve(
 
 
 def _box(canvas: Canvas, shown: Scene, column: _Column, box: Box) -> None:
-    """Draw the box of a rank with its lines."""
+    """Draw the box of a rank and its lines."""
     y, height, rank = column.tops[box], _height(box), str(box.rank)
     canvas.box(
         (column.x, y),
@@ -490,16 +587,16 @@ def _box(canvas: Canvas, shown: Scene, column: _Column, box: Box) -> None:
 
 
 def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -> None:
-    """Draw one line of a box: part names, cells of units, and who reads or is read."""
+    """Draw one line of a box: part names, cells of units, and the text behind them."""
     read, name, x = line.number is not None, line.part_group.name, column.x + column.cells
     ink, fill = (INK, colour(line.number or 0)) if read else (FAINT, HOLLOW)
     if len(shown.part_groups) > 1:
         canvas.text(column.x + column.parts, y + 4.2, name, size=SMALL, fill=FAINT)
     for label in _labels(line):
-        wide = _cell(label)
+        width = _cell(label)
         canvas.box(
             (x + 1, y + 3 - _ROW / 2),
-            (wide - 2, _ROW - 6),
+            (width - 2, _ROW - 6),
             hatch(shown.part_groups.index(line.part_group)),
             fill=fill,
             fill_opacity=0.32 if read else 0.6,
@@ -508,6 +605,6 @@ def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -
             data_cell=label,
             data_parts=name,
         )
-        canvas.text(x + wide / 2, y + 4.2, label, anchor="middle", fill=ink)
-        x += wide
+        canvas.text(x + width / 2, y + 4.2, label, anchor="middle", fill=ink)
+        x += width
     canvas.text(column.x + column.words, y + 4.2, line.words, size=SMALL, fill=ink)

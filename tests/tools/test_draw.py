@@ -259,7 +259,7 @@ def test_a_rank_that_nobody_reads_is_grey_and_says_who_releases_it(
             continue
         (teller,) = plan.notifiers(rank)
         assert SHADE == data["fill"]
-        note = f"not read; {teller} tells it to release"
+        note = f"not read; released by {teller}"
         assert note in [each.says for each in texts(root) if each.inside(box, 1)]
 
 
