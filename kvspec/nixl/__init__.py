@@ -1,4 +1,4 @@
-"""The execution layer: one rank's NIXL agent, and what it moves."""
+"""Move bytes with NIXL: one agent for each rank, its transfers, and the costs of a machine."""
 
 from kvspec.nixl.choice import explain_cost
 from kvspec.nixl.costs import Costs

@@ -1,8 +1,19 @@
-"""The thin binding: finds nixl, sets an agent up, and turns its exceptions into `TransferError`.
+"""Call NIXL's bindings for one agent, and turn their exceptions into `TransferError`.
 
-The only module that imports nixl. It calls the bindings and not nixl's Python class, because that
-class fixes a spinning progress thread, and its handles release themselves when collected, in flight
-or not. No call reaches an agent that is closed or that a fork copied.
+Invariant: no other module imports nixl. No call reaches a closed agent, or an agent in a forked
+child.
+
+How it works:
+    kvspec calls the bindings, not NIXL's own class `nixl_agent`, for two reasons. That class
+    fixes the delay of the progress thread at 0, so the thread uses a whole core. Its handles also
+    release themselves when Python collects them, and NIXL does not stop a released transfer.
+
+    The facts behind the order of calls, measured with nixl 1.5.1:
+
+    - Releasing a handle in flight does not stop its bytes. Only the destruction of the agent does.
+    - Deregistering memory does not stop its peers, who can still read and write it.
+    - Posting a released handle crashes the process.
+    - Errors carry only the name of a status. The step that failed decides what they mean.
 """
 
 from __future__ import annotations
@@ -30,9 +41,11 @@ if TYPE_CHECKING:
     from kvspec.memory.rank_cache import Memory
 
 T = TypeVar("T")
-Subject = tuple[str, str]  # peer and request, for errors
+Subject = tuple[str, str]  # Peer and request, for errors.
 PACKAGES = ("nixl_cu13", "nixl_cu12")
-PROGRESS_DELAY_US = 1000  # 0, the default of nixl's own Python class, takes a whole core while idle
+# Pause of the progress thread. NIXL's own Python class sets 0: its thread then uses a whole core
+# while idle. With 1 ms it uses about 4 % of a core.
+PROGRESS_DELAY_US = 1000
 
 
 def package_names() -> tuple[str, ...]:
@@ -47,8 +60,11 @@ def package_names() -> tuple[str, ...]:
 
 
 def bindings() -> Any:  # noqa: ANN401 - nixl has no stubs
-    """Import the nixl bindings without torch, which nixl's own `import nixl` would load."""
-    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # or UCX takes SIGHUP from the program
+    """Import the nixl bindings.
+
+    `import nixl` would import torch to find its CUDA version, which takes 3 seconds.
+    """  # UCX installs a handler for SIGHUP otherwise, and the program loses its own.
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     names = package_names()
     failures = []
     for name in names:
@@ -70,26 +86,32 @@ def _devices() -> str:
 
 
 class Agent:
-    """One nixl agent over UCX, behind one lock. Handles are its plain ints."""
+    """One NIXL agent with the UCX backend and one lock. Its handles are plain ints."""
 
     def __init__(self, name: str, *, progress_thread: bool, telemetry: bool) -> None:
         self.name = name
         self.telemetry = telemetry
-        self.owners: list[object] = []  # what must outlive the agent: the registered memory
-        self.waiters: set[int] = set()  # threads
+        # Owners of registered memory. They must outlive the agent: NIXL accepts transfers into
+        # freed memory, and then overwrites what lies there.
+        self.owners: list[object] = []
+        self.waiters: set[int] = set()  # Ids of the threads that wait.
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._nb = nb = bindings()
         kinds = tuple(value for name, value in vars(nb).items() if name.endswith("Error"))
         plain = (ValueError, KeyError, IndexError, TypeError, RuntimeError)
+        # NIXL's exceptions have no common base, and pybind11 raises plain ones for wrong values.
         self._errors: tuple[type[Exception], ...] = (*kinds, *plain)
+        # NIXL 1.5.1 accepts strided rows, which are much faster to prepare. Older versions do not.
         self.strided = "numpy.ndarray" in (nb.nixlAgent.prepXferDlist.__doc__ or "")
         config = nb.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = PROGRESS_DELAY_US
+        # The default, no locking, gave wrong errors while another thread registered memory, and
+        # crashed if one handle was posted twice. STRICT costs nothing measurable.
         config.syncMode = nb.NIXL_THREAD_SYNC_STRICT
         config.captureTelemetry = telemetry
-        self._native: Any = True  # None is closed
+        self._native: Any = True  # The NIXL agent after `_create`, None after `drop`.
         self._step("create", lambda: self._create(config))
         _AGENTS.add(self)
 
@@ -107,13 +129,13 @@ class Agent:
 
     @contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Hold the agent still; refuse one that is closed."""
+        """Hold the lock of an open agent. Raise `TransferError` "closed" if it is closed."""
         with self.still():
             self._check_open()
             yield
 
     def still(self) -> threading.RLock:
-        """Return what holds the agent still, also one that is closed; refuse a fork."""
+        """Return the lock, also of a closed agent. Raise `TransferError` "forked" in a fork."""
         if self.forked:
             message = f"the agent of process {self._pid} was used in its fork {os.getpid()}"
             state = TransferState.FORKED
@@ -126,7 +148,7 @@ class Agent:
 
     @contextmanager
     def waiting(self) -> Generator[None, None, None]:
-        """Count the thread among those that wait."""
+        """Count this thread in `waiters`."""
         thread = threading.get_ident()
         self.waiters.add(thread)
         try:
@@ -137,7 +159,7 @@ class Agent:
     def _step(
         self, step: str, work: Callable[[], T], peer: str | None = None, request: str | None = None
     ) -> T:
-        """Return what *work* does while the agent is held, its errors in kvspec's words."""
+        """Call *work* with the lock, and turn NIXL's exceptions into `TransferError`."""
         with self.still():
             self._check_open()
             try:
@@ -154,11 +176,11 @@ class Agent:
                     message, rank=peer or self.name, request=request, state=state
                 ) from error
 
-    # The native object is never bound to a local name: a traceback that somebody keeps would keep
-    # it alive, and dropping the last reference is the only way to abort a transfer.
+    # Never bind the native object to a local name. A stored traceback would keep it alive, and only
+    # dropping the last reference stops the bytes in flight.
 
     def register(self, memory: Memory) -> object:
-        """Register *memory*; return what `deregister` takes."""
+        """Register *memory*. Return the argument for `deregister`."""
         row = np.array([(memory.address, memory.length, memory.device)], np.uint64)
 
         def registered() -> object:
@@ -169,23 +191,26 @@ class Agent:
         return self._step("register", registered)
 
     def deregister(self, descs: object) -> None:
-        """Undo one `register`. No fence: peers may still reach the memory."""
+        """Undo one `register`. Peers that know the memory can still read and write it."""
         self._step("deregister", lambda: self._native.deregisterMem(descs, []))
 
     def metadata(self) -> bytes:
-        """Return nixl's bytes for peers: how to reach the memory registered so far."""
+        """Return NIXL's metadata: it lets peers reach the memory registered so far."""
         return self._step("metadata", lambda: bytes(self._native.getLocalMD()))
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Load nixl's *metadata* of *peer*, which must be its own: nixl forgets no half of it."""
+        """Load the *metadata* of *peer*.
+
+        The caller must have checked that it belongs to *peer*: NIXL keeps half of wrong metadata.
+        """
         self._step("connect", lambda: self._native.loadRemoteMD(metadata), peer)
 
     def disconnect(self, peer: str) -> None:
-        """Forget *peer*."""
+        """Forget the metadata of *peer*."""
         self._step("disconnect", lambda: self._native.invalidateRemoteMD(peer), peer)
 
     def prepare(self, peer: str | None, memory_type: str, rows: StridedRows) -> int:
-        """Return a list handle for *rows* of *peer*, None being this agent's own side."""
+        """Return a list handle for *rows* of *peer*, or of this agent if *peer* is None."""
         name = self._nb.NIXL_INIT_AGENT if peer is None else peer
         segment = self._segment(memory_type)
 
@@ -198,7 +223,7 @@ class Agent:
         return self._step("prepare", prepared, peer)
 
     def release_list(self, handle: int) -> None:
-        """Release a list handle; transfers made from it go on."""
+        """Release a list handle. Transfers made from it are independent of it."""
         self._step("release", lambda: self._native.releasedDlistH(handle))
 
     def make(
@@ -208,6 +233,8 @@ class Agent:
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
         return self._step(
             "make",
+            # No notification: attached ones are sent only when this side polls the finished handle.
+            # False: let NIXL merge descriptors, since each posted one costs about 3 us.
             lambda: int(self._native.makeXferReq(verb, *local, *remote, "", [], False)),  # noqa: FBT003
             *subject,
         )
@@ -219,7 +246,10 @@ class Agent:
         remote: tuple[str, NDArray[np.uint64]],
         subject: Subject,
     ) -> int:
-        """Return a handle for *operation* over (memory type, descriptors) pairs, one to one."""
+        """Return a handle for *operation* over (memory type, descriptors) pairs.
+
+        NIXL does not merge these descriptors. So the caller merges them first.
+        """
         verb = self._nb.NIXL_READ if operation == "READ" else self._nb.NIXL_WRITE
         sides = [
             self._nb.nixlXferDList(self._segment(kind), rows) for kind, rows in (local, remote)
@@ -231,11 +261,11 @@ class Agent:
         )
 
     def post(self, handle: int, subject: Subject) -> bool:
-        """Start *handle*; whether it is done already."""
+        """Start *handle*. Return whether it is done already."""
         return self._step("post", lambda: self._is_done(self._native.postXferReq(handle)), *subject)
 
     def check(self, handle: int, subject: Subject) -> bool:
-        """Whether the posted *handle* is done; makes progress."""
+        """Return whether the posted *handle* is done. Makes progress."""
         return self._step(
             "check", lambda: self._is_done(self._native.getXferStatus(handle)), *subject
         )
@@ -249,26 +279,30 @@ class Agent:
                 return kind_of(error) in TERMINAL_KINDS
 
     def posted(self, handle: int) -> int:
-        """Return how many descriptors a finished *handle* had after merging (needs telemetry)."""
+        """Return the number of descriptors of a finished *handle* after merging.
+
+        Needs telemetry.
+        """
         return self._step("telemetry", lambda: int(self._native.getXferTelemetry(handle).descCount))
 
     def release(self, handle: int) -> None:
-        """Release a terminal *handle*. It must never be named again: nixl would crash."""
+        """Release a *handle* in a terminal state. It must never be used again: NIXL would crash."""
         self._step("release", lambda: self._native.releaseXferReq(handle))
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send *payload* to *peer*; returns before it arrives."""
+        """Send *payload* to *peer*. Returns before it arrives."""
         self._step("notify", lambda: self._native.genNotif(peer, payload), peer)
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """Return what came since the last call, by peer; makes progress."""
+        """Return the notifications since the last call, by peer. Makes progress."""
         received: dict[str, list[bytes]] = self._step(
             "notifications", lambda: self._native.getNotifs({}, [])
         )
         return received
 
     def drop(self) -> None:
-        """Destroy the agent: whatever is in flight stops. Only then are the owners let go."""
+        """Destroy the agent, which stops everything in flight. Then release the owners."""
+        # `_native` is missing if the constructor failed early.
         if getattr(self, "_native", None) is not None and not self.forked:
             with self._lock:
                 self._native = None
@@ -278,6 +312,7 @@ class Agent:
         return getattr(self._nb, f"{memory_type}_SEG")
 
     def _is_done(self, status: object) -> bool:
+        # All failures seen were exceptions. Another status would be new.
         if status not in {self._nb.NIXL_SUCCESS, self._nb.NIXL_IN_PROG}:
             raise RuntimeError(status)
         return bool(status == self._nb.NIXL_SUCCESS)
@@ -287,9 +322,10 @@ _AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _keep_in_child() -> None:
-    """Never destroy the parent's agents in a fork.
+    """Keep the parent's agents alive in a forked child, so that their destructors never run there.
 
-    They share sockets and epoll sets: a destructor hangs the child, or makes the parent abort.
+    Both processes share sockets and epoll sets. A destructor in the child hangs, or makes the
+    parent abort.
     """
     for agent in tuple(_AGENTS):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent._native))  # noqa: SLF001 - same module

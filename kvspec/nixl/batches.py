@@ -1,7 +1,7 @@
-"""How what is posted is cut into handles.
+"""Cut the descriptors of a transfer into batches, one for each NIXL handle.
 
-Law: handles are cut between runs of touching bytes, since NIXL never joins two handles; only what
-is too long for one is cut within.
+Invariant: a cut lies between two runs of touching bytes, because NIXL never joins descriptors of
+two handles. Only a run that is too long for one handle is cut inside.
 """
 
 from __future__ import annotations

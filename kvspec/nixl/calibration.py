@@ -1,7 +1,8 @@
-"""The file that keeps what a machine's transfers cost.
+"""Read and write the file with the measured costs of a machine.
 
-Law: what is read is whole, and of this machine, or it is not used: refused where the caller named
-the file, otherwise the stated defaults, and `Costs.origin` says why.
+Invariant: a file is used only if it is complete and was measured on this machine. A file that the
+caller named is refused otherwise. The default file is replaced by the default costs, and
+`Costs.origin` contains the reason.
 """
 
 from __future__ import annotations
@@ -62,10 +63,18 @@ def place() -> Path:
 
 
 def calibrated(path: str | os.PathLike[str] | None = None) -> Costs:
-    """Return the costs that `kvspec calibrate` wrote to *path*, or where it writes unless told.
+    """Return the costs that `kvspec calibrate` wrote on this machine.
 
-    `SpecError` if *path* is given and is not a calibration of this machine. Where it is not given,
-    the defaults stand in, and their `origin` says why.
+    Args:
+        path: File to read. By default, the file that `kvspec calibrate` writes. If the default
+            file cannot be used, the default costs are returned, and their `origin` says why.
+
+    Returns:
+        The costs, in seconds.
+
+    Raises:
+        SpecError: If *path* is given, and it does not contain a calibration of this machine.
+
     """
     if path is not None:
         try:

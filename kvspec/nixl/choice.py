@@ -1,6 +1,7 @@
-"""What both ways of a request cost, before a rank moves it: directly, or through the buffer.
+"""Explain, before a rank moves a request, what it costs directly and through the staging buffer.
 
-Law: the same ranges and the same costs as a rank's own choice, of a `Staging` with the defaults.
+Invariant: the explanation uses the same ranges and costs as the choice of a rank with the default
+`Staging`.
 """
 
 from __future__ import annotations

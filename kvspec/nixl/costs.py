@@ -1,7 +1,6 @@
-"""What a transfer costs, directly and staged: seven figures of a machine, and arithmetic.
+"""Compute the time of a transfer, directly and staged, from seven figures of a machine.
 
-Law: the same figures decide everything that is a matter of cost, and whoever is asked why can show
-them. Pure: nothing is measured here.
+Invariant: only these figures decide between both ways. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -26,13 +25,19 @@ def _figure(_: object, field: attrs.Attribute[float], value: object) -> None:
 
 @attrs.frozen(kw_only=True)
 class Costs:
-    """Seconds, of one machine and transport.
+    """The seconds that each step of a transfer takes on one machine with one transport.
 
-    *handle*: one transfer handle made, posted and polled. *descriptor*: each that is posted.
-    *byte*: each that the transport moves. Of what is staged, *order*: finding the ranges of a
-    transfer; *batch*: permuting one batch, before any run of it; *run*, *run_byte*: each run that
-    is permuted, and each byte of it. The defaults are those of NIXL over shared memory, one core;
-    *origin* says where others come from.
+    Attributes:
+        handle: Seconds to make, post and poll one NIXL handle.
+        descriptor: Seconds to post one descriptor.
+        byte: Seconds for each byte that the transport moves.
+        order: Seconds to find the ranges of one staged transfer.
+        batch: Seconds to permute one batch, without its runs.
+        run: Seconds to permute one run, without its bytes.
+        run_byte: Seconds for each byte of a permuted run.
+        origin: Where the figures come from. The defaults were measured with NIXL over shared
+            memory, on one core.
+
     """
 
     handle: float = attrs.field(default=1e-4, validator=_figure)
@@ -45,25 +50,46 @@ class Costs:
     origin: str = attrs.field(default="the stated defaults", eq=False)
 
     def direct(self, descriptors: int, nbytes: int, handles: int = 1) -> float:
-        """Return the seconds of *descriptors* of *nbytes* in all, each posted where it goes.
+        """Return the seconds of a direct transfer.
+
+        Args:
+            descriptors: Number of descriptors after merging.
+            nbytes: Bytes of all descriptors.
+            handles: Number of handles.
+
+        Returns:
+            Seconds.
 
         >>> round(1e3 * Costs().direct(65_536, 16 << 20), 1)  # runs of 256 bytes, in ms
         159.3
+
         """
         return handles * self.handle + descriptors * self.descriptor + nbytes * self.byte
 
     def staged(self, ranges: int, read: int, runs: int, nbytes: int, batches: int = 1) -> float:
-        """Return the seconds of *ranges* of *read* bytes in all, of which *runs* are permuted.
+        """Return the seconds of a staged transfer.
 
-        *nbytes*: of the runs alone; the rest of the ranges is dropped.
+        Args:
+            ranges: Number of ranges that the transport moves.
+            read: Bytes of all ranges.
+            runs: Number of runs that are permuted.
+            nbytes: Bytes of all runs. The other bytes of the ranges are not copied.
+            batches: Number of batches.
+
+        Returns:
+            Seconds.
 
         >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, batches=3), 1)
         11.9
+
         """
         moved = self.direct(ranges, read, batches) + self.order + batches * self.batch
         return moved + runs * self.run + nbytes * self.run_byte
 
     @property
     def gap(self) -> int:
-        """Bytes between two ranges that it takes no longer to read than to begin a new range."""
+        """Bytes that take as long to read as one new range costs.
+
+        A smaller gap between two ranges is read as well, because that is faster.
+        """
         return min(MAX_GAP, int(self.descriptor / self.byte)) if self.byte else MAX_GAP

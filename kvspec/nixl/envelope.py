@@ -1,9 +1,11 @@
-"""The envelope in which one rank is introduced to another: nothing foreign or damaged reaches NIXL.
+"""Seal and check the introduction of one rank to another, so that NIXL sees no damaged metadata.
 
-NIXL aborts the process on some damaged metadata, keeps half of other, and lets the bytes of one
-agent replace another. So all is checked first: a MAC over a secret that the ranks share, and the
-agent's name, inside NIXL's bytes too. Without a secret the MAC shows damage only, and whoever can
-write to the channel can crash its readers.
+Invariant: NIXL receives only metadata whose seal and agent names were checked.
+
+NIXL aborts the process on some damaged metadata and keeps parts of other damaged metadata. It also
+lets the metadata of one agent replace that of another agent. So this module checks a MAC with the
+shared secret, and the agent's name inside NIXL's own bytes. Without a secret the MAC detects only
+accidents: anyone who can write to the channel can crash its readers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _HEAD = struct.Struct("<IQ")  # length of the name, address of the probe
 _INNER = struct.Struct("<16sQ")  # how NIXL's bytes begin: a tag, and the length of the agent's name
 _TAG = b"nixlSerDes|Agent"
 UNSEALED = (
-    "a rank is introduced by a message that anybody could have written: set KVSPEC_SECRET for all"
+    "introductions are not authenticated without a secret: set KVSPEC_SECRET for all"
     " ranks, or pass secret=b'' if the channel is trusted"
 )
 _WARNED: dict[str, tuple[str, int]] = {}
@@ -60,7 +62,7 @@ def name_of(name: object, prefix: str) -> str:
         instance("prefix", prefix, str)
         name = f"{prefix}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
     elif prefix:
-        raise SpecError("name", name, "a name or a prefix, not both")
+        raise SpecError("name", name, rule="a name and a prefix cannot be combined")
     try:
         size = len(instance("name", name, str).encode())
     except UnicodeEncodeError:
@@ -82,18 +84,18 @@ def secret_of(secret: object) -> bytes | None:
     try:
         key = secret.encode() if isinstance(secret, str) else secret
     except UnicodeEncodeError:
-        raise SpecError("secret", "a str", "one that UTF-8 has bytes for") from None
+        raise SpecError("secret", "a str", "a str that UTF-8 can encode") from None
     if not isinstance(key, bytes):
         raise SpecError("secret", type(secret).__name__, "a str or bytes")
     if secret != b"" and len(key) < MIN_SECRET:
-        wanted = f"at least {MIN_SECRET}, or secret=b'' for a channel that is trusted"
+        wanted = f"at least {MIN_SECRET} bytes, or secret=b'' for a trusted channel"
         raise SpecError("secret", f"{len(key)} bytes", wanted)
     return key
 
 
 def opened(sealed: object, secret: bytes | None) -> Envelope:
     """Return what was sealed, or raise `WireError`; warn if there is no *secret*."""
-    wanted = "what NixlRank.metadata() returned, whole"
+    wanted = "the complete bytes that NixlRank.metadata() returned"
     body = Secret(secret or b"").unseal("metadata", _MAGIC, sealed, wanted)
     if len(body) < _HEAD.size:
         raise WireError("metadata", f"{len(body)} bytes", wanted)
@@ -104,7 +106,7 @@ def opened(sealed: object, secret: bytes | None) -> Envelope:
         raise WireError("metadata.probe", probe, f"an address below {MOST}")
     inner = _inner_name(metadata)
     if inner != title:
-        raise WireError("metadata.agent", inner[:MAX_NAME], f"{name!r}, as on the envelope")
+        raise WireError("metadata.agent", inner[:MAX_NAME], f"{name!r}, the name on the envelope")
     if secret is None:
         _warn()
     return Envelope(name=name, metadata=metadata, probe=probe)

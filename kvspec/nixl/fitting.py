@@ -1,6 +1,6 @@
-"""Seven figures from measured transfers: the best fit, none of them below zero.
+"""Fit the seven figures of `Costs` to measured transfers by least squares. No figure is negative.
 
-Law: what is small counts as much as what is large: errors are shares of what was measured.
+Invariant: errors are relative, so short transfers count as much as long ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All transfers of one rank: none is lost, and no two move the same bytes at once.
+"""Keep all transfers of one rank until they are over and their end was reported.
 
-A transfer is known until it is over and somebody was told so, whether or not anybody holds it.
-Until it is over, in quarantine too, what it writes can neither be written nor read by another.
+Invariant: no transfer is lost, even if the caller drops its object. While a transfer is not over,
+no other transfer reads or writes the bytes that it writes. That includes quarantine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from kvspec.nixl.transfer_spec import TransferSpec
 
 @attrs.frozen
 class Event:
-    """What `NixlRank.pump` saw, once each.
+    """Something that `NixlRank.pump` observed. Each event is returned once.
 
-    "done"; "failed", with *transfer.error*, its blocks in quarantine if any of *transfer* is in
-    flight; "freed", when that ended; "notified", with the *payload* that *peer* sent.
+    Attributes:
+        kind: "done" or "failed": the transfer ended. "freed": quarantine ended, so the blocks of a
+            failed transfer can be used again. "notified": a notification arrived.
+        peer: Name of the peer.
+        transfer: The transfer, or None for a notification. If it failed, it has an `error`.
+        payload: Bytes of the notification.
+
     """
 
     kind: Literal["done", "failed", "freed", "notified"]
@@ -37,11 +42,17 @@ class Event:
 
 @attrs.frozen
 class NixlStats:
-    """What a rank holds: all zero once it is closed.
+    """Numbers of the objects that a rank holds. All are zero after it is closed.
 
-    *transfers* that are not over or whose end nobody knows, *handles* in flight, descriptor
-    *lists*, *registrations* of memory, *peers*, *notifications* that nobody took, and *threads*
-    that wait.
+    Attributes:
+        transfers: Transfers that are not over, or whose end was not reported yet.
+        handles: NIXL handles in flight.
+        lists: Descriptor lists.
+        registrations: Registered memories.
+        peers: Connected peers.
+        notifications: Notifications that were not returned yet.
+        threads: Threads that wait in a method of the rank.
+
     """
 
     transfers: int = 0
@@ -109,7 +120,7 @@ class _Live:
             for transfer in self.moving:
                 if _clash(spec, transfer.spec):
                     message = (
-                        f"some of its bytes are moved by {transfer!r}, {TransferState.BUSY.advice}"
+                        f"{transfer!r} moves some of the same bytes: {TransferState.BUSY.advice}"
                     )
                     peer = spec.remote.peer
                     raise TransferError(

@@ -1,6 +1,6 @@
-"""Registered memory: each byte once, and no row outside of it or over a boundary.
+"""Check registered memory: each byte once, and each row inside one registered memory.
 
-A descriptor must lie in one registered memory, so memories that overlap in part are refused.
+Invariant: a descriptor lies in one registered memory. So memories that overlap in part are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def new_memories(
     wanted = [_checked(f"memories[{place}]", memory) for place, memory in enumerate(given)]
     for memory, buffer in product(wanted, buffers):
         if overlap(memory, buffer):
-            raise SpecError("memories", text_of(memory), f"no staging buffer: {text_of(buffer)}")
+            raise SpecError(
+                "memories", text_of(memory), f"memory outside the staging buffer {text_of(buffer)}"
+            )
     every = [(memory, True) for memory in registered] + [(memory, False) for memory in wanted]
     every.sort(key=lambda pair: (*_device(pair[0]), pair[0].address, -pair[0].end))
     fresh: list[Memory] = []
@@ -43,7 +45,9 @@ def new_memories(
     for memory, known in every:
         if last is not None and _device(last) == _device(memory) and memory.address < last.end:
             if known or memory.end > last.end:
-                raise SpecError("memories", text_of(memory), f"no overlap with {text_of(last)}")
+                raise SpecError(
+                    "memories", text_of(memory), f"memory without overlap with {text_of(last)}"
+                )
             continue
         last = memory
         if not known:
@@ -89,7 +93,7 @@ def check_inside(rows: StridedRows, memory_type: str, registered: Sequence[Memor
         gaps = {each: max(each.address - end, start - each.end, 0) for each in of_type}
         near = min(gaps, key=lambda each: (gaps[each], abs(each.address - start)), default=None)
         raise TransferError(
-            f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) is not inside registered"
-            f" {memory_type} memory; nearest: {text_of(near) if near else 'nothing'}",
+            f"rows[{row}] ({rows.text(row)}, end {int(rows.end[row]):#x}) must be inside registered"
+            f" {memory_type} memory; nearest memory: {text_of(near) if near else 'none'}",
             state=TransferState.NOT_REGISTERED,
         )

@@ -1,16 +1,20 @@
-"""Which ids of one side go with which of the other, and how they are cut into handles.
+"""Pair the ids of both sides, merge adjacent descriptors, and cut the result into handles.
 
-NIXL truncates wide and fractional ids and takes a destination that is named twice; here both are
-refused. What touches on both sides becomes one descriptor, by two merges with one contract: *runs*
-in an order, and for each but the first whether it continues the one before.
+Invariant: no destination byte is written twice, and no id is wider than NIXL reads. NIXL itself
+accepts both: it truncates wide and fractional ids, and the last of two writes wins.
 
-    merge          of runs        in the order of   continues if                         done by
-    within a row   each one id    the caller        next id of the same dense row        NIXL
-    across rows    what is left   the destination   next byte of the same registered     here
-                                                    memory
+How it works:
+    There are two merges. Each takes runs in an order, and joins a run to the one before if it
+    continues it:
 
-NIXL's own merge never leaves a row nor a handle: so handles are cut between runs, and what the
-second merge joined is given to NIXL as plain descriptors. Pure arithmetic.
+        merge          runs             order of        continues if                   done by
+        within a row   each id          the caller      next id of the same dense row  NIXL
+        across rows    the rest         the destination next byte, in one registered   kvspec
+                                                        memory, on both sides
+
+    NIXL joins ids neither across rows nor across handles. So handles are cut between runs, and
+    the runs of the second merge are passed to NIXL as plain descriptors. This module does only
+    arithmetic.
 """
 
 from __future__ import annotations
@@ -184,7 +188,9 @@ def pair(
     written twice.
     """
     if len(local_ids) != len(remote_ids):
-        raise SpecError("local_ids", len(local_ids), f"as many as remote_ids, {len(remote_ids)}")
+        raise SpecError(
+            "local_ids", len(local_ids), f"as many ids as remote_ids has: {len(remote_ids)}"
+        )
     ids = runs_of(local, local_ids), runs_of(remote, remote_ids)
     if not len(local_ids):
         return Pairing(local_ids=local_ids, remote_ids=remote_ids)

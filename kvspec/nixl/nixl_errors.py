@@ -1,6 +1,6 @@
-"""Which `TransferState` each of NIXL's errors means.
+"""Map NIXL's exceptions to `TransferState`.
 
-nixl says one word for many faults, so what was being done decides with it.
+NIXL uses one exception for many faults. So the step that failed decides the state as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Notifications that came: kept until somebody takes them, compared whole, never by a part.
+"""Keep the notifications that arrived until the caller takes them.
 
-One is sent for a plan, after its data; it is never attached to a transfer, whose end nixl would
-then tell only to a peer that is being polled. Nobody can fill the memory: each peer that was
-introduced has its own room, all strangers together have one, and what does not fit is counted.
+Invariant: payloads are compared as a whole. Memory is bounded: each introduced peer has its own
+limit, all unknown peers share one, and notifications beyond the limit are only counted.
+
+kvspec sends one notification for each plan, after its data. It never attaches one to a transfer:
+NIXL sends an attached notification only when the initiator polls the finished transfer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def check_payload(payload: object) -> None:
     if not isinstance(payload, bytes):
         raise SpecError("payload", type(payload).__name__, "bytes")
     if len(payload) > MAX_NOTIFICATION or payload == HELLO:
-        wanted = f"at most {MAX_NOTIFICATION} bytes, and not {HELLO!r}"
+        wanted = f"at most {MAX_NOTIFICATION} bytes other than {HELLO!r}"
         raise SpecError("payload", f"{len(payload)} bytes", wanted)
 
 
@@ -77,7 +79,7 @@ class Inbox:
                     return sender
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    message = f"no notification {payload[:64]!r} in {timeout} s"
+                    message = f"no notification {payload[:64]!r} arrived within {timeout} s"
                     raise TransferError(message, rank=peer, state=TransferState.TIMEOUT)
                 time.sleep(min(rest, left))
                 rest = min(2 * rest, LAST_WAIT)

@@ -1,6 +1,7 @@
-"""Whom one rank hears and reaches: introduced first, then connected, then by lists of descriptors.
+"""Introduce, connect and forget the peers of one rank.
 
-Nothing of a peer is loaded before its introduction was checked, and what it sends is not given out.
+Invariant: nothing of a peer is loaded before its introduction was checked. Its hello messages are
+never returned to the caller.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Peers:
         peer = opened(metadata, self._secret)
         name = self._agent.name
         if peer.name == name:
-            message = f"{name!r} is this rank's own name: what was given is not of a peer"
+            message = f"{name!r} is this rank's own name: connect with the metadata of another rank"
             raise TransferError(message, rank=name, state=TransferState.STALE_PEER)
         self._inbox.introduced.add(peer.name)
         return peer

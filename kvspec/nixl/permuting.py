@@ -1,8 +1,21 @@
-"""Runs of equal length, copied between a slot of the buffer and where they belong.
+"""Copy runs of equal length between a slot of the staging buffer and the memory of this rank.
 
-Law: only the named bytes change. Addresses were checked before and their owners are held: nothing
-here looks at a size. Host memory by numpy; a GPU's by torch, one kernel that gathers and one that
-puts, and it is waited for.
+Invariant: only the bytes of the runs change, and the scratch bytes of the buffer. Addresses were
+checked before, and the owners of the memory are referenced: nothing here checks a size. numpy
+copies host memory. torch copies GPU memory with two kernels, and the function waits for them.
+
+How it works:
+    numpy copies items of any size, here one item a run. A fancy index selects the items of each
+    side (`_copy_on_host`). If runs are not adjacent in the slot, that takes two passes: one picks
+    the runs from the slot, one puts them to their places.
+
+    `_copied_whole` needs one pass. It copies all items of the slot, and sends the items between
+    the runs to a scratch place. For example, four runs of 4 bytes begin at 0, 8, 12, 20:
+
+        slot      | run 0 | gap   | run 1 | run 2 | gap   | run 3 |    6 items of 4 bytes
+        place     near[0] scratch near[1] near[2] scratch near[3]
+
+    The slot is then a plain array without an index. That is faster if few items are gaps.
 """
 
 from __future__ import annotations
@@ -16,13 +29,16 @@ from kvspec.nixl.ranges import Ints, Moves
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-WORD = 8  # bytes: what torch copies at a time where all runs allow it
+# torch copies words of 8 bytes if all addresses and lengths are multiples of 8, else single bytes.
+WORD = 8
+# Bytes of scratch memory on each side of the slots. Longer runs are never copied whole.
 SPARE = 64 << 10
-MOST = 1.5  # items of a slot for each run, for copying all of them
+# `_copied_whole` is used up to so many items a run. With more gaps, two passes are faster.
+MOST = 1.5
 
 
 class _Shown:
-    """Memory of the process, or of a GPU, as numpy and torch ask for it."""
+    """Memory of the process or of a GPU, with the interfaces that numpy and torch read."""
 
     def __init__(self, address: int, shape: tuple[int, ...], kind: str, strides: Any) -> None:  # noqa: ANN401 - None or ints
         interface = {"data": (address, False), "shape": shape, "typestr": kind, "version": 3}
@@ -37,10 +53,15 @@ def copy_runs(
     place: tuple[str, int] = ("DRAM", 0),
     scratch: tuple[int, ...] = (),
 ) -> None:
-    """Copy *moves* from the slot that begins at *base* to the near side, or back.
+    """Copy the runs *moves* between the slot at address *base* and the near side.
 
-    *inward*: as a read does, from the slot. *place*: memory type and device of both. *scratch*:
-    where `SPARE` bytes begin that are nobody's, below the slot and above it.
+    Args:
+        base: Address of the slot.
+        moves: The runs.
+        inward: Copy from the slot to the near side, as a read does. Else copy to the slot.
+        place: Memory type and device of both sides.
+        scratch: Addresses of `SPARE` unused bytes below and above all slots, or nothing.
+
     """
     memory_type, device = place
     if memory_type == "DRAM":
@@ -51,7 +72,7 @@ def copy_runs(
 
 
 def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
-    """Copy by one fancy index a side: items of a run's length that begin at any byte."""
+    """Copy with one fancy index on each side. Items begin at any byte."""
     length, low = moves.length, int(moves.near.min())
     near = _items(low, int(moves.near.max()) - low + 1, length, 1)
     offset, places = moves.offset, moves.near - low
@@ -68,40 +89,51 @@ def _copy_on_host(base: int, moves: Moves, *, inward: bool) -> None:
 
 
 def _copied_whole(base: int, moves: Moves, scratch: tuple[int, ...]) -> bool:
-    """Copy the slot as items of a run's length, those between the runs to a spare place.
-
-    That takes one pass where picking runs takes two. False where it cannot be: runs that do not lie
-    on items, or that are few; near memory on both sides of the slot, or numpy would copy it first.
-    """
-    length, low, high = moves.length, int(moves.near.min()), int(moves.near.max())
-    first, last = int(moves.offset[0]), int(moves.offset[-1])
-    count, uneven = divmod(last - first, length)
-    count += 1
-    if not len(moves.offset) < count < MOST * len(moves.offset) or uneven or length > SPARE:
+    """Copy all items of the slot in one pass, or return False. See the module docstring."""
+    run_items = _run_items(moves)
+    if run_items is None:
         return False
-    item = (moves.offset - first) // length
-    if int(moves.offset.min()) != first or int(moves.offset.max()) != last:
+    length, first, count = moves.length, int(moves.offset[0]), int(run_items[-1]) + 1
+    low, high = int(moves.near.min()), int(moves.near.max())
+    # The view of the near side reaches from its first run to its last. If it contained the slot,
+    # numpy would see an overlap and copy the whole slot first.
+    if low < base + first + count * length and base < high + length:
         return False
-    if not base + first + count * length <= low and not high + length <= base:
-        return False
-    if not np.array_equal(item * length, moves.offset - first):
-        return False
+    # For the same reason, use the scratch bytes on the near side's side of the slot.
     spare = scratch[high > base]
     start = min(low, spare)
     places = np.full(count, spare - start)
-    places[item] = moves.near - start
+    places[run_items] = moves.near - start
     near = _items(start, max(high, spare) - start + 1, length, 1)
     near[places] = _items(base + first, count, length, length)
     return True
 
 
+def _run_items(moves: Moves) -> Ints | None:
+    """Return the item of each run, counted from the first run, or None if two passes are better."""
+    length, first, last = moves.length, int(moves.offset[0]), int(moves.offset[-1])
+    # Longer runs do not fit into the scratch bytes.
+    if length > SPARE:
+        return None
+    # Without gaps `_copy_on_host` needs no index for the slot either. With many gaps, copying them
+    # takes more time than a second pass.
+    if not len(moves.offset) < (last - first) // length + 1 < MOST * len(moves.offset):
+        return None
+    # A run before the first or behind the last would be an item outside of the view.
+    if int(moves.offset.min()) != first or int(moves.offset.max()) != last:
+        return None
+    # Each run must be exactly one item. A run between two items would be torn.
+    run_items = (moves.offset - first) // length
+    return run_items if np.array_equal(run_items * length, moves.offset - first) else None
+
+
 def _items(address: int, count: int, length: int, stride: int) -> NDArray[np.void]:
-    """Return *count* items of *length* bytes, one every *stride* bytes from *address* on."""
+    """Return *count* items of *length* bytes. One begins every *stride* bytes from *address* on."""
     return np.asarray(_Shown(address, (count,), f"|V{length}", (stride,)))
 
 
 def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: str) -> None:
-    """Copy as `copy_runs` with tensors of *device*: "cuda:0", or "cpu" for host memory."""
+    """Do the same as `copy_runs` with tensors of *device*: "cuda:0", or "cpu" for host memory."""
     import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
     low = int(moves.near.min())
@@ -122,6 +154,6 @@ def copy_by_torch(base: int, moves: Moves, *, inward: bool, device: str) -> None
 
 
 def _rows(places: Ints, length: int, grain: int) -> Ints:
-    """Return the rows of *grain* bytes that runs of *length* bytes have."""
+    """Return the rows of *grain* bytes that the runs occupy."""
     rows = places[:, None] // grain + np.arange(length // grain)
     return np.ascontiguousarray(rows.reshape(-1))

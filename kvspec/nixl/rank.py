@@ -1,11 +1,12 @@
-"""The execution layer: one rank's NIXL agent, which moves what a plan says and nothing else.
+"""The NIXL agent of one rank, with its memory, peers, lists, transfers and notifications.
 
-Everything is checked before NIXL sees it, every wait has a deadline, and memory stays registered
-and referenced for as long as a byte may move. What cannot be aborted is put in quarantine; closing
-the rank, which destroys the agent, is the only abort.
+Invariant: all arguments are checked before NIXL receives them. Each wait has a deadline. Memory
+stays registered and referenced while a byte of it can move. A transfer that fails in flight stays
+in quarantine, because NIXL cannot stop it. Only closing the rank destroys the agent and stops all.
 
-The network devices are UCX's choice: set `UCX_NET_DEVICES` (for instance `mlx5_0:1`, or `lo` on one
-machine) before the first rank is made. `KVSPEC_NIXL_PACKAGE` names the nixl package to import.
+UCX chooses the network devices. Set `UCX_NET_DEVICES` before the first rank is created, for
+instance to `mlx5_0:1`, or to `lo` on one machine. `KVSPEC_NIXL_PACKAGE` selects the nixl package
+to import.
 """
 
 from __future__ import annotations
@@ -38,22 +39,36 @@ from kvspec.protocol.seal import Secret
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PROBES = 4096  # connections that may be proven at once, before any of their reads ends
+# A polled rank reads one byte of each new peer into a byte of its own. So many connections can be
+# tested at once.
+PROBES = 4096
 
 
 class NixlRank:
-    """One rank's agent: registers memory, knows peers, reads, writes and notifies.
+    """The NIXL agent of one rank.
 
-    *name* is exact and must be new; by default it is unique per incarnation, host-pid-uuid after
-    *prefix*, so that a restarted peer is never taken for its predecessor. A *polled* rank has no
-    progress thread: it moves only inside `poll`, `wait`, `notifications` (right for a rank that
-    starts every transfer itself; one that is read from must not be polled). *telemetry* lets a
-    `Transfer` tell how many descriptors were posted after merging. *secret*, by default the
-    environment's `KVSPEC_SECRET`, authenticates introductions; `b""` is for channels that
-    only trusted programs reach. The data itself NIXL neither authenticates nor encrypts. *staging*:
-    bytes, or a `Staging`: the buffer through which short runs go where that takes less time.
+    Methods may be called from any thread. They run one at a time. Call `close` at the end, or use
+    the rank in a `with` statement.
 
-    Methods may be called from any thread; one runs at a time. Close it, or use it in a `with`.
+    Args:
+        name: Name of the agent, unique among all ranks. By default, a new name for each
+            incarnation: *prefix*, host, process id and a random part. So a restarted peer is never
+            taken for its predecessor.
+        prefix: Begin of the default name.
+        secret: Key that authenticates introductions. By default, the environment variable
+            `KVSPEC_SECRET`. `b""` is for channels that only trusted programs can reach. NIXL
+            neither authenticates nor encrypts the data.
+        polled: Create the agent without a progress thread. Bytes then move only inside `poll`,
+            `wait` and `notifications`. That suits a rank that starts all its transfers. A rank
+            whose peers read from it needs the thread.
+        telemetry: Record for each `Transfer` how many descriptors NIXL posted after merging.
+        staging: A `Staging`, or the bytes of its buffer. Transfers of many short runs move
+            through the buffer if that takes less time. None: all transfers are direct.
+
+    Raises:
+        SpecError: If an argument is wrong, or a live rank of this process has or knows *name*.
+        TransferError: With state "unavailable" if nixl or its UCX backend is missing.
+
     """
 
     def __init__(
@@ -77,8 +92,10 @@ class NixlRank:
         self._peers = Peers(self._agent, self._inbox, key)
         self._in_flight = InFlightTransfers(self._agent, self._inbox)
         self._buffers = Buffers(Staging.of(staging), self.register, self._in_flight, self._held)
-        self._aborted = False  # whether handles were released in flight: only the agent's end helps
-        self._probe = np.zeros(PROBES, np.uint8)  # peers read the first byte, this rank the others
+        # Whether handles were released in flight. Then only the destruction of the agent is safe.
+        self._aborted = False
+        # Peers read the first byte. This rank reads into the others.
+        self._probe = np.zeros(PROBES, np.uint8)
         self._probes = itertools.cycle(range(1, PROBES))
         self.register([Memory(self._probe.ctypes.data, PROBES)], owner=self._probe)
         self._buffers.open()
@@ -100,26 +117,29 @@ class NixlRank:
 
     @property
     def live_handles(self) -> int:
-        """Transfer handles that nixl holds for this rank."""
+        """Number of transfer handles that NIXL holds for this rank."""
         return sum(transfer.live_handles for transfer in self._in_flight)
 
     @property
     def quarantined(self) -> tuple[Transfer, ...]:
-        """Transfers that failed in flight, until `reap` or `pump` tells that they are over."""
+        """Transfers that failed in flight, until `reap` or `pump` reports that they are over."""
         return tuple(transfer for transfer in self._in_flight if transfer.quarantined)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Transfers that are not over, or whose end nobody knows."""
+        """Transfers that are not over, or whose end was not reported yet."""
         return tuple(self._in_flight)
 
     @property
     def refused(self) -> dict[str, int]:
-        """Notifications that did not fit into the inbox, by peer; "": of all strangers."""
+        """Number of notifications that exceeded the limit of the inbox, by peer.
+
+        The key "" contains the number for all unknown peers.
+        """
         return dict(self._inbox.refused)
 
     def stats(self) -> NixlStats:
-        """Count what the rank holds."""
+        """Return the numbers of the objects that the rank holds."""
         return NixlStats(
             transfers=len(tuple(self._in_flight)),
             handles=self.live_handles,
@@ -131,10 +151,18 @@ class NixlRank:
         )
 
     def register(self, memories: Iterable[Memory], owner: object = None) -> None:
-        """Register *memories*, each once, and hold *owner* (what owns their bytes) until closed.
+        """Register memory, so that rows in it can be prepared.
 
-        A memory inside a registered one is covered; any other overlap, also with another rank's
-        buffer, is a `SpecError`. Metadata taken before does not tell of them.
+        A memory inside a registered one is skipped. Peers need new metadata to reach new memory.
+
+        Args:
+            memories: The memories to register.
+            owner: Owner of their bytes. The rank keeps a reference until it is closed.
+
+        Raises:
+            SpecError: If a memory overlaps a registered one in part, or overlaps a staging buffer
+                of this or another rank.
+
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
@@ -143,40 +171,64 @@ class NixlRank:
                 self._held.memories += (memory,)
 
     def metadata(self) -> bytes:
-        """Return what a peer's `connect` takes: send it to them."""
+        """Return the introduction of this rank, which a peer passes to `connect` or `introduce`.
+
+        It contains the registered memory of now, sealed with the secret.
+        """
         metadata, probe = self._agent.metadata(), self._probe.ctypes.data
         return Envelope(name=self.name, metadata=metadata, probe=probe).seal(self.secret.key)
 
     def introduce(self, metadata: bytes) -> str:
-        """Take notifications of the peer that *metadata* is of, and return its name.
+        """Accept notifications of the peer that sent *metadata*. Return the name of the peer.
 
-        Nothing is loaded or connected. What the peer sent before comes with the next notifications.
+        NIXL loads and connects nothing. Earlier notifications of the peer are returned as well.
+
+        Raises:
+            WireError: If *metadata* is damaged or was sealed with another secret.
+
         """
         return self._peers.introduce(metadata).name
 
     def connect(self, metadata: bytes, timeout: float = 10.0) -> str:
-        """Load a peer's *metadata*, open the connection, and return the peer's name.
+        """Load the metadata of a peer and open the connection.
 
-        Again with newer metadata of the same peer adds what it registered since. A polled rank
-        waits until the connection stands, at most *timeout* seconds, since a notification over one
-        that does not would stay here; the peer must make progress. `WireError` if *metadata* is not
-        whole or of another secret; `TransferError` "stale_peer" if another agent has that name, or
-        as `read`.
+        A second call with newer metadata of the same peer adds the memory that it registered since.
+        A polled rank waits until the connection is established, because a notification would
+        otherwise stay in this process. The peer must make progress meanwhile.
+
+        Args:
+            metadata: Bytes that the peer's `metadata` returned.
+            timeout: Seconds to wait for the connection. Only a polled rank waits.
+
+        Returns:
+            The name of the peer.
+
+        Raises:
+            WireError: If *metadata* is damaged or was sealed with another secret.
+            TransferError: With state "stale_peer" if another agent with this name is connected. A
+                polled rank also raises the errors of `read`.
+
         """
         peer = self._peers.introduce(metadata)
         if self._peers.load(peer) and self.polled:
             try:
                 self._knock(peer, timeout)
             except TransferError:
-                with contextlib.suppress(TransferError):  # "busy": it is the caller's to reap
+                # If the read is still in flight, the peer stays until the caller reaps it.
+                with contextlib.suppress(TransferError):
                     self.disconnect(peer.name)
                 raise
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        """Forget *peer*, its lists and what it sent. Refused while a transfer with it is not over.
+        """Forget *peer*, its lists and its notifications.
 
-        Each cycle of disconnecting and connecting a live peer costs both sides a file descriptor.
+        Each cycle of `disconnect` and `connect` to a live peer costs both sides one file
+        descriptor, which NIXL keeps until the agent is destroyed.
+
+        Raises:
+            TransferError: With state "busy" while a transfer with the peer is not over.
+
         """
         with self._agent.locked():
             self._in_flight.check_idle(peer)
@@ -185,10 +237,25 @@ class NixlRank:
     def prepare(
         self, rows: NDArray[np.uint64], memory_type: str = "DRAM", peer: str | None = None
     ) -> Prepared:
-        """Return the list of strided *rows*, of this rank or of *peer*.
+        """Let NIXL check *rows* of this rank or of a peer, and return them as a list.
 
-        (N, 5) uint64: address, length (bytes of one descriptor), device, stride (bytes), count.
-        Row after row, each id stands for one descriptor. Rows must lie in registered memory.
+        The ids of the list count the descriptors, row after row.
+
+        Args:
+            rows: A uint64 array of shape (rows, 5): address, length of one descriptor in bytes,
+                device, stride in bytes, and number of descriptors. They must lie in registered
+                memory.
+            memory_type: "DRAM" or "VRAM".
+            peer: Name of the connected peer that has the memory. None: memory of this rank.
+
+        Returns:
+            The list.
+
+        Raises:
+            SpecError: If the rows are malformed.
+            TransferError: With state "not_registered" if a row is outside registered memory, or
+                "stale_peer" if *peer* is not connected.
+
         """
         check_memory_type(memory_type)
         checked = checked_rows(rows)
@@ -210,11 +277,26 @@ class NixlRank:
         request: str,
         timeout: float,
     ) -> Transfer:
-        """Start copying remote id *i* to local id *i*, pair by pair, and return the `Transfer`.
+        """Start copying remote id *i* to local id *i*, pair by pair.
 
-        *timeout* in seconds from now. Ids are any integers; no destination byte may be named twice.
-        What touches on both sides is moved as one. A `Selection` stands for the ids of both sides,
-        where both lists were prepared from its table's rows.
+        Descriptors that touch on both sides are moved as one.
+
+        Args:
+            local: Destination, a list of this rank.
+            local_ids: Ids of *local*, of any integer type. Or a `Selection`, which contains the ids
+                of both sides, if both lists were prepared from the rows of its table.
+            remote: Source, a list of the peer.
+            remote_ids: Ids of *remote*, as many as *local_ids*. None for a `Selection`.
+            request: Name of the request, for errors.
+            timeout: Seconds from now until the transfer fails.
+
+        Returns:
+            The transfer.
+
+        Raises:
+            SpecError: If the ids are wrong, or a destination byte is named twice.
+            TransferError: With state "busy" if another transfer moves some of the same bytes.
+
         """
         pairs = [(local, local_ids, remote, remote_ids)]
         return self.move("READ", pairs, request=request, timeout=timeout)[0]
@@ -229,71 +311,120 @@ class NixlRank:
         request: str,
         timeout: float,
     ) -> Transfer:
-        """Start copying local id *i* to remote id *i*; otherwise as `read`."""
+        """Start copying local id *i* to remote id *i*. All else is as in `read`."""
         sides = local, local_ids, remote, remote_ids
         return self.move("WRITE", [sides], request=request, timeout=timeout)[0]
 
     def move(
         self, operation: Operation, pairs: Iterable[Sides], *, request: str, timeout: float
     ) -> tuple[Transfer, ...]:
-        """Start a read or write of each (local, ids, remote, ids): none unless all are right."""
+        """Start several reads or writes. If one of them is wrong, none starts.
+
+        Args:
+            operation: "READ" or "WRITE".
+            pairs: Tuples (local list, local ids, remote list, remote ids).
+            request: Name of the request, for errors.
+            timeout: Seconds from now until the transfers fail.
+
+        Returns:
+            The transfers, in the order of *pairs*.
+
+        Raises:
+            SpecError: As in `read`.
+            TransferError: As in `read`.
+
+        """
         found = specs_of(self._agent, operation, pairs, self._buffers, request, timeout)
         return self._in_flight.start(found)
 
     def reap(self) -> tuple[Transfer, ...]:
-        """Release what ended in quarantine; return the transfers whose blocks are free again."""
+        """Release the handles in quarantine that ended.
+
+        Returns:
+            The transfers whose blocks are free again.
+
+        """
         return self._in_flight.reap()
 
     def pump(self, budget: float = 0.0) -> tuple[Event, ...]:
-        """Move everything on, for *budget* seconds or until there is something to tell; tell it.
+        """Make progress for up to *budget* seconds, or until there are events to report.
 
-        Polls all transfers, also those that nobody holds, holds their deadlines, reaps quarantine,
-        takes notifications, in turns of one batch (13 ms, or 64 MiB). One thread pumps a rank; a
-        `wait` competes with it. A transfer's end is told once: here, or by its `poll` or `wait`.
+        Polls all transfers, including those that the caller dropped. Checks deadlines, releases
+        quarantine and takes notifications. One turn posts one batch (13 ms, or 64 MiB). Let one
+        thread pump a rank. The end of a transfer is reported once: here, or by its own `poll` or
+        `wait`.
+
+        Returns:
+            The events.
+
         """
         return self._in_flight.pump(budget)
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send *payload*, at most 64 KiB, to *peer*: once a plan, after its data is done."""
+        """Send *payload* to *peer*. Do that once for each plan, after its data is done.
+
+        Raises:
+            SpecError: If *payload* is not bytes, or longer than 64 KiB.
+            TransferError: With state "stale_peer" if *peer* is not connected.
+
+        """
         check_payload(payload)
         with self._agent.locked():
             self._peers.check(peer)
             self._agent.notify(peer, payload)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (peer, payload) of all that came and was not returned yet, in order by peer."""
+        """Return (peer, payload) of all notifications that arrived, in order for each peer."""
         return self._inbox.drain()
 
     def wait_notification(self, payload: bytes, timeout: float, peer: str | None = None) -> str:
-        """Take one notification that equals *payload* (from *peer* if given); return its sender.
+        """Wait for one notification that equals *payload*. Other notifications stay in the inbox.
 
-        Others stay for `notifications`. `TransferError` "timeout" after *timeout* seconds.
+        Args:
+            payload: The whole payload to wait for.
+            timeout: Seconds to wait.
+            peer: Accept only this sender. Any sender by default.
+
+        Returns:
+            The sender.
+
+        Raises:
+            TransferError: With state "timeout" if none arrived in time.
+
         """
         return self._inbox.wait(payload, timeout, peer)
 
     def close(self, drain: float = 1.0) -> None:
-        """Let go of everything, in nixl's order. Nothing in a fork.
+        """Release everything in the order that NIXL needs. In a forked child, do nothing.
 
-        What is in flight has *drain* seconds to end, then it is aborted. Over tcp an abort may kill
-        the peer's process, inside UCX; so may the death of this one. Of RDMA nothing is known yet.
+        Transfers in flight have *drain* seconds to end. Then the agent is destroyed, which stops
+        them. Over TCP, that can crash the process of a peer inside UCX. The death of this process
+        can do so too. RDMA was not tested.
         """
         limit = seconds("drain", drain)
         if self._agent.forked:
             return
-        with self._agent.still():  # to the end: who waits to begin something finds it closed
+        # The lock is held to the end: a thread that waits for it then finds the rank closed.
+        with self._agent.still():
             with contextlib.suppress(TransferError), self._agent.locked():
                 self._aborted |= not self._in_flight.stop(limit)
                 self._in_flight.abandon()
+                # NIXL's order: handles, lists, peers, memory, agent. If bytes are still in flight,
+                # only the destruction of the agent stops them, so nothing else goes before it.
                 if not self._aborted:
                     self._peers.close()
                     while self._registered:
                         self._agent.deregister(self._registered.pop())
-            self._registered.clear()  # sessions see by it that nothing can be read any more
+            self._registered.clear()  # Sessions check this: nothing can be read any more.
             self._agent.drop()
             self._peers.clear()
         living.leave(self)
 
     def _knock(self, peer: Envelope, timeout: float) -> None:
+        """Read one byte of *peer*, to establish the connection.
+
+        NIXL's `make_connection` does not connect anything, so a transfer has to.
+        """
         first = np.zeros(1, np.int32)
         local = self.prepare(row_of_one(self._probe.ctypes.data + next(self._probes)))
         remote = self.prepare(row_of_one(peer.probe), peer=peer.name)

@@ -1,7 +1,7 @@
-"""Rows of descriptors: what NIXL would accept and get wrong, refused here in plain arithmetic.
+"""Check rows of descriptors, because NIXL accepts some rows that it then computes wrongly.
 
-NIXL wraps at 2**64 and answers one word for every fault. So no number reaches it unchecked; a
-refusal names the row, its value and what was wanted. Pure: numbers in, numbers out.
+Invariant: no number reaches NIXL unchecked. NIXL's own bounds checks wrap at 2**64, and one
+exception covers all faults. Each `SpecError` here names the row, its value and the requirement.
 """
 
 from __future__ import annotations

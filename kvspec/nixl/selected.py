@@ -1,8 +1,29 @@
-"""Pairs of a whole selection: checked and joined by run and by tile, not by run times tile.
+"""Pair the ids of a whole selection by its runs and tiles, without a list of all ids.
 
-Law: what is returned moves what `pair` would of the same ids, in as many descriptors. Only where
-nothing is to be merged across rows is it worked out: for any other selection the answer is None,
-and `pair` has to look at the ids one by one. That no byte is written twice, `select` has seen to.
+Invariant: the result moves the same bytes in the same descriptors as `merging.pair` of the same
+ids. If descriptors could be merged across rows, the answer is None, and `pair` must look at the
+ids one by one. `select` has already checked that no byte is written twice.
+
+How it works:
+    A selection has parts. Each part moves the same tiles of several runs of blocks. So its
+    descriptors are a product, runs times tiles, and `product_spans` checks a product quickly.
+
+    1. `_part` joins the tiles of one run. For example, tiles 1, 2, 3, 5 of the source go to tiles
+       8, 9, 6, 7 of the destination. Sorted by destination, they are:
+
+           source    destination    joined                  posted
+           3         6              3 to 6
+           5         7              5 to 7
+           1         8              1, 2 to 8, 9            1, 2 in one descriptor
+           2         9
+
+       *joined* contains the fewest possible descriptors: tiles that touch on both sides. *posted*
+       contains what NIXL posts: it joins only consecutive ids in the order of the caller.
+    2. `_joined` checks that the joined spans of all parts are disjoint products, and counts them.
+       Parts whose groups of runs lie at one shift are one product (`_together`), for example keys
+       and values of the same blocks.
+    3. If NIXL posts about as many descriptors as there are joined spans, a merge across rows has
+       nothing to gain, and `_several` returns the result. `merging.merges` decides that.
 """
 
 from __future__ import annotations
@@ -11,6 +32,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -25,17 +47,21 @@ from kvspec.nixl.rows import Ints, StridedRows
 from kvspec.nixl.spans import Spans, spans_of
 from kvspec.ownership.replicas import Role
 
+T = TypeVar("T")
+
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Some runs, and the same tiles of each, joined where they touch; *size*: bytes of one tile.
+    """Some runs, and the joined tiles of each.
 
-    *runs*, *joined*: ascending in the destination, the joined of *nbytes*. *posted*: the first
-    tiles of what NIXL joins, in the order of ids: no tiles of different rows. Of tiles 1, 2, 3, 5
-    of the source that go to 8, 9, 6, 7:
+    Attributes:
+        runs: The runs, in order of the destination.
+        joined: Begins of the joined tiles, in order of the destination.
+        nbytes: Bytes of the joined tiles.
+        posted: The first tile of each descriptor that NIXL posts for one run, in the order of ids.
+        tiles: Number of tiles.
+        size: Bytes of one tile.
 
-        joined     3 to 6, 5 to 7, 1 to 8    nbytes size, size, 2 size
-        posted     0, 2, 3                   1 and 2 are one descriptor
     """
 
     runs: RepeatedRuns
@@ -47,14 +73,22 @@ class _Part:
 
     @property
     def repeats(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return len(self.runs.every)
 
 
 def pair_selection(
     selection: Selection, rows: dict[Role, StridedRows], target: Role, local: Role
 ) -> Pairing | None:
-    """Return the pairs of *selection*, whose bytes go to *target*; None where runs may merge."""
+    """Return the pairs of *selection*, or None if descriptors may be merged across rows.
+
+    Args:
+        selection: The selection.
+        rows: The rows of both sides.
+        target: The side that is written.
+        local: The side of this rank.
+
+    """
     picked = selection.parts
     worked_out = _alone(*picked[0]) if len(picked) == 1 else None
     if worked_out is None:
@@ -74,17 +108,18 @@ def pair_selection(
 
 
 _WorkedOut = tuple[Callable[[], int], int, tuple[slice, ...]]
-"""Counts descriptors posted; bytes, and the batches of the ids: none where one handle takes all."""
+# A function that counts the posted descriptors, the bytes, and the batches of ids. No batches mean
+# that one handle is enough.
 
 
 def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:
-    """Return what becomes of one part of which NIXL joins all that touches; None of another."""
+    """Return the result for a single part, if NIXL joins all of its touching tiles. Else None."""
     rows, size, count = entry.rows, entry.rows.size, len(tiles)
     if size is None or not rows.plain:
         return None
     total, nbytes = len(rows) * count, len(rows) * count * size
     posts = partial(rows.posted, tiles)
-    # What is posted is counted only where that decides.
+    # Counting the posted descriptors takes time, so do it only if the answer depends on it.
     if fits(total, nbytes) or (fits(1, nbytes) and fits(posts(), nbytes)):
         return posts, nbytes, ()
     repeats = how_many_fit(count, count * size)  # NIXL never joins two rows
@@ -98,7 +133,7 @@ def _alone(entry: Entry, tiles: Tiles) -> _WorkedOut | None:
 def _several(
     picked: Sequence[Picked], rows: dict[Role, StridedRows], target: Role
 ) -> _WorkedOut | None:
-    """Return what becomes of any parts; None where something is to be merged, or may be."""
+    """Return the result for any parts, or None if a merge across rows would save descriptors."""
     parts: list[_Part] = []
     for one in picked:
         part = _part(one, rows, target)
@@ -118,16 +153,15 @@ def _several(
 def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part | None:
     """Return one part with its tiles joined; None where its runs or memories differ."""
     entry, tiles = picked
-    destination, source = rows["consumer"], rows["producer"]
-    if target == "producer":
-        destination, source = source, destination
+    destination, source = _directed(rows["consumer"], rows["producer"], target)
+    # A table is used for many requests, and the runs of its entries never change.
     if (entry, source) not in destination.known:
         destination.known[entry, source] = _runs(entry, rows, target)
     runs, size = destination.known[entry, source], entry.rows.size
     if runs is None or size is None:
         return None
-    sides, count = entry.rows.offsets(tiles), len(tiles)
-    offsets = Offsets.of(*(sides if target == "producer" else sides[::-1]))
+    (producer, consumer), count = entry.rows.offsets(tiles), len(tiles)
+    offsets = Offsets.of(*_directed(consumer, producer, target))
     posted, nbytes = np.arange(count), np.full(count, size)
     if offsets.min_gap < 0 or offsets.min_gap == size:
         follows = offsets.follows(size, size)
@@ -143,39 +177,35 @@ def _part(picked: Picked, rows: dict[Role, StridedRows], target: Role) -> _Part 
 
 
 def _runs(entry: Entry, rows: dict[Role, StridedRows], target: Role) -> RepeatedRuns | None:
-    """Return the runs of an entry, by destination; None if one lies in two memories."""
-    block_layouts = entry.rows.consumer, entry.rows.producer
-    starts = entry.rows.consumer_address, entry.rows.producer_address
-    destination = rows["consumer"].areas(
-        entry.consumer_first, len(entry.rows), block_layouts[0].rows_per_run
-    )
-    source = rows["producer"].areas(
-        entry.producer_first, len(entry.rows), block_layouts[1].rows_per_run
-    )
-    if source is None or destination is None:
+    """Return the runs of *entry* by destination, or None if a run is in two memories."""
+    count = len(entry.rows)
+    producer, consumer = entry.rows.producer, entry.rows.consumer
+    consumer_areas = rows["consumer"].areas(entry.consumer_first, count, consumer.rows_per_run)
+    producer_areas = rows["producer"].areas(entry.producer_first, count, producer.rows_per_run)
+    if consumer_areas is None or producer_areas is None:
         return None
-    if target == "producer":
-        block_layouts, starts, destination, source = (
-            block_layouts[::-1],
-            starts[::-1],
-            source,
-            destination,
-        )
-    block_layout = block_layouts[0]
-    extent = (
-        block_layout.num_blocks - 1
-    ) * block_layout.block_stride + block_layout.tiles * block_layout.tile_stride
-    return RepeatedRuns.of(Offsets.of(*starts, destination, source), extent)
+    areas = _directed(consumer_areas, producer_areas, target)
+    starts = _directed(entry.rows.consumer_address, entry.rows.producer_address, target)
+    layout, _ = _directed(consumer, producer, target)
+    # Runs less than the extent of all blocks apart are interleaved: they make a group.
+    extent = (layout.num_blocks - 1) * layout.block_stride + layout.tiles * layout.tile_stride
+    return RepeatedRuns.of(Offsets.of(*starts, *areas), extent)
+
+
+def _directed(consumer: T, producer: T, target: Role) -> tuple[T, T]:
+    """Return the values of destination and source."""
+    return (consumer, producer) if target == "consumer" else (producer, consumer)
 
 
 def _first(follows: npt.NDArray[np.bool_]) -> Ints:
+    """Return the numbers of those that do not follow the one before."""
     return np.concatenate(([0], np.flatnonzero(~follows) + 1))
 
 
 def _joined(parts: list[_Part]) -> int | None:
-    """Return how few descriptors *parts* could be; None where they make no products apart.
+    """Return the least number of descriptors for *parts*, or None if their spans are not products.
 
-    Parts whose groups of runs lie alike in those of another are one product.
+    None is also the result if the products of two groups of runs overlap or touch.
     """
     by_runs: list[tuple[RepeatedRuns, list[tuple[_Part, Offsets]]]] = []
     for part in parts:
@@ -204,7 +234,7 @@ def _joined(parts: list[_Part]) -> int | None:
 def _together(
     runs: RepeatedRuns, some: list[tuple[_Part, Offsets]]
 ) -> tuple[ProductSpans | None, int]:
-    """Return the product of several parts of one pattern each, and how many touch of its spans."""
+    """Return the product of several parts with the same groups, and how many of its spans touch."""
     columns = [part.joined.plus(pattern).columns for part, pattern in some]
     nbytes = np.concatenate([part.nbytes.repeat(len(pattern)) for part, pattern in some])
     inner, order = Offsets(np.concatenate(columns, axis=1)).ascending()
@@ -214,7 +244,7 @@ def _together(
 
 
 def _spans(picked: Sequence[Picked], target: Role) -> tuple[tuple[Ints, Ints], Spans]:
-    """Return begin and end of all that is read, and of all that is written."""
+    """Return the begins and ends of all bytes that are read, and the spans that are written."""
     found = np.concatenate([entry.addresses(tiles) for entry, tiles in picked])
     read, written = (spans_of(found[:, side], found[:, 2]) for side in (0, 1))
     if target == "producer":
@@ -223,7 +253,7 @@ def _spans(picked: Sequence[Picked], target: Role) -> tuple[tuple[Ints, Ints], S
 
 
 class _Posted:
-    """What NIXL posts of all parts, in the order of ids: part by part, run by run."""
+    """The descriptors that NIXL posts for all parts, in the order of ids: by part, run and tile."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
@@ -239,12 +269,12 @@ class _Posted:
         return self._before[0][-1]
 
     def _split(self, run: int) -> tuple[int, int, int]:
-        """Return part, run of it, and which of this run's is the *run*-th that is posted."""
+        """Return part, run and descriptor in the run, of descriptor number *run*."""
         part = bisect_right(self._before[0], run, hi=len(self._parts)) - 1
         return part, *divmod(run - self._before[0][part], self._count[part])
 
     def first(self, run: int) -> int:
-        """Return the place of its first id."""
+        """Return the place of the first id of descriptor *run*."""
         if run == len(self):
             return self._before[1][-1]
         part, repeat, place = self._split(run)
@@ -252,7 +282,7 @@ class _Posted:
         return self._before[1][part] + repeat * self._parts[part].tiles + tile
 
     def reached(self, run: int) -> int:
-        """Return the bytes of all before it."""
+        """Return the bytes of all descriptors before *run*."""
         if run == len(self):
             return self._before[2][-1]
         part, repeat, place = self._split(run)
@@ -260,7 +290,7 @@ class _Posted:
         return self._before[2][part] + here * self._parts[part].size
 
     def within(self, nbytes: int) -> int:
-        """Return how many, from the first on, take no more than *nbytes* together."""
+        """Return how many of the first descriptors have at most *nbytes* in all."""
         if nbytes >= self._before[2][-1]:
             return len(self)
         part = bisect_right(self._before[2], nbytes, hi=len(self._parts)) - 1
@@ -270,5 +300,5 @@ class _Posted:
         return self._before[0][part] + repeat * self._count[part] + place
 
     def length(self, run: int) -> int:
-        """Return the bytes of one of its ids."""
+        """Return the bytes of one id of descriptor *run*."""
         return self._parts[self._split(run)[0]].size

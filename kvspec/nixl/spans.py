@@ -1,4 +1,4 @@
-"""Spans of bytes that nobody else may touch: disjoint, in order of address, asked by bisection."""
+"""Look up spans of bytes by bisection. The spans are disjoint and sorted by address."""
 
 from __future__ import annotations
 

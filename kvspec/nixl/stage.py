@@ -1,7 +1,7 @@
-"""One order that goes through the buffer: ranges of the peer's memory, and what becomes of each.
+"""Move one transfer through the staging buffer: post ranges of the peer, and permute their runs.
 
-Law: what is written is what the order would write directly, and nothing beside it: what a range
-holds of others stays in the buffer.
+Invariant: a staged transfer writes exactly the bytes of the direct transfer. The other bytes of a
+range stay in the buffer.
 """
 
 from __future__ import annotations

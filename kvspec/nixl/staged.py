@@ -1,7 +1,7 @@
-"""Which orders are staged: where that is cheaper, and where it can be.
+"""Decide which transfers are staged: those that can be staged, and cost less that way.
 
-Law: costs decide alone. Nothing is staged but ranges of one device of the peer, for runs on one
-device of this rank, none of them longer than a slot.
+Invariant: only the costs decide. A staged transfer has one device of the peer, one device of this
+rank, and no run longer than a slot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvspec.nixl.transfer_spec import Operation, Sides, TransferSpec, spec_of
 from kvspec.ownership.replicas import Role
 
 OPERATIONS = ("READ", "WRITE")  # whatever else would move one of the two ways
-SIDES = "tuples of a local list, ids, a remote list and ids"
+SIDES = "tuples (local list, local ids, remote list, remote ids)"
 WORTH = 0.9
 """What share of the direct cost the best staged one must be below, for ranges to be looked for."""
 

@@ -1,8 +1,23 @@
-"""The buffer: registered memory through which staged transfers go, slot by slot.
+"""Staging buffers: registered memory through which transfers of many short runs move.
 
-Law: a slot belongs to one transfer from before it is posted until no byte of it can move, in
-quarantine too. Who finds no slot free waits in line, and moves the others on while it waits: so
-a free slot goes to who waits longest, and nobody waits for a transfer that nobody polls.
+Invariant: a slot belongs to one transfer from before its handle is posted until no byte of the
+handle can move any more. A transfer in quarantine keeps its slots.
+
+How it works:
+    A buffer is divided into slots of equal size. Each handle of a staged transfer uses one slot. A
+    transfer that finds no free slot draws a ticket and waits. Free slots go to the waiting
+    transfers in the order of their tickets. For example, three transfers share two slots:
+
+        transfer    ticket    slots
+        A           -         0, 1
+        B           7         -
+        C           8         -
+
+    The handle in slot 0 ends. C is polled first, but B is ahead of C and only one slot is free: C
+    waits. Then B is polled and receives slot 0.
+
+    A transfer makes progress only when it is polled, and its owner may not poll it. So polling C
+    also polls B and then A, until a handle of one of them ends (`StagingBuffer.poll_others`).
 """
 
 from __future__ import annotations
@@ -28,21 +43,30 @@ from kvspec.nixl.living import Held
 from kvspec.nixl.memory import overlap, text_of
 from kvspec.nixl.permuting import SPARE
 
-BUFFER = 32 << 20
+# Default bytes of a buffer and of its slots.BUFFER = 32 << 20
 SLOT_BYTES = 8 << 20
+# Least bytes of a buffer.
 LEAST = 4096
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Staging:
-    """How a rank stages: through which buffer, in slots of which size, and by which costs.
+    """The staging buffer of a rank, and the costs by which transfers are staged.
 
-    *buffer*: bytes of memory to allocate where it is first needed, beside what is moved; or memory
-    of the caller's, held from then on: a numpy array or a torch tensor of one dimension, without
-    gaps. No other rank may have it, nor any cache lie in it: what this process knows of is refused.
-    *slot_bytes*: bytes that one handle moves. A transfer is staged where *costs*, by default those
-    of `calibrated`, say that it takes less time, or *always* where it can be. Of one with a run
-    longer than a slot nothing is staged.
+    Attributes:
+        buffer: Bytes to allocate when they are first needed, in the memory type and on the device
+            of the transfer. Or memory of the caller: a contiguous, one-dimensional numpy array or
+            torch tensor. The rank keeps a reference to it. No cache and no other rank may use this
+            memory.
+        slot_bytes: Bytes of one slot. One handle moves so much at most. A transfer with a longer
+            run is not staged.
+        costs: Costs of this machine. A transfer is staged if that is faster. By default, the file
+            of `kvspec calibrate`.
+        always: Stage each transfer that can be staged, whatever it costs.
+
+    Raises:
+        SpecError: If an attribute is wrong.
+
     """
 
     buffer: Any = BUFFER
@@ -61,20 +85,20 @@ class Staging:
 
     @property
     def longest(self) -> int:
-        """Bytes of a slot, no more than the buffer has."""
+        """Bytes of a slot. A buffer smaller than `slot_bytes` is one slot."""
         whole = self.buffer if isinstance(self.buffer, int) else memory_of(self.buffer).length
         return min(self.slot_bytes, whole)
 
     @staticmethod
     def of(value: object) -> Staging | None:
-        """Return *value* as settings: bytes or memory are the buffer; None is none."""
+        """Return *value* as settings. Bytes or memory become the buffer. None stays None."""
         if value is None or isinstance(value, Staging):
             return value
         return Staging(buffer=value)
 
 
 def memory_of(buffer: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
-    """Return the memory of a numpy array or a torch tensor, all of whose bytes are its own."""
+    """Return the memory of a numpy array or torch tensor. All its bytes must be its own."""
     wanted = f"a number of bytes, or a numpy array or torch tensor of at least {LEAST} bytes"
     if not isinstance(buffer, np.ndarray) and not hasattr(buffer, "data_ptr"):
         raise SpecError("staging.buffer", buffer, wanted)
@@ -84,16 +108,19 @@ def memory_of(buffer: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
         if buffer.ndim != 1 or not whole or not writable or buffer.nbytes < LEAST:
             shape = f"{buffer.dtype}{buffer.shape}"
             raise SpecError(
-                "staging.buffer", shape, f"{wanted}, of one dimension, writable, no gaps"
+                "staging.buffer", shape, f"{wanted}, one-dimensional, writable and contiguous"
             )
         return Memory(buffer.ctypes.data, buffer.nbytes)
     nbytes = buffer.numel() * buffer.element_size()
     storage = buffer.untyped_storage().nbytes() - buffer.storage_offset() * buffer.element_size()
     if not buffer.is_contiguous() or nbytes < LEAST:
         shape = f"{buffer.dtype}{tuple(buffer.shape)}"
-        raise SpecError("staging.buffer", shape, f"{wanted}, without gaps")
+        raise SpecError("staging.buffer", shape, f"{wanted}, contiguous")
+    # torch frees a storage by resizing it to 0, and the tensor keeps its shape.
     if storage < nbytes:
-        raise SpecError("staging.buffer", f"{storage} bytes", f"{nbytes} bytes, not freed")
+        raise SpecError(
+            "staging.buffer", f"{storage} bytes", f"{nbytes} bytes that are still allocated"
+        )
     kind = {"cpu": "DRAM", "cuda": "VRAM"}.get(buffer.device.type)
     if kind is None:
         raise SpecError(
@@ -103,25 +130,30 @@ def memory_of(buffer: Any) -> Memory:  # noqa: ANN401 - numpy's or torch's
 
 
 def _allocated(nbytes: int, memory_type: str, device: int) -> Any:  # noqa: ANN401 - numpy's or torch's
+    """Allocate *nbytes* for slots. Host memory has a margin of `SPARE` bytes on both sides."""
     try:
         if memory_type == "DRAM":
             return np.empty(SPARE + nbytes + SPARE, np.uint8)
         import torch  # noqa: PLC0415 - heavy, and only a GPU needs it
 
         return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
-    except (MemoryError, ValueError, RuntimeError) as error:  # of torch: what does not fit, too
-        wanted = f"what fits into {memory_type} of device {device}"
+    # torch raises RuntimeError if the memory of the GPU is exhausted.
+    except (MemoryError, ValueError, RuntimeError) as error:
+        wanted = f"a size that fits into {memory_type} of device {device}"
         raise SpecError("staging.buffer", f"{nbytes} bytes", wanted) from error
 
 
+# Registers memories, and keeps a reference to their owner.
 Register = Callable[[Iterable[Memory], object], None]
-"""Registers memories, and holds what owns them."""
 
 
 class User(Protocol):
-    """A transfer, as it is seen here.
+    """A transfer, as far as its buffer needs it.
 
-    *buffer*: through which it goes. *ticket*: its place in the line, if it waits for a slot.
+    Attributes:
+        buffer: The buffer of the transfer, or None.
+        ticket: The ticket of the transfer if it waits for a slot, else None.
+
     """
 
     buffer: StagingBuffer | None
@@ -129,20 +161,26 @@ class User(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether no byte of it moves any more."""
+        """Whether no byte of the transfer can move any more."""
 
     @property
     def slots_held(self) -> Iterable[int]:
-        """Which slots of the buffer are its own."""
+        """Slots that the transfer uses."""
 
     def step(self) -> bool:
-        """Move it on; return whether anything of it was done."""
+        """Make progress. Return whether a handle ended."""
 
 
 class StagingBuffer:
-    """One registered memory in slots, for those of the rank's *transfers* that go through it.
+    """One registered memory, divided into slots.
 
-    *scratch*: where bytes begin that are no slot's, before and behind all slots; see `copy_runs`.
+    Attributes:
+        memory: The whole memory.
+        slot_bytes: Bytes of one slot.
+        scratch: Addresses of the unused bytes below and above all slots, or nothing. `copy_runs`
+            writes there.
+        slots: Number of slots.
+
     """
 
     def __init__(
@@ -154,12 +192,12 @@ class StagingBuffer:
         self.scratch = (memory.address, memory.end - margin) if margin else ()
         self.slots = (memory.length - 2 * margin) // slot_bytes
         self._first = memory.address + margin
-        self._given = given  # by a caller, who may free what is held here
+        self._given = given  # Memory of the caller, who may free or resize it.
         self._transfers = transfers
         self._tickets = itertools.count()
 
     def address(self, slot: int) -> int:
-        """Return where a slot begins; refuse a buffer that its owner freed."""
+        """Return the address of a slot. Raise `TransferError` if the caller freed the buffer."""
         if self._given is not None:
             with contextlib.suppress(SpecError):
                 if memory_of(self._given) == self.memory:
@@ -171,35 +209,42 @@ class StagingBuffer:
         return self._first + slot * self.slot_bytes
 
     def ticket(self) -> int:
-        """Return a place in the line."""
+        """Return a new ticket. Tickets grow."""
         return next(self._tickets)
 
     def free_slot(self, ticket: int | None) -> int | None:
-        """Return a free slot for who holds *ticket*, or none yet; None where it has to wait."""
-        others = self._users()
-        held = {slot for user in others for slot in user.slots_held}
+        """Return a free slot, or None if the transfer with *ticket* must wait.
+
+        A transfer that has not waited yet has no ticket: None.
+        """
+        users = self._users()
+        used = {slot for user in users for slot in user.slots_held}
         ahead = sum(
-            user.ticket is not None and (ticket is None or user.ticket < ticket) for user in others
+            user.ticket is not None and (ticket is None or user.ticket < ticket) for user in users
         )
-        if self.slots - len(held) <= ahead:
+        # One free slot is reserved for each transfer that has waited longer.
+        if self.slots - len(used) <= ahead:
             return None
-        return next(slot for slot in range(self.slots) if slot not in held)
+        return next(slot for slot in range(self.slots) if slot not in used)
 
     def poll_others(self, waiting: User) -> None:
-        """Move the others on, that *waiting* gets its turn: until something of them is done."""
-        line = sorted(self._users(), key=lambda other: (other.ticket is None, other.ticket or 0))
-        for other in line:
-            if other is not waiting and other.step():
+        """Poll the other transfers until a handle of one of them ends."""
+        # Waiting transfers come first, in order: a free slot may be reserved for one of them.
+        users = sorted(self._users(), key=lambda user: (user.ticket is None, user.ticket or 0))
+        for user in users:
+            if user is not waiting and user.step():
                 return
 
     def _users(self) -> list[User]:
-        return [each for each in self._transfers if each.buffer is self and not each.over]
+        return [user for user in self._transfers if user.buffer is self and not user.over]
 
 
 class Buffers:
-    """The buffers of one rank: one for each memory that is staged for, made when first needed.
+    """The staging buffers of one rank: one for each memory type and device, created when first needed.
 
-    *staging*: None where nothing is staged.
+    Attributes:
+        staging: The settings, or None if nothing is staged.
+
     """
 
     def __init__(
@@ -214,29 +259,32 @@ class Buffers:
         self._transfers = transfers
         self._held = held
         self._made: dict[tuple[str, int], StagingBuffer] = {}
-        self._lock = threading.RLock()  # of making one
+        self._lock = threading.RLock()  # Two threads must not create the same buffer.
 
     def open(self) -> None:
-        """Register the memory that was given, if any; refuse what another live rank has."""
+        """Register the caller's memory, if any. Raise `SpecError` if a live rank uses it."""
         if self.staging is None or isinstance(self.staging.buffer, int):
             return
         memory = memory_of(self.staging.buffer)
         if any(overlap(memory, other) for other in living.memories()):
-            gc.collect()  # a rank that nobody has any more may still be there
+            gc.collect()  # The other rank may be unreachable but not collected yet.
         for other in living.memories():
             if overlap(memory, other):
-                wanted = f"memory that no other rank has, as {text_of(other)}"
+                wanted = f"memory outside {text_of(other)}, which another rank has registered"
                 raise SpecError("staging.buffer", text_of(memory), wanted)
         self._make(self.staging, memory, self.staging.buffer)
 
     def beside(self, staging: Staging, memory_type: str, device: int) -> StagingBuffer:
-        """Return the buffer of a kind of memory and device; refuse another than was given."""
+        """Return the buffer for a memory type and device. Create it if it is missing.
+
+        Raise `SpecError` if the caller's memory is of another type or device.
+        """
         with self._lock:
             if (memory_type, device) not in self._made:
                 if not isinstance(staging.buffer, int):
-                    told = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
-                    wanted = f"{memory_type} of device {device}, where the local list lies"
-                    raise SpecError("staging.buffer", told, wanted)
+                    made = ", ".join(f"{kind} of device {number}" for kind, number in self._made)
+                    wanted = f"{memory_type} of device {device}, the place of the local list"
+                    raise SpecError("staging.buffer", made, wanted)
                 owner = _allocated(staging.buffer, memory_type, device)
                 self._make(staging, attrs.evolve(memory_of(owner), device=device), owner)
             return self._made[memory_type, device]

@@ -1,7 +1,8 @@
-"""One read or write in flight: posted in batches, polled, ended exactly once.
+"""One read or write in flight: it is posted in batches, polled, and ends once.
 
-A handle is released only when no byte of it can move any more, because release is not an abort:
-whatever is in flight when a transfer fails stays in quarantine until it ends or the agent is gone.
+Invariant: a handle is released only when no byte of it can move any more, because a release does
+not stop NIXL. If a transfer fails, its handles in flight stay in quarantine until they end or the
+agent is destroyed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ TURN = 0.01  # seconds after which a poll of what is staged ends: its batches ar
 
 
 class Transfer:
-    """A read or write under way. `poll` or `wait` until it is "DONE"; both raise if it fails.
+    """A read or write in progress. Call `poll` or `wait` until it is "DONE".
 
-    *request*, *peer*, *descriptors* (pairs of ids), *nbytes*, *handles* (batches posted so far),
-    *error* (None unless it failed) and, if the rank captures telemetry, *posted*: the descriptors
-    that nixl did post. *staged*: whether it goes through the buffer.
+    Attributes:
+        request: Name of the request, as passed by the caller.
+        peer: Name of the peer.
+        descriptors: Number of pairs of ids.
+        nbytes: Bytes to move.
+        handles: Number of batches posted so far.
+        posted: Number of descriptors that NIXL posted after merging, if the rank captures
+            telemetry.
+        error: The `TransferError` if the transfer failed, else None.
+        staged: Whether the transfer moves through the staging buffer.
+
     """
 
     def __init__(self, agent: Agent, spec: TransferSpec) -> None:
@@ -56,36 +65,40 @@ class Transfer:
 
     @property
     def state(self) -> str:
-        """Return "PROC", "DONE", or the state of the error that ended it."""
+        """Return "PROC", "DONE", or the state of the error that ended the transfer."""
         if self.error is not None:
             return self.error.state
         return "PROC" if self._in_flight or self._pending else "DONE"
 
     @property
     def runs(self) -> int:
-        """What merging should leave of its pairs; of what is staged: ranges of the peer."""
+        """Number of descriptors expected after merging. If staged, number of ranges of the peer."""
         return self.spec.pairs.runs if self.spec.stage is None else self.spec.stage.ranges.ranges
 
     @property
     def live_handles(self) -> int:
-        """Handles that are in flight; of a failed transfer: in quarantine."""
+        """Number of handles in flight. If the transfer failed, these are in quarantine."""
         return len(self._in_flight)
 
     @property
     def slots_held(self) -> tuple[int, ...]:
-        """Which slots of the buffer are its own; none can be another's before they are over."""
+        """Slots of the staging buffer that this transfer uses until its handles are over."""
         return tuple(slot for _, slot in self._in_flight.values()) if self.staged else ()
 
     @property
     def over(self) -> bool:
-        """Whether no byte of it moves any more."""
+        """Whether no byte of the transfer can move any more."""
         return not self._in_flight and self.state != "PROC"
 
     def poll(self) -> str:
-        """Return "PROC" or "DONE" without waiting; raise `TransferError` if it failed or is late.
+        """Return "PROC" or "DONE" without waiting.
 
-        Posts at most one batch that the transport copies at once (about 13 ms, or 64 MiB), of what
-        is staged as many as 10 ms take.
+        Posts the next batches. If the transport copies while it posts, a call posts one batch
+        (about 13 ms, or 64 MiB). A staged transfer posts batches for up to 10 ms.
+
+        Raises:
+            TransferError: If the transfer failed, or its deadline is over.
+
         """
         with self._agent.locked():
             self.step()
@@ -100,7 +113,12 @@ class Transfer:
             return self.state
 
     def wait(self) -> None:
-        """Poll, resting 20 us to 2 ms in between, until done; raise `TransferError` otherwise."""
+        """Poll until the transfer is done, with pauses of 20 us to 2 ms.
+
+        Raises:
+            TransferError: If the transfer failed, or its deadline is over.
+
+        """
         rest, settled = FIRST_WAIT, self._settled
         with self._agent.waiting():
             while self.poll() == "PROC":
@@ -110,9 +128,9 @@ class Transfer:
                 rest = min(max(2 * rest, FIRST_WAIT), LAST_WAIT)
 
     def step(self) -> bool:
-        """Settle what ended, post more, keep the error; return whether anything was settled.
+        """Release finished handles, post more, and keep an error. Return whether a handle ended.
 
-        The deadline holds; a failed transfer's handles are released as they end.
+        Checks the deadline. After a failure, handles are released as soon as they end.
         """
         if self.state != "PROC":
             return self.reap()
@@ -133,7 +151,7 @@ class Transfer:
         return self._settled != settled
 
     def reap(self) -> bool:
-        """Release the handles that ended; return whether none is left."""
+        """Release the handles that ended. Return whether none is left."""
         with self._agent.locked():
             for handle in tuple(self._in_flight):
                 if self._agent.terminal(handle):
@@ -141,18 +159,18 @@ class Transfer:
         return not self._in_flight
 
     def pending_event(self) -> Literal["done", "failed", "freed"] | None:
-        """Return the event to `deliver`: "done" or "failed", then "freed" after quarantine."""
+        """Return the next event to report: "done" or "failed", then "freed" after quarantine."""
         if not self.delivered and self.state != "PROC":
             return "done" if self.error is None else "failed"
         return "freed" if self.quarantined and self.reap() else None
 
     def deliver(self, kind: str) -> None:
-        """Note that somebody knows of a `pending_event`."""
+        """Record that the event *kind* was reported."""
         self.delivered = True
         self._freed = self._freed or kind == "freed"
 
     def free(self) -> bool:
-        """Return, once, whether quarantine ended: all of its blocks may be used again."""
+        """Return True once, when quarantine ended: all blocks of the transfer can be used again."""
         if not self.quarantined or not self.reap():
             return False
         self.deliver("freed")
@@ -160,12 +178,12 @@ class Transfer:
 
     @property
     def quarantined(self) -> bool:
-        """Whether it failed in flight, and nobody knows yet that it is over."""
+        """Whether the transfer failed in flight, and its end was not reported yet."""
         return self.error is not None and not self._freed
 
     @property
     def reapable(self) -> bool:
-        """Whether it is over, and somebody knows."""
+        """Whether the transfer is over, and that was reported."""
         return self.over and self.delivered and not self.quarantined
 
     def stop(
@@ -173,7 +191,7 @@ class Transfer:
         why: str = "the rank was closed first",
         state: TransferState = TransferState.CLOSED,
     ) -> bool:
-        """Post no more, and return whether nothing is in flight."""
+        """Post nothing more, and fail with *why*. Return whether nothing is in flight."""
         with self._agent.locked():
             if self.state == "PROC":
                 told = f"{why}: {state.advice}"
@@ -183,7 +201,7 @@ class Transfer:
             return self.reap()
 
     def abandon(self) -> None:
-        """Release what is in flight: the caller must destroy the agent next, to stop the data."""
+        """Release handles in flight. The caller must destroy the agent next to stop their bytes."""
         while self._in_flight:
             with contextlib.suppress(TransferError):
                 self._let_go(next(reversed(self._in_flight)))
@@ -229,7 +247,7 @@ class Transfer:
                 " used again until reap() returns this transfer or the rank is closed"
             )
         return TransferError(
-            f"not done after {self.spec.timeout} s: {done} of {batches} batches are; {rest}",
+            f"{done} of {batches} batches were done after {self.spec.timeout} s; {rest}",
             rank=self.peer,
             request=self.request,
             state=TransferState.TIMEOUT,

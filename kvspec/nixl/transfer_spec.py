@@ -1,6 +1,6 @@
-"""What a transfer is asked to do: two lists that NIXL has checked, and pairs of their ids.
+"""The arguments of a transfer: two lists that NIXL has checked, and pairs of their ids.
 
-Everything is checked before anything is posted.
+Invariant: everything is checked before anything is posted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ Operation = Literal["READ", "WRITE"]
 
 
 class Prepared:
-    """A list of descriptors that nixl has checked, of this rank (*peer* None) or of a *peer*.
+    """A list of descriptors that NIXL has checked. `NixlRank.prepare` returns it.
 
-    *total* ids; id *i* of row *r* lies at `address[r] + (i - first id of r) * stride[r]`.
+    Id *i* of row *r* begins at `address[r] + (i - first id of r) * stride[r]`.
+
+    Attributes:
+        peer: Name of the peer that has the memory, or None for memory of this rank.
+
     """
 
     def __init__(
@@ -60,9 +64,9 @@ class Prepared:
         return self.rows.total
 
     def handle(self, agent: Agent) -> int:
-        """Return nixl's handle, for *agent*, which must be the one that prepared the list."""
+        """Return NIXL's handle of the list. *agent* must be the agent that prepared it."""
         if agent is not self._agent:
-            message = f"the list of {self._agent.name!r} was given to {agent.name!r}"
+            message = f"{agent.name!r} cannot use a list that {self._agent.name!r} prepared"
             raise TransferError(message, rank=agent.name, state=TransferState.BUG)
         if self.released:
             raise TransferError(
@@ -73,7 +77,7 @@ class Prepared:
         return self._handle or 0
 
     def release(self) -> None:
-        """Give the list back; transfers that were posted from it go on. Twice is once."""
+        """Release the list. Posted transfers continue. A second call does nothing."""
         with self._agent.locked():
             known, self.released = not self.released, True  # first: an interrupt may come between
             if known and self._handle is not None:
@@ -177,7 +181,7 @@ def _pairs(
     """Return the pairs of *selection*, which both lists must have been prepared for."""
     prepared, ids = remote
     if ids is not None and ids is not selection:
-        raise SpecError("remote_ids", ids, "nothing, or the selection that local_ids is")
+        raise SpecError("remote_ids", ids, "None, or the same selection as local_ids")
     own: tuple[Role, Role] = ("consumer", "producer")
     if local.source is selection.producer_rows:
         own = ("producer", "consumer")
@@ -185,7 +189,9 @@ def _pairs(
     if own[0] == "producer":
         sources = sources[::-1]
     if local.source is not sources[0] or prepared.source is not sources[1]:
-        raise SpecError("local_ids", "a selection", "one of the table that both lists are rows of")
+        raise SpecError(
+            "local_ids", "a selection", "a selection of the table whose rows both lists contain"
+        )
     rows: dict[Role, StridedRows] = {own[0]: local.rows, own[1]: prepared.rows}
     found = pair_selection(selection, rows, own[target == "remote"], own[0])
     if found is not None:
