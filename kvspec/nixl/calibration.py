@@ -151,7 +151,8 @@ def _read(path: Path) -> Costs:
     try:
         return Costs(**seconds, origin=f"measured on this machine ({path})")
     except SpecError as error:
-        raise SpecError(f"{field}: {error.field}", error.value, error.expected) from error
+        place = f"{field}: {error.field}"
+        raise SpecError(place, error.value, error.expected, rule=error.rule) from error
 
 
 def _bytes(field: str, path: Path) -> bytes:

@@ -43,7 +43,8 @@ from kvspec.nixl.living import Held
 from kvspec.nixl.memory import overlap, text_of
 from kvspec.nixl.permuting import SPARE
 
-# Default bytes of a buffer and of its slots.BUFFER = 32 << 20
+# Default bytes of a buffer and of its slots.
+BUFFER = 32 << 20
 SLOT_BYTES = 8 << 20
 # Least bytes of a buffer.
 LEAST = 4096
@@ -240,7 +241,9 @@ class StagingBuffer:
 
 
 class Buffers:
-    """The staging buffers of one rank: one for each memory type and device, created when first needed.
+    """The staging buffers of one rank: one for each memory type and device.
+
+    They are created when they are first needed.
 
     Attributes:
         staging: The settings, or None if nothing is staged.

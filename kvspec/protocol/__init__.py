@@ -1,4 +1,4 @@
-"""What two engines say to each other: the handshake, and who is done with which request."""
+"""The messages of two engines: their handshake, and the ledgers of producer and consumer."""
 
 from kvspec.protocol.encode import register
 from kvspec.protocol.wire import VERSION

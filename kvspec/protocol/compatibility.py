@@ -1,10 +1,11 @@
-"""What two engines must agree on for the same bytes to mean the same, as one hash.
+"""Compute one hash of everything that two engines must agree on to give bytes the same meaning.
 
-Law: engines between which `kvspec.mismatches` finds nothing have one compatibility hash, and
-engines of one compatibility hash differ in nothing but which tokens each keeps. It takes in what
-changes the meaning of bytes (kinds, dtypes, heads, sizes, layer names) and nothing of what a plan
-bridges: parallel sizes, blocks, layouts, padding, order, grouping. A field that has its default
-does not count, so that fields may be added.
+Invariant: two engines without `kvspec.mismatches` have the same hash. Two engines with the same
+hash differ only in the tokens that each keeps.
+
+The hash covers kinds, dtypes, heads, sizes and layer names. It does not cover the differences that
+a plan bridges: parallel sizes, blocks, layouts, padding, order and grouping. Fields with their
+default value are left out, so that later versions can add fields.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ SIZE = 16  # bytes
 
 
 def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
-    """Return 32 hexadecimal digits that stand for the meaning of *engine*'s bytes.
+    """Return 32 hexadecimal digits that identify the meaning of the engine's bytes.
 
-    Layers that the engine itself excludes do not count, nor do those *excluded* here: of two
-    engines that exclude different draft layers, hash each without the other's.
+    Args:
+        engine: The engine. Layers that it excludes do not count.
+        excluded: More layers that do not count. For two engines that exclude different draft
+            layers, hash each engine without the layers of the other.
+
+    Returns:
+        The digits.
 
     >>> from kvspec import EngineSpec, FullAttentionSpec, KVCacheGroup, ParallelConfig
     >>> def engine(block_size, tp_size, head_size=128):
@@ -42,6 +48,7 @@ def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     True
     >>> compatibility_hash(engine(16, 4)) == compatibility_hash(engine(16, 4, head_size=64))
     False
+
     """
     instance("engine", engine, EngineSpec)
     without = {*engine.excluded, *texts("excluded", excluded, "layer names")}
@@ -110,4 +117,6 @@ def _text(value: Any) -> str:  # noqa: ANN401
         return type(value).__name__ + _text(inner)
     if value is None or isinstance(value, str | bool | int | float | range):
         return repr(value)
-    raise SpecError("spec", value, "fields of plain values: text, numbers, tuples, attrs classes")
+    raise SpecError(
+        "spec", value, "a spec with fields of plain values: texts, numbers, tuples, attrs classes"
+    )

@@ -1,15 +1,15 @@
-"""What a consumer rank waits for, and when it may be trusted: events in, actions out.
+"""The consumer's ledger: what a consumer rank waits for, and when the data is valid.
 
-Invariant: a request is ready only when every source and group has arrived, and each producer then
-answered `valid`. Whatever fails, fails the request by name, and its blocks are held until nothing
-in flight can write them.
+Invariant: a request is ready only after every source and group has arrived, and each producer then
+answered `valid`. Each fault fails the request by name. Its blocks stay reserved until nothing in
+flight can write them.
 
-A granted lease never makes a request ready. The lease is measured by two clocks, and the consumer's
-clock may stand still while the producer's clock runs, for example in a paused virtual machine.
+A lease never makes a request ready. Two clocks measure the lease, and the consumer's clock may stop
+while the producer's clock runs, for example in a paused virtual machine.
 
-Each public method that changes the ledger changes all that it should and returns the actions, or
+Each public method that changes the ledger either makes all its changes and returns the actions, or
 raises and changes nothing. So a call that was interrupted, for example by `KeyboardInterrupt`, can
-be made again and no action is lost.
+be repeated, and no action is lost.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ T = TypeVar("T")
 
 
 class ConsumerLedger:
-    """The requests that one consumer rank reads.
+    """The requests that one consumer rank reads. Methods receive events and return actions.
 
-    *heartbeat*: seconds between heartbeats, and between repeats of unanswered messages; less than
-    half of the producer's lease. *patience*: seconds for which a silent producer is told again.
+    Args:
+        me: Address of this rank.
+        heartbeat: Seconds between heartbeats, and between repeats of unanswered messages. It must
+            be less than half of the producer's lease.
+        patience: Seconds for which messages to a silent producer are repeated.
+
     """
 
     def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
@@ -61,36 +65,47 @@ class ConsumerLedger:
 
     @property
     def open(self) -> dict[str, str]:
-        """The state of each request of which anything is still said or heard."""
+        """State of each request that still sends or expects messages."""
         return {name: load.state for name, load in self._loads.items()}
 
     @property
     def due(self) -> float | None:
-        """When `tick` has something to do, or None."""
+        """Time of the next call of `tick`, or None."""
         return None if math.isinf(self._due) else self._due
 
     @property
     def steps(self) -> int:
-        """How many steps may still write."""
+        """Number of steps that may still write."""
         return len(self._steps)
 
     def check(self, plan: LoadPlan) -> None:
-        """Raise `SpecError` where a request is open already, or of a start that is not present."""
+        """Check that *plan* can be expected.
+
+        Raises:
+            SpecError: If the request is open already, or the producer's incarnation is not the
+                connected one.
+
+        """
         if plan.request_id in self._loads:
-            raise SpecError("request_id", plan.request_id, "a request that is not open")
+            raise SpecError("request_id", plan.request_id, "the id of no open request")
         if self._present.past(plan.engine_id, plan.epoch):
-            raise SpecError("epoch", plan.epoch, f"the start of {plan.engine_id} that was met")
+            raise SpecError("epoch", plan.epoch, f"the connected incarnation of {plan.engine_id}")
         if plan.name in self._names:
-            raise SpecError("key", plan.key, "another attempt or sample than an open request's")
+            raise SpecError("key", plan.key, "an attempt and sample that no open request has")
 
     def expect(self, plan: LoadPlan, now: float, timeout: float) -> list[Action]:
-        """Wait for what *plan* says, at most *timeout* seconds; what moves nothing is ready."""
+        """Begin a request: wait for the data of *plan* for at most *timeout* seconds.
+
+        Returns:
+            Actions. A request that moves no data is ready at once.
+
+        """
         self.check(plan)
         most = seconds("timeout", timeout)
         return self._whole(now, None, lambda: self._expect(plan, now, most))
 
     def forget(self, plan: LoadPlan) -> None:
-        """Forget a request whose caller gave up before anything was told about it."""
+        """Forget a request that sent no message yet."""
         load = self._loads.pop(plan.request_id, None)
         self._names.pop(plan.name, None)
         for step in load.steps if load is not None else ():
@@ -110,7 +125,12 @@ class ConsumerLedger:
         return actions + self._moved(load)
 
     def readable(self, request_id: str) -> dict[RankId, dict[Place, int]]:
-        """Return what can be started: by source and layer, up to which position it is written."""
+        """Return the data that can be read now.
+
+        Returns:
+            By source and layer, the position up to which it is written.
+
+        """
         load = self._loads.get(request_id)
         if load is None or load.state != "moving":
             return {}
@@ -125,12 +145,25 @@ class ConsumerLedger:
         layers: Iterable[str] | None = None,
         upto: int | None = None,
     ) -> int:
-        """Return the number of a step that is about to be posted: it may write from now on.
+        """Record that a step is about to be posted. It may write from now on.
 
-        All layers of *group*, unless given; up to the end, unless given. Where the producer pushes,
-        a step begins when it is told where to write, and ends when it says that it has. Raises
-        `SpecError` where the request does not move, or this would move something twice or before it
-        was written.
+        For pushed data, a step begins when the producer learns the blocks, and ends when it answers
+        that the data is written.
+
+        Args:
+            request_id: The request.
+            source: Rank of the producer.
+            group: Group of the layers.
+            layers: Names of layers. All layers of the group by default.
+            upto: Position behind the last token to move. By default, the end of the request.
+
+        Returns:
+            The number of the step.
+
+        Raises:
+            SpecError: If the request does not move, or the step would move data twice or before it
+                was written.
+
         """
         return self._whole(
             self._now, request_id, lambda: self._start(request_id, source, group, layers, upto)
@@ -154,7 +187,7 @@ class ConsumerLedger:
         return self._numbers
 
     def finish(self, step: int, now: float) -> list[Action]:
-        """Take that a step is done: all its bytes have arrived, and it writes no more."""
+        """Record that all bytes of a step have arrived, and it writes no more. Return actions."""
         return self._whole(now, self._reads(step), lambda: self._finish(step, now))
 
     def _finish(self, step: int, now: float) -> list[Action]:
@@ -176,10 +209,15 @@ class ConsumerLedger:
         quiet: bool = True,
         state: TransferState = TransferState.GONE,
     ) -> list[Action]:
-        """Take that a step failed; not *quiet*: it may still write, until `finish` says otherwise.
+        """Record that a step failed. Its data is void. Return actions.
 
-        What a step that failed left in the blocks is void. If the step is the first fault of the
-        request, `Failed` carries *state*.
+        Args:
+            step: Number of the step.
+            why: Reason.
+            now: Time in seconds.
+            quiet: Whether the step can write no more. If not, call `finish` or `fail` again later.
+            state: State of the error, if this is the first fault of the request.
+
         """
         return self._whole(
             now, self._reads(step), lambda: self._fail(step, why, now, state, quiet=quiet)
@@ -204,7 +242,7 @@ class ConsumerLedger:
         why: str = "cancelled",
         state: TransferState = TransferState.STOPPED,
     ) -> list[Action]:
-        """Give a request up; one that ended already stays as it is."""
+        """Give a request up. If it has already ended, nothing changes. Return actions."""
         return self._whole(now, request_id, lambda: self._cancel(request_id, now, why, state))
 
     def _cancel(self, request_id: str, now: float, why: str, state: TransferState) -> list[Action]:
@@ -213,7 +251,7 @@ class ConsumerLedger:
         return actions + (self._fault(load, why, state) if load else [])
 
     def receive(self, message: Message, now: float) -> list[Action]:
-        """Take a producer's message."""
+        """Process a message of a producer. Return actions."""
         name = self._names.get(name_of(message), "")
         # A frontier grows in one line, so `progress`, which is frequent, needs no copy.
         copied = None if message.kind == "progress" else name
@@ -238,12 +276,15 @@ class ConsumerLedger:
                 if load.state == "asking" and rank in load.sources:
                     load.sources[rank].valid = True
             elif rank in load.sources and not load.sources[rank].sound:
-                why = f"{message.by} let it go before it was read"
+                why = f"{message.by} freed it before it was read"
                 actions += self._fault(load, why, TransferState.GONE)
         return actions + self._moved(load) + self._told(load)
 
     def connect(self, engine_id: str, epoch: int, now: float) -> list[Action]:
-        """Know which start of a producer is the present one; what an earlier one had is lost."""
+        """Record the current incarnation of a producer, and return actions.
+
+        Requests of an earlier incarnation fail.
+        """
         return self._whole(math.inf, None, lambda: self._meet(engine_id, epoch, now))
 
     def _meet(self, engine_id: str, epoch: int, now: float) -> list[Action]:
@@ -252,17 +293,20 @@ class ConsumerLedger:
         for load in list(self._loads.values()):
             if load.plan.engine_id == engine_id and load.plan.epoch != epoch:
                 load.untold.clear()
-                why = f"{engine_id} was started again"
+                why = f"{engine_id} was restarted"
                 actions += self._fault(load, why, TransferState.GONE)
                 actions += self._told(load)
         return actions
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that was met."""
+        """Forget a producer."""
         self._present.disconnect(engine_id)
 
     def tick(self, now: float) -> list[Action]:
-        """Let time pass: heartbeats and repeated messages go out, requests that are late fail."""
+        """Process the time, and return actions.
+
+        Heartbeats and repeated messages are sent, and late requests fail.
+        """
         return self._whole(now, None, lambda: self._tick(now))
 
     def open_steps(self, request_id: str) -> frozenset[int]:

@@ -1,7 +1,7 @@
-"""Values read back from plain data that nobody vouches for.
+"""Read values from untrusted plain data.
 
-Law: what comes back passed the same constructor as a caller's own, or is refused with the path of
-the fault. Reading costs no more than MAX_WORK steps, whatever the numbers in a message say.
+Invariant: each value passes the constructor that a caller's value passes, or is refused with the
+path of the fault. Reading takes at most `MAX_WORK` steps, whatever numbers the message contains.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Decoder:
             where = f"{path}[{number}].{name[:64]}"
             kind = KINDS.get(name)
             if kind is None:
-                raise WireError(where, name, "a kind that is known here; is it registered?")
+                raise WireError(
+                    where, name, "a known kind, or one that was passed to kvspec.protocol.register"
+                )
             values = {key: self.value(f"{where}.{key[:64]}", one) for key, one in fields.items()}
             self.objects.append(self.build(where, kind, values))
 
@@ -139,7 +141,7 @@ class Decoder:
     def object(self, path: str, plain: list[Plain], depth: int = 0) -> Any:  # noqa: ANN401, ARG002
         """Return the object of a number."""
         if len(plain) != 1 or type(plain[0]) is not int or not 0 <= plain[0] < len(self.objects):
-            raise WireError(path, plain, "the number of an object that stands before this one")
+            raise WireError(path, plain, "the number of an earlier object")
         return self.objects[plain[0]]
 
     def _tuple(self, path: str, plain: list[Plain], depth: int) -> tuple[Any, ...]:
@@ -160,7 +162,7 @@ class Decoder:
     def _map(self, path: str, plain: list[Plain], depth: int) -> Frozen[Any, Any]:
         keys = [self.value(f"{path}.key", key, depth) for key in plain[::2]]
         if len(plain) % 2 or not all(isinstance(key, str | int | RankId) for key in keys):
-            raise WireError(path, keys, "keys, each a text, a number or a rank, with a value each")
+            raise WireError(path, keys, "pairs of a key (a text, a number or a rank) and a value")
         if len(set(keys)) < len(keys):
             raise WireError(path, keys, "each key once")
         places = (f"{path}[{key!r:.64}]" for key in keys)
@@ -193,10 +195,11 @@ def _parts(spec: LayerSpec) -> int:
 
 
 def refuse(path: str, error: Exception, what: str) -> NoReturn:
-    """Raise what a constructor refused as a `WireError`, with the path to it."""
+    """Raise the error of a constructor as a `WireError` with the path of the value."""
     if isinstance(error, SpecError):
         where = f"{path}.{error.field[:MAX_TEXT]}"
-        raise WireError(where, error.value, error.expected[:MAX_TEXT]) from None
+        expected, rule = error.expected[:MAX_TEXT], error.rule[:MAX_TEXT]
+        raise WireError(where, error.value, expected, rule=rule) from None
     raise WireError(path, f"{error}"[:MAX_TEXT], f"fields that {what} accepts") from None
 
 

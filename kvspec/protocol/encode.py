@@ -1,7 +1,7 @@
-"""Values of the library as plain lists, texts and numbers: what is written into a message.
+"""Write values of the library as plain lists, texts and numbers.
 
-Law: equal values are written once, defaults not at all, and nothing that `kvspec.protocol.decode`
-would not read back as an equal value. A kind that a user added travels by its registered name.
+Invariant: equal values are written once, and default values are left out. `kvspec.protocol.decode`
+reads an equal value back. A class that a user added is written by its registered name.
 """
 
 from __future__ import annotations
@@ -45,9 +45,19 @@ KINDS: dict[str, type] = {
 
 
 def register(kind: Kind) -> Kind:
-    """Let values of *kind*, a frozen attrs class, travel by the name of the class; a decorator.
+    """Let values of the class *kind* be part of a handshake. Usable as a decorator.
 
-    Both engines have to register it. Raises `SpecError` where another class has the name.
+    Both engines must register the class.
+
+    Args:
+        kind: A frozen attrs class.
+
+    Returns:
+        The class.
+
+    Raises:
+        SpecError: If *kind* is not an attrs class, or another class has its name.
+
     """
     given: object = kind
     if not isinstance(given, type) or not attrs.has(given):
@@ -80,7 +90,7 @@ class Encoder:
             return ["map", *(self.encode(inner) for item in value.items() for inner in item)]
         if KINDS.get(type(value).__name__) is type(value):
             return ["object", self._number(value)]
-        wanted = "plain values, or of a class that kvspec.protocol.register was given"
+        wanted = "a plain value, or a class that was passed to kvspec.protocol.register"
         raise SpecError("handshake", type(value).__name__, wanted)
 
     def _number(self, value: Any) -> int:  # noqa: ANN401

@@ -1,7 +1,7 @@
-"""What of a request two ranks sum, to compare what arrived with what is held.
+"""Extents: parts of a request's contents whose checksums two ranks compare.
 
-Law: both ranks take the same extent for the same content, whatever blocks, layouts and contexts
-they have; its halves together are all of it.
+Invariant: both ranks use the same extent for the same contents, whatever their blocks, layouts and
+contexts are. The two halves of an extent cover it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,22 @@ def _span(field: str, value: object, *, least: int) -> None:
 
 @attrs.frozen(kw_only=True)
 class Extent:
-    """*units* of the model of *parts* of *layers*, at *tokens*; or the first *rows* of a state.
+    """Contents of a request: some units of some parts, at some tokens, or some rows of a state.
 
-    Of the tokens, positions of the group's own count, those that *producer* and *consumer*, the
-    contexts of both ranks, own and that *stripe* holds, in virtual blocks of *block* tokens. *rows*
-    is empty but of a state, which has seen the last of *tokens*.
+    Only the tokens count that both context ranks own, and that the stripe contains.
+
+    Attributes:
+        layers: Names of the layers.
+        parts: Names of the parts.
+        units: Units of the model.
+        tokens: Positions of tokens, in the count of the group. For a state, the last of them is the
+            token that it has seen.
+        rows: Rows of a state. Empty for tokens.
+        producer: Tokens that the producer's context rank owns.
+        consumer: Tokens that the consumer's context rank owns.
+        stripe: Blocks of this producer rank, if replicas share the work.
+        block: Tokens of one block of the stripe.
+
     """
 
     layers: tuple[str, ...] = attrs.field(converter=_layers)
@@ -88,7 +99,7 @@ class Extent:
 
     @property
     def halves(self) -> tuple[Extent, Extent] | None:
-        """Two extents that are this one; None of one token, or row, of one unit."""
+        """Two extents that cover this one, or None for one token or row of one unit."""
         for field in ("layers", "parts", "units", "rows" if self.rows else "tokens"):
             whole = getattr(self, field)
             if len(whole) > 1:

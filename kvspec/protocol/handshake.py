@@ -1,7 +1,8 @@
-"""What one rank tells of itself before anything moves, and whether two engines may exchange.
+"""The introduction of one rank, and the checks that two engines can exchange data.
 
-Law: whatever both sides must agree on is compared and named: the engines' caches, the model and its
-revision, the replica policy. An engine is not its own peer, and all ranks of one are of one start.
+Invariant: everything that both sides must agree on is compared, and each difference is named:
+caches, model, revision and replica policy. An engine never connects to itself. All ranks of an
+engine have the same epoch.
 """
 
 from __future__ import annotations
@@ -52,13 +53,18 @@ def _epoch(_: object, at: attrs.Attribute[int], value: object) -> None:
 
 @attrs.frozen(kw_only=True)
 class Handshake:
-    """One rank's introduction.
+    """The introduction of one rank.
 
-    *engine_id*: the engine's name, the same at every start; *epoch*: a number that grows with every
-    start, such as the time in nanoseconds. *cache*: engine, rank, and where its cache lies.
-    *transport*: the transport's own bytes, such as `NixlRank.metadata()`. *model*, *revision*: the
-    caller's names of the weights, which both engines must share. *library*: the version of kvspec
-    that wrote it; None is the one that is running.
+    Attributes:
+        engine_id: Name of the engine, the same at each start.
+        epoch: Number of this start, larger at each start, such as the time in nanoseconds.
+        cache: The engine, the rank and the addresses of its cache.
+        replica_policy: How replicas share the work.
+        transport: Bytes of the transport, such as `NixlRank.metadata()`.
+        model: The caller's name of the weights. Both engines must have the same.
+        revision: The caller's revision of the weights. Both engines must have the same.
+        library: Version of kvspec that wrote the handshake. By default, this version.
+
     """
 
     engine_id: str = attrs.field(validator=_name)
@@ -83,37 +89,46 @@ class Handshake:
 
     @property
     def engine(self) -> EngineSpec:
-        """The engine that the rank is of."""
+        """The engine of the rank."""
         return self.cache.engine
 
     @property
     def rank(self) -> RankId:
-        """The rank."""
+        """The id of the rank."""
         return self.cache.rank
 
     @property
     def compatibility_hash(self) -> str:
-        """What its bytes mean; see `kvspec.protocol.compatibility`."""
+        """Hash of the meaning of its bytes. See `kvspec.protocol.compatibility`."""
         return compatibility_hash(self.engine)
 
 
 _WHY = {
-    "engine_id": "ranks of one engine have one name",
-    "epoch": "ranks of one engine are of one start: some are from before a restart",
-    "engine": "ranks of one engine tell of the same engine",
-    "replica_policy": "both sides work out who reads whom, and must come to the same",
-    "model": "other weights make other caches; None says nothing, which is not the same",
-    "revision": "other weights make other caches; None says nothing, which is not the same",
+    "engine_id": "all ranks of one engine have the same name",
+    "epoch": "all ranks of one engine have the same epoch; some are from before a restart",
+    "engine": "all ranks of one engine describe the same engine",
+    "replica_policy": "both sides compute the plan and must get the same one",
+    "model": "other weights make other caches; None differs from any name",
+    "revision": "other weights make other caches; None differs from any revision",
 }
 
 
 def disagreements(producer: Handshake, consumer: Handshake) -> tuple[Mismatch, ...]:
-    """Return all in which two ranks' engines cannot exchange: empty where they can."""
+    """Return all differences that prevent two engines from exchanging data.
+
+    Args:
+        producer: Handshake of any rank of the producer.
+        consumer: Handshake of any rank of the consumer.
+
+    Returns:
+        The differences. Empty if the engines can exchange data.
+
+    """
     instance("producer", producer, Handshake)
     instance("consumer", consumer, Handshake)
     found: list[Mismatch] = []
     if producer.engine_id == consumer.engine_id:
-        why = "an engine does not fetch from itself"
+        why = "an engine cannot connect to itself"
         found.append(Mismatch("engine_id", producer.engine_id, consumer.engine_id, why))
     found += _differing(producer, consumer, ("model", "revision", "replica_policy"))
     return (*found, *mismatches(producer.engine, consumer.engine))
@@ -130,14 +145,16 @@ def _differing(one: Handshake, other: Handshake, fields: Iterable[str]) -> list[
 
 
 def one_engine(handshakes: Iterable[Handshake]) -> dict[RankId, Handshake]:
-    """Return the introductions of one engine by rank, ascending.
+    """Return the handshakes of one engine by rank, in ascending order.
 
-    Raises `MismatchError` where they are not of one engine, start, model and replica policy, and
-    `SpecError` where a rank comes twice or is missing.
+    Raises:
+        MismatchError: If engines, epochs, models or replica policies differ.
+        SpecError: If a rank is missing or occurs twice.
+
     """
     given = sequence("handshakes", handshakes, "Handshakes, one for each rank of an engine")
     if not given:
-        raise SpecError("handshakes", given, "one for each rank of an engine")
+        raise SpecError("handshakes", given, "one handshake for each rank of an engine")
     first = instance("handshakes", given[0], Handshake)
     found: dict[RankId, Handshake] = {}
     for one in given:

@@ -1,7 +1,7 @@
-"""What a consumer rank wants of one request: from whom, which groups and layers, how far.
+"""The plan of one load: the ranks, groups, layers and tokens that a consumer rank reads.
 
-Law: a frontier is a count that only grows: of each source, group and layer, every token before it
-moved, once. What moves has been written, nothing moves twice, and the last frontier is the end.
+Invariant: for each source, group and layer, a frontier counts the tokens that have moved. It only
+grows. Data moves after it was written, and only once. The last frontier is the end of the request.
 """
 
 from __future__ import annotations
@@ -25,24 +25,33 @@ Name = tuple[Key, int, int, str, int]
 
 
 def _sources(value: object) -> Mapping[RankId, Mapping[Place, int]]:
-    ranks = mapping("sources", value, "producer ranks to what is read of each")
-    inner = "(group, layer) to the position before which all tokens are read"
+    ranks = mapping("sources", value, "producer ranks to the ends of their layers")
+    inner = "(group, layer) to the position behind the last token"
     return Frozen({rank: Frozen(mapping("sources", ends, inner)) for rank, ends in ranks.items()})
 
 
 def _expected(value: object) -> Mapping[RankId, int]:
-    return Frozen(mapping("expected", value, "producer ranks to how many readers each hears of"))
+    return Frozen(mapping("expected", value, "producer ranks to their numbers of readers"))
 
 
 @attrs.frozen(kw_only=True)
 class LoadPlan:
-    """One request to read, by one consumer rank.
+    """One request that one consumer rank reads.
 
-    *request_id*: the consumer's own; *key*, *engine_id*, *epoch*: the producer's. *expected*: each
-    producer rank that is to be told, and how many readers it will hear of, samples counted.
-    *sources*: of each that is read, the end of each layer of each group; empty where nothing moves.
-    *attempt*, *sample*: as a `Message` has them. *partial*: read only what the producer said is
-    written; else all is. *again*: if it fails, another attempt will follow: tell nobody.
+    Attributes:
+        request_id: The consumer's own id.
+        key: The producer's name of the request.
+        engine_id: Name of the producer.
+        epoch: Incarnation of the producer.
+        expected: For each producer rank that receives messages, how many readers it must expect,
+            all samples counted.
+        sources: For each producer rank that is read, the end of each layer of each group. Empty if
+            nothing moves.
+        attempt: As in `Message`.
+        sample: As in `Message`.
+        partial: Whether to read only written data. Else all data is written already.
+        again: Whether another attempt follows if this one fails. Then a failure is not sent.
+
     """
 
     request_id: str
@@ -68,13 +77,13 @@ class LoadPlan:
             positive_int(f"expected[{instance('expected', rank, RankId)}]", count, most=MAX_READERS)
         for rank, ends in self.sources.items():
             if rank not in self.expected:
-                raise SpecError("sources", str(rank), "ranks that are told when they are read")
+                raise SpecError("sources", str(rank), "ranks that are also in `expected`")
             for end in ends.values():
                 positive_int(f"sources[{rank}]", end)
 
     @property
     def name(self) -> Name:
-        """What its messages name it by."""
+        """Name of the request in messages."""
         return self.key, self.attempt, self.sample, self.engine_id, self.epoch
 
     @staticmethod
@@ -93,10 +102,26 @@ class LoadPlan:
         partial: bool = False,
         again: bool = False,
     ) -> LoadPlan:
-        """Return what consumer *rank* reads by *plan*.
+        """Return the load of consumer *rank* by *plan*.
 
-        *ends*: by consumer group, the position before which all tokens are to move; 0, or a group
-        left out: nothing of it moves (a full hit; a window that lies in what is cached).
+        Args:
+            plan: The transfer plan.
+            rank: The consumer rank.
+            ends: For each consumer group, the position behind the last token to move. A missing
+                group or 0 moves nothing (a full hit, or a window inside the cached tokens).
+            request_id: As in `LoadPlan`.
+            key: As in `LoadPlan`.
+            engine_id: As in `LoadPlan`.
+            epoch: As in `LoadPlan`.
+            attempt: As in `LoadPlan`.
+            sample: As in `LoadPlan`.
+            samples: Number of equal requests of the prompt.
+            partial: As in `LoadPlan`.
+            again: As in `LoadPlan`.
+
+        Returns:
+            The load.
+
         """
         sources: dict[RankId, dict[Place, int]] = {}
         for producer in plan.sources(rank):
@@ -166,14 +191,14 @@ class Frontiers:
         moved = {}
         for place in places:
             if place not in self._ends:
-                raise SpecError("layers", place, "layers of the group that this source is read for")
+                raise SpecError("layers", place, "layers of the group that move from this source")
             end = self._ends[place] if upto is None else positive_int("upto", upto)
             if not self._started[place] < end <= self._written[place]:
                 least, most = self._started[place], self._written[place]
                 raise SpecError("upto", end, f"more than {least}, of {place}, and at most {most}")
             moved[place] = range(self._started[place], end)
         if not moved:
-            raise SpecError("group", group, "a group that this source is read for")
+            raise SpecError("group", group, "a group that moves from this source")
         self._started.update({place: tokens.stop for place, tokens in moved.items()})
         return moved
 

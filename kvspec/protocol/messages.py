@@ -1,8 +1,9 @@
-"""What two ranks tell each other about one request.
+"""The messages that two ranks exchange about one request, and the actions of the ledgers.
 
-Law: a message names its request by id, nonce and attempt, who sends it and to whom, each of one
-start; so none is taken for another's, another attempt's or an earlier start's. What a reader asks
-has a number of its own; so no answer is taken for that to an earlier load's question.
+Invariant: a message contains the request's id, nonce and attempt, and the incarnations of sender
+and receiver. So it is never taken for a message of another request, attempt or incarnation. Each
+question of a reader has its own number, so a late answer is never taken for the answer to a later
+question.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from kvspec.protocol.handshake import is_name
 from kvspec.protocol.pushed import Pushed
 
 MESSAGES = {
-    "heartbeat": "a reader lives, and reads or is about to: it asks for more time",
-    "done": "a reader reads no more, whether or not it has all; it asks if what it read was valid",
-    "lease": "answers a heartbeat: nothing is freed for so many seconds",
-    "valid": "answers a reader that is done: all that it read was still held",
-    "gone": "answers either: the blocks are freed, or about to be; what was read is void",
-    "stop": "a reader wants no more of what is pushed to it; answered once nothing of it can move",
-    "pushed": "a producer has written all that it has for a reader, and sums up what that was",
-    "stopped": "a producer writes no more into a reader's blocks, and has not written all",
-    "progress": "a producer has written a layer of a group up to a token: so far it can be read",
-    "checksum_request": "a reader has it all, and asks for the sum of what the producer holds",
-    "checksum": "answers it: the sum",
-    "checksum_unavailable": "answers it: it cannot be summed, by what the producer was told",
+    "heartbeat": "the reader is alive and reads, or will read: it requests more time",
+    "done": "the reader has stopped, with all data or not: it asks whether the data was valid",
+    "lease": "answer to heartbeat: nothing is freed for so many seconds",
+    "valid": "answer to done: the request was held until now, so all data was valid",
+    "gone": "answer to both: the blocks are freed or will be, so the data is void",
+    "stop": "the reader gives a push up: the answer comes when nothing of it can move",
+    "pushed": "the producer has written all its data for the reader, and describes the data",
+    "stopped": "the producer writes nothing more for the reader, and has not written all",
+    "progress": "the producer has written a layer up to a token: so far it can be read",
+    "checksum_request": "the reader has all data, and requests the producer's checksum",
+    "checksum": "answer to checksum_request: the checksum",
+    "checksum_unavailable": "answer to checksum_request: the producer does not know the blocks",
 }
 """By kind. Readers send heartbeat, done, stop, checksum_request; producers send the others."""
 
@@ -67,7 +68,7 @@ def _count(_: object, at: attrs.Attribute[int], value: object) -> None:
 
 @attrs.frozen
 class RankAddress:
-    """One rank of one start of an engine."""
+    """One rank of one incarnation of an engine."""
 
     engine_id: str
     epoch: int
@@ -86,9 +87,9 @@ class RankAddress:
 
 @attrs.frozen
 class Key:
-    """One request of a producer: its id there, and a nonce that no other request had or will have.
+    """The name of one request of a producer: its id there, and a unique nonce.
 
-    The producer makes the nonce when it admits the request; whoever may read is told both.
+    The producer makes the nonce when it admits the request, and sends both to the consumer.
     """
 
     request_id: str = attrs.field(validator=_request)
@@ -97,14 +98,27 @@ class Key:
 
 @attrs.frozen(kw_only=True)
 class Message:
-    """One message of *by* to *to* about the request *key*; *kind* is one of `MESSAGES`.
+    """One message about one request.
 
-    *attempt* grows with each attempt to read the request, *number* with each question of a reader,
-    about any; asked again, it has the same, and so has its answer. *sample*: which of several equal
-    requests of a prompt reads. *expected*, of a reader: how many readers *to* will hear of in this
-    attempt, the samples counted. *lease*, of a `lease`: seconds. *group*, *layer*, *upto*, of what
-    was written: every token before position *upto*. *extent*: what is to be summed; *total*: its
-    sum, 8 bytes. *pushed*: what was written for the reader.
+    Attributes:
+        kind: A key of `MESSAGES`.
+        key: Name of the request.
+        by: Sender.
+        to: Receiver.
+        attempt: Number of the attempt to read the request. It grows with each attempt.
+        number: Number of the question, unique among all questions of a reader. A repeated question
+            and its answer have the same number.
+        sample: Which of several equal requests of a prompt reads.
+        expected: In messages of readers, how many readers *to* must expect in this attempt, all
+            samples counted.
+        lease: In a `lease`, its seconds.
+        group: In a `progress`, the group.
+        layer: In a `progress`, the layer.
+        upto: In a `progress`, the position behind the last written token.
+        extent: In a `checksum_request`, the contents.
+        total: In a `checksum`, its 8 bytes.
+        pushed: In messages about pushes, the written data.
+
     """
 
     kind: str
@@ -135,7 +149,9 @@ class Message:
         seconds("lease", self.lease)
         for name, (owner, none) in OWN.items():
             if self.kind != owner and getattr(self, name) != none:
-                raise SpecError(name, getattr(self, name), f"{none!r}, but of a {owner!r}")
+                raise SpecError(
+                    name, getattr(self, name), rule=f"only a {owner!r} message may carry {name}"
+                )
         self._check_own()
 
     def _check_own(self) -> None:
@@ -161,7 +177,7 @@ class Message:
         upto: int = 0,
         total: bytes = b"",
     ) -> Message:
-        """Return the answer to this one."""
+        """Return the answer of *kind* to this message."""
         return Message(
             kind=kind,
             key=self.key,
@@ -180,14 +196,14 @@ class Message:
 
 @attrs.frozen
 class Tell:
-    """Send *message*, to its *to*."""
+    """Action: send *message* to its receiver."""
 
     message: Message
 
 
 @attrs.frozen
 class Refused:
-    """A message that changed nothing, and *why*."""
+    """Action: a message changed nothing. *why* is the reason."""
 
     message: Message
     why: str
@@ -195,7 +211,7 @@ class Refused:
 
 @attrs.frozen
 class Free:
-    """The producer may use the blocks of a request again; *why*: sent, expired or aborted."""
+    """Action: the producer may reuse the blocks of a request. *why* is sent, expired or aborted."""
 
     request_id: str
     why: str
@@ -203,16 +219,16 @@ class Free:
 
 @attrs.frozen
 class Ready:
-    """All of a request has arrived, and was valid: it can be computed with."""
+    """Action: all data of a request arrived and was valid. It can be used."""
 
     request_id: str
 
 
 @attrs.frozen
 class Failed:
-    """A request will not be ready, and *why*; its blocks are not free yet.
+    """Action: a request has failed. Its blocks are still reserved.
 
-    *state*: which `TransferError` it becomes.
+    *state* becomes the state of the `TransferError`.
     """
 
     request_id: str
@@ -222,14 +238,14 @@ class Failed:
 
 @attrs.frozen
 class Release:
-    """Nothing can write a failed request's blocks any more: the consumer may use them again."""
+    """Action: nothing can write the blocks of a failed request any more. They can be reused."""
 
     request_id: str
 
 
 @attrs.frozen
 class Closed:
-    """Nothing more will be said or heard of a request."""
+    """Action: a request has ended. It sends and expects no message any more."""
 
     request_id: str
 

@@ -1,7 +1,7 @@
-"""One request that a consumer rank reads, as far as it has come.
+"""The progress of one request that a consumer rank reads.
 
-Invariant: a source is sound only after all of its bytes arrived and its producer then answered
-`valid`. A step that is open may still write.
+Invariant: a source is sound only after all its bytes arrived and its producer then answered
+`valid`. An open step may still write.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def message_of(
 def refusal_of(answer: Message, load: Pending | None, me: RankAddress) -> str | None:
     """Return why rank *me* does not expect *answer* about *load*, or None if it does."""
     if load is None or answer.to != me:
-        return "of no request that is open, or not for this rank"
+        return "it belongs to no open request of this rank"
     if answer.by.rank not in load.asked:
-        return "of a rank that was not asked"
+        return "its sender received no question"
     if answer.kind == "progress":
         return None
     if answer.kind not in ("lease", "valid", "gone"):
-        return "no producer's"
+        return "only producers receive this kind"
     if answer.number not in load.asked[answer.by.rank]:
-        return "an answer that nobody waits for: it came twice, or too late"
+        return "the answer is a repetition, or late"
     return None

@@ -1,8 +1,8 @@
-"""What a producer rank holds for readers, and when it is free: events in, actions out.
+"""The producer's ledger: the requests that a producer rank holds, and when their blocks are free.
 
-Law: each request is freed exactly once: when all of its readers are done, or its lease is over.
-Until then nothing is freed, whatever aborts; afterwards every reader that comes is told that what
-it read is void. No clock and no socket: time is an argument, and what grows is bounded.
+Invariant: each request is freed exactly once, when all its readers are done or its lease is over.
+An abort frees nothing earlier. Later readers learn that their data is void. The ledger has no clock
+and no socket: time is an argument. Its memory is bounded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What a producer rank pushed to a reader, in few bytes: the reader has worked out the same.
+"""A short description of pushed data, which the reader computes as well and compares.
 
-Law: equal are those of requests that write the same tokens into the same of the consumer's blocks.
+Invariant: two requests have equal descriptions if they write the same tokens into the same blocks
+of the consumer.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ MOST = 2**62
 
 @attrs.frozen
 class Pushed:
-    """What one rank wrote for another, of those groups that it has for it.
+    """The data that one rank wrote for another, in the groups that it has.
 
-    *num_tokens*: of the prompt; *encoder_tokens*, *state_tokens*: 0 where nothing of them is
-    written. *cached*, *blocks*: 16 bytes that sum up where each group begins, and its blocks.
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        encoder_tokens: Tokens of the encoder, or 0 if none are written.
+        state_tokens: Tokens that a recurrent state has seen, or 0 if none is written.
+        cached: Checksum, 16 bytes, of the first position of each group.
+        blocks: Checksum, 16 bytes, of the blocks of each group.
+
     """
 
     num_tokens: int
@@ -38,7 +44,10 @@ class Pushed:
                 raise SpecError(f"pushed.{name}", value, f"{SUM} bytes")
 
     def differs(self, wanted: Pushed) -> str:
-        """Say what is another than *expected*; the counts first, on which the rest depends."""
+        """Return how *wanted* differs, or "".
+
+        The counts come first, because the rest depends on them.
+        """
         counts = [
             f"{name}={own}, expected {other}"
             for name in ("num_tokens", "encoder_tokens", "state_tokens")
@@ -47,5 +56,5 @@ class Pushed:
         if counts:
             return ", ".join(counts)
         if self.cached != wanted.cached:
-            return "other cached_tokens than the reader's"
+            return "cached_tokens differ from those of the reader"
         return "" if self.blocks == wanted.blocks else "other consumer_blocks than the reader's"

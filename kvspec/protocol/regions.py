@@ -1,7 +1,35 @@
-"""Where one rank's cache lies, in few numbers: what repeats is written once.
+"""Write and read the addresses of one rank's cache in few numbers.
 
-Law: nothing is sent that the engine already says (groups, contents, units, rows), so nothing of it
-can be contradicted. What comes back passed `RankCache`: inside its memory, no content over another.
+Invariant: the message repeats nothing that the engine determines (groups, contents, units, rows),
+so it cannot contradict the engine. The cache that is read back has passed `RankCache`: each region
+is inside its memory, and no content overlaps another.
+
+How it works:
+    A cache has thousands of regions, but few kinds of them. Each list of values is written as a
+    table of distinct values and their numbers. Addresses become steps from one region to the next,
+    and all steps are divided by their greatest common divisor, `unit`.
+
+    For example, one memory at address 1000 has three layers. Each has the parts k and v, in blocks
+    of equal shape:
+
+        layer     k at    v at    steps         steps / 100
+        l.0       1000    1100    0, 100        0, 1
+        l.1       1200    1300    100, 100      1, 1
+        l.2       1400    1500    100, 100      1, 1
+
+    The step of the first region in a memory counts from the begin of the memory. Each other step
+    counts from the region before. `written_regions` returns:
+
+        shapes    one shape, number 0
+        cells     0: (k, shape 0, +1 memory), (v, shape 0, +0)      the first layer
+                  1: (k, shape 0, +0), (v, shape 0, +0)             all other layers
+        paces     0: (0, 1)    1: (1, 1)
+        unit      100
+        layers    (l.0, cells 0, paces 0), (l.1, cells 1, paces 1), (l.2, cells 1, paces 1)
+
+    So 80 layers need 80 triples of small numbers, and two entries in each table. Memories are
+    written in the same way by `written_memory`: kinds, runs of equal kinds, and the gaps between
+    them. `read_memory` and `read_cache` reverse both, and check each number.
 """
 
 from __future__ import annotations
@@ -20,20 +48,21 @@ from kvspec.protocol.decode import Decoder, refuse
 
 H = TypeVar("H", bound=Hashable)
 
+# The regions of one layer: part, number of the shape, memories between this region and the last.
 Cells = tuple[tuple[str, int, int], ...]
-"""The regions of one layer: part, number of its shape, how many memories on it lies."""
+# Number of blocks, and the strides of blocks, units, states and chunks.
 Shape = tuple[int, int, int, int, int]
-"""Blocks, and the strides of blocks, units, states and chunks."""
+# A unit in bytes, and multiples of it.
 Steps = tuple[int, tuple[int, ...]]
-"""A unit in bytes, and numbers of them."""
+# Shapes, cells, steps from region to region in units, the unit in bytes, and for each layer the
+# numbers of its name, cells and steps.
 Places = tuple[list[Shape], list[Cells], list[tuple[int, ...]], int, list[tuple[int, int, int]]]
-"""Shapes; cells; steps from region to region; their unit; numbers of layer, cells and steps."""
+# Kinds of memory (length, type, device), runs (kind, count), and the gaps between the memories.
 MemoryRuns = tuple[list[tuple[int, str, int]], list[tuple[int, int]], Steps]
-"""Kinds of memory (length, type, device); their numbers, as runs; gaps from end to beginning."""
 
 
 def written_memory(memory: Sequence[Memory]) -> MemoryRuns:
-    """Return the memories, few numbers for many that are alike."""
+    """Return the memories as tables and steps. See the module docstring."""
     kinds, numbers = _tabled((each.length, each.memory_type, each.device) for each in memory)
     ends = [0, *(each.end for each in memory)]
     gaps = [each.address - end for each, end in zip(memory, ends, strict=False)]
@@ -41,7 +70,7 @@ def written_memory(memory: Sequence[Memory]) -> MemoryRuns:
 
 
 def written_regions(cache: RankCache) -> Places:
-    """Return the regions of *cache*: by layer its parts, strides, and steps between them."""
+    """Return the regions of *cache* as tables and steps. See the module docstring."""
     numbers = {layer: number for number, layer in enumerate(cache.engine.homes)}
     shapes, shape_of = _tabled(
         (
@@ -78,7 +107,7 @@ def written_regions(cache: RankCache) -> Places:
 
 
 def _homes(cache: RankCache) -> list[int]:
-    """Return, for each region, the number of the memory in which it begins."""
+    """Return, for each region, the number of the memory that contains it."""
     reach: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
     for number, each in sorted(enumerate(cache.memory), key=lambda item: item[1].address):
         starts, numbers = reach.setdefault((each.memory_type, each.device), ([], []))
@@ -92,7 +121,7 @@ def _homes(cache: RankCache) -> list[int]:
 
 
 def _tabled(values: Iterable[H]) -> tuple[list[H], list[int]]:
-    """Return the distinct values, and for each value its number among them."""
+    """Return the distinct values, and the number of each value among them."""
     numbers: dict[H, int] = {}
     places = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), places
@@ -104,14 +133,19 @@ def _steps(steps: list[int]) -> Steps:
 
 
 def read_memory(path: str, decoder: Decoder, memories: MemoryRuns) -> tuple[Memory, ...]:
-    """Return the memories that a message tells of."""
+    """Return the memories of a message."""
     kinds, runs, (unit, gaps) = memories
     found: list[Memory] = []
     end = 0
     for number, count in runs:
+        # A count is one small number, but each memory takes work: charge it before the loop.
         decoder.charge(path, count)
         if not 0 <= number < len(kinds) or len(found) + count > len(gaps):
-            raise WireError(f"{path}.runs", (number, count), "as many gaps, and kinds, as memories")
+            raise WireError(
+                f"{path}.runs",
+                (number, count),
+                "a known kind, and a count with a gap for each memory",
+            )
         for _ in range(count):
             address = end + gaps[len(found)] * unit
             try:
@@ -120,14 +154,14 @@ def read_memory(path: str, decoder: Decoder, memories: MemoryRuns) -> tuple[Memo
                 refuse(f"{path}[{len(found)}]", error, "memory")
             end = found[-1].end
     if len(found) != len(gaps):
-        raise WireError(f"{path}.gaps", len(gaps), f"{len(found)}, as many as memories")
+        raise WireError(f"{path}.gaps", len(gaps), f"{len(found)} gaps, one for each memory")
     return tuple(found)
 
 
 def read_cache(
     path: str, engine: EngineSpec, rank: RankId, memory: tuple[Memory, ...], places: Places
 ) -> RankCache:
-    """Return the cache whose regions a message tells of."""
+    """Return the cache of a message."""
     try:
         engine.parallel.check_rank(rank)
         return RankCache(engine, rank, tuple(_regions(path, engine, rank, memory, places)), memory)
@@ -138,7 +172,7 @@ def read_cache(
 def _regions(
     path: str, engine: EngineSpec, rank: RankId, memory: tuple[Memory, ...], places: Places
 ) -> Iterator[Region]:
-    """Yield the regions, each with what the engine says of its part."""
+    """Yield the regions of a message. The engine determines all but their addresses and strides."""
     shapes, cells, paces, unit, layers = places
     held, names = engine.held(rank), tuple(engine.homes)
     home, base = -1, 0

@@ -1,7 +1,7 @@
-"""Messages that only who knows a secret can have written, and that say what they are for.
+"""Seal messages with a shared secret and a purpose, and open them.
 
-Law: what is opened was sealed, whole, with the same secret and for the same purpose; any other
-bytes are a `WireError`. Nothing is hidden: a seal authenticates, it does not encrypt.
+Invariant: an opened message was sealed as a whole, with the same secret and for the same purpose.
+All other bytes raise `WireError`. A seal authenticates. It does not encrypt.
 """
 
 from __future__ import annotations

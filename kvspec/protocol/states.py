@@ -1,7 +1,7 @@
-"""How a request goes through both ledgers, as tables; docs/ledgers.md draws them.
+"""The states of a request in both ledgers, as tables. docs/ledgers.md shows them.
 
-Law: what is not in a table cannot happen. Every state but the last leads on by time alone, so every
-request reaches an end; and only one row of each table frees, only one makes ready.
+Invariant: a transition that is not in a table cannot happen. Each state but the last one ends after
+some time, so each request reaches an end. Only one row of each table frees or makes ready.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ import attrs
 
 @attrs.frozen
 class Row:
-    """One transition: to which *state*, what is *done*, and why it is right."""
+    """One transition.
+
+    Attributes:
+        state: The next state.
+        done: What the ledger does.
+        why: Why that is right.
+
+    """
 
     state: str
     done: str
@@ -19,40 +26,50 @@ class Row:
 
 
 PRODUCER: dict[tuple[str, str], Row] = {
-    ("unknown", "heartbeat"): Row("unknown", "keep", "the engine may not have told this rank yet"),
+    ("unknown", "heartbeat"): Row("unknown", "keep", "the engine may admit the request later"),
     ("unknown", "done"): Row("unknown", "keep", "as above; counted when the request is admitted"),
-    ("unknown", "admit"): Row("held", "replay", "what came early counts"),
-    ("unknown", "time"): Row("forgotten", "gone", "nobody knows it: the reader must not trust it"),
+    ("unknown", "admit"): Row("held", "replay", "earlier messages count"),
+    ("unknown", "time"): Row("forgotten", "gone", "it was never admitted: the data is void"),
     ("held", "heartbeat"): Row("held", "lease", "a live reader gets more time, up to the longest"),
-    ("held", "done"): Row("held", "valid", "held until now, so all that was read was right"),
+    ("held", "done"): Row("held", "valid", "held until now, so all data was valid"),
     ("held", "again"): Row("held", "repeat", "the answer was lost"),
-    ("held", "abort"): Row("fenced", "", "a reader may be reading: nothing is freed yet"),
-    ("held", "complete"): Row("freed", "free", "every reader that will come is done"),
-    ("held", "time"): Row("freed", "free", "the lease is over; who comes now is told"),
+    ("held", "abort"): Row("fenced", "", "a reader may still read: nothing is freed yet"),
+    ("held", "complete"): Row("freed", "free", "all expected readers are done"),
+    ("held", "time"): Row("freed", "free", "the lease is over; later readers receive gone"),
     ("fenced", "heartbeat"): Row("fenced", "gone", "the reader may stop at once"),
-    ("fenced", "done"): Row("fenced", "gone", "what it read may be cut short: it fails closed"),
-    ("fenced", "again"): Row("fenced", "repeat", "what was valid when it was read stays so"),
-    ("fenced", "abort"): Row("fenced", "", "once is enough"),
-    ("fenced", "complete"): Row("freed", "free", "every reader that will come is done"),
+    ("fenced", "done"): Row("fenced", "gone", "its data may be incomplete, so it is void"),
+    ("fenced", "again"): Row("fenced", "repeat", "data that was valid stays valid"),
+    ("fenced", "abort"): Row("fenced", "", "it is aborted already"),
+    ("fenced", "complete"): Row("freed", "free", "all expected readers are done"),
     ("fenced", "time"): Row("freed", "free", "the lease is over"),
     ("freed", "heartbeat"): Row("freed", "gone", "late: the blocks may hold another request"),
-    ("freed", "done"): Row("freed", "gone", "late: what it read may be another request's"),
-    ("freed", "again"): Row("freed", "repeat", "what was valid when it was read stays so"),
-    ("freed", "time"): Row("forgotten", "", "who comes later is unknown, and told the same"),
+    ("freed", "done"): Row("freed", "gone", "late: its data may belong to another request"),
+    ("freed", "again"): Row("freed", "repeat", "data that was valid stays valid"),
+    ("freed", "time"): Row(
+        "forgotten", "", "the request is unknown to later readers: they receive gone, too"
+    ),
 }
-"""By state and event. *again*: what a reader that is done said before. *complete*: all readers that
-will come are done, and none is undone. *time*: the lease is over, or a freed request was remembered
-as long."""
+"""The producer's transitions, by state and event.
+
+*again* is a repeated message of a reader that is done. *complete* means that all expected readers
+are done. *time* means that the lease is over, or that a freed request was remembered as long.
+"""
 
 CONSUMER: dict[tuple[str, str], Row] = {
-    ("moving", "whole"): Row("asking", "ask", "every source and group arrived: was it valid?"),
-    ("moving", "fault"): Row("draining", "fail", "by name; its blocks may still be written"),
+    ("moving", "whole"): Row("asking", "ask", "all data arrived: ask whether it was valid"),
+    ("moving", "fault"): Row(
+        "draining", "fail", "the error names the fault; its blocks may still be written"
+    ),
     ("asking", "sound"): Row("telling", "ready", "each source answered after it was read"),
     ("asking", "fault"): Row("draining", "fail", "a source is gone, or does not answer in time"),
-    ("draining", "fault"): Row("draining", "", "it failed already, by its first fault"),
+    ("draining", "fault"): Row("draining", "", "it has already failed by its first fault"),
     ("draining", "quiet"): Row("telling", "release", "nothing in flight can write its blocks"),
     ("telling", "fault"): Row("telling", "", "it ended already"),
     ("telling", "told"): Row("closed", "close", "every producer rank answered, or is given up"),
 }
-"""By state and event. *whole*: nothing is missing. *sound*: every source answered `valid`
-after its last byte was there. *quiet*: no step is open. *told*: nobody is left to tell."""
+"""The consumer's transitions, by state and event.
+
+*whole* means that nothing is missing. *sound* means that every source answered `valid` after its
+last byte had arrived. *quiet* means that no step is open. *told* means that no message is left to
+send.
+"""

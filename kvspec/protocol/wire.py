@@ -1,8 +1,8 @@
-"""The handshake and the messages as bytes; the only module that knows their format.
+"""Encode and decode handshakes and messages. No other module knows their format.
 
-Law: any bytes give a valid object or a `WireError` with the path of the fault, and an object that
-was written is read back equal. Nothing in a message is trusted: sizes, counts and nesting are
-bounded, and what comes back passed the constructors that a caller's own values pass.
+Invariant: any bytes give a valid object, or a `WireError` with the path of the fault. An encoded
+object is decoded to an equal one. A message is not trusted: sizes, counts and nesting are bounded,
+and each value passes the constructor that a caller's value passes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,12 @@ _SAME = (
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
-    """Return *handshake* as bytes; `SpecError` where no peer could read them."""
+    """Return *handshake* as bytes.
+
+    Raises:
+        SpecError: If a peer could not decode it.
+
+    """
     shake = instance("handshake", handshake, Handshake)
     encoder = Encoder()
     engine, replica_policy = (
@@ -149,19 +154,26 @@ def encode_handshake(handshake: Handshake) -> bytes:
     try:
         data = _MAGIC + VERSION.to_bytes(2, "big") + _ENCODER.encode(fields)
     except (OverflowError, UnicodeEncodeError) as error:
-        raise SpecError("handshake", str(error), "numbers of 64 bits and texts of UTF-8") from None
+        raise SpecError(
+            "handshake", str(error), "64-bit numbers and texts that UTF-8 can encode"
+        ) from None
     try:
         read = decode_handshake(data)
     except WireError as error:
-        wanted = f"what a peer can read; it would say {error.path}: expected {error.expected}"
+        wanted = f"a value that a peer can decode: {error}"
         raise SpecError("handshake", error.value, wanted) from None
     if read != shake:
-        raise SpecError("handshake", shake, "values that are read back as they were written")
+        raise SpecError("handshake", shake, "values that are equal after encoding and decoding")
     return data
 
 
 def decode_handshake(data: bytes) -> Handshake:
-    """Return the handshake that *data* is; raise `WireError` for any other bytes."""
+    """Return the handshake in *data*.
+
+    Raises:
+        WireError: If *data* is not a handshake of this version.
+
+    """
     fields = _fields(data)
     decoder = Decoder()
     decoder.table("objects", fields.objects)
@@ -185,7 +197,7 @@ def decode_handshake(data: bytes) -> Handshake:
     except SpecError as error:
         refuse("handshake", error, "a handshake")
     if meaning != fields.compatibility_hash.hex():
-        wanted = f"{meaning}, what the engine means here; sent by kvspec {fields.library}"
+        wanted = f"{meaning}, the hash of the decoded engine here; kvspec {fields.library} sent it"
         raise WireError("compatibility_hash", fields.compatibility_hash.hex(), wanted)
     return shake
 
@@ -197,10 +209,12 @@ def _fields(data: object) -> HandshakeFields:
     if len(data) > MAX_HANDSHAKE:
         raise WireError("handshake", f"{len(data)} bytes", f"at most {MAX_HANDSHAKE}")
     if len(data) < _HEAD or not data.startswith(_MAGIC):
-        raise WireError("handshake", data[:_HEAD], "what encode_handshake returned, whole")
+        raise WireError(
+            "handshake", data[:_HEAD], "the complete bytes that encode_handshake returned"
+        )
     version = int.from_bytes(data[len(_MAGIC) : _HEAD], "big")
     if version != VERSION:
-        raise WireError("version", version, f"{VERSION}; both engines need the same")
+        raise WireError("version", version, f"{VERSION}: both engines need the same version")
     return _typed(_DECODER, data[_HEAD:])
 
 
@@ -214,7 +228,7 @@ def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
         where = path.rstrip("`").removeprefix("$.") or "message"
         raise WireError(where, value or "another", wanted) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError("message", str(error), "MessagePack, whole") from None
+        raise WireError("message", str(error), "complete MessagePack") from None
 
 
 def _cache(decoder: Decoder, engine: Any, fields: HandshakeFields) -> RankCache:  # noqa: ANN401
@@ -227,7 +241,7 @@ def _cache(decoder: Decoder, engine: Any, fields: HandshakeFields) -> RankCache:
 
 
 def encode_message(message: Message) -> bytes:
-    """Return *message* as bytes, at most MAX_MESSAGE."""
+    """Return *message* as bytes, at most `MAX_MESSAGE`."""
     instance("message", message, Message)
     fields = MessageFields(
         request_id=message.key.request_id,
@@ -242,10 +256,17 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    """Return the message that *data* is; raise `WireError` for any other bytes."""
+    """Return the message in *data*.
+
+    Raises:
+        WireError: If *data* is not a message of this version.
+
+    """
     if not isinstance(data, bytes) or len(data) > MAX_MESSAGE or not data.startswith(_MESSAGE):
         shown = data[: len(_MESSAGE)] if isinstance(data, bytes) else type(data).__name__
-        raise WireError("message", shown, f"what encode_message returned, of version {VERSION}")
+        raise WireError(
+            "message", shown, f"bytes that encode_message of version {VERSION} returned"
+        )
     fields = _typed(_MESSAGES, data[len(_MESSAGE) :])
     try:
         return Message(

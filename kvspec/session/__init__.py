@@ -1,4 +1,4 @@
-"""What a connector is written on: engines that meet, requests that are loaded, held and freed."""
+"""Sessions connect engines and move requests. Connectors are built on them."""
 
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.introduction import new_remote_id

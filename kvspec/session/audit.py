@@ -1,7 +1,8 @@
-"""Does a reader hold what its producers do: sums of both, compared before a load is done.
+"""Compare the data that a consumer received with the data that its producers hold, by checksums.
 
-Law: equal are the sums of all that moved, asked for when it has arrived; where they differ the load
-fails, and halves are compared until one token of a unit is named, or the time is over.
+Invariant: the consumer asks for checksums of everything that moved, after it has arrived. If they
+differ, the load fails. Then halves are compared until one token of one unit is known to differ, or
+the time is over.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Audit:
     def __attrs_post_init__(self) -> None:
         for region in self.cache.regions:
             if region.memory_type != "DRAM":
-                raise SpecError("digest", True, f"host memory, DRAM, not {region.memory_type}")  # noqa: FBT003
+                rule = f"a digest needs host memory, not {region.memory_type}"
+                raise SpecError("digest", True, rule=rule)  # noqa: FBT003
 
     def cancel(self) -> tuple[int, ...]:
         """Compare nothing any more; return the ledger's steps that were held back."""
@@ -80,7 +82,7 @@ class Audit:
         """
         if not self.nixl.stats().registrations:
             self.verdict = TransferState.CLOSED
-            return "the rank was closed before what arrived could be compared"
+            return "the rank was closed before the received data could be compared"
         try:
             questions = self._begun()
             for number, question in questions.items():

@@ -1,8 +1,8 @@
-"""A thread that moves a session on, so that nobody else has to; and the lock that threads share.
+"""Move a session on in a thread, and provide the lock that all its threads share.
 
-Law: it never holds the session while it rests, and rests shorter while bytes move. A fork has
-copies of the session's sockets, and of its lock as it was: it neither says nor hears anything,
-closes nothing by which its parent hears, and does not wait for who is not in it.
+Invariant: the thread does not hold the lock while it rests. It rests for a shorter time while bytes
+move. A forked child inherits the sockets and a possibly locked lock. In a child the session does
+nothing: it sends and receives no message, closes no socket of the parent, and waits for no thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How messages travel: bytes out, bytes in. A small TCP channel, and the face of an engine's own.
+"""Send and receive messages between sessions: the interface of a channel, and one over TCP.
 
-Law: a message arrives whole or not at all; it may be lost, which who sends it must expect. Nothing
-here waits, blocks, or grows without bound, and whoever stalls or says nonsense is cut off. What a
-message says is not looked at: a `Session` seals all that it sends.
+Invariant: a message arrives whole or not at all. It may be lost, and then its sender sends it
+again. No method blocks, and all memory is bounded. A peer that stalls or violates the format is
+disconnected. The channel does not read messages: a `Session` seals all that it sends.
 """
 
 from __future__ import annotations
@@ -30,30 +30,29 @@ _SIZE = 4  # bytes that tell a message's length
 
 
 class Channel(Protocol):
-    """What a `Session` sends by: implement it over what an engine has already.
+    """The channel of a session. Implement it over the messages that your engine already has.
 
-    *address*: what others send to; it travels in the introduction. A route is an address, or the
-    channel's own word for where a message came from. Each connection keeps one route, and no other
-    connection gets it: an introduction is sent only to the route that was challenged. A channel
-    that can tell whether somebody is at a route may have `reaches(route) -> bool`, so that who is
-    not there is not waited for.
+    A route is an address, or the channel's own name for the origin of a message. Each connection
+    keeps one route, and no other connection may get it: a session sends its introduction only to
+    the route that it has challenged. A channel may also have a method `reaches(route) -> bool`. If
+    it returns False, the session does not wait for that peer.
     """
 
     @property
     def address(self) -> str:
-        """Where others reach this channel."""
+        """The address that others send to. It is part of the introduction."""
 
     def send(self, route: str, data: bytes) -> None:
-        """Send *data*; never wait, never raise because a peer is gone: then it is lost."""
+        """Send *data* to *route* without waiting. If the peer is gone, lose it without an error."""
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Return (route to answer by, data) of all that came; never wait."""
+        """Return (route of the answer, data) of all messages that arrived, without waiting."""
 
     def wait(self, timeout: float) -> None:
-        """Wait until something may have come, at most *timeout* seconds."""
+        """Wait until a message may have arrived, for at most *timeout* seconds."""
 
     def close(self) -> None:
-        """Let go of everything; what comes afterwards is lost."""
+        """Release everything. Later messages are lost."""
 
 
 def check_channel(channel: object) -> None:
@@ -61,7 +60,7 @@ def check_channel(channel: object) -> None:
     names = ("address", "send", "receive", "wait", "close")
     missing = [name for name in names if not hasattr(channel, name)]
     if channel is not None and missing:
-        raise SpecError("channel", channel, f"a Channel, which has {', '.join(missing)}")
+        raise SpecError("channel", channel, f"a Channel with {', '.join(missing)}")
 
 
 @attrs.define(eq=False)
@@ -88,19 +87,33 @@ class _Link:
 
 
 class TcpChannel:
-    """Messages over TCP: listens on *host* and *port* (0: any), dials whom it sends to.
+    """Messages over TCP connections. It listens on one address and connects to the others.
 
-    *public*: the host by which others reach this one, *host* unless given; it has to be where that
-    is everywhere. IP addresses are best: a name is looked up at every dial. Answers go back over
-    the connection on which the question came. No thread: it works inside its methods, one at a
-    time; a `Session` sees to that.
+    It has no thread: it works inside its methods, which a `Session` calls one at a time. An answer
+    uses the connection of its question.
+
+    Args:
+        host: Host to listen on.
+        port: Port to listen on. 0 selects a free one.
+        public: Host by which others reach this channel. By default, *host*. An IP address is best:
+            a name is resolved for each new connection.
+
+    Raises:
+        SpecError: If others cannot reach the address of *host*, and *public* is not given.
+        TransferError: With state "unavailable" if the channel cannot listen there.
+
+    >>> from contextlib import closing
+    >>> with closing(TcpChannel("127.0.0.1")) as channel:
+    ...     channel.address.startswith("127.0.0.1:")
+    True
+
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, public: str = "") -> None:
         positive_int("port", port, least=0, most=65535)
         instance("public", public, str)
         if not public and instance("host", host, str) in EVERYWHERE:
-            raise SpecError("public", public, f"where others reach what listens on {host!r}")
+            raise SpecError("public", public, f"the host by which others reach {host!r}")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -125,16 +138,17 @@ class TcpChannel:
 
     @property
     def address(self) -> str:
-        """Where others reach this channel, as host:port."""
+        """Host and port by which others reach this channel."""
         return self._address
 
     def send(self, route: str, data: bytes) -> None:
-        """Send *data* to an address, or back to where a message came from.
+        """Send *data* to an address, or back on the route of a received message.
 
-        Cuts off a peer that dialled if it leaves more than `MAX_UNREAD` bytes unread.
+        A peer that connected to this channel is disconnected if it leaves more than `MAX_UNREAD`
+        bytes unread.
         """
         if len(data) > MAX_MESSAGE:
-            raise SpecError("data", f"{len(data)} bytes", f"at most {MAX_MESSAGE}")
+            raise SpecError("data", f"{len(data)} bytes", f"at most {MAX_MESSAGE} bytes")
         link = None if self._closed else self._links.get(route) or self._dial(route)
         if link is not None and link.most == MAX_QUESTION and len(link.unsent) > MAX_UNREAD:
             # Anybody can dial, and can make this side answer: nothing piles up for such a peer.
@@ -151,12 +165,15 @@ class TcpChannel:
             self._flush(link)
 
     def reaches(self, route: str) -> bool:
-        """Whether a connection stands."""
+        """Whether a connection to *route* is established."""
         link = self._links.get(route)
         return link is not None and not link.connecting
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Return (route, data) of what came; send what could not be sent; cut off who stalls."""
+        """Return (route, data) of all messages that arrived, and send waiting ones.
+
+        Peers that stall are disconnected.
+        """
         came: list[tuple[str, bytes]] = []
         if self._closed:
             return came
@@ -178,7 +195,7 @@ class TcpChannel:
         return came
 
     def wait(self, timeout: float) -> None:
-        """Wait until something came or can be sent, at most *timeout* seconds."""
+        """Wait until data arrives or can be sent, for at most *timeout* seconds."""
         try:
             if not self._closed:
                 self._selector.select(timeout)
@@ -187,7 +204,7 @@ class TcpChannel:
                 raise
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         if not self._closed:
             self._closed = True
             for link in tuple(self._links.values()):

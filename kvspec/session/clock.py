@@ -1,4 +1,4 @@
-"""The clock by which a session measures leases, heartbeats and timeouts."""
+"""The clock of a session for leases, heartbeats and timeouts."""
 
 from __future__ import annotations
 

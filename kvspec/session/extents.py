@@ -1,7 +1,7 @@
-"""Extents of what one pair of ranks moves of a request, and their sums.
+"""Compute which contents a pair of ranks moves for a request, and the checksums of these contents.
 
-Law: the extents of all sources of a consumer rank are all that a request moves to it, nothing
-twice; of equal contents both ranks have equal sums.
+Invariant: the extents of all sources of a consumer rank cover all that the request moves to it,
+each byte once. Equal contents have equal checksums on both ranks.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def sums_of(cache: RankCache, tables: Mapping[str, BlockTable], extent: Extent) 
             region = cache.region(layer, name)
             part, units = readable(cache, region)
             if extent.units.start < units.start or units.stop < extent.units.stop:
-                raise SpecError("units", extent.units, f"units that the rank holds, {units}")
+                raise SpecError("units", extent.units, f"units of the rank: {units}")
             if not part.per_token and part.states < extent.rows.stop:
-                raise SpecError("rows", extent.rows, f"rows of {name}, which has {part.states}")
+                raise SpecError(
+                    "rows", extent.rows, f"rows below {part.states}, the rows of {name}"
+                )
             key = region.group, part.tokens_per_state, region.num_blocks
             if key not in placed:
                 placed[key] = _placed(cache, layer, part, tables, extent)

@@ -1,7 +1,7 @@
-"""Loads that follow a prompt while it is computed: each layer up to where its producer has written.
+"""Load a prompt while it is computed: read each layer as far as its producer has written it.
 
-Law: what is read was written before it was asked for, and moves once; the ledger counts both. A
-load that follows is ready when every layer of every rank has come to its end.
+Invariant: data is read after it was written, and only once. The ledger counts both. Such a load is
+ready when each layer of each rank has reached its end.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def start(nixl: NixlRank, load: SessionLoad, advance: Advance, timeout: float) -
     tokens, rank = {advance.group: advance.tokens}, str(advance.rank)
     lane = load.remote.lanes.get(advance.rank)
     if lane is None:
-        message = f"{load.remote.start[0]} was met anew meanwhile"
+        message = f"{load.remote.start[0]} was connected again meanwhile"
         raise TransferError(message, rank=rank, state=TransferState.STALE_PEER)
     try:
         own = lane if advance.whole else lane.of_layer(nixl, advance.layers[0])

@@ -1,6 +1,7 @@
-"""What a rank's session tells of itself, sealed: its handshake, and where its channel is.
+"""The sealed introduction of a session: the handshake of its rank, and the address of its channel.
 
-Law: what is read was written by who shares the secret, whole; nothing of it is used before that.
+Invariant: an introduction is used only after its seal has proved that a holder of the secret wrote
+all of it.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def epoch_of(epoch: int | None, cache: RankCache) -> int:
     """Return the *epoch*, of None the time in ns, which the ranks of an engine could not share."""
     ranks = instance("cache", cache, RankCache).engine.parallel.ranks
     if epoch is None and len(ranks) > 1:
-        wanted = f"a number that the {len(ranks)} ranks of this start share, and that grows"
+        wanted = f"one number for all {len(ranks)} ranks, larger at each start of the engine"
         raise SpecError("epoch", epoch, wanted)
     return time.time_ns() if epoch is None else epoch
 
 
 def introduced(sealed: object, secret: Secret) -> Introduced:
     """Return who is introduced by *sealed*; `WireError` for any other bytes."""
-    wanted = "what Session.introduction returned, whole"
+    wanted = "the complete bytes that Session.introduction returned"
     body = secret.unseal("introduction", INTRODUCTION, sealed, wanted)
     size = int.from_bytes(body[:_SIZE], "big")
     address, handshake = body[_SIZE : _SIZE + size], body[_SIZE + size :]
@@ -70,10 +71,20 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
 
 
 def new_remote_id(request_id: str) -> str:
-    """Return what all ranks of both engines name a request of the producer by.
+    """Return a new name of the producer's request *request_id*, for all ranks of both engines.
 
-    The id with a nonce that no other request has: two of one id are told apart. The producer's
-    engine makes it once for a request, and tells it to its ranks and to whoever is to read.
+    The producer's engine calls this once for each request, and sends the name to its own ranks and
+    to the consumer. The name contains a random part, so that two requests of one id differ.
+
+    Args:
+        request_id: Id of the request in the producer's engine.
+
+    Returns:
+        The name, of the form `id#digits`.
+
+    >>> new_remote_id("request-1").split("#")[0]
+    'request-1'
+
     """
     key = Key(request_id, secrets.token_bytes(_NONCE))
     return f"{key.request_id}#{key.nonce.hex()}"
@@ -85,4 +96,4 @@ def key_of(remote_id: object) -> Key:
     try:
         return Key(request_id, bytes.fromhex(nonce))
     except ValueError:  # no hexadecimal digits; or a SpecError
-        raise SpecError("remote_id", remote_id, "what new_remote_id returned") from None
+        raise SpecError("remote_id", remote_id, "a str that new_remote_id returned") from None

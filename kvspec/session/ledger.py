@@ -1,6 +1,7 @@
-"""The producer's face: which requests this rank holds for readers, and which are free again.
+"""The producer's interface: the requests that this rank holds for consumers, and those that ended.
 
-Law: what is expected is told once, as done or as expired, and until then its blocks belong to it.
+Invariant: each held request is reported once, as done or as expired. Until then its blocks are
+reserved for it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ MAX_FOREIGN = 256
 
 @attrs.frozen
 class Settled:
-    """What `Ledger.poll` returns, each once: requests by id, whose blocks are free again.
+    """The requests whose blocks are free again. `Ledger.poll` returns each of them once.
 
-    *done*: every reader has what it came for. *expired*: the lease was over, or the request was
-    aborted; who reads it later is told that it is void. *foreign*: what was heard and changed
-    nothing, and why, the last few.
+    Attributes:
+        done: Ids of requests that all readers have finished.
+        expired: Ids of requests whose lease ended, or that were aborted. A later reader receives
+            `gone`.
+        foreign: The last few messages that changed nothing, each with the reason.
+
     """
 
     done: tuple[str, ...] = ()
@@ -40,7 +44,7 @@ class Settled:
 
 
 class Ledger:
-    """The requests that one producer rank holds; `Session.ledger` is one."""
+    """The requests that one producer rank holds. `Session.ledger` is the only instance."""
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Ledger:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The ids of the requests whose blocks are not free."""
+        """Ids of the requests whose blocks are not free."""
         return self._book.held
 
     def hold(
@@ -77,12 +81,18 @@ class Ledger:
         readers: int | None = None,
         blocks: Tables | None = None,
     ) -> None:
-        """Hold a request until all who read it are done.
+        """Hold a request until all its readers are done.
 
-        *remote_id*: of `new_remote_id`, the same on all ranks. *lease*: seconds within which a
-        reader has to come, the session's own unless given; it grows while one reads. *readers*: how
-        many ranks will come to this one, if the engine knows. *blocks*: its block tables, by group:
-        for readers that compare a digest. `SpecError` where it is held already.
+        Args:
+            remote_id: Name from `new_remote_id`, the same on all ranks.
+            lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
+                it. By default, the lease of the session.
+            readers: Number of consumer ranks that will read from this rank, if the engine knows it.
+            blocks: The block tables of the request, by group. Loads with `digest` need them.
+
+        Raises:
+            SpecError: If the request is held already, or *blocks* do not fit the engine.
+
         """
         key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
         if readers is not None:
@@ -100,33 +110,44 @@ class Ledger:
     def record_progress(
         self, remote_id: str, upto: int, layers: Iterable[str] | None = None
     ) -> None:
-        """Say that *layers*, all unless given, are written up to the position *upto*.
+        """Record that *layers* are written up to position *upto*.
 
-        Loads that follow read that far; of a state, `num_tokens` is the only frontier, and of what
-        counts an encoder's tokens, their count. `SpecError` where one's frontier goes back;
-        then none is moved.
+        Loads that follow the request then read so far. For a recurrent state, only `num_tokens`
+        counts as written. For encoder tokens, positions count these tokens.
+
+        Args:
+            remote_id: A request that is held.
+            upto: Number of written tokens.
+            layers: Names of layers. All layers by default.
+
+        Raises:
+            SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
+
         """
         key, homes = key_of(remote_id), self._engine.homes
         named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")
         if strange := [layer for layer in named if layer not in homes]:
-            raise SpecError("layers", strange[:3], f"layers of the engine, as {[*homes][:3]}")
+            raise SpecError("layers", strange[:3], f"layers of the engine, such as {[*homes][:3]}")
         positive_int("upto", upto, least=0)
         with self._lock.held:
             now = self._now()
             self.recorded.extend(self._book.tick(now))
             self.act()
             if not self._book.holds(key):
-                raise SpecError("remote_id", remote_id, "a request that is held")
+                raise SpecError("remote_id", remote_id, "a held request")
             places = [(homes[layer].name, layer) for layer in named]
             for place in places:
                 if upto < (before := self._book.written(key.request_id, *place)):
-                    raise SpecError("upto", upto, f"at least {before}, as {place[1]} has it")
+                    raise SpecError("upto", upto, f"at least {before}, the progress of {place[1]}")
             for place in places:
                 self.recorded.extend(self._book.record_progress(key.request_id, *place, upto, now))
             self.act()
 
     def abort(self, remote_id: str) -> None:
-        """Give a request up: who reads it is told so. Free once they stop, or its lease is over."""
+        """Give up a request. Its readers receive `gone`.
+
+        Its blocks are free when the readers have stopped, or the lease is over.
+        """
         key = key_of(remote_id)
         with self._lock.held:
             if self._book.holds(key):
@@ -134,7 +155,7 @@ class Ledger:
                 self.act()
 
     def poll(self) -> Settled:
-        """Move everything of the session on, and return what has happened since the last time."""
+        """Make progress on the session. Return the requests that ended since the last call."""
         self._step()
         with self._lock.held:
             self.act()
@@ -149,9 +170,9 @@ class Ledger:
             return settled
 
     def tick(self) -> None:
-        """Let time pass. What a rank that is closed held, nobody can be told to be valid.
+        """Process the time. After the rank is closed, no request is confirmed as valid.
 
-        Peers on its machine reach the memory still, whatever lies there by then.
+        Peers on the same machine can still read the memory, and it may contain other data by then.
         """
         now = self._now()
         if self._book.held and not self._nixl.stats().registrations:
@@ -162,7 +183,7 @@ class Ledger:
         self.act()
 
     def act(self) -> None:
-        """Carry out the recorded actions of the book, but keep what is freed for `poll`."""
+        """Carry out the recorded actions. Freed requests wait for `poll`."""
         for action in self.recorded:
             if isinstance(action, Tell):
                 self._tell(action.message)

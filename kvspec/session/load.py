@@ -1,7 +1,7 @@
-"""One request that a consumer rank reads, from as many producer ranks as hold it, as one thing.
+"""The state of one load or push, as the caller sees it.
 
-Law: it is done only when all has arrived and was valid; a load that ended, well or not, is never
-written again. Until then its blocks belong to it, also when it has failed already.
+Invariant: a load is done only after all data has arrived and its producers confirmed it. Its blocks
+are reserved until it has ended, even if it has already failed. After that nothing writes them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ from kvspec.session.written import Blocks, blocks_of
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
 """States after which a peer has to be connected anew."""
-VOID = (
-    "its `undefined_blocks` blocks hold nothing that may be read: compute them, or load the "
-    "request anew"
-)
+VOID = "the contents of its `undefined_blocks` are void: compute them, or load the request again"
 
 
 @attrs.define(eq=False)
@@ -54,15 +51,20 @@ class InFlight:
     def wrong(self, message: Message) -> str:
         """Say what is wrong with what *message* says was pushed, if anything is."""
         if message.pushed is None or self.pushed is None:
-            return f"{message.by} gave up writing"
+            return f"{message.by} stopped writing"
         differs = message.pushed.differs(self.pushed)
         return f"{message.by} pushed another request: {differs}" if differs else ""
 
 
 class Progress:
-    """What was asked of a session. Ask `poll` until it is not "moving", or `wait`.
+    """A load or a push of a session. Call `poll` until the state is not "moving", or call `wait`.
 
-    *request*, *remote_id*: what was asked for. *error*: None unless it failed, or is about to.
+    Attributes:
+        request: The request.
+        remote_id: Name of the request, from `new_remote_id`.
+        state: "moving", "done" or "failed".
+        error: The first error, or None. It is set before the state becomes "failed".
+
     """
 
     def __init__(
@@ -83,16 +85,22 @@ class Progress:
         return f"<{type(self).__name__} {self.request.request_id!r}: {self.state}>"
 
     def poll(self) -> LoadState:
-        """Move everything of the session on and return how this stands; never raises.
+        """Make progress on the whole session, and return the state. Never raises.
 
-        "done" and "failed" are for good: no byte of it moves any more. What has an `error` is
-        "moving" for as long as something in flight may still write.
+        "done" and "failed" are final: no byte of this request moves any more. With an `error`, the
+        state stays "moving" while bytes in flight may still be written.
         """
         self._step()
         return self.state
 
     def wait(self) -> None:
-        """Poll until it is done; raise `error` if it failed, or the session was closed before."""
+        """Poll until the state is "done".
+
+        Raises:
+            TransferError: The `error` if it failed. With state "closed" if the session was closed
+                before.
+
+        """
         rest = FIRST_WAIT
         while self.poll() == "moving":
             if self.remote.unheard:
@@ -103,12 +111,12 @@ class Progress:
             raise self.error
 
     def closed(self) -> TransferError:
-        """Return the error of a wait that cannot end, because nothing moves the session on."""
-        why = "the session was closed while it moved: its blocks may be written still"
+        """Return the error of a wait that cannot end, because the session is closed."""
+        why = "the session was closed before the end, so its blocks may still be written"
         return TransferError(why, request=self.request.request_id, state=TransferState.CLOSED)
 
     def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
-        """Keep the first reason why it fails: at which *rank*, in which state of a transfer."""
+        """Store the first error: its *rank*, its reason and its state."""
         if self.error is None:
             carried = "" if rank is None else f"; {self.way} {rank}: {self._carried(rank)}"
             engine_id = self.remote.start[0]
@@ -134,11 +142,15 @@ class Progress:
 
 
 class SessionPush(Progress):
-    """What `Session.push` returns: one rank's part of a request, written to all that need it."""
+    """The part of a request that one producer rank writes. `Session.push` returns it."""
 
 
 class SessionLoad(Progress):
-    """What `Session.load` returns: a request, from all ranks that hold it, as one thing."""
+    """A request that one consumer rank reads from its producer ranks. `Session.load` returns it.
+
+    `undefined_blocks` are the blocks to compute again after a failure. `unwritten_ranges` are the
+    bytes to set to zero before an engine reads whole blocks.
+    """
 
     way, advice = "from", f"; {VOID}"
     load_plan: LoadPlan  # what the ledger expects
@@ -164,23 +176,23 @@ class SessionLoad(Progress):
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """Give it up: it fails as soon as nothing can write its blocks any more."""
+        """Give up the load. It fails as soon as nothing can write its blocks any more."""
         self._cancel(self.request.request_id)
 
     def fail(self, rank: RankId | None, why: str, state: TransferState) -> None:
-        """Keep the first reason why it fails, and what is known to differ by then."""
+        """Store the first error, and the differences that are known so far."""
         differs = "" if self.audit is None or self.audit.differs in why else self.audit.differs
         more = f"; {differs}" if differs else ""
         super().fail(rank, f"{why}{more}", state)
 
     def follow(self, ends: Mapping[RankId, Mapping[Place, int]], deadline: float) -> None:
-        """Follow each rank and layer up to its end, until *deadline*."""
+        """Read from each rank and layer up to its end, until *deadline*."""
         self.ends = {(rank, place): end for rank in ends for place, end in ends[rank].items()}
         self.frontiers = dict.fromkeys(self.ends, 0)
         self.deadline = deadline
 
     def stop(self) -> None:
-        """Post nothing more of what is read."""
+        """Post no more reads."""
         for flight in self.in_flight.values():
             with contextlib.suppress(TransferError):
                 if flight.transfer is not None:
@@ -188,19 +200,19 @@ class SessionLoad(Progress):
 
     @property
     def digest_seconds(self) -> float:
-        """How long this rank has summed what arrived, to compare it."""
+        """Seconds that this rank has spent on checksums of received data."""
         return 0.0 if self.audit is None else self.audit.seconds
 
     @property
     def held_back(self) -> bool:
-        """Whether something has arrived that is still to be compared."""
+        """Whether received data still has to be compared."""
         return self.audit is not None and bool(self.audit.steps)
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
-        """By group, the consumer's blocks whose content is undefined because this load failed.
+        """By group, the consumer's blocks whose contents are undefined, because the load failed.
 
-        Empty where it is done, and where it failed before anything was moved.
+        It is empty if the load is done, or failed before any byte moved.
         """
         in_flight = tuple(self.in_flight.values())  # at once: another thread may end some meanwhile
         moves = any(f.transfer is None or f.transfer.handles for f in in_flight)
@@ -210,14 +222,18 @@ class SessionLoad(Progress):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """By group, the consumer's blocks that it is to write."""
+        """By group, the consumer's blocks that the load writes."""
         return blocks_of(self.remote.plan, self.request)
 
     @property
     def unwritten_ranges(self) -> npt.NDArray[np.uint64]:
-        """(address, length) of the bytes of its own blocks that it does not write: to be zeroed.
+        """Bytes of the consumer's blocks that the load does not write.
 
-        A uint64 array of shape (n, 2), for an engine that reads whole blocks.
+        An engine that reads whole blocks must set them to zero.
+
+        Returns:
+            A uint64 array of shape (ranges, 2): address and length in bytes.
+
         """
         lanes = self.remote.tables.values()
         left = [table.unwritten_ranges(self.request) for table in lanes]

@@ -111,7 +111,7 @@ class Loading:
         if flag("digest", digest):
             load.audit = Audit(remote, request, self.book.me, self.nixl, self.cache, self.tell)
         if flag("pushed", pushed) and flag("follow", follow):
-            raise SpecError("follow", follow, "False, of what is pushed")
+            raise SpecError("follow", follow, rule="follow cannot be combined with pushed=True")
         if flag("follow", follow):
             self._begin_following(load, timeout, options)
             return
@@ -302,7 +302,7 @@ class Loading:
         instance("engine_id", engine_id, str)
         for name, load in list(self.loads.items()):
             if load.remote.start[0] == engine_id:
-                why = f"{engine_id} was parted from"
+                why = f"{engine_id} was disconnected"
                 now, state = self.now(), TransferState.GONE
                 self.recorded.extend(self.book.cancel(name, now, why, state))
                 self.act()

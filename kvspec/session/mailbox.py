@@ -1,10 +1,10 @@
-"""What goes over a session's channel: sealed messages, and the exchange that fetches introductions.
+"""Seal and open the messages of a session, and fetch introductions.
 
-Law: what was not sealed by the secret is noted and changes nothing. A message may be lost; who said
-it says it again. An introduction is sent once for each answer to a fresh challenge.
+Invariant: a message with a wrong seal is recorded and changes nothing. A message may be lost, and
+then its sender sends it again. An introduction is sent once for each answer to a new challenge.
 
 How it works:
-    All messages are sealed by the secret. One rank fetches the introduction of another so:
+    All messages are sealed with the secret. The asker fetches the introduction of the answerer:
 
     ==========  ============  ===================================
     from        message       body
@@ -15,10 +15,10 @@ How it works:
     answerer    INTRODUCTION  the answerer's handshake and address
     ==========  ============  ===================================
 
-    The question is the same each time, so a recorded copy of it gets a challenge and no more. The
-    answer counts once, and only on the route (of `TcpChannel`: the connection) that was challenged.
-    So a recorded answer gets nothing. The asker answers only ranks that it asks at the moment.
-    Otherwise anybody could pass on a challenge and have it answered.
+    The question has always the same bytes, so a recorded copy returns only a challenge. An answer
+    counts once, and only on the route that was challenged (a connection of `TcpChannel`). So a
+    recorded answer returns nothing. The asker answers only the ranks that it is asking at present.
+    Otherwise anyone could forward a challenge and use the answer.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Messages:
         """Send the introduction if *nonce* is what this route was challenged with."""
         wanted, _ = self._challenges.get(route, (b"", 0.0))
         if not wanted or nonce != wanted:
-            raise WireError("answer", nonce[:NONCE], "the answer to the challenge sent there")
+            raise WireError("answer", nonce[:NONCE], "the answer to the challenge of this route")
         del self._challenges[route]
         self._channel.send(route, self.introduction)
 
@@ -207,7 +207,7 @@ class Messages:
 def _bytes(came: object) -> bytes:
     """Return a message that a channel has received, as whatever buffer it hands it on."""
     if not isinstance(came, bytes | bytearray | memoryview):
-        raise WireError("message", type(came).__name__, "bytes, of the channel's `receive`")
+        raise WireError("message", type(came).__name__, "bytes from the channel's `receive`")
     return bytes(came)
 
 
@@ -215,14 +215,14 @@ def _addresses(value: object) -> tuple[str, ...]:
     found: tuple[str, ...] = sequence("addresses", value, "texts, one for each rank")
     for address in found:
         if found.count(instance("addresses", address, str)) > 1:
-            raise SpecError("addresses", address, "each rank's once")
+            raise SpecError("addresses", address, "one address for each rank")
     return found
 
 
 def _silent(address: str, seconds: float, *, reached: bool) -> TransferError:
     """Return that nobody was introduced at *address*."""
-    why = "nobody takes a connection there"
+    why = "no process accepts connections there"
     if reached:
-        why = "who is there does not answer: it is stopped, too busy, of another secret or version"
-    message = f"no introduction from {address} in {seconds} s: {why}"
+        why = "the process there is silent: it is stopped or busy, or has another secret or version"
+    message = f"no introduction from {address} within {seconds} s: {why}"
     return TransferError(message, rank=address, state=TransferState.TIMEOUT)

@@ -1,8 +1,8 @@
-"""Prompts that other engines hold: who holds them is met, and they are read.
+"""Load prompts that other engines hold, and connect to these engines when they are first needed.
 
-Law: a producer is met when a prompt of it is first asked for; nothing waits for that, and nothing
-raises. Nothing is read but what is held. Whatever becomes of a prompt, its producer is told, or its
-lease is over. So many producers stay met, those that were asked for last.
+Invariant: neither the connection nor a load blocks or raises. Only held requests are read. The
+producer always learns the outcome, or its lease expires. At most *most* producers stay connected.
+The least recently used are disconnected.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ class Connection:
 
 
 class PromptLoad:
-    """What `Prompts.load` returns: as a `SessionLoad`, also while its producer is not met yet.
+    """A load of a prompt. `Prompts.load` returns it before the producer is connected.
 
-    *request*: what moves. *load*: what moves it, once its producer was met.
+    Attributes:
+        request: The request.
+        load: The `SessionLoad` after the producer is connected, else None.
+
     """
 
     def __init__(
@@ -81,21 +84,21 @@ class PromptLoad:
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
-        """As a `SessionLoad` has it; of one that did not begin, nothing."""
+        """As in `SessionLoad`. Empty if the load did not begin."""
         return {} if self.load is None else self.load.undefined_blocks
 
     @property
     def unwritten_ranges(self) -> npt.NDArray[np.uint64]:
-        """As a `SessionLoad` has it; of one that did not begin, nothing."""
+        """As in `SessionLoad`. Empty if the load did not begin."""
         return np.empty((0, 2), np.uint64) if self.load is None else self.load.unwritten_ranges
 
     @property
     def error(self) -> Exception | None:
-        """None unless it failed, or is about to: nobody was met, it does not fit, or was lost."""
+        """The first error, or None. The producer may be unreachable, or the request may not fit."""
         return self._refused if self.load is None else self.load.error
 
     def poll(self) -> LoadState:
-        """Move everything of the session on and return how this stands; never raises."""
+        """Make progress on the whole session, and return the state. Never raises."""
         if self.load is None:
             return "moving" if self._refused is None else "failed"
         state = self.load.poll()
@@ -104,7 +107,12 @@ class PromptLoad:
         return state
 
     def wait(self) -> None:
-        """Poll until it is done; raise `error` if it failed, or the session was closed before."""
+        """Poll until the load is done.
+
+        Raises:
+            KVSpecError: The `error` if the load failed, or the session was closed before.
+
+        """
         while self.poll() == "moving":
             if self.load is not None and self.load.remote.unheard:
                 raise self.load.closed()
@@ -113,7 +121,7 @@ class PromptLoad:
             raise self.error
 
     def cancel(self) -> None:
-        """Give it up: it fails as soon as nothing can write its blocks any more, or at once."""
+        """Give up the load. It fails when nothing can write its blocks any more."""
         with self._lock:
             if self.load is None and self._refused is None:
                 name = self.request.request_id
@@ -133,7 +141,7 @@ class PromptLoad:
             if self.load is None:
                 self._decline()
         except CancelledError:
-            message = "its producer is not met any more: `Prompts` was closed"
+            message = "`Prompts` was closed before its producer was connected"
             name = self.request.request_id
             self._refused = self._refused or TransferError(
                 message, request=name, state=TransferState.CLOSED
@@ -144,12 +152,16 @@ class PromptLoad:
 
 
 class Prompts:
-    """What one rank's *session* reads of prompts that other engines hold.
+    """The prompts that one consumer rank reads from other engines.
 
-    *timeout*: seconds within which a prompt is read once its producer was met. *patience*: seconds,
-    at most as many, within which a producer that is there answers; meanwhile no other is met.
-    *most*: producers that stay met; of more, the session parts from who was not asked for the
-    longest, so that those that are gone for good take no memory for ever.
+    Args:
+        session: The session of the rank. The caller closes it.
+        timeout: Seconds in which a prompt must arrive after its producer is connected.
+        patience: Seconds in which a reachable producer must answer, at most *timeout*. No other
+            producer is connected meanwhile.
+        most: Number of producers that stay connected. Beyond it, the least recently used is
+            disconnected, so that producers that are gone for good use no memory.
+
     """
 
     def __init__(
@@ -170,9 +182,18 @@ class Prompts:
         self.close()
 
     def load(self, prompt: PrefillTicket, request: TransferRequest) -> PromptLoad:
-        """Start reading *request*, of `PrefillTicket.request`; its producer is connected first.
+        """Start reading *request* of a prompt. Connect its producer first.
 
-        Never raises, of a `PrefillTicket`: what is wrong is the load's error, the producer is told.
+        An error of the prompt or its producer becomes the error of the load, and the producer is
+        informed.
+
+        Args:
+            prompt: The ticket of the producer.
+            request: The request, from `PrefillTicket.request`.
+
+        Returns:
+            The load.
+
         """
         instance("prompt", prompt, PrefillTicket)
 
@@ -196,11 +217,11 @@ class Prompts:
         return PromptLoad(request, connection.connected, begin, decline, connection.lose)
 
     def decline(self, prompt: PrefillTicket) -> None:
-        """Tell a producer that nothing is read; one that cannot be told waits for its lease."""
+        """Inform the producer that nothing will be read. If that fails, its lease ends."""
         self._connection(prompt).connected.add_done_callback(lambda _: self._decline(prompt))
 
     def close(self) -> None:
-        """Meet nobody any more; the session is the caller's to close."""
+        """Connect to no more producers. The session stays open."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _decline(self, prompt: PrefillTicket) -> None:

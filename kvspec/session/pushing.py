@@ -1,7 +1,29 @@
-"""The producer's side of pushing: what it writes into the blocks of which readers.
+"""Pushing: a producer rank writes its part of held requests into the blocks of its readers.
 
-Law: a reader is told that all was written, or that nothing more will be, only when no byte can
-move; who was told the latter is never written to, nor is anybody that gave a request up.
+Invariant: the producer sends `pushed` or `stopped` only when no byte of the write can move any
+more. It posts nothing for a reader that has received `stopped` or has given the request up.
+
+How it works:
+    A *reader* is one consumer rank that reads one sample of a request in one attempt. Each reader
+    is in one of four states. `Pushing.writing` contains the readers that are writing or ended,
+    `Pushing.fences` those that are fenced. All other readers are new.
+
+    state    event                                      next     sent to the reader
+    -------  -----------------------------------------  -------  ------------------
+    new      `begin` posts the write                    writing
+    new      `begin` cannot post the write              fenced   stopped
+    new      the reader sends `stop`                    fenced   stopped
+    writing  the last byte is written                   ended    pushed
+    writing  the write failed and nothing is in flight  ended    stopped
+    writing  the reader sends `stop`: make it fail      writing
+    ended    the reader sends `heartbeat` after `done`  ended    stopped
+    ended    the reader sends any other message         ended    the outcome again
+    ended    the ledger freed the request               new
+    fenced   the reader sends `heartbeat` or `stop`     fenced   stopped
+    fenced   the ledger freed the request long ago      new
+
+    A push skips each reader that is fenced or already done with the attempt. It writes to the
+    others and then fails, because some reader did not receive the request.
 """
 
 from __future__ import annotations
@@ -21,15 +43,16 @@ from kvspec.session.introduction import key_of
 from kvspec.session.load import LOST, SessionPush
 from kvspec.session.written import pushed_of
 
+# A request, attempt and sample, and the rank that reads it.
 Reader = tuple[Key, int, int, RankAddress]
-"""A request, attempt and sample, and the rank that reads it."""
+# A reader beyond the limit receives no answer, so it keeps its blocks and sends again. It must not
+# receive `stopped`: it would reuse its blocks, and a later push could write into them.
 MAX_FENCES = 1 << 16
-"""Readers to whom nothing is pushed any more; more are not answered, so that they wait."""
 
 
 @attrs.define(eq=False)
 class Writing:
-    """What is written for one reader; *told*: how it ended, as the reader was told."""
+    """One write to one reader. *told*: the outcome that was sent to the reader, or ""."""
 
     push: SessionPush
     transfer: Transfer | None
@@ -39,7 +62,7 @@ class Writing:
 
 @attrs.define(eq=False)
 class Pushing:
-    """What one producer rank writes: by reader, until the ledger holds the request no more."""
+    """The writes of one producer rank, by reader, until the ledger frees the request."""
 
     book: ProducerLedger
     nixl: NixlRank
@@ -50,24 +73,26 @@ class Pushing:
 
     @property
     def moving(self) -> bool:
-        """Whether anything is in flight."""
+        """Whether a write is in flight."""
         return any(not each.told for each in self.writing.values())
 
     def begin(self, push: SessionPush, timeout: float, attempt: int, sample: int) -> None:
-        """Start *push*: everything is checked before anything is posted.
+        """Start *push*. Everything is checked before anything is posted.
 
-        Where that refuses it, its readers are told: this attempt is never pushed.
+        If it is refused, its readers receive `stopped`, and this attempt can never be pushed.
         """
         key, remote, request = key_of(push.remote_id), push.remote, push.request
         positive_int("attempt", attempt, least=0)
         positive_int("sample", sample, least=0, most=MAX_READERS - 1)
         if not self.book.holds(key):
-            raise SpecError("remote_id", push.remote_id, "a request that `ledger.hold` holds")
+            raise SpecError(
+                "remote_id", push.remote_id, "a request that `ledger.hold` has registered"
+            )
         readers = {
             rank: (key, attempt, sample, RankAddress(*remote.start, rank)) for rank in remote.lanes
         }
         if any(reader in self.writing for reader in readers.values()):
-            raise SpecError("remote_id", push.remote_id, "an attempt that is not pushed already")
+            raise SpecError("remote_id", push.remote_id, "an attempt that was not pushed before")
         open_ = {rank: one for rank, one in readers.items() if not self._gave_up(one)}
         try:
             moved = remote.sides(request, open_)
@@ -82,13 +107,13 @@ class Pushing:
         for rank, reader in open_.items():
             self.writing[reader] = Writing(push, started.get(rank), pushed[rank])
         if len(open_) < len(readers):
-            why = "a reader gave it up, or it was refused before"
+            why = "a reader gave the request up, or an earlier push of it was refused"
             push.fail(None, why, TransferState.STOPPED)
         self.move()
         self._conclude(push)
 
     def move(self) -> None:
-        """Move what is in flight on, and tell who has it all; forget what is not held any more."""
+        """Make progress on all writes, send outcomes, and forget freed requests."""
         now = self.now()
         for reader, each in list(self.writing.items()):
             if not each.told:
@@ -101,7 +126,11 @@ class Pushing:
                 del self.fences[reader]
 
     def deliver(self, message: Message) -> None:
-        """Take a reader's heartbeat or stop: it has not heard how it ended, or wants no more."""
+        """Handle a `heartbeat`, `done` or `stop` that a reader sent.
+
+        Call this before the ledger receives the same message: `ProducerLedger.finished` must
+        describe the reader as it was before.
+        """
         reader = message.key, message.attempt, message.sample, message.by
         each = self.writing.get(reader)
         if each is None and (message.kind == "stop" or reader in self.fences):
@@ -109,10 +138,13 @@ class Pushing:
                 self._fence(reader)
         elif each is not None and each.told:
             if message.kind == "heartbeat" and self.book.finished(*reader):
-                each.told = "stopped"  # it was done: another load of this attempt gets nothing
+                # The reader was done, so this heartbeat comes from another load of the same
+                # attempt. That load may wait for other blocks, which were not written.
+                each.told = "stopped"
+            # Answer every message: the outcome that was sent before may be lost.
             self._tell(reader, each.told, each)
         elif each is not None and message.kind == "stop" and each.transfer is not None:
-            with contextlib.suppress(TransferError):
+            with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
                 each.transfer.stop(f"{message.by} gave it up", TransferState.STOPPED)
 
     def _gave_up(self, reader: Reader) -> bool:

@@ -1,7 +1,7 @@
-"""One start of another engine, as a session met it: plan, tables, and lists that NIXL has checked.
+"""One incarnation of a connected engine: its plan, its tables, and its lists that NIXL has checked.
 
-Law: a remote engine is met whole or not at all: introductions, agreement, plan and tables first,
-refused by name, and only then a connection.
+Invariant: an engine is connected completely or not at all. Introductions, compatibility, plan and
+tables are checked first, and errors name the fault. The connection is opened last.
 """
 
 from __future__ import annotations

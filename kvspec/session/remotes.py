@@ -1,7 +1,30 @@
-"""The engines that a session met: who is introduced is judged, connected, known, and let go.
+"""The engines that one rank is connected to: check introductions, connect, find and release them.
 
-Law: an agent stays connected while anything that was met, or is being met, needs it. Who is parted
-from while it is met is not met.
+Invariant: a NIXL agent stays connected while a connected or connecting engine needs it. An engine
+that is disconnected while it is being connected does not become connected.
+
+How it works:
+    `judged` checks introductions and computes the plan. The result is a `RemoteEngine`, which
+    `Remotes` keeps in one of three places:
+
+        place           contents                                 next
+        `_coming`       the engine that is being connected       `_connected` by `replace`
+        `_connected`    one engine for each role and name        `_leaving` by `forget`
+        `_leaving`      old engines whose lanes still exist      removed by `leave`
+
+    Opening lanes takes long, so `connect` runs without the lock. If `forget` is called meanwhile,
+    it clears `_coming`. Then `replace` finds another value there and gives the engine up.
+
+    `leave` closes the lanes of old engines, but only if no bytes move over them. Otherwise the
+    engine stays in `_leaving`, and each poll tries again.
+
+    One agent may serve two engines in these places, because a rank can be producer and consumer of
+    the same peer. For example, agent a belongs to the producer role P and the consumer role C:
+
+        event                              agents that `leave` disconnects
+        P is forgotten                     none: C still needs a
+        P failed in flight (`P.lost`)      a, and C becomes lost: its lanes used the same connection
+        C is connected again afterwards    C opens new lanes to a
 """
 
 from __future__ import annotations
@@ -28,14 +51,17 @@ def judged(
     role: Role,
     prefix_multiple: int,
 ) -> RemoteEngine:
-    """Return who is introduced, not connected yet; each thing that does not fit is refused.
+    """Check the introductions of an engine, and return it without connecting it.
 
-    `WireError`: what was not sealed by the secret, or is damaged. `SpecError`: ranks missing or
-    twice. `MismatchError`: engines, models, replica policies or starts that differ.
+    Raises:
+        WireError: If an introduction is damaged or was sealed with another secret.
+        SpecError: If a rank is missing or occurs twice.
+        MismatchError: If engines, models, replica policies or epochs do not fit.
+
     """
     if not isinstance(role, str) or role not in ("producer", "consumer"):
         raise SpecError("role", role, "'producer' or 'consumer'")
-    wanted = "introductions, one of each rank of an engine"
+    wanted = "the introductions of all ranks of one engine"
     members = [
         introduced(sealed, nixl.secret)
         for sealed in sequence("introductions", introductions, wanted)
@@ -58,15 +84,15 @@ def judged(
 
 
 class Remotes:
-    """The engines that one rank met, by role and name, and those whose lanes still have to go.
+    """The engines of one rank, by role and name. See the module docstring.
 
-    All is done while *lock* is held, but to `connect`.
+    All methods but `connect` need the lock.
     """
 
     def __init__(self, nixl: NixlRank, lock: SessionLock) -> None:
         self._nixl, self._lock = nixl, lock
         self._connected: dict[tuple[Role, str], RemoteEngine] = {}
-        self._coming: RemoteEngine | None = None  # what is being connected, unless parted from
+        self._coming: RemoteEngine | None = None
         self._leaving: list[RemoteEngine] = []
         self._closed = False
 
@@ -75,33 +101,33 @@ class Remotes:
 
     @property
     def leaving(self) -> int:
-        """How many starts are given up whose lanes are still there, since bytes move over them."""
+        """Number of old engines whose lanes still exist, because bytes move over them."""
         return len(self._leaving)
 
     def known(self, remote: RemoteEngine) -> RemoteEngine | None:
-        """Return the one that was met, if *remote* tells nothing new."""
+        """Return the connected engine if *remote* has the same introductions, else None."""
         self._check_open()
         old = self._connected.get((remote.role, remote.start[0]))
         return old if old is not None and remote.same(old) else None
 
     def find(self, role: Role, engine_id: str | None, epoch: object = None) -> RemoteEngine:
-        """Return the engine of a *role* that was met, the only one unless named.
+        """Return the connected engine of a *role*. Without *engine_id*, it must be the only one.
 
-        *epoch*: of a consumer, the start whose blocks the caller knows.
+        *epoch*: the incarnation of a consumer whose blocks the caller knows.
         """
         self._check_open()
         met = sorted(name for other, name in self._connected if other == role)
         name = met[0] if engine_id is None and len(met) == 1 else engine_id
         if not isinstance(name, str) or (role, name) not in self._connected:
-            wanted = f"one of the {role}s that were met: {', '.join(met) or 'none yet'}"
+            wanted = f"one of the connected {role}s: {', '.join(met) or 'none yet'}"
             raise SpecError("engine_id", engine_id, wanted)
         remote = self._connected[role, name]
         if role == "consumer" and positive_int("epoch", epoch, least=0) != remote.start[1]:
-            raise SpecError("epoch", epoch, f"{remote.start[1]}, the start that was met")
+            raise SpecError("epoch", epoch, f"{remote.start[1]}, the connected incarnation")
         return remote
 
     def connect(self, remote: RemoteEngine, timeout: float) -> None:
-        """Open the lanes of *remote*, which takes a while; all or none."""
+        """Open the lanes of *remote*, which takes long. If one fails, all are closed."""
         try:
             remote.connect(self._nixl, timeout)
         except BaseException:
@@ -110,11 +136,11 @@ class Remotes:
             raise
 
     def replace(self, remote: RemoteEngine) -> None:
-        """Keep *remote*; let it go where it was parted from meanwhile."""
+        """Store *remote* as connected. If it was disconnected meanwhile, give it up."""
         if self._coming is not remote:
             self._give_up(remote)
             self._check_open()
-            message = f"{remote.start[0]} was parted from while it was met"
+            message = f"{remote.start[0]} was disconnected while it was being connected"
             raise TransferError(message, rank=remote.start[0], state=TransferState.STOPPED)
         self._coming = None
         self._connected[remote.role, remote.start[0]] = remote
@@ -125,9 +151,10 @@ class Remotes:
         self.leave()
 
     def forget(self, engine_id: str, new: RemoteEngine | None = None) -> set[tuple[str, int]]:
-        """Forget an engine, but for what a *new* start leaves as it is; return the starts gone.
+        """Forget the engine *engine_id*, except the parts that a *new* incarnation leaves valid.
 
-        `TransferError` "busy" where a start is to be connected anew while its bytes still move.
+        Returns the incarnations that are gone. Raises `TransferError` "busy" if the same
+        incarnation is to be connected again while its bytes still move.
         """
         gone = [
             key
@@ -140,7 +167,7 @@ class Remotes:
         self._leaving += dropped
         self.leave()
         if new is not None and any(old.start == new.start for old in self._leaving):
-            message = f"bytes of an earlier load from {engine_id} move still: try again"
+            message = f"bytes of an earlier load from {engine_id} are still moving: try again"
             raise TransferError(message, rank=engine_id, state=TransferState.BUSY)
         self._coming = self._coming if new is None else new
         return {old.start for old in dropped}
@@ -150,7 +177,7 @@ class Remotes:
             raise TransferError("the session was closed", state=TransferState.CLOSED)
 
     def close(self) -> None:
-        """Forget every engine, and know none any more."""
+        """Forget all engines, and accept no others."""
         self._closed, self._coming = True, None
         for remote in (*self._connected.values(), *self._leaving):
             remote.unheard = True
@@ -158,10 +185,7 @@ class Remotes:
             self.forget(engine_id)
 
     def leave(self) -> None:
-        """Give up the lanes of engines that are gone, where nothing moves over them.
-
-        One agent may be met in both roles: it stays while the other needs it, or both are lost.
-        """
+        """Close the lanes of old engines if no bytes move over them. See the module docstring."""
         for remote in tuple(self._leaving):
             coming = () if self._coming is None else (self._coming,)
             others = [o for o in (*self._connected.values(), *coming) if o.agents & remote.agents]

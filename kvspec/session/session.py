@@ -1,7 +1,8 @@
-"""One rank's session: whom it met, what it loads, what it holds, and all that is said about it.
+"""The session of one rank: its connections, its loads and pushes, and the requests that it holds.
 
-Law: everything is checked before anything moves, and refused by name; what is called done was valid
-and is whole; what ended is never written again. A session never waits, but where it says so.
+Invariant: everything is checked before anything moves, and each error names the fault. A load that
+is done has complete and valid data, and nothing writes its blocks any more. Only the methods whose
+docstrings say so wait.
 """
 
 from __future__ import annotations
@@ -40,17 +41,33 @@ from kvspec.session.summing import Summing
 
 
 class Session:
-    """What one rank exchanges with other engines, both as a consumer and as a producer.
+    """Exchange requests between one rank and other engines, as a consumer and as a producer.
 
-    *nixl* moves the bytes of *cache*, whose memory it registers and whose *owner* it keeps.
-    *engine_id*: the engine's name, the same at every start; *epoch*: a number that the ranks of one
-    start share and that grows with every start, the time in ns by default, if there is one rank.
-    *replica_policy*, *model*, *revision*: what both engines must have alike. *channel*: how
-    messages travel, a `TcpChannel` of this machine unless given; it is closed with the session.
-    *lease*, *longest*: of a `ProducerLedger`; *heartbeat*, *patience*: of a `ConsumerLedger`.
+    Call any `poll` several times in each heartbeat interval, or set *background*. Methods may be
+    called from any thread. In a forked child they raise `TransferError` "forked".
 
-    Something has to move it on several times in a *heartbeat*: any `poll`, or a thread of its own,
-    if *background*. Methods may be called from any thread, not in a fork.
+    Args:
+        nixl: The NIXL agent of the rank. The caller closes it after the session.
+        cache: The KV cache of the rank. The session registers its memory with *nixl*.
+        engine_id: Name of the engine, the same at each start.
+        epoch: Number of this start, the same on all ranks of the engine, and larger at each start.
+            An engine with one rank may omit it: the default is the time in ns.
+        owner: Owner of the cache's memory. *nixl* keeps a reference to it.
+        replica_policy: How replicas share the work. Both engines must have the same.
+        model: Name of the weights. Both engines must have the same.
+        revision: Revision of the weights. Both engines must have the same.
+        channel: The channel for messages. By default, a `TcpChannel` on this machine. The session
+            closes it.
+        lease: As in `ProducerLedger`, in seconds.
+        longest: As in `ProducerLedger`, in seconds.
+        heartbeat: As in `ConsumerLedger`, in seconds.
+        patience: As in `ConsumerLedger`, in seconds.
+        background: Start a thread that polls the session.
+
+    Raises:
+        SpecError: If an argument is wrong.
+        TransferError: If *nixl* is closed, or the default channel cannot listen.
+
     """
 
     def __init__(
@@ -111,16 +128,25 @@ class Session:
 
     @property
     def introduction(self) -> bytes:
-        """What others `connect` to this rank by: sealed, not secret."""
+        """The sealed introduction of this rank. Others pass it to `connect`. It is not secret."""
         return self._messages.introduction
 
     def fetch(
         self, addresses: Iterable[str], timeout: float = 10.0, *, absent: float | None = None
     ) -> list[bytes]:
-        """Return the introductions of the sessions whose channels are at *addresses*.
+        """Fetch the introductions of the sessions at *addresses*. Waits.
 
-        Waits *timeout* seconds for who is there to answer, and *absent* seconds, as long unless
-        given, for somebody to be there; then `TransferError` "timeout" names who is not.
+        Args:
+            addresses: Addresses of channels.
+            timeout: Seconds to wait for the answer of a reachable peer.
+            absent: Seconds to wait until a peer accepts the connection. By default, *timeout*.
+
+        Returns:
+            The introductions, in the order of *addresses*.
+
+        Raises:
+            TransferError: With state "timeout". Its `rank` is the address that did not answer.
+
         """
         with self._connecting.held:
             most = seconds("timeout", timeout)
@@ -135,13 +161,27 @@ class Session:
         prefix_multiple: int = 1,
         timeout: float = 10.0,
     ) -> TransferPlan:
-        """Meet an engine by the introductions of all of its ranks, and return the plan with it.
+        """Connect an engine, and return the plan between it and this rank's engine. Waits.
 
-        *role*: what it is to this rank. *prefix_multiple*: as `build_table` has it. Whatever does
-        not fit is refused by name before anything is connected, as `judged` tells; `SpecError` for
-        a start before the one that was met. It stays met, with its connections and lists, until
-        `disconnect`, or a new start takes its place: loads from it fail then. Connecting waits
-        *timeout* seconds at most.
+        The engine stays connected until `disconnect`, or until a newer incarnation is connected.
+        Then loads from the old one fail. Everything is checked before a connection is opened.
+
+        Args:
+            introductions: Introductions of all ranks of the engine.
+            role: Role of that engine for this rank.
+            prefix_multiple: As in `build_table`.
+            timeout: Seconds to wait for the connections.
+
+        Returns:
+            The plan.
+
+        Raises:
+            WireError: If an introduction is damaged or was sealed with another secret.
+            SpecError: If a rank is missing or occurs twice, or the incarnation is older than the
+                connected one.
+            MismatchError: If engines, models, replica policies or epochs do not fit.
+            TransferError: If a connection fails, or the session is closed.
+
         """
         with self._connecting.held:
             most = seconds("timeout", timeout)
@@ -160,7 +200,7 @@ class Session:
             return remote.plan
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that is no more: what is loaded from it fails."""
+        """Forget an engine that has ended. Loads from it fail."""
         with self._lock.held:
             self._loading.disconnect(engine_id)
             self._book.disconnect(engine_id)
@@ -181,15 +221,32 @@ class Session:
         sample: int = 0,
         samples: int = 1,
     ) -> SessionLoad:
-        """Start reading *request* from all ranks that hold it; or wait for what they have *pushed*.
+        """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
-        *remote_id*: of `new_remote_id`, made by the producer; *engine_id*: which one, if several
-        were met. *follow*: read each layer as far as its producer has written it. *digest*: be done
-        only if what arrived has the sums of what producers hold, who `hold` it with `blocks`.
-        *attempt*, *again*, *sample*: as a `LoadPlan` has them; *samples*: of the prompt.
-        Raises, before anything is posted, `SpecError` and `MismatchError` as
-        `DescriptorTable.select` does, and `TransferError` "busy" where a load that is not over is
-        to write its blocks. Whatever happens later, the load tells.
+        Nothing is posted if the call raises. Later errors are in the `error` of the load.
+
+        Args:
+            request: Tokens and blocks to move. `request_id` is the consumer's own.
+            remote_id: Name of the request, which the producer made by `new_remote_id`.
+            timeout: Seconds from now until the load fails.
+            engine_id: The producer, if several are connected.
+            pushed: Post no reads: the producer calls `push`.
+            follow: Read each layer as far as the producer has written it. Not for pushed data.
+            digest: Compare checksums with the producer before the load is done. The producer must
+                call `hold` with `blocks`.
+            attempt: Number of this attempt. Increase it to load the same request again.
+            again: Another attempt will follow if this one fails, so the producer keeps the request.
+            sample: Which of several equal requests of one prompt this is.
+            samples: Number of equal requests of the prompt.
+
+        Returns:
+            The load.
+
+        Raises:
+            SpecError: As `DescriptorTable.select`, or for wrong arguments.
+            MismatchError: As `DescriptorTable.select`.
+            TransferError: With state "busy" if an unfinished load writes the same blocks.
+
         """
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
@@ -216,11 +273,29 @@ class Session:
         attempt: int = 0,
         sample: int = 0,
     ) -> SessionPush:
-        """Start writing this rank's part of *request* into the blocks of all that need it.
+        """Start writing this rank's part of *request* into the blocks of all consumer ranks.
 
-        The ledger has to expect it. *engine_id*, *epoch*: whose blocks they are, of which start.
-        All its ranks load the same request with `pushed`, what they have cached whole too, or
-        `decline` it. Raises as `load` does; loads of this attempt fail then.
+        The ledger must hold the request. All ranks of the consumer must `load` the same request
+        with `pushed`, even if they have cached all of it, or `decline` it. If the call raises, the
+        loads of this attempt fail.
+
+        Args:
+            request: Tokens and blocks to move.
+            remote_id: Name of the request, from `new_remote_id`.
+            timeout: Seconds from now until the push fails.
+            epoch: Incarnation of the consumer that owns the blocks.
+            engine_id: The consumer, if several are connected.
+            attempt: Number of this attempt. Each attempt can be pushed once.
+            sample: Which of several equal requests of one prompt this is.
+
+        Returns:
+            The push.
+
+        Raises:
+            SpecError: As in `load`, or if the request is not held or was pushed before.
+            MismatchError: As in `load`.
+            TransferError: As in `load`.
+
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
@@ -237,7 +312,10 @@ class Session:
         sample: int = 0,
         samples: int = 1,
     ) -> None:
-        """Tell the producer that this rank will not load a request, before any of it is pushed."""
+        """Inform the producer that this rank will not load a request.
+
+        Call it before the producer pushes.         The arguments are those of `load`.
+        """
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
             more = ReadOptions(attempt=attempt, sample=sample, samples=samples)
@@ -246,7 +324,7 @@ class Session:
             self._loading.act()
 
     def poll(self) -> None:
-        """Move everything on: what came, what is in flight, and what time brings; never waits."""
+        """Make progress on everything: messages, transfers and deadlines. Never waits."""
         with self._lock.held:
             self.ledger.tick()
             for message in self._messages.receive():
@@ -259,15 +337,16 @@ class Session:
             self._remotes.leave()
 
     def stats(self) -> SessionStats:
-        """Count what is not over."""
+        """Return the numbers of unfinished things."""
         with self._lock.held:
             return stats_of(self._loading, self._book, self._pushing, self._remotes, self._summing)
 
     def close(self, drain: float = 1.0) -> None:
-        """Cancel what is loaded, wait *drain* seconds until nothing moves, part from everybody.
+        """Cancel all loads, wait until nothing moves, and disconnect all engines.
 
-        Nothing in a fork. What moves then ends with the NIXL rank, the caller's to close. Requests
-        that are held are forgotten. A consumer that still reads one fails, since nobody answers it.
+        Waits at most *drain* seconds. Bytes that still move then stop when the caller closes the
+        NIXL rank. Held requests are forgotten. Consumers that still read one fail, because this
+        rank no longer answers. In a forked child nothing happens.
         """
         end = time.monotonic() + seconds("drain", drain)
         if self._lock.forked:

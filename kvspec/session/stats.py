@@ -1,4 +1,4 @@
-"""What a session holds, counted."""
+"""Numbers of the things that a session holds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from kvspec.session.summing import Summing
 
 @attrs.frozen
 class SessionStats:
-    """What a session holds: all zero once everything came to its end and it is closed.
+    """Numbers of the things that a session holds.
 
-    *loads* of which anything is still said, *steps* that may still write, *pushes* to readers that
-    may come again, requests *held* for readers, and *remembered*; *engines* that were met, and
-    starts whose lanes are still *leaving*; *sums* that readers wait for.
+    All are zero after everything has ended and the session is closed.
+
+    Attributes:
+        loads: Loads that still send or expect messages.
+        steps: Steps that may still write.
+        pushes: Pushes whose readers may send again.
+        held: Requests that are held for readers.
+        remembered: Requests that the ledger still remembers.
+        engines: Connected engines.
+        leaving: Old engines whose connections still exist.
+        sums: Checksums that readers wait for.
+
     """
 
     loads: int = 0

@@ -1,7 +1,7 @@
-"""What a producer rank sums of what it holds, for readers that compare.
+"""Compute the checksums that readers request of a producer rank.
 
-Law: a sum is of what the producer's own engine said where it lies, and is told only while that is
-held. A poll takes a bounded time; who was not answered asks again.
+Invariant: a checksum covers the blocks that the producer's engine passed to `hold`, and is sent
+only while they are held. One poll takes a bounded time. A reader without an answer asks again.
 """
 
 from __future__ import annotations

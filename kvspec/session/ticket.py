@@ -1,8 +1,8 @@
-"""What a producer's scheduler tells, over a router, of a prompt that all its ranks hold.
+"""The ticket that a producer's scheduler sends to a consumer for a held prompt, through a router.
 
-Law: what a router passes on is what was said, or refused by name: a producer seals it by the secret
-that the engines share; with none, whoever can write to the router is believed. Nothing is asked of
-a prompt that is not held.
+Invariant: a changed ticket is refused, and the error names the field. The producer seals it with
+the secret of both engines. Without a secret, any writer of the router can forge a ticket. A
+consumer cannot request more than the ticket holds.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SAID = {
     "content": "remote_content",
 }
 """How a router has each field."""
-_ADDRESSES = "where the producer's ranks are, each a text"
-_TABLE = "the first token, and ids"
-_SEAL = "what the producer sealed, with the same secret, all as it said it"
+_ADDRESSES = "the addresses of the producer's ranks, each a str"
+_TABLE = "a list of the first token and the block ids"
+_SEAL = "the seal of unchanged parameters, made with the same secret"
 PROMPT = b"kvspec-prompt-1\n"
 
 
@@ -53,11 +53,16 @@ def _addresses(value: object) -> tuple[str, ...]:
 
 @attrs.frozen(kw_only=True)
 class PrefillTicket:
-    """A request that all ranks of a producer hold, as its scheduler tells whoever is to read it.
+    """A request that all ranks of a producer hold, as its scheduler describes it.
 
-    *engine_id*: the producer's name; *addresses*: of its ranks' channels; *remote_id*: of
-    `new_remote_id`; *num_tokens*: how many have gone through its model; *tables*: by its groups.
-    *content*: of `content_of` the prompt's tokens, as far as they are among those; or "".
+    Attributes:
+        engine_id: Name of the producer.
+        addresses: Addresses of the channels of its ranks.
+        remote_id: Name of the request, from `new_remote_id`.
+        num_tokens: Number of tokens that the producer has computed.
+        tables: Block tables of the producer, by group.
+        content: Checksum of these tokens from `content_of`, or "".
+
     """
 
     engine_id: str
@@ -74,32 +79,50 @@ class PrefillTicket:
         instance("content", self.content, str)
 
     def check(self, token_ids: Sequence[int]) -> None:
-        """Raise `SpecError` if another prompt than *token_ids* is held, as far as was said."""
+        """Compare *token_ids* with the content of the ticket, as far as both are known.
+
+        Raises:
+            SpecError: If the ticket is of another prompt.
+
+        """
         own = _sum(_tokens(token_ids)[: self.num_tokens])
         if self.content not in ("", own):
             raise SpecError(
-                "remote_content", self.content, f"{own}, of the prompt that is asked for"
+                "remote_content", self.content, f"{own}, the content of the requested prompt"
             )
 
     def check_held(self, request: TransferRequest) -> None:
-        """Raise `SpecError` if *request* asks for tokens or blocks that are not this prompt's."""
+        """Check that *request* asks only for tokens and blocks of this ticket.
+
+        Raises:
+            SpecError: If it asks for others.
+
+        """
         self._check_count(request.num_tokens)
         asked = request.producer_blocks
         if asked != self.tables:
             names = {**self.tables, **asked}
             name = next(name for name in names if asked.get(name) != self.tables.get(name))
-            wanted = "the table of the prompt that is held"
+            wanted = "the block table of the ticket"
             raise SpecError(f"producer_blocks[{name!r}]", asked.get(name), wanted)
 
     def _check_count(self, num_tokens: int) -> None:
         positive_int("num_tokens", num_tokens, least=0)
         if num_tokens > self.num_tokens:
-            raise SpecError("num_tokens", num_tokens, f"at most {self.num_tokens}, as are held")
+            raise SpecError("num_tokens", num_tokens, f"at most {self.num_tokens}, the held tokens")
 
     def to_params(self, secret: str | bytes | None = None) -> dict[str, Any]:
-        """Return what `from_params` reads: texts, ints, lists and dicts, so that it can be JSON.
+        """Return the ticket as plain values that JSON can represent.
 
-        *secret*: as a `NixlRank` has it, the environment's `KVSPEC_SECRET` unless given.
+        They can be entries of vLLM's `kv_transfer_params`.
+
+        Args:
+            secret: Key of the seal, as in `NixlRank`. By default, the environment variable
+                `KVSPEC_SECRET`.
+
+        Returns:
+            The parameters for `from_params`.
+
         """
         return {**self._said(), "remote_seal": self._mac(secret).hex()}
 
@@ -115,12 +138,22 @@ class PrefillTicket:
 
     @staticmethod
     def from_params(given: Mapping[str, Any], secret: str | bytes | None = None) -> PrefillTicket:
-        """Return what *given* says, beside anything else; `SpecError` for what no producer said.
+        """Return the ticket in *given*. Other entries of *given* are ignored.
 
-        Nor for what was changed since, or sealed by another *secret* than the producer's: without
-        any, that shows what was changed by accident only.
+        Without a *secret*, the seal detects only accidental changes.
+
+        Args:
+            given: Parameters that contain those of `to_params`.
+            secret: Key of the seal, the same as the producer's.
+
+        Returns:
+            The ticket.
+
+        Raises:
+            SpecError: If a field is missing or malformed, or the seal is wrong.
+
         """
-        told = mapping("remote", given, "names to what a producer said")
+        told = mapping("remote", given, "parameter names to values")
         said: dict[str, Any] = {field: told.get(name) for field, name in _SAID.items()}
         field, tables = _SAID["tables"], dict[str, BlockTable]()
         for group, table in mapping(field, said["tables"], "groups to tables").items():
@@ -132,7 +165,7 @@ class PrefillTicket:
             prompt = PrefillTicket(**said | {"tables": tables})
         except SpecError as error:
             name = _SAID.get(error.field, error.field)
-            raise SpecError(name, error.value, error.expected) from error
+            raise SpecError(name, error.value, error.expected, rule=error.rule) from error
         seal = told.get("remote_seal")
         if not hmac.compare_digest(prompt._mac(secret).hex().encode(), str(seal).encode()):
             raise SpecError("remote_seal", seal, _SEAL)
@@ -141,9 +174,20 @@ class PrefillTicket:
     def request(
         self, request_id: str, num_tokens: int, blocks: Mapping[str, BlockTable], cached: int = 0
     ) -> TransferRequest:
-        """Return what a consumer moves of it into *blocks*: the first *num_tokens*, less *cached*.
+        """Return the request that a consumer moves into *blocks*.
 
-        Raises as `TransferRequest` does, and for more tokens than are held.
+        Args:
+            request_id: The consumer's own id of the request.
+            num_tokens: Number of tokens to have afterwards, at most those of the ticket.
+            blocks: Block tables of the consumer, by group.
+            cached: Leading tokens that the consumer already has.
+
+        Returns:
+            The request.
+
+        Raises:
+            SpecError: As `TransferRequest`, or if the ticket has fewer tokens.
+
         """
         self._check_count(num_tokens)
         return TransferRequest(
@@ -157,7 +201,21 @@ class PrefillTicket:
 
 
 def content_of(token_ids: Sequence[int]) -> str:
-    """Return a sum of a prompt's tokens, by which a prompt that a router mixed up is found."""
+    """Return a checksum of a prompt's tokens. It detects that a router confused two prompts.
+
+    Args:
+        token_ids: The tokens.
+
+    Returns:
+        Hexadecimal digits.
+
+    Raises:
+        SpecError: If the tokens are not ints.
+
+    >>> content_of([1, 2, 3]) == content_of((1, 2, 3)) != content_of([1, 2])
+    True
+
+    """
     return _sum(_tokens(token_ids))
 
 

@@ -1,6 +1,7 @@
-"""What a request writes on the consumer: which of its blocks, and how much of them.
+"""Compute which blocks of the consumer a request writes, and how much of each.
 
-Law: a block belongs to one load until that is over; both sides sum up alike what is written.
+Invariant: a block belongs to one load until that load is over. Both sides compute the same checksum
+of the written blocks.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ class BlockLocks:
             owners = pool[ids]
             for block in ids[owners != 0][:1].tolist() if owners.any() else ():
                 owner = self._names[int(pool[block])]
-                message = f"block {block} of group {group} belongs to {owner!r} until that is over"
+                message = (
+                    f"block {block} of group {group} belongs to {owner!r} until that load is over"
+                )
                 raise TransferError(message, request=request_id, state=TransferState.BUSY)
         self._last += 1
         self._names[self._last] = request_id

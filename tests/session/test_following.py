@@ -361,7 +361,7 @@ def test_a_producer_that_is_met_anew_fails_what_follows_it() -> None:
             session.connect(producer.introductions, prefix_multiple=4)
         prefill.compute(14, *LAYERS)
         assert ["failed"] * 2 == ended(loads, *sides)
-        assert all("P was met anew meanwhile" in str(load.error) for load in loads)
+        assert all("P was connected again meanwhile" in str(load.error) for load in loads)
         again = Prefill(producer, request("again", 14), new_remote_id("again"))
         consumer.spoil(again.asked)
         loads = follow(consumer, again)

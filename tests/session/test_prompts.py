@@ -229,7 +229,7 @@ def test_who_is_not_there_fails_its_own_prompts(sides: tuple[Side, Side]) -> Non
         session.disconnect("P")
         refused = prompts.load(there, attrs.evolve(asked, request_id="r-2"))
         assert "failed" == refused.poll()
-        assert "producers that were met" in str(refused.error)
+        assert "connected producers" in str(refused.error)
         after = attrs.evolve(there, remote_id=new_remote_id("p-2"))
         producer.hold(after.remote_id)
         once_more = prompts.load(after, attrs.evolve(asked, request_id="r-3"))
@@ -468,7 +468,7 @@ def test_who_takes_connections_and_says_nothing_is_waited_for_as_long_as_a_load(
             load = prompts.load(held((address,)), request())
             until(lambda: load.poll() == "failed", seconds=5.0)
         load.cancel()
-        told = f"no introduction from {address} in 0.1 s: who is there does not answer"
+        told = f"no introduction from {address} within 0.1 s: the process there is silent"
         assert told in str(load.error)
 
 

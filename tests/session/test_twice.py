@@ -92,4 +92,4 @@ def test_what_was_pushed_before_is_not_done(sides: tuple[Side, Side]) -> None:
     consumer.spoil(ASKED)
     load = first.load(AGAIN, remote_id=remote_id, timeout=9.0, pushed=True)
     assert ["failed"] == ended([load], *sides)
-    assert "gave up writing" in str(load.error)
+    assert "stopped writing" in str(load.error)
