@@ -29,12 +29,15 @@ from kvspec.protocol.states import PRODUCER
 
 
 class ProducerLedger:
-    """The requests that one producer rank holds.
+    """The requests that one producer rank holds. Methods receive events and return actions.
 
-    *lease*: seconds that a request is held after it was admitted, or after a reader's last
-    heartbeat; as long, a freed one is remembered and an unknown one kept. *longest*: seconds after
-    which heartbeats no longer help. *most_early*: messages kept of requests that the engine did not
-    tell of yet.
+    Args:
+        me: Address of this rank.
+        lease: Seconds that a request is held after its admission, or after the last heartbeat of a
+            reader. A freed or unknown request is remembered as long.
+        longest: Seconds after which heartbeats no longer extend the lease.
+        most_early: Number of messages to keep for requests that are not admitted yet.
+
     """
 
     def __init__(
@@ -63,11 +66,11 @@ class ProducerLedger:
         return tuple(self._open)
 
     def holds(self, key: Key) -> bool:
-        """Return whether the blocks of just this request are not free."""
+        """Return whether the blocks of exactly this request are not free."""
         return self._open.get(key.request_id) == key
 
     def finished(self, key: Key, attempt: int, sample: int, reader: RankAddress) -> bool:
-        """Return whether *reader* reads no more of a request in this attempt, or a later one."""
+        """Return whether *reader* is done with a request in this attempt, or in a later one."""
         request = self._requests.get(key)
         start = request.starts.get((reader.engine_id, reader.epoch)) if request else None
         seen = start.readers.get((reader, sample)) if start else None
@@ -76,12 +79,12 @@ class ProducerLedger:
 
     @property
     def remembered(self) -> int:
-        """How many requests there is anything about: held, freed lately, or not admitted yet."""
+        """Number of requests that are held, were freed lately, or are not admitted yet."""
         return len(self._requests)
 
     @property
     def due(self) -> float | None:
-        """When `tick` has something to do, or None."""
+        """Time of the next call of `tick`, or None."""
         return self._wake[0][0] if self._wake else None
 
     def admit(
@@ -93,10 +96,18 @@ class ProducerLedger:
         expected: int | None = None,
         lease: float | None = None,
     ) -> list[Action]:
-        """Hold a request. *expected*: how many readers will come, if the engine knows.
+        """Hold a request, and return actions.
 
-        *lease*: seconds that it waits for the first of them, the ledger's own unless given.
-        Raises `SpecError` where the id is held already, or the nonce was used for it before.
+        Args:
+            request_id: Id of the request.
+            nonce: Its nonce, which no other request of this id had.
+            now: Time in seconds.
+            expected: Number of readers that will come, if the engine knows it.
+            lease: Seconds to wait for the first reader. By default, the lease of the ledger.
+
+        Raises:
+            SpecError: If the id is held already, or the nonce was used before.
+
         """
         actions = self.tick(now)
         key = Key(request_id, nonce)
@@ -105,7 +116,7 @@ class ProducerLedger:
             positive_int("expected", expected, most=MAX_READERS)
         request = self._requests.get(key)
         if request_id in self._open or (request is not None and request.state != "unknown"):
-            raise SpecError("request_id", request_id, "one that is not held, and a new nonce")
+            raise SpecError("request_id", request_id, "an id that is not held, with a new nonce")
         if request is None:
             request = self._remember(key, first)
         request.expires = self._now + first
@@ -115,15 +126,18 @@ class ProducerLedger:
         return actions + self._step(request, "admit")
 
     def receive(self, message: Message, now: float) -> list[Action]:
-        """Take a reader's message."""
+        """Process a message of a reader. Return actions."""
         actions = self.tick(now)
         if message.kind not in READERS or message.to != self.me:
-            return [*actions, Refused(message, f"not for {self.me}, or no reader's")]
+            return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         if self._present.past(message.by.engine_id, message.by.epoch):
-            return [*actions, Refused(message, "of another start of that engine")]
+            return [*actions, Refused(message, "it is from another incarnation of that engine")]
         request = self._requests.get(message.key)
         if request is None and self._kept == self._most_early:
-            return [*actions, Refused(message, f"of an unknown request: {self._kept} wait already")]
+            return [
+                *actions,
+                Refused(message, f"the request is unknown, and {self._kept} messages wait already"),
+            ]
         request = request or self._remember(message.key, self.lease)
         return actions + self._deliver(request, message)
 
@@ -134,10 +148,10 @@ class ProducerLedger:
         actions = self.tick(now)
         key = self._open.get(request_id)
         if key is None:
-            raise SpecError("request_id", request_id, "one that is held")
+            raise SpecError("request_id", request_id, "the id of a held request")
         request = self._requests[key]
         if upto < self.written(request_id, group, layer):
-            raise SpecError("upto", upto, "a frontier that does not go back")
+            raise SpecError("upto", upto, "at least the earlier progress")
         request.written[group, layer] = upto
         told = (
             n.answer("progress", group=group, layer=layer, upto=upto) for n in request.reading()
@@ -156,19 +170,23 @@ class ProducerLedger:
         return actions + (self._step(self._requests[key], "abort") if key is not None else [])
 
     def connect(self, engine_id: str, epoch: int) -> None:
-        """Know which start of an engine is the present one; messages of others are refused.
+        """Record the current incarnation of an engine. Messages of others are refused.
 
-        Raises `SpecError` where *epoch* goes back. Requests that an earlier start read are held
-        until their lease is over: nobody can say that it reads no more.
+        Requests that an earlier incarnation reads are held until their lease is over, because no
+        one knows whether it still reads.
+
+        Raises:
+            SpecError: If *epoch* is less than before.
+
         """
         self._present.connect(engine_id, epoch)
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget an engine that was met."""
+        """Forget an engine."""
         self._present.disconnect(engine_id)
 
     def tick(self, now: float) -> list[Action]:
-        """Let time pass, which never goes back."""
+        """Process the time, which never goes back. Return actions."""
         self._now = max(self._now, seconds("now", now))
         actions: list[Action] = []
         while self._wake and self._wake[0][0] <= self._now:
@@ -220,7 +238,11 @@ class ProducerLedger:
         old = request.early.get(reader)
         if old is None:
             if self._kept == self._most_early:
-                return [Refused(message, f"of an unknown request: {self._kept} wait already")]
+                return [
+                    Refused(
+                        message, f"the request is unknown, and {self._kept} messages wait already"
+                    )
+                ]
             self._kept += 1
         if old is None or _order(message) > _order(old):
             request.early[reader] = message

@@ -1,8 +1,8 @@
-"""Run a plan between real processes: one NIXL agent for every rank of two engines.
+"""Run a plan between real processes, with one NIXL agent for each rank of two engines.
 
-`run_transfer` starts the ranks, lets one side move the other's cache and has every byte of every
-consumer compared with the byte oracle. `run_recovery` lets sessions move many requests, and kills
-ranks meanwhile. `kvspec transfer` prints what they report.
+`run_transfer` starts the ranks, moves the cache of one engine to the other, and compares every byte
+of each consumer with the byte oracle. `run_recovery` moves many requests with sessions and kills
+ranks meanwhile. `kvspec transfer` prints their reports.
 """
 
 from kvspec.run.job import Job

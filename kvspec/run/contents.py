@@ -1,7 +1,7 @@
-"""What a rank's cache holds before a run, and what the byte oracle says of it afterwards.
+"""Fill the cache of a rank before a run, and compare it with the byte oracle afterwards.
 
-Law: right and wrong are the oracle's alone. Several requests are one after the other in one cache:
-each adds its own true bytes, and what none of them may change is compared too.
+Invariant: only the oracle decides which bytes are right. Several requests share one cache: each
+adds its own bytes. Bytes that no request may change are compared as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What to run: two engines, some requests, and who moves the bytes.
+"""The description of a run: two engines, some requests, and the side that moves the bytes.
 
-Law: a job decides everything. Each rank's process draws the same block tables and the same contents
-from the job alone, so nothing but metadata and addresses has to be sent between the engines.
+Invariant: a job determines everything. Each rank draws the same block tables and contents from the
+job, so the engines exchange only metadata and addresses.
 """
 
 from __future__ import annotations
@@ -39,13 +39,27 @@ _SEED_STEP = 16  # apart from each other by more than the oracle's own uses of a
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """One run: *requests* prompts of *tokens* tokens move from *producer* to *consumer*.
+    """One run: several prompts move from a producer to a consumer.
 
-    *cached*: leading tokens that the consumer already holds. *mode*: consumers read (``pull``) or
-    producers write (``push``). *device*: where the caches lie, ``cpu``, ``cuda`` (ranks take turns
-    on the GPUs there are) or one such as ``cuda:0``. *timeout*: seconds for the whole run.
-    *tamper*: change one byte of the first consumer rank before it compares. *staging*: MiB of an
-    area for each rank that moves bytes, through which all goes that can; 0 is none.
+    Attributes:
+        producer: The engine that has the prompts.
+        consumer: The engine that receives them.
+        tokens: Tokens of each prompt.
+        cached: Leading tokens that the consumer already has.
+        requests: Number of prompts.
+        replica_policy: How replicas share the work.
+        mode: "pull": consumers read. "push": producers write.
+        device: Place of the caches: "cpu", "cuda" (ranks share all GPUs in turn) or one GPU such as
+            "cuda:0".
+        seed: Seed of block tables and contents.
+        timeout: Seconds for the whole run.
+        tamper: Change one byte of the first consumer rank before the comparison.
+        staging: MiB of a staging buffer on each rank that moves bytes. All transfers that can be
+            staged are staged. 0: no buffer.
+
+    Raises:
+        SpecError: If an attribute is wrong.
+
     """
 
     producer: EngineSpec
@@ -67,7 +81,7 @@ class Job:
         positive_int("seed", self.seed, least=0)
         positive_int("staging", self.staging, least=0, most=MAX_STAGING)
         if self.tokens * self.requests > MAX_TOKENS:
-            wanted = f"at most {MAX_TOKENS} in all {self.requests} requests"
+            wanted = f"at most {MAX_TOKENS} tokens in all {self.requests} requests together"
             raise SpecError("tokens", self.tokens, wanted)
         if positive_int("cached", self.cached, least=0) > self.tokens:
             raise SpecError("cached", self.cached, f"at most tokens={self.tokens}")
@@ -81,14 +95,14 @@ class Job:
             raise SpecError("device", self.device, "cpu, cuda, or one GPU such as cuda:0")
         ranks = sum(len(self.engine(side).parallel.ranks) for side in SIDES)
         if ranks > MAX_RANKS:
-            raise SpecError("ranks", ranks, f"at most {MAX_RANKS} processes in all")
+            raise SpecError("ranks", ranks, f"at most {MAX_RANKS} ranks of both engines")
         if not 0 < seconds("timeout", self.timeout) <= MAX_TIMEOUT:
             wanted = f"seconds, more than 0 and at most {MAX_TIMEOUT:.0f}"
             raise SpecError("timeout", self.timeout, wanted)
 
     @cached_property
     def plan(self) -> TransferPlan:
-        """The plan, as each rank computes it."""
+        """The plan. Each rank computes the same."""
         return plan_transfer(self.producer, self.consumer, self.replica_policy)
 
     @cached_property
@@ -117,13 +131,13 @@ class Job:
         return self.producer if side == "producer" else self.consumer
 
     def ranks(self) -> Iterator[tuple[Side, RankId]]:
-        """Yield every rank of both engines, producers first."""
+        """Yield all ranks of both engines, producers first."""
         for side in SIDES:
             for rank in self.engine(side).parallel.ranks:
                 yield side, rank
 
     def notifies(self, side: Side, rank: RankId) -> tuple[RankId, ...]:
-        """Return the ranks of the other side that *rank* notifies of each request, or moves to."""
+        """Return the ranks of the other side that *rank* notifies of each request."""
         if side == "consumer":
             return self.plan.notifies(rank)
         return self.plan.targets(rank) if self.mode == "push" else ()
@@ -135,11 +149,11 @@ class Job:
         return self.plan.sources(rank) if self.mode == "push" else ()
 
     def content_seed(self, request: int) -> int:
-        """Return what makes the contents of one request differ from all others."""
+        """Return a seed that gives each request other contents."""
         return (self.seed * self.requests + request) * _SEED_STEP
 
     def num_blocks(self, side: Side) -> dict[str, int]:
-        """Return the blocks of each group's pool: what the requests own, and a few spare."""
+        """Return the number of blocks of each group: those of all requests, and a few more."""
         return {
             group.name: self.first_block(side)
             + self.requests * len(self.block_starts(side, group))
@@ -148,13 +162,13 @@ class Job:
         }
 
     def first_block(self, side: Side) -> int:
-        """Return the first block that a request may own: the one after the null block."""
+        """Return the first block for requests: the one after the null block."""
         null = self.engine(side).null_block
         return 0 if null is None else null + 1
 
     @property
     def request_bytes(self) -> int:
-        """Bytes of one request in the model's own terms: each live byte once, nothing cached."""
+        """Bytes of one request in the model: each live byte once, without cached tokens."""
         total = 0
         for group in self.consumer.groups:
             for layer in group.layers:
@@ -168,7 +182,7 @@ class Job:
         return total
 
     def cache_bytes(self) -> list[int]:
-        """Return the bytes of each rank's cache; raise `SpecError` for an impossible layout."""
+        """Return the bytes of each rank's cache. Raise `SpecError` if the layout is impossible."""
         return [
             sum(
                 memory.length
@@ -178,7 +192,7 @@ class Job:
         ]
 
     def block_starts(self, side: Side, group: KVCacheGroup) -> range:
-        """Return the first token of each block that one request owns."""
+        """Return the first token of each block of one request."""
         if not any(part.per_token for part in group.spec.parts):
             return range(1)
         live = group.spec.live_tokens(self.tokens)

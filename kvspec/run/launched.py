@@ -1,8 +1,8 @@
-"""A run whose processes a launcher starts: torchrun, Slurm or Open MPI, on any number of machines.
+"""A run whose processes are started by torchrun, Slurm or Open MPI, on any number of machines.
 
-Law: each process is one rank and runs the same body as in a local run; what the parent does there,
-a store does here: it keeps what each rank said of a stage. A rank that fails says so there; one
-that does not answer in time is named by all others. None waits for longer than the job allows.
+Invariant: each process is one rank and runs the same code as in a local run. A store replaces the
+parent: it keeps the answers of all ranks for each stage. A rank that fails writes that to the
+store. A rank without an answer is named by the others. No rank waits longer than the job allows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,16 @@ its own machine. All need ``MASTER_ADDR`` and ``MASTER_PORT``, which torchrun se
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """Which process this is, of how many, which on its machine, and where the store is."""
+    """The place of this process in the launch.
+
+    Attributes:
+        number: Number of this process.
+        size: Number of all processes.
+        local: Number of this process on its machine.
+        address: Host of the store.
+        port: Port of the store.
+
+    """
 
     number: int
     size: int
@@ -58,14 +67,19 @@ class Place:
 
     @staticmethod
     def of(launcher: str, job: Job, environ: Mapping[str, str] = os.environ) -> Place:
-        """Read what *launcher* says; `SpecError` for what is missing, or is not as *job* needs."""
+        """Read the place from the environment variables that *launcher* sets.
+
+        Raises:
+            SpecError: If a variable is missing, or the number of processes is not that of *job*.
+
+        """
         if launcher not in LAUNCHERS:
             raise SpecError("launcher", launcher, f"one of {', '.join(LAUNCHERS)}")
         number, size, local = (_number(environ, name) for name in LAUNCHERS[launcher])
         wanted = len(list(job.ranks()))
         if size != wanted:
             name = LAUNCHERS[launcher][1]
-            raise SpecError(name, size, f"{wanted}: a process for each rank of both engines")
+            raise SpecError(name, size, f"{wanted}, one process for each rank of both engines")
         if number >= size:
             raise SpecError(LAUNCHERS[launcher][0], number, f"a number below {size}")
         address, port = environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT")
@@ -77,12 +91,12 @@ class Place:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None or not (text.isascii() and text.isdecimal()):
-        raise SpecError(name, text, "a number, which the launcher sets")
+        raise SpecError(name, text, "a number from the launcher")
     return int(text)
 
 
 class GoneError(KVSpecError):
-    """A run that cannot go on: *failures* say which ranks, in which stage and why."""
+    """A run that cannot continue. *failures* contains the ranks, their stages and reasons."""
 
     def __init__(self, failures: tuple[Failure, ...]) -> None:
         super().__init__("; ".join(map(str, failures)))
@@ -90,9 +104,19 @@ class GoneError(KVSpecError):
 
 
 def run_launched(job: Job, place: Place, progress: Progress | None = None) -> Report | None:
-    """Run this process's rank of *job*; return the report on the first process, None on others.
+    """Run this process's rank of *job*.
 
-    Raises `GoneError` on every other process if the run failed; the first one reports it.
+    Args:
+        job: The job, the same on all processes.
+        place: The place of this process.
+        progress: Function that receives the progress, or None.
+
+    Returns:
+        The report on the first process, None on all others.
+
+    Raises:
+        GoneError: If the run failed, on all processes but the first.
+
     """
     began = time.monotonic()
     _ = job.plan  # planning is a check

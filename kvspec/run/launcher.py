@@ -1,8 +1,8 @@
-"""The parent: starts every rank as a process of its own, leads them through the stages, ends them.
+"""Run a job with local processes: start one for each rank, lead them through the stages, end them.
 
-Law: no process outlives its run, and none is waited for longer than the job allows. A rank that
-dies, fails or is silent is named, with the stage and the reason, and ends the run. Always spawned:
-nixl does not survive a fork.
+Invariant: no process outlives its run, and no wait is longer than the job allows. A rank that dies,
+fails or gives no answer is named with its stage and reason, and ends the run. Processes are always
+spawned, because NIXL does not work in a forked child.
 """
 
 from __future__ import annotations
@@ -71,18 +71,37 @@ class _Member:
 
 
 def check_job(job: Job) -> int:
-    """Return how many GPUs *job* has; raise `SpecError` or `MismatchError` if it cannot be run."""
+    """Check that this machine can run *job*.
+
+    Returns:
+        The number of GPUs for the job.
+
+    Raises:
+        SpecError: If the job needs more than the machine has.
+        MismatchError: If the engines do not fit.
+
+    """
     _ = job.plan  # planning is a check
     check_memory(job.cache_bytes())
     return check_device(job.device)
 
 
 def run_transfer(job: Job, progress: Progress | None = None) -> Report:
-    """Run *job*, each rank in its own process, and return what was moved, counted and compared.
+    """Run *job* with one process for each rank.
 
-    Raises `SpecError` or `MismatchError` before anything starts if the job cannot be run; what
-    fails later is in the report. On an interrupt, or a signal that ends this process, every rank
-    is ended first.
+    A signal that ends this process ends all ranks first.
+
+    Args:
+        job: The job.
+        progress: Function that receives the progress, or None.
+
+    Returns:
+        The report: what was moved, counted and compared, and which ranks failed.
+
+    Raises:
+        SpecError: If the job cannot run. Then nothing has started.
+        MismatchError: If the engines do not fit. Then nothing has started.
+
     """
     devices = check_job(job)
     deadline, seconds = time.monotonic() + job.timeout, dict[str, float]()

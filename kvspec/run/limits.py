@@ -1,7 +1,7 @@
-"""What a machine can hold: memory for the caches, and the GPUs that are asked for.
+"""Check the memory and the GPUs of this machine before a run.
 
-Law: a run that does not fit is refused before a process starts, with what it needs and what there
-is.
+Invariant: a run that does not fit is refused before a process starts. The error contains what it
+needs and what is available.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_memory(caches: Collection[int], available: int | None = None) -> None:
     need = COPIES * sum(caches) + PROCESS_BYTES * len(caches)
     if free is not None and need > SHARE * free:
         why = f"{nbytes(sum(caches))} of cache on {len(caches)} ranks, {COPIES} times to compare it"
-        wanted = f"at most {SHARE:.0%} of the {nbytes(free)} that are free"
+        wanted = f"at most {SHARE:.0%} of the free {nbytes(free)}"
         wanted += ": fewer tokens, requests or ranks"
         raise SpecError("memory", f"{nbytes(need)} ({why})", wanted)
 
@@ -53,7 +53,7 @@ def check_device(device: str) -> int:
     try:
         import torch  # noqa: PLC0415 - only a GPU needs it, and it starts slowly
     except ImportError:
-        raise SpecError("device", device, "cpu, since torch is not installed") from None
+        raise SpecError("device", device, "cpu: torch is not installed") from None
     count = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
     index = int(device.partition(":")[2] or 0)
     if index >= count:

@@ -1,8 +1,8 @@
-"""What transfers of this machine cost: real ones between two processes, direct and staged.
+"""Measure the costs of real transfers between two processes of this machine, direct and staged.
 
-Law: what is measured is what a connector does, a request's read over NIXL; the least of several
-tries counts, since a machine is never wholly one's own. Where the transport copies while it posts,
-time is the processor's own.
+Invariant: a measurement does what a connector does, a read of a request over NIXL. The least of
+several tries counts, because other programs use the machine as well. If the transport copies while
+it posts, the time is that of the processor.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _served(wanted: tuple[Probe, ...]) -> Iterator[list[tuple[bytes, int]]]:
         told = []
         for _ in wanted:
             if not pipe.poll(TIMEOUT):
-                message = f"the other process was silent for {TIMEOUT} s"
+                message = f"the other process gave no answer for {TIMEOUT} s"
                 raise TransferError(message, state=TransferState.TIMEOUT)
             told.append(pipe.recv())
         yield told

@@ -1,7 +1,7 @@
-"""Which notifications must come to one rank, and which came.
+"""Count the notifications of one rank, and compare them with the expected ones.
 
-Law: a request is finished when each of its notifiers has told so exactly once. A notification that
-is unknown, or comes twice, is foreign: it is counted, told, and finishes nothing.
+Invariant: a request is finished after each of its notifiers has sent exactly one notification. An
+unknown or repeated notification is reported as foreign, and finishes nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The parent's end of an engine whose ranks are processes: asked, stopped, killed.
+"""The parent's side of an engine whose ranks are processes: send calls to them, stop and kill them.
 
-Law: who is silent or dead is named, and nobody is waited for longer than `SILENT`.
+Invariant: a rank that is dead or gives no answer is named. No wait is longer than `SILENT`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One rank's process with a session, which does what its parent says over a pipe.
+"""The process of one rank with a session. It executes the calls that its parent sends over a pipe.
 
-Law: what its ledger frees it overwrites at once, as an engine does that gives the blocks to another
-request; what a load calls done it compares at once. Only its parent's pipe is read as pickles.
+Invariant: blocks that the ledger frees are overwritten at once, as an engine does for the next
+request. A load that is done is compared at once. Only the parent's pipe is read as pickles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Sessions between two engines of which ranks are killed, and start again: does all recover.
+"""Run sessions between two engines, kill ranks, restart them, and check that all requests recover.
 
-Law: a run that cannot be run is refused before a process starts; whatever ends a run, no process
-is left.
+Invariant: an impossible run is refused before a process starts. No process is left after the run.
 """
 
 from __future__ import annotations
@@ -22,18 +21,22 @@ from kvspec.run.soak import KILLS, Soak, pools_of
 
 
 def check_kills(job: Job, kills: int) -> list[Job]:
-    """Return *job*'s requests, one each; raise `SpecError` if it cannot run with so many *kills*.
+    """Return the requests of *job* as jobs with one request each.
 
-    Lengths are drawn from 1 to the job's tokens.
+    The numbers of tokens are random, from 1 to those of the job.
+
+    Raises:
+        SpecError: If the job cannot run with so many *kills*.
+
     """
     if positive_int("kill", kills, least=0) > job.requests:
-        raise SpecError("kill", kills, f"at most requests={job.requests}, one kill in each")
+        raise SpecError("kill", kills, f"at most requests={job.requests}, one kill for each")
     if job.staging:
-        raise SpecError("kill", kills, "a run without staging")
+        raise SpecError("kill", kills, rule="kill cannot be combined with staging")
     if job.tamper:
-        raise SpecError("kill", kills, "a run without tamper, which is of one that ends whole")
+        raise SpecError("kill", kills, rule="kill cannot be combined with tamper")
     if job.device != "cpu":
-        raise SpecError("kill", kills, f"device cpu, not {job.device}")
+        raise SpecError("kill", kills, rule=f"kill needs device=cpu, not {job.device}")
     _ = job.plan  # planning is a check
     drawn, jobs = random.Random(job.seed), list[Job]()  # noqa: S311 - no secret
     for _ in range(job.requests):
@@ -50,11 +53,23 @@ def run_recovery(
     kills: int,
     progress: Callable[[int], None] | None = None,
 ) -> Figures:
-    """Run *job* over sessions, killing a random rank *kills* times; return the figures.
+    """Run *job* over sessions, and kill a random rank *kills* times.
 
-    Its requests are of random lengths, up to its tokens. The engine whose rank is killed starts
-    again. *progress*: called with how many requests were sent. Raises
-    `SpecError` or `MismatchError` before anything starts if the job cannot be run.
+    The engine of a killed rank is restarted. The requests have random lengths, up to the tokens of
+    the job.
+
+    Args:
+        job: The job.
+        kills: Number of kills, at most the number of requests.
+        progress: Function that receives the number of requests sent so far, or None.
+
+    Returns:
+        The figures of the run.
+
+    Raises:
+        SpecError: If the job cannot run. Then nothing has started.
+        MismatchError: If the engines do not fit. Then nothing has started.
+
     """
     drawn = random.Random(job.seed)  # noqa: S311 - no secret
     faults = [drawn.choice(KILLS) for _ in range(kills)]

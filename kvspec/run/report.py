@@ -1,7 +1,7 @@
-"""What a run found: bytes moved, notifications counted, bytes compared, ranks that failed.
+"""The results of a run: moved bytes, counted notifications, compared bytes, and failed ranks.
 
-Law: a run is right only if every rank finished, every byte that was judged is right and every count
-is exactly what the plan says. Whatever is not known is not right.
+Invariant: a run is right only if every rank has finished, every compared byte is right, and every
+count is that of the plan. Missing results are wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIED = "its process died"
 
 @attrs.frozen(kw_only=True)
 class Moved:
-    """What one pair of ranks exchanged: *runs* are the descriptors left after merging *ids*."""
+    """The bytes between two ranks. *runs* is the number of descriptors after merging *ids*."""
 
     producer: RankId
     consumer: RankId
@@ -32,9 +32,14 @@ class Moved:
 
 @attrs.frozen(kw_only=True)
 class Compared:
-    """A cache after the run: bytes *judged*, bytes *free* to be anything, and what is *wrong*.
+    """The comparison of one cache after a run.
 
-    *lines* tell the first wrong bytes, one a line.
+    Attributes:
+        judged: Number of compared bytes.
+        free: Number of bytes that may have any value.
+        wrong: Number of wrong bytes.
+        lines: The first wrong bytes, one line each.
+
     """
 
     judged: int
@@ -45,11 +50,19 @@ class Compared:
 
 @attrs.frozen(kw_only=True)
 class RankReport:
-    """What one rank's process saw.
+    """The results of one rank.
 
-    *notified* of *awaited* notifications came; *finished* requests had all of theirs; *foreign*
-    ones, which nobody should have sent, are told by request and sender. *torch* says whether the
-    process imported torch.
+    Attributes:
+        side: Side of the rank.
+        rank: The rank.
+        moved: Bytes between this rank and others.
+        awaited: Number of expected notifications.
+        notified: Number of expected notifications that arrived.
+        foreign: Unexpected notifications: request and sender.
+        finished: Number of requests with all notifications.
+        compared: The comparison of the cache.
+        torch: Whether the process imported torch.
+
     """
 
     side: Side
@@ -65,7 +78,7 @@ class RankReport:
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """A rank that did not get through: in which *stage*, and why."""
+    """A rank that failed, the *stage* of the failure, and its reason."""
 
     side: Side
     rank: RankId
@@ -78,10 +91,15 @@ class Failure:
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """The outcome of one run.
+    """The results of one run.
 
-    *stages*: seconds of each stage, in order. *sending* and *receiving*: finished (rank, request)
-    pairs, and how many there must be.
+    Attributes:
+        ranks: Results of the ranks that finished.
+        failures: Ranks that failed.
+        stages: Seconds of each stage, in order.
+        sending: Finished and expected numbers of (rank, request) pairs of the active side.
+        receiving: The same numbers of the other side.
+
     """
 
     ranks: tuple[RankReport, ...]
@@ -92,7 +110,7 @@ class Report:
 
     @staticmethod
     def of(job: Job, answers: Iterable[object], seconds: dict[str, float]) -> Report:
-        """Return what the *answers*, a `RankReport` or a `Failure` each, say of *job*."""
+        """Return the report of *job*. Each of *answers* is a `RankReport` or a `Failure`."""
         told = tuple(answers)
         ranks = tuple(each for each in told if isinstance(each, RankReport))
         failures = (each for each in told if isinstance(each, Failure))
@@ -107,7 +125,7 @@ class Report:
 
     @property
     def moved(self) -> tuple[Moved, ...]:
-        """Every pair of ranks, by consumer, then producer."""
+        """All pairs of ranks, by consumer, then producer."""
         pairs = (pair for rank in self.ranks for pair in rank.moved)
         return tuple(sorted(pairs, key=lambda pair: (pair.consumer, pair.producer)))
 
@@ -118,22 +136,22 @@ class Report:
 
     @property
     def judged(self) -> int:
-        """Bytes of consumer ranks that were compared."""
+        """Number of compared bytes of consumer ranks."""
         return sum(rank.compared.judged for rank in self.consumers)
 
     @property
     def wrong(self) -> int:
-        """Bytes, of any rank, that are wrong."""
+        """Number of wrong bytes of all ranks."""
         return sum(rank.compared.wrong for rank in self.ranks)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The first wrong bytes of every rank, one a line."""
+        """The first wrong bytes of each rank, one line each."""
         return tuple(line for rank in self.ranks for line in rank.compared.lines)
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Everything that makes the run wrong, one a line; empty if all is right."""
+        """All faults of the run, one line each. Empty if the run is right."""
         return tuple(self._faults())
 
     def _faults(self) -> Iterator[str]:
@@ -153,11 +171,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is right and every count exact."""
+        """Whether every byte is right and every count is exact."""
         return not self.faults
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, ranks by their names."""
+        """Return the report as plain values. Ranks are named by their texts."""
         whole = attrs.asdict(self, value_serializer=_plain)
         moved = [attrs.asdict(pair, value_serializer=_plain) for pair in self.moved]
         summary = {"ok": self.ok, "faults": list(self.faults), "judged_bytes": self.judged}
@@ -171,13 +189,20 @@ def _plain(instance: object, field: object, value: Any) -> Any:  # noqa: ANN401 
 
 @attrs.define
 class Figures:
-    """What came of a run of sessions under faults.
+    """The results of a run of sessions with faults.
 
-    *done*, *failed*, *gone*: loads, one for each request and consumer rank; those that are gone
-    ended with their engine, since a rank of it was killed. *faults*: kills, and whatever else was
-    broken. *lost*: requests that were not sent in time, never came to an end or were never freed.
-    *wrong*: bytes of loads that were called done. *leaked*: what is left at the end. *died*: the
-    rank that ended the run, since it died without being killed, or was silent.
+    Attributes:
+        requests: Number of requests.
+        done: Loads that are done. There is one load for each request and consumer rank.
+        failed: Loads that failed.
+        gone: Loads whose engine was killed.
+        faults: Kills and other injected faults.
+        lost: Requests that were not sent in time, never ended, or were never freed.
+        wrong: Wrong bytes of loads that are done.
+        leaked: Objects that are left at the end.
+        seconds: Seconds of the run.
+        died: Rank that ended the run, because it died without a kill or gave no answer.
+
     """
 
     requests: int = 0
@@ -200,12 +225,12 @@ class Figures:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is lost, wrong or leaked."""
+        """Whether no request is lost, no byte is wrong, and nothing is leaked."""
         return not self.wrongs
 
     @property
     def wrongs(self) -> tuple[str, ...]:
-        """What makes the run wrong, one a line; empty if all recovered."""
+        """All faults of the run, one line each. Empty if everything recovered."""
         counts = (
             (self.lost, "requests were lost"),
             (self.wrong, "bytes are wrong in loads that were called done"),

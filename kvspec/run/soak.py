@@ -1,7 +1,7 @@
-"""Many requests between two engines of sessions, with faults: what is lost, wrong, leaked.
+"""Move many requests between two engines of sessions, with injected faults, and count the damage.
 
-Law: whoever survives serves on. Each request comes to an end on every rank that lives, no wrong
-byte is ever called done, and at the end nothing is held, moving or left.
+Invariant: surviving ranks continue. Each request ends on every live rank. No load with wrong bytes
+is ever done. At the end nothing is held, moving or left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One rank's process: allocates, fills, connects, moves its own rows, and compares.
+"""The process of one rank: it allocates, fills, connects, moves its own rows, and compares.
 
-Law: a process knows its job, its rank and what other ranks sent; it plans for itself. It never
-imports torch for a cache in host memory, and whatever goes wrong is told to the parent.
+Invariant: a process knows only its job, its rank and the messages of other ranks, and plans for
+itself. It never imports torch for a cache in host memory. It reports each error to its parent.
 """
 
 from __future__ import annotations
