@@ -144,7 +144,7 @@ class Audit:
 
     def _narrow(self, rank: RankId, extent: Extent) -> str | None:
         """Look into an extent that differs; return its name if it cannot be halved."""
-        self.source, self.differs = rank, f"{extent}: what arrived is not what {rank} holds"
+        self.source, self.differs = rank, f"{extent}: received data differs from that of {rank}"
         self._open, self._rest = dict[int, Question](), None
         self.verdict = TransferState.DIFFERS
         if extent.halves is None:

@@ -399,7 +399,7 @@ class Loading:
         """Take a producer's sum, or that it has none."""
         audits = [one.audit for one in self.loads.values() if one.name == name_of(message)]
         if not any(audit.deliver(message) for audit in audits if audit is not None):
-            self.note(f"{message.kind} of {message.by}: nobody asked, or it came twice")
+            self.note(f"{message.kind} of {message.by}: no question is open for it")
 
     def act(self) -> None:
         """Carry out the recorded actions of the ledger."""

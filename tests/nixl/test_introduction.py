@@ -119,7 +119,7 @@ def test_no_secret_is_said_once(tmp_path: Path) -> None:
             [sys.executable, *strict, script],
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert told == done.stderr.count(f"{script}:5: RuntimeWarning: a rank is introduced")
+        assert told == done.stderr.count(f"{script}:5: RuntimeWarning: introductions are not")
         assert 1 == done.stderr.count("not authenticated")
         assert bool(strict) == bool(done.returncode)
 

@@ -526,13 +526,13 @@ def test_a_question_has_one_number_however_often_it_is_asked() -> None:
 
 
 def test_gone_fails_by_name() -> None:
-    """A source that let it go before it was read fails the request, once, and says who."""
+    """A source that freed it before it was read fails the request, once, and says who."""
     ledger = moving()
     step = ledger.start("mine", P[0].rank, "full")
     gone = answers(ledger.finish(step, 3.0), "gone")
     actions = ledger.receive(gone[0], 4.0)
     assert (
-        Failed("mine", "prefill tp0 let it go before it was read", TransferState.GONE) == actions[0]
+        Failed("mine", "prefill tp0 freed it before it was read", TransferState.GONE) == actions[0]
     )
     assert Release("mine") == actions[1]
 
@@ -589,7 +589,7 @@ def test_a_restarted_producer_fails_what_it_had() -> None:
     """A new epoch: what the earlier start held is lost, and there is nobody to tell."""
     ledger = moving()
     actions = ledger.connect("prefill", 2, 1.0)
-    failed = Failed("mine", "prefill was started again", TransferState.GONE)
+    failed = Failed("mine", "prefill was restarted", TransferState.GONE)
     assert [failed, Release("mine")] == actions[:2]
     assert ["Closed"] == kinds(actions[2:])
     assert "epoch=1" in words(lambda: ledger.expect(reads(), 2.0, 9.0))

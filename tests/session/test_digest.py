@@ -132,7 +132,7 @@ def test_one_wrong_byte_is_named(
         where = "rows 1..1" if token is None else f"tokens {token}..{token}"
         error = loads[-1].error
         assert error is not None
-        words = f"layers {layer}, {part} units {unit}..{unit}, {where}: what arrived is not what "
+        words = f"layers {layer}, {part} units {unit}..{unit}, {where}: received data differs from that of "
         assert error.message.startswith(words)
         assert f"P {error.message.removeprefix(words).split()[0]}" == error.rank
         assert "differs" == error.state
@@ -166,7 +166,7 @@ def test_blocks_that_a_reader_was_told_wrong_are_found() -> None:
         wrong = attrs.evolve(asked, producer_blocks={"full": [1, 3, 2, 4], "window": [1, 2, 3, 4]})
         loads = consumer.load(wrong, remote_id, digest=True)
         assert {"failed"} == set(ended(loads, *sides))
-        assert all("tokens 4..4: what arrived is not" in str(load.error) for load in loads)
+        assert all("tokens 4..4: received data differs" in str(load.error) for load in loads)
 
 
 def test_who_cannot_be_asked_fails_the_load() -> None:
@@ -270,7 +270,7 @@ def test_what_is_known_by_then_is_said() -> None:
             assert load.error is not None
             assert "timeout" == load.error.state
             assert "not there in time; layers l.0" in load.error.message
-            assert "what arrived is not what tp" in load.error.message
+            assert "received data differs from that of tp" in load.error.message
         until(lambda: not any(s.stats().loads for s in consumer.sessions.values()), *sides)
 
 
@@ -311,7 +311,7 @@ def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
         assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [message.number for message in asked])
         by = next(iter(producer.sessions.values())).me
         session._deliver(attrs.evolve(asked[0].answer("checksum", total=bytes(8)), number=0, by=by))
-        assert "nobody asked, or it came twice" in session.ledger.poll().foreign[-1]
+        assert "no question is open for it" in session.ledger.poll().foreign[-1]
         load.audit.tell = tell
         now = 4.0
         assert {"done"} == set(ended(loads, *sides))

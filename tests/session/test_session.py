@@ -207,7 +207,7 @@ def test_what_the_producer_let_go_is_not_done(pair: tuple[Side, Side]) -> None:
     for load in loads:
         assert load.error is not None
         assert "gone" == load.error.state
-        assert "let it go before it was read" in str(load.error)
+        assert "freed it before it was read" in str(load.error)
         assert {"full": (1, 2, 3, 4), "window": (1, 2, 3)} == load.undefined_blocks  # tokens 7..13
 
 
@@ -431,7 +431,9 @@ def test_who_is_there_is_waited_for_longer(pair: tuple[Side, Side]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
-        with pytest.raises(TransferError, match=rf"{address} within 0.5 s: the process there is silent"):
+        with pytest.raises(
+            TransferError, match=rf"{address} within 0.5 s: the process there is silent"
+        ):
             session.fetch([address], timeout=0.5, absent=0.1)
         assert time.monotonic() - start >= 0.5
 
@@ -456,7 +458,9 @@ def test_who_hangs_up_is_not_waited_for(pair: tuple[Side, Side]) -> None:
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
     start = time.monotonic()
-    with pytest.raises(TransferError, match=rf"{address} within 0.2 s: no process accepts connections"):
+    with pytest.raises(
+        TransferError, match=rf"{address} within 0.2 s: no process accepts connections"
+    ):
         session.fetch([address], timeout=60.0, absent=0.2)
     assert time.monotonic() - start < 5.0
 
@@ -489,7 +493,7 @@ def test_a_restarted_producer_is_met_anew(either: tuple[Side, Side]) -> None:
     with Side("P", engine(1), epoch=2, polled=False) as again:
         consumer.connect(again)
         assert ["failed"] * 2 == [load.state for load in old]
-        assert all("was started again" in str(load.error) for load in old)
+        assert all("was restarted" in str(load.error) for load in old)
         asked, remote_id = request("new"), new_remote_id("new")
         again.fill(asked)
         consumer.spoil(asked)
@@ -532,7 +536,7 @@ def test_a_closed_rank_holds_nothing(pair: tuple[Side, Side]) -> None:
     (first, *_) = producer.sessions.values()
     first.nixl.close()
     assert ["failed", "done"] == ended(loads, producer, consumer)
-    assert "P tp0 let it go before it was read" in str(loads[0].error)
+    assert "P tp0 freed it before it was read" in str(loads[0].error)
     freed: tuple[list[str], list[str]] = [], []
 
     def settled() -> bool:
@@ -745,9 +749,9 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
     producer, consumer = pair
     (by, *_), (session, *_) = producer.sessions.values(), consumer.sessions.values()
     for kind, why in (
-        ("valid", "'r': of no request that is open, or not for this rank"),
+        ("valid", "'r': it belongs to no open request of this rank"),
         ("stopped", "nothing that it pushes is waited for"),
-        ("checksum_unavailable", "nobody asked, or it came twice"),
+        ("checksum_unavailable", "no question is open for it"),
     ):
         key = key_of(new_remote_id("r"))
         message = Message(kind=kind, key=key, by=by.me, to=session.me)
@@ -758,7 +762,7 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
     session._deliver(
         Message(kind="checksum_unavailable", key=load.name[0], by=by.me, to=session.me)
     )
-    assert "nobody asked" in session.ledger.poll().foreign[-1]
+    assert "no question is open" in session.ledger.poll().foreign[-1]
 
 
 def test_a_killed_producer_fails_its_loads(net: FakeNixl, pair: tuple[Side, Side]) -> None:
