@@ -132,9 +132,10 @@ def test_one_wrong_byte_is_named(
         where = "rows 1..1" if token is None else f"tokens {token}..{token}"
         error = loads[-1].error
         assert error is not None
-        words = f"layers {layer}, {part} units {unit}..{unit}, {where}: received data differs from that of "
+        words = f"layers {layer}, {part} units {unit}..{unit}, {where}: "
+        words += "received data differs from that of "
         assert error.message.startswith(words)
-        assert f"P {error.message.removeprefix(words).split()[0]}" == error.rank
+        assert f"P {error.message.removeprefix(words).partition(';')[0]}" == error.rank
         assert "differs" == error.state
         assert asked.consumer_blocks.keys() == loads[-1].undefined_blocks.keys()
 
@@ -236,7 +237,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         session._summing.deliver(question)
         session.poll()
         (why,) = session.ledger.poll().foreign
-        assert "rows=range(0, 3): expected rows of ssm, which has 1" in why
+        assert "rows=range(0, 3): expected rows below 1, the rows of ssm" in why
         assert 0 == session.stats().sums
 
 
