@@ -1,1 +1,1 @@
-"""Which bytes of a request: block tables and strides become descriptor rows, and ids."""
+"""Descriptors: block tables and strides become the rows and ids that one request moves."""

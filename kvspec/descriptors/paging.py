@@ -1,11 +1,22 @@
-"""How the token axis is cut.
+"""Descriptions of paged memory: how the token axis is cut, and how block rows become ids.
 
-Law: numbers only. What a request selects follows from these alone, not from the kind of layer, the
-layout or the ranks that they came from.
+Invariant: this module contains numbers only. It knows no layer, no memory layout letters and no
+request. Two edges with equal numbers cut each request in the same way.
 
-How the blocks of one side repeat in memory.
+How it works:
+    A block table and the memory may count in blocks of different sizes. vLLM divides one block of
+    the table into several *kernel blocks* if the attention kernel needs smaller blocks:
 
-Law: numbers only; a block layout knows no layer, no rank and no request.
+        token                 0   1   2   3   4   5   6   7 |  8   9 ...
+        block of the table    0                             |  1
+        block in memory       0             | 1             |  2
+
+    Here `block_size` is 8, `memory_block_size` is 4 and `kernel_blocks_per_block` is 2.
+
+    A *tile* is the largest number of tokens that no block and no interleave of either side divides
+    (`tile_tokens`). A *row kind* (`RowKind`) selects the same tokens from each period of a block.
+    A `TokenSplit` lists all row kinds that a request may need. A `BlockLayout` numbers the places
+    of one row kind in the memory of one side.
 """
 
 from __future__ import annotations
@@ -28,11 +39,16 @@ from kvspec.ownership.tokens import BlockCyclic, Ints
 
 @attrs.frozen
 class Paging:
-    """How one side's tokens lie in blocks.
+    """The paging of the tokens of one side.
 
-    Tokens of a table's block, tokens of a block in memory (the physical blocks of a logical one),
-    and which positions the rank owns. *contiguous_across_blocks*: rows run on from one block in
-    memory to the next. *null_block*: the id that is no block.
+    Attributes:
+        block_size: Tokens of one rank in one block of the block table.
+        memory_block_size: Tokens of one block in memory. It divides `block_size`.
+        context: The token positions that the rank owns.
+        contiguous_across_blocks: Whether the bytes of a row continue from one block in memory into
+            the next block.
+        null_block: Id that stands for a missing block in block tables, or None.
+
     """
 
     block_size: int
@@ -43,33 +59,39 @@ class Paging:
 
     @cached_property
     def kernel_blocks_per_block(self) -> int:
-        """Blocks in memory for each block of the table."""
+        """Number of blocks in memory for each block of the table."""
         return self.block_size // self.memory_block_size
 
     @cached_property
     def virtual_block(self) -> int:
-        """The token positions that one block of the table stands for."""
+        """Number of token positions that one block of the table covers on all context ranks."""
         return self.block_size * self.context.size
 
     def places(self, own: Ints, kind: RowKind) -> tuple[Ints, Ints | None, Ints | None]:
-        """Return where rows of *kind* lie that begin at *own* tokens, counted from the first.
+        """Return where rows of *kind* begin in the table and in memory.
 
-        Block of the table, block in memory of these, tile in it; None where there is but one.
+        Args:
+            own: Number of the rank's own tokens before each row, from the table's first token.
+            kind: The kind of the rows.
+
+        Returns:
+            The place in the block table, the kernel block in it, and the tile in the kernel block.
+            The second and the third are None if there is only one.
+
         """
-        token, part, tile = own, None, None
+        kernel_block, tile = None, None
         if kind.period < self.memory_block_size:
-            token = own % self.memory_block_size
-            tile = (token - kind.skip) // kind.period
+            tile = (own % self.memory_block_size - kind.skip) // kind.period
         if self.kernel_blocks_per_block > 1:
-            part = own // self.memory_block_size % self.kernel_blocks_per_block
-        return own // self.block_size, part, tile
+            kernel_block = own // self.memory_block_size % self.kernel_blocks_per_block
+        return own // self.block_size, kernel_block, tile
 
 
 class RowKind(NamedTuple):
-    """Which tokens of a block a row takes: *tokens*, *skip* into each *period*.
+    """The tokens of a block that a row moves: *tokens* tokens, after *skip* in each *period*.
 
-    Of a block of 8, ``RowKind(period=4, skip=1, tokens=3)`` takes these: ``. 1 2 3 . 5 6 7``. 0 of
-    all for a state, which moves whole.
+    In a block of 8 tokens, ``RowKind(period=4, skip=1, tokens=3)`` moves ``. 1 2 3 . 5 6 7``. All
+    three numbers are 0 for a recurrent state, which moves whole.
     """
 
     period: int
@@ -77,36 +99,46 @@ class RowKind(NamedTuple):
     tokens: int
 
 
+# A larger limit needs fewer rows for a request but more rows in the table. With 16, a tile of 256
+# tokens has rows of 15 lengths for each of two sizes, and not of 255 lengths.
 MOST_LENGTHS = 16
-"""Lengths of a part of a tile for which there are rows between two sizes, where sizes divide."""
 
 
 def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
-    """Return sizes from *grain* to *tile* tokens, each of few of the one before.
+    """Return sizes from *grain* to *tile* tokens, each a small multiple of the previous size.
 
-    A part of a tile is cut into multiples of them: so few rows are enough for all its lengths.
+    A part of a tile is divided into multiples of these sizes. So a table needs rows for a few
+    lengths only, and not for every length up to *tile*.
 
     >>> partial_sizes_of(1, 16), partial_sizes_of(1, 256), partial_sizes_of(4, 1056)
     ((1, 16), (1, 16, 256), (4, 48, 528, 1056))
     """
     sizes = [grain]
     while sizes[-1] < tile:
-        left = tile // sizes[-1]
-        few = [times for times in range(2, MOST_LENGTHS + 1) if left % times == 0]
-        rest = (times for times in range(MOST_LENGTHS + 1, left + 1) if left % times == 0)
-        sizes.append(sizes[-1] * (max(few) if few else next(rest)))
+        quotient = tile // sizes[-1]
+        factors = [factor for factor in range(2, MOST_LENGTHS + 1) if quotient % factor == 0]
+        # A prime quotient above the limit has no small factor. The next size is then large.
+        larger = (f for f in range(MOST_LENGTHS + 1, quotient + 1) if quotient % f == 0)
+        sizes.append(sizes[-1] * (max(factors) if factors else next(larger)))
     return tuple(sizes)
 
 
 @attrs.frozen(eq=False)
 class TokenSplit:
-    """What decides how a request is cut for some rows of one edge.
+    """The numbers that decide which rows of one edge a request selects.
 
-    *tile*: tokens that all tables, memory blocks and interleaves cut alike, 0 for states; *grain*:
-    tokens of one of the part's own rows. *spans*: up to how many tiles one row takes.
-    *partial_sizes*: the sizes whose multiples are rows of a part of a tile; () where that moves
-    grain by grain. *trim_from*: of how many dead tokens on the last tile moves without them; 0: it
-    never does. *prefix_multiple*: tokens of which cached prefixes are whole multiples.
+    Attributes:
+        stripe: The virtual blocks of the consumer that move over this edge.
+        tile: Tokens that all tables, memory blocks and interleaves cut alike. 0 for states.
+        grain: Tokens that one state of the part stands for (`Part.tokens_per_state`).
+        producer: Paging of the producer.
+        consumer: Paging of the consumer.
+        spans: The largest number of tiles that one row moves.
+        partial_sizes: Sizes whose multiples are rows of a part of a tile. If empty, a part of a
+            tile moves state by state.
+        trim_from: Number of dead tokens from which the last tile is shortened. 0 if it never is.
+        prefix_multiple: Cached prefixes are multiples of this many tokens.
+
     """
 
     stripe: Stripe
@@ -120,34 +152,42 @@ class TokenSplit:
     prefix_multiple: int = 1
 
     @property
-    def begun(self) -> bool:
-        """Whether a tile may begin with cached tokens, counted by who owns them."""
-        tile, context = self.tile, self.consumer.context
+    def may_begin_cached(self) -> bool:
+        """Whether a tile may begin with cached tokens."""
+        positions, context = self.tile, self.consumer.context
         if context.size > 1 and context.same_sharding(self.producer.context):
-            tile = lcm(tile, context.interleave) * context.size
-        return self.prefix_multiple % tile > 0
+            # Tiles are then cut in the rank's own tokens, but prefixes count positions of the
+            # request. Each rank has whole tiles of a prefix only if its interleaves fit as well.
+            positions = lcm(self.tile, context.interleave) * context.size
+        return self.prefix_multiple % positions > 0
 
     def row_kinds(self) -> Iterator[RowKind]:
-        """Yield the kinds of rows that a request may take."""
+        """Yield all kinds of rows that a request may select."""
         if not self.tile:
             yield RowKind(0, 0, 0)
             return
         for tiles in range(1, self.spans + 1):
             yield RowKind(self.tile, 0, tiles * self.tile)
-        begun = self.begun
-        if self.tile > self.grain and not self.partial_sizes and (begun or self.trim_from):
+        begins_cached = self.may_begin_cached
+        if self.tile > self.grain and not self.partial_sizes and (begins_cached or self.trim_from):
             yield RowKind(self.grain, 0, self.grain)
         for size, period in pairwise(self.partial_sizes):
             for tokens in range(size, period, size):
-                if begun:
+                if begins_cached:
                     yield RowKind(period, period - tokens, tokens)
                 if self.trim_from:
                     yield RowKind(period, 0, tokens)
 
 
 def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> int:
-    """Return the tokens of a tile: the gcd of everything that cuts the token axis."""
+    """Return the tokens of a tile: the gcd of all sizes that cut the token axis.
+
+    Raises:
+        MismatchError: If a tile would cut a state that stands for several tokens.
+
+    """
     tile = gcd(producer.memory_block_size, consumer.memory_block_size)
+    # Ranks that shard alike own the same tokens, so that interleaves do not cut their own counts.
     if not producer.context.same_sharding(consumer.context):
         for context in (producer.context, consumer.context):
             tile = gcd(tile, context.interleave) if context.size > 1 else tile
@@ -160,33 +200,46 @@ def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> i
 
 @attrs.frozen
 class BlockLayout:
-    """How the blocks of one side repeat: the same numbers for every run of a set.
+    """The repetition of one row kind over the blocks of one side: equal for all runs of a set.
 
-    A layout of two modes, ``(num_blocks, tiles) : (block_stride, tile_stride)``. Ids count a run's
-    rows one after the other; what a row is, the strides decide. Of 2 blocks of 4 tiles, these are
-    the ids of each block's tiles:
+    A layout has two modes, ``(num_blocks, tiles) : (block_stride, tile_stride)``. A *run* is one
+    contiguous range of bytes of a tile. Each run has one id for each place where it repeats. NIXL
+    receives these places as strided rows, and the strides decide how many rows a run needs. The
+    examples show the ids of 2 blocks of 4 tiles:
 
     >>> def ids(**more):
     ...     block_layout = BlockLayout(num_blocks=2, tiles=4, tile_stride=10, **more)
     ...     block, tile = np.divmod(np.arange(8), 4)
     ...     return block_layout.ids(block, tile).reshape(2, 4).tolist()
 
-    *Plain*, as blocks lie apart from their tiles: a row for each tile, which counts blocks.
+    *Plain*: other bytes lie between the tiles of two blocks. A run has one row for each tile, and
+    the ids of a row count blocks.
 
     >>> ids(block_stride=90)
     [[0, 2, 4, 6], [1, 3, 5, 7]]
 
-    *Coalesced*, as the stride of a block is that of its tiles together: one row counts all tiles.
+    *Coalesced*: all tiles of all blocks are equally far apart. A run has one row, which counts
+    tiles.
 
     >>> ids(block_stride=40)
     [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-    *Spanning* 2 tiles an id, which run on into the next block: a row for each place to begin, so
-    that tiles 0+1, 2+3, ... are its first row and 1+2, 3+4, ... its second. No id begins at the
-    last tile, with none behind it: the 7 there means nothing.
+    *Spanning*: one id covers 2 tiles and may continue in the next block. A run has one row for each
+    remainder of the first tile: row 0 has tiles 0+1, 2+3, ..., and row 1 has tiles 1+2, 3+4, ....
+    The last tile has no tile after it, so that its id (7) is never used.
 
     >>> ids(block_stride=40, span=2)
     [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+    Attributes:
+        num_blocks: Blocks in memory.
+        block_stride: Bytes from one block to the next.
+        tiles: Places of the row kind in one block.
+        tile_stride: Bytes from one place to the next. 0 if there is one.
+        memory_type: NIXL memory type of the rows.
+        device: Index of the device for `VRAM`.
+        span: Tiles that one id covers.
+
     """
 
     num_blocks: int
@@ -211,7 +264,7 @@ class BlockLayout:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The ids of each row of one run, in order."""
+        """The number of ids in each row of one run, in order."""
         total = self.num_blocks * self.tiles
         if self.span > 1:
             return tuple(max(0, total - first) // self.span for first in range(self.span))
@@ -219,16 +272,16 @@ class BlockLayout:
 
     @cached_property
     def ids_per_run(self) -> int:
-        """The ids of one run's rows together."""
+        """The number of ids of one run."""
         return sum(self.counts)
 
     @property
     def rows_per_run(self) -> int:
-        """The rows of one run: those that have an id."""
+        """The number of rows of one run that have an id."""
         return len(self.counts) - self.counts.count(0)
 
     def ids(self, block: Ints, tile: Ints) -> Ints:
-        """Return the ids that begin at tiles, counted from a run's first id."""
+        """Return the ids that begin at *tile* of *block*, counted from the run's first id."""
         if self.tiles == self.span == 1:
             return block
         if not self.coalesced:
@@ -240,13 +293,13 @@ class BlockLayout:
         return np.asarray(starts[number % self.span] + number // self.span, np.int64)
 
     def row(self, block: Ints, tile: Ints) -> Ints:
-        """Return in which of a run's rows the ids of tiles stand."""
+        """Return which of the run's rows contains the id of *tile* of *block*."""
         if not self.coalesced:
             return tile
         return (block * self.tiles + tile) % self.span
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the block and the tile in it of an id, counted from a run's first id."""
+        """Return block and tile of the id *number* of a run: the inverse of `ids`."""
         row = 0
         while number >= self.counts[row]:
             number -= self.counts[row]
@@ -256,11 +309,20 @@ class BlockLayout:
         return divmod(number * self.span + row, self.tiles)
 
     def offsets(self, block: Ints, tile: Ints) -> Ints:
-        """Return the bytes of tiles, counted from a run's first address."""
+        """Return the bytes from the run's first address to *tile* of *block*."""
         return block * self.block_stride + tile * self.tile_stride
 
     def rows(self, address: Ints, length: Ints) -> npt.NDArray[np.uint64]:
-        """Return the rows (address, length, device, stride, count) of runs."""
+        """Return the strided rows of several runs.
+
+        Args:
+            address: First address of each run, shape (runs,).
+            length: Bytes of each run, shape (runs,).
+
+        Returns:
+            Rows (address, length, device, stride, count), shape (runs * `rows_per_run`, 5).
+
+        """
         counts = np.array([count for count in self.counts if count], np.int64)
         rows = np.empty((len(address), len(counts), 5), np.uint64)
         rows[:, :, 0] = address[:, None] + np.arange(len(counts)) * self.tile_stride
@@ -268,7 +330,9 @@ class BlockLayout:
         rows[:, :, 2] = self.device
         rows[:, :, 3] = self.stride
         rows[:, :, 4] = counts
-        if 1 in self.counts:  # one descriptor has no stride, and needs one that is long enough
+        # The stride of a single descriptor has no meaning and may be 0. NIXL requires that a
+        # stride is at least as long as the descriptor.
+        if 1 in self.counts:
             single = counts == 1
             rows[:, single, 3] = np.maximum(self.stride, length)[:, None]
         return rows.reshape(-1, 5)

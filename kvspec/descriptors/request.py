@@ -1,7 +1,17 @@
-"""Block tables with token ranges, and the requests that move them.
+"""Transfer requests: how many tokens to move, and the block tables of both sides.
 
-Law: a block table says which tokens its blocks hold; nothing is ever paired by count or from the
-end. What to move is ``live ∩ [cached, num_tokens)``, cut into ranges by each side's own table.
+Invariant: a block table assigns token positions to its blocks. Blocks of the two sides are paired
+by position, never by their number in the table or counted from its end.
+
+How it works:
+    A request moves the positions ``live ∩ [cached_tokens, num_tokens)`` of each group. *Live* are
+    the tokens that a later query can see: all of them, or those of a sliding window. Each side
+    finds the positions in its own table. For example, a prompt has 40 tokens and the consumer has
+    cached 16. The producer has blocks of 16 tokens and the consumer blocks of 8:
+
+        position    16              24              32       40
+        producer    block 1                       | block 2
+        consumer    block 2       | block 3       | block 4
 """
 
 from __future__ import annotations
@@ -21,26 +31,31 @@ from kvspec.specs import LayerSpec
 
 Ids = npt.NDArray[np.int64]
 MAX_ID = 2**63 - 1
+# The end of the block that holds the last position must still be a signed 64-bit number.
 MAX_TOKENS = 2**62
-"""The greatest position: the end of its block is still a signed 64-bit number."""
 _BOOLS = {bool, np.bool_}
 
 
 def _block_ids(value: object) -> Ids:
-    given = _array(value)
-    fits = given is not None and given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
-    if given is None or not fits or (given.dtype.kind == "u" and given.max(initial=0) > MAX_ID):
+    """Return block ids as a read-only int64 array."""
+    array = _array(value)
+    # An empty list becomes an array of floats, so the type of an empty array does not matter.
+    fits = array is not None and array.ndim == 1 and (array.dtype.kind in "iu" or not array.size)
+    if array is None or not fits or (array.dtype.kind == "u" and array.max(initial=0) > MAX_ID):
         raise SpecError("block_ids", value, "a sequence of ints")
-    ids = given.astype(np.int64)
+    ids = array.astype(np.int64)
     ids.setflags(write=False)
     return ids
 
 
 def _array(value: object) -> npt.NDArray[Any] | None:
-    """Return *value* as an array, or None if it has no order or hides a bool among ints."""
-    if isinstance(value, np.ndarray):  # numpy.ma, which takes long to import, compares no masked id
+    """Return *value* as an array, or None if it has no order or contains a bool."""
+    if isinstance(value, np.ndarray):
+        # Comparisons skip the masked ids of a masked array, so a bad id would pass all checks.
+        # Test the attribute: importing numpy.ma takes 13 ms.
         return None if hasattr(value, "mask") else value
     if isinstance(value, Sequence):
+        # numpy would turn a bool among ints into the id 0 or 1.
         if isinstance(value, (str, bytes)) or not _BOOLS.isdisjoint(map(type, value)):
             return None
     elif not hasattr(value, "__array__"):
@@ -55,10 +70,20 @@ def _array(value: object) -> npt.NDArray[Any] | None:
 class BlockTable:
     """The blocks of one request in one group, in token order.
 
-    Block ``i`` holds the tokens ``first_token + i * block_size`` and on; where C context ranks
-    share the tokens, it stands for a virtual block of ``block_size * C`` of them. The table of a
-    group of state layers is the one slot that holds the state; of a longer one, the state is in
-    the block of the last token. *ordered*: its ids in ascending order.
+    Block ``i`` contains ``block_size`` tokens from ``first_token + i * block_size``. If C context
+    ranks share the tokens, it is a virtual block of ``block_size * C`` positions. In a group of
+    state layers, a table of one id is the slot of the state. In a longer table, the block of the
+    last token contains the state.
+
+    Attributes:
+        block_ids: Block ids in token order: int64, shape (blocks,), read-only.
+        first_token: Position of the first token in the table.
+        ordered: The block ids in ascending order.
+
+    >>> table = BlockTable([7, 3], first_token=32)
+    >>> table.tokens(16), table.blocks_of(range(50, 60), 16).tolist()
+    (range(32, 64), [3])
+
     """
 
     block_ids: Ids = attrs.field(
@@ -69,63 +94,95 @@ class BlockTable:
 
     def __attrs_post_init__(self) -> None:
         positive_int("first_token", self.first_token, least=0, most=MAX_TOKENS)
+        # Sort once: each table of each source searches for repeated ids and compares the extremes.
         ordered = self.block_ids.copy()
         ordered.sort()
         ordered.setflags(write=False)
         object.__setattr__(self, "ordered", ordered)
 
     def tokens(self, block_size: int) -> range:
-        """Return the token positions that the table holds, for blocks of *block_size* tokens."""
+        """Return the token positions of the table, for blocks of *block_size* positions."""
         return range(self.first_token, self.first_token + len(self.block_ids) * block_size)
 
     def blocks_of(self, tokens: range, block_size: int) -> Ids:
-        """Return the ids of the blocks that hold *tokens*, all of which the table has."""
+        """Return the ids of the blocks that contain *tokens*. The table must contain them all.
+
+        Args:
+            tokens: Consecutive token positions, at least one.
+            block_size: Positions of a block.
+
+        Returns:
+            Block ids in token order, a view of `block_ids`.
+
+        """
         first = (tokens.start - self.first_token) // block_size
         last = (tokens.stop - 1 - self.first_token) // block_size
         return self.block_ids[first : last + 1]
 
     def without_block(self, tokens: range, block_size: int, null_block: int | None) -> range:
-        """Return the first of *tokens*, all in the table, that stand in the null block."""
+        """Return the first consecutive *tokens* whose block is the null block.
+
+        Args:
+            tokens: Token positions. The table must contain them all.
+            block_size: Positions of a block.
+            null_block: Id of the null block, or None if the engine has none.
+
+        Returns:
+            Those of *tokens* in the first run of null blocks. Empty if all blocks are real.
+
+        """
         if null_block is None:
             return EMPTY
         null = self.blocks_of(tokens, block_size) == null_block
         if not null.any():
             return EMPTY
         first, last = np.flatnonzero(np.diff(null, prepend=False, append=False))[:2].tolist()
-        at = tokens.start - (tokens.start - self.first_token) % block_size
+        block_start = tokens.start - (tokens.start - self.first_token) % block_size
         return range(
-            max(at + first * block_size, tokens.start), min(at + last * block_size, tokens.stop)
+            max(block_start + first * block_size, tokens.start),
+            min(block_start + last * block_size, tokens.stop),
         )
 
     def inside(self, num_blocks: int) -> bool:
-        """Whether a pool of *num_blocks* has all of its ids, of which there is one or more."""
+        """Whether all ids are from 0 to *num_blocks* - 1. The table must not be empty."""
         return self.ordered.item(0) >= 0 and self.ordered.item(-1) < num_blocks
 
     def check_start(self, field: str, block_size: int) -> None:
-        """Raise `SpecError` unless the table begins where a block of *block_size* tokens does."""
+        """Raise `SpecError` unless `first_token` is a multiple of *block_size*."""
         if self.first_token % block_size:
             raise SpecError(f"{field}.first_token", self.first_token, f"a multiple of {block_size}")
 
     def state_block(self, field: str, block_size: int, token: int) -> int:
-        """Return which block holds the state that has seen *token* last: the only one, or its own.
+        """Return the index of the block that contains the state after *token*.
 
-        `SpecError` naming *field* if none does.
+        Args:
+            field: Name of the table for errors.
+            block_size: Tokens of a block.
+            token: Position of the last token that the state has seen.
+
+        Returns:
+            An index into `block_ids`.
+
+        Raises:
+            SpecError: If no block contains the state.
+
         """
         if len(self.block_ids) == 1 and not self.first_token:
             return 0
         self.check_start(field, block_size)
         if token not in self.tokens(block_size):
-            wanted = f"one id, the state's slot, or a block for token {token}"
-            raise SpecError(field, self.block_ids.tolist(), wanted)
+            expected = f"one id, the state's slot, or a block for token {token}"
+            raise SpecError(field, self.block_ids.tolist(), expected)
         return (token - self.first_token) // block_size
 
 
 def check_ids(side: Role, group: str, ids: Ids, num_blocks: int) -> None:
-    """Raise `SpecError` naming the first of *ids* that a pool of *num_blocks* does not have."""
-    wrong = ids.view(np.uint64) >= num_blocks  # below 0, too
+    """Raise `SpecError` with the first of *ids* that is not a block of *num_blocks* blocks."""
+    # As unsigned numbers, negative ids are larger than any count: one comparison is enough.
+    wrong = ids.view(np.uint64) >= num_blocks
     if np.count_nonzero(wrong):
-        wanted = f"block ids from 0 to {num_blocks - 1}"
-        raise SpecError(f"{side}_blocks[{group!r}]", int(ids[wrong.argmax()]), wanted)
+        expected = f"block ids from 0 to {num_blocks - 1}"
+        raise SpecError(f"{side}_blocks[{group!r}]", int(ids[wrong.argmax()]), expected)
 
 
 Tables = Mapping[str, BlockTable | Sequence[int]]
@@ -140,12 +197,12 @@ def _consumer_tables(value: Tables) -> Mapping[str, BlockTable]:
 
 
 def tables_of(field: str, value: Tables) -> Mapping[str, BlockTable]:
-    """Return block tables by group, which never change; plain ids start at token 0."""
-    given = mapping(field, value, "group names to block tables")
+    """Return block tables by group as an immutable mapping. Plain ids start at token 0."""
+    tables = mapping(field, value, "group names to block tables")
     return Frozen(
         {
             group: table if isinstance(table, BlockTable) else BlockTable(table)
-            for group, table in given.items()
+            for group, table in tables.items()
         }
     )
 
@@ -155,7 +212,7 @@ def _frozen(value: int | Mapping[str, int]) -> int | Mapping[str, int]:
 
 
 class Known(dict[object, Any]):
-    """What was worked out of a request; not copied, nor sent, with it."""
+    """A cache of values derived from a request. A pickle or a copy of it is empty."""
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
         return Known, ()
@@ -163,15 +220,29 @@ class Known(dict[object, Any]):
 
 @attrs.frozen(kw_only=True)
 class TransferRequest:
-    """One request: how many tokens, how many the consumer has, and both sides' block tables.
+    """The tokens that one request moves, and the block tables of both sides.
 
-    *num_tokens*: position of the first token that the consumer computes itself. *cached_tokens*:
-    leading tokens that the consumer already holds, one count or one for each group; one count is
-    of the prompt's tokens, so of an encoder's none are cached unless its group says so. Tables are
-    keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
-    *encoder_tokens*: the encoder's own count, which cross attention needs. *state_tokens*: how
-    many tokens the producer's recurrent states have seen, `num_tokens` unless given. *known*: what
-    tables found of it, so that it is cut once for all sources.
+    Attributes:
+        request_id: Name of the request, not empty.
+        num_tokens: Position of the first token that the consumer computes itself.
+        producer_blocks: Block tables of the producer by the names of its groups. A plain sequence
+            of ids starts at token 0.
+        consumer_blocks: Block tables of the consumer by the names of its groups.
+        cached_tokens: Number of leading tokens that the consumer already has. An int applies to
+            all groups that count the tokens of the prompt. A mapping applies to the groups it
+            names, and the others have cached none.
+        encoder_tokens: Number of tokens of the encoder. Groups of cross attention require it.
+        state_tokens: Number of tokens that the recurrent states of the producer have seen. It must
+            equal `num_tokens`, which is the default.
+        known: Values that tables derive from the request, so that all sources share them.
+
+    >>> request = TransferRequest(
+    ...     request_id="r", num_tokens=40, cached_tokens=16,
+    ...     producer_blocks={"full": [9, 4, 5]}, consumer_blocks={"full": [1, 2, 7]},
+    ... )
+    >>> request.table("producer", "full").block_ids.tolist()
+    [9, 4, 5]
+
     """
 
     request_id: str
@@ -198,34 +269,56 @@ class TransferRequest:
                 positive_int(field, count, least=0, most=MAX_TOKENS)
 
     def check_groups(self, groups: Iterable[str]) -> None:
-        """Raise `SpecError` if cached tokens are told of a group that is not the consumer's."""
+        """Raise `SpecError` if `cached_tokens` names a group that is not in *groups*."""
         if isinstance(self.cached_tokens, int):
             return
-        if strange := sorted(set(self.cached_tokens) - set(groups), key=repr):
-            wanted = f"groups of the consumer: {', '.join(groups)}"
-            raise SpecError("cached_tokens", strange, wanted)
+        if unknown := sorted(set(self.cached_tokens) - set(groups), key=repr):
+            expected = f"groups of the consumer: {', '.join(groups)}"
+            raise SpecError("cached_tokens", unknown, expected)
 
     def table(self, side: Role, group: str) -> BlockTable:
-        """Return the block table of a *side*'s group; raise `SpecError` if there is none."""
+        """Return the block table of a group.
+
+        Args:
+            side: "producer" or "consumer".
+            group: Name of a group of that side.
+
+        Returns:
+            The block table.
+
+        Raises:
+            SpecError: If the request has no table for the group.
+
+        """
         tables = self.producer_blocks if side == "producer" else self.consumer_blocks
         try:
             return tables[group]
         except KeyError:
-            wanted = f"a block table for group {group!r}"
-            raise SpecError(f"{side}_blocks", sorted(tables, key=repr), wanted) from None
+            expected = f"a block table for group {group!r}"
+            raise SpecError(f"{side}_blocks", sorted(tables, key=repr), expected) from None
 
     def cached(self, group: str, spec: LayerSpec) -> int:
-        """Return the leading tokens of *group*, layers of *spec*, that the consumer holds."""
+        """Return the number of leading tokens of *group* that the consumer already has."""
         if not isinstance(self.cached_tokens, int):
             return self.cached_tokens.get(group, 0)
+        # One count for all groups counts prompt tokens. Tokens of an encoder are other tokens.
         return self.cached_tokens if spec.counts_prompt else 0
 
     def total(self, spec: LayerSpec) -> int:
-        """Return how many tokens layers of *spec* count: the prompt's, or the encoder's."""
+        """Return the number of tokens for layers of *spec*: those of the prompt or the encoder."""
         return spec.total(self.num_tokens, self.encoder_tokens)
 
     def wanted(self, group: str, spec: LayerSpec) -> range:
-        """Return the token positions of *group* that have to move."""
+        """Return the token positions of *group* that the request moves.
+
+        Args:
+            group: Name of a group of the consumer.
+            spec: Spec of layers of the group.
+
+        Returns:
+            The live positions from the first that is not cached.
+
+        """
         live = spec.live_tokens(self.total(spec))
         return range(max(live.start, self.cached(group, spec)), live.stop) or EMPTY
 
@@ -233,9 +326,19 @@ class TransferRequest:
 def check_no_null(
     side: Role, group: str, null_block: int | None, missing: range, wanted: range
 ) -> None:
-    """Raise if the *side*'s table of *group* has its null block for the tokens *missing*.
+    """Raise if *missing* is not empty: the tokens whose block is the null block.
 
-    A `SpecError` about the consumer's own table, a `MismatchError` about what the producer dropped.
+    Args:
+        side: The side of the table.
+        group: The group of the table.
+        null_block: Id of the null block.
+        missing: Tokens of the request whose block is the null block.
+        wanted: All tokens that the request moves.
+
+    Raises:
+        SpecError: For a table of the consumer, which must have a real block for each token.
+        MismatchError: For a table of the producer, which has dropped tokens that must move.
+
     """
     if not missing:
         return

@@ -1,19 +1,35 @@
-"""Runs: the maximal ranges of a tile that are contiguous on both sides.
+"""Row sets: the longest contiguous runs of bytes that one edge moves, as repeating rows.
 
-Law: a run never depends on a block number. Boxes of two strided regions become runs by strides
-alone, and runs of several parts and layers become one wherever they touch on both sides.
+Invariant: a run follows from the strides of both memories. It depends on no block number and on no
+request.
 
-Boxes: the parts of two strided regions that move, and the runs that they are.
+How it works:
+    A *run* is a range of bytes in one block that is contiguous on both sides. `row_sets` makes the
+    runs of one edge in four steps:
 
-Law: strides alone decide; a box knows no request, and no other box until runs are coalesced.
+    1. It pairs the parts of all layers that move (`_PartPair`) and groups them. All parts of a
+       group are cut alike by every request (`_SplitKey`), so that they share one `TokenSplit`.
+    2. It divides each group into boxes: parts with equal strides on both sides (`Boxes`). A box
+       has three axes: units, states and content.
+    3. It decides which kinds of rows the group needs (`_spans`, `_partial_sizes`, `_trim_from`).
+    4. For each kind, a box becomes runs. An axis whose stride equals the length of the content
+       becomes part of the content. Then runs that touch on both sides are joined (`coalesce`).
 
-Rows that repeat in the same way on both sides.
+    For example, a tile has 4 tokens, and one head (a) of the producer's two heads (a, b) moves. The
+    content of one head and one token has 8 bytes:
+
+        tokens outermost    producer    a0 b0 a1 b1 a2 b2 a3 b3     four runs of 8 bytes
+                            consumer    a0 a1 a2 a3
+
+        heads outermost     producer    a0 a1 a2 a3 b0 b1 b2 b3     one run of 32 bytes
+                            consumer    a0 a1 a2 a3
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -33,17 +49,23 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.memory.region import Region, common_chunks
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
+from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 
+# Addresses of the producer and of the consumer over which no run may lie: one memory ends and
+# another begins there, and NIXL registers them separately. See `RankCache.boundaries`.
 Boundaries = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where no run of the producer's, of the consumer's, may be joined."""
+
+# The number of bytes that move in the time of one more descriptor. NIXL over shared memory needs
+# 2.4 us for a descriptor and moves 9 GB/s: 21,600 bytes. The host's own work adds half of that.
+DESCRIPTOR_BYTES = 32_400
 
 
 @attrs.frozen(eq=False)
 class PartSide:
-    """One part of one layer on one side: where it lies and how its tokens are paged."""
+    """One part of one layer on one side: its memory, its paging and its first address."""
 
     region: Region
     paging: Paging
@@ -51,7 +73,7 @@ class PartSide:
 
     @property
     def repeats(self) -> tuple[object, ...]:
-        """How its contents repeat, and where: all but how long each is."""
+        """All that decides where contents lie, except the first address and their length."""
         strides = self.region.block_stride, self.region.unit_stride, self.region.state_stride
         counts = self.region.num_blocks, self.region.states
         return (*strides, *counts, self.region.memory_type, self.region.device)
@@ -59,55 +81,60 @@ class PartSide:
 
 @attrs.frozen(eq=False, slots=False)
 class GroupSide:
-    """One group of one rank, of which each part is asked for: what they share is made once."""
+    """One group of one rank. All its parts share the same `Paging` objects."""
 
     cache: RankCache
     group: KVCacheGroup
 
     @cached_property
     def paging(self) -> Paging:
-        """How tokens lie in blocks, as the kernel has them."""
+        """Paging in the blocks of the attention kernel."""
         engine, group = self.cache.engine, self.group
         context, null = engine.context(group, self.cache.rank), engine.null_block
         return Paging(group.spec.block_size, group.memory_block_size, context, null_block=null)
 
     @cached_property
     def _whole(self) -> Paging:
-        """The same where the kernel's blocks are taken for one."""
+        """Paging in blocks of the table: kernel blocks are joined."""
         return attrs.evolve(self.paging, memory_block_size=self.group.spec.block_size)
 
     def part(self, layer: str, part: str, unit: int) -> PartSide:
-        """Return the part's units from the rank's own number *unit* on.
-
-        The kernel's blocks are taken for one where they follow each other like rows of one block.
-        """
-        region, kernel_blocks_per_block, paging = (
-            self.cache.region(layer, part),
-            self.group.kernel_blocks_per_block,
-            self.paging,
-        )
-        if kernel_blocks_per_block > 1 and region.block_stride == region.states * row_stride(
-            region
-        ):
+        """Return a part of a layer from the rank's own unit number *unit*."""
+        region, paging = self.cache.region(layer, part), self.paging
+        first = region.base + unit * region.unit_stride
+        kernel_blocks, stride = self.group.kernel_blocks_per_block, row_stride(region)
+        if kernel_blocks > 1 and region.block_stride == region.states * stride:
+            # The kernel blocks of one block follow each other like rows of one larger block.
+            # Larger blocks have larger tiles, so that fewer and longer rows are needed.
             paging = self._whole
             region = attrs.evolve(
                 region,
-                num_blocks=region.num_blocks // kernel_blocks_per_block,
-                block_stride=region.block_stride * kernel_blocks_per_block,
-                state_stride=row_stride(region),
-                states=region.states * kernel_blocks_per_block,
+                num_blocks=region.num_blocks // kernel_blocks,
+                block_stride=region.block_stride * kernel_blocks,
+                state_stride=stride,
+                states=region.states * kernel_blocks,
             )
-        return PartSide(region, paging, region.base + unit * region.unit_stride)
+        return PartSide(region, paging, first)
 
 
 def row_stride(region: Region) -> int:
-    """Return the bytes from one row of *region* to the next; of one row, to the next block's."""
+    """Return the bytes from one row of *region* to the next, which may be in the next block."""
     return region.state_stride if region.states > 1 else region.block_stride
 
 
 @attrs.frozen(eq=False)
 class Boxes:
-    """Boxes (units x states x content) that differ in nothing but where they begin."""
+    """Boxes (units x states x content) that differ only in their first addresses.
+
+    Attributes:
+        units: Units of one box.
+        grain: Tokens of one state, or 0 for recurrent states.
+        producer: A region with the strides of all boxes on the producer.
+        consumer: A region with the strides of all boxes on the consumer.
+        content: Bytes of one content.
+        first: First addresses on the producer and on the consumer, shape (boxes, 2).
+
+    """
 
     units: int
     grain: int
@@ -124,50 +151,65 @@ class Boxes:
         first: Ints,
         boundaries: Boundaries,
     ) -> Iterator[Boxes]:
-        """Yield boxes that repeat like *sides*: a key and its value side by side are one content.
+        """Yield boxes that repeat like *sides*, one `Boxes` for each length of content.
 
-        *first*: (producer address, consumer address, length) of each one's first content.
+        A key and its value that are adjacent on both sides become one content.
+
+        Args:
+            units: Units of one box.
+            grain: Tokens of one state, or 0.
+            sides: The producer's and the consumer's side of any of the parts.
+            first: Producer address, consumer address and length of the first content of each
+                part, shape (parts, 3).
+            boundaries: Addresses over which contents are not joined.
+
         """
         source, target, content = coalesce([first], boundaries)
         for length in np.unique(content).tolist():
-            where = np.column_stack([source, target])[content == length]
-            yield Boxes(units, grain, sides[0].region, sides[1].region, length, where)
+            addresses = np.column_stack([source, target])[content == length]
+            yield Boxes(units, grain, sides[0].region, sides[1].region, length, addresses)
 
     def runs(self, kind: RowKind) -> Ints:
-        """Return (producer address, consumer address, length) of the first block's first runs."""
+        """Return the runs of the first row of *kind* in the first block.
+
+        Returns:
+            Producer address, consumer address and length, shape (runs, 3).
+
+        """
         states = kind.tokens // self.grain if self.grain else self._states
-        rows = row_stride(self.producer), row_stride(self.consumer)
-        length = self.content
-        axes = [
-            (self.units, self.producer.unit_stride, self.consumer.unit_stride),
-            (states, *rows),
-        ]
+        state_strides = row_stride(self.producer), row_stride(self.consumer)
+        unit_strides = self.producer.unit_stride, self.consumer.unit_stride
+        axes = [(self.units, *unit_strides), (states, *state_strides)]
         axes = [axis for axis in axes if axis[0] > 1]
+        length = self.content
+        # An axis whose stride is the length of a run on both sides only makes the run longer.
         while (touching := next((a for a in axes if a[1] == a[2] == length), None)) is not None:
             length *= touching[0]
             axes.remove(touching)
-        begins = self.first
+        starts = self.first
         if kind.skip:
-            begins = begins + kind.skip // self.grain * np.array(rows)
+            starts = starts + kind.skip // self.grain * np.array(state_strides)
+        # Each axis that is left repeats all runs.
         for count, *strides in axes:
             steps = np.arange(count, dtype=np.int64)[:, None] * np.array(strides)
-            begins = (begins[:, None, :] + steps).reshape(-1, 2)
-        runs = np.empty((len(begins), 3), np.int64)
-        runs[:, :2], runs[:, 2] = begins, length
+            starts = (starts[:, None, :] + steps).reshape(-1, 2)
+        runs = np.empty((len(starts), 3), np.int64)
+        runs[:, :2], runs[:, 2] = starts, length
         return runs
 
     @property
     def _states(self) -> int:
-        """The rows of a state that both sides have."""
+        """Rows of a recurrent state that both sides have."""
         return min(self.producer.states, self.consumer.states)
 
 
 def block_layout_of(
     region: Region, kind: RowKind, grain: int, *, contiguous_across_blocks: bool
 ) -> BlockLayout:
-    """Return how rows of a kind repeat: each period, as long as they end inside the block.
+    """Return how rows of *kind* repeat in *region*.
 
-    Where rows flow from block to block, several tiles may end in a later block.
+    Rows repeat in each period of a block, as long as they end inside the block. If rows continue
+    across blocks, a row of several tiles may end in a later block.
     """
     tiles, span = 1, 1
     if grain and contiguous_across_blocks and kind.tokens > kind.period and not kind.skip:
@@ -186,13 +228,25 @@ def block_layout_of(
 
 
 def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
-    """Join runs (producer address, consumer address, length) that touch on both sides.
+    """Join runs that touch on both sides.
 
-    Takes arrays of shape (n, 3); returns one of (3, m), ascending in the producer's address. None
-    is joined over a boundary of either side: see `RankCache.boundaries`.
+    Args:
+        runs: Arrays of producer address, consumer address and length, each of shape (n, 3).
+        boundaries: Addresses of each side over which no run may lie.
+
+    Returns:
+        The joined runs, ascending by producer address, shape (3, m).
+
+    >>> runs = np.array([[8, 108, 8], [0, 100, 8], [16, 200, 8]])
+    >>> coalesce([runs], ((), ())).T.tolist()
+    [[0, 100, 16], [16, 200, 8]]
+    >>> coalesce([runs], ((8,), ())).T.tolist()
+    [[0, 100, 8], [8, 108, 8], [16, 200, 8]]
+
     """
     columns = runs[0].T if len(runs) == 1 else np.concatenate([run.T for run in runs], axis=1)
     source = columns[0]
+    # Runs are often in order already. Testing that is faster than sorting.
     if np.count_nonzero(source[:-1] > source[1:]):
         columns = columns.take(source.argsort(kind="stable"), axis=1)
     source, target, length = columns
@@ -201,22 +255,29 @@ def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
         touches &= target[:-1] + length[:-1] == target[1:]
     if not np.count_nonzero(touches):
         return np.asarray(columns)
-    for begins, boundary in zip((source[1:], target[1:]), boundaries, strict=True):
+    for starts, boundary in zip((source[1:], target[1:]), boundaries, strict=True):
         if boundary:
-            touches &= ~np.isin(begins, boundary)
-    starts = np.concatenate([[0], np.flatnonzero(~touches) + 1])
-    joined = columns.take(starts, axis=1)
-    joined[2] = np.add.reduceat(length, starts)
+            touches &= ~np.isin(starts, boundary)
+    first = np.concatenate([[0], np.flatnonzero(~touches) + 1])
+    joined = columns.take(first, axis=1)
+    joined[2] = np.add.reduceat(length, first)
     return np.asarray(joined)
-
-
-# Bytes that take as long as one more descriptor. NIXL over shared memory needs 2.4 us for a
-# descriptor and moves 9 GB/s: 21,600 bytes. The host's own work for a descriptor adds half of that.
 
 
 @attrs.frozen(eq=False)
 class RowSet:
-    """Rows of one *kind* that repeat alike on both sides."""
+    """Runs of one row kind that repeat alike: all of them have the same places on each side.
+
+    Attributes:
+        token_split: How requests cut the tokens of these rows.
+        kind: The tokens that each row moves.
+        producer: How the runs repeat on the producer.
+        consumer: How the runs repeat on the consumer.
+        producer_address: First address of each run on the producer, shape (runs,).
+        consumer_address: First address of each run on the consumer, shape (runs,).
+        length: Bytes of each run, shape (runs,).
+
+    """
 
     token_split: TokenSplit
     kind: RowKind
@@ -231,12 +292,12 @@ class RowSet:
 
     @cached_property
     def ids_used(self) -> tuple[int, int]:
-        """How many ids the rows of each side take."""
+        """The number of ids of all runs on the producer and on the consumer."""
         return len(self) * self.producer.ids_per_run, len(self) * self.consumer.ids_per_run
 
     @cached_property
     def id_key(self) -> tuple[object, ...]:
-        """What the ids of its tiles depend on, beside the request and how it is cut."""
+        """A key: sets with equal keys have equal ids for the same tiles of a request."""
         return tuple(
             (layout.num_blocks, layout.tiles, layout.coalesced, layout.span)
             for layout in (self.producer, self.consumer)
@@ -244,17 +305,18 @@ class RowSet:
 
     @cached_property
     def size(self) -> int | None:
-        """Bytes of one tile of each run; None where they differ."""
+        """Bytes of each run, or None if they differ."""
         size = int(self.length[0])
         return size if (self.length == size).all() else None
 
     def offsets(self, tiles: Tiles) -> Ints:
-        """Return the bytes from a run's address to each of *tiles*: shape (2, n), as theirs."""
+        """Return the bytes from a run's first address to each of *tiles*, shape (2, tiles)."""
         offsets: Ints = tiles.block * self._strides[0] + tiles.tile * self._strides[1]
         return offsets
 
     @cached_property
     def _strides(self) -> Ints:
+        """Block strides and tile strides of both sides, shape (2, 2, 1)."""
         layouts = self.producer, self.consumer
         strides = [
             [layout.block_stride for layout in layouts],
@@ -263,29 +325,33 @@ class RowSet:
         return np.array(strides)[:, :, None]
 
     def next_ids(self, tiles: Tiles) -> npt.NDArray[np.bool_]:
-        """Whether each of *tiles* but the first has the next id of the same row, on both sides."""
-        next_ = tiles.ids[:, 1:] - tiles.ids[:, :-1] == 1
+        """Return whether each tile follows the tile before it, shape (tiles - 1,).
+
+        A tile follows if its id is the next id of the same strided row on both sides.
+        """
+        follows = tiles.ids[:, 1:] - tiles.ids[:, :-1] == 1
         for side, layout in enumerate((self.producer, self.consumer)):
             if layout.rows_per_run > 1:
                 row = layout.row(tiles.block[side], tiles.tile[side])
-                next_[side] &= row[1:] == row[:-1]
-        return np.asarray(next_[0] & next_[1])
+                follows[side] &= row[1:] == row[:-1]
+        return np.asarray(follows[0] & follows[1])
 
     def posted(self, tiles: Tiles) -> int:
-        """Return how many descriptors NIXL posts for *tiles* of all runs."""
+        """Return the number of descriptors that NIXL posts for *tiles* of all runs."""
         joined = np.count_nonzero(self.next_ids(tiles)) if self.touching else 0
         return len(self) * (len(tiles) - int(joined))
 
     @cached_property
     def touching(self) -> bool:
-        """Whether consecutive ids of a row are consecutive bytes on both sides: NIXL joins them."""
+        """Whether consecutive ids of a row are adjacent bytes on both sides, so NIXL joins them."""
         return all((self.length == side.stride).all() for side in (self.producer, self.consumer))
 
     @cached_property
     def plain(self) -> bool:
-        """Whether each run is one row on either side: what touches has ids that follow each other.
+        """Whether each run is one strided row on both sides.
 
-        So NIXL joins all that touches on both sides, in one run of tiles of one length.
+        Then adjacent tiles have consecutive ids, so that NIXL joins all tiles of equal length that
+        touch on both sides.
         """
         return all(
             layout.coalesced and layout.span == 1 for layout in (self.producer, self.consumer)
@@ -293,14 +359,54 @@ class RowSet:
 
     @property
     def dense(self) -> bool:
-        """Whether so are all tiles of all blocks: NIXL joins whatever is contiguous."""
+        """Whether NIXL joins all tiles that follow each other, from block to block as well."""
         return self.touching and self.producer.coalesced and self.consumer.coalesced
 
 
-# Bytes that take as long as one more descriptor. NIXL over shared memory needs 2.4 us for a
-# descriptor and moves 9 GB/s: 21,600 bytes. The host's own work for a descriptor adds half of that.
+class _SplitKey(NamedTuple):
+    """A key: every request cuts all parts of one key in the same way.
 
-DEAR = 32_400
+    The fields are plain numbers, because hashing an attrs object for each part is slow.
+    """
+
+    stripe_first: int
+    stripe_step: int
+    tile: int
+    grain: int
+    producer_block: int
+    consumer_block: int
+
+
+class _PartPair(NamedTuple):
+    """One part of one layer on both sides, and the units that one slice moves."""
+
+    stripe: Stripe
+    units: int
+    producer: PartSide
+    consumer: PartSide
+
+    @property
+    def repeats(self) -> tuple[object, ...]:
+        """A key: parts with equal keys differ only in first address and content."""
+        return self.units, self.producer.repeats, self.consumer.repeats
+
+    def contents(self) -> list[tuple[int, int, int]]:
+        """Return producer address, consumer address and length of the first unit and state.
+
+        Content that is divided into chunks on either side is as many contents.
+        """
+        source, target = self.producer, self.consumer
+        size, chunks = common_chunks(source.region, target.region)
+        if len(chunks) == 1:
+            return [(source.first, target.first, size)]
+        return [
+            (
+                source.first + source.region.chunk_offset(byte),
+                target.first + target.region.chunk_offset(byte),
+                size,
+            )
+            for byte in chunks
+        ]
 
 
 def row_sets(
@@ -311,103 +417,117 @@ def row_sets(
     layers: frozenset[str] | None = None,
     prefix_multiple: int = 1,
 ) -> tuple[RowSet, ...]:
-    """Return the runs of one edge, all *layers* or some, between the two sides' *groups*.
+    """Return all row sets of one edge.
 
-    For each split group of layers and parts that are cut alike: rows for whole tiles, rows for
-    several tiles in one where that makes longer runs, and rows for a part of a tile; no tile begins
-    with cached tokens where *prefix_multiple* is a multiple of it.
+    Args:
+        edge: The edge.
+        groups: The group of the producer and the group of the consumer.
+        producer: Memory of the producer rank.
+        consumer: Memory of the consumer rank.
+        layers: Names of the layers to include. All by default.
+        prefix_multiple: Cached prefixes are multiples of this many tokens. No tile begins with
+            cached tokens if this is a multiple of the tile.
+
+    Returns:
+        For each split of the tokens: rows of one tile, rows of several tiles if those make longer
+        runs, and rows of a part of a tile.
+
+    Raises:
+        MismatchError: If blocks cut a state that stands for several tokens.
+
     """
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
-    split_groups: dict[tuple[object, ...], tuple[TokenSplit, _Contents]] = {}
-    for one, layer, part in _parts(edge, groups[1].spec, layers):
-        source = sides[0].part(layer, part.name, one.remote_range.start)
-        target = sides[1].part(layer, part.name, one.local_range.start)
-        tile = tile_tokens(layer, part, source.paging, target.paging) if part.per_token else 0
-        sizes = source.paging.memory_block_size, target.paging.memory_block_size
-        split_group = (one.stripe.first, one.stripe.step, tile, part.tokens_per_state, sizes)
-        if split_group not in split_groups:
-            cut = one.stripe, tile, part.tokens_per_state, source.paging, target.paging
-            split_groups[split_group] = TokenSplit(*cut, prefix_multiple=prefix_multiple), {}
-        _, contents = split_groups[split_group]
-        same_key = len(one.global_range), source.repeats, target.repeats
-        _, first = contents.setdefault(same_key, ((source, target), []))
-        size, chunks = common_chunks(source.region, target.region)
-        if len(chunks) == 1:
-            first.append((source.first, target.first, size))
-            continue
-        # Content that lies in chunks on either side is as many contents.
-        first += (
-            (
-                source.first + source.region.chunk_offset(byte),
-                target.first + target.region.chunk_offset(byte),
-                size,
-            )
-            for byte in chunks
-        )
     boundaries = producer.boundaries, consumer.boundaries
-    return tuple(
-        rows
-        for token_split, contents in split_groups.values()
-        for rows in _split_group_rows(
-            token_split, tuple(_boxes(token_split.grain, contents, boundaries)), boundaries
+    cut_alike: dict[_SplitKey, list[_PartPair]] = {}
+    for key, pair in _part_pairs(edge, groups[1].spec, sides, layers):
+        cut_alike.setdefault(key, []).append(pair)
+    sets: list[RowSet] = []
+    for key, pairs in cut_alike.items():
+        token_split = TokenSplit(
+            pairs[0].stripe,
+            key.tile,
+            key.grain,
+            pairs[0].producer.paging,
+            pairs[0].consumer.paging,
+            prefix_multiple=prefix_multiple,
         )
-    )
+        boxes = tuple(_boxes(key.grain, pairs, boundaries))
+        sets += _split_group_rows(token_split, boxes, boundaries)
+    return tuple(sets)
 
 
-_Contents = dict[
-    tuple[int, object, object], tuple[tuple[PartSide, PartSide], list[tuple[int, int, int]]]
-]
-"""By units and by how both sides repeat: the sides, and addresses and length of first contents."""
-
-
-def _boxes(grain: int, contents: _Contents, boundaries: Boundaries) -> Iterator[Boxes]:
-    for (units, *_), (sides, first) in contents.items():
-        yield from Boxes.of(units, grain, sides, np.array(first, np.int64), boundaries)
+def _part_pairs(
+    edge: Edge,
+    spec: LayerSpec,
+    sides: tuple[GroupSide, GroupSide],
+    layers: frozenset[str] | None,
+) -> Iterator[tuple[_SplitKey, _PartPair]]:
+    """Yield all parts that move, slice by slice and layer by layer, with their keys."""
+    for tp_slice, layer, part in _parts(edge, spec, layers):
+        source = sides[0].part(layer, part.name, tp_slice.remote_range.start)
+        target = sides[1].part(layer, part.name, tp_slice.local_range.start)
+        stripe, paging = tp_slice.stripe, (source.paging, target.paging)
+        key = _SplitKey(
+            stripe.first,
+            stripe.step,
+            tile_tokens(layer, part, *paging) if part.per_token else 0,
+            part.tokens_per_state,
+            paging[0].memory_block_size,
+            paging[1].memory_block_size,
+        )
+        yield key, _PartPair(stripe, len(tp_slice.global_range), source, target)
 
 
 def _parts(
     edge: Edge, spec: LayerSpec, layers: frozenset[str] | None
 ) -> Iterator[tuple[TPTransferSlice, str, Part]]:
-    for one in edge.slices:
-        for layer in one.layers if layers is None else filter(layers.__contains__, one.layers):
+    for tp_slice in edge.slices:
+        names = tp_slice.layers
+        for layer in names if layers is None else filter(layers.__contains__, names):
             for part in spec.of_layer(layer).parts:
-                if part.name in one.parts:
-                    yield one, layer, part
+                if part.name in tp_slice.parts:
+                    yield tp_slice, layer, part
+
+
+def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterator[Boxes]:
+    """Yield the boxes of parts that are cut alike."""
+    equal_strides: dict[tuple[object, ...], list[_PartPair]] = {}
+    for pair in pairs:
+        equal_strides.setdefault(pair.repeats, []).append(pair)
+    for same in equal_strides.values():
+        sides = same[0].producer, same[0].consumer
+        first = np.array([content for pair in same for content in pair.contents()], np.int64)
+        yield from Boxes.of(same[0].units, grain, sides, first, boundaries)
 
 
 def _split_group_rows(
     token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries
 ) -> list[RowSet]:
-    """Return every set of rows that a split group needs.
+    """Return all row sets of parts that are cut alike.
 
-    And none that would not make runs longer.
+    A kind of row that would not make runs longer is left out.
     """
     if token_split.tile:
         token_split = _with_contiguity(token_split, boxes)
         rows = partial(_rows, token_split, boxes, boundaries)
-        partial_sizes = _partial_sizes(token_split, rows)
-        token_split = attrs.evolve(
-            token_split,
-            spans=_spans(token_split, rows),
-            partial_sizes=partial_sizes,
-            trim_from=_trim_from(
-                attrs.evolve(token_split, partial_sizes=partial_sizes), boxes, rows
-            ),
-        )
+        spans, sizes = _spans(token_split, rows), _partial_sizes(token_split, rows)
+        token_split = attrs.evolve(token_split, spans=spans, partial_sizes=sizes)
+        trim_from = _trim_from(token_split, boxes, rows, DESCRIPTOR_BYTES)
+        token_split = attrs.evolve(token_split, trim_from=trim_from)
     return [
-        rows
+        row_set
         for kind in token_split.row_kinds()
-        for rows in _rows(token_split, boxes, boundaries, kind)
+        for row_set in _rows(token_split, boxes, boundaries, kind)
     ]
 
 
 def _with_contiguity(token_split: TokenSplit, boxes: tuple[Boxes, ...]) -> TokenSplit:
-    """Return *token_split* with what is known of memory: whose rows run on from block to block."""
+    """Return *token_split* with `contiguous_across_blocks` of each side."""
     sides = {}
     for name in ("producer", "consumer"):
         regions: list[Region] = [getattr(box, name) for box in boxes]
         contiguous_across_blocks = all(
-            row_stride(each) * each.states == each.block_stride for each in regions
+            row_stride(region) * region.states == region.block_stride for region in regions
         )
         sides[name] = attrs.evolve(
             getattr(token_split, name), contiguous_across_blocks=contiguous_across_blocks
@@ -416,100 +536,125 @@ def _with_contiguity(token_split: TokenSplit, boxes: tuple[Boxes, ...]) -> Token
 
 
 def _spans(token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]) -> int:
-    """Return up to how many tiles one row takes.
+    """Return the largest number of tiles that one row moves.
 
-    Several, if rows of two tiles are fewer than two rows of one each.
-    A block of 8 tokens, tiles of 4 tokens, two heads (a, b) of which one moves:
+    Rows of several tiles are useful if a row of two tiles needs fewer runs than two rows of one
+    tile. A block has 8 tokens, a tile has 4, and one head (a) of two heads (a, b) moves:
 
         heads outermost     a0 a1 a2 a3 | a4 a5 a6 a7   b0 b1 ...   yes: both tiles are one run
-        tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 | a4 b4 ...     no: not even two tokens are
+        tokens outermost    a0 b0 a1 b1 a2 b2 a3 b3 | a4 b4 ...     no: each token is a run
 
-    As many as a block has, on a side whose rows do not flow on from block to block. Where both
-    sides' do, NIXL joins tiles that touch.
+    The number is limited by the blocks of a side whose rows do not continue across blocks. If the
+    rows of both sides do, NIXL joins tiles that touch, and rows of one tile are enough.
     """
     tile, sides = token_split.tile, (token_split.producer, token_split.consumer)
     spans = min(
         (side.memory_block_size // tile for side in sides if not side.contiguous_across_blocks),
         default=1,
     )
-    one, two = (RowKind(period=tile, skip=0, tokens=tiles * tile) for tiles in (1, 2))
-    return spans if spans > 1 and _longer(rows, one, two) else 1
+    one_tile, two_tiles = (RowKind(period=tile, skip=0, tokens=tiles * tile) for tiles in (1, 2))
+    return spans if spans > 1 and _makes_longer(rows, one_tile, two_tiles) else 1
 
 
 def _partial_sizes(
     token_split: TokenSplit, rows: Callable[[RowKind], list[RowSet]]
 ) -> tuple[int, ...]:
-    """Return the sizes of rows of a part of a tile; none where rows of one token each do.
+    """Return the sizes of rows of a part of a tile. Empty if a row for each state is as good.
 
-    There are some, if rows of two tokens are fewer than two rows of one each.
-    A block of 8 tokens, one tile, of which the last three move (two heads, one of them moves):
+    Sizes are useful if a row of two states needs fewer runs than two rows of one state. A block has
+    8 tokens and is one tile. Its last three tokens move, of one head (a) of two heads (a, b):
 
-        heads outermost     . . . . . a5 a6 a7   b0 b1 ...          yes: one row of three tokens
-        tokens outermost    . . . . . . . . . . a5 b5 a6 b6 a7 b7   no: three rows of one token
+        heads outermost     . . . . . a5 a6 a7   b0 b1 ...          yes: one run of three tokens
+        tokens outermost    . . . . . . . . . . a5 b5 a6 b6 a7 b7   no: three runs of one token
     """
     tile, grain = token_split.tile, token_split.grain
-    one = RowKind(period=grain, skip=0, tokens=grain)
-    two = RowKind(period=tile, skip=tile - 2 * grain, tokens=2 * grain)
-    return partial_sizes_of(grain, tile) if tile > 2 * grain and _longer(rows, one, two) else ()
+    one_state = RowKind(period=grain, skip=0, tokens=grain)
+    two_states = RowKind(period=tile, skip=tile - 2 * grain, tokens=2 * grain)
+    useful = tile > 2 * grain and _makes_longer(rows, one_state, two_states)
+    return partial_sizes_of(grain, tile) if useful else ()
 
 
-def _longer(rows: Callable[[RowKind], list[RowSet]], one: RowKind, two: RowKind) -> bool:
-    """Return whether rows of *two* are longer than of *one*, and NIXL would not join those."""
-    single = rows(one)
-    if all(each.dense for each in single):
+def _makes_longer(
+    rows: Callable[[RowKind], list[RowSet]], single: RowKind, double: RowKind
+) -> bool:
+    """Return whether a row of *double* needs fewer descriptors than two rows of *single*."""
+    single_rows = rows(single)
+    # NIXL joins dense rows by itself, so longer rows would only make the table larger.
+    if all(row_set.dense for row_set in single_rows):
         return False
-    return sum(map(len, rows(two))) < 2 * sum(map(len, single))
+    return _run_count(rows(double)) < 2 * _run_count(single_rows)
+
+
+def _run_count(sets: list[RowSet]) -> int:
+    return sum(map(len, sets))
 
 
 def _trim_from(
-    token_split: TokenSplit, boxes: tuple[Boxes, ...], rows: Callable[[RowKind], list[RowSet]]
+    token_split: TokenSplit,
+    boxes: tuple[Boxes, ...],
+    rows: Callable[[RowKind], list[RowSet]],
+    descriptor_bytes: int,
 ) -> int:
-    """Return of how many dead tokens on the last tile leaves them out; 0 where it never does.
+    """Return how many dead tokens make a shortened last tile at least as fast as a whole tile.
 
-    Of one on, where no more rows do the rest. A block of 8 tokens, one tile, of which three live:
+    Returns 0 if it never is. If a shortened tile needs no more rows than a whole tile, one dead
+    token is enough. A block has 8 tokens and is one tile, of which three tokens are live:
 
-        one head moves      a0 a1 a2 . . . . .   b0 b1 ...              yes: one row, as all 8 are
-        two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     no: two rows; all 8 are one
+        one head moves      a0 a1 a2 . . . . .   b0 b1 ...              1: one row, as for all 8
+        two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     0: two rows, all 8 are one
 
-    Where NIXL joins whole tiles, a part of one is apart: there of as many as take longer than that.
+    If NIXL joins whole tiles, a shortened tile costs one more descriptor for each run. Then the
+    dead bytes must take longer than those descriptors, at *descriptor_bytes* each.
     """
     tile, grain = token_split.tile, token_split.grain
     if tile == grain:
+        return 0  # A tile of one state has no part.
+    whole, state = (RowKind(period=size, skip=0, tokens=size) for size in (tile, grain))
+    whole_rows, state_rows = rows(whole), rows(state)
+    if any(row_set.touching for row_set in whole_rows):
+        return _dead_tokens_worth(state_rows, tile, grain, descriptor_bytes)
+    # A part of a tile is one row by sizes, or else one row for each state.
+    factor = 1 if token_split.partial_sizes else tile // grain
+    counts = [(len(box.runs(whole)), len(box.runs(state))) for box in boxes]
+    # The total may differ from the sum: runs of several boxes are joined where they touch.
+    counts.append((_run_count(whole_rows), _run_count(state_rows)))
+    return int(all(of_whole == factor * of_state for of_whole, of_state in counts))
+
+
+def _dead_tokens_worth(
+    state_rows: list[RowSet], tile: int, grain: int, descriptor_bytes: int
+) -> int:
+    """Return how many dead tokens take as long as one more descriptor for each run.
+
+    Returns 0 if a tile has fewer tokens, or if NIXL would not join the states that are left.
+    """
+    if not all(row_set.touching for row_set in state_rows):
         return 0
-    kinds = [RowKind(period=size, skip=0, tokens=size) for size in (tile, grain)]
-    whole, part = map(rows, kinds)
-    if any(each.touching for each in whole):
-        nbytes = sum(int(each.length.sum()) for each in part)
-        dead = grain * -(-DEAR * sum(map(len, part)) // nbytes)
-        return dead if dead < tile and all(each.touching for each in part) else 0
-    times = 1 if token_split.partial_sizes else tile // grain
-    counts = [[len(box.runs(kind)) for kind in kinds] for box in boxes]
-    counts.append([sum(map(len, each)) for each in (whole, part)])
-    return int(all(of_whole == times * of_part for of_whole, of_part in counts))
+    state_bytes = sum(int(row_set.length.sum()) for row_set in state_rows)
+    states = -(-descriptor_bytes * _run_count(state_rows) // state_bytes)
+    return states * grain if states * grain < tile else 0
 
 
 def _rows(
     token_split: TokenSplit, boxes: tuple[Boxes, ...], boundaries: Boundaries, kind: RowKind
 ) -> list[RowSet]:
-    """Return the rows of one kind, those of boxes whose blocks repeat alike joined."""
-    same_key: dict[tuple[BlockLayout, BlockLayout], list[Ints]] = {}
+    """Return the row sets of one kind: the runs of all boxes that repeat alike are joined."""
+    repeat_alike: dict[tuple[BlockLayout, BlockLayout], list[Ints]] = {}
     for box in boxes:
-        layouts = (
+        source, target = (
             block_layout_of(
-                box.producer,
+                region,
                 kind,
                 box.grain,
-                contiguous_across_blocks=token_split.producer.contiguous_across_blocks,
-            ),
-            block_layout_of(
-                box.consumer,
-                kind,
-                box.grain,
-                contiguous_across_blocks=token_split.consumer.contiguous_across_blocks,
-            ),
+                contiguous_across_blocks=paging.contiguous_across_blocks,
+            )
+            for region, paging in (
+                (box.producer, token_split.producer),
+                (box.consumer, token_split.consumer),
+            )
         )
-        same_key.setdefault(layouts, []).append(box.runs(kind))
+        repeat_alike.setdefault((source, target), []).append(box.runs(kind))
     return [
         RowSet(token_split, kind, *layouts, *coalesce(runs, boundaries))
-        for layouts, runs in same_key.items()
+        for layouts, runs in repeat_alike.items()
     ]

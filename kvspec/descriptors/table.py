@@ -1,13 +1,22 @@
-"""Descriptor rows of one pair of ranks, and the ids of one request.
+"""Descriptor tables: all descriptor rows of one pair of ranks, and the selection of a request.
 
-Law: rows are made once and do not know a request; a request only picks ids. Every live, uncached
-byte lies in exactly one selected descriptor, and a cached byte in none.
+Invariant: rows are made once and depend on no request. A request only selects ids. Each live,
+uncached byte lies in exactly one selected descriptor, and no cached byte lies in any.
 
-Block ids of groups that share one memory.
+If groups share one memory, a block belongs to one group. On the consumer, a block that is written
+for one group is in no other group's table. On the producer, no block is read for two groups.
 
-Invariant: a block of a shared memory holds the bytes of one group. On the consumer, a block that
-is written for one group is in no other group's table. On the producer, no block is read for two
-groups.
+How it works:
+    NIXL accepts *strided rows*: (address, length, device, stride, count). A row is `count`
+    descriptors of `length` bytes that lie `stride` bytes apart. The ids of descriptors count
+    through the counts of all rows. For example, two rows with 10 blocks each have these ids:
+
+        row                               ids
+        (1000, 256, 0, 512, 10)           0 to 9
+        (1256, 256, 0, 512, 10)           10 to 19
+
+    A request whose blocks are 3 and 4 selects the ids 3, 4, 13 and 14. So NIXL prepares a table
+    once, and a request costs one array of ids for each side.
 """
 
 from __future__ import annotations
@@ -35,9 +44,14 @@ from kvspec.ownership.tokens import Ints
 from kvspec.plan.mismatches import differing
 from kvspec.plan.plan import TransferPlan
 
+Rows = npt.NDArray[np.uint64]
+
+# NIXL takes int32 ids and truncates wider ones without an error.
+MAX_IDS = 2**31
+
 
 def sharing(cache: RankCache) -> tuple[frozenset[str], ...]:
-    """Return the sets of groups whose blocks of one id share memory on the rank of *cache*."""
+    """Return the sets of groups whose blocks of equal id share memory on the rank of *cache*."""
     kernel_blocks_per_block = {
         group.name: group.kernel_blocks_per_block for group in cache.engine.groups
     }
@@ -47,27 +61,32 @@ def sharing(cache: RankCache) -> tuple[frozenset[str], ...]:
 def check_shared(
     plan: TransferPlan, request: TransferRequest, shared: Iterable[frozenset[str]]
 ) -> None:
-    """Raise `SpecError` if a block of *request* is written for one group and held by another.
+    """Raise `SpecError` if a block is written for one group and in the table of another.
 
-    *shared*: groups of the consumer that share memory. Blocks before the first live token are not
-    asked: the request may have given them back.
+    Args:
+        plan: The transfer plan of the two engines.
+        request: The request. Blocks before the first live token are not compared, because the
+            request may have given them back.
+        shared: Sets of groups of the consumer that share memory.
+
     """
     pairs = {pair.consumer.name: pair.layers_by_spec[0][0] for pair in plan.pairs}
     for groups in shared:
         for name, other in permutations(sorted(groups & set(request.consumer_blocks)), 2):
             if name not in pairs:
-                continue  # nothing of it moves
+                continue  # No layer of this group moves.
             tables = request.consumer_blocks
             wanted = request.wanted(name, pairs[name])
             written = _blocks(plan.consumer, name, tables[name], wanted)
             group = plan.consumer.group(other)
             spec = group.spec.of_layer(group.layers[0])
             live = spec.live_tokens(request.total(spec))
+            # The other group may have blocks beyond the request, such as lookahead slots.
             held = _blocks(plan.consumer, other, tables[other], range(live.start, MOST))
-            twice = np.intersect1d(written, held)
-            if len(twice):
-                told = f"each block once; group {other!r}, in the same memory, has it too"
-                raise SpecError(f"consumer_blocks[{name!r}]", int(twice[0]), told)
+            repeated = np.intersect1d(written, held)
+            if len(repeated):
+                rule = f"group {other!r} shares this memory, so it must have other blocks"
+                raise SpecError(f"consumer_blocks[{name!r}]", int(repeated[0]), rule=rule)
 
 
 def check_shared_sources(
@@ -108,20 +127,25 @@ def check_read_once(read: Mapping[str, list[Ids]], shared: Iterable[frozenset[st
     """
     for groups in shared:
         for name, other in combinations(sorted(groups & read.keys()), 2):
-            twice = np.intersect1d(np.concatenate(read[name]), np.concatenate(read[other]))
-            if len(twice):
-                told = f"a block of one group; group {other!r}, in the same memory, reads it too"
-                raise SpecError(f"producer_blocks[{name!r}]", int(twice[0]), told)
+            repeated = np.intersect1d(np.concatenate(read[name]), np.concatenate(read[other]))
+            if len(repeated):
+                rule = (
+                    f"groups that share memory read different blocks, but group {other!r} reads it"
+                )
+                raise SpecError(f"producer_blocks[{name!r}]", int(repeated[0]), rule=rule)
 
 
 def _blocks(engine: EngineSpec, name: str, table: BlockTable, tokens: range) -> Ids:
-    """Return the ids of the blocks of *table* that hold *tokens* of group *name*; no null block."""
+    """Return the ids in *table* of the blocks of *tokens*, without the null block.
+
+    Tokens that the table does not contain are ignored.
+    """
     group = engine.group(name)
     size = engine.virtual_block(group)
     if not all(part.per_token for part in group.own_parts):
         size = group.spec.block_size
         if len(table.block_ids) == 1 and not table.first_token:
-            return table.block_ids[: len(tokens)]
+            return table.block_ids[: len(tokens)]  # The slot of the state, if anything moves.
     held = table.tokens(size)
     inside = range(max(tokens.start, held.start), min(tokens.stop, held.stop))
     ids = table.blocks_of(inside, size) if inside else table.block_ids[:0]
@@ -129,19 +153,26 @@ def _blocks(engine: EngineSpec, name: str, table: BlockTable, tokens: range) -> 
     return ids if null is None else ids[ids != null]
 
 
-Rows = npt.NDArray[np.uint64]
-MAX_IDS = 2**31
-"""Ids are int32: NIXL truncates wider ones without a word."""
-
-
 @attrs.frozen(eq=False)
 class DescriptorTable:
-    """Strided rows of both sides of one pair of ranks; see `build_table`.
+    """The descriptor rows of one producer rank and one consumer rank. `build_table` makes tables.
 
-    *producer_rows*, *consumer_rows*: uint64 of shape (rows, 5), one row ``(address, length,
-    device, stride, count)``. A descriptor's id counts through the rows' counts in order. All rows
-    of a side lie in one type of memory. *layers*: the only ones whose rows these are.
-    *prefix_multiple*: tokens of which the cached prefixes of its requests are multiples.
+    A row is ``(address, length, device, stride, count)`` in bytes: `count` descriptors of `length`
+    bytes, `stride` bytes apart. Ids count through the counts of all rows of one side in order. All
+    rows of one side lie in one type of memory.
+
+    Attributes:
+        plan: The transfer plan of the two engines.
+        producer: Memory of the producer rank.
+        consumer: Memory of the consumer rank.
+        entries: The row sets, each with its first ids.
+        producer_rows: All rows of the producer, uint64, shape (rows, 5), read-only.
+        consumer_rows: All rows of the consumer, uint64, shape (rows, 5), read-only.
+        producer_memory_type: NIXL memory type of the producer's rows, "DRAM" or "VRAM".
+        consumer_memory_type: NIXL memory type of the consumer's rows, "DRAM" or "VRAM".
+        layers: Names of the layers in the table, or None for all.
+        prefix_multiple: Cached prefixes of requests are multiples of this many tokens.
+
     """
 
     plan: TransferPlan
@@ -156,58 +187,120 @@ class DescriptorTable:
     prefix_multiple: int = 1
 
     def select(self, request: TransferRequest, *, tokens: Positions | None = None) -> Selection:
-        """Return the ids of the descriptors that *request* moves: producer's, consumer's.
+        """Return the ids of the descriptors that *request* moves.
 
-        Both are int32 and of equal length; descriptor i of one side pairs with descriptor i of the
-        other. Ids adjacent on both sides stand together. `NixlRank.read` takes them, or, faster,
-        the `Selection` that the two are unpacked from. Raises `SpecError` or `MismatchError` for
-        any fault of the block tables, before anything is posted.
+        Ids that are adjacent on both sides stand next to each other, because NIXL joins only
+        neighbours in a list.
 
-        *tokens*: one step of a request that moves while it is written: ``range(moved, written)``,
-        or one by consumer group. Steps that follow each other up to `num_tokens` are the whole
-        request, nothing twice; each moves what ends before *written*, so a block that is cut may
-        wait for the next step. States, and what counts other tokens than the prompt's, move with
-        the last. Of each step the producer's table need only reach *written*.
+        A request may also move in steps while the producer still writes it. A step passes
+        ``tokens=range(moved, written)``. Consecutive steps up to `num_tokens` move the whole
+        request, and nothing twice. Each step moves the tiles that end in it, so that a block that
+        *written* cuts may move with the next step. Recurrent states and groups that do not count
+        the tokens of the prompt move with the last step. The producer's table only needs to reach
+        *written*.
+
+        Args:
+            request: The request.
+            tokens: Positions of one step, or ranges by group of the consumer. All by default.
+
+        Returns:
+            Producer ids and consumer ids: two int32 arrays of shape (n,). Descriptor i of the
+            producer pairs with descriptor i of the consumer. `NixlRank.read` accepts both arrays
+            or, faster, the selection itself.
+
+        Raises:
+            SpecError: If a block table, a cached prefix or *tokens* is impossible.
+            MismatchError: If the producer does not have the tokens or the state that must move.
+
+        >>> import kvspec
+        >>> spec = kvspec.FullAttentionSpec(
+        ...     block_size=16, total_num_kv_heads=2, head_size=4, dtype="bfloat16")
+        >>> group = kvspec.KVCacheGroup(name="full", layers=["layer"], spec=spec)
+        >>> engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
+        >>> caches = [
+        ...     kvspec.plan_memory(engine, kvspec.RankId(), 10, at) for at in (1 << 20, 1 << 30)]
+        >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), *caches)
+        >>> request = kvspec.TransferRequest(
+        ...     request_id="r", num_tokens=48, cached_tokens=16,
+        ...     producer_blocks={"full": [3, 4, 5]}, consumer_blocks={"full": [7, 8, 2]})
+        >>> [ids.tolist() for ids in table.select(request)]
+        [[4, 5], [8, 2]]
+        >>> [ids.tolist() for ids in table.select(request, tokens=range(0, 40))]
+        [[4], [8]]
+
         """
         picked = tuple(self.tiles(request, tokens))
         return Selection.of(picked, self.producer_rows, self.consumer_rows)
 
     def descriptors(self, request: TransferRequest, *, tokens: Positions | None = None) -> Rows:
-        """Return (producer address, consumer address, length) of what *request* moves.
+        """Return the fewest descriptors that move *request*, as addresses.
 
-        A uint64 array of shape (n, 3), ordered by producer address: no two rows could be one, each
-        inside one memory of either cache. *tokens*: one step of it, as `select` has it.
+        Descriptors that touch on both sides are joined, unless one memory ends between them.
+
+        Args:
+            request: The request.
+            tokens: Positions of one step, as in `select`. All by default.
+
+        Returns:
+            Producer address, consumer address and length in bytes, ascending by producer address:
+            uint64, shape (n, 3).
+
+        Raises:
+            SpecError: As `select`.
+            MismatchError: As `select`.
+
         """
-        found = [entry.addresses(chosen) for entry, chosen in self.tiles(request, tokens)]
-        if not found:
+        addresses = [entry.addresses(chosen) for entry, chosen in self.tiles(request, tokens)]
+        if not addresses:
             return np.empty((0, 3), np.uint64)
-        return coalesce(found, (self.producer.boundaries, self.consumer.boundaries)).T.view(
+        return coalesce(addresses, (self.producer.boundaries, self.consumer.boundaries)).T.view(
             np.uint64
         )
 
     def counts(self, request: TransferRequest) -> tuple[int, int]:
-        """Return how many descriptors NIXL posts for `select`, and the fewest there could be.
+        """Return the number of descriptors that NIXL posts, and the smallest possible number.
 
-        NIXL joins neighbours of the list whose ids follow each other in one dense row.
+        NIXL joins neighbours in the list of ids if their ids are consecutive in one dense row.
+
+        Args:
+            request: The request.
+
+        Returns:
+            The descriptors that NIXL posts for `select`, and the length of `descriptors`.
+
         """
         posted = sum(entry.rows.posted(chosen) for entry, chosen in self.tiles(request))
         return posted, len(self.descriptors(request))
 
     def dead_bytes(self, request: TransferRequest) -> int:
-        """Return how many of the bytes that *request* moves are of tokens behind its last.
+        """Return how many bytes of tokens after the last token *request* moves.
 
-        The last block is cut where that takes no more descriptors, or fewer seconds.
+        The last block is shortened if that needs no more descriptors, or if the dead bytes take
+        longer than the descriptors.
+
+        Args:
+            request: The request.
+
+        Returns:
+            The number of bytes.
+
         """
         instance("request", request, TransferRequest)
         return sum(split_group.dead_bytes(request) for split_group in self._split_groups)
 
     def unwritten_ranges(self, request: TransferRequest) -> Rows:
-        """Return (address, length) of the consumer's bytes that *request* leaves in its own blocks.
+        """Return the bytes of the consumer's blocks that *request* does not write.
 
-        A uint64 array of shape (n, 2), by address. Of the units and tokens that this pair of ranks
-        exchanges: those of the tables of all sources of a consumer rank are all there are. What is
-        cached does not count, nor do blocks before the first live token, which may be another
-        request's by now.
+        Cached bytes do not count, and neither do blocks before the first live token, which may
+        belong to another request by now. The ranges belong to the units and tokens that this pair
+        of ranks exchanges. The tables of all sources of a consumer rank together have all ranges.
+
+        Args:
+            request: The request.
+
+        Returns:
+            Address and length in bytes of each range, ascending by address: uint64, shape (n, 2).
+
         """
         pair = Pair(self.plan, self.producer, self.consumer, self.layers)
         return unwritten_ranges(pair, request, self.descriptors(request))
@@ -218,16 +311,31 @@ class DescriptorTable:
 
     @cached_property
     def _shared_groups(self) -> tuple[frozenset[str], ...]:
+        """Groups of the consumer that share memory."""
         return sharing(self.consumer)
 
     @cached_property
-    def _source_pools(self) -> tuple[frozenset[str], ...]:
+    def _shared_sources(self) -> tuple[frozenset[str], ...]:
+        """Groups of the producer that share memory."""
         return sharing(self.producer)
 
     def tiles(
         self, request: TransferRequest, tokens: Positions | None = None
     ) -> list[tuple[Entry, Tiles]]:
-        """Return what of each set of rows *request* moves, or one step of it; raise as `select`."""
+        """Return the tiles of each entry that *request* moves, or one step of it.
+
+        Args:
+            request: The request.
+            tokens: Positions of one step, as in `select`. All by default.
+
+        Returns:
+            The entries that move anything, each with its tiles.
+
+        Raises:
+            SpecError: As `select`.
+            MismatchError: As `select`.
+
+        """
         instance("request", request, TransferRequest)
         groups = self._groups
         request.check_groups(groups)
@@ -235,10 +343,12 @@ class DescriptorTable:
             check_tokens(tokens, groups)
         if self._shared_groups:
             check_shared(self.plan, request, self._shared_groups)
-        if self._source_pools:
-            check_shared_sources(self.plan, request, self._source_pools)
+        if self._shared_sources:
+            check_shared_sources(self.plan, request, self._shared_sources)
         return [
-            one for split_group in self._split_groups for one in split_group.picked(request, tokens)
+            picked
+            for split_group in self._split_groups
+            for picked in split_group.picked(request, tokens)
         ]
 
     @cached_property
@@ -254,14 +364,39 @@ def build_table(
     layers: Iterable[str] | None = None,
     prefix_multiple: int = 1,
 ) -> DescriptorTable:
-    """Make the descriptor rows of one pair of ranks, of all *layers* unless given.
+    """Build the descriptor rows that connect one producer rank to one consumer rank.
 
-    *prefix_multiple*: a promise that cached prefixes are multiples of so many tokens, as where an
-    engine caches whole blocks. There are far fewer rows then; `select` refuses what breaks it.
+    The number of rows does not depend on the number of blocks.
 
-    The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
-    not one of the plan's, or if the ids of one side would not fit an int32; `SpecError` for a layer
-    that is none of the consumer's. Tables of layers apart together move what one table of all does.
+    Args:
+        plan: The transfer plan of the two engines.
+        producer_cache: Memory of the producer rank.
+        consumer_cache: Memory of the consumer rank.
+        layers: Names of the layers to include. All layers by default. Several tables with
+            different layers move the same bytes as one table of all layers.
+        prefix_multiple: Cached prefixes of all requests are multiples of this many tokens. Engines
+            that cache whole blocks pass the block size: the table then needs far fewer rows.
+            `select` raises `SpecError` for other prefixes.
+
+    Returns:
+        The table. `producer_rows` and `consumer_rows` are uint64 arrays of shape (rows, 5).
+
+    Raises:
+        MismatchError: If a cache belongs to another engine, if the ids do not fit into int32, or
+            if the rows of one side lie in several types of memory.
+        SpecError: If a layer name is unknown.
+
+    >>> import kvspec
+    >>> spec = kvspec.FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=2, head_size=4, dtype="bfloat16")
+    >>> group = kvspec.KVCacheGroup(name="full", layers=["layer"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
+    >>> caches = [kvspec.plan_memory(engine, kvspec.RankId(), 10, at) for at in (1 << 20, 1 << 30)]
+    >>> table = kvspec.build_table(
+    ...     kvspec.plan_transfer(engine, engine), *caches, prefix_multiple=16)
+    >>> table.producer_rows.tolist()  # Ten blocks of 16 tokens, 2 heads and 16 bytes each.
+    [[1048576, 512, 0, 512, 10]]
+
     """
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
@@ -269,23 +404,23 @@ def build_table(
     positive_int("prefix_multiple", prefix_multiple)
     check_engine("producer_cache.engine", plan.producer, producer_cache.engine)
     check_engine("consumer_cache.engine", plan.consumer, consumer_cache.engine)
-    only = None if layers is None else _known(plan, layers)
+    only = None if layers is None else _layer_names(plan, layers)
     entries: list[Entry] = []
-    at = (0, 0)
+    next_ids = (0, 0)
     for edge in plan.between(producer_cache.rank, consumer_cache.rank):
         groups = plan.producer.group(edge.producer_group), plan.consumer.group(edge.group)
         for rows in row_sets(edge, groups, producer_cache, consumer_cache, only, prefix_multiple):
-            entries.append(Entry(edge, rows, *at))
+            entries.append(Entry(edge, rows, *next_ids))
             used = rows.ids_used
-            at = at[0] + used[0], at[1] + used[1]
-    why = "descriptor ids are int32; give fewer blocks, or groups of fewer layers"
-    many = [
+            next_ids = next_ids[0] + used[0], next_ids[1] + used[1]
+    why = "descriptor ids are int32: use fewer blocks, or groups of fewer layers"
+    too_many = [
         Mismatch(f"{side} descriptors", count, MAX_IDS, why, ("needed", "limit"))
-        for side, count in zip(("producer", "consumer"), at, strict=True)
+        for side, count in zip(("producer", "consumer"), next_ids, strict=True)
         if count > MAX_IDS
     ]
-    if many:
-        raise MismatchError(many)
+    if too_many:
+        raise MismatchError(too_many)
     producer_rows, producer_type = _side(
         "producer", [(e.rows.producer, e.rows.producer_address, e.rows.length) for e in entries]
     )
@@ -306,30 +441,40 @@ def build_table(
     )
 
 
-def _known(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
+def _layer_names(plan: TransferPlan, layers: Iterable[str]) -> frozenset[str]:
+    """Return *layers* as a set. Raise `SpecError` for names that the consumer does not have."""
     names = texts("layers", layers, "names of layers")
     known = [layer for group in plan.consumer.groups for layer in group.layers]
-    if strange := [name for name in names if name not in known]:
-        raise SpecError("layers", strange[:3], f"layers of the consumer, as {known[:3]}")
+    if unknown := [name for name in names if name not in known]:
+        raise SpecError("layers", unknown[:3], f"layers of the consumer, such as {known[:3]}")
     return frozenset(names)
 
 
 def _side(side: str, runs: list[tuple[BlockLayout, Ints, Ints]]) -> tuple[Rows, str]:
-    """Return all rows of one side, and the type of memory they lie in."""
+    """Return all rows of one side, and their type of memory."""
     types = sorted({block_layout.memory_type for block_layout, _, _ in runs}) or ["DRAM"]
     if len(types) > 1:
-        why = "not yet: one type of memory on each side of a pair of ranks"
+        # A list of descriptors in NIXL has one type of memory.
+        why = "the rows of one side must lie in one type of memory"
         raise MismatchError(
             [Mismatch(f"{side} memory_type", types[0], types[1], why, ("one", "other"))]
         )
     rows = [block_layout.rows(address, length) for block_layout, address, length in runs]
+    # Concatenating with an empty array gives a side without rows its shape and dtype.
     table = np.concatenate([np.empty((0, 5), np.uint64), *rows])
     table.flags.writeable = False
     return table, types[0]
 
 
 def check_engine(field: str, planned: EngineSpec, given: EngineSpec) -> None:
-    """Raise `MismatchError` naming what of a cache's engine is not as the plan's."""
+    """Raise `MismatchError` with all differences if *given* is not the engine of the plan.
+
+    Args:
+        field: Name of the cache's engine for errors.
+        planned: The engine in the plan.
+        given: The engine of the cache.
+
+    """
     if given is not planned and given != planned:
         why = "the cache was laid out for another engine than the plan's"
         raise MismatchError(differing(planned, given, field, why, ("plan", "cache")))

@@ -1,14 +1,51 @@
-"""Which tiles of one request move over one edge.
+"""Tiles of one request: which rows it moves over one edge, and where they lie in both memories.
 
-Law: positions decide. A tile is named by the tokens it holds; each side's block table turns that
-into a block and a place in it. A tile that begins with cached tokens moves its end only, so that
-no cached byte is ever written. Any other tile moves whole, dead tokens and all; but the last one
-leaves those out where that takes no more rows, or where they take longer than a row more.
+Invariant: a tile is identified by the tokens in it, and the block table of each side assigns those
+tokens to a block. No cached byte is written. Tables are validated completely before anything moves.
 
-The two block tables of one edge, and what is wrong with them.
+How it works:
+    A *tile* is a range of tokens that no block and no interleave of either side divides. A *row*
+    moves several tiles, one tile, or a part of a tile. `_cut` chooses the rows of a request. In
+    this example a tile has 4 tokens, a prompt has 15, and the consumer has cached 5 of them:
 
-Law: what a table does not hold is never read or written; a table is refused as a whole, before
-anything of it moves.
+        token      4   5   6   7 |  8   9  10  11 | 12  13  14  15
+                   c   w   w   w |  w   w   w   w |  w   w   w   d
+        moves          5   6   7    8   9  10  11   12  13  14
+                        head              body           tail
+
+    Head: the first tile begins with a cached token (c). Only the tokens after it move.
+
+    Body: tiles move whole. Tiles that are adjacent in the memory of both sides become one row.
+
+    Tail: the last tile ends with a *dead* token (d), which the consumer will not read. Dead tokens
+    may be written, because their block belongs to the request, but that takes time. So the tile is
+    shortened if it has at least `TokenSplit.trim_from` dead tokens, and never if `trim_from` is 0.
+
+    These are all cases. Sizes are those of `TokenSplit.partial_sizes`:
+
+        tile    condition                                       rows
+        ------  ----------------------------------------------  ------------------------------------
+        head    there are sizes                                 at most one for each size, to the
+                                                                tile's end
+        head    no sizes; trim_from is 0 or the tile is not     one for each state, to the tile's
+                the last                                        end
+        head    no sizes; trim_from > 0, the tile is the last   one for each state up to the last
+                                                                live state
+        body    follows the tile before in both memories        none: the row before it is longer
+        body    any other                                       one
+        tail    too few dead tokens, or joined to the tile      as in the body: dead tokens move
+                before
+        tail    sizes, and one of them divides the live part    one, of the live tokens
+        tail    sizes, and none of them does                    as in the body: dead tokens move
+        tail    no sizes                                        one for each live state
+
+    The head does not wait for `trim_from`: each state is a row of its own there, so that leaving
+    out dead states only saves rows. A tile that was joined to the tile before it stays whole,
+    because a shorter tile would need its own row.
+
+    Tokens are counted in one of two ways (`_Frame`). Usually they are positions of the request. If
+    both sides shard tokens among context ranks alike, they are the rank's own tokens, without
+    gaps. Then interleaves do not divide tiles.
 """
 
 from __future__ import annotations
@@ -29,16 +66,35 @@ from kvspec.plan.edges import Edge
 from kvspec.specs import LayerSpec
 
 Side = tuple[Role, str, BlockTable, Paging]
+# Positions of one step of a request: of the prompt, or by group of the consumer.
 Positions = range | Mapping[str, range]
-"""Positions of one step of a request: of the prompt, or by consumer group."""
+# The rows of one kind and the first token of each.
+KindStarts = tuple[RowKind, Ints]
+# For each kind of row, where its rows begin: the producer's and the consumer's own tokens before
+# each row, counted from the first token of the table. For a state: its index in the table.
+RowStarts = dict[RowKind, tuple[Ints, Ints]]
+
+EVERY_TOKEN = BlockCyclic()  # One rank owns all positions.
+
+# Writing ids to their places is faster than sorting them if there are at least so many ids, and
+# the largest is less than so many times their number. Measured with `select` of W1: 2.0 ns a
+# descriptor instead of 2.7.
+PLACE_FROM, PLACE_WITHIN = 1000, 8
 
 
 @attrs.frozen(eq=False)
 class Tables:
-    """The block tables of one edge: the tokens *expected* by the consumer, and how many it has.
+    """The block tables of one edge, and the tokens that the request moves over it.
 
-    *tokens*: the positions by which one step of the request moves on; None: all at once. *whole*:
-    whether it is a state, which moves with the last step.
+    Attributes:
+        edge: The edge.
+        wanted: Positions that the request moves.
+        cached: Number of leading tokens that the consumer already has.
+        tokens: Positions of one step of the request, or None if all move at once.
+        whole: Whether the group has recurrent states, which move with the last step.
+        producer: Block table of the producer.
+        consumer: Block table of the consumer.
+
     """
 
     edge: Edge
@@ -71,7 +127,7 @@ class Tables:
 
     @property
     def reached(self) -> range:
-        """The wanted tokens that this step or one before it moves; empty where it moves none."""
+        """The wanted tokens up to the end of this step. Empty if the step moves none."""
         tokens, wanted = self.tokens, self.wanted
         if tokens is None or tokens.start < wanted.stop <= tokens.stop:
             return wanted
@@ -81,42 +137,46 @@ class Tables:
 
     @property
     def last(self) -> bool:
-        """Whether no later step follows."""
+        """Whether this step is the last."""
         return self.tokens is None or self.tokens.stop >= self.wanted.stop
 
     def sides(self, token_split: TokenSplit) -> tuple[Side, Side]:
-        """Return name, group, table and paging of the consumer, and of the producer."""
+        """Return name, group, table and paging of the consumer, then of the producer."""
         return (
             ("consumer", self.edge.group, self.consumer, token_split.consumer),
             ("producer", self.edge.producer_group, self.producer, token_split.producer),
         )
 
     def check(self, token_split: TokenSplit) -> None:
-        """Raise `SpecError` for tables that are impossible.
+        """Validate both tables.
 
-        And `MismatchError` for wanted tokens that the producer does not hold.
+        Raises:
+            SpecError: If a table is impossible, or the consumer's lacks tokens that move.
+            MismatchError: If the producer's table lacks tokens that move.
+
         """
         check = self._check_tokens if token_split.tile else self._check_state
         check(self.sides(token_split))
 
     def _check_tokens(self, sides: tuple[Side, Side]) -> None:
-        wanted = self.reached
+        tokens = self.reached
         for side, group, table, paging in sides:
             if table.first_token:
                 table.check_start(f"{side}_blocks[{group!r}]", paging.virtual_block)
             held = table.tokens(paging.virtual_block)
-            if _inside(wanted, held):
+            if _inside(tokens, held):
                 continue
             if side == "producer":
-                check_producer_holds(group, held, wanted)
-            told = f"blocks for tokens {wanted.start}..{wanted.stop - 1}"
-            raise SpecError(f"{side}_blocks[{group!r}]", held, told)
+                check_producer_holds(group, held, tokens)
+            expected = f"blocks for tokens {tokens.start}..{tokens.stop - 1}"
+            raise SpecError(f"{side}_blocks[{group!r}]", held, expected)
         for side, group, table, paging in sides:
             if paging.null_block is not None:
-                missing = table.without_block(wanted, paging.virtual_block, paging.null_block)
-                check_no_null(side, group, paging.null_block, missing, wanted)
-            # Of all that moves, not of this edge alone: another may read a block's other place.
-            _check_once(side, group, table, table.blocks_of(wanted, paging.virtual_block))
+                missing = table.without_block(tokens, paging.virtual_block, paging.null_block)
+                check_no_null(side, group, paging.null_block, missing, tokens)
+            # Check all blocks that move, not only those of this edge: another edge may use the
+            # second place of a repeated block.
+            _check_once(side, group, table, table.blocks_of(tokens, paging.virtual_block))
 
     def _check_state(self, sides: tuple[Side, Side]) -> None:
         for side, group, table, paging in sides:
@@ -129,21 +189,25 @@ class Tables:
 
 
 def check_tokens(tokens: object, groups: Iterable[str]) -> None:
-    """Raise `SpecError` unless *tokens* is a range of positions, or some for *groups*."""
+    """Raise `SpecError` unless *tokens* is a range of positions, or ranges by names in *groups*."""
     ranges = tokens if isinstance(tokens, Mapping) else {None: tokens}
-    if strange := sorted(set(ranges) - {None, *groups}, key=repr):
-        raise SpecError("tokens", strange, f"groups of the consumer: {', '.join(groups)}")
-    for group, own in ranges.items():
+    if unknown := sorted(set(ranges) - {None, *groups}, key=repr):
+        raise SpecError("tokens", unknown, f"groups of the consumer: {', '.join(groups)}")
+    for group, positions in ranges.items():
         field = "tokens" if group is None else f"tokens[{group!r}]"
-        if not isinstance(own, range) or own.step != 1 or not 0 <= own.start <= own.stop:
-            raise SpecError(field, own, "a range of positions, range(start, stop)")
+        if (
+            not isinstance(positions, range)
+            or positions.step != 1
+            or not 0 <= positions.start <= positions.stop
+        ):
+            raise SpecError(field, positions, "a range of positions, range(start, stop)")
 
 
 def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: Positions) -> range:
-    """Return the positions of *group* that *tokens* are.
+    """Return the positions of *group* that one step moves.
 
-    What counts other tokens than the prompt's moves with the prompt's last, unless it is named; of
-    a prompt of no tokens, with any step.
+    A group that counts other tokens than the prompt's moves with the last token of the prompt,
+    unless *tokens* names the group. If the prompt has no tokens, the group moves with each step.
     """
     if isinstance(tokens, Mapping):
         return tokens.get(group, EMPTY)
@@ -154,7 +218,7 @@ def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: P
 
 
 def check_producer_holds(group: str, held: range, wanted: range) -> None:
-    """Raise `MismatchError` naming the first *expected* tokens that the producer's table lacks."""
+    """Raise `MismatchError` if the producer's table of *group* does not contain all of *wanted*."""
     if _inside(wanted, held):
         return
     missing = range(max(wanted.start, held.stop), wanted.stop) or range(
@@ -170,34 +234,29 @@ def _inside(inner: range, outer: range) -> bool:
 
 
 def _check_once(side: Role, group: str, table: BlockTable, ids: Ids) -> None:
-    """Raise `SpecError` if one of the block *ids* that move stands for two places.
-
-    A block that is written may stand nowhere else in its table; one that is only read may, where
-    nothing of it moves.
-    """
-    used = table.ordered
-    if len(ids) < len(used):
-        used = used[np.isin(used, ids)] if side == "consumer" else np.sort(ids)
-    twice = used[:-1] == used[1:]
-    if np.count_nonzero(twice):
-        value = int(used[twice.argmax()])
+    """Raise `SpecError` if one of the block *ids* that move is in two places of the table."""
+    ordered = table.ordered
+    if len(ids) < len(ordered):
+        # A block that is written must not be anywhere else in its table, because that place would
+        # change as well. A block that is only read may be elsewhere if that place does not move.
+        ordered = ordered[np.isin(ordered, ids)] if side == "consumer" else np.sort(ids)
+    repeated = ordered[:-1] == ordered[1:]
+    if np.count_nonzero(repeated):
+        value = int(ordered[repeated.argmax()])
         raise SpecError(f"{side}_blocks[{group!r}]", value, "each block once")
-
-
-ALL = BlockCyclic()
-"""Who owns every token."""
-MANY, FAR = 1000, 8
-"""How many ids, and within how many times as many, take less time to place than to sort."""
-Begins = dict[RowKind, tuple[Ints, Ints]]
-"""Of each kind of row, where what it takes begins: the producer's and the consumer's own tokens
-before it, counted from the first token of the table; of a state, its place in the table."""
 
 
 @attrs.frozen(eq=False)
 class Tiles:
-    """Descriptors of one set of rows, by *block* in memory and *tile* in the block, and by *ids*.
+    """The places of the tiles that move of one row set: int64 arrays of shape (2, tiles).
 
-    Int64 of shape (2, n): of the producer, and of the consumer. Ids count from a run's first.
+    The first row of each array is the producer's and the second the consumer's.
+
+    Attributes:
+        block: Block in memory.
+        tile: Tile in the block.
+        ids: Ids, counted from the first id of each run.
+
     """
 
     block: Ints
@@ -209,26 +268,33 @@ class Tiles:
         return count
 
 
-def begins(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> Begins:
-    """Return what each kind of row takes of *request*.
+def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> RowStarts:
+    """Return where the rows of *request* begin on one edge, by kind of row.
 
-    Of what is cut by *token_split*, on one edge.
+    Args:
+        request: The request.
+        tables: Its tables for the edge. They have been validated.
+        token_split: How the request is cut.
 
-    The *tables* hold wanted tokens. Raises `MismatchError` for a state that has seen other tokens.
+    Raises:
+        MismatchError: If a recurrent state has seen other tokens than the request has.
+        SpecError: If the number of cached tokens would cut a state.
+
     """
     if not token_split.tile:
         return _state(request, tables, token_split)
     producer, consumer = token_split.producer.context, token_split.consumer.context
     same_sharding = producer.same_sharding(consumer)
     frame = (_own_counts if same_sharding else _positions)(tables, token_split)
-    found = _cut(tables, token_split, frame).items()
+    starts = _cut(tables, token_split, frame).items()
     first = tables.producer.first_token, tables.consumer.first_token
     if same_sharding and first == (0, 0):
-        return {kind: (begin, begin) for kind, begin in found}
+        return {kind: (tokens, tokens) for kind, tokens in starts}
+    # Tables begin at a virtual block, so each context rank owns an equal share of what is before.
     before = first[0] // producer.size, first[1] // consumer.size
     return {
-        kind: (frame.producer.local(begin) - before[0], frame.consumer.local(begin) - before[1])
-        for kind, begin in found
+        kind: (frame.producer.local(tokens) - before[0], frame.consumer.local(tokens) - before[1])
+        for kind, tokens in starts
     }
 
 
@@ -236,50 +302,69 @@ def tiles(
     tables: Tables,
     token_split: TokenSplit,
     kind: RowKind,
-    taken: tuple[Ints, Ints],
+    starts: tuple[Ints, Ints],
     block_layouts: tuple[BlockLayout, BlockLayout],
 ) -> Tiles:
-    """Return the descriptors of rows of one kind for what they take, ordered by producer id."""
-    found = np.zeros((3, 2, len(taken[0])), np.int64)
-    block, tile, ids = found[0], found[1], found[2]
+    """Return the places of rows of one kind, in ascending order of the producer's ids.
+
+    Args:
+        tables: The tables of the request.
+        token_split: How the request is cut.
+        kind: The kind of the rows.
+        starts: Where the rows begin on the producer and on the consumer, as in `RowStarts`.
+        block_layouts: How the rows repeat on the producer and on the consumer.
+
+    Raises:
+        SpecError: If a block id is not in the memory.
+
+    """
+    places = np.zeros((3, 2, len(starts[0])), np.int64)
+    block, tile, ids = places[0], places[1], places[2]
+    # `sides` has the consumer first, and these arrays have the producer first.
     for row, (side, group, table, paging) in enumerate(tables.sides(token_split)[::-1]):
-        begin, block_layout = taken[row], block_layouts[row]
-        place, part, inner = paging.places(begin, kind) if token_split.tile else (begin, None, None)
-        own, blocks = (
-            table.block_ids[place],
-            block_layout.num_blocks // paging.kernel_blocks_per_block,
+        start, block_layout = starts[row], block_layouts[row]
+        # A state moves whole: its start is its index in the table.
+        index, kernel_block, inner = (
+            paging.places(start, kind) if token_split.tile else (start, None, None)
         )
-        if not table.inside(blocks):
-            check_ids(side, group, own, blocks)
+        block_ids = table.block_ids[index]
+        num_blocks = block_layout.num_blocks // paging.kernel_blocks_per_block
+        if not table.inside(num_blocks):  # An id outside is allowed if its block does not move.
+            check_ids(side, group, block_ids, num_blocks)
             if kind.tokens > token_split.tile:
-                # What runs on has ids that follow the first, so its last is the greatest.
-                last = (begin + kind.tokens - 1) // paging.block_size
-                check_ids(side, group, table.block_ids[last], blocks)
-        block[row] = own if part is None else own * paging.kernel_blocks_per_block + part
+                # The ids of a row of several tiles are consecutive, so its last is the largest.
+                last = (start + kind.tokens - 1) // paging.block_size
+                check_ids(side, group, table.block_ids[last], num_blocks)
+        if kernel_block is None:
+            block[row] = block_ids
+        else:
+            block[row] = block_ids * paging.kernel_blocks_per_block + kernel_block
         if inner is not None:
             tile[row] = inner
         ids[row] = block_layout.ids(block[row], tile[row])
+    # NIXL joins only neighbours in the list, so that ascending ids need the fewest descriptors.
     if np.count_nonzero(ids[0, :-1] > ids[0, 1:]):
-        block, tile, ids = found.take(_ascending(ids[0]), axis=2)
+        block, tile, ids = places.take(_ascending(ids[0]), axis=2)
     return Tiles(block, tile, ids)
 
 
 def _ascending(ids: Ints) -> Ints:
-    """Return the order of *ids*, by putting each in its place where they are many and near.
+    """Return the order of *ids*. Many ids that are close together are placed and not sorted.
 
     >>> _ascending(np.array([2, 0, 3])).tolist()
     [1, 0, 2]
     """
-    if len(ids) > MANY and (end := int(ids.max()) + 1) < FAR * len(ids):
+    if len(ids) > PLACE_FROM and (end := int(ids.max()) + 1) < PLACE_WITHIN * len(ids):
         places = np.full(end, -1)
         places[ids] = np.arange(len(ids))
         order = places[places >= 0]
-        if len(order) == len(ids):  # none is there twice
+        if len(order) == len(ids):  # No id is repeated, so no place was overwritten.
             return order
     return ids.argsort(kind="stable")
 
 
-def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> Begins:
+def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) -> RowStarts:
+    """Return where the recurrent state of *request* lies in both tables."""
     seen = request.num_tokens if request.state_tokens is None else request.state_tokens
     if seen != request.num_tokens:
         why = "a recurrent state cannot be rewound: it must have seen exactly these tokens"
@@ -296,10 +381,17 @@ def _state(request: TransferRequest, tables: Tables, token_split: TokenSplit) ->
 
 @attrs.frozen(eq=False)
 class _Frame:
-    """The count of tokens in which tiles are cut, and who owns what in it.
+    """A way to count tokens, and who owns them. Tiles begin at multiples of their size in it.
 
-    *block*: how much of it one block of the consumer's table stands for. *tokens*: what one step
-    of the request moves on by: the tiles that end there; the last step moves what is left.
+    Attributes:
+        wanted: Tokens that the request moves.
+        tokens: Tokens of one step, or None. The step moves the tiles that end in it, and the last
+            step moves the rest.
+        cached: Number of leading tokens that the consumer already has.
+        block: Tokens for which one block of the consumer's table stands.
+        producer: The tokens that the producer rank owns.
+        consumer: The tokens that the consumer rank owns.
+
     """
 
     wanted: range
@@ -311,146 +403,197 @@ class _Frame:
 
 
 def _own_counts(tables: Tables, token_split: TokenSplit) -> _Frame:
-    """Count the tokens that both sides own: they shard them alike, so their own counts are one."""
+    """Count the tokens that both ranks own. They shard alike, so both count the same tokens."""
     local, wanted = token_split.consumer.context.local, tables.wanted
     own = range(local(wanted.start), local(wanted.stop))
     tokens = tables.tokens and range(local(tables.tokens.start), local(tables.tokens.stop))
-    return _Frame(own, tokens, local(tables.cached), token_split.consumer.block_size, ALL, ALL)
+    block = token_split.consumer.block_size
+    return _Frame(own, tokens, local(tables.cached), block, EVERY_TOKEN, EVERY_TOKEN)
 
 
 def _positions(tables: Tables, token_split: TokenSplit) -> _Frame:
-    """Count positions of the request: each tile has one owner on either side."""
+    """Count positions of the request. Each tile has one owner on each side."""
     owners = token_split.producer.context, token_split.consumer.context
     block = token_split.consumer.virtual_block
     return _Frame(tables.wanted, tables.tokens, tables.cached, block, *owners)
 
 
 def _cut(tables: Tables, token_split: TokenSplit, frame: _Frame) -> dict[RowKind, Ints]:
-    """Return where begins what each kind of row takes, in the count of *frame*.
+    """Return the first tokens of the rows that move, by kind of row, in the count of *frame*.
 
-    Of 15 tokens 5 are cached. In tiles of 4, with rows of up to two and a last tile that may be
-    trimmed, that is:
+    These are the rows of the example above. The producer has the blocks 6 to 9 of 4 tokens, and its
+    rows continue from block to block. The consumer has blocks of 8 tokens.
 
-        tiles       4 5 6 7 | 8 9 10 11 | 12 13 14 15
-        rows          5 6 7   8 9 10 11   12 13 14        where the last two tiles lie apart
-                      5 6 7   8 9 10 11   12 13 14 15     where they follow: one row, dead token too
+    >>> from kvspec.ownership.parallel import RankId
+    >>> from kvspec.ownership.stripes import WHOLE
+    >>> edge = Edge(producer=RankId(), consumer=RankId(), producer_group="g", group="g",
+    ...     layers=(), slices=())
+    >>> tables = Tables(edge, wanted=range(5, 15), cached=5, tokens=None, whole=False,
+    ...     producer=BlockTable([6, 7, 8, 9]), consumer=BlockTable([3, 1]))
+    >>> sides = Paging(4, 4, EVERY_TOKEN, contiguous_across_blocks=True), Paging(8, 8, EVERY_TOKEN)
+    >>> def rows(**numbers):
+    ...     token_split = TokenSplit(WHOLE, 4, 1, *sides, **numbers)
+    ...     for kind, starts in _cut(tables, token_split, _positions(tables, token_split)).items():
+    ...         print(kind, starts.tolist())
+
+    Without sizes, the head and the tail are rows of one token:
+
+    >>> rows(trim_from=1)
+    RowKind(period=1, skip=0, tokens=1) [5, 6, 7, 12, 13, 14]
+    RowKind(period=4, skip=0, tokens=4) [8]
+
+    With sizes 1 and 4, the head and the tail are one row of three tokens each:
+
+    >>> rows(trim_from=1, partial_sizes=(1, 4))
+    RowKind(period=4, skip=1, tokens=3) [5]
+    RowKind(period=4, skip=0, tokens=3) [12]
+    RowKind(period=4, skip=0, tokens=4) [8]
+
+    With rows of two tiles, the body and the tail are one row. The dead token 15 moves as well:
+
+    >>> rows(trim_from=1, partial_sizes=(1, 4), spans=2)
+    RowKind(period=4, skip=1, tokens=3) [5]
+    RowKind(period=4, skip=0, tokens=8) [8]
     """
-    tile, wanted = token_split.tile, frame.wanted
+    size, grain, wanted = token_split.tile, token_split.grain, frame.wanted
     if not wanted:
         return {}
-    every = np.arange(wanted.start // tile * tile, wanted.stop, tile, dtype=np.int64)
-    first, last = int(every[0]), int(every[-1])
-    live = (
-        -(-wanted.stop // token_split.grain) * token_split.grain - last
-    )  # tokens of the last tile
-    every = _moving(tables, token_split, frame, every)
-    parts: list[tuple[RowKind, Ints]] = []
+    tile_starts = np.arange(wanted.start // size * size, wanted.stop, size, dtype=np.int64)
+    first, last = int(tile_starts[0]), int(tile_starts[-1])
+    live_stop = -(-wanted.stop // grain) * grain  # Only dead tokens follow the last live state.
+    tile_starts = _moving(tables, token_split, frame, tile_starts)
+    rows: list[KindStarts] = []
     if first < frame.cached:
-        start = _after_cached(tables, token_split, frame) - first
-        # By *partial_sizes* a row begins or ends where its tile does: there is none from within to
-        # within.
-        within = first == last and token_split.trim_from > 0 and not token_split.partial_sizes
-        if len(every) and every[0] == first:
-            parts += _part(token_split, first, start, live if within else tile)
-            every = every[1:]
-    begins, counts = _joined(tables, token_split, frame, every)
-    if (
-        token_split.trim_from
-        and tile - live >= token_split.trim_from
-        and len(begins)
-        and begins[-1] == last
-    ):
-        end = _part(token_split, last, 0, live)
-        parts += end
-        if end:
-            begins, counts = begins[:-1], None if counts is None else counts[:-1]
-    parts += _by_count(tile, begins, counts)
-    if len(parts) == 1:
-        return dict(parts)
-    taken: dict[RowKind, list[Ints]] = {}
-    for kind, some in parts:
-        taken.setdefault(kind, []).append(some)
-    return {kind: np.concatenate(some) for kind, some in taken.items()}
+        # Check this even if the tile moves over another edge: every edge must refuse the request.
+        start = _after_cached(tables, token_split, frame)
+        if len(tile_starts) and tile_starts[0] == first:
+            rows += _head(token_split, start, live_stop)
+            tile_starts = tile_starts[1:]
+    starts, counts = _joined(tables, token_split, frame, tile_starts)
+    if len(starts) and starts[-1] == last and (tail := _tail(token_split, last, live_stop)):
+        rows += tail
+        starts, counts = starts[:-1], None if counts is None else counts[:-1]
+    return _by_kind(rows + _body(token_split, starts, counts))
 
 
-def _by_count(tile: int, begins: Ints, counts: Ints | None) -> list[tuple[RowKind, Ints]]:
-    """Return the rows of whole tiles, by how many each takes; None: one each."""
+def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints) -> Ints:
+    """Return the tiles that move over this edge in this step of the request."""
+    for owner in (frame.producer, frame.consumer):
+        if owner.size > 1:
+            tile_starts = tile_starts[owner.owns(tile_starts)]
+    if not token_split.stripe.whole:
+        tile_starts = tile_starts[token_split.stripe.holds(tile_starts // frame.block)]
+    if frame.tokens is not None:
+        stop = tile_starts + token_split.tile
+        ends = tables.last | (stop <= frame.tokens.stop)
+        tile_starts = tile_starts[(stop > frame.tokens.start) & ends]
+    return tile_starts
+
+
+def _after_cached(tables: Tables, token_split: TokenSplit, frame: _Frame) -> int:
+    """Return the first token that moves in a tile that begins with cached tokens."""
+    start = frame.wanted.start // token_split.grain * token_split.grain
+    if start < frame.cached:
+        expected = f"a multiple of tokens_per_state={token_split.grain}"
+        raise SpecError("cached_tokens", tables.cached, expected)
+    return start
+
+
+def _head(token_split: TokenSplit, start: int, live_stop: int) -> list[KindStarts]:
+    """Return the rows from token *start*, which follows cached tokens, to the end of its tile.
+
+    A row by sizes ends at a multiple of the next size. With sizes (1, 4, 16), the tokens 5 to 15
+    are two rows: one of 3 tokens, which ends at 8, and one of 8 tokens, which ends at 16.
+    """
+    if not token_split.partial_sizes:
+        tile_stop = (start // token_split.tile + 1) * token_split.tile
+        # Each state is a row of its own, so leaving out dead states always saves rows.
+        return _states(
+            token_split, start, min(tile_stop, live_stop) if token_split.trim_from else tile_stop
+        )
+    # Dead tokens move, too: a row by sizes begins or ends with its tile, and never lies within it.
+    rows: list[KindStarts] = []
+    for _, period in pairwise(token_split.partial_sizes):
+        tokens = -start % period
+        if tokens:
+            rows.append((RowKind(period, period - tokens, tokens), np.array([start])))
+            start += tokens
+    return rows
+
+
+def _tail(token_split: TokenSplit, last: int, live_stop: int) -> list[KindStarts]:
+    """Return the rows of a shortened last tile, which begins at *last*. Empty if it moves whole.
+
+    With sizes (1, 4, 16), 8 live tokens are one row, and so are 3. The tile moves whole for 9 live
+    tokens, because rows of 5 to 15 tokens are multiples of 4.
+    """
+    live = live_stop - last
+    if not token_split.trim_from or token_split.tile - live < token_split.trim_from:
+        return []
+    if not token_split.partial_sizes:
+        return _states(token_split, last, live_stop)
+    for size, period in pairwise(token_split.partial_sizes):
+        if live < period and live % size == 0:
+            return [(RowKind(period, 0, live), np.array([last]))]
+    return []
+
+
+def _states(token_split: TokenSplit, start: int, stop: int) -> list[KindStarts]:
+    """Return a row for each state of the tokens from *start* to *stop*."""
+    grain = token_split.grain
+    return [(RowKind(grain, 0, grain), np.arange(start, stop, grain))]
+
+
+def _joined(
+    tables: Tables, token_split: TokenSplit, frame: _Frame, tile_starts: Ints
+) -> tuple[Ints, Ints | None]:
+    """Join tiles that are adjacent in both memories into rows of several tiles.
+
+    Tiles of one block are adjacent. Tiles of two blocks are adjacent if rows continue across
+    blocks and the block ids are consecutive. In this example a tile is a block of the producer,
+    whose rows continue across blocks, and half a block of the consumer:
+
+        producer    | 5     | 6     |   one row       | 5     | 9     |   two rows
+        consumer    | 3             |                 | 3             |
+
+    Returns:
+        The first tokens of the rows, and the number of tiles of each. None stands for one each.
+
+    """
+    if token_split.spans == 1 or len(tile_starts) < 2:  # noqa: PLR2004 - A pair has two tiles.
+        return tile_starts, None
+    # No row gets more than `spans` tiles: `spans` is 1 if the rows of both sides continue across
+    # blocks, and otherwise all tiles of a row lie in one block of a side.
+    adjacent = np.ones(len(tile_starts) - 1, np.bool_)
+    owners = frame.consumer, frame.producer
+    for (_, _, table, paging), owner in zip(tables.sides(token_split), owners, strict=True):
+        local = owner.local(tile_starts) - table.first_token // paging.context.size
+        adjacent &= local[:-1] + token_split.tile == local[1:]
+        touching = local[1:] % paging.memory_block_size != 0
+        if paging.contiguous_across_blocks:
+            ids = table.block_ids[local // paging.block_size]
+            touching |= ids[1:] == ids[:-1] + 1
+        adjacent &= touching
+    starts = np.concatenate([[0], np.flatnonzero(~adjacent) + 1])
+    return tile_starts[starts], np.diff(starts, append=len(tile_starts))
+
+
+def _body(token_split: TokenSplit, starts: Ints, counts: Ints | None) -> list[KindStarts]:
+    """Return the rows of whole tiles, by the number of tiles in each."""
+    size = token_split.tile
     if counts is None:
-        return [(RowKind(tile, 0, tile), begins)] if len(begins) else []
+        return [(RowKind(size, 0, size), starts)] if len(starts) else []
     return [
-        (RowKind(tile, 0, count * tile), begins[counts == count])
+        (RowKind(size, 0, count * size), starts[counts == count])
         for count in np.unique(counts).tolist()
     ]
 
 
-def _moving(tables: Tables, token_split: TokenSplit, frame: _Frame, every: Ints) -> Ints:
-    """Return those of the tiles *every* that move over this edge, in this step of the request."""
-    for owner in (frame.producer, frame.consumer):
-        if owner.size > 1:
-            every = every[owner.owns(every)]
-    if not token_split.stripe.whole:
-        every = every[token_split.stripe.holds(every // frame.block)]
-    if frame.tokens is not None:
-        stop = every + token_split.tile
-        every = every[(stop > frame.tokens.start) & (tables.last | (stop <= frame.tokens.stop))]
-    return every
-
-
-def _part(token_split: TokenSplit, tile: int, start: int, stop: int) -> list[tuple[RowKind, Ints]]:
-    """Return the rows of the tokens from *start* to *stop* of the tile that begins at *tile*.
-
-    By *partial_sizes* (1, 4, 16), tokens 5..15 of a tile of 16 are rows of 3 and of 8 tokens, which
-    end where 4 and 16 end; tokens 0..7 are one row of 8. Tokens 0..8 are none: the tile moves
-    whole.
-    """
-    if not token_split.partial_sizes:
-        grain = token_split.grain
-        return [(RowKind(grain, 0, grain), np.arange(tile + start, tile + stop, grain))]
-    size_pairs = pairwise(token_split.partial_sizes)
-    if stop < token_split.tile:
-        one = (period for size, period in size_pairs if stop < period and stop % size == 0)
-        return [(RowKind(period, 0, stop), np.array([tile])) for period in one][:1]
-    found = []
-    for _, period in size_pairs:
-        tokens = -start % period
-        if tokens:
-            found.append((RowKind(period, period - tokens, tokens), np.array([tile + start])))
-            start += tokens
-    return found
-
-
-def _after_cached(tables: Tables, token_split: TokenSplit, frame: _Frame) -> int:
-    """Return where the first row begins that moves of a tile that begins with cached tokens."""
-    start = frame.wanted.start // token_split.grain * token_split.grain
-    if start < frame.cached:
-        told = f"a multiple of tokens_per_state={token_split.grain}"
-        raise SpecError("cached_tokens", tables.cached, told)
-    return start
-
-
-def _joined(
-    tables: Tables, token_split: TokenSplit, frame: _Frame, every: Ints
-) -> tuple[Ints, Ints | None]:
-    """Return which of the tiles *every* begin a row, and how many each takes; None: one each.
-
-    Tiles follow in memory inside a block, and from block to block where rows flow on and the ids
-    follow each other. Two tiles, each a block of a producer whose rows flow, and half a block of
-    the consumer:
-
-        producer    | 5     | 6     |   one row       | 5     | 9     |   two rows
-        consumer    | 3             |                 | 3             |
-    """
-    if token_split.spans == 1 or len(every) < 2:  # noqa: PLR2004 - it takes two
-        return every, None
-    follows = np.ones(len(every) - 1, np.bool_)
-    owners = frame.consumer, frame.producer
-    for (_, _, table, paging), owner in zip(tables.sides(token_split), owners, strict=True):
-        local = owner.local(every) - table.first_token // paging.context.size
-        follows &= local[:-1] + token_split.tile == local[1:]
-        inside = local[1:] % paging.memory_block_size != 0
-        if paging.contiguous_across_blocks:
-            ids = table.block_ids[local // paging.block_size]
-            inside |= ids[1:] == ids[:-1] + 1
-        follows &= inside
-    starts = np.concatenate([[0], np.flatnonzero(~follows) + 1])
-    return every[starts], np.diff(starts, append=len(every))
+def _by_kind(rows: list[KindStarts]) -> dict[RowKind, Ints]:
+    """Return the first tokens of all *rows* by their kinds."""
+    if len(rows) == 1:
+        return dict(rows)
+    starts: dict[RowKind, list[Ints]] = {}
+    for kind, tokens in rows:
+        starts.setdefault(kind, []).append(tokens)
+    return {kind: np.concatenate(tokens) for kind, tokens in starts.items()}

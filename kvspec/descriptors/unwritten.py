@@ -1,7 +1,16 @@
-"""Which bytes of a request's own blocks stay as they were.
+"""Unwritten ranges: the bytes of a request's own blocks that a transfer leaves as they were.
 
-Law: of what one producer rank would write on one consumer rank, a byte is written, or cached, or
-unwritten. An engine that must not read what other requests left zeroes the last.
+Invariant: each byte that one producer rank could write on one consumer rank is either written,
+cached or unwritten. An engine can zero the unwritten bytes, so that a later query never reads what
+an earlier request left there.
+
+How it works:
+    The consumer's blocks have 4 tokens. A request of 10 tokens has blocks 7, 2 and 5, and 4 tokens
+    are cached. The last block is shortened after token 9:
+
+        token      0  1  2  3 |  4  5  6  7 |  8  9 10 11
+        block      7          |  2          |  5
+                   cached     |  written    |  written, then unwritten: 10 and 11
 """
 
 from __future__ import annotations
@@ -12,9 +21,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.descriptors.request import TransferRequest
+from kvspec.descriptors.request import BlockTable, TransferRequest
 from kvspec.descriptors.runs import coalesce
 from kvspec.memory.rank_cache import RankCache
+from kvspec.memory.region import Region
 from kvspec.ownership.part import Part
 from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
@@ -24,7 +34,7 @@ from kvspec.plan.plan import TransferPlan
 
 @attrs.frozen(eq=False)
 class Pair:
-    """Two ranks of a plan, by their caches; all *layers* or some."""
+    """Two ranks of a plan with their memory, and the layers to include (None: all)."""
 
     plan: TransferPlan
     producer: RankCache
@@ -35,89 +45,127 @@ class Pair:
 def unwritten_ranges(
     pair: Pair, request: TransferRequest, written: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Return (address, length) of what the descriptors *written* leave of the consumer's blocks."""
+    """Return the bytes of the consumer's blocks that no descriptor writes.
+
+    Args:
+        pair: The two ranks.
+        request: The request.
+        written: Descriptors of the request: producer address, consumer address and length, uint64
+            of shape (n, 3).
+
+    Returns:
+        Address and length of each range, ascending by address, uint64 of shape (m, 2).
+
+    """
     _, start, length = written.astype(np.int64).T
     order = np.argsort(start)
     start, stop = start[order], (start + length)[order]
-    found = [np.empty((0, 3), np.int64)]
+    ranges = [np.empty((0, 3), np.int64)]
     for address, content in _unmoved(pair, request):
+        # Dead tokens may lie in a descriptor that moved whole. Leave out what was written.
         before = np.searchsorted(start, address, "right") - 1
         moved = before >= 0
         moved[moved] = address[moved] < stop[before[moved]]
-        left = address[~moved]
-        found.append(np.column_stack([left, left, np.full(len(left), content)]))
-    boundaries = pair.consumer.boundaries  # coalesce joins on two sides: here both are the consumer
-    return coalesce(found, (boundaries, boundaries))[1:].T.view(np.uint64)
+        unmoved = address[~moved]
+        ranges.append(np.column_stack([unmoved, unmoved, np.full(len(unmoved), content)]))
+    # `coalesce` joins what touches on two sides. Here the consumer is both.
+    boundaries = pair.consumer.boundaries
+    return coalesce(ranges, (boundaries, boundaries))[1:].T.view(np.uint64)
 
 
 def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
-    """Yield addresses of contents that need not move, and how long each is."""
+    """Yield addresses of contents that need not move, and the length of each content."""
+    for edge, tp_slice, layer, part in _parts(pair):
+        region = pair.consumer.region(layer, part.name)
+        rows = _token_rows if part.per_token else _state_rows
+        block, row = rows(pair, request, edge, tp_slice, part)
+        first = region.address(0, tp_slice.local_range.start, 0)
+        units = np.arange(len(tp_slice.local_range)) * region.unit_stride
+        address = first + block * region.block_stride + row * region.state_stride
+        chunks = np.arange(region.chunks) * region.chunk_stride
+        yield (address[:, None, None] + units[:, None] + chunks).ravel(), region.chunk_bytes
+
+
+def _parts(pair: Pair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
+    """Yield the parts that move between the two ranks, with their edge, slice and layer."""
     for edge in pair.plan.between(pair.producer.rank, pair.consumer.rank):
         specs = pair.plan.pair_of(edge).specs
-        for one in edge.slices:
-            for layer in one.layers:
-                moves = pair.layers is None or layer in pair.layers
-                for part in specs[layer].parts if moves else ():
-                    if part.name in one.parts:
-                        region = pair.consumer.region(layer, part.name)
-                        rows = _token_rows if part.per_token else _state_rows
-                        block, row = rows(pair, request, edge, one, part)
-                        first = region.address(0, one.local_range.start, 0)
-                        units = np.arange(len(one.local_range)) * region.unit_stride
-                        at = first + block * region.block_stride + row * region.state_stride
-                        chunks = np.arange(region.chunks) * region.chunk_stride
-                        yield (
-                            (at[:, None, None] + units[:, None] + chunks).ravel(),
-                            region.chunk_bytes,
-                        )
+        for tp_slice in edge.slices:
+            for layer in tp_slice.layers:
+                if pair.layers is None or layer in pair.layers:
+                    for part in specs[layer].parts:
+                        if part.name in tp_slice.parts:
+                            yield edge, tp_slice, layer, part
 
 
 def _token_rows(
-    pair: Pair, request: TransferRequest, edge: Edge, one: TPTransferSlice, part: Part
+    pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, part: Part
 ) -> tuple[Ints, Ints]:
-    """Return block in memory and row of what is neither wanted nor cached.
-
-    From the block of the first live token on: what stands before it may be another request's. What
-    stands twice in a table is no block of anybody.
-    """
-    engine, rank, grain = pair.consumer.engine, pair.consumer.rank, part.tokens_per_state
-    group, held = engine.group(edge.group), request.table("consumer", edge.group)
-    spec, virtual = pair.plan.pair_of(edge).specs[one.layers[0]], engine.virtual_block(group)
-    wanted, tokens = request.wanted(group.name, spec), held.tokens(virtual)
-    live = spec.live_tokens(request.total(spec)).start // virtual * virtual
-    first = max(live, tokens.start, -(-request.cached(group.name, spec) // grain) * grain)
-    position = np.arange(first, max(tokens.stop, first), grain, dtype=np.int64)
-    owners = [
-        side.engine.context(side.engine.group(name), side.rank)
-        for side, name in ((pair.producer, edge.producer_group), (pair.consumer, edge.group))
-    ]
-    keep = owners[0].owns(position) & owners[1].owns(position)
-    keep &= one.stripe.holds(position // virtual)
-    keep &= (position + grain <= wanted.start) | (position >= wanted.stop)
-    context = engine.context(group, rank)
-    local = context.local(position[keep]) - held.first_token // context.size
-    place, token = np.divmod(local, group.spec.block_size)
+    """Return the block in memory and the row of each state that neither moves nor is cached."""
+    positions = _unmoved_positions(pair, request, edge, tp_slice, part.tokens_per_state)
+    engine, grain = pair.consumer.engine, part.tokens_per_state
+    group, table = engine.group(edge.group), request.table("consumer", edge.group)
+    context = engine.context(group, pair.consumer.rank)
+    local = context.local(positions) - table.first_token // context.size
+    index, token = np.divmod(local, group.spec.block_size)
     kernel_block, token = np.divmod(token, group.memory_block_size)
-    ids = held.block_ids[place]
-    count = (
-        pair.consumer.region(one.layers[0], part.name).num_blocks // group.kernel_blocks_per_block
-    )
-    different, times = np.unique(held.block_ids, return_counts=True)
-    own = (ids >= 0) & (ids < count) & np.isin(ids, different[times == 1])
-    if engine.null_block is not None:
-        own &= ids != engine.null_block
+    ids = table.block_ids[index]
+    region = pair.consumer.region(tp_slice.layers[0], part.name)
+    own = _own_blocks(ids, table, engine.null_block, region, group.kernel_blocks_per_block)
     return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[own] // grain
 
 
+def _unmoved_positions(
+    pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, grain: int
+) -> Ints:
+    """Return the first positions of states that both ranks own and that need not move.
+
+    The positions begin in the block of the first live token. Earlier blocks may belong to another
+    request by now.
+    """
+    engine, table = pair.consumer.engine, request.table("consumer", edge.group)
+    group, spec = engine.group(edge.group), pair.plan.pair_of(edge).specs[tp_slice.layers[0]]
+    virtual_block = engine.virtual_block(group)
+    wanted, tokens = request.wanted(group.name, spec), table.tokens(virtual_block)
+    live_block = spec.live_tokens(request.total(spec)).start // virtual_block * virtual_block
+    # A state with any cached token counts as cached, so round up.
+    cached = -(-request.cached(group.name, spec) // grain) * grain
+    first = max(live_block, tokens.start, cached)
+    positions = np.arange(first, max(tokens.stop, first), grain, dtype=np.int64)
+    keep = tp_slice.stripe.holds(positions // virtual_block)
+    for cache, name in ((pair.producer, edge.producer_group), (pair.consumer, edge.group)):
+        keep &= cache.engine.context(cache.engine.group(name), cache.rank).owns(positions)
+    keep &= (positions + grain <= wanted.start) | (positions >= wanted.stop)
+    return positions[keep]
+
+
+def _own_blocks(
+    ids: Ints, table: BlockTable, null_block: int | None, region: Region, kernel_blocks: int
+) -> npt.NDArray[np.bool_]:
+    """Return which of *ids* are blocks of this request alone.
+
+    A repeated id, the null block and an id outside the memory are placeholders. Blocks that do not
+    move are not validated before, so a table may contain them.
+    """
+    different, times = np.unique(table.block_ids, return_counts=True)
+    own = (ids >= 0) & (ids < region.num_blocks // kernel_blocks)
+    own &= np.isin(ids, different[times == 1])
+    if null_block is not None:
+        own &= ids != null_block
+    return own
+
+
 def _state_rows(
-    pair: Pair, request: TransferRequest, edge: Edge, one: TPTransferSlice, part: Part
+    pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, part: Part
 ) -> tuple[Ints, Ints]:
-    """Return block and row of what the producer's state lacks."""
-    group, held = pair.consumer.engine.group(edge.group), request.table("consumer", edge.group)
+    """Return block and row of each row of a recurrent state that only the consumer has."""
+    group, table = pair.consumer.engine.group(edge.group), request.table("consumer", edge.group)
     wanted = request.wanted(group.name, group.spec)
-    rows = np.arange(part.states, pair.consumer.region(one.layers[0], part.name).states)
-    virtual = pair.consumer.engine.virtual_block(group)
-    if not wanted or not one.stripe.holds(wanted.start // virtual):
+    rows = np.arange(part.states, pair.consumer.region(tp_slice.layers[0], part.name).states)
+    virtual_block = pair.consumer.engine.virtual_block(group)
+    if not wanted or not tp_slice.stripe.holds(wanted.start // virtual_block):
         rows = rows[:0]
-    slot = held.state_block(edge.group, group.spec.block_size, wanted.start) if len(rows) else 0
-    return np.full(len(rows), held.block_ids[slot]), rows
+    slot = 0
+    if len(rows):
+        slot = table.state_block(edge.group, group.spec.block_size, wanted.start)
+    return np.full(len(rows), table.block_ids[slot]), rows

@@ -227,7 +227,7 @@ SEEN = (
 )
 IDS_ARE_INT32 = (
     "{} descriptors: needed {}, limit 2147483648 "
-    "(descriptor ids are int32; give fewer blocks, or groups of fewer layers)"
+    "(descriptor ids are int32: use fewer blocks, or groups of fewer layers)"
 )
 
 

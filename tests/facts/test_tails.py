@@ -53,12 +53,12 @@ def test_tails(
 @given(strategies.twins())
 def test_tails_that_are_always_cut_keep_the_laws(twins: tuple[Case, Case]) -> None:
     """Where a descriptor more takes as long as one byte; law 8 counts descriptors alone."""
-    before, runs.DEAR = runs.DEAR, 1
+    before, runs.DESCRIPTOR_BYTES = runs.DESCRIPTOR_BYTES, 1
     try:
         of = [law for law in LAWS if law.number in {1, 4, 9, 10, 11, 13}]
         assert [] == laws.broken(attrs.evolve(KVSPEC, moves=None, tells=None), *twins, of=of)
     finally:
-        runs.DEAR = before
+        runs.DESCRIPTOR_BYTES = before
 
 
 def test_what_is_dead_is_what_nobody_wants() -> None:
