@@ -173,6 +173,27 @@ class DescriptorTable:
         layers: Names of the layers in the table, or None for all.
         prefix_multiple: Cached prefixes of requests are multiples of this many tokens.
 
+    >>> import kvspec
+    >>> spec = kvspec.FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=2, head_size=4, dtype="bfloat16")
+    >>> group = kvspec.KVCacheGroup(name="full", layers=["layer"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group], layout="LBNHC")
+    >>> caches = [kvspec.plan_memory(engine, kvspec.RankId(), 10, at) for at in (10000, 20000)]
+    >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), *caches)
+
+    A block has 512 bytes. The consumer has cached the first block, and its last block (9) is for
+    later tokens. Half of the third block is dead, but moving it costs less than a descriptor:
+
+    >>> request = kvspec.TransferRequest(
+    ...     request_id="r", num_tokens=40, cached_tokens=16,
+    ...     producer_blocks={"full": [3, 4, 5]}, consumer_blocks={"full": [7, 8, 2, 9]})
+    >>> table.descriptors(request).tolist()
+    [[12048, 24096, 512], [12560, 21024, 512]]
+    >>> table.counts(request), table.dead_bytes(request)
+    ((2, 2), 256)
+    >>> table.unwritten_ranges(request).tolist()
+    [[24608, 512]]
+
     """
 
     plan: TransferPlan
@@ -383,7 +404,7 @@ def build_table(
 
     Raises:
         MismatchError: If a cache belongs to another engine, if the ids do not fit into int32, or
-            if the rows of one side lie in several types of memory.
+            if one side has several types of memory.
         SpecError: If a layer name is unknown.
 
     >>> import kvspec
