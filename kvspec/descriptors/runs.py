@@ -102,8 +102,8 @@ class GroupSide:
         """Return a part of a layer from the rank's own unit number *unit*."""
         region, paging = self.cache.region(layer, part), self.paging
         first = region.base + unit * region.unit_stride
-        kernel_blocks, stride = self.group.kernel_blocks_per_block, row_stride(region)
-        if kernel_blocks > 1 and region.block_stride == region.states * stride:
+        kernel_blocks = self.group.kernel_blocks_per_block
+        if kernel_blocks > 1 and region.block_stride == region.states * row_stride(region):
             # The kernel blocks of one block follow each other like rows of one larger block.
             # Larger blocks have larger tiles, so that fewer and longer rows are needed.
             paging = self._whole
@@ -111,7 +111,7 @@ class GroupSide:
                 region,
                 num_blocks=region.num_blocks // kernel_blocks,
                 block_stride=region.block_stride * kernel_blocks,
-                state_stride=stride,
+                state_stride=row_stride(region),
                 states=region.states * kernel_blocks,
             )
         return PartSide(region, paging, first)
@@ -371,7 +371,6 @@ class _SplitKey(NamedTuple):
 
     stripe_first: int
     stripe_step: int
-    tile: int
     grain: int
     producer_block: int
     consumer_block: int
@@ -380,6 +379,7 @@ class _SplitKey(NamedTuple):
 class _PartPair(NamedTuple):
     """One part of one layer on both sides, and the units that one slice moves."""
 
+    part: Part
     stripe: Stripe
     units: int
     producer: PartSide
@@ -439,43 +439,25 @@ def row_sets(
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
     boundaries = producer.boundaries, consumer.boundaries
     cut_alike: dict[_SplitKey, list[_PartPair]] = {}
-    for key, pair in _part_pairs(edge, groups[1].spec, sides, layers):
-        cut_alike.setdefault(key, []).append(pair)
-    sets: list[RowSet] = []
-    for key, pairs in cut_alike.items():
-        token_split = TokenSplit(
-            pairs[0].stripe,
-            key.tile,
-            key.grain,
-            pairs[0].producer.paging,
-            pairs[0].consumer.paging,
-            prefix_multiple=prefix_multiple,
-        )
-        boxes = tuple(_boxes(key.grain, pairs, boundaries))
-        sets += _split_group_rows(token_split, boxes, boundaries)
-    return tuple(sets)
-
-
-def _part_pairs(
-    edge: Edge,
-    spec: LayerSpec,
-    sides: tuple[GroupSide, GroupSide],
-    layers: frozenset[str] | None,
-) -> Iterator[tuple[_SplitKey, _PartPair]]:
-    """Yield all parts that move, slice by slice and layer by layer, with their keys."""
-    for tp_slice, layer, part in _parts(edge, spec, layers):
+    for tp_slice, layer, part in _parts(edge, groups[1].spec, layers):
         source = sides[0].part(layer, part.name, tp_slice.remote_range.start)
         target = sides[1].part(layer, part.name, tp_slice.local_range.start)
-        stripe, paging = tp_slice.stripe, (source.paging, target.paging)
+        stripe = tp_slice.stripe
         key = _SplitKey(
             stripe.first,
             stripe.step,
-            tile_tokens(layer, part, *paging) if part.per_token else 0,
             part.tokens_per_state,
-            paging[0].memory_block_size,
-            paging[1].memory_block_size,
+            source.paging.memory_block_size,
+            target.paging.memory_block_size,
         )
-        yield key, _PartPair(stripe, len(tp_slice.global_range), source, target)
+        pair = _PartPair(part, stripe, len(tp_slice.global_range), source, target)
+        cut_alike.setdefault(key, []).append(pair)
+    sets: list[RowSet] = []
+    for key, pairs in cut_alike.items():
+        token_split = _token_split(pairs[0], prefix_multiple)
+        boxes = tuple(_boxes(key.grain, pairs, boundaries))
+        sets += _split_group_rows(token_split, boxes, boundaries)
+    return tuple(sets)
 
 
 def _parts(
@@ -487,6 +469,15 @@ def _parts(
             for part in spec.of_layer(layer).parts:
                 if part.name in tp_slice.parts:
                     yield tp_slice, layer, part
+
+
+def _token_split(pair: _PartPair, prefix_multiple: int) -> TokenSplit:
+    """Return how requests cut *pair*, before it is known which kinds of rows are useful."""
+    part, region = pair.part, pair.producer.region
+    paging = pair.producer.paging, pair.consumer.paging
+    tile = tile_tokens(region.layer, part, *paging) if part.per_token else 0
+    grain = part.tokens_per_state
+    return TokenSplit(pair.stripe, tile, grain, *paging, prefix_multiple=prefix_multiple)
 
 
 def _boxes(grain: int, pairs: list[_PartPair], boundaries: Boundaries) -> Iterator[Boxes]:
