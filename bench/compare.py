@@ -45,8 +45,8 @@ def rows() -> Iterator[tuple[str, Callable[[], Work]]]:
         made = kvspec.plan_transfer(*work.engines())
         target = made.consumer.parallel.ranks[0]
         source, pools = made.sources(target)[0], work.pools
-        producer = kvspec.plan_memory(made.producer, source, pools[0], 1 << 40)
-        consumer = kvspec.plan_memory(made.consumer, target, pools[1], 2 << 40)
+        producer = works.plan_memory(made.producer, source, pools[0], 1 << 40)
+        consumer = works.plan_memory(made.consumer, target, pools[1], 2 << 40)
         return lambda: kvspec.build_table(made, producer, consumer)
 
     def asked(name: str, work: works.Work) -> Work:

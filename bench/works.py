@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+import kvspec
 from kvspec import (
     EngineSpec,
     FullAttentionSpec,
@@ -21,8 +22,10 @@ from kvspec import (
     RankCache,
     RankId,
     TransferRequest,
-    plan_memory,
 )
+
+# `compare.py` runs these works with older checkouts, in which `plan_memory` was `lay_out`.
+plan_memory = vars(kvspec).get("plan_memory") or vars(kvspec)["lay_out"]
 
 GROUP = "full"
 SPARE = 0.1

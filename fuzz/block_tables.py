@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.testing import oracle, strategies
+from kvspec.testing import Case, oracle
 from kvspec.testing.carve import count_kernel_blocks, logical_views
+from kvspec.testing.parallels import is_state
 from kvspec.testing.positions import context_of, excluded_layers, live_positions, own_positions
+from kvspec.testing.strategies import cases
 
 REFUSED = (kvspec.SpecError, kvspec.MismatchError)
 SOME = st.integers(-3, 40)
@@ -38,7 +40,7 @@ Held = dict[kvspec.RankId, tuple[kvspec.RankCache, dict[str, Any]]]
 
 
 @st.composite
-def requests(draw: st.DrawFn, case: strategies.Case) -> Fields:
+def requests(draw: st.DrawFn, case: Case) -> Fields:
     """Draw the fields of a request that is right but for one to three changes."""
     fields = attrs.asdict(case.request, recurse=False, filter=lambda field, _: field.init)
     for _ in range(draw(st.integers(1, 3))):
@@ -99,9 +101,7 @@ def copies(
         yield source, target, [by_ids.tolist(), made.descriptors(request).tolist()]
 
 
-def wanted(
-    case: strategies.Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest
-) -> range:
+def wanted(case: Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest) -> range:
     """Return the span of the positions of *group* that have to move, in any layer that does.
 
     The consumer's kind of a layer says which, for both sides.
@@ -148,7 +148,7 @@ def slot(table: kvspec.BlockTable, pool: int, span: range, block_size: int) -> k
     return kvspec.BlockTable(table.block_ids[at : at + 1])
 
 
-def spans(case: strategies.Case, request: kvspec.TransferRequest, side: str) -> dict[str, Any]:
+def spans(case: Case, request: kvspec.TransferRequest, side: str) -> dict[str, Any]:
     """Return the tables of *side* with the blocks of the tokens that have to move, and no other."""
     engine, pool = (
         (case.producer, case.producer_pool)
@@ -159,7 +159,7 @@ def spans(case: strategies.Case, request: kvspec.TransferRequest, side: str) -> 
     for group in engine.groups:
         own = getattr(request, side).get(group.name, kvspec.BlockTable([]))
         needed, size = wanted(case, group, request), group.spec.block_size
-        if strategies.is_state(group.spec):
+        if is_state(group.spec):
             found[group.name] = slot(own, pool[group.name], needed, size)
         else:
             virtual = size * context_of(engine, kvspec.RankId(), group)[1]
@@ -172,8 +172,8 @@ def never_twice(tables: Mapping[str, kvspec.BlockTable]) -> bool:
     return all(len(set(t.block_ids.tolist())) == len(t.block_ids) for t in tables.values())
 
 
-@given(strategies.cases(largest=3), st.data())
-def test_refused_or_exact(case: strategies.Case, data: st.DataObject) -> None:
+@given(cases(largest=3), st.data())
+def test_refused_or_exact(case: Case, data: st.DataObject) -> None:
     """Change a right request; whatever is not refused has to arrive."""
     plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy)
     producers, consumers = (
@@ -192,7 +192,7 @@ def test_refused_or_exact(case: strategies.Case, data: st.DataObject) -> None:
 
 
 def exact(
-    case: strategies.Case,
+    case: Case,
     request: kvspec.TransferRequest,
     held: tuple[Held, Held],
     found: list[tuple[kvspec.RankId, kvspec.RankId, list[list[list[int]]]]],
@@ -244,7 +244,7 @@ def cached_untouched(
     changed = {name: (before[name] != after[name]).view(np.uint8) for name in before}
     for (name, layer, part), view in logical_views(engine, rank, changed, pool).items():
         group, own = engine.group(name), request.consumer_blocks.get(name)
-        if own is None or strategies.is_state(group.spec) or not len(own.block_ids):
+        if own is None or is_state(group.spec) or not len(own.block_ids):
             continue
         size, kernel_blocks_per_block = group.spec.block_size, count_kernel_blocks(group)
         parts = {each.name: each for each in group.spec.of_layer(layer).parts}
