@@ -1,9 +1,10 @@
 """Any request, however wrong its tables and counts, is refused by name or moved byte for byte.
 
-Refused: a `SpecError` or a `MismatchError`, before a byte moves. Moved: each live, uncached byte of
-every consumer rank is right, by ids and by descriptors alike, and no cached byte has changed. The
-bytes are judged by the oracle; a token that nobody holds, a block that stands for two live places
-and a cached count inside a row can only be refused.
+A request is refused if a `SpecError` or a `MismatchError` is raised before a byte moves. Otherwise
+each live, uncached byte of every consumer rank must be right, both by ids and by descriptors, and
+no cached byte may change. The oracle judges the bytes. Three kinds of request can only be refused:
+a token that no block holds, a block that stands for two live places, and a cached count inside a
+row.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from kvspec.testing.positions import context_of, excluded_layers, live_positions
 from kvspec.testing.strategies import cases
 
 REFUSED = (kvspec.SpecError, kvspec.MismatchError)
+# Small integers on both sides of every valid id and count: pools have at most about 40 blocks.
+# Integers that are negative, valid, or beyond the pool of a small case.
 SOME = st.integers(-3, 40)
 SOME_IDS = st.lists(SOME, max_size=3)
+# Values of other types, which a caller can pass as block ids by mistake.
 WRONG_IDS = st.one_of(
     st.lists(SOME | st.integers() | st.floats() | st.none() | st.text(max_size=2), max_size=6),
     st.none(),
@@ -41,9 +45,10 @@ Held = dict[kvspec.RankId, tuple[kvspec.RankCache, dict[str, Any]]]
 
 @st.composite
 def requests(draw: st.DrawFn, case: Case) -> Fields:
-    """Draw the fields of a request that is right but for one to three changes."""
+    """Draw the fields of a valid request after one to three changes."""
     fields = attrs.asdict(case.request, recurse=False, filter=lambda field, _: field.init)
     for _ in range(draw(st.integers(1, 3))):
+        # Tables have the most ways to be wrong, so they are drawn twice as often.
         change = draw(st.sampled_from(("table", "table", "cached", "tokens", "state", "encoder")))
         if change == "table":
             side = draw(st.sampled_from(("producer_blocks", "consumer_blocks")))
@@ -51,7 +56,7 @@ def requests(draw: st.DrawFn, case: Case) -> Fields:
             fields[side] = {**fields[side], name: draw(table(fields[side].get(name)))}
         elif change == "cached":
             names = [group.name for group in (*case.producer.groups, *case.consumer.groups)]
-            counts = st.dictionaries(st.sampled_from([*names, "nobody's"]), SOME, max_size=3)
+            counts = st.dictionaries(st.sampled_from([*names, "unknown"]), SOME, max_size=3)
             fields["cached_tokens"] = draw(SOME | counts | st.none())
         else:
             name = {"tokens": "num_tokens", "state": "state_tokens", "encoder": "encoder_tokens"}
@@ -61,7 +66,7 @@ def requests(draw: st.DrawFn, case: Case) -> Fields:
 
 @st.composite
 def table(draw: st.DrawFn, right: object) -> object:
-    """Draw a table: *right* with ids changed, named twice, added or taken away; or anything."""
+    """Draw a table: *right* with ids changed, repeated, added or removed, or any other value."""
     change = draw(st.sampled_from(("id", "twice", "first", "more", "less", "anything")))
     if not isinstance(right, kvspec.BlockTable) or change == "anything":
         return draw(WRONG_IDS)
@@ -85,12 +90,15 @@ def table(draw: st.DrawFn, right: object) -> object:
 def copies(
     plan: kvspec.TransferPlan, producers: Held, consumers: Held, request: kvspec.TransferRequest
 ) -> Iterator[tuple[kvspec.RankId, kvspec.RankId, list[list[list[int]]]]]:
-    """Yield (producer, consumer, copies by ids and by descriptors) of each pair of ranks."""
+    """Yield each pair of ranks with its copies by ids and by descriptors.
+
+    Each item is (producer, consumer, [copies by ids, copies by descriptors]).
+    """
     for source, target in sorted({(edge.producer, edge.consumer) for edge in plan.edges}):
-        made = kvspec.build_table(plan, producers[source][0], consumers[target][0])
+        table = kvspec.build_table(plan, producers[source][0], consumers[target][0])
         sides = []
         for rows, ids in zip(
-            (made.producer_rows, made.consumer_rows), made.select(request), strict=True
+            (table.producer_rows, table.consumer_rows), table.select(request), strict=True
         ):
             address, length, _, stride, count = rows.astype(np.int64).T
             starts = np.cumsum(count) - count
@@ -98,20 +106,20 @@ def copies(
             sides += [address[row] + (ids - starts[row]) * stride[row], length[row]]
         assert sides[1].tolist() == sides[3].tolist()
         by_ids = np.stack(sides[:3:2] + sides[1:2], axis=1)
-        yield source, target, [by_ids.tolist(), made.descriptors(request).tolist()]
+        yield source, target, [by_ids.tolist(), table.descriptors(request).tolist()]
 
 
-def wanted(case: Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest) -> range:
+def moving_span(case: Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest) -> range:
     """Return the span of the positions of *group* that have to move, in any layer that does.
 
     The consumer's kind of a layer says which, for both sides.
     """
-    still = excluded_layers(case.producer) | excluded_layers(case.consumer)
+    excluded = excluded_layers(case.producer) | excluded_layers(case.consumer)
     homes = {layer: home for home in case.consumer.groups for layer in home.layers}
     tokens = [
         token
         for layer in group.layers
-        if layer not in still
+        if layer not in excluded
         for home in (homes[layer],)
         for token in live_positions(home.spec.of_layer(layer), request).nonzero()[0].tolist()
         if token >= request.cached(home.name, home.spec)
@@ -120,9 +128,9 @@ def wanted(case: Case, group: kvspec.KVCacheGroup, request: kvspec.TransferReque
 
 
 def sound(table: kvspec.BlockTable, pool: int, span: range, virtual: int) -> kvspec.BlockTable:
-    """Return *table* with only the blocks of the tokens of *span*: what the oracle may look at.
+    """Return *table* reduced to the blocks of the tokens of *span*, which the oracle reads.
 
-    *virtual* tokens are those of one block on all context ranks together.
+    *virtual* is the number of tokens of one block on all context ranks together.
     """
     if not span:
         return kvspec.BlockTable([], 0)
@@ -136,9 +144,10 @@ def sound(table: kvspec.BlockTable, pool: int, span: range, virtual: int) -> kvs
 
 
 def slot(table: kvspec.BlockTable, pool: int, span: range, block_size: int) -> kvspec.BlockTable:
-    """Return *table* with only the block that holds the state: of several, the last token's.
+    """Return *table* reduced to the block that holds the state.
 
-    Where the state does not move, any block will do: it must stay as it was.
+    If the table has several blocks, the state is in the block of the last token. If the state does
+    not move, any block will do, because it must stay unchanged.
     """
     if not span:
         return kvspec.BlockTable([0])
@@ -149,32 +158,32 @@ def slot(table: kvspec.BlockTable, pool: int, span: range, block_size: int) -> k
 
 
 def spans(case: Case, request: kvspec.TransferRequest, side: str) -> dict[str, Any]:
-    """Return the tables of *side* with the blocks of the tokens that have to move, and no other."""
+    """Return the tables of *side*, reduced to the blocks of the tokens that must move."""
     engine, pool = (
         (case.producer, case.producer_pool)
         if side == "producer_blocks"
         else (case.consumer, case.consumer_pool)
     )
-    found = {}
+    tables = {}
     for group in engine.groups:
         own = getattr(request, side).get(group.name, kvspec.BlockTable([]))
-        needed, size = wanted(case, group, request), group.spec.block_size
+        needed, size = moving_span(case, group, request), group.spec.block_size
         if is_state(group.spec):
-            found[group.name] = slot(own, pool[group.name], needed, size)
+            tables[group.name] = slot(own, pool[group.name], needed, size)
         else:
             virtual = size * context_of(engine, kvspec.RankId(), group)[1]
-            found[group.name] = sound(own, pool[group.name], needed, virtual)
-    return found
+            tables[group.name] = sound(own, pool[group.name], needed, virtual)
+    return tables
 
 
 def never_twice(tables: Mapping[str, kvspec.BlockTable]) -> bool:
-    """Return whether no table names a block twice."""
+    """Return whether every table names each block at most once."""
     return all(len(set(t.block_ids.tolist())) == len(t.block_ids) for t in tables.values())
 
 
 @given(cases(largest=3), st.data())
 def test_refused_or_exact(case: Case, data: st.DataObject) -> None:
-    """Change a right request; whatever is not refused has to arrive."""
+    """Change a valid request; the result is a refusal or exact bytes."""
     plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy)
     producers, consumers = (
         {rank: kvspec.allocate(engine, rank, pool) for rank in engine.parallel.ranks}
@@ -185,19 +194,19 @@ def test_refused_or_exact(case: Case, data: st.DataObject) -> None:
     )
     try:
         request = kvspec.TransferRequest(**data.draw(requests(case)))
-        found = list(copies(plan, producers, consumers, request))
+        pairs = list(copies(plan, producers, consumers, request))
     except REFUSED:
         return
-    exact(case, request, (producers, consumers), found)
+    exact(case, request, (producers, consumers), pairs)
 
 
 def exact(
     case: Case,
     request: kvspec.TransferRequest,
     held: tuple[Held, Held],
-    found: list[tuple[kvspec.RankId, kvspec.RankId, list[list[list[int]]]]],
+    pairs: list[tuple[kvspec.RankId, kvspec.RankId, list[list[list[int]]]]],
 ) -> None:
-    """Fill, execute *found* by ids, then by descriptors, and let the oracle judge both."""
+    """Fill the caches, execute *pairs* by ids and by descriptors, and judge both by the oracle."""
     producers, consumers = held
     sources, targets = (spans(case, request, f"{side}_blocks") for side in ("producer", "consumer"))
     assert never_twice(sources)
@@ -210,10 +219,10 @@ def exact(
         for rank, (_, storage) in consumers.items():
             oracle.spoil(case.consumer, rank, storage, *rest)
             before[rank] = {name: flat.copy() for name, flat in storage.items()}
-        for source, target, lists in found:
-            for origin, place, length in lists[way]:
-                data = within(producers[source][1], origin, length)
-                within(consumers[target][1], place, length)[:] = data
+        for source, target, lists in pairs:
+            for producer_address, consumer_address, length in lists[way]:
+                data = within(producers[source][1], producer_address, length)
+                within(consumers[target][1], consumer_address, length)[:] = data
         for rank, (_, after) in consumers.items():
             wrong = oracle.check(
                 case.consumer, rank, before[rank], after, *rest, source=case.producer
@@ -224,7 +233,7 @@ def exact(
 
 
 def within(storage: Mapping[str, Any], address: int, length: int) -> Any:  # noqa: ANN401
-    """Return the bytes at *address*, which must lie in one group's storage."""
+    """Return the bytes at *address*, which must lie in the storage of one group."""
     for flat in storage.values():
         at = address - flat.ctypes.data
         if at >= 0 and at + length <= flat.size:
@@ -239,7 +248,7 @@ def cached_untouched(
     pool: Mapping[str, int],
     request: kvspec.TransferRequest,
 ) -> None:
-    """Every byte of every cached token that the request's own table holds is as it was."""
+    """Check that no byte of a cached token in the request's own table has changed."""
     before, after = change
     changed = {name: (before[name] != after[name]).view(np.uint8) for name in before}
     for (name, layer, part), view in logical_views(engine, rank, changed, pool).items():
@@ -247,7 +256,7 @@ def cached_untouched(
         if own is None or is_state(group.spec) or not len(own.block_ids):
             continue
         size, kernel_blocks_per_block = group.spec.block_size, count_kernel_blocks(group)
-        parts = {each.name: each for each in group.spec.of_layer(layer).parts}
+        parts = {part.name: part for part in group.spec.of_layer(layer).parts}
         tokens = own_positions(engine, rank, own.first_token, len(own.block_ids) * size, group)
         has = np.flatnonzero(tokens < request.cached(name, group.spec))
         at, row = has // size, has % size // parts[part].tokens_per_state

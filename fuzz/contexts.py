@@ -1,8 +1,8 @@
 """For any two shardings, every token of every unit reaches each rank that owns it exactly once.
 
-Tokens are sharded to context ranks an interleave at a time, units to TP ranks, in any order and
-with replicas; blocks, kernels' blocks and what is cached are each side's own. Positions are sharded
-by the oracle, one by one; what moves is read from addresses alone.
+Tokens are sharded to context ranks in interleaves. Units are sharded to TP ranks in any order and
+with replicas. Block sizes, kernel block sizes and cached counts differ between the sides. The
+oracle shards positions one by one, and the bytes that move are read from addresses alone.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from kvspec.testing.positions import own_positions
 from kvspec.testing.strategies import POLICIES
 
 LAYER = "layers.0"
+# Four context ranks are enough for two interleaves that share no divisor on either side. More would
+# only make each input slower.
 LARGEST = 4
+# A part, a unit, a token and a byte of its content.
 Place = tuple[str, int, int, int]
-"""A part, a unit, a token and a byte of its content."""
 
 
 @st.composite
 def shared_tokens(draw: st.DrawFn, units: int) -> kvspec.ParallelConfig:
-    """Draw who owns which units and tokens: contexts anywhere, every token of every unit owned."""
+    """Draw a sharding of units and tokens in which some rank owns every token of every unit."""
     size, pcp_size = draw(st.integers(1, LARGEST)), draw(st.integers(1, 2))
     bare = draw(explicit_shardings(units, 1, draw(st.integers(1, 3))))
     copies = -(-size // pcp_size)
-    held = draw(st.permutations([each for own in bare for each in [own] * copies]))
+    held = draw(st.permutations([units_held for own in bare for units_held in [own] * copies]))
     rows = [[0] * len(held) for _ in range(pcp_size)]
     for own in dict.fromkeys(held):
-        cells = [(p, t) for p in range(pcp_size) for t, each in enumerate(held) if each == own]
+        cells = [(p, t) for p in range(pcp_size) for t, has in enumerate(held) if has == own]
         more = draw(
             st.lists(
                 st.integers(0, size - 1), min_size=len(cells) - size, max_size=len(cells) - size
@@ -58,7 +60,7 @@ def shared_tokens(draw: st.DrawFn, units: int) -> kvspec.ParallelConfig:
 
 @st.composite
 def engines(draw: st.DrawFn, units: int) -> kvspec.EngineSpec:
-    """Draw an engine of one layer: its shardings, and blocks that the interleave divides."""
+    """Draw an engine of one layer: its shardings, and a block size that the interleave divides."""
     parallel = draw(shared_tokens(units))
     size = parallel.interleave_size * draw(st.integers(1, 4))
     group = kvspec.KVCacheGroup(
@@ -75,7 +77,7 @@ def engines(draw: st.DrawFn, units: int) -> kvspec.EngineSpec:
 
 @st.composite
 def block_tables(draw: st.DrawFn, engine: kvspec.EngineSpec, tokens: int) -> list[int]:
-    """Draw a table of *tokens* tokens and up to two blocks more, in a pool of as many and three."""
+    """Draw a table for *tokens* tokens with up to two extra blocks; the pool has three more."""
     virtual = engine.groups[0].spec.block_size * engine.parallel.context_size
     count = -(-tokens // virtual) + draw(st.integers(0, 2))
     return draw(st.permutations(range(count + 3)))[:count]
@@ -84,7 +86,10 @@ def block_tables(draw: st.DrawFn, engine: kvspec.EngineSpec, tokens: int) -> lis
 def placed(
     cache: kvspec.RankCache, table: list[int], start: int, length: int
 ) -> Iterator[Place | None]:
-    """Yield what lies in each of *length* bytes at *start*, by the table; None: nothing of it."""
+    """Yield the content of each of *length* bytes at *start*, by the table.
+
+    A byte outside the blocks of the table is None.
+    """
     engine, rank = cache.engine, cache.rank
     [group] = engine.groups
     kernel = group.kernel_block_size or group.spec.block_size
@@ -112,11 +117,11 @@ def placed(
 def test_every_token_once(
     data: st.DataObject, units: int, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:
-    """Count the bytes that each consumer rank is sent, by what they are on both sides."""
+    """Count the bytes that each consumer rank receives, by their meaning on both sides."""
     producer, consumer = (data.draw(engines(units)) for _ in range(2))
     tokens = data.draw(st.integers(1, 60))
     cached = data.draw(st.just(0) | st.integers(0, tokens))
-    ours, theirs = (data.draw(block_tables(each, tokens)) for each in (producer, consumer))
+    ours, theirs = (data.draw(block_tables(side, tokens)) for side in (producer, consumer))
     request = kvspec.TransferRequest(
         request_id="request",
         num_tokens=tokens,
@@ -126,8 +131,8 @@ def test_every_token_once(
     )
     plan = kvspec.plan_transfer(producer, consumer, kvspec.ReplicaPolicy(replica_policy, salt))
     sources, targets = (
-        {rank: kvspec.allocate(each, rank, len(table) + 3) for rank in each.parallel.ranks}
-        for each, table in ((producer, ours), (consumer, theirs))
+        {rank: kvspec.allocate(side, rank, len(table) + 3) for rank in side.parallel.ranks}
+        for side, table in ((producer, ours), (consumer, theirs))
     )
     for rank, (cache, _) in targets.items():
         arrived: Counter[Place] = Counter()
@@ -140,15 +145,15 @@ def test_every_token_once(
                 written = list(placed(cache, theirs, place, length))
                 assert None not in written
                 assert read == written
-                arrived.update(each for each in written if each is not None)
+                arrived.update(byte for byte in written if byte is not None)
         assert set(arrived.values()) <= {1}
-        assert not [each for each in arrived if each[2] < cached]
-        live = {each for each in arrived if each[2] < tokens}
+        assert not [byte for byte in arrived if byte[2] < cached]
+        live = {byte for byte in arrived if byte[2] < tokens}
         assert set(owned(cache, range(cached, tokens))) == live
 
 
 def owned(cache: kvspec.RankCache, tokens: range) -> Iterator[Place]:
-    """Yield every byte of *tokens* that the rank has to hold."""
+    """Yield every byte of *tokens* that the rank must hold."""
     engine, rank = cache.engine, cache.rank
     positions = own_positions(engine, rank, 0, tokens.stop * engine.groups[0].spec.block_size)
     for part in engine.groups[0].spec.parts:
@@ -159,7 +164,7 @@ def owned(cache: kvspec.RankCache, tokens: range) -> Iterator[Place]:
 
 @given(st.data())
 def test_positions_are_sharded_like_cards(data: st.DataObject) -> None:
-    """Any two shardings agree with the oracle's about owners, own counts, and whether they meet."""
+    """`BlockCyclic` and the oracle agree about owners, local counts, and common positions."""
     sizes = [(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 24))) for _ in range(2)]
     owners = [BlockCyclic(data.draw(st.integers(0, c - 1)), c, i) for c, i in sizes]
     positions = np.arange(sizes[0][0] * sizes[0][1] * sizes[1][0] * sizes[1][1])
@@ -179,6 +184,7 @@ def test_positions_are_sharded_like_cards(data: st.DataObject) -> None:
     assert meet(*owners) == bool(hands[0] & hands[1])
 
 
+# An engine of one state has no rule about the tokens of a rank, so any sharding of tokens is legal.
 BARE = kvspec.EngineSpec(
     groups=(
         kvspec.KVCacheGroup(
@@ -188,4 +194,3 @@ BARE = kvspec.EngineSpec(
         ),
     )
 )
-"""An engine whose own tokens do not matter, so that any sharding of them is legal."""

@@ -1,6 +1,6 @@
 """Any JSON object gives KV cache groups or a `SpecError`, and never another exception.
 
-The groups are whole: an engine can be built of them, and every layer's page has a size.
+The groups are valid: an engine can be built of them, and every layer's page has a size.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ JSON = st.recursive(
 )
 CONFIGS = tuple(catalogue.config(name) for name in catalogue.names())
 KEYS = tuple(sorted({key for config in CONFIGS for key in config} | {"text_config"}))
+# The groups list the name of every layer. A config with millions of layers would exhaust the memory
+# of the fuzzer, which is not the property under test.
 MOST_LAYERS = 1000
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a published config with some keys changed, taken away or added; or any object."""
+    """Draw a published config with some keys changed, removed or added, or any object."""
     if draw(st.integers(0, 7)) == 0:
         return draw(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=8), JSON, max_size=6))
     config = dict(draw(st.sampled_from(CONFIGS)))
@@ -53,7 +55,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def changed(draw: st.DrawFn, value: object) -> object:
-    """Draw any JSON; of a list rather one of as many entries, one of them anything."""
+    """Draw any JSON value; for a list, mostly a list of equal length with one entry replaced."""
     if not isinstance(value, list) or not value or draw(st.integers(0, 2)) == 0:
         return draw(JSON)
     at = draw(st.integers(0, len(value) - 1))
@@ -61,18 +63,18 @@ def changed(draw: st.DrawFn, value: object) -> object:
 
 
 def small(config: dict[str, Any]) -> bool:
-    """Return whether the config asks for few enough layers to list them."""
+    """Return whether the config has few enough layers to list them."""
     inner = config.get("text_config")
     both = [config, inner] if isinstance(inner, dict) else [config]
     counts = [
-        each.get(key) for each in both for key in ("num_hidden_layers", "n_layer", "n_layers")
+        part.get(key) for part in both for key in ("num_hidden_layers", "n_layer", "n_layers")
     ]
     return all(not isinstance(count, int) or count <= MOST_LAYERS for count in counts)
 
 
 @given(configs().filter(small), st.integers(0, 2))
 def test_groups_or_spec_error(config: dict[str, Any], num_speculative_tokens: int) -> None:
-    """Read *config*; use what comes back."""
+    """Read *config* and build an engine of the groups that are returned."""
     try:
         groups = from_config(config, num_speculative_tokens=num_speculative_tokens)
     except SpecError:

@@ -1,7 +1,7 @@
 """Any bytes are a handshake that can be written again, or a `WireError`, and never anything else.
 
-The bytes are a true message with values changed, taken away or put elsewhere, at every depth; one
-with bytes flipped; or no message at all.
+Inputs are valid handshakes with values changed, removed or moved at every depth, handshakes with
+bytes changed, and random bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kvspec.protocol.handshake import Handshake
 from kvspec.protocol.wire import decode_handshake, encode_handshake
 
 DRAWN = st.randoms(use_true_random=False)
+# Numbers at the edges of the limits and of 64 bits, then values of other types, names of wire
+# kinds, and a text that is one character longer than the limit of 1,024.
 SCALARS: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 7, 255, 2**16, 2**22, 2**31, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63),
     None, True, False, 0.5, float("nan"), "", "x", "0", "k", "v", "uint8", "LBHNC", b"", b"x",
@@ -28,7 +30,7 @@ SCALARS: tuple[Any, ...] = (
 
 
 def engines() -> list[kvspec.EngineSpec]:
-    """Return engines that between them say all that an engine can."""
+    """Return engines that together use every field of an engine."""
     heads = {"block_size": 8, "total_num_kv_heads": 4, "head_size": 2, "dtype": "uint8"}
     full = kvspec.FullAttentionSpec(**heads, scale_dtype="float32")
     window = kvspec.SlidingWindowSpec(**heads, sliding_window=5)
@@ -62,7 +64,7 @@ def engines() -> list[kvspec.EngineSpec]:
 
 
 def messages() -> list[bytes]:
-    """Return the messages of all ranks of those engines."""
+    """Return the encoded handshakes of all ranks of those engines."""
     found = []
     for engine in engines():
         nodes = {rank: rank.tp for rank in engine.parallel.ranks}
@@ -86,39 +88,40 @@ def messages() -> list[bytes]:
 
 
 MESSAGES = messages()
+# The magic string and two bytes of the wire version. Every handshake begins with them.
 HEAD = MESSAGES[0][: len(b"kvspec-handshake\n") + 2]
 
 
-def place(drawn: random.Random, node: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    """Return a list or map of a message, and a place in it: any depth is as likely."""
+def place(rng: random.Random, node: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return a list or map inside a message and a key in it; every depth is equally likely."""
     while True:
         keys = list(node) if isinstance(node, dict) else range(len(node))
-        key = drawn.choice(list(keys))
+        key = rng.choice(list(keys))
         inner = node[key]
-        if not isinstance(inner, dict | list) or not inner or drawn.random() < 0.2:  # noqa: PLR2004
+        if not isinstance(inner, dict | list) or not inner or rng.random() < 0.2:  # noqa: PLR2004
             return node, key
         node = inner
 
 
-def changed(drawn: random.Random) -> bytes:
-    """Return a message of which one to four values are others."""
-    message = msgspec.msgpack.decode(drawn.choice(MESSAGES)[len(HEAD) :])
-    other = msgspec.msgpack.decode(drawn.choice(MESSAGES)[len(HEAD) :])
-    for _ in range(drawn.choice((1, 1, 1, 2, 3, 4))):
-        holder, key = place(drawn, message)
-        source, place_of = place(drawn, other)
-        sort = drawn.choice(("number", "near", "near", "value", "other", "without", "twice"))
+def changed(rng: random.Random) -> bytes:
+    """Return a message in which one to four values are changed."""
+    message = msgspec.msgpack.decode(rng.choice(MESSAGES)[len(HEAD) :])
+    other = msgspec.msgpack.decode(rng.choice(MESSAGES)[len(HEAD) :])
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
+        holder, key = place(rng, message)
+        source, place_of = place(rng, other)
+        sort = rng.choice(("number", "near", "near", "value", "other", "without", "twice"))
         value = holder[key]
         if sort == "without":
             del holder[key]
         elif sort == "twice" and isinstance(holder, list):
             holder.insert(key, deepcopy(value))
         elif sort == "near" and type(value) is int:
-            holder[key] = value + drawn.choice((1, -1, 2, 16, value, -value))
+            holder[key] = value + rng.choice((1, -1, 2, 16, value, -value))
         elif sort == "value":
-            holder[key] = drawn.choice((*SCALARS, [], {}, [drawn.choice(SCALARS)]))
+            holder[key] = rng.choice((*SCALARS, [], {}, [rng.choice(SCALARS)]))
         elif sort == "number":
-            holder[key] = drawn.choice(SCALARS[:15])
+            holder[key] = rng.choice(SCALARS[:15])  # The first 15 are the integers.
         else:
             holder[key] = deepcopy(source[place_of])
         if not message:
@@ -129,33 +132,31 @@ def changed(drawn: random.Random) -> bytes:
         return HEAD
 
 
-def flipped(drawn: random.Random) -> bytes:
+def flipped(rng: random.Random) -> bytes:
     """Return a message with bytes changed, cut off or added."""
-    data = bytearray(drawn.choice(MESSAGES))
-    for _ in range(drawn.choice((1, 1, 2, 4))):
-        at = drawn.randrange(len(HEAD), len(data))
-        sort = drawn.choice(("byte", "byte", "byte", "bit", "cut", "more"))
+    data = bytearray(rng.choice(MESSAGES))
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(HEAD), len(data))
+        sort = rng.choice(("byte", "byte", "byte", "bit", "cut", "more"))
         if sort == "cut":
-            del data[at : at + drawn.randrange(4)]
+            del data[at : at + rng.randrange(4)]
         elif sort == "more":
-            data.insert(at, drawn.randrange(256))
+            data.insert(at, rng.randrange(256))
         else:
-            data[at] = (
-                data[at] ^ (1 << drawn.randrange(8)) if sort == "bit" else drawn.randrange(256)
-            )
+            data[at] = data[at] ^ (1 << rng.randrange(8)) if sort == "bit" else rng.randrange(256)
         if len(data) <= len(HEAD):
             break
     return bytes(data)
 
 
-def any_bytes(drawn: random.Random) -> bytes:
-    """Return bytes that nobody wrote, behind a true head or none."""
-    data = bytes(drawn.randrange(256) for _ in range(drawn.randrange(60)))
-    return HEAD + data if drawn.random() < 0.7 else data  # noqa: PLR2004
+def any_bytes(rng: random.Random) -> bytes:
+    """Return random bytes, with or without a valid head."""
+    data = bytes(rng.randrange(256) for _ in range(rng.randrange(60)))
+    return HEAD + data if rng.random() < 0.7 else data  # noqa: PLR2004
 
 
 def check(data: bytes) -> bool:
-    """Decode *data*: what comes back can be sent on, and is then the same; say if it did."""
+    """Decode *data* and return whether it is a handshake; encoding it again must preserve it."""
     try:
         read = decode_handshake(data)
     except kvspec.WireError as error:
@@ -168,27 +169,27 @@ def check(data: bytes) -> bool:
 
 
 @given(DRAWN)
-def test_a_changed_message(drawn: random.Random) -> None:
-    """Values that are wrong, strange or elsewhere."""
-    check(changed(drawn))
+def test_a_changed_message(rng: random.Random) -> None:
+    """Values that are wrong, of another type, or at another place."""
+    check(changed(rng))
 
 
 @given(DRAWN)
-def test_flipped_bytes(drawn: random.Random) -> None:
+def test_flipped_bytes(rng: random.Random) -> None:
     """Bytes that are wrong."""
-    check(flipped(drawn))
+    check(flipped(rng))
 
 
 @given(DRAWN)
-def test_any_bytes(drawn: random.Random) -> None:
-    """Bytes that nobody wrote."""
-    check(any_bytes(drawn))
+def test_any_bytes(rng: random.Random) -> None:
+    """Random bytes."""
+    check(any_bytes(rng))
 
 
-def flood(drawn: random.Random) -> Iterator[tuple[bytes]]:
+def flood(rng: random.Random) -> Iterator[tuple[bytes]]:
     """Yield inputs of all kinds."""
     while True:
-        yield (drawn.choice((changed, changed, flipped, flipped, any_bytes))(drawn),)
+        yield (rng.choice((changed, changed, flipped, flipped, any_bytes))(rng),)
 
 
 FLOODS = {"any": flood}

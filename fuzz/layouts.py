@@ -1,7 +1,8 @@
-"""In any layout, each byte of a group's storage lies in one region or in padding, in none twice.
+"""In any layout, each byte of a group's storage lies in exactly one region or in padding.
 
-Padding is as many bytes as the pages were padded by, at the end of each page; regions lie where the
-layout's letters say, which the oracle cuts out of the storage without strides.
+Padding lies at the end of each page and has the size by which the page was padded. Regions lie
+where the letters of the layout place them. The oracle cuts the same regions out of the storage
+without strides, so both sides compute them independently.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def one_engine(draw: st.DrawFn) -> EngineSpec:
 
 
 def offsets(region: Region, base: int) -> np.ndarray:
-    """Return the offset from *base* of every byte of *region*, [block, unit, state, byte]."""
+    """Return the offset from *base* of every byte of *region*.
+
+    The array has the shape (blocks, units, states, bytes of content).
+    """
     shape = region.num_blocks, region.units, region.states, region.content_bytes
     strides = region.block_stride, region.unit_stride, region.state_stride
     axes = [np.arange(n) * stride for n, stride in zip(shape, strides, strict=False)]
@@ -39,9 +43,10 @@ def offsets(region: Region, base: int) -> np.ndarray:
     return at
 
 
-@given(one_engine(), st.integers(3, 5))  # null blocks are among the first three
+# Null blocks are drawn among the first three, so a pool needs at least three blocks.
+@given(one_engine(), st.integers(3, 5))
 def test_every_byte_in_one_region(engine: EngineSpec, num_blocks: int) -> None:
-    """Count, for each byte of the storage, the regions that hold it, and look where they lie."""
+    """Count the regions that hold each byte, and compare their places with the oracle."""
     for rank in engine.parallel.ranks:
         cache, storage = allocate(engine, rank, num_blocks)
         views = logical_views(engine, rank, storage, num_blocks)
@@ -51,10 +56,11 @@ def test_every_byte_in_one_region(engine: EngineSpec, num_blocks: int) -> None:
                 continue
             flat = storage[group.name]
             seen = np.zeros(flat.size, np.int64)
-            for region in (each for each in cache.regions if each.group == group.name):
+            for region in (region for region in cache.regions if region.group == group.name):
                 at = offsets(region, flat.ctypes.data)
                 assert 0 <= at.min() <= at.max() < flat.size
                 np.add.at(seen, at.ravel(), 1)
+                # 251 is a prime: bytes at a distance of a power of two get different values.
                 flat[:] = np.arange(flat.size) % 251
                 view = views[group.name, region.layer, region.part]
                 assert np.array_equal(flat[at], view)
@@ -63,7 +69,11 @@ def test_every_byte_in_one_region(engine: EngineSpec, num_blocks: int) -> None:
 
 
 def padding(engine: EngineSpec, name: str, rank: RankId, num_blocks: int, seen: np.ndarray) -> int:
-    """Return the bytes of padding in a group; one byte where a rank holds nothing at all."""
+    """Return the expected bytes of padding in a group.
+
+    A rank that holds nothing of a group has a storage of one byte, because an array cannot be
+    empty. That byte counts as padding.
+    """
     group = engine.group(name)
     if not seen.any() and seen.size == 1:
         return 1

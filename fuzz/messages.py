@@ -1,7 +1,8 @@
 """Any bytes are a message that can be written again, or a `WireError`; no message breaks a ledger.
 
-Messages are true ones with values changed at any place, bytes flipped, or no messages at all. What
-decodes is given to both ledgers, which never raise, and keep no more than what they were told of.
+Inputs are valid messages with values changed at any place, messages with bytes changed, and random
+bytes. Each decoded message is given to both ledgers. The ledgers never raise, and they keep a
+bounded number of entries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
 EXTENT = Extent(layers=PLACE[1:], parts=("k", "v"), units=range(2), tokens=range(3, 9))
 TRUE = Message(kind="valid", key=KEYS[0], by=P[0], to=D[0])
+# The magic string and two bytes of the wire version. Every message begins with them.
 HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2]
+# Values at the edges of each wire type, and words that are valid in another field.
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 9, 2**20, 2**31, 2**63 - 1, 2**64 - 1, 0.0, 1e9, -1.0, float("nan"),
     float("inf"), None, True, "", "x", "heartbeat", "done", "lease", "valid", "gone", "progress",
@@ -40,9 +43,9 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def true_message(drawn: random.Random) -> Message:
-    """Return a message that may well be sent."""
-    kind = drawn.choice(
+def true_message(rng: random.Random) -> Message:
+    """Return a valid message that a session could send."""
+    kind = rng.choice(
         (
             "heartbeat",
             "done",
@@ -58,63 +61,66 @@ def true_message(drawn: random.Random) -> Message:
     by, to = (D, P) if kind in ("heartbeat", "done", "checksum_request") else (P, D)
     more: dict[str, Any] = {}
     if kind in ("heartbeat", "done"):
-        more["expected"] = drawn.choice((1, 2, 3))
+        more["expected"] = rng.choice((1, 2, 3))
     if kind == "checksum_request":
-        more["extent"] = drawn.choice((EXTENT, *(EXTENT.halves or ())))
+        more["extent"] = rng.choice((EXTENT, *(EXTENT.halves or ())))
     if kind == "pushed":
-        more["pushed"] = Pushed(drawn.randrange(9), 0, drawn.randrange(2), bytes(16), bytes(16))
+        more["pushed"] = Pushed(rng.randrange(9), 0, rng.randrange(2), bytes(16), bytes(16))
     if kind == "checksum":
         more["total"] = bytes(8)
     if kind == "lease":
-        more["lease"] = drawn.choice((0.0, 5.0, 10.0))
+        more["lease"] = rng.choice((0.0, 5.0, 10.0))
     if kind == "progress":
-        more = {"group": PLACE[0], "layer": PLACE[1], "upto": drawn.randrange(9)}
+        more = {"group": PLACE[0], "layer": PLACE[1], "upto": rng.randrange(9)}
     return Message(
-        kind=kind, key=drawn.choice(KEYS), by=drawn.choice(by), to=drawn.choice(to[:1] * 3 + to),
-        attempt=drawn.choice((0, 0, 1)), number=drawn.randrange(9), sample=drawn.choice((0, 0, 1)),
+        kind=kind, key=rng.choice(KEYS), by=rng.choice(by), to=rng.choice(to[:1] * 3 + to),
+        attempt=rng.choice((0, 0, 1)), number=rng.randrange(9), sample=rng.choice((0, 0, 1)),
         **more,
     )  # fmt: skip
 
 
-def message_bytes(drawn: random.Random) -> bytes:
-    """Return a message's bytes, with values or bytes changed, or any bytes."""
-    data = encode_message(true_message(drawn))
-    sort = drawn.randrange(8)
+def message_bytes(rng: random.Random) -> bytes:
+    """Return the bytes of a message, with values or bytes changed, or random bytes."""
+    data = encode_message(true_message(rng))
+    # 2 of 8 inputs are valid, 3 have other values, 2 have other bytes and 1 is random. Random bytes
+    # rarely pass the first check of the decoder, so they are the rarest.
+    sort = rng.randrange(8)
     if sort < 2:  # noqa: PLR2004
         return data
     if sort < 5:  # noqa: PLR2004
         fields = msgspec.msgpack.decode(data[len(HEAD) :])
-        for _ in range(drawn.choice((1, 1, 2))):
-            at = drawn.randrange(len(fields))
+        for _ in range(rng.choice((1, 1, 2))):
+            at = rng.randrange(len(fields))
             holder, key = fields, at
-            while isinstance(holder[key], list) and holder[key] and drawn.randrange(4):
-                holder, key = holder[key], drawn.randrange(len(holder[key]))
-            holder[key] = deepcopy(drawn.choice(VALUES))
+            while isinstance(holder[key], list) and holder[key] and rng.randrange(4):
+                holder, key = holder[key], rng.randrange(len(holder[key]))
+            holder[key] = deepcopy(rng.choice(VALUES))
         return HEAD + msgspec.msgpack.encode(fields)
     if sort < 7:  # noqa: PLR2004
         changed = bytearray(data)
-        for _ in range(drawn.choice((1, 1, 2, 4))):
-            changed[drawn.randrange(len(changed))] = drawn.randrange(256)
-        return bytes(changed[: drawn.choice((None, None, len(changed) - 3))])
-    return HEAD + bytes(drawn.randrange(256) for _ in range(drawn.randrange(40)))
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        return bytes(changed[: rng.choice((None, None, len(changed) - 3))])
+    return HEAD + bytes(rng.randrange(256) for _ in range(rng.randrange(40)))
 
 
 class Pair:
-    """One rank of each side, with requests that are held and read."""
+    """One producer rank and one consumer rank, with requests that are held and loaded."""
 
-    def __init__(self, drawn: random.Random) -> None:
-        self.drawn, self.now = drawn, 0.0
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.now = rng, 0.0
         self.producer = ProducerLedger(P[0], lease=10.0, longest=30.0, most_early=20)
         self.consumer = ConsumerLedger(D[0], heartbeat=3.0, patience=9.0)
         self.started = 0
 
     def step(self) -> None:
-        """Let something true happen: a request begins, is read, written, aborted; time passes."""
-        drawn, self.now = self.drawn, self.now + self.drawn.choice((0.0, 0.1, 4.0))
-        key = drawn.choice(KEYS)
-        if drawn.random() < 0.2:  # noqa: PLR2004
+        """Perform one legal event: begin, read, write or abort a request, or advance the clock."""
+        rng, self.now = self.rng, self.now + self.rng.choice((0.0, 0.1, 4.0))
+        key = rng.choice(KEYS)
+        # Beginning is twice as likely as aborting, so that requests stay in progress.
+        if rng.random() < 0.2:  # noqa: PLR2004
             self.begin(key)
-        if drawn.random() < 0.1:  # noqa: PLR2004
+        if rng.random() < 0.1:  # noqa: PLR2004
             self.producer.abort(key.request_id, self.now)
         for name in list(self.consumer.open)[:1]:
             for rank, places in self.consumer.readable(name).items():
@@ -125,7 +131,7 @@ class Pair:
                 self.answered(self.consumer.finish(step, self.now))
 
     def begin(self, key: Key) -> None:
-        """Begin a request on both sides, where it is not under way."""
+        """Begin a request on both sides unless it is already in progress."""
         try:
             self.producer.admit(key.request_id, key.nonce, self.now)
             self.producer.record_progress(key.request_id, *PLACE, 8, self.now)
@@ -142,24 +148,26 @@ class Pair:
             return
 
     def answered(self, actions: list[Any]) -> None:
-        """Give each ledger what the other tells it, now and then."""
+        """Deliver 70 % of the messages that a ledger sends; the others are lost."""
         for action in actions:
-            if isinstance(action, Tell) and self.drawn.random() < 0.7:  # noqa: PLR2004
+            if isinstance(action, Tell) and self.rng.random() < 0.7:  # noqa: PLR2004
                 message = decode_message(encode_message(action.message))
                 self.give(message)
 
     def give(self, message: Message) -> None:
-        """Give a message to both ledgers, whomever it is for."""
+        """Give a message to both ledgers, whichever rank it is addressed to."""
         for actions in (
             self.producer.receive(message, self.now), self.consumer.receive(message, self.now)
         ):  # fmt: skip
             self.answered(actions)
         assert len(self.producer.held) <= len(KEYS)
+        # 20 is `most_early`: messages about requests that the producer has not admitted yet.
         assert self.producer.remembered <= len(KEYS) + 20
         assert len(self.consumer.open) <= self.started
 
     def end(self) -> None:
-        """Let time pass: nothing is left."""
+        """Advance the clock beyond all leases, and check that both ledgers are empty."""
+        # 40 s exceed `longest` of the producer and the patience of the consumer.
         for _ in range(2):
             self.now += 40.0
             self.producer.tick(self.now)
@@ -171,7 +179,7 @@ class Pair:
 
 
 def check(data: bytes, pair: Pair | None = None) -> bool:
-    """Decode *data*, and give it to the ledgers; say if it is a message."""
+    """Decode *data* and give it to the ledgers; return whether it is a message."""
     try:
         message = decode_message(data)
     except kvspec.WireError as error:
@@ -185,37 +193,38 @@ def check(data: bytes, pair: Pair | None = None) -> bool:
 
 
 @given(DRAWN)
-def test_any_message(drawn: random.Random) -> None:
-    """One after the other, with what is true between them."""
-    pair = Pair(drawn)
-    for _ in range(drawn.randrange(1, 12)):
+def test_any_message(rng: random.Random) -> None:
+    """Changed messages arrive one after the other, with legal events between them."""
+    pair = Pair(rng)
+    for _ in range(rng.randrange(1, 12)):
         pair.step()
-        check(message_bytes(drawn), pair)
+        check(message_bytes(rng), pair)
     pair.end()
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes(data: bytes) -> None:
-    """Bytes that nobody wrote."""
+    """Random bytes, with and without a valid head."""
     check(data)
     check(HEAD + data)
 
 
-def flood(drawn: random.Random) -> Iterator[tuple[bytes, Pair]]:
-    """Yield inputs for the ledgers, with what is true between them."""
+def flood(rng: random.Random) -> Iterator[tuple[bytes, Pair]]:
+    """Yield inputs for the ledgers, with legal events between them."""
     while True:
-        pair = Pair(drawn)
+        pair = Pair(rng)
         for _ in range(100):
-            if not drawn.randrange(3):
+            if not rng.randrange(3):
                 pair.step()
-            yield message_bytes(drawn), pair
+            yield message_bytes(rng), pair
         pair.end()
 
 
-def decode(drawn: random.Random) -> Iterator[tuple[bytes]]:
-    """Yield true messages with a few bytes changed or cut, for the decoder alone."""
-    true = [encode_message(true_message(drawn)) for _ in range(4096)]
-    chance = drawn.random
+def decode(rng: random.Random) -> Iterator[tuple[bytes]]:
+    """Yield valid messages with a few bytes changed or cut, for the decoder alone."""
+    # 4,096 messages contain each kind and optional field many times, and are encoded only once.
+    true = [encode_message(true_message(rng)) for _ in range(4096)]
+    chance = rng.random
     while True:
         for kept in true:
             changed = bytearray(kept)

@@ -1,11 +1,12 @@
-"""A mutation score: of faults planted in the core one at a time, how many the tests find.
+"""Compute a mutation score: plant faults in the core and count how many the tests find.
 
     python fuzz/mutants.py --sample 200 --seed 7 --shard 2/8 kvspec/plan kvspec/memory/layout.py
 
-The faults are those of cosmic-ray, and a few of `operators.py`. A sample is drawn by place, then
-one fault of each place, so that a place with many possible faults weighs no more than another.
-A fault is planted in a copy, which the tests of its package judge, one process at a time; one that
-they do not notice is printed as `file:line`. Those with a reason in `equivalent.txt` do not count.
+The faults are those of cosmic-ray and of `operators.py`. A sample draws places first and then one
+fault of each place, so that a place with many possible faults has no more weight than another. The
+program plants a fault in a copy of the repository and runs the tests of the package, one process at
+a time. It prints each fault that no test notices as `file:line`. Faults with a reason in
+`equivalent.txt` do not count.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ VERDICTS = ("killed", "survived", "equivalent")
 
 
 class Mutant(NamedTuple):
-    """One fault: the lines that it changes, and the module with it."""
+    """One fault: the lines that it changes, and the source of the module with it."""
 
     path: str
     line: int
@@ -46,21 +47,19 @@ class Mutant(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        """Return where it lies and what it changes, as a diff."""
+        """Return the place of the fault and its change, as a diff."""
         return f"{self.path}:{self.line}\n- {self.before}\n+ {self.after}"
 
 
 def package(path: str) -> str:
-    """Return the package of the core that the module at *path* belongs to."""
+    """Return the package of the core that contains the module at *path*."""
     return path.split("/")[1]
 
 
 def modules(chosen: Sequence[str]) -> list[str]:
-    """Return the modules that *chosen* files and folders name, or those of the whole core."""
-    folders = [ROOT / each for each in chosen or [f"kvspec/{each}" for each in CORE]]
-    files = [
-        found for each in folders for found in (each.rglob("*.py") if each.is_dir() else [each])
-    ]
+    """Return the modules in the *chosen* files and folders, or those of the whole core."""
+    roots = [ROOT / path for path in chosen or [f"kvspec/{folder}" for folder in CORE]]
+    files = [file for root in roots for file in (root.rglob("*.py") if root.is_dir() else [root])]
     paths = sorted(str(file.relative_to(ROOT)) for file in files if file.is_file())
     outside = [path for path in paths if package(path) not in CORE]
     if outside or not paths:
@@ -69,7 +68,7 @@ def modules(chosen: Sequence[str]) -> list[str]:
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
-    """Return, by file and by the lines before and after, why a fault changes nothing."""
+    """Return the reason why a fault changes nothing, by file, line before and line after."""
     judged = {}
     for block in EQUIVALENT.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -80,7 +79,7 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 
 
 def meaning(source: str) -> str:
-    """Return what *source* does: its tree without annotations, which are never evaluated here."""
+    """Return a dump of the tree of *source* without annotations, which are never evaluated here."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -93,7 +92,7 @@ def meaning(source: str) -> str:
 
 
 def changed(path: str, source: str, mutated: str) -> Mutant | None:
-    """Return the fault that makes *mutated* of *source*; None if it means the same, or nothing."""
+    """Return the fault that turns *source* into *mutated*, or None if the meaning is the same."""
     try:
         if meaning(mutated) == meaning(source):
             return None
@@ -106,15 +105,15 @@ def changed(path: str, source: str, mutated: str) -> Mutant | None:
     before = " ".join(line.strip() for line in old[first[1] : last[2]])
     after = " ".join(line.strip() for line in new[first[3] : last[4]])
     if before.startswith("@lru_cache") and "typed=False" not in after:
-        return None  # how long answers are kept is speed, not truth
+        return None  # The size of a cache changes only the speed.
     if before.replace("strict=True", "strict=False") == after:
-        return None  # lengths that are equal anyway
+        return None  # Both lengths are always equal here, so no test can notice it.
     return Mutant(path, first[1] + 1, before, after, mutated)
 
 
 def drawn(paths: Sequence[str], *, every: bool, seed: int) -> Iterator[Mutant]:
-    """Yield faults of *paths*, places in random order: *every* one of a place, or one of them."""
-    import operators  # noqa: PLC0415 - only who plants faults needs cosmic-ray
+    """Yield faults of *paths*, places in random order: *every* fault of a place, or one of them."""
+    import operators  # noqa: PLC0415 - only planting faults needs cosmic-ray
 
     chance = random.Random(seed)  # noqa: S311 - repeatable on purpose
     sources = {path: (ROOT / path).read_text() for path in paths}
@@ -136,17 +135,17 @@ def drawn(paths: Sequence[str], *, every: bool, seed: int) -> Iterator[Mutant]:
 
 
 class Judge:
-    """Runs the tests of a package over a copy of the repository, with or without a fault."""
+    """Run the tests of a package over a copy of the repository, with or without a fault."""
 
     def __init__(self, folder: Path) -> None:
-        """Copy what the tests read into *folder*."""
+        """Copy the files that the tests read into *folder*."""
         self.folder = folder
         self.ready: dict[str, tuple[list[str], float]] = {}
         unread = shutil.ignore_patterns(".*", "__pycache__", "dist", "corpus")
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=unread)
 
     def run(self, flags: Sequence[str], seconds: float | None = None) -> tuple[int, str]:
-        """Run pytest, for so many *seconds* of the processor; return its status and its words."""
+        """Run pytest for at most *seconds* of processor time; return its status and its output."""
         environment = os.environ | {
             "PYTHONPATH": str(self.folder),
             "CI": "true",
@@ -168,6 +167,7 @@ class Judge:
                 stderr=subprocess.STDOUT,
                 text=True,
                 preexec_fn=limited,
+                # The processor limit ends a busy loop. This limit ends a process that sleeps.
                 timeout=40 * seconds if seconds else None,
                 check=False,
             )
@@ -176,9 +176,10 @@ class Judge:
         return done.returncode, done.stdout
 
     def judges(self, package: str) -> tuple[list[str], float]:
-        """Return what pytest runs to judge a fault of *package*, and how long it may take.
+        """Return the arguments of pytest that judge a fault of *package*, and the time limit.
 
-        Tests that fail without any fault judge nothing: they are named, and left out.
+        Tests that fail without any fault cannot judge. The program prints their names and leaves
+        them out.
         """
         if package not in self.ready:
             tests = [*JUDGES["first"], *JUDGES[package]]
@@ -191,16 +192,19 @@ class Judge:
             for name in failed:
                 print(f"fails without any fault: {name}", file=sys.stderr)
             flags = [*tests, "-x", *(f"--deselect={name}" for name in failed)]
+            # A fault may cause an endless loop. A correct run takes less than twice the measured
+            # time. The 10 s are a margin for packages whose tests are short.
             self.ready[package] = flags, 2 * taken + 10
         return self.ready[package]
 
     def kills(self, mutant: Mutant) -> bool:
-        """Say whether a test fails, or none comes to an end, with *mutant* in place."""
+        """Return whether a test fails, or does not end, with *mutant* in place."""
         flags, seconds = self.judges(package(mutant.path))
         file = self.folder / mutant.path
         source = file.read_text()
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
-            compiled.unlink()  # is not read again for a file of the same second and size
+            # Python reuses bytecode if the source has the same size and the same second.
+            compiled.unlink()
         file.write_text(mutant.source)
         try:
             status, _ = self.run(flags, seconds)
@@ -210,7 +214,7 @@ class Judge:
 
 
 def score(killed: int, survived: int) -> str:
-    """Return the share that was killed, in per cent."""
+    """Return the share of killed faults, in per cent."""
     return f"{100 * killed / (killed + survived):.1f} %" if killed + survived else "-"
 
 
@@ -236,28 +240,30 @@ def report(verdicts: Sequence[tuple[Mutant, str]]) -> str:
 
 
 def options() -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", nargs="*", help="modules or folders; the whole core unless named")
-    parser.add_argument("--sample", type=int, help="so many places, one fault each; else all")
-    parser.add_argument("--seed", type=int, default=0, help="another seed is another sample")
+    parser.add_argument("path", nargs="*", help="modules or folders; the whole core by default")
+    parser.add_argument(
+        "--sample", type=int, help="number of places, one fault each; all by default"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--shard", default="1/1", help="i/n: the i-th of n shares of the sample")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Plant the faults one after the other, and print the score, of an interrupted run as well."""
-    asked = options()
-    share, shares = (int(number) for number in asked.shard.split("/"))
-    os.nice(19)
+    """Plant the faults one after the other and print the score, even if the run is interrupted."""
+    arguments = options()
+    share, shares = (int(number) for number in arguments.shard.split("/"))
+    os.nice(19)  # A run takes hours and must not disturb other work on the machine.
     known = equivalents()
-    mutants = drawn(modules(asked.path), every=asked.sample is None, seed=asked.seed)
+    mutants = drawn(modules(arguments.path), every=arguments.sample is None, seed=arguments.seed)
     verdicts: list[tuple[Mutant, str]] = []
     status = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         judge = Judge(Path(folder))
         try:
-            for mutant in islice(mutants, share - 1, asked.sample, shares):
+            for mutant in islice(mutants, share - 1, arguments.sample, shares):
                 began = time.monotonic()
                 if (mutant.path, mutant.before, mutant.after) in known:
                     verdict = "equivalent"
@@ -267,7 +273,7 @@ def main() -> None:
                 took = time.monotonic() - began
                 print(f"{verdict} in {took:.0f} s: {mutant}", file=sys.stderr, flush=True)
         except (KeyboardInterrupt, SystemExit) as stop:
-            print(f"{stop}\nstopped: what follows is of the faults so far", file=sys.stderr)
+            print(f"{stop}\nstopped: the report covers the faults so far", file=sys.stderr)
             status = 2
     print(report(verdicts))
     sys.exit(status or any(verdict == "survived" for _, verdict in verdicts))

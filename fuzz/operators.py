@@ -1,6 +1,7 @@
-"""The faults that `mutants.py` plants: those of cosmic-ray that a test could miss, and three more.
+"""The faults that `mutants.py` plants: a selection of cosmic-ray's operators, and three of its own.
 
-A place is a span of the source; a fault is an operator and which of its occurrences is meant.
+A place is a span of the source. A fault is the name of an operator and the number of its
+occurrence.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from cosmic_ray.operators.provider import OperatorProvider
 
 Position = tuple[tuple[int, int], tuple[int, int]]
 Fault = tuple[str, int]
+# A node of a tree of parso, which has no type hints.
 Node = Any
-"""A node of a tree of parso, which has no types."""
 SWAPPED = {"all": "any", "any": "all", "min": "max", "max": "min"}
+# Each operator becomes one neighbour that often gives a plausible result.
 BINARY = {
     "Add": "Sub",
     "Sub": "Add",
@@ -31,6 +33,7 @@ BINARY = {
     "LShift": "RShift",
     "Pow": "Mul",
 }
+# Each comparison becomes the one that differs at the border, and its opposite.
 COMPARISONS = {
     "Eq": ("NotEq",),
     "NotEq": ("Eq",),
@@ -41,7 +44,8 @@ COMPARISONS = {
     "Is": ("IsNot",),
     "IsNot": ("Is",),
 }
-"""Each comparison by the one that differs at its border, and by its opposite."""
+# One fault for each operator. cosmic-ray has eleven replacements for some, and any test notices
+# most of them.
 NAMES = (
     *(f"ReplaceBinaryOperator_{old}_{new}" for old, new in BINARY.items()),
     *(
@@ -64,46 +68,45 @@ NAMES = (
     "RemoveDecorator",
     "ZeroIterationForLoop",
 )
-"""Of cosmic-ray: one fault for an operator, not eleven, most of which no test could miss."""
 
 
 class Swap(Operator):  # type: ignore[misc]
-    """Asks for any of what has to be all, and for the least of what has to be the most."""
+    """Replace `all` by `any`, `min` by `max`, and the reverse."""
 
     def mutation_positions(self, node: Node) -> Iterator[Position]:
-        """Yield the name of a call that has an opposite."""
+        """Yield each called name that has an opposite."""
         if node.type == "name" and node.value in SWAPPED and node.get_next_leaf() == "(":
             yield node.start_pos, node.end_pos
 
     def mutate(self, node: Node, _index: int) -> Node:
-        """Name the opposite."""
+        """Replace the name by its opposite."""
         node.value = SWAPPED[node.value]
         return node
 
     @classmethod
     def examples(cls) -> tuple[Example, ...]:
-        """Return what it does."""
+        """Return examples of the change."""
         return (Example("all(x)", "any(x)"), Example("y = max(1, 2)", "y = min(1, 2)"))
 
 
 class Unguard(Operator):  # type: ignore[misc]
-    """Never does what stands under an `if`; takes all where a comprehension takes some."""
+    """Never run the body of an `if`; accept every item of a filtered comprehension."""
 
     DECIDED: ClassVar = {"if_stmt": " False", "comp_if": " True"}
 
     def mutation_positions(self, node: Node) -> Iterator[Position]:
-        """Yield a condition."""
+        """Yield each condition."""
         if node.type in self.DECIDED:
             yield node.children[1].start_pos, node.children[1].end_pos
 
     def mutate(self, node: Node, _index: int) -> Node:
-        """Decide it."""
+        """Replace the condition by a constant."""
         node.children[1] = parso.parse(self.DECIDED[node.type])
         return node
 
     @classmethod
     def examples(cls) -> tuple[Example, ...]:
-        """Return what it does."""
+        """Return examples of the change."""
         return (
             Example("if x: f()", "if False: f()"),
             Example("[y for y in x if y]", "[y for y in x if True]"),
@@ -111,10 +114,10 @@ class Unguard(Operator):  # type: ignore[misc]
 
 
 class Drop(Operator):  # type: ignore[misc]
-    """Leaves a statement out: a call, a raise, a change of what stands already."""
+    """Remove a statement: a call, a raise, or a change of an existing object."""
 
     def mutation_positions(self, node: Node) -> Iterator[Position]:
-        """Yield a statement without which the rest still runs."""
+        """Yield each statement without which the other code still runs."""
         if node.type == "simple_stmt" and self._effect(node.children[0]):
             yield node.start_pos, node.end_pos
 
@@ -126,7 +129,7 @@ class Drop(Operator):  # type: ignore[misc]
         return bool(node.type in ("atom_expr", "raise_stmt"))
 
     def mutate(self, node: Node, _index: int) -> Node:
-        """Pass instead."""
+        """Replace the statement by `pass`."""
         leaf = parso.parse("pass").children[0]
         leaf.prefix = node.get_first_leaf().prefix
         node.children[0] = leaf
@@ -134,7 +137,7 @@ class Drop(Operator):  # type: ignore[misc]
 
     @classmethod
     def examples(cls) -> tuple[Example, ...]:
-        """Return what it does."""
+        """Return examples of the change."""
         return (
             Example("f(x)\n", "pass\n"),
             Example("x[1] = 2\n", "pass\n"),
@@ -151,18 +154,18 @@ OPERATORS = {name: OperatorProvider()[name]() for name in NAMES} | {
 
 
 def places(source: str) -> dict[Position, list[Fault]]:
-    """Return, by place, the faults that can be planted in *source*."""
-    found: dict[Position, list[Fault]] = defaultdict(list)
+    """Return the faults that can be planted in *source*, by place."""
+    faults: dict[Position, list[Fault]] = defaultdict(list)
     tree = get_ast(source)
     for name, operator in OPERATORS.items():
         positions = (spot for node in ast_nodes(tree) for spot in operator.mutation_positions(node))
         for occurrence, position in enumerate(positions):
-            found[position].append((name, occurrence))
-    return found
+            faults[position].append((name, occurrence))
+    return faults
 
 
 def plant(source: str, fault: Fault) -> str | None:
-    """Return *source* with *fault*; None where it cannot be planted."""
+    """Return *source* with *fault*, or None if the fault cannot be planted."""
     name, occurrence = fault
     mutated: str | None = mutate_code(source, OPERATORS[name], occurrence)
     return mutated

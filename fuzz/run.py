@@ -1,12 +1,13 @@
 """Fuzz the laws of one file, guided by coverage: `python fuzz/run.py TARGET [libFuzzer flags]`.
 
-`python fuzz/run.py TARGET flood SECONDS [SEED [WAY]]` gives a target's `check` the inputs of one of
-its `FLOODS`, the first unless named, as fast as it can.
+`python fuzz/run.py TARGET flood SECONDS [SEED [WAY]]` calls the target's `check` with random inputs
+as fast as possible, without coverage. WAY names one of the generators in the target's `FLOODS`. The
+first is the default.
 
-TARGET is the name of a file of this folder (such as `contexts`) or
-the path of any file with Hypothesis laws, such as `tests/laws/test_transfer.py`. The first byte of
-an input chooses the law, Hypothesis decodes the rest; what a law raises is a crash. A folder among
-the flags is the corpus, kept between runs; unless there is one, a new one is made from seeds.
+TARGET is the name of a file of this folder (such as `contexts`), or the path of any file with
+Hypothesis laws, such as `tests/laws/test_transfer.py`. The first byte of an input chooses the law,
+and Hypothesis decodes the other bytes. Any exception of a law is a crash. A folder among the flags
+is the corpus, which is kept between runs. Without one, a new corpus is made from seeds.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config", "handshakes", "messages")
+# Bytes of the longest input. A whole case of two engines and a request takes up to about 4 KiB.
+# Bytes of the longest input. At this length most random inputs decode to a whole case.
 LONGEST = 4096
-"""Bytes of the longest input."""
+# Inputs of a new corpus: enough that each law of a target starts with several.
 SEEDS = 64
-"""Inputs of a new corpus."""
 Law = Callable[[bytes], bytes | None]
 
 
 def load(target: str) -> dict[str, Any]:
-    """Return what *target* has, by name."""
+    """Return the attributes of the module *target*, by name."""
     path = FOLDER / f"{target}.py" if target in TARGETS else Path(target)
     spec = importlib.util.spec_from_file_location(f"fuzzed_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -44,7 +46,7 @@ def load(target: str) -> dict[str, Any]:
 def laws_of(target: str) -> dict[str, Law]:
     """Return the laws of *target* by name, each as a function of bytes.
 
-    A law returns None for bytes that decode to nothing, and raises where it does not hold.
+    A law returns None for bytes that decode to nothing, and raises if it does not hold.
     """
     return {
         name: value.hypothesis.fuzz_one_input
@@ -54,7 +56,7 @@ def laws_of(target: str) -> dict[str, Law]:
 
 
 def one_input(laws: Sequence[Law]) -> Callable[[bytes], bytes | None]:
-    """Return the function that gives an input to the law that its first byte chooses."""
+    """Return the function that passes an input to the law that its first byte chooses."""
 
     def run(data: bytes) -> bytes | None:
         return laws[data[0] % len(laws)](data[1:]) if data else None
@@ -63,16 +65,16 @@ def one_input(laws: Sequence[Law]) -> Callable[[bytes], bytes | None]:
 
 
 def inputs(count: int, seed: int = 0, longest: int = LONGEST) -> Iterator[bytes]:
-    """Yield *count* inputs of up to *longest* bytes, the same for one *seed*."""
-    drawn = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    """Yield *count* inputs of up to *longest* bytes; equal seeds give equal inputs."""
+    rng = random.Random(seed)  # noqa: S311 - repeatable on purpose
     for _ in range(count):
-        yield drawn.randbytes(drawn.randrange(longest // 16, longest))
+        yield rng.randbytes(rng.randrange(longest // 16, longest))
 
 
 def with_corpus(flags: list[str]) -> list[str]:
-    """Return *flags* with a corpus of seeds: random bytes decode to whole cases, short ones do not.
+    """Return *flags* with a corpus of seeds, because short random inputs rarely decode to a case.
 
-    A file among the flags is an input to run again, and needs no corpus.
+    A file among the flags is an input to run again. It needs no corpus.
     """
     if any(Path(flag).is_file() for flag in flags):
         return flags
@@ -82,19 +84,21 @@ def with_corpus(flags: list[str]) -> list[str]:
     if not any(folder.iterdir()):
         for at, data in enumerate(inputs(SEEDS)):
             (folder / f"seed-{at}").write_bytes(data)
+    # By default libFuzzer begins with short inputs and lengthens them slowly. Short inputs decode
+    # to no case, so length control is off.
     return [f"-max_len={LONGEST}", "-len_control=0", *flags, *([] if folders else [str(folder)])]
 
 
 def flood(target: str, seconds: float, seed: int = 0, way: str = "") -> str:
-    """Check inputs for *seconds*; return how many, how many were valid, and how long one took."""
-    found = load(target)
-    inputs_of = found["FLOODS"][way or next(iter(found["FLOODS"]))]
-    given = inputs_of(random.Random(seed))  # noqa: S311 - repeatable on purpose
+    """Check inputs for *seconds*; return how many, how many were valid, and the slowest time."""
+    module = load(target)
+    inputs_of = module["FLOODS"][way or next(iter(module["FLOODS"]))]
+    stream = inputs_of(random.Random(seed))  # noqa: S311 - repeatable on purpose
     end, tried, valid, slowest, data = time.monotonic() + seconds, 0, 0, 0.0, b""
     while (began := time.monotonic()) < end:
         try:
-            data, *more = next(given)
-            valid += found["check"](data, *more)
+            data, *more = next(stream)
+            valid += module["check"](data, *more)
         except BaseException:
             print(f"seed {seed}, input {tried}: {data.hex()}")
             raise
@@ -104,7 +108,7 @@ def flood(target: str, seconds: float, seed: int = 0, way: str = "") -> str:
 
 
 def main() -> None:
-    """Fuzz what the command line names."""
+    """Fuzz the target that the command line names."""
     if sys.argv[2:3] == ["flood"]:
         target, _, seconds, *rest = sys.argv[1:]
         print(flood(target, float(seconds), *map(int, rest[:1]), *rest[1:]))

@@ -1,10 +1,8 @@
-"""For any two shardings of any part, under every replica policy.
+"""For any two shardings of a part and any policy, each consumer rank reads exactly its units.
 
-Each consumer rank reads exactly its units.
-
-Each unit once a virtual block, into its own place, from a producer rank that holds it; replicas
-share their readers evenly; what the producers would push is what the consumers would pull. Units
-are handed out by the oracle's cards.
+It reads each unit once for each virtual block, into its own place, from a producer rank that holds
+the unit. Replicas share their readers evenly. The slices that producers would push equal the slices
+that consumers would pull. The oracle deals the units to the ranks like cards.
 """
 
 from __future__ import annotations
@@ -22,21 +20,22 @@ from kvspec.testing.carve import shard_units
 from kvspec.testing.parallels import explicit_shardings
 from kvspec.testing.strategies import POLICIES
 
+# With 24 ranks on a side, sizes that share no divisor and sizes that divide each other both occur.
 LARGEST = 24
 Sides = tuple[ParallelConfig, ParallelConfig]
 
 
 @st.composite
 def sides(draw: st.DrawFn, part: Part) -> Sides:
-    """Draw a producer and a consumer that sharding *part* by default or in their own way."""
-    found = []
+    """Draw a producer and a consumer that shard *part* evenly or by an explicit sharding."""
+    drawn = []
     for _ in range(2):
         size = draw(st.integers(1, LARGEST))
         shardings = {}
         if draw(st.booleans()):
             shardings[part.units] = draw(explicit_shardings(part.units, part.granularity, size))
-        found.append(ParallelConfig(tp_size=size, shardings=shardings))
-    return found[0], found[1]
+        drawn.append(ParallelConfig(tp_size=size, shardings=shardings))
+    return drawn[0], drawn[1]
 
 
 @st.composite
@@ -71,8 +70,8 @@ def slices_of(
         (part,),
         "consumer" if pull else "producer",
         rank.tp,
-        lambda each: local.sharding(each.units, each.granularity),
-        lambda each: remote.sharding(each.units, each.granularity),
+        lambda part: local.sharding(part.units, part.granularity),
+        lambda part: remote.sharding(part.units, part.granularity),
         tp_chooser(ReplicaPolicy(replica_policy, salt), producer.tp_size, consumer.tp_size),
     )
 
@@ -81,39 +80,39 @@ def slices_of(
 def test_every_unit_once(
     data: st.DataObject, part: Part, replica_policy: ReplicaPolicyName, salt: int
 ) -> None:
-    """Each consumer rank reads each of its units once, from a holder; a push is the same."""
+    """Each consumer rank reads each of its units once, from a holder; push and pull agree."""
     producer, consumer = both = data.draw(sides(part))
     pulled, pushed = set(), set()
     for rank in consumer.ranks:
-        found = slices_of(part, both, rank, pull=True, replica_policy=replica_policy, salt=salt)
-        mine = held(consumer, part, rank.tp)
-        for block in range(max((each.stripe.step for each in found), default=1)):
-            reads = [each for each in found if each.stripe.holds(block)]
+        own = slices_of(part, both, rank, pull=True, replica_policy=replica_policy, salt=salt)
+        own_units = held(consumer, part, rank.tp)
+        for block in range(max((piece.stripe.step for piece in own), default=1)):
+            reads = [piece for piece in own if piece.stripe.holds(block)]
             units = [(at, unit) for r in reads for at, unit in zip(*_pair(r), strict=True)]
-            assert list(enumerate(mine)) == sorted(units)
-        for each in found:
-            theirs = held(producer, part, each.remote_rank)
-            assert list(each.global_range) == [theirs[at] for at in each.remote_range]
-            ranges = (each.global_range, each.remote_range, each.local_range)
-            pulled.add((each.remote_rank, rank.tp, ranges, each.stripe))
+            assert list(enumerate(own_units)) == sorted(units)
+        for piece in own:
+            remote_units = held(producer, part, piece.remote_rank)
+            assert list(piece.global_range) == [remote_units[at] for at in piece.remote_range]
+            ranges = (piece.global_range, piece.remote_range, piece.local_range)
+            pulled.add((piece.remote_rank, rank.tp, ranges, piece.stripe))
     for rank in producer.ranks:
-        for each in slices_of(
+        for piece in slices_of(
             part, both, rank, pull=False, replica_policy=replica_policy, salt=salt
         ):
-            ranges = (each.global_range, each.local_range, each.remote_range)
-            pushed.add((rank.tp, each.remote_rank, ranges, each.stripe))
+            ranges = (piece.global_range, piece.local_range, piece.remote_range)
+            pushed.add((rank.tp, piece.remote_rank, ranges, piece.stripe))
     assert pulled == pushed
     if replica_policy == "spread":
-        readers = Counter(source for source, _ in {each[:2] for each in pulled})
+        readers = Counter(source for source, _ in {pair[:2] for pair in pulled})
         fair([held(producer, part, rank.tp) for rank in producer.ranks], readers)
 
 
 def fair(hands: list[list[int]], readers: Counter[int]) -> None:
-    """Readers of producer ranks that hold the same units differ by at most one."""
-    for hand in {tuple(each) for each in hands if each}:
+    """Check that producer ranks with the same units have equally many readers, give or take one."""
+    for hand in {tuple(units) for units in hands if units}:
         counts = [readers[rank] for rank, own in enumerate(hands) if tuple(own) == hand]
         assert max(counts) - min(counts) <= 1
 
 
-def _pair(each: TPTransferSlice) -> tuple[range, range]:
-    return each.local_range, each.global_range
+def _pair(piece: TPTransferSlice) -> tuple[range, range]:
+    return piece.local_range, piece.global_range
