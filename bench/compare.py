@@ -1,8 +1,9 @@
-"""Print what a change costs: this checkout's kvspec beside another's, in CPU time, in one run.
+"""Compare the speed of this checkout's kvspec with another checkout's, in CPU time, in one run.
 
-`python bench/compare.py OTHER_CHECKOUT [--rounds 15] [--only select]`. One process for each
-checkout repeats each row in turn with the other, and the least of each is compared, so that a busy
-machine falls on both and then out. More than 5 % is marked; nothing fails because of it.
+`python bench/compare.py OTHER_CHECKOUT [--rounds 15] [--only select]`. Each checkout has one
+process, which imports that checkout's kvspec and this checkout's works. The processes repeat each
+row in turn, and the least time of each is compared, so that a busy machine affects neither.
+Differences of more than 5 % are marked. The exit status does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from timing import forget, told
+from timing import forget, readable
 
 HERE = Path(__file__).resolve()
+# A higher ratio is marked as slower, and a ratio below its inverse as faster. The least times of
+# two equal checkouts differ by up to 5 % on a shared machine.
+# A higher ratio is marked as slower, and a ratio below its inverse as faster. Smaller differences
+# are not distinguished from noise.
 LIMIT = 1.05
-"""A ratio above this is marked as slower, below its inverse as faster."""
+# CPU seconds that a repetition takes at least, so that the resolution of the clock does not matter.
+# Shorter calls are repeated.
 LEAST = 4e-3
-"""CPU seconds that a repetition takes at least: short calls are made several times."""
 WIDTHS = (69, 8, 8, 5)
 Work = Callable[[], object]
 
 
 def rows() -> Iterator[tuple[str, Callable[[], Work]]]:
-    """Yield the name of each row, and what makes its work, of the kvspec that is imported."""
+    """Yield the name of each row and a function that prepares its work, for the imported kvspec."""
     import works  # noqa: PLC0415 - imports kvspec: in the process of one checkout
 
-    import kvspec  # noqa: PLC0415 - its public names alone, which older ones have too
+    # Only public names are used: an older checkout has the same ones. `works` hides the one that
+    # was renamed. A row that an older checkout cannot run prints its error.
+    import kvspec  # noqa: PLC0415
 
     def slices() -> Work:
         spec = works.heads(8, 16)
@@ -42,34 +49,36 @@ def rows() -> Iterator[tuple[str, Callable[[], Work]]]:
         return lambda: (forget(), kvspec.plan_transfer(producer, consumer))
 
     def table(work: works.Work) -> Work:
-        made = kvspec.plan_transfer(*work.engines())
-        target = made.consumer.parallel.ranks[0]
-        source, pools = made.sources(target)[0], work.pools
-        producer = works.plan_memory(made.producer, source, pools[0], 1 << 40)
-        consumer = works.plan_memory(made.consumer, target, pools[1], 2 << 40)
-        return lambda: kvspec.build_table(made, producer, consumer)
+        plan = kvspec.plan_transfer(*work.engines())
+        target = plan.consumer.parallel.ranks[0]
+        source, pools = plan.sources(target)[0], work.pools
+        producer = works.plan_memory(plan.producer, source, pools[0], 1 << 40)
+        consumer = works.plan_memory(plan.consumer, target, pools[1], 2 << 40)
+        return lambda: kvspec.build_table(plan, producer, consumer)
 
-    def asked(name: str, work: works.Work) -> Work:
-        made, request = table(work)(), work.request()
-        return lambda: getattr(made, name)(works.afresh(request))
+    def lookup(method: str, work: works.Work) -> Work:
+        built, request = table(work)(), work.request()
+        return lambda: getattr(built, method)(works.afresh(request))
 
     yield "get_tp_transfer_slices, TP 48 -> 64, warm", slices
     for work in (works.W1, works.W2, works.W3, works.W4, works.W5, works.W6):
         yield f"plan_transfer, {work.name}, nothing cached", lambda work=work: plan(work)
         yield f"build_table, {work.name}", lambda work=work: table(work)
-        yield f"select, {work.name}", lambda work=work: asked("select", work)
-        yield f"descriptors, {work.name}", lambda work=work: asked("descriptors", work)
+        yield f"select, {work.name}", lambda work=work: lookup("select", work)
+        yield f"descriptors, {work.name}", lambda work=work: lookup("descriptors", work)
 
 
 def serve() -> None:
-    """Answer each name of a row that is read with the CPU seconds of one more call, or nothing."""
+    """Read names of rows from the input; print the CPU seconds of one call, or the error."""
     named, ready = dict(rows()), dict[str, tuple[Work, int]]()
     print(*named, sep="\t", flush=True)
     for name in map(str.strip, sys.stdin):
         try:
             if name not in ready:
                 ready[name] = named[name](), 0
-                _seconds(*ready[name])  # warm
+                # The first call is slower: it fills caches and touches memory. The second call
+                # shows how many calls make a repetition of `LEAST` seconds.
+                _seconds(*ready[name])
                 ready[name] = ready[name][0], int(LEAST / _seconds(*ready[name]))
             print(_seconds(*ready[name]), flush=True)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -77,7 +86,7 @@ def serve() -> None:
 
 
 def _seconds(work: Work, more: int) -> float:
-    """Return the mean CPU seconds of one call of *work* and so many *more* in a row."""
+    """Return the mean CPU seconds of one call of *work*, over 1 + *more* calls in a row."""
     began = time.process_time()
     for _ in range(1 + more):
         work()
@@ -88,7 +97,8 @@ class Checkout:
     """A process that runs the rows with the kvspec of one checkout."""
 
     def __init__(self, folder: Path) -> None:
-        """Start it."""
+        """Start the process and read the names of its rows."""
+        # The checkout comes first, before an installed kvspec. The works are this checkout's.
         path = os.pathsep.join([str(folder), str(HERE.parent)])
         self.process = subprocess.Popen(
             [sys.executable, str(HERE), "--serve"],
@@ -100,7 +110,7 @@ class Checkout:
         self.names = self._line().split("\t")
 
     def seconds(self, name: str) -> float | str:
-        """Return the CPU seconds of one call of a row, or why there are none."""
+        """Return the CPU seconds of one call of a row, or the line that explains why it failed."""
         print(name, file=self.process.stdin, flush=True)
         line = self._line()
         return line if line.startswith("cannot") else float(line)
@@ -108,7 +118,7 @@ class Checkout:
     def _line(self) -> str:
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
-            raise SystemExit("a checkout's process ended: see above")
+            raise SystemExit("the process of a checkout ended: its error is above")
         return line.strip()
 
     def close(self) -> None:
@@ -118,9 +128,10 @@ class Checkout:
 
 
 def compared(this: Checkout, other: Checkout, name: str, rounds: int) -> list[str]:
-    """Return the cells of one row: each side's least CPU time, their ratio, and a mark."""
+    """Return the cells of one row: the least CPU time of each side, their ratio, and a mark."""
     least: dict[Checkout, float] = {}
     for turn in range(rounds):
+        # The sides alternate in going first, because the second runs with a warmer cache.
         for side in (this, other) if turn % 2 else (other, this):
             taken = side.seconds(name)
             if isinstance(taken, str):
@@ -128,7 +139,7 @@ def compared(this: Checkout, other: Checkout, name: str, rounds: int) -> list[st
             least[side] = min(taken, least.get(side, taken))
     ratio = least[this] / least[other]
     mark = "SLOWER" if ratio > LIMIT else "faster" if ratio < 1 / LIMIT else ""
-    return [name, told(least[this]), told(least[other]), f"{ratio:.3f}", mark]
+    return [name, readable(least[this]), readable(least[other]), f"{ratio:.3f}", mark]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,18 +149,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of each row")
     parser.add_argument("--only", default="", help="rows with these letters in their names")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.serve:
+    chosen = parser.parse_args(arguments)
+    if chosen.serve:
         serve()
         return
-    if given.other is None or not Path(given.other, "kvspec").is_dir() or given.rounds < 1:
+    if chosen.other is None or not Path(chosen.other, "kvspec").is_dir() or chosen.rounds < 1:
         parser.error("expected the folder of another checkout, and at least one round")
-    folders = (HERE.parents[1], Path(given.other).resolve())
+    folders = (HERE.parents[1], Path(chosen.other).resolve())
     with closing(Checkout(folders[0])) as this, closing(Checkout(folders[1])) as other:
         print(_line(["what, in CPU time", "this", "other", "ratio", ""]))
         for name in this.names:
-            if given.only in name:
-                print(_line(compared(this, other, name, given.rounds)), flush=True)
+            if chosen.only in name:
+                print(_line(compared(this, other, name, chosen.rounds)), flush=True)
 
 
 def _line(cells: Sequence[str]) -> str:

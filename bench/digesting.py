@@ -1,4 +1,4 @@
-"""What a digest of a request costs, beside copying as many bytes."""
+"""DIGEST: the cost of a digest of a request, compared with copying as many bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import works
-from timing import Options, Row, clock, cpu, interleaved, told
+from timing import Options, Row, clock, cpu, interleaved, readable
 
 import kvspec
 from kvspec.check.digests import digest, wanted
@@ -19,7 +19,7 @@ from kvspec.session import Session, new_remote_id
 
 
 def digested(options: Options) -> Iterator[Row]:
-    """Digest one rank's share of requests of short and of long contents."""
+    """Digest one rank's share of requests with short and with long contents."""
     for name, spec in (("heads of 256 bytes", works.heads(8, 16)), ("latents", works.LATENT)):
         work = works.Work(name=name, layers=8, spec=spec, tp_sizes=(4, 4), tokens=4096)
         producer, consumer = work.engines()
@@ -27,7 +27,7 @@ def digested(options: Options) -> Iterator[Row]:
         cache, storage = kvspec.allocate(producer, rank, work.pools[0])
         plan = kvspec.plan_transfer(producer, consumer)
         request = work.request()
-        asked = wanted(plan, request)
+        extents = wanted(plan, request)
         flats = [flat[: flat.size * work.used[0] // work.pools[0]] for flat in storage.values()]
         copies = [np.empty_like(flat) for flat in flats]
         nbytes = sum(flat.size for flat in flats)
@@ -38,20 +38,20 @@ def digested(options: Options) -> Iterator[Row]:
 
         ours, other = interleaved(
             options.times(16),
-            clock(lambda c=cache, r=request, a=asked: digest(c, r.producer_blocks, a)),
+            clock(lambda c=cache, r=request, a=extents: digest(c, r.producer_blocks, a)),
             clock(copied),
         )
         speed = f"{nbytes / ours / 1e9:.2f} GB/s"
         what = f"digest of {nbytes >> 20} MiB, {name}; other: copying as many"
         ratio = f"{ours / other:.3g}"
-        ours_told = f"{told(ours)}, {speed}"
-        yield Row(budget="DIGEST", what=what, ours=ours_told, other=told(other), ratio=ratio)
+        text = f"{readable(ours)}, {speed}"
+        yield Row(budget="DIGEST", what=what, ours=text, other=readable(other), ratio=ratio)
     if find_spec("nixl_cu13") or find_spec("nixl_cu12"):
         yield _loaded(options)
 
 
 def _loaded(options: Options) -> Row:
-    """Load over NIXL with a digest and without, both ranks in this process: CPU time of both."""
+    """Load over NIXL with and without a digest, in CPU time; both ranks are in this process."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     work = works.Work(
         name="loaded", layers=8, spec=works.heads(8, 16), tp_sizes=(1, 1), tokens=4096, fragments=0
@@ -68,20 +68,21 @@ def _loaded(options: Options) -> Row:
         producer, consumer = sessions.values()
         consumer.connect([producer.introduction])
 
-        def load(*, digest: bool) -> None:
+        def run(*, digest: bool) -> None:
             request, remote_id = work.request(), new_remote_id(f"{next(numbers)}")
             producer.ledger.hold(remote_id, blocks=request.producer_blocks)
-            one = consumer.load(request, remote_id=remote_id, timeout=60.0, digest=digest)
-            while one.poll() == "moving" or consumer.stats().loads:
+            load = consumer.load(request, remote_id=remote_id, timeout=60.0, digest=digest)
+            # One thread polls both sides: the producer must answer for the digest.
+            while load.poll() == "moving" or consumer.stats().loads:
                 producer.poll()
                 consumer.poll()
-            if one.error is not None:
-                raise one.error
+            if load.error is not None:
+                raise load.error
 
         ours, other = interleaved(
-            options.times(16), cpu(lambda: load(digest=True)), cpu(lambda: load(digest=False))
+            options.times(16), cpu(lambda: run(digest=True)), cpu(lambda: run(digest=False))
         )
     nbytes = 2 * work.layers * 8 * 128 * 2 * work.tokens  # K and V of 8 heads of 256 bytes
     what = f"a load of {nbytes >> 20} MiB that compares a digest; other: without, CPU time of both"
     ratio = f"{ours / other:.3g}"
-    return Row(budget="DIGEST", what=what, ours=told(ours), other=told(other), ratio=ratio)
+    return Row(budget="DIGEST", what=what, ours=readable(ours), other=readable(other), ratio=ratio)

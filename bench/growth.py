@@ -1,4 +1,4 @@
-"""B9 and B10: the exhaustive proof, and how cost grows with a work."""
+"""B9 and B10: the exhaustive proof, and how the cost grows with a work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import attrs
 import works
 from planning import OTHERS, first_pair, first_table, planned
-from timing import Options, Row, clock, interleaved, told
+from timing import Options, Row, clock, interleaved, readable
 
 from kvspec import plan_transfer
 from kvspec.check import prove
@@ -25,14 +25,14 @@ def b9(options: Options) -> Iterator[Row]:
         budget="B9",
         what=f"proof, TP <= {max_tp}, heads <= {max_heads}: {proof.triples} triples, "
         f"{proof.rank_cases} rank cases, {len(proof.faults)} faults, {cores} cores",
-        ours=f"{told(seconds)}, {told(seconds * cores / proof.rank_cases)} a case and core",
-        wanted="" if options.quick else "< 120 s, exact",
+        ours=f"{readable(seconds)}, {readable(seconds * cores / proof.rank_cases)} a case and core",
+        required="" if options.quick else "< 120 s, exact",
         met=None if options.quick else seconds < 120 and proof.exact,
     )
 
 
 def b10(options: Options) -> Iterator[Row]:
-    """Growth: what must not depend on tokens or blocks does not, what may is linear."""
+    """Yield rows of growth: constant in tokens and blocks, or linear where it must grow."""
     repetitions = options.times(24)
     for work in (works.W1, *OTHERS):
         short = attrs.evolve(work, tokens=work.tokens // 16)
@@ -56,7 +56,7 @@ def b10(options: Options) -> Iterator[Row]:
 
 
 def _edges(options: Options) -> Iterator[Row]:
-    """Compare plans of many and of few edges, each by what one edge's layer costs."""
+    """Compare plans of many and of few edges by the cost of one layer of one edge."""
     made = [works.many_ranks(scale) for scale in (4, 2)]
     taken = interleaved(1 if options.quick else 3, *(lambda w=w: planned(w) for w in made))
     sizes = []
@@ -72,9 +72,9 @@ def _growth(what: str, full: float, less: float, limit: float) -> Row:
     return Row(
         budget="B10",
         what=what,
-        ours=told(full),
-        other=told(less),
+        ours=readable(full),
+        other=readable(less),
         ratio=f"{full / less:.3g}",
-        wanted=f"ratio <= {limit}",
+        required=f"ratio <= {limit}",
         met=full <= limit * less,
     )

@@ -1,8 +1,8 @@
-"""B6: how many descriptors a request posts, against the fewest that the bytes allow.
+"""B6: the descriptors that a request posts, compared with the fewest that the bytes allow.
 
-NIXL joins what `select` returns only where ids follow each other on both sides, inside one row
-whose descriptors touch, in the order of the list; `NixlRank` joins runs of different rows before.
-`descriptors()` is the minimum; real NIXL says how many it posted.
+NIXL merges two ids only if they are adjacent on both sides, lie in one row whose descriptors touch,
+and follow each other in the list. Before that, `NixlRank` merges runs of different rows.
+`DescriptorTable.descriptors()` returns the minimum. NIXL's telemetry returns the true number.
 """
 
 from __future__ import annotations
@@ -25,19 +25,24 @@ from kvspec.nixl.rows import checked_rows
 
 LAYOUTS = ("LBHNC", "LBNHC", "LKBNHC", "LBKHNC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
 PAIRS = ((8, 4), (4, 8), (4, 4), (2, 8), (8, 2), (16, 4), (3, 2))
+# Adjacent blocks: all of the pool, one (shuffled), and eight.
 FRAGMENTS = (0, 1, 8)
+# This many tokens are whole blocks in every case, except with blocks of 48 tokens or several
+# context ranks.
 BOUNDARY = 64
-"""Tokens that are whole blocks of every case but those of 48 tokens or of several context ranks."""
+# Cached tokens: none, whole blocks, and a prime that ends inside a block.
 CACHED = (0, BOUNDARY, 37)
 BASE = works.Work(name="merging", layers=3, spec=works.heads(8, 16), tp_sizes=(1, 1), tokens=517)
+# Posted descriptors may exceed the minimum by this factor. Each descriptor costs time in NIXL and
+# UCX.
 LIMIT = 1.15
+# Numbers of the cases that NIXL itself moves. They are spread over the cases of each kind.
 REAL = (0, 7, 19, 31, 42, 53)
-"""The numbers of the cases that go through NIXL itself, spread over each kind's."""
+# Two more cases, in which NIXL would post too many descriptors if it received the ids alone.
 JOINED = (
     "LHBNC -> LHBNC, TP 4 -> 4, runs of all, 37 cached",
     "BLHNC -> BHLNC, TP 4 -> 4, runs of all, 64 cached",
 )
-"""And cases of which NIXL, given the ids alone, would post too many."""
 
 
 def _contexts(dcp_size: int, interleave_size: int) -> ParallelConfig:
@@ -98,7 +103,7 @@ def posted(table: DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
 
 
 def merged(table: DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
-    """Return how many descriptors NIXL's own rule leaves of *ids*, (producer's, consumer's)."""
+    """Return how many descriptors remain of *ids* (producer's, consumer's) by NIXL's own rule."""
     if not len(ids[0]):
         return 0
     joined = np.ones(len(ids[0]) - 1, dtype=bool)
@@ -110,7 +115,7 @@ def merged(table: DescriptorTable, ids: tuple[np.ndarray, np.ndarray]) -> int:
 
 
 def b6(options: Options) -> Iterator[Row]:
-    """Descriptors posted over the minimum, and NIXL's own count of some cases."""
+    """Yield rows: posted descriptors over the minimum, and NIXL's own count of some cases."""
     wrong, alone = 0, 0
     for kind, bases in KINDS.items():
         whole: list[_Count] = []
@@ -133,16 +138,16 @@ def b6(options: Options) -> Iterator[Row]:
     )
     yield Row(
         budget="B6",
-        what="counts() says otherwise than NIXL's rule on the ids of select: cases",
+        what="cases in which counts() differs from NIXL's rule on the ids of select",
         ours=str(wrong),
-        wanted="0",
+        required="0",
         met=not wrong,
     )
     yield from _real(options)
 
 
 class _Count(NamedTuple):
-    """What one case posts, and the fewest that it could."""
+    """The descriptors that one case posts, and the fewest that it could."""
 
     ratio: float
     after: int
@@ -152,17 +157,17 @@ class _Count(NamedTuple):
 
 def _worst(what: str, found: list[_Count]) -> Iterator[Row]:
     worst = max(found)
-    over = sum(each.ratio > LIMIT for each in found)
+    over = sum(case.ratio > LIMIT for case in found)
     yield Row(
         budget="B6",
         what=f"posted, worst of {len(found)}, {what} (other: the fewest)",
         ours=str(worst.after),
         other=str(worst.fewest),
         ratio=f"{worst.ratio:.3g}",
-        wanted=f"<= {LIMIT}",
+        required=f"<= {LIMIT}",
         met=worst.ratio <= LIMIT,
     )
-    total = sum(each.after for each in found), sum(each.fewest for each in found)
+    total = sum(case.after for case in found), sum(case.fewest for case in found)
     yield Row(
         budget="B6",
         what=f"  worst is {worst.name}",
@@ -171,7 +176,7 @@ def _worst(what: str, found: list[_Count]) -> Iterator[Row]:
     yield Row(
         budget="B6",
         what=f"  all {len(found)} together; {over} are over {LIMIT}; "
-        f"median ratio {median(each.ratio for each in found):.3g}",
+        f"median ratio {median(case.ratio for case in found):.3g}",
         ours=str(total[0]),
         other=str(total[1]),
         ratio=f"{total[0] / total[1]:.5g}",
@@ -200,13 +205,13 @@ def _real(options: Options) -> Iterator[Row]:
         budget="B6",
         what=f"{what}: cases",
         ours=f"{equal} of {len(chosen)}",
-        wanted="all",
+        required="all",
         met=equal == len(chosen),
     )
 
 
 def _through(rank_class: Any, work: works.Work) -> tuple[int, int]:  # noqa: ANN401
-    """Return what our rule counts for *work*, and what NIXL posted."""
+    """Return the number that our rule counts for *work*, and the number that NIXL posted."""
     producer, consumer = work.engines()
     plan = plan_transfer(producer, consumer)
     source, target = first_ranks(plan)

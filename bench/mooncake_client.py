@@ -1,7 +1,8 @@
-"""Mooncake's planner in a process of its own, told the same work as kvspec.
+"""Run Mooncake's planner in a separate process, on the same work as kvspec.
 
-Mooncake lives in another virtual environment and is no dependency: where it is not installed the
-table says so. Both sides get the same addresses and block tables, and the writes must be equal.
+Mooncake lives in another virtual environment and is not a dependency. If it is not installed, the
+rows of the table explain how to install it. Both planners receive the same addresses and block
+tables, and their writes must be equal.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from kvspec.memory.rank_cache import RankCache
 
 PROGRAM = Path(__file__).with_name("mooncake_planner.py")
 VARIABLE = "KVSPEC_MOONCAKE_PYTHON"
-HOW = f"not installed (bench/README.md says how; then --mooncake-python or {VARIABLE})"
+HOW = f"not installed (see bench/README.md; then --mooncake-python or {VARIABLE})"
 
 
 class Mooncake:
-    """The planner's process; a context manager. `ask` is one command and its answer."""
+    """The process of the planner, as a context manager."""
 
     def __init__(self, python: str, work: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -60,7 +61,7 @@ class Mooncake:
 
 
 def python_of(argument: str | None) -> str | None:
-    """Return the interpreter that has Mooncake, or None where it has not, or there is none."""
+    """Return the interpreter that has Mooncake, or None if there is none."""
     python = argument or os.environ.get(VARIABLE)
     if not python:
         return None
@@ -73,10 +74,10 @@ def python_of(argument: str | None) -> str | None:
 
 
 def described(work: works.Work) -> dict[str, Any]:
-    """Return *work* as the planner's program is told it: addresses in bytes, heads by number."""
+    """Return *work* as JSON for the planner: addresses in bytes, heads by number."""
     ours, theirs = work.tables()
     parts = work.spec.parts
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "layers": work.layers,
         "tokens": work.tokens,
         "page": work.spec.block_size,
@@ -85,16 +86,16 @@ def described(work: works.Work) -> dict[str, Any]:
         "blocks": {"producer": ours.tolist(), "consumer": theirs.tolist()},
     }
     for at, (side, engine) in enumerate(zip(("producer", "consumer"), work.engines(), strict=True)):
-        told[side] = [
+        description[side] = [
             _rank(f"{side}-{rank}", engine.parallel.sharding(parts[0].units).ranges[rank.tp], cache)
             for rank, cache in works.caches(engine, work.pools[at], at)
         ]
-    return told
+    return description
 
 
 def _rank(name: str, heads: range, cache: RankCache) -> dict[str, Any]:
     first, memory = cache.regions[0], cache.memory[0]
-    layers = list(dict.fromkeys(each.layer for each in cache.regions))
+    layers = list(dict.fromkeys(region.layer for region in cache.regions))
     return {
         "name": name,
         "heads": [heads.start, heads.stop],
@@ -104,14 +105,14 @@ def _rank(name: str, heads: range, cache: RankCache) -> dict[str, Any]:
         "token_stride": first.state_stride,
         "head_stride": first.unit_stride,
         "buffers": [
-            [layers.index(each.layer), each.part, each.base - memory.address]
-            for each in cache.regions
+            [layers.index(region.layer), region.part, region.base - memory.address]
+            for region in cache.regions
         ],
     }
 
 
 def digest(descriptors: list[np.ndarray]) -> dict[str, Any]:
-    """Return how many rows (source, target, bytes) there are, and a digest of them, sorted."""
+    """Return the number of rows (source, target, bytes) and a digest of the sorted rows."""
     rows = np.concatenate(descriptors).astype(np.uint64)
     rows = rows[np.lexsort(rows.T[::-1])]
     return {"writes": len(rows), "sha256": hashlib.sha256(rows.tobytes()).hexdigest()}

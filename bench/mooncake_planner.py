@@ -1,8 +1,8 @@
-"""Mooncake's KV cache planner on the work that it is told: a program for its own environment.
+"""Mooncake's KV cache planner as a program for its own environment.
 
-Reads one JSON object (the work) and then one command a line from its input; answers each with one
-JSON object a line. It imports Mooncake and the standard library, nothing of kvspec, and is only
-ever run as a separate process: `python mooncake_planner.py < commands`.
+The program reads one JSON object, the work, and then one command a line from its input. It answers
+each command with one JSON object on a line. It imports Mooncake and the standard library, and
+nothing of kvspec, because it runs in another environment: `python mooncake_planner.py < commands`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = {"k": mooncake.KVCacheComponent.KEY, "v": mooncake.KVCacheComponent.VALU
 
 
 def placement(work: dict[str, Any], side: str) -> Any:  # noqa: ANN401 - Mooncake has no stubs
-    """Return where the heads lie on one *side* of *work*."""
+    """Return the places of the heads on one *side* of *work*."""
     ranks = work[side]
     participants = tuple(
         mooncake.KVCacheTopologyParticipant(each["name"], mooncake.KVCacheRank(tp=at))
@@ -64,7 +64,7 @@ def descriptor(work: dict[str, Any]) -> Any:  # noqa: ANN401
 
 
 def binding(work: dict[str, Any], side: str, rank: dict[str, Any], placed: Any, shot: Any) -> Any:  # noqa: ANN401
-    """Return one rank's memory: a range for each page of each layer, at the addresses told."""
+    """Return one rank's memory: a range for each page of each layer."""
     first, last = rank["heads"]
     region = f"{rank['name']}-memory"
     ranges = [
@@ -100,7 +100,7 @@ def binding(work: dict[str, Any], side: str, rank: dict[str, Any], placed: Any, 
 
 
 class Planner:
-    """Both placements and all memory of a work, made once; each command is timed by itself."""
+    """Both placements and all memory of a work, made once. Each command is timed by itself."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         self.source, self.target = placement(work, "producer"), placement(work, "consumer")
@@ -131,25 +131,25 @@ class Planner:
         )
 
     def lower(self) -> tuple[Any, ...]:
-        """Return the writes of all ranks, through the public class, which checks them too."""
+        """Return the writes of all ranks through the public class, which also checks them."""
         plan = mooncake.KVCacheRuntimeTransferPlan(OPERATION, self.plans, self.sources, self.sinks)
         return plan.writes
 
     def lower_only(self) -> tuple[Any, ...]:
-        """Return the writes by the inner function alone: no check, no digest."""
+        """Return the writes of the inner function alone, without checks and digest."""
         limits = mooncake.KVCacheTransferLimits()
         return lowering._lower(self.plans, self.sources, self.sinks, limits)  # noqa: SLF001
 
 
 def timed(work: Callable[[], object]) -> tuple[object, dict[str, Any]]:
-    """Return what *work* returns, and its seconds."""
+    """Return the result of *work*, and its seconds."""
     started = time.perf_counter()
     found = work()
     return found, {"seconds": time.perf_counter() - started}
 
 
 def digest(writes: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return how many *writes* there are, and a digest of their sorted 64-bit columns."""
+    """Return the number of *writes* and a digest of their sorted 64-bit columns."""
     rows = sorted((w.source_address, w.target_address, w.nbytes) for w in writes)
     flat = array("Q", [number for row in rows for number in row])
     return {"writes": len(rows), "sha256": hashlib.sha256(flat.tobytes()).hexdigest()}

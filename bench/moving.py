@@ -1,10 +1,11 @@
-"""B7, B8, B15: a whole transfer over NIXL in one machine, against one raw read of the same bytes.
+"""B7, B8, B15: a whole transfer over NIXL in one machine, compared with one raw read.
 
-The whole transfer is what one consumer rank does for a request: look up the ids of every source,
-read, wait, and tell the producer. The raw read is as many bytes in one descriptor a source. The
-rank stages where costs that were measured just before say so; B8 holds its choice against a rank
-that never stages and one that always does. CPU time decides, since machines are shared: where the
-transport copies while it posts, that is all the time there is.
+The whole transfer is the work of one consumer rank for a request: look up the ids of every source,
+read, wait, and notify the producer. The raw read moves as many bytes in one descriptor for each
+source. The rank stages a transfer if that is faster by costs that were measured just before. B8
+compares its choice with a rank that never stages and with one that always does. CPU time decides,
+because machines are shared. UCX copies over shared memory while it posts, so CPU time includes the
+copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from statistics import median
 import attrs
 import numpy as np
 import works
-from timing import Options, Row, told
+from timing import Options, Row, readable
 
 import kvspec
 from kvspec import RankId, allocate, build_table, plan_memory, plan_transfer
@@ -30,15 +31,15 @@ from kvspec.run.measure import fitted, measure, probes
 
 TARGET = RankId()
 TIMEOUT = 60.0
+# Heads first to rows first is the worst pair: one run for each head of each token.
 SHORT = ("LBKHNC", "LKBNHC")
-"""Heads first to rows first: the worst pair, a run for each head of each token."""
 
 
 def work_of(
     name: str, layouts: tuple[str, str], sizes: tuple[int, int], layers: int, tokens: int,
     spec: kvspec.LayerSpec | None = None,
 ) -> works.Work:  # fmt: skip
-    """Return a work of 8 heads in blocks of 16, or of *spec*; blocks are shuffled."""
+    """Return a work of 8 heads in blocks of 16, or of *spec*, with shuffled blocks."""
     return works.Work(
         name=name,
         layers=layers,
@@ -50,29 +51,31 @@ def work_of(
 
 
 PLAIN = ("LBHNC", "LBHNC")
+# B7: works, and the multiple of a raw read's time that each may take. Shorter runs have more
+# descriptors for the same bytes, so their multiple is higher.
 WHOLE = (
     (work_of("blocks of all layers, 256 KiB", ("BLHNC", "BLHNC"), (4, 4), 16, 4096), 1.25),
     (work_of("blocks of one layer, 64 KiB", PLAIN, (4, 4), 16, 4096, works.heads(8, 64)), 2.0),
     (work_of("heads first to rows first, 256 B", SHORT, (8, 2), 16, 512), 4.0),
 )
-"""B7: works, and how many times a raw read's time they may take."""
 LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
+# B15: works, and the multiple of a raw read's time that each may take.
 MIDDLE = (
     (work_of("latents in blocks of 16, 18 KiB", PLAIN, (8, 1), 61, 1024, LATENT), 2.0),
     (work_of("blocks of 16, TP 4 -> 4, 16 KiB", PLAIN, (4, 4), 80, 1024), 2.0),
     (work_of("blocks of 16, TP 8 -> 8, 8 KiB", PLAIN, (8, 8), 80, 1024), 2.2),
     (work_of("the same, keys apart, 4 KiB", ("LKBHNC", "LKBHNC"), (8, 8), 80, 1024), 3.0),
 )
-"""B15."""
 
 
 def grid(*, quick: bool) -> Iterator[works.Work]:
-    """Yield B8's works: runs of 128 bytes to 256 KiB, from four sources, 16 MiB or more."""
+    """Yield the works of B8: runs of 128 bytes to 256 KiB from four sources, 16 MiB or more."""
     for size in (64, 128):
         spec = attrs.evolve(works.heads(8, 16), head_size=size)
         yield work_of(f"runs of {2 * size} B", SHORT, (8, 2), 16, 65536 // size, spec)
     layouts = "LBKHNC", "LBKHNC"
     for block in (4, 32, 256) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 1024):
+        # Fewer layers for large blocks keep every work at 16 to 32 MiB.
         layers, tokens = (16, 512) if block <= 64 else (4, max(2048, 4 * block))
         name = f"runs of {block / 4:g} KiB"
         yield work_of(name, layouts, (8, 2), layers, tokens, works.heads(8, block))
@@ -80,13 +83,13 @@ def grid(*, quick: bool) -> Iterator[works.Work]:
 
 @functools.cache
 def costs(*, quick: bool) -> Costs:
-    """Return what transfers cost here, measured now."""
-    wanted = tuple(probes((4 if quick else 16) << 20))
-    return fitted(measure(wanted, 2 if quick else 7))
+    """Return the costs of transfers on this machine, measured now."""
+    # Probes of 16 MiB are as large as the works. Seven repetitions give a stable median.
+    return fitted(measure(tuple(probes((4 if quick else 16) << 20)), 2 if quick else 7))
 
 
 def nixl_or_row(budget: str) -> Iterator[Row]:
-    """Yield a row that says so, where there is no NIXL."""
+    """Yield a row that reports missing NIXL, or nothing."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     try:
         import nixl_cu13  # noqa: F401, PLC0415 - NIXL is optional
@@ -95,12 +98,12 @@ def nixl_or_row(budget: str) -> Iterator[Row]:
 
 
 def b7(options: Options) -> Iterator[Row]:
-    """Whole transfers of long, middling and the shortest runs."""
+    """Time whole transfers of long, middle and the shortest runs."""
     yield from _whole(options, "B7", WHOLE)
 
 
 def b15(options: Options) -> Iterator[Row]:
-    """Whole transfers of what most engines have: runs of 4 to 18 KiB."""
+    """Time whole transfers of common engines: runs of 4 to 18 KiB."""
     yield from _whole(options, "B15", MIDDLE)
 
 
@@ -115,11 +118,11 @@ def _whole(
             raw, whole = _timed(options.times(16), lanes.raw, lanes.whole("chosen"))
             yield Row(
                 budget=budget,
-                what=f"{work.name}: {lanes.told('chosen')}, {lanes.nbytes / 2**20:.3g} MiB",
+                what=f"{work.name}: {lanes.summary('chosen')}, {lanes.nbytes / 2**20:.3g} MiB",
                 ours=_both(whole),
                 other=_both(raw),
                 ratio=f"{whole[0] / raw[0]:.3g}",
-                wanted=f"<= {limit}",
+                required=f"<= {limit}",
                 met=whole[0] <= limit * raw[0],
             )
 
@@ -136,11 +139,11 @@ def b8(options: Options) -> Iterator[Row]:
             best = min(direct[0], staged[0])
             yield Row(
                 budget="B8",
-                what=f"{work.name}: {lanes.told('chosen')} (other: direct / always staged)",
+                what=f"{work.name}: {lanes.summary('chosen')} (other: direct / always staged)",
                 ours=_both(chosen),
-                other=f"{told(direct[0])} / {told(staged[0])}",
+                other=f"{readable(direct[0])} / {readable(staged[0])}",
                 ratio=f"{chosen[0] / best:.3g}",
-                wanted="<= 1.15",
+                required="<= 1.15",
                 met=chosen[0] <= 1.15 * best,
             )
 
@@ -149,14 +152,14 @@ def _staging(options: Options) -> Staging:
     return Staging(costs=costs(quick=options.quick))
 
 
+# How ranks stage, by name.
 Ways = dict[str, Staging | None]
-"""How ranks stage, by name."""
+# Runs one repetition and returns its CPU seconds and its wall seconds.
 Timer = Callable[[], tuple[float, float]]
-"""Runs one repetition and returns its seconds of CPU time and by the clock."""
 
 
 def _timed(repetitions: int, *timers: Timer) -> list[tuple[float, float]]:
-    """Return the median seconds of each, run in turn after one warm-up."""
+    """Return the median seconds of each timer, run in turn after one warm-up."""
     taken: list[list[tuple[float, float]]] = [[] for _ in timers]
     for repetition in range(repetitions + 1):
         for times, timer in zip(taken, timers, strict=True):
@@ -167,25 +170,25 @@ def _timed(repetitions: int, *timers: Timer) -> list[tuple[float, float]]:
 
 
 def _both(seconds: tuple[float, float]) -> str:
-    return f"{told(seconds[0])} (wall {told(seconds[1])})"
+    return f"{readable(seconds[0])} (wall {readable(seconds[1])})"
 
 
 def clocked(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of one call, of CPU time and by the clock."""
+    """Return the CPU seconds and the wall seconds of one call."""
     started = time.process_time(), time.perf_counter()
     work()
     return time.process_time() - started[0], time.perf_counter() - started[1]
 
 
 def serve(pipe: Connection, work: works.Work) -> None:
-    """Be the producer: all source ranks of one consumer rank, until the pipe is closed."""
+    """Run the producer: all source ranks of one consumer rank, until the pipe is closed."""
     producer, consumer = work.engines()
     sources = plan_transfer(producer, consumer).sources(TARGET)
     made = [allocate(producer, source, work.pools[0]) for source in sources]
     with NixlRank(secret=b"") as rank:
         for cache, storage in made:
             for each in storage.values():
-                each[:] = 1  # touched: an untouched page costs the reader a fault
+                each[:] = 1  # The first access to a page costs a fault, which must not be timed.
             rank.register(cache.memory, owner=storage)
         pipe.send((rank.metadata(), [cache.memory[0].address for cache, _ in made]))
         while not pipe.poll(0.001):
@@ -206,7 +209,7 @@ def _lanes(work: works.Work, ways: Ways) -> Iterator[Lanes]:
 
 
 class Lanes:
-    """The consumer's ranks, tables and prepared lists of one work; all ranks have one cache."""
+    """The consumer's ranks, tables and prepared lists of one work; all ranks share one cache."""
 
     def __init__(self, work: works.Work, ways: Ways, pipe: Connection, stack: ExitStack) -> None:
         producer, consumer = work.engines()
@@ -257,14 +260,14 @@ class Lanes:
 
         return lambda: clocked(run)
 
-    def told(self, way: str) -> str:
-        """Say what one way posted, and whether it was staged."""
+    def summary(self, way: str) -> str:
+        """Return how many descriptors one way posted, and whether it staged."""
         posted = sum(read.posted or 0 for read in self.reads[way])
         staged = any(read.staged for read in self.reads[way])
         return f"{posted} posted, {'staged' if staged else 'direct'}"
 
     def _raw(self, rank: NixlRank) -> Timer:
-        """Return a timer of one read of as many bytes, a descriptor for each source."""
+        """Return a timer of one read of as many bytes, with a descriptor for each source."""
         share = self.nbytes // len(self.bases)
         far = np.array([[base, share, 0, share, 1] for base in self.bases], np.uint64)
         near = far.copy()

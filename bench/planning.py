@@ -1,4 +1,4 @@
-"""B3 to B5: what plans, tables and look-ups cost, without moving a byte."""
+"""B3 to B5: the cost of plans, tables and look-ups, without moving a byte."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 import mooncake_client
 import works
 from mooncake_client import Mooncake
-from timing import Options, Row, clock, forget, interleaved, times, told
+from timing import Options, Row, clock, forget, interleaved, readable, times
 
 from kvspec import DescriptorTable, RankId, TransferPlan, build_table, plan_memory, plan_transfer
 from kvspec.analysis.simulation import simulate
 
+# The works with pipeline stages, unequal blocks and context ranks.
 OTHERS = (works.W4, works.W5, works.W6)
-"""The works with pipeline stages, unequal blocks and context ranks."""
+# Divisor of the pools that show that the number of blocks does not matter.
 SHARE = 16
-"""How many times smaller the pools are that show that blocks do not matter."""
 
 
 def planned(work: works.Work) -> float:
@@ -26,21 +26,21 @@ def planned(work: works.Work) -> float:
 
 
 def b3(options: Options) -> Iterator[Row]:
-    """Whole plans, nothing cached before, and Mooncake's logical plan of the same ranks."""
+    """Time whole plans with empty caches, and Mooncake's logical plan of the same ranks."""
     for work in (works.W1, works.W2, *OTHERS):
         [ours] = interleaved(options.times(40), lambda work=work: planned(work))
         yield Row(
             budget="B3",
             what=f"plan_transfer, {work.name}, all rank pairs, nothing cached",
-            ours=told(ours),
-            wanted="< 20 ms" if work.layers == works.W1.layers else "",
+            ours=readable(ours),
+            required="< 20 ms" if work.layers == works.W1.layers else "",
             met=ours < 0.020 if work.layers == works.W1.layers else None,
         )
     yield from _many_ranks(options)
     what = "plan_transfer, W3 (other: Mooncake's logical plan of every target)"
     if options.python is None:
         [ours] = interleaved(options.times(40), lambda: planned(works.W3))
-        yield Row(budget="B3", what=what, ours=told(ours), other=mooncake_client.HOW)
+        yield Row(budget="B3", what=what, ours=readable(ours), other=mooncake_client.HOW)
         return
     with Mooncake(options.python, mooncake_client.described(works.W3)) as other:
         ours, theirs = interleaved(
@@ -49,10 +49,10 @@ def b3(options: Options) -> Iterator[Row]:
     yield Row(
         budget="B3",
         what=what,
-        ours=told(ours),
-        other=told(theirs),
+        ours=readable(ours),
+        other=readable(theirs),
         ratio=times(theirs, ours),
-        wanted=">= 10 x",
+        required=">= 10 x",
         met=theirs >= 10 * ours,
     )
 
@@ -74,27 +74,27 @@ def _many_ranks(options: Options) -> Iterator[Row]:
     yield Row(
         budget="B3",
         what=f"plan_transfer, {work.name}, {work.layers} layers, {edges[0]} edges",
-        ours=told(plan),
+        ours=readable(plan),
     )
     yield Row(
         budget="B3",
         what="  the plan, and simulate() of all three policies, which plans each anew",
-        ours=told(plan + loads),
-        wanted="< 10 s",
+        ours=readable(plan + loads),
+        required="< 10 s",
         met=plan + loads < 10,
     )
 
 
 def first_ranks(plan: TransferPlan) -> tuple[RankId, RankId]:
-    """Return the first consumer rank's first source, and that rank."""
+    """Return the first source of the first consumer rank, and that rank."""
     target = plan.consumer.parallel.ranks[0]
     return plan.sources(target)[0], target
 
 
 def first_pair(work: works.Work, share: int = 1) -> Callable[[], float]:
-    """Return a timer of `build_table` for the first pair of ranks, their caches new each time.
+    """Return a timer of `build_table` for the first pair of ranks; the caches are new each time.
 
-    *share*: pools are the work's divided by it.
+    The pools are those of the work divided by *share*.
     """
     producer, consumer = work.engines()
     plan = plan_transfer(producer, consumer)
@@ -109,7 +109,7 @@ def first_pair(work: works.Work, share: int = 1) -> Callable[[], float]:
 
 
 def first_table(work: works.Work, share: int = 1) -> DescriptorTable:
-    """Return the table of the first pair of ranks, pools divided by *share*."""
+    """Return the table of the first pair of ranks, with pools divided by *share*."""
     producer, consumer = work.engines()
     plan = plan_transfer(producer, consumer)
     source, target = first_ranks(plan)
@@ -134,17 +134,17 @@ def tables(work: works.Work) -> list[DescriptorTable]:
 
 
 def b4(options: Options) -> Iterator[Row]:
-    """Descriptor tables of one pair of ranks, and of pools sixteen times as large."""
+    """Time descriptor tables of one pair of ranks, also for pools of 1/16 of the size."""
     for work in (works.W1, works.W2, *OTHERS):
         ours, less = interleaved(options.times(40), first_pair(work), first_pair(work, SHARE))
         budgeted = work.layers == works.W1.layers
         yield Row(
             budget="B4",
             what=f"build_table, {work.name}, one rank pair (other: 1/{SHARE} the blocks)",
-            ours=told(ours),
-            other=told(less),
+            ours=readable(ours),
+            other=readable(less),
             ratio=times(less, ours),
-            wanted="< 5 ms" if budgeted else "",
+            required="< 5 ms" if budgeted else "",
             met=ours < 0.005 if budgeted else None,
         )
         rows = [len(first_table(work, share).producer_rows) for share in (1, SHARE)]
@@ -154,13 +154,13 @@ def b4(options: Options) -> Iterator[Row]:
             what=f"  rows, pools of {counts[0]} blocks (other: {counts[1]})",
             ours=str(rows[0]),
             other=str(rows[1]),
-            wanted="equal",
+            required="equal",
             met=rows[0] == rows[1],
         )
 
 
 def b5(options: Options) -> Iterator[Row]:
-    """Ids of a request with shuffled blocks; W3 of all ranks against Mooncake's lowering."""
+    """Time ids of a request with shuffled blocks; W3 on all ranks against Mooncake's lowering."""
     for work in (works.W1, works.W2, *OTHERS):
         table, request = first_table(work), work.request()
         found = len(table.select(request)[0])
@@ -171,8 +171,8 @@ def b5(options: Options) -> Iterator[Row]:
         yield Row(
             budget="B5",
             what=f"select, {work.name}, one rank pair, shuffled, {found} descriptors",
-            ours=f"{told(ours / found)} each",
-            wanted="< 25 ns each" if budgeted else "",
+            ours=f"{readable(ours / found)} each",
+            required="< 25 ns each" if budgeted else "",
             met=ours / found < 25e-9 if budgeted else None,
         )
     yield from _lowering(options)
@@ -185,7 +185,10 @@ def _lowering(options: Options) -> Iterator[Row]:
     if options.python is None:
         [ours] = interleaved(options.times(40), select)
         yield Row(
-            budget="B5", what="select, W3, all ranks", ours=told(ours), other=mooncake_client.HOW
+            budget="B5",
+            what="select, W3, all ranks",
+            ours=readable(ours),
+            other=mooncake_client.HOW,
         )
         return
     with Mooncake(options.python, mooncake_client.described(works.W3)) as other:
@@ -195,7 +198,7 @@ def _lowering(options: Options) -> Iterator[Row]:
         lower, bare = (lambda name=name: other.seconds(name) for name in ("lower", "lower_only"))
         ours, listed, theirs, inner = interleaved(options.times(24), select, describe, lower, bare)
     what = f"all ranks, {same['writes']} equal writes"
-    for name, mine, its, wanted in (
+    for name, mine, its, required in (
         ("descriptors(), addresses as Mooncake's", listed, theirs, ">= 500 x"),
         ("select, ids of rows that are made once", ours, theirs, ""),
         ("select (other: its inner loop, without its checks)", ours, inner, ""),
@@ -203,9 +206,9 @@ def _lowering(options: Options) -> Iterator[Row]:
         yield Row(
             budget="B5",
             what=f"W3 {name}, {what}",
-            ours=told(mine),
-            other=f"Mooncake {told(its)}",
+            ours=readable(mine),
+            other=f"Mooncake {readable(its)}",
             ratio=times(its, mine),
-            wanted=wanted,
-            met=its >= 500 * mine if wanted else None,
+            required=required,
+            met=its >= 500 * mine if required else None,
         )

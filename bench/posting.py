@@ -1,7 +1,7 @@
-"""What one `read` costs the thread that asks for it, beside NIXL's own two calls.
+"""READ: the cost of one `read` for the calling thread, compared with NIXL's own two calls.
 
-CPU time of one descriptor of one token, until the call returns: what every read pays, whatever it
-moves. Waiting for it, and releasing its handle, are not in it.
+It is the CPU time of a read of one descriptor of one token, until the call returns. Every read has
+this cost. Waiting for the read and releasing its handle are not included.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Any
 import attrs
 import works
 from requesting import PLAIN
-from timing import Options, Row, Timer, interleaved, told
+from timing import Options, Row, Timer, interleaved, readable
 
 import kvspec
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.agent import Agent
 
+# The smallest request: one token of one head in one layer.
 ONE = attrs.evolve(PLAIN, layers=1, spec=works.heads(1, 1), tp_sizes=(1, 1), tokens=1)
+# Timeout of a read. None comes near it.
 SECONDS = 10.0
 
 
 def read_cost(options: Options) -> Iterator[Row]:
-    """Time `read` of one descriptor: asked for by a selection, and by ids."""
+    """Time `read` of one descriptor, given as a selection and as ids."""
     producer, consumer = ONE.engines()
     plan = kvspec.plan_transfer(producer, consumer)
     rank = consumer.parallel.ranks[0]
@@ -55,8 +57,8 @@ def read_cost(options: Options) -> Iterator[Row]:
         yield Row(
             budget="READ",
             what=f"read() of one descriptor, by {what}, until posted; other: NIXL's own two calls",
-            ours=told(ours),
-            other=told(other),
+            ours=readable(ours),
+            other=readable(other),
             ratio=f"{ours / other:.2f}",
         )
 
@@ -71,7 +73,7 @@ def _request() -> kvspec.TransferRequest:
 
 
 def _posted(read: Callable[[], Transfer]) -> Timer:
-    """Return a timer of *read*, which is waited for after."""
+    """Return a timer of *read*. The wait comes after the clock has stopped."""
 
     def run() -> float:
         started = time.thread_time()
@@ -84,7 +86,7 @@ def _posted(read: Callable[[], Transfer]) -> Timer:
 
 
 def _raw(agent: Agent, *sides: tuple[int, Any]) -> Timer:
-    """Return a timer of making and posting one handle of NIXL's, and nothing else."""
+    """Return a timer that only makes and posts one handle of NIXL."""
     nixl, native = agent._nb, agent._native  # noqa: SLF001 - NIXL itself
 
     def run() -> float:

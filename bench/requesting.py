@@ -1,10 +1,10 @@
-"""What one request costs the host until it is posted, beside the arithmetic it replaces.
+"""B11 to B13 and B16: the cost of one request until it is posted.
 
-CPU time: an engine's own thread pays it. `by_hand` imitates the fast path of vLLM 0.32's NIXL
-connector for blocks and layouts that are equal: for each request and side, block ids come as lists,
-the groups of all regions become an array, where their ids begin is summed up, and a descriptor's id
-is its region's first and the block; whole blocks only, nothing checked but that both sides have as
-many, one handle. It is written afresh, for these works alone.
+Figures are CPU time, because an engine's own thread pays it. `by_hand` imitates the fast path of
+vLLM 0.32's NIXL connector for equal blocks and layouts. For each request and side, block ids arrive
+as lists. The groups of all regions become an array, and the first id of each is summed up. The id
+of a descriptor is the first id of its region plus the block. Only whole blocks move, only their
+number is checked, and there is one handle. The code is written anew, for these works alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import cast
 import attrs
 import numpy as np
 import works
-from timing import Options, Row, Timer, cpu, interleaved, told
+from timing import Options, Row, Timer, cpu, interleaved, readable
 
 import kvspec
 from kvspec import DescriptorTable
@@ -39,19 +39,22 @@ LONG = attrs.evolve(works.W1, name="W1's model, a million tokens", tokens=1_000_
 
 
 class NoAgent:
-    """An agent that posts nothing and knows nothing."""
+    """An agent that posts nothing."""
 
     name, telemetry = "none", False
 
     def make(self, *_: object) -> int:
-        """Return a handle of nothing."""
+        """Return an invented handle."""
         return 1
 
     make_plain = make
 
 
 class Lanes:
-    """All tables of one consumer rank, and their lists, prepared: by nobody, or by NIXL."""
+    """All tables of one consumer rank and their prepared lists.
+
+    With *stack*, NIXL prepares the lists and makes handles. Without it, `NoAgent` does.
+    """
 
     def __init__(self, work: works.Work, stack: ExitStack | None = None) -> None:
         self.work = work
@@ -111,7 +114,7 @@ class Lanes:
         )
 
     def whole(self) -> list[int]:
-        """Ask, pick, check, join and make every handle; return them."""
+        """Build the request, select, check, merge and make every handle; return the handles."""
         request, made = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
@@ -122,7 +125,7 @@ class Lanes:
         return made
 
     def by_hand(self) -> list[int]:
-        """Do what a connector does that assumes all is alike: ids by arithmetic, and one handle."""
+        """Compute ids as a connector for equal engines does; make one handle for each source."""
         made, regions = [], self.work.layers
         for local, remote in self.lists:
             sides, checked = [], []
@@ -154,7 +157,7 @@ class Lanes:
 
 
 def b11(options: Options) -> Iterator[Row]:
-    """Time one request until its handles are made by NIXL, beside the same by hand."""
+    """Time one request until NIXL has made its handles, compared with the same by hand."""
     for work, limit in ((PLAIN, 1.5), (LATENT, 1.5), (FOUR, 2.0)):
         for spec, fragments in (("in order", 0), ("shuffled", 1)):
             with ExitStack() as stack:
@@ -164,16 +167,16 @@ def b11(options: Options) -> Iterator[Row]:
             yield Row(
                 budget="B11",
                 what=f"one request, {work.name}, {spec}; other: by hand, unchecked",
-                ours=told(ours),
-                other=told(other),
+                ours=readable(ours),
+                other=readable(other),
                 ratio=f"{ours / other:.2f}",
-                wanted=f"<= {limit}",
+                required=f"<= {limit}",
                 met=ours <= limit * other,
             )
 
 
 def b12(options: Options) -> Iterator[Row]:
-    """Time checking and joining a large selection."""
+    """Time checking and merging a large selection."""
     lanes = Lanes(works.W1)
     (table, *_), ((local, remote), *_) = lanes.tables, lanes.lists
     selection = table.select(lanes.request())
@@ -184,12 +187,12 @@ def b12(options: Options) -> Iterator[Row]:
         )
 
     (ours,) = interleaved(options.times(16), cpu(joined))
-    what = f"check and join W1, shuffled: {len(selection[0]):,} ids of one source"
+    what = f"check and merge W1, shuffled: {len(selection[0]):,} ids of one source"
     yield budgeted("B12", what, ours, 4e-3)
 
 
 def b13(options: Options) -> Iterator[Row]:
-    """Time picking, by descriptor."""
+    """Time `select`, for each descriptor."""
     lanes = Lanes(works.W1)
     request, table = lanes.request(), lanes.tables[0]
     many = len(table.select(request)[0])
@@ -205,11 +208,11 @@ def b16(options: Options) -> Iterator[Row]:
 
 
 def budgeted(name: str, what: str, seconds: float, limit: float) -> Row:
-    """Return the row of a figure that has a limit of its own."""
+    """Return the row of a figure with an absolute limit."""
     return Row(
         budget=name,
         what=what,
-        ours=told(seconds),
-        wanted=f"<= {told(limit)}",
+        ours=readable(seconds),
+        required=f"<= {readable(limit)}",
         met=seconds <= limit,
     )

@@ -1,7 +1,7 @@
-"""Print every budget beside what was measured, in one table.
+"""Print every budget with the measured figures, in one table.
 
 `python bench/run.py [--only B3,B5] [--quick] [--mooncake-python PATH]`. Figures are medians of
-interleaved repetitions in one run; nothing here fails because a machine is slow.
+interleaved repetitions in one run. The exit status does not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ BUDGETS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "READ": read_cost,
     "DIGEST": digested,
 }
-COLUMNS = ("budget", "what", "ours", "other", "ratio", "wanted", "met")
+COLUMNS = ("budget", "what", "ours", "other", "ratio", "required", "met")
 WIDTHS = (6, 98, 24, 22, 9, 16, 4)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the budgets that are asked for and print their table; return 0."""
+    """Run the chosen budgets and print their table; return 0."""
     parser = argparse.ArgumentParser(description="Measure kvspec against its budgets.")
-    parser.add_argument("--only", default=",".join(BUDGETS), help="budgets, such as B3,B5")
+    parser.add_argument("--only", default=",".join(BUDGETS), help="names of budgets, such as B3,B5")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller proofs")
     parser.add_argument("--mooncake-python", help="an interpreter that has Mooncake installed")
-    given = parser.parse_args(arguments)
-    names = [name.strip().upper() for name in given.only.split(",")]
+    chosen = parser.parse_args(arguments)
+    names = [name.strip().upper() for name in chosen.only.split(",")]
     unknown = [name for name in names if name not in BUDGETS]
     if unknown:
         parser.error(f"--only {','.join(unknown)}: expected some of {','.join(BUDGETS)}")
-    python = mooncake_client.python_of(given.mooncake_python)
-    options = Options(quick=given.quick, python=python)
+    python = mooncake_client.python_of(chosen.mooncake_python)
+    options = Options(quick=chosen.quick, python=python)
     print(machine())
     print(line(COLUMNS))
     print(line(["-" * width for width in WIDTHS]))
@@ -81,11 +81,11 @@ def line(cells: Sequence[str]) -> str:
 def shown(row: Row) -> str:
     """Return *row* as one line of the table."""
     met = {True: "yes", False: "NO", None: ""}[row.met]
-    return line([row.budget, row.what, row.ours, row.other, row.ratio, row.wanted, met])
+    return line([row.budget, row.what, row.ours, row.other, row.ratio, row.required, met])
 
 
 def machine() -> str:
-    """Return, in one line, what the figures were measured on."""
+    """Return one line that describes the machine and the versions of the packages."""
     versions = ", ".join(f"{name} {_version(name)}" for name in ("numpy", "torch", "nixl"))
     cores = len(os.sched_getaffinity(0))
     python = f"Python {platform.python_version()}"
@@ -105,7 +105,7 @@ def _cpu() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
-    models = [each.partition(":")[2].strip() for each in text.splitlines() if "model name" in each]
+    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     return models[0] if models else platform.machine()
 
 

@@ -1,4 +1,4 @@
-"""B1 and B2: what importing costs, and the slices of one pair of ranks."""
+"""B1 and B2: the cost of the import, and of the slices of one pair of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pathlib import Path
 from statistics import median
 
 import works
-from timing import Options, Row, clock, forget, interleaved, times, told
+from timing import Options, Row, clock, forget, interleaved, readable, times
 
 import kvspec
 from kvspec.ownership.slices import TPTransferSlice
 
+# Optional packages. `import kvspec` must work without them, and importing them takes seconds.
+# Optional packages. `import kvspec` must work without them, and must not spend time on them.
 FORBIDDEN = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "msgspec")
 IMPORT = """
 import json, sys, time
@@ -33,7 +35,7 @@ HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 
 
 def b1(options: Options) -> Iterator[Row]:
-    """Import time beyond numpy's, in new processes, and what must not be imported."""
+    """Yield the import time beyond numpy's, in new processes, and forbidden imports."""
     program = IMPORT.format(names=FORBIDDEN)
     taken = []
     with tempfile.TemporaryDirectory() as compiled:
@@ -41,35 +43,36 @@ def b1(options: Options) -> Iterator[Row]:
             **os.environ,
             "PYTHONPATH": str(Path(kvspec.__file__).parents[1]),
             "PYTHONDONTWRITEBYTECODE": "",
-            "PYTHONPYCACHEPREFIX": compiled,  # as installed; the first run compiles
+            # Installed packages have bytecode. The first run compiles it, and is not counted.
+            "PYTHONPYCACHEPREFIX": compiled,
         }
         for _ in range(1 + options.times(24)):
             run = subprocess.run(
                 [sys.executable, "-c", program], env=environment, check=True, capture_output=True
             )
             taken.append(json.loads(run.stdout))
-    numpy, ours, spent = (median(each[i] for each in taken[1:]) for i in range(3))
-    loaded = sorted({name for each in taken for name in each[3]})
+    numpy, ours, spent = (median(run[i] for run in taken[1:]) for i in range(3))
+    loaded = sorted({name for run in taken for name in run[3]})
     yield Row(
         budget="B1",
         what="import kvspec, beyond numpy (other: numpy itself)",
-        ours=f"{told(ours)}, CPU {told(spent)}",
-        other=told(numpy),
+        ours=f"{readable(ours)}, CPU {readable(spent)}",
+        other=readable(numpy),
         ratio=times(numpy, ours),
-        wanted="<= 80 ms",
+        required="<= 80 ms",
         met=ours <= 0.080,
     )
     yield Row(
         budget="B1",
         what=f"of {', '.join(FORBIDDEN)}: imported",
         ours=", ".join(loaded) or "none",
-        wanted="none",
+        required="none",
         met=not loaded,
     )
 
 
 def b2(options: Options) -> Iterator[Row]:
-    """Slices of random rank pairs, against torch's planner on the same heads."""
+    """Yield the time of slices of random rank pairs, and of torch's planner on the same heads."""
     try:
         from torch_planner import Overlap  # noqa: PLC0415 - torch is optional
     except ImportError:
@@ -81,37 +84,37 @@ def b2(options: Options) -> Iterator[Row]:
     for _ in range(options.times(240)):
         heads, local, remote = drawn.choice(HEADS), drawn.randint(1, 64), drawn.randint(1, 64)
         spec = works.heads(heads, 16)
-        asked = (drawn.randrange(local), local, remote)
-        other = Overlap(heads, *asked)
-        _check_same_heads(spec.get_tp_transfer_slices(*asked), other)
+        ranks = (drawn.randrange(local), local, remote)
+        other = Overlap(heads, *ranks)
+        _check_same_heads(spec.get_tp_transfer_slices(*ranks), other)
 
-        def ours(spec: works.LayerSpec = spec, asked: tuple[int, ...] = asked) -> object:
-            return spec.get_tp_transfer_slices(*asked)
+        def ours(spec: works.LayerSpec = spec, ranks: tuple[int, ...] = ranks) -> object:
+            return spec.get_tp_transfer_slices(*ranks)
 
-        def first(spec: works.LayerSpec = spec, asked: tuple[int, ...] = asked) -> float:
+        def first(spec: works.LayerSpec = spec, ranks: tuple[int, ...] = ranks) -> float:
             forget()
-            return clock(lambda: spec.get_tp_transfer_slices(*asked))()
+            return clock(lambda: spec.get_tp_transfer_slices(*ranks))()
 
-        def built(heads: int = heads, asked: tuple[int, ...] = asked) -> object:
-            return Overlap(heads, *asked).plan()
+        def built(heads: int = heads, ranks: tuple[int, ...] = ranks) -> object:
+            return Overlap(heads, *ranks).plan()
 
         warm.append(interleaved(3, clock(ours, 5), clock(other.plan, 5)))
         cold.append(interleaved(1, first, clock(built)))
-    for what, rows in (("", warm), (", nothing cached, torch's chunks made anew", cold)):
-        mine, torchs = (median(each[i] for each in rows) for i in range(2))
+    for what, rows in (("", warm), (", nothing cached, torch's chunks built too", cold)):
+        mine, torchs = (median(row[i] for row in rows) for i in range(2))
         yield Row(
             budget="B2",
             what=f"get_tp_transfer_slices, {len(rows)} rank pairs, TP <= 64{what}",
-            ours=told(mine),
-            other=f"torch {told(torchs)}",
+            ours=readable(mine),
+            other=f"torch {readable(torchs)}",
             ratio=times(torchs, mine),
-            wanted="" if what else "< 45 us, > 1 x",
+            required="" if what else "< 45 us, > 1 x",
             met=None if what else mine < 45e-6 and mine < torchs,
         )
 
 
 def _check_same_heads(slices: tuple[TPTransferSlice, ...], other: object) -> None:
-    ours = sorted((each.global_range for each in slices), key=lambda each: each.start)
+    ours = sorted((piece.global_range for piece in slices), key=lambda heads: heads.start)
     theirs = other.heads(other.plan())  # type: ignore[attr-defined]
     if ours != theirs:
         raise RuntimeError(f"the planners disagree: {ours} and {theirs}")

@@ -1,7 +1,7 @@
-"""How the bench measures: repetitions interleaved, medians reported, ratios from one run.
+"""How the bench measures: interleaved repetitions, medians, and ratios from one run.
 
-Law: two figures that are compared come from the same process or the same minute, one repetition of
-each in turn, so that a slow moment of the machine falls on both.
+Invariant: two figures that are compared come from the same process or the same minute. Their
+repetitions alternate, so that a slow moment of the machine affects both.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from statistics import median
 
 import attrs
 
+# Runs one repetition and returns its seconds.
 Timer = Callable[[], float]
-"""Runs one repetition and returns its seconds."""
 
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One line of the table; every column is text but *met*: None where nothing is promised."""
+    """One line of the table: text, and whether the requirement is met (None without one)."""
 
     budget: str
     what: str
     ours: str
     other: str = ""
     ratio: str = ""
-    wanted: str = ""
+    required: str = ""
     met: bool | None = None
 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What the command line says: *quick* runs less, *python* is the interpreter with Mooncake."""
+    """The options of the command line.
+
+    *quick* runs fewer repetitions. *python* is the interpreter that has Mooncake.
+    """
 
     quick: bool = False
     python: str | None = None
 
     def times(self, full: int) -> int:
         """Return how many repetitions to make instead of *full*."""
+        # Three repetitions are the fewest whose median ignores one slow repetition.
         return max(3, full // 8) if self.quick else full
 
 
@@ -54,7 +58,7 @@ def interleaved(repetitions: int, *timers: Timer) -> list[float]:
 
 
 def clock(work: Callable[[], object], loops: int = 1) -> Timer:
-    """Return a timer of one call of *work*, the mean of *loops* in a row."""
+    """Return a timer of one call of *work*: the mean of *loops* calls in a row."""
 
     def run() -> float:
         started = time.perf_counter()
@@ -66,7 +70,7 @@ def clock(work: Callable[[], object], loops: int = 1) -> Timer:
 
 
 def cpu(work: Callable[[], object]) -> Timer:
-    """Return a timer of one call of *work* in CPU time, which others on the machine do not take."""
+    """Return a timer of one call of *work* in CPU time, which other processes do not change."""
 
     def run() -> float:
         started = time.process_time()
@@ -77,7 +81,7 @@ def cpu(work: Callable[[], object]) -> Timer:
 
 
 def forget() -> None:
-    """Empty every cache of a function in kvspec, as in a process that plans for the first time."""
+    """Empty every function cache in kvspec, as in a process that plans for the first time."""
     for name, module in tuple(sys.modules.items()):
         if name.partition(".")[0] == "kvspec":
             for value in tuple(vars(module).values()):
@@ -85,8 +89,8 @@ def forget() -> None:
                     value.cache_clear()
 
 
-def told(seconds: float) -> str:
-    """Return *seconds* in the unit that reads best."""
+def readable(seconds: float) -> str:
+    """Return *seconds* as text, in the largest unit that is not above it."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -94,5 +98,5 @@ def told(seconds: float) -> str:
 
 
 def times(slow: float, fast: float) -> str:
-    """Return how many times faster *fast* is, as text."""
+    """Return the text of the factor by which *fast* is faster than *slow*."""
     return f"{slow / fast:.3g} x"

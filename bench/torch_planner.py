@@ -1,8 +1,8 @@
-"""The overlap planner of torch's distributed checkpoints, given the same overlap as kvspec.
+"""The overlap planner of torch's distributed checkpoints, for the same overlap as kvspec.
 
-One saved chunk for each distinct range of heads (a checkpoint keeps one of several replicas), one
-wanted chunk for the asking rank. What torch prepares once for a checkpoint is prepared outside of
-the timed call.
+There is one saved chunk for each distinct range of heads, because a checkpoint keeps one of several
+replicas. There is one requested chunk for the reading rank. Preparation that torch does once for a
+checkpoint happens outside the timed call.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from kvspec.ownership.sharding import even_sharding
 
+# Rows of a block, and elements of one head's row.
 STATES, CONTENT = 16, 128
-"""Rows of a block, and elements of one head's row."""
 
 
 class Overlap:
-    """What one consumer rank of *local* reads, of *heads* sharded to *remote* producer ranks."""
+    """The units that one of *local* consumer ranks reads of *heads* on *remote* producer ranks."""
 
     def __init__(self, heads: int, rank: int, local: int, remote: int) -> None:
         self.own = even_sharding(heads, local).ranges[rank]
@@ -37,11 +37,11 @@ class Overlap:
         self.wanted = [_chunk(self.own)]
 
     def plan(self) -> list[Any]:
-        """Return torch's read items: the call that is timed."""
+        """Return torch's read items. This call is timed."""
         return planner_helpers.create_read_items_for_chunk_list("kv", self.stored, self.wanted)
 
     def heads(self, items: Iterable[Any]) -> list[range]:
-        """Return the global heads that each of *items* moves, ascending."""
+        """Return the global heads that each of *items* moves, in ascending order."""
         starts = ((self.own.start + each.dest_offsets[0], each.lengths[0]) for each in items)
         return [range(start, start + length) for start, length in sorted(starts)]
 

@@ -1,7 +1,7 @@
-"""The reference work that the budgets speak of.
+"""The works that the benchmarks measure: models, pairs of engines and requests.
 
-Law: a work is engines, block tables and addresses; nothing is allocated. Caches lie at made-up
-addresses, so that 40 GiB of cache can be planned and looked up on a laptop.
+Invariant: a work consists of engines, block tables and addresses, and allocates nothing. Its caches
+lie at invented addresses, so that a laptop can plan 40 GiB of cache.
 """
 
 from __future__ import annotations
@@ -28,19 +28,30 @@ from kvspec import (
 plan_memory = vars(kvspec).get("plan_memory") or vars(kvspec)["lay_out"]
 
 GROUP = "full"
+# Blocks of a pool that the request does not use, as a share of those that it uses. A shuffled table
+# of a pool without spare blocks could never have gaps.
 SPARE = 0.1
-"""Blocks of a pool that the request does not use, as a share of those that it does."""
 
 
 @attrs.frozen(kw_only=True)
 class Work:
-    """One model, one pair of engines, one request.
+    """One model, one pair of engines and one request.
 
-    Pairs are (producer's, consumer's). *spec* has the block size of both unless *block_sizes* says
-    otherwise; *kernel_blocks* cut a side's blocks finer in memory. *tp_sizes* are all there is of
-    parallelism unless *parallels* are given. *fragments*: blocks that lie side by side before the
-    next place is drawn; 1 is a shuffled pool, 0 a pool in order. *cached*: leading tokens that the
-    consumer has.
+    All pairs are (producer's, consumer's).
+
+    Attributes:
+        name: Name of the work, as printed.
+        layers: Number of layers.
+        spec: Spec of every layer.
+        tp_sizes: TP sizes of the engines. Used unless *parallels* are given.
+        tokens: Tokens of the request.
+        layouts: Layouts of the engines.
+        block_sizes: Block sizes, if they differ from the block size of *spec*.
+        kernel_blocks: Kernel block sizes, or None if a block is not divided.
+        parallels: All parallel sizes of the engines.
+        fragments: Blocks that are adjacent before the next random place. 1 is a shuffled pool,
+            0 is a pool in order.
+        cached: Leading tokens that the consumer has already.
     """
 
     name: str
@@ -57,7 +68,7 @@ class Work:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Tokens of a block of each side's table, on one rank."""
+        """Tokens of a block in each side's table, on one rank."""
         return self.block_sizes or (self.spec.block_size, self.spec.block_size)
 
     @property
@@ -70,7 +81,7 @@ class Work:
 
     @property
     def used(self) -> tuple[int, int]:
-        """Blocks of the request in each side's table: one block counts on every context rank."""
+        """Blocks of the request in each side's table. One block counts on every context rank."""
         ours, theirs = (
             -(-self.tokens // (size * side.context_size))
             for size, side in zip(self.blocks, self.sides, strict=True)
@@ -133,27 +144,29 @@ class Work:
 
 
 def afresh(request: TransferRequest) -> TransferRequest:
-    """Return *request* as one that no table was asked for yet."""
-    if hasattr(request, "known"):  # an older checkout that is compared remembers nothing
+    """Return *request* without anything that a table has stored in it."""
+    if hasattr(request, "known"):  # Requests of the oldest comparable checkouts store nothing.
         request.known.clear()
     return request
 
 
 def heads(num: int, block_size: int) -> FullAttentionSpec:
-    """Return the common spec: *num* KV heads of 128, bfloat16."""
+    """Return the common spec: *num* KV heads of 128 elements, bfloat16."""
     return FullAttentionSpec(
         block_size=block_size, total_num_kv_heads=num, head_size=128, dtype="bfloat16"
     )
 
 
+# The latents of DeepSeek-V3: 512 elements and 64 of the rotary embedding.
 LATENT = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
 
+# Llama-3.1-70B, 128 Ki tokens, TP 8 to TP 4.
 W1 = Work(name="W1", layers=80, spec=heads(8, 16), tp_sizes=(8, 4), tokens=131_072)
-"""Llama-3.1-70B, 128 Ki tokens, TP 8 to TP 4."""
 
+# The latents of DeepSeek-V3, TP 8 to TP 1.
 W2 = Work(name="W2", layers=61, spec=LATENT, tp_sizes=(8, 1), tokens=131_072)
-"""DeepSeek-V3's latents, TP 8 to TP 1."""
 
+# 32 layers, TP 8 to TP 4, rows first, 1,024 tokens: 524,288 runs of 256 bytes.
 W3 = Work(
     name="W3",
     layers=32,
@@ -162,8 +175,8 @@ W3 = Work(
     tokens=1024,
     layouts=("LKBNHC", "LKBNHC"),
 )
-"""32 layers, TP 8 to TP 4, rows first, 1,024 tokens: 524,288 pieces of 256 bytes."""
 
+# W1 with other stages, into blocks that are four times as large.
 W4 = Work(
     name="W1 with PP 2 -> 3, blocks 16 -> 64",
     layers=80,
@@ -173,8 +186,8 @@ W4 = Work(
     block_sizes=(16, 64),
     parallels=(ParallelConfig(tp_size=8, pp_size=2), ParallelConfig(tp_size=4, pp_size=3)),
 )
-"""W1 between other stages, into blocks four times as large."""
 
+# W1 with other stages, and block sizes of which neither divides the other.
 W5 = Work(
     name="W1 with PP 2 -> 3, blocks 48 -> 32",
     layers=80,
@@ -184,8 +197,8 @@ W5 = Work(
     block_sizes=(48, 32),
     parallels=W4.parallels,
 )
-"""W1 between other stages, and blocks of which neither divides the other."""
 
+# The latents of DeepSeek-V3, each token on one of eight context ranks.
 W6 = Work(
     name="W2 with DCP 8, interleave 64 -> TP 1",
     layers=61,
@@ -194,14 +207,14 @@ W6 = Work(
     tokens=131_072,
     parallels=(ParallelConfig(tp_size=8, dcp_size=8, interleave_size=64), ParallelConfig()),
 )
-"""DeepSeek-V3's latents, each token on one of eight context ranks."""
 
 
 def many_ranks(scale: int = 4) -> Work:
-    """Return W1's model on 32 * *scale* -> 64 * *scale* ranks: other stages, blocks and contexts.
+    """Return the model of W1 on 32 * *scale* -> 64 * *scale* ranks with other stages and contexts.
 
-    PP 4 and DCP *scale* by 4 tokens, to PP 2 and DCP 4 * *scale* by 64: every consumer rank reads
-    both stages that hold its layers, and every producer context.
+    PP 4 and DCP *scale* with an interleave of 4 tokens become PP 2 and DCP 4 * *scale* with 64.
+    Every consumer rank reads both stages that hold its layers, and every context rank of the
+    producer.
     """
     sides = (
         ParallelConfig(tp_size=8 * scale, pp_size=4, dcp_size=scale, interleave_size=4),
@@ -221,8 +234,9 @@ def many_ranks(scale: int = 4) -> Work:
 def caches(engine: EngineSpec, num_blocks: int, side: int) -> Iterator[tuple[RankId, RankCache]]:
     """Yield every rank of *engine* and its cache, each in an address range of its own.
 
-    *side*: 0 for the producer, 1 for the consumer, so that no two ranks of a transfer overlap.
+    *side* is 0 for the producer and 1 for the consumer, so that no two ranks of a transfer overlap.
     """
     for at, rank in enumerate(engine.parallel.ranks):
+        # 1 TiB for each rank, more than any cache of a work, and room for 1,024 ranks of a side.
         base = (1 + 1024 * side + at) << 40
         yield rank, plan_memory(engine, rank, num_blocks, base)

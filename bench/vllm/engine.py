@@ -1,8 +1,9 @@
-"""One vLLM engine in a process of its own, which answers over a pipe what it is asked to generate.
+"""One vLLM engine in a separate process, which answers requests to generate over a pipe.
 
-The engine core runs in this process, and steps on while nobody asks: a producer hears meanwhile who
-has read. Workers are forked: vLLM is imported once, by who forks this process. All that is printed
-goes to a log.
+The engine core runs in this process. It also takes steps while no request is waiting, because a
+producer learns only in a step which of its prompts were read. Workers are forked from this process,
+and this process is forked from a parent that has imported vLLM, so vLLM is imported once. All
+output goes to a log.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+# Environment of an engine. It must be set before vLLM is imported.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -22,21 +24,21 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # engines that compile at once get in each other's way
+    "TORCHDYNAMO_DISABLE": "1",  # Engines that compile at the same time disturb each other.
 }
-"""To be set before vLLM is imported."""
 
 FORK = multiprocessing.get_context("fork")
+# Log probabilities that are compared for each token.
 LOGPROBS = 5
+# Seconds between two steps while no command is waiting.
 REST = 0.05
-"""Seconds between two steps while nobody asks."""
+# Seconds for which a waiting worker sleeps. vLLM's own workers yield and try again. If there are
+# more workers than cores, they kept all other processes from running for minutes (Linux 6.18).
 REST_OF_WORKERS = 1e-3
-"""Seconds for which a worker that waits sleeps. vLLM's own yield and try again: where they are more
-than the cores, they kept everybody else from running for minutes (Linux 6.18)."""
 
 
 class Engine:
-    """A vLLM engine with the *settings* that `vllm.LLM` takes, and a connector if there is one."""
+    """A vLLM engine with the *settings* that `vllm.LLM` takes, and an optional connector."""
 
     def __init__(self, settings: dict[str, Any], connector: dict[str, Any] | None) -> None:
         from vllm import LLM  # noqa: PLC0415 - after the environment is set
@@ -60,13 +62,14 @@ class Engine:
             disable_log_stats=True,
             **settings,
         )
-        self.llm.collective_rpc("execute_dummy_batch")  # makes what pipeline stages exchange
+        # Pipeline stages need the buffers that a first batch creates.
+        self.llm.collective_rpc("execute_dummy_batch")
         self.computed = 0
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         schedule = self.scheduler.schedule
 
-        def counted(*given: Any) -> Any:  # noqa: ANN401
-            step = schedule(*given)
+        def counted(*arguments: Any) -> Any:  # noqa: ANN401
+            step = schedule(*arguments)
             self.computed += step.total_num_scheduled_tokens
             return step
 
@@ -75,9 +78,9 @@ class Engine:
     def generate(
         self, prompt: list[int], count: int, transfer: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Return what one greedy request says, why it ended, and what it took.
+        """Return the answer to one greedy request, its finish reason, and its cost.
 
-        *computed*: tokens that went through the model.
+        *computed* in the answer is the number of tokens that went through the model.
         """
         from vllm import SamplingParams  # noqa: PLC0415
 
@@ -104,26 +107,26 @@ class Engine:
         }
 
     def held(self) -> int:
-        """Take one step, if there is anything to do; return how many requests hold blocks."""
+        """Take one step if there is work, and return the number of requests that hold blocks."""
         if self.scheduler.has_requests():
             self.llm.llm_engine.engine_core.get_output()
         return len(self.scheduler.requests)
 
     def serve(self, pipe: Connection) -> None:
-        """Answer what is asked, until the other end is closed."""
+        """Answer commands until the other end of the pipe is closed."""
         pipe.send("ready")
         while True:
             while not pipe.poll(REST):
                 self.held()
             try:
-                name, *given = pipe.recv()
+                name, *arguments = pipe.recv()
             except EOFError:
                 return
-            pipe.send(getattr(self, name)(*given))
+            pipe.send(getattr(self, name)(*arguments))
 
 
 def run(pipe: Connection, log: Path, environment: dict[str, str], *engine: Any) -> None:  # noqa: ANN401
-    """Be an `Engine` until *pipe* ends."""
+    """Run an `Engine` until *pipe* ends."""
     os.setsid()
     errors = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     for stream in (1, 2):
@@ -131,4 +134,5 @@ def run(pipe: Connection, log: Path, environment: dict[str, str], *engine: Any) 
     logging.basicConfig(format="%(asctime)s %(process)d %(message)s")
     os.environ.update(environment)
     Engine(*engine).serve(pipe)
-    os._exit(0)  # workers end with the process; what is left of vLLM would only wait for them
+    # Workers end with the process. vLLM's exit handlers would only wait for them.
+    os._exit(0)

@@ -1,7 +1,7 @@
 """Tiny models with random weights, on disk as vLLM loads them.
 
-Weights are drawn wide, so that what a token says hangs on the keys and values that it attends to:
-one wrong head, and the next token is another.
+The weights have a large deviation, so that each token depends strongly on the keys and values that
+it attends to. A single wrong head then changes the next token.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 576
+# Tokens of the sliding window. It is two blocks of 32 tokens, so that a window can begin at a block
+# boundary and inside a block.
 WINDOW = 64
 
 _COMMON: dict[str, Any] = {
@@ -25,6 +27,7 @@ _COMMON: dict[str, Any] = {
 }
 _LLAMA = {**_COMMON, "num_hidden_layers": 2, "head_dim": 32}
 
+# For each model: the name of the architecture in transformers, and its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-6": ("Llama", {**_LLAMA, "num_key_value_heads": 6}),
     "llama-2": ("Llama", {**_LLAMA, "num_key_value_heads": 2}),
@@ -44,7 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         {
             **_COMMON,
-            "num_hidden_layers": 1,  # of two, vLLM's MLA on CPUs says other things at each TP
+            # With two layers, vLLM's MLA on CPUs gives other results at each TP size.
+            "num_hidden_layers": 1,
             "num_key_value_heads": 12,
             "q_lora_rank": 64,
             "kv_lora_rank": 512,
@@ -61,13 +65,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Of each: transformers' name of the architecture, and its config."""
 
 _CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 
 
 def make(name: str, folder: Path) -> Path:
-    """Return the folder of model *name* below *folder*; it is made if it is not there."""
+    """Return the folder of model *name* below *folder*, and create the model if it is missing."""
     import torch  # noqa: PLC0415 - only the processes that make a model need it
     import transformers  # noqa: PLC0415
 

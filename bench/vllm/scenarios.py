@@ -1,4 +1,4 @@
-"""The pairs of engines that are tried, and the prompts that they are given."""
+"""The pairs of engines that are compared, and their prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models import VOCABULARY, WINDOW
 
 @attrs.frozen
 class Scenario:
-    """A model, and of producer and consumer: TP, block sizes, pipeline stages."""
+    """A model, and the TP sizes, block sizes and pipeline stages of producer and consumer."""
 
     name: str
     model: str
@@ -39,9 +39,9 @@ SCENARIOS = (
 def beginnings() -> list[list[int]]:
     """Return prompts of token ids, without their last tokens.
 
-    The second begins as the first; the third is the first again, all of which fills whole blocks of
-    32. With its last token, the fourth is as long as makes a window begin where a block does, and
-    the fifth is one longer. The last is shorter than a block.
+    The second prompt begins like the first. The third is the first again, and its tokens fill whole
+    blocks of 32. The fourth, with its last token, has the length at which a window begins at a
+    block boundary. The fifth is one token longer. The last is shorter than a block.
     """
     draw = random.Random(7)  # noqa: S311 - the same each time
 
