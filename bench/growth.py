@@ -17,9 +17,9 @@ from kvspec.check import prove
 def b9(options: Options) -> Iterator[Row]:
     """Prove every TP pair, on every core."""
     max_tp, max_heads = (16, 32) if options.quick else (64, 128)
-    found = []
-    seconds = clock(lambda: found.append(prove(max_tp, max_heads)))()
-    proof = found[0]
+    proofs = []
+    seconds = clock(lambda: proofs.append(prove(max_tp, max_heads)))()
+    proof = proofs[0]
     cores = os.cpu_count() or 1
     yield Row(
         budget="B9",
@@ -41,10 +41,10 @@ def b10(options: Options) -> Iterator[Row]:
         full, less = interleaved(repetitions, first_pair(work), first_pair(short))
         what = "  build_table (other: 1/16 of the tokens, and of the blocks)"
         yield _growth(what, full, less, limit=1.25)
-        made = [(first_table(each), each.request()) for each in (work, short)]
-        counts = [len(table.select(request)[0]) for table, request in made]
+        pairs = [(first_table(size), size.request()) for size in (work, short)]
+        counts = [len(table.select(request)[0]) for table, request in pairs]
         taken = interleaved(
-            repetitions, *(clock(lambda m=m: m[0].select(works.afresh(m[1]))) for m in made)
+            repetitions, *(clock(lambda m=m: m[0].select(works.afresh(m[1]))) for m in pairs)
         )
         per_id = [seconds / count for seconds, count in zip(taken, counts, strict=True)]
         what = "  select, each descriptor (other: 1/16 of the tokens)"
@@ -57,13 +57,15 @@ def b10(options: Options) -> Iterator[Row]:
 
 def _edges(options: Options) -> Iterator[Row]:
     """Compare plans of many and of few edges by the cost of one layer of one edge."""
-    made = [works.many_ranks(scale) for scale in (4, 2)]
-    taken = interleaved(1 if options.quick else 3, *(lambda w=w: planned(w) for w in made))
+    systems = [works.many_ranks(scale) for scale in (4, 2)]
+    taken = interleaved(1 if options.quick else 3, *(lambda w=w: planned(w) for w in systems))
     sizes = []
-    for work in made:
+    for work in systems:
         plan = plan_transfer(*work.engines())
         sizes.append(sum(len(edge.layers) for edge in plan.edges))
-    what = f"plan_transfer, {made[0].name}, each of {sizes[0]} edges x layers (other: {sizes[1]})"
+    what = (
+        f"plan_transfer, {systems[0].name}, each of {sizes[0]} edges x layers (other: {sizes[1]})"
+    )
     full, less = (seconds / size for seconds, size in zip(taken, sizes, strict=True))
     yield _growth(what, full, less, limit=2)
 

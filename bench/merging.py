@@ -126,14 +126,14 @@ def b6(options: Options) -> Iterator[Row]:
             after, by_ids = posted(table, ids), merged(table, ids)
             wrong += table.counts(request) != (by_ids, fewest)
             alone += by_ids > LIMIT * fewest
-            found = inside if work.cached % BOUNDARY else whole
+            counts = inside if work.cached % BOUNDARY else whole
             if fewest:
-                found.append(_Count(after / fewest, after, fewest, work.name))
+                counts.append(_Count(after / fewest, after, fewest, work.name))
         yield from _worst(f"{kind}: cached nothing or {BOUNDARY}", whole)
         yield from _worst(f"{kind}: the cached prefix ends inside a block", inside)
     yield Row(
         budget="B6",
-        what=f"cases over {LIMIT} for a NIXL that is given the ids alone",
+        what=f"cases over {LIMIT} if NIXL receives the ids alone",
         ours=str(alone),
     )
     yield Row(
@@ -155,19 +155,19 @@ class _Count(NamedTuple):
     name: str
 
 
-def _worst(what: str, found: list[_Count]) -> Iterator[Row]:
-    worst = max(found)
-    over = sum(case.ratio > LIMIT for case in found)
+def _worst(what: str, counts: list[_Count]) -> Iterator[Row]:
+    worst = max(counts)
+    over = sum(case.ratio > LIMIT for case in counts)
     yield Row(
         budget="B6",
-        what=f"posted, worst of {len(found)}, {what} (other: the fewest)",
+        what=f"posted, worst of {len(counts)}, {what} (other: the fewest)",
         ours=str(worst.after),
         other=str(worst.fewest),
         ratio=f"{worst.ratio:.3g}",
         required=f"<= {LIMIT}",
         met=worst.ratio <= LIMIT,
     )
-    total = sum(case.after for case in found), sum(case.fewest for case in found)
+    total = sum(case.after for case in counts), sum(case.fewest for case in counts)
     yield Row(
         budget="B6",
         what=f"  worst is {worst.name}",
@@ -175,8 +175,8 @@ def _worst(what: str, found: list[_Count]) -> Iterator[Row]:
     )
     yield Row(
         budget="B6",
-        what=f"  all {len(found)} together; {over} are over {LIMIT}; "
-        f"median ratio {median(case.ratio for case in found):.3g}",
+        what=f"  all {len(counts)} together; {over} are over {LIMIT}; "
+        f"median ratio {median(case.ratio for case in counts):.3g}",
         ours=str(total[0]),
         other=str(total[1]),
         ratio=f"{total[0] / total[1]:.5g}",

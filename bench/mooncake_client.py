@@ -67,10 +67,10 @@ def python_of(argument: str | None) -> str | None:
         return None
     probe = [python, "-c", "import mooncake.reshard.kv_cache"]
     try:
-        found = subprocess.run(probe, check=False, capture_output=True).returncode == 0
+        installed = subprocess.run(probe, check=False, capture_output=True).returncode == 0
     except OSError:
-        found = False
-    return python if found else None
+        installed = False
+    return python if installed else None
 
 
 def described(work: works.Work) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def placement(work: dict[str, Any], side: str) -> Any:  # noqa: ANN401 - Mooncak
     """Return the places of the heads on one *side* of *work*."""
     ranks = work[side]
     participants = tuple(
-        mooncake.KVCacheTopologyParticipant(each["name"], mooncake.KVCacheRank(tp=at))
-        for at, each in enumerate(ranks)
+        mooncake.KVCacheTopologyParticipant(rank["name"], mooncake.KVCacheRank(tp=at))
+        for at, rank in enumerate(ranks)
     )
     sizes = {"dp_size": 1, "pp_size": 1, "tp_size": len(ranks)}
     topology = mooncake.KVCacheTopology(**sizes, participants=participants)
@@ -38,14 +38,14 @@ def placement(work: dict[str, Any], side: str) -> Any:  # noqa: ANN401 - Mooncak
             revision=REVISION,
             placement_set_id=side,
             topology_id=topology.topology_id,
-            participant_id=each["name"],
+            participant_id=rank["name"],
             rank=mooncake.KVCacheRank(tp=at),
             descriptor=descriptor(work),
             layer_ids=tuple(range(work["layers"])),
-            head_start=each["heads"][0],
-            head_count=each["heads"][1] - each["heads"][0],
+            head_start=rank["heads"][0],
+            head_count=rank["heads"][1] - rank["heads"][0],
         )
-        for at, each in enumerate(ranks)
+        for at, rank in enumerate(ranks)
     ]
     return mooncake.assemble_kv_cache_placement(parts, **sizes)
 
@@ -144,8 +144,8 @@ class Planner:
 def timed(work: Callable[[], object]) -> tuple[object, dict[str, Any]]:
     """Return the result of *work*, and its seconds."""
     started = time.perf_counter()
-    found = work()
-    return found, {"seconds": time.perf_counter() - started}
+    result = work()
+    return result, {"seconds": time.perf_counter() - started}
 
 
 def digest(writes: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -187,8 +187,8 @@ def serve(pipe: Connection, work: works.Work) -> None:
     made = [allocate(producer, source, work.pools[0]) for source in sources]
     with NixlRank(secret=b"") as rank:
         for cache, storage in made:
-            for each in storage.values():
-                each[:] = 1  # The first access to a page costs a fault, which must not be timed.
+            for flat in storage.values():
+                flat[:] = 1  # The first access to a page costs a fault, which must not be timed.
             rank.register(cache.memory, owner=storage)
         pipe.send((rank.metadata(), [cache.memory[0].address for cache, _ in made]))
         while not pipe.poll(0.001):
@@ -215,8 +215,8 @@ class Lanes:
         producer, consumer = work.engines()
         plan, self.request = plan_transfer(producer, consumer), work.request()
         cache, storage = allocate(consumer, TARGET, work.pools[1])
-        for each in storage.values():
-            each[:] = 2
+        for flat in storage.values():
+            flat[:] = 2
         metadata, self.bases = pipe.recv()
         self.memory = cache.memory[0]
         self.tables = [

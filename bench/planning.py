@@ -78,7 +78,7 @@ def _many_ranks(options: Options) -> Iterator[Row]:
     )
     yield Row(
         budget="B3",
-        what="  the plan, and simulate() of all three policies, which plans each anew",
+        what="  the plan, and simulate() of all three policies, which plans again for each",
         ours=readable(plan + loads),
         required="< 10 s",
         met=plan + loads < 10,
@@ -163,25 +163,25 @@ def b5(options: Options) -> Iterator[Row]:
     """Time ids of a request with shuffled blocks; W3 on all ranks against Mooncake's lowering."""
     for work in (works.W1, works.W2, *OTHERS):
         table, request = first_table(work), work.request()
-        found = len(table.select(request)[0])
+        count = len(table.select(request)[0])
         [ours] = interleaved(
             options.times(40), clock(lambda t=table, r=request: t.select(works.afresh(r)))
         )
         budgeted = work.layers == works.W1.layers
         yield Row(
             budget="B5",
-            what=f"select, {work.name}, one rank pair, shuffled, {found} descriptors",
-            ours=f"{readable(ours / found)} each",
+            what=f"select, {work.name}, one rank pair, shuffled, {count} descriptors",
+            ours=f"{readable(ours / count)} each",
             required="< 25 ns each" if budgeted else "",
-            met=ours / found < 25e-9 if budgeted else None,
+            met=ours / count < 25e-9 if budgeted else None,
         )
     yield from _lowering(options)
 
 
 def _lowering(options: Options) -> Iterator[Row]:
-    made, request = tables(works.W3), works.W3.request()
-    select = clock(lambda: [each.select(works.afresh(request)) for each in made])
-    describe = clock(lambda: [each.descriptors(works.afresh(request)) for each in made])
+    built, request = tables(works.W3), works.W3.request()
+    select = clock(lambda: [table.select(works.afresh(request)) for table in built])
+    describe = clock(lambda: [table.descriptors(works.afresh(request)) for table in built])
     if options.python is None:
         [ours] = interleaved(options.times(40), select)
         yield Row(
@@ -192,7 +192,7 @@ def _lowering(options: Options) -> Iterator[Row]:
         )
         return
     with Mooncake(options.python, mooncake_client.described(works.W3)) as other:
-        same = mooncake_client.digest([each.descriptors(works.afresh(request)) for each in made])
+        same = mooncake_client.digest([table.descriptors(works.afresh(request)) for table in built])
         if same != other.ask("digest"):
             raise RuntimeError("kvspec and Mooncake disagree about the writes of W3")
         lower, bare = (lambda name=name: other.seconds(name) for name in ("lower", "lower_only"))
@@ -200,7 +200,7 @@ def _lowering(options: Options) -> Iterator[Row]:
     what = f"all ranks, {same['writes']} equal writes"
     for name, mine, its, required in (
         ("descriptors(), addresses as Mooncake's", listed, theirs, ">= 500 x"),
-        ("select, ids of rows that are made once", ours, theirs, ""),
+        ("select, ids of rows that are built once", ours, theirs, ""),
         ("select (other: its inner loop, without its checks)", ours, inner, ""),
     ):
         yield Row(

@@ -4,7 +4,7 @@ Figures are CPU time, because an engine's own thread pays it. `by_hand` imitates
 vLLM 0.32's NIXL connector for equal blocks and layouts. For each request and side, block ids arrive
 as lists. The groups of all regions become an array, and the first id of each is summed up. The id
 of a descriptor is the first id of its region plus the block. Only whole blocks move, only their
-number is checked, and there is one handle. The code is written anew, for these works alone.
+number is checked, and there is one handle. The code is independent of vLLM and written for these works alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lanes:
         producer, consumer = work.engines()
         plan = kvspec.plan_transfer(producer, consumer)
         target = consumer.parallel.ranks[0]
-        self.blocks = tuple(each.tolist() for each in work.tables())
+        self.blocks = tuple(table.tolist() for table in work.tables())
         if stack is not None:
             self._allocated(plan, target, stack)
             return
@@ -93,9 +93,9 @@ class Lanes:
         near.register(cache.memory, owner=storage)
         sources = []
         for source in plan.sources(target):
-            made, owner = kvspec.allocate(plan.producer, source, self.work.pools[0])
-            far.register(made.memory, owner=owner)
-            sources.append(made)
+            source_cache, owner = kvspec.allocate(plan.producer, source, self.work.pools[0])
+            far.register(source_cache.memory, owner=owner)
+            sources.append(source_cache)
         peer = near.connect(far.metadata())
         self.agent = near._agent  # noqa: SLF001 - what makes handles, and posts none
         self.tables = [kvspec.build_table(plan, source, cache) for source in sources]
@@ -115,14 +115,14 @@ class Lanes:
 
     def whole(self) -> list[int]:
         """Build the request, select, check, merge and make every handle; return the handles."""
-        request, made = self.request(), []
+        request, handles = self.request(), []
         for table, (local, remote) in zip(self.tables, self.lists, strict=True):
             selection = table.select(request)
             spec = spec_of(
                 self.agent, "READ", (local, selection), (remote, None), request="r", timeout=1.0
             )
-            made += [spec.make(self.agent, batch) for batch in spec.pairs.batches]
-        return made
+            handles += [spec.make(self.agent, batch) for batch in spec.pairs.batches]
+        return handles
 
     def by_hand(self) -> list[int]:
         """Compute ids as a connector for equal engines does; make one handle for each source."""
@@ -147,9 +147,9 @@ class Lanes:
 
         def run() -> float:
             started = time.thread_time()
-            made = work()
+            handles = work()
             taken = time.thread_time() - started
-            for handle in made:
+            for handle in handles:
                 self.agent.release(handle)
             return taken
 

@@ -43,15 +43,15 @@ def b14(options: Options) -> Iterator[Row]:
         make = _table(attrs.evolve(base, spec=attrs.evolve(spec, block_size=size)))
         (ours,) = interleaved(options.times(16), cpu(make))
         yield budgeted("B14", f"build_table, 80 layers, TP 8 -> 4, blocks of {size}", ours, LIMIT)
-        found = len(make().producer_rows)
+        count = len(make().producer_rows)
         yield Row(
             budget="B14",
             what="  its rows; other: of blocks of 16",
-            ours=f"{found:,}",
+            ours=f"{count:,}",
             other=f"{rows:,}",
-            ratio=f"{found / rows:.2f}",
+            ratio=f"{count / rows:.2f}",
             required="<= 3",
-            met=found <= 3 * rows,
+            met=count <= 3 * rows,
         )
     yield from _hybrid(options)
     yield from _last_block()

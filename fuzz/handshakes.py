@@ -65,7 +65,7 @@ def engines() -> list[kvspec.EngineSpec]:
 
 def messages() -> list[bytes]:
     """Return the encoded handshakes of all ranks of those engines."""
-    found = []
+    encoded = []
     for engine in engines():
         nodes = {rank: rank.tp for rank in engine.parallel.ranks}
         topology = kvspec.Topology(producer=nodes, consumer=nodes)
@@ -75,7 +75,7 @@ def messages() -> list[bytes]:
         )
         for rank in engine.parallel.ranks:
             cache = kvspec.plan_memory(engine, rank, 6, address=4096)
-            replica_policy = replica_policies[len(found) % 2]
+            replica_policy = replica_policies[len(encoded) % 2]
             shake = Handshake(
                 engine_id="prefill",
                 epoch=1,
@@ -83,8 +83,8 @@ def messages() -> list[bytes]:
                 replica_policy=replica_policy,
                 transport=b"agent",
             )
-            found.append(encode_handshake(shake))
-    return found
+            encoded.append(encode_handshake(shake))
+    return encoded
 
 
 MESSAGES = messages()

@@ -39,7 +39,7 @@ def offsets(region: Region, base: int) -> np.ndarray:
     axes.append(np.array([region.chunk_offset(byte) for byte in range(region.content_bytes)]))
     at = np.full(shape, region.base - base)
     for axis, steps in enumerate(axes):
-        at += steps.reshape([-1 if each == axis else 1 for each in range(4)])
+        at += steps.reshape([-1 if place == axis else 1 for place in range(4)])
     return at
 
 

@@ -125,12 +125,12 @@ def drawn(paths: Sequence[str], *, every: bool, seed: int) -> Iterator[Mutant]:
     chance.shuffle(places)
     for path, faults in places:
         chance.shuffle(faults)
-        made = (
+        candidates = (
             changed(path, sources[path], mutated)
             for mutated in (operators.plant(sources[path], fault) for fault in faults)
             if mutated is not None
         )
-        real = (mutant for mutant in made if mutant is not None)
+        real = (mutant for mutant in candidates if mutant is not None)
         yield from real if every else islice(real, 1)
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `default`, repeatable `ci` (CI=true), its short `mutants`, `long`."""
+"""Hypothesis profiles: `default`, repeatable `ci` (CI=true), the shorter `mutants`, and `long`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
+# Cases are whole pairs of engines, which take long to draw on a busy machine. That is no defect.
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile("default", deadline=None, suppress_health_check=SLOW)
@@ -18,11 +19,16 @@ settings.register_profile(
 settings.register_profile(
     "mutants",
     settings.get_profile("ci"),
+    # A mutant runs all judges of its package, so each law must be short. Shrinking is left out,
+    # because only the fact of a failure counts.
     max_examples=20,
     phases=[Phase.explicit, Phase.generate],
 )
+# Ranks refuse to connect without a secret. Processes that tests start inherit this one.
 os.environ.setdefault("KVSPEC_SECRET", "the secret of all tests")
-os.environ["KVSPEC_CALIBRATION"] = "/nonexistent"  # the costs are the stated ones
+# A calibration file of this machine would change which transfers are staged. Without one, the
+# default costs apply, and every machine runs the same tests.
+os.environ["KVSPEC_CALIBRATION"] = "/nonexistent"
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "default")
 )

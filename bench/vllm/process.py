@@ -14,7 +14,6 @@ from typing import Any
 
 import engine
 
-# in seconds, and freed requests must not hold blocks for longer than a few steps.
 # Timeouts in seconds: until an engine is ready, until it answers, until it has freed its requests,
 # and until it has ended by itself.
 STARTING, ANSWERING, FREEING, ENDING = 600.0, 300.0, 20.0, 5.0

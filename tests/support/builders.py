@@ -1,4 +1,7 @@
-"""Small engines, specs, configs and requests for tests: what is not given does not matter."""
+"""Small engines, specs, configs and requests for tests.
+
+Fields that a test does not pass are arbitrary.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import kvspec
 from kvspec.testing import Case
 
+# The config.json of a small model with full attention.
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,
@@ -16,35 +20,34 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "torch_dtype": "bfloat16",
 }
-"""The config.json of a small model of full attention."""
 
 
 def gqa(heads: int = 4, **fields: Any) -> kvspec.FullAttentionSpec:
     """Return full attention of *heads* KV heads: 16 tokens a block, 4 elements of bfloat16."""
-    given: dict[str, Any] = {"block_size": 16, "head_size": 4, "dtype": "bfloat16"}
-    return kvspec.FullAttentionSpec(total_num_kv_heads=heads, **given | fields)
+    defaults: dict[str, Any] = {"block_size": 16, "head_size": 4, "dtype": "bfloat16"}
+    return kvspec.FullAttentionSpec(total_num_kv_heads=heads, **defaults | fields)
 
 
 def mla(**fields: Any) -> kvspec.MLAAttentionSpec:
     """Return a latent: 16 tokens a block, 12 elements of bfloat16."""
-    given: dict[str, Any] = {"block_size": 16, "head_size": 12, "dtype": "bfloat16"}
-    return kvspec.MLAAttentionSpec(**given | fields)
+    defaults: dict[str, Any] = {"block_size": 16, "head_size": 12, "dtype": "bfloat16"}
+    return kvspec.MLAAttentionSpec(**defaults | fields)
 
 
 def window(size: int, heads: int = 4, **fields: Any) -> kvspec.SlidingWindowSpec:
     """Return attention of *heads* KV heads with a sliding window of *size* tokens."""
-    given: dict[str, Any] = {"block_size": 16, "head_size": 4, "dtype": "bfloat16"}
-    given |= {"total_num_kv_heads": heads, "sliding_window": size}
-    return kvspec.SlidingWindowSpec(**given | fields)
+    defaults: dict[str, Any] = {"block_size": 16, "head_size": 4, "dtype": "bfloat16"}
+    defaults |= {"total_num_kv_heads": heads, "sliding_window": size}
+    return kvspec.SlidingWindowSpec(**defaults | fields)
 
 
 def mamba2(**fields: Any) -> kvspec.MambaSpec:
     """Return a Mamba2 state: 8 heads of 2, one group of 3, a conv state of 3 rows, bfloat16."""
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "num_heads": 8, "head_dim": 2, "n_groups": 1, "state_size": 3, "conv_kernel": 4,
         "dtype": "bfloat16",
     }  # fmt: skip
-    return kvspec.MambaSpec.mamba2(**given | fields)
+    return kvspec.MambaSpec.mamba2(**defaults | fields)
 
 
 def engine(
@@ -55,14 +58,16 @@ def engine(
     null_block: int | None = None,
     **sizes: Any,
 ) -> kvspec.EngineSpec:
-    """Return an engine of *groups*: a spec is a group "g" of *layers*.
+    """Return an engine of *groups*. A spec becomes a group "g" of *layers*.
 
-    Of several specs the groups are "g0", "g1", and their layers begin with that name. *sizes*: of
-    `ParallelConfig`.
+    Several specs become the groups "g0", "g1" and so on, and the names of their layers begin with
+    the name of the group. *sizes* are fields of `ParallelConfig`.
     """
     made = [
-        each if isinstance(each, kvspec.KVCacheGroup) else _group(each, at, len(groups), layers)
-        for at, each in enumerate(groups)
+        member
+        if isinstance(member, kvspec.KVCacheGroup)
+        else _group(member, at, len(groups), layers)
+        for at, member in enumerate(groups)
     ]
     parallel = kvspec.ParallelConfig(**{"tp_size": tp} | sizes)
     return kvspec.EngineSpec(groups=made, parallel=parallel, layout=layout, null_block=null_block)
@@ -71,7 +76,7 @@ def engine(
 def group(
     spec: kvspec.LayerSpec, *layers: str, name: str = "g", **fields: Any
 ) -> kvspec.KVCacheGroup:
-    """Return a group of *layers*, "l" unless given, with *fields* of its own."""
+    """Return a group of *layers* (by default "l") with *fields* of its own."""
     return kvspec.KVCacheGroup(name=name, layers=layers or ("l",), spec=spec, **fields)
 
 
@@ -93,7 +98,7 @@ def _group(
 def request(
     num_tokens: int, producer_blocks: Any, consumer_blocks: Any, **more: Any
 ) -> kvspec.TransferRequest:
-    """Return a request; a table that is no mapping is that of group "g"."""
+    """Return a request; tables that are not a mapping are those of group "g"."""
     sides = (
         side if isinstance(side, Mapping) else {"g": side}
         for side in (producer_blocks, consumer_blocks)
@@ -110,7 +115,7 @@ def case(
     asked: kvspec.TransferRequest | None = None,
     **more: Any,
 ) -> Case:
-    """Return the case of a request, in pools that its tables fit in; of none if *asked* is None."""
+    """Return the case of a request, in pools that fit its tables, or of an empty request."""
     asked = asked or request(0, {}, {})
     pools = [
         {name: 1 + int(max(table.block_ids, default=0)) for name, table in tables.items()}

@@ -1,4 +1,7 @@
-"""What happens between two lines: a signal, or another thread's turn, there and not by luck."""
+"""Run an action between two lines of a module: raise a signal, or let another thread run.
+
+Such races are then deterministic: a test tries every line instead of waiting for a rare schedule.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def between_lines(act: Callable[[int], object], *modules: ModuleType) -> Iterator[None]:
-    """Let this thread *act* before each line of *modules*, told how many were before it."""
+    """Call *act* in this thread before each line of *modules*, with the number of lines before."""
     files = {module.__file__ for module in modules}
     count = 0
 
@@ -20,7 +23,7 @@ def between_lines(act: Callable[[int], object], *modules: ModuleType) -> Iterato
         nonlocal count
         if frame.f_code.co_filename not in files:
             return None
-        if event in ("call", "line"):  # a generator that goes on is called
+        if event in ("call", "line"):  # A generator that continues causes a "call".
             count += 1
             act(count - 1)
         return line
@@ -34,23 +37,28 @@ def between_lines(act: Callable[[int], object], *modules: ModuleType) -> Iterato
 
 
 class Other:
-    """Another thread, which does *work* when first asked; who asks waits for it a moment."""
+    """Another thread, which does *work* once a chosen line is reached."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=work, daemon=True)
 
     def at(self, line: int) -> Callable[[int], None]:
-        """Return what begins before a *line*, and waits: until it is done, or has to wait, too."""
+        """Return an action that starts the thread before *line* and waits for it a moment.
+
+        The thread either ends in that moment, or blocks on a lock that the tested thread holds.
+        """
 
         def act(now: int) -> None:
             if now == line:
                 self._thread.start()
+                # 30 ms let the work end unless it waits for a lock. Then the tested thread must
+                # go on, or both would wait for ever.
                 self._thread.join(0.03)
 
         return act
 
     def join(self) -> None:
-        """Wait until it is done, if it has not begun begin now."""
+        """Wait until the work is done. Start it now if the line was never reached."""
         if self._thread.ident is None:
             self._thread.start()
         self._thread.join(10.0)
@@ -62,8 +70,9 @@ def interrupted_at(
 ) -> tuple[bool, bool]:
     """Call *act* with a KeyboardInterrupt before line *place* of *modules*.
 
-    Return whether *act* has so many lines, and whether the interrupt left *act*. Python swallows an
-    interrupt in a generator that is being closed.
+    Returns:
+        Whether *act* has that many lines, and whether the interrupt left *act*. Python swallows an
+        interrupt in a generator that is being closed.
     """
     reached = False
 

@@ -1,7 +1,7 @@
-"""A small executor: two engines in one process, real caches, every byte judged by the oracle.
+"""A small executor: two engines in one process, real caches, and every byte judged by the oracle.
 
-Caches are given or allocated, so that tensors that lie as no layout says can be moved too: where a
-part lies is read from its region, what belongs there is the oracle's.
+Caches are allocated or passed in, so that tensors in a place that no layout describes can be moved
+too. The place of a part comes from its region, and the expected bytes come from the oracle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Caches = Mapping[kvspec.RankId, kvspec.RankCache]
 
 
 def memory(cache: kvspec.RankCache) -> dict[str, Bytes]:
-    """Return the bytes of a cache's memory, by address; they are not copied."""
+    """Return the bytes of a cache's memory, by address, without copying them."""
     return {
         hex(m.address): np.ctypeslib.as_array((ctypes.c_uint8 * m.length).from_address(m.address))
         for m in cache.memory
@@ -32,33 +32,33 @@ def memory(cache: kvspec.RankCache) -> dict[str, Bytes]:
 
 
 def views_of(cache: kvspec.RankCache) -> ViewsOf:
-    """Return what shows the parts of *cache* in its memory, or in a copy of that."""
+    """Return a function that shows the parts of *cache* in its memory, or in a copy of it."""
 
     def views(storage: Mapping[str, Bytes]) -> dict[tuple[str, str, str], Bytes]:
-        found = {}
+        parts = {}
         for region in cache.regions:
             name, start = inside(memory(cache), region.extent.start, len(region.extent))
             shape = (region.num_blocks, region.units, region.states, region.content_bytes)
             strides = (region.block_stride, region.unit_stride, region.state_stride, 1)
-            found[region.group, region.layer, region.part] = np.lib.stride_tricks.as_strided(
+            parts[region.group, region.layer, region.part] = np.lib.stride_tricks.as_strided(
                 storage[name][start:], shape, strides
             )
-        return found
+        return parts
 
     return views
 
 
 def allocated(engine: kvspec.EngineSpec, blocks: Mapping[str, Any], kept: list[Any]) -> Caches:
-    """Allocate every rank with blocks enough for the tables; storage is appended to *kept*."""
+    """Allocate every rank with enough blocks for the tables; append the storage to *kept*."""
     most = dict.fromkeys(blocks, 0)
     for name, table in blocks.items():
         ids = getattr(table, "block_ids", table)
         most[name] = max([*map(int, ids), 0]) + 2
-    found = {}
+    caches = {}
     for rank in engine.parallel.ranks:
-        found[rank], storage = kvspec.allocate(engine, rank, most)
+        caches[rank], storage = kvspec.allocate(engine, rank, most)
         kept.append(storage)
-    return found
+    return caches
 
 
 def moved(
@@ -69,11 +69,16 @@ def moved(
     views: tuple[Mapping[kvspec.RankId, ViewsOf], ...] = ({}, {}),
     **options: Any,
 ) -> list[str]:
-    """Move one request between all ranks, twice; return every fault: empty if all is right.
+    """Move one request between all ranks, by descriptors and by ids; return every fault.
 
-    *caches*: of both sides by rank; allocated unless given. *views*: what shows the parts of a rank
-    in its memory, where it is not its cache's regions. *options* go to `plan_transfer`. The bytes
-    of `descriptors` and of `select` are checked alike.
+    Args:
+        producer: The producer's engine.
+        consumer: The consumer's engine.
+        request: The request to move.
+        caches: Caches of both sides by rank. Allocated by default.
+        views: Functions that show the parts of a rank in its memory, if they differ from the
+            regions of its cache.
+        **options: Options of `plan_transfer`.
     """
     kept: list[Any] = []
     plan = kvspec.plan_transfer(producer, consumer, **options)
@@ -87,7 +92,7 @@ def moved(
         blocks = request.producer_blocks
         shown = views[0].get(rank, views_of(cache))
         oracle.fill(producer, rank, memory(cache), shown, blocks, request)
-    found = []
+    faults = []
     for rank, cache in targets.items():
         shown = views[1].get(rank, views_of(cache))
         held, rest = memory(cache), (shown, request.consumer_blocks, request)
@@ -100,21 +105,21 @@ def moved(
                 for start, stop, length in copies(table, request):
                     inside(sent, start, length), inside(held, stop, length)
                     ctypes.memmove(stop, start, length)
-            found += oracle.check(consumer, rank, before, held, *rest, source=producer)
-    return found
+            faults += oracle.check(consumer, rank, before, held, *rest, source=producer)
+    return faults
 
 
 def blocks_for(engine: kvspec.EngineSpec, num_tokens: int, seed: int = 0) -> dict[str, list[int]]:
-    """Return a table of scattered blocks for each group; one slot for a state."""
-    found = {}
+    """Return a table of scattered blocks for each group; a state has one slot."""
+    tables = {}
     for group in engine.groups:
         tokens = any(part.tokens_per_state for part in group.spec.parts)
         virtual = engine.virtual_block(group)
         count = -(-num_tokens // virtual) if tokens else 1
-        order = np.random.default_rng(seed + len(found)).permutation(count + 2)
+        order = np.random.default_rng(seed + len(tables)).permutation(count + 2)
         first = 0 if engine.null_block is None else engine.null_block + 1
-        found[group.name] = [first + int(each) for each in order[:count]]
-    return found
+        tables[group.name] = [first + int(block) for block in order[:count]]
+    return tables
 
 
 def moves(

@@ -1,4 +1,4 @@
-"""Two connected ranks of one process with memory to move: for tests, and for scripts they run."""
+"""Two connected ranks of one process with memory to move, for tests and for their scripts."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Pair:
         ]
 
     def read(self, first: int, count: int, timeout: float = 10.0) -> Transfer:
-        """Start reading *count* blocks of 512 bytes, every second one, from block *first* on."""
+        """Start to read *count* blocks of 512 bytes, every second one, from block *first* on."""
         rows = [(first * 1024, 512, 1024, count)]
         local, remote = self.lists(rows, rows)
         ids = np.arange(count)
         return self.near.read(local, ids, remote, ids, request=f"{first}", timeout=timeout)
 
     def right(self, first: int, count: int) -> bool:
-        """Whether those blocks, and only those of the *count*, are the other side's."""
+        """Return whether those blocks equal the other side's, and the gaps are still zero."""
         local, remote = (
             side[first * 1024 : (first + count) * 1024].reshape(count, 2, 512)
             for side in (self.local, self.remote)
@@ -65,7 +65,7 @@ class Pair:
 
 
 def run_script(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run *code* in an interpreter of its own, which may crash, within 60 s."""
+    """Run *code* in its own interpreter, which may crash, for at most 60 s."""
     return subprocess.run(  # noqa: S603 - our own interpreter and code
         [sys.executable, "-c", code],
         env={

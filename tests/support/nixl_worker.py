@@ -1,7 +1,7 @@
-"""A child process that owns one rank and does what its parent says over a pipe.
+"""A child process that owns one rank and executes its parent's commands over a pipe.
 
-Started by path, with the number of an inherited pipe end: a spawned process that imports neither
-pytest nor the parent's modules.
+The parent starts it by path, with the number of an inherited end of a pipe. So the process imports
+neither pytest nor the parent's modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvspec.errors import TransferError
 from kvspec.nixl import NixlRank
 
 BLOCK, BLOCKS = 4096, 64
-SIZE = 2 * BLOCK * BLOCKS  # every second block's worth is a gap
+SIZE = 2 * BLOCK * BLOCKS  # A gap as long as a block follows each block.
 
 
 def rows(address: int) -> np.ndarray:
@@ -26,25 +26,26 @@ def rows(address: int) -> np.ndarray:
 
 
 def pattern(seed: int) -> np.ndarray:
-    """Return bytes that only *seed* makes."""
+    """Return bytes that depend on *seed* alone."""
     return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
 
 
 def use_in_fork(rank: NixlRank) -> str:
-    """Use *rank* in a fork, which leaves through the normal exit; return what it saw."""
+    """Use *rank* in a forked child that exits normally; return its error and exit status."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             rank.notifications()
-            said = b"nothing"
+            outcome = b"nothing"
         except TransferError as error:
-            said = str(error.state).encode()
-        os.write(write, said)
-        sys.exit(7)  # the destructors run, as at the end of any script
-    said = os.read(read, 64)
+            outcome = str(error.state).encode()
+        os.write(write, outcome)
+        # `sys.exit`, not `os._exit`: the destructors must run, as at the end of any script.
+        sys.exit(7)
+    outcome = os.read(read, 64)
     _, status = os.waitpid(pid, 0)
-    return f"{said.decode()} {os.waitstatus_to_exitcode(status)}"
+    return f"{outcome.decode()} {os.waitstatus_to_exitcode(status)}"
 
 
 def main(parent: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What a refused call says: tables of calls, each with the words of its refusal."""
+"""Helpers for refused calls: the error that a call raises, and parameters for tables of calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBER = itertools.count()
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> Any:
-    """Return the error of *kind* that *call* raises; it survives a pickle."""
+    """Return the error of *kind* that *call* raises, after checking that it survives a pickle."""
     with pytest.raises(kind) as caught:
         call()
     error = caught.value
@@ -33,11 +33,14 @@ def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError
 
 
 def words(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> str:
-    """Return the message with which *call* is refused."""
+    """Return the message of the error that *call* raises."""
     return str(refusal(call, kind))
 
 
-def case(call: Callable[[], object], wanted: str) -> Any:
-    """Return a call and the words of its refusal, named by them; addresses are no name."""
-    name = re.sub(r"\d{8,}", "...", wanted)[:50]
-    return pytest.param(call, wanted, id=f"{next(NUMBER)} {name}")
+def case(call: Callable[[], object], message: str) -> Any:
+    """Return a test parameter of a call and its expected message.
+
+    The id of the parameter is the message without addresses.
+    """
+    name = re.sub(r"\d{8,}", "...", message)[:50]
+    return pytest.param(call, message, id=f"{next(NUMBER)} {name}")

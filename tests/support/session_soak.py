@@ -1,6 +1,9 @@
-"""Many requests through the processes of two engines, with faults: lost, wrong and leaked are none.
+"""Run many requests through the processes of two engines, with faults.
 
-`python tests/support/session_soak.py --requests 1000` runs for longer, and prints the figures.
+Invariant: no request is lost or wrong, and no resource leaks. This command runs for longer and
+prints the figures:
+
+    python tests/support/session_soak.py --requests 1000
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from kvspec.run.soak import FAULTS
 def soak(
     requests: int, faults: int, seed: int = 0, tls: str = "all", *, pushed: bool = False
 ) -> Figures:
-    """Return what came of *requests* with *faults*, each kind in turn."""
+    """Return the figures of *requests* with *faults*, in which the kinds of faults take turns."""
     job = Job(
         producer=engine(4, heads=4, block=8, size=512),
         consumer=engine(2, heads=4, block=4, size=512),
@@ -29,7 +32,7 @@ def soak(
         requests=requests,
         mode="push" if pushed else "pull",
         seed=seed,
-        timeout=24 * 3600.0,
+        timeout=24 * 3600.0,  # A soak is ended by its number of requests, not by its job's timeout.
     )
     kinds = [FAULTS[number % len(FAULTS)] for number in range(faults)]
     return recover(job, check_kills(job, 0), kinds, tls=tls, one_in=20, timeout=4.0)

@@ -1,8 +1,14 @@
-"""Two engines of sessions, blocks that are used again at once, and a network that loses messages.
+"""Two engines of sessions that reuse blocks at once, and a network that loses messages.
 
-Truth is kept here, apart from the sessions: a block has the bytes of one request until its engine
-frees it, and rubbish from then on. So whatever is called done too early has wrong bytes, and what
-still moves when a load is over changes bytes that are watched.
+How it works:
+    The world keeps the truth apart from the sessions. A block has the bytes of one request until
+    its engine frees it, and `RUBBISH` afterwards. So a session that calls a request done too early
+    has wrong bytes. The world also copies the bytes of each load that has ended. A write that is
+    still in flight then changes bytes that are compared later.
+
+    A test performs steps in any order: admit, hold, write, read, push, land, deliver, lose, forge,
+    abort, cancel, restart and advance. After each step the world polls every session and compares
+    it with the truth (`look`). `end` lets everything finish and checks that nothing is left.
 """
 
 from __future__ import annotations
@@ -28,8 +34,12 @@ from kvspec.testing.positions import rows_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Blocks of a rank: few enough that requests reuse each other's blocks all the time.
 BLOCKS = 12
+# Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
+# answer, and `LONGEST` exceeds the timeout of a load.
 LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
+# The byte in blocks that no request owns.
 RUBBISH = 0xEE
 Rank = kvspec.RankId
 PAIRS = tuple(
@@ -47,40 +57,40 @@ MODES: tuple[Mode, ...] = ("pull", "push", "follow")
 
 
 def spans(views: Any, tables: Any) -> list[range]:
-    """Return where the blocks of a request lie on one rank, row by row."""
-    found = []
+    """Return the address ranges of a request's blocks on one rank, row by row."""
+    ranges = []
     for key, view in views.items():
         for block in tables[key[0]].block_ids:
-            found += (range(*np.lib.array_utils.byte_bounds(unit)) for unit in view[block])
-    return found
+            ranges += (range(*np.lib.array_utils.byte_bounds(unit)) for unit in view[block])
+    return ranges
 
 
 class Hook:
-    """A channel of the world's own: what is sent waits until it is delivered."""
+    """A channel of the world. A message waits in the world's network until it is delivered."""
 
     def __init__(self, world: World, address: str) -> None:
         self.world, self.address, self.came = world, address, list[tuple[str, bytes]]()
 
     def send(self, route: str, data: bytes) -> None:
-        """Put a message on its way."""
+        """Put a message into the network."""
         self.world.net.append((route, self.address, data))
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Return what was delivered."""
+        """Return the messages that were delivered."""
         came, self.came = self.came, []
         return came
 
     def wait(self, timeout: float) -> None:
-        """Never wait."""
+        """Return at once."""
 
     def close(self) -> None:
-        """Forget what came."""
+        """Forget the delivered messages."""
         self.came.clear()
 
 
 @attrs.define(eq=False)
 class Asked:
-    """A request: where it lies, which ranks hold it, and what became of it on each."""
+    """A request: its blocks, the producer ranks that hold it, and its outcome on each."""
 
     remote_id: str
     request: kvspec.TransferRequest
@@ -96,7 +106,10 @@ class Asked:
 
 @attrs.define(eq=False)
 class Reader:
-    """One rank's load of a request, *again* or not, and its blocks' bytes when it was over."""
+    """One rank's load of a request, and a copy of the bytes of its blocks when it ended.
+
+    *again* is true if the rank has loaded the request before.
+    """
 
     asked: Asked
     rank: Rank
@@ -126,16 +139,16 @@ class Engine:
             self.views[rank] = logical_views(spec, rank, storage, BLOCKS)
 
     def introductions(self) -> list[bytes]:
-        """Return what others meet it by."""
+        """Return the introductions of all ranks."""
         return [session.introduction for session in self.sessions.values()]
 
     def truth(self, rank: Rank, asked: Asked, tables: Any, *, producer: bool) -> Iterator[Any]:
-        """Yield each part's key, the request's blocks, their true bytes, and which count."""
+        """Yield for each part: key, the request's blocks, true bytes, and which bytes count."""
         given = (self.spec, rank, tables, asked.request, asked.seed)
         return truth(*given, producer=producer)
 
     def kill(self, net: FakeNixl) -> None:
-        """End its processes."""
+        """End the processes of the engine."""
         for session in self.sessions.values():
             if session.nixl.name in net.agents:
                 net.kill(session.nixl.name)
@@ -143,7 +156,7 @@ class Engine:
 
 
 class World:
-    """A producer "P", a consumer "D", and what lies between them."""
+    """A producer "P", a consumer "D", and the network between them."""
 
     def __init__(
         self,
@@ -181,12 +194,12 @@ class World:
         return self.now - self.stopped
 
     def stop_clock(self, seconds: float) -> None:
-        """Let time pass for the producer, while the consumer's clock stands still."""
+        """Advance the producer's clock while the consumer's clock stands still."""
         self.stopped += seconds
         self.advance(seconds)
 
     def posted(self, flight: FakeFlight) -> None:
-        """Land what proves a connection, one byte; refuse that a load moves anything twice."""
+        """Land the byte that proves a connection; check that a load moves no byte twice."""
         if [1] == [length for *_, length in flight.copies]:
             flight.land()
             return
@@ -196,7 +209,7 @@ class World:
             self.moved.update(span)
 
     def restart(self, name: str) -> None:
-        """End an engine, if there is one, and start it; the consumer meets the producer."""
+        """End an engine if it runs, and start it; the consumer connects with the producer."""
         if name in self.engines:
             self.engines[name].kill(self.nixl)
         self.starts[name] += 1
@@ -221,7 +234,7 @@ class World:
         self.look()
 
     def admit(self, tokens: int, cached: int, *, early: bool) -> None:
-        """Compute a request; where readers may be *early*, its ranks hold it one by one."""
+        """Create a request, and hold it on all producer ranks unless readers may be *early*."""
         tables: list[dict[str, kvspec.BlockTable]] = []
         for name, spec in zip("PD", self.pair, strict=True):
             size = spec.groups[0].spec.block_size
@@ -252,7 +265,7 @@ class World:
                 self.hold(0)
 
     def hold(self, at: int) -> None:
-        """Tell one producer rank of a request."""
+        """Hold a request on one producer rank."""
         if self.to_hold:
             asked, rank = self.to_hold.pop(at % len(self.to_hold))
             ledger = self.engines["P"].sessions[rank].ledger
@@ -267,7 +280,7 @@ class World:
                 self.to_push.append((asked, rank))
 
     def compute(self, asked: Asked) -> None:
-        """Write a request on every producer rank; of one that is followed, nothing yet."""
+        """Write the bytes of a request on every producer rank, or none yet if readers follow it."""
         for rank, views in self.engines["P"].views.items():
             for key, view in views.items():
                 view[asked.request.producer_blocks[key[0]].block_ids] = RUBBISH
@@ -283,7 +296,7 @@ class World:
         return asked.remote_id.rpartition("#")[0] in ledger.held
 
     def fill(self, asked: Asked, rank: Rank, upto: int, *layers: str) -> None:
-        """Compute *layers* of a request, all unless given, up to a position; states at the last."""
+        """Write *layers* (by default all) of a request up to a position; states at the end."""
         side, tables = self.engines["P"], asked.request.producer_blocks
         true = {k: (i, r) for k, i, r, _ in side.truth(rank, asked, tables, producer=True)}
         for rows in rows_of(side.spec, rank, tables, asked.request):
@@ -297,7 +310,7 @@ class World:
             side.views[rank][rows.key][block, :, row] = right[place, :, row]
 
     def write(self, at: int, tokens: int, *, all_layers: bool = False) -> None:
-        """Let one producer rank compute on, a layer or all that stand as far, and say so."""
+        """Let one producer rank write more of a layer, or of all equally advanced layers."""
         if not self.to_write:
             return
         asked, rank, layer = self.to_write[at % len(self.to_write)]
@@ -320,9 +333,9 @@ class World:
         self.look()
 
     def push(self, at: int, *, short: bool = False) -> None:
-        """Let one producer rank write a request to whoever needs it, if it is held still.
+        """Let one producer rank push a request if it still holds it.
 
-        *short*: by mistake, one of a token less.
+        With *short*, the pushed request has one token less, by mistake.
         """
         if self.to_push:
             asked, rank = self.to_push.pop(at % len(self.to_push))
@@ -341,7 +354,7 @@ class World:
             self.look()
 
     def read(self, at: int, how: str) -> None:
-        """Let one consumer rank load a request, or say that it will not."""
+        """Let one consumer rank load or decline a request."""
         if not self.to_read:
             return
         asked, rank = self.to_read.pop(at % len(self.to_read))
@@ -366,7 +379,7 @@ class World:
         self.look()
 
     def reread(self, at: int) -> None:
-        """Let a rank whose load is over load the same again, as the same attempt."""
+        """Let a rank whose load has ended load the same attempt again."""
         sessions = self.engines["D"].sessions
         ended = [
             reader
@@ -382,7 +395,7 @@ class World:
                 self.spoil(reader.asked, reader.rank)
 
     def spoil(self, asked: Asked, rank: Rank) -> None:
-        """Put rubbish into a request's blocks, but for what the consumer has already."""
+        """Write rubbish into a request's blocks, except for tokens that the consumer has cached."""
         views = self.engines["D"].views[rank]
         for key, view in views.items():
             view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
@@ -392,7 +405,7 @@ class World:
             views[key][ids] = np.where(counts, right, views[key][ids])
 
     def cached(self, rank: Rank, asked: Asked) -> Iterator[Any]:
-        """Yield the bytes that the consumer has already."""
+        """Yield the bytes that the consumer has cached."""
         whole = attrs.evolve(asked.request, cached_tokens=0)
         having = attrs.evolve(asked, request=whole)
         tables, request = asked.request.consumer_blocks, asked.request
@@ -406,7 +419,7 @@ class World:
             yield key, ids, right, counts & (rows < request.cached(key[0], spec))
 
     def land(self, at: int, how: str) -> None:
-        """Let something in flight arrive, with a wrong byte where that is found, or break off."""
+        """Complete a transfer in flight: all, a part, with a wrong byte, or with a failure."""
         moving = self.nixl.moving
         if moving:
             flight = moving[at % len(moving)]
@@ -419,7 +432,7 @@ class World:
             self.look()
 
     def deliver(self, at: int, how: str = "once") -> None:
-        """Deliver a message, or a copy of it, or lose it."""
+        """Deliver a message once or twice, or lose it."""
         if self.net:
             at %= len(self.net)
             route, sender, data = self.net[at] if how == "twice" else self.net.pop(at)
@@ -430,7 +443,7 @@ class World:
             self.look()
 
     def forge(self, at: int, how: str) -> None:
-        """Deliver a message that nobody sealed: one that was on its way, with a byte changed."""
+        """Deliver a changed message, which its seal no longer fits."""
         if self.net:
             route, sender, data = self.net[at % len(self.net)]
             bad = {
@@ -458,12 +471,12 @@ class World:
             self.look()
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self.now += seconds
         self.look()
 
     def look(self) -> None:
-        """Poll every session, and hold what it says against the truth."""
+        """Poll every session, and compare its results with the truth."""
         for side in self.engines.values():
             for session in side.sessions.values():
                 session.poll()
@@ -472,7 +485,7 @@ class World:
             self.judge()
 
     def settle(self) -> None:
-        """Use the blocks again of what a producer rank freed; each once, and nobody reads it."""
+        """Reuse the blocks that producer ranks freed; each is freed once and no longer read."""
         side = self.engines["P"]
         for rank, session in side.sessions.items():
             settled = session.ledger.poll()
@@ -490,9 +503,10 @@ class World:
                     self.free["P"] |= set(ids.tolist())
 
     def unread(self, rank: Rank, asked: Asked) -> None:
-        """Refuse that a producer rank's blocks are free from which one of its readers reads still.
+        """Check that no reader reads the blocks of a request that *rank* has freed as done.
 
-        Who reads after the lease reads what may be another request's by then.
+        A reader whose lease has expired may read bytes of another request, so it is not checked
+        here.
         """
         for reader in self.readers:
             open_ = reader.load is not None and reader.after is None
@@ -506,7 +520,7 @@ class World:
                     assert not reads, f"{asked.remote_id} is free on {rank}, and is read"
 
     def judge(self) -> None:
-        """Compare what is done with the truth, and what is over with what it was then."""
+        """Compare done loads with the truth, and ended loads with the copy of their bytes."""
         for reader in self.readers:
             if reader.load is None or reader.load.state == "moving":
                 continue
@@ -529,7 +543,7 @@ class World:
                 self.free["D"] |= set(asked.request.consumer_blocks["full"].block_ids.tolist())
 
     def right(self, reader: Reader) -> None:
-        """Refuse a load that is done with bytes that are not the request's."""
+        """Check that a load that is done has the bytes of its request."""
         side, tables = self.engines["D"], reader.asked.request.consumer_blocks
         whole = attrs.evolve(reader.asked.request, cached_tokens=0)
         having = attrs.evolve(reader.asked, request=whole)
@@ -538,7 +552,7 @@ class World:
             assert not wrong.any(), f"done, with wrong bytes in {key}"
 
     def end(self) -> None:
-        """Let all that is under way end; then nothing may be left over, on either side."""
+        """Let everything in progress end; then nothing may be left on either side."""
         while self.to_hold or self.to_read or self.to_push or self.to_write:
             self.hold(0)
             self.write(0, 99, all_layers=True)
@@ -563,7 +577,7 @@ class World:
             assert asked.lost or set(self.engines["P"].sessions) == set(asked.freed), "never freed"
 
     def close(self) -> None:
-        """End every engine."""
+        """Close every engine."""
         for side in self.engines.values():
             for session in side.sessions.values():
                 session.close(drain=0.0)

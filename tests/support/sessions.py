@@ -27,7 +27,7 @@ def engine(
     dtype: str = "uint8",
     **parallel: Any,
 ) -> kvspec.EngineSpec:
-    """Return an engine of full attention in two layers, a window in one; and a *state*, perhaps."""
+    """Return an engine with two full layers, a layer with a window, and an optional state."""
     sizes: dict[str, Any] = {"total_num_kv_heads": heads, "head_size": size, "dtype": dtype}
     full = kvspec.FullAttentionSpec(block_size=block, **sizes)
     window = kvspec.SlidingWindowSpec(block_size=block, sliding_window=8, **sizes)
@@ -45,7 +45,7 @@ def engine(
 
 
 class Direct:
-    """A channel of this process: what is sent to an address is there at once."""
+    """A channel inside this process. A message arrives at once."""
 
     channels: ClassVar[dict[str, Direct]] = {}
 
@@ -54,20 +54,20 @@ class Direct:
         self.channels[address] = self
 
     def send(self, route: str, data: bytes) -> None:
-        """Put *data* where it is received."""
+        """Append *data* to the messages of the receiver."""
         if route in self.channels:
             self.channels[route].came.append((self.address, data))
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Return what came."""
+        """Return the messages that have arrived."""
         came, self.came = self.came, []
         return came
 
     def wait(self, timeout: float) -> None:
-        """Never wait."""
+        """Return at once."""
 
     def close(self) -> None:
-        """Be there no more."""
+        """Remove the channel, so that later messages to it are lost."""
         self.channels.pop(self.address, None)
 
 
@@ -104,16 +104,16 @@ class Side:
 
     @property
     def introductions(self) -> list[bytes]:
-        """What others meet it by."""
+        """The introductions of all ranks, which the other side connects with."""
         return [session.introduction for session in self.sessions.values()]
 
     @property
     def addresses(self) -> list[str]:
-        """Where its ranks' channels are."""
+        """The addresses of the ranks' channels."""
         return [session.channel.address for session in self.sessions.values()]
 
     def connect(self, other: Side) -> None:
-        """Let every rank meet a producer."""
+        """Connect every rank with a producer."""
         for session in self.sessions.values():
             session.connect(other.introductions)
 
@@ -128,25 +128,25 @@ class Side:
         return [session.load(asked, **given) for session in self.sessions.values()]
 
     def poll(self) -> None:
-        """Move every rank on."""
+        """Poll every rank once."""
         for session in self.sessions.values():
             session.poll()
 
     def fill(self, asked: kvspec.TransferRequest, seed: int = 0) -> None:
-        """Give the producer's ranks the true bytes of a request, and random ones beside."""
+        """Write a request's true bytes into the producer's ranks, and random bytes elsewhere."""
         for rank, storage in self.storage.items():
             tables = asked.producer_blocks
             oracle.fill(self.spec, rank, storage, BLOCKS, tables, asked, seed=seed)
 
     def spoil(self, asked: kvspec.TransferRequest, seed: int = 0) -> None:
-        """Give the consumer's ranks bytes that are wrong wherever the request has to write."""
+        """Write wrong bytes into the consumer's ranks where the request must write."""
         for rank, storage in self.storage.items():
             tables = asked.consumer_blocks
             oracle.spoil(self.spec, rank, storage, BLOCKS, tables, asked, seed=seed)
             self.before[rank] = {name: flat.copy() for name, flat in storage.items()}
 
     def wrong(self, asked: kvspec.TransferRequest, seed: int = 0) -> list[str]:
-        """Return what is wrong with the consumer's bytes."""
+        """Return every difference between the consumer's bytes and the oracle's."""
         return [
             f"{rank}: {line}"
             for rank, storage in self.storage.items()
@@ -157,20 +157,23 @@ class Side:
         ]  # fmt: skip
 
     def settled(self) -> tuple[list[str], list[str]]:
-        """Return what was freed on any rank: as done, as expired."""
-        found = [session.ledger.poll() for session in self.sessions.values()]
-        done, expired = ([*x] for x in zip(*((f.done, f.expired) for f in found), strict=True))
+        """Return the requests that any rank has freed: first as done, then as expired."""
+        settled = [session.ledger.poll() for session in self.sessions.values()]
+        done, expired = ([*x] for x in zip(*((f.done, f.expired) for f in settled), strict=True))
         return sorted(sum(done, ())), sorted(sum(expired, ()))
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all sessions and NIXL ranks."""
         for session in self.sessions.values():
             session.close(drain=0.0)
             session.nixl.close(drain=0.0)
 
 
 def request(name: str = "r", tokens: int = 14, cached: int = 0, **more: Any) -> Any:
-    """Return a request of *tokens* in blocks 1, 2, 3, ... of both sides, of 4 tokens each."""
+    """Return a request of *tokens* in blocks 1, 2, 3, ... of both sides, 4 tokens each.
+
+    The consumer's table is reversed, so that a swap of the two tables is noticed.
+    """
     blocks = list(range(1, -(-tokens // 4) + 1))
     given: dict[str, Any] = {
         "producer_blocks": {"full": blocks, "window": blocks},
@@ -182,13 +185,13 @@ def request(name: str = "r", tokens: int = 14, cached: int = 0, **more: Any) -> 
 
 
 def until(true: Callable[[], Any], *sides: Side, seconds: float = 20.0) -> None:
-    """Poll the *sides* until something is true."""
+    """Poll the *sides* until *true* returns a true value."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, f"the condition stayed false for {seconds} s"
         for side in sides:
             side.poll()
-        time.sleep(2e-4)
+        time.sleep(2e-4)  # Other threads and processes of the test need the core.
 
 
 __all__ = ["Side", "engine", "new_remote_id", "request", "until"]

@@ -1,6 +1,6 @@
-"""Token pools with SGLang's names and attributes, over numpy buffers made as SGLang makes them.
+"""Token pools with SGLang's names and attributes, over numpy buffers shaped as SGLang's.
 
-A slot for each token, and one page more than `size` at the front for dummy outputs.
+A pool has a slot for each token, and one extra page at the front for dummy outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NUMPY = {"bfloat16": np.uint16, "float32": np.float32, "uint8": np.uint8, "float
 
 
 class KVCache:
-    """What all have."""
+    """The base class: the attributes of all pools."""
 
     def __init__(
         self, size: int, page_size: int, dtype: str, layer_num: int, start_layer: int = 0
@@ -23,7 +23,7 @@ class KVCache:
         self.layer_num, self.start_layer = layer_num, start_layer
 
     def buffers(self, *shape: int) -> list[Any]:
-        """Return a buffer [slots, *shape] for each layer."""
+        """Return a buffer of shape (slots, *shape) for each layer."""
         slots = self.size + self.page_size
         return [np.zeros((slots, *shape), NUMPY[self.dtype]) for _ in range(self.layer_num)]
 
@@ -46,7 +46,7 @@ class MHATokenToKVPool(KVCache):
 
 
 class MLATokenToKVPool(KVCache):
-    """One latent."""
+    """A single latent for each token."""
 
     def __init__(self, size: int, kv_cache_dim: int = 12, **more: Any) -> None:
         super().__init__(size, **{"page_size": 1, "dtype": "bfloat16", "layer_num": 2, **more})
@@ -54,7 +54,7 @@ class MLATokenToKVPool(KVCache):
 
 
 class SWAKVPool:
-    """Layers that keep every token, and layers of a window, in a pool each."""
+    """Two pools: one for layers that keep every token, and one for layers with a window."""
 
     def __init__(
         self, full: MHATokenToKVPool, swa: MHATokenToKVPool, windowed: Sequence[bool]
@@ -67,7 +67,7 @@ class SWAKVPool:
 
 
 class NSATokenToKVPool(MLATokenToKVPool):
-    """A latent, and an indexer's keys."""
+    """A latent, and the keys of an indexer."""
 
 
 def pages_to_slots(pages: Sequence[int], page: int, count: int) -> Any:

@@ -1,4 +1,4 @@
-"""Draw introductions of ranks, and take a message apart."""
+"""Draw introductions of ranks, and decode and encode the fields of a message."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import kvspec
 from kvspec.protocol.handshake import Handshake
 from kvspec.testing import strategies
 
+# The length of the magic string and of two bytes of the wire version.
 HEAD = len(b"kvspec-handshake\n") + 2
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 
 
 @st.composite
 def replica_policies(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.ReplicaPolicy:
-    """Draw a replica policy, some of whose topologies name the nodes of both sides' ranks."""
+    """Draw a replica policy; some have a topology with the nodes of both sides' ranks."""
     salt = draw(st.integers(0, 3))
     if draw(st.booleans()):
         return kvspec.ReplicaPolicy(draw(st.sampled_from(strategies.POLICIES)), salt)
@@ -29,7 +30,7 @@ def replica_policies(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.Repli
 
 @st.composite
 def caches(draw: st.DrawFn, engine: kvspec.EngineSpec) -> kvspec.RankCache:
-    """Draw one rank's cache on paper, somewhere, of any number of blocks."""
+    """Draw the cache of one rank at invented addresses, with any number of blocks."""
     rank = draw(st.sampled_from(engine.parallel.ranks))
     least = 1 + (engine.null_block or 0)
     blocks = {group.name: draw(st.integers(least, 40)) for group in engine.groups}
@@ -53,7 +54,7 @@ def handshakes(draw: st.DrawFn, largest: int = 4) -> Handshake:
 
 
 def opened(data: bytes) -> dict[str, Any]:
-    """Return the fields of a message, as they are sent."""
+    """Return the fields of a message as they are sent."""
     message: dict[str, Any] = msgspec.msgpack.decode(data[HEAD:])
     return message
 

@@ -1,4 +1,4 @@
-"""Values that somebody may give by mistake, of every type."""
+"""Values of every type that a caller may pass by mistake."""
 
 from __future__ import annotations
 

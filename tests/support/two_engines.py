@@ -1,7 +1,8 @@
-"""Two engines, a network that loses, doubles, delays and forges, and what must hold all the time.
+"""Two engines of ledgers, and a network that loses, repeats, delays and forges messages.
 
-Truth is kept here, apart from the ledgers: which blocks are overwritten, what was read when, who
-was to come. A ledger that frees too early, is ready too early, or never ends fails an assertion.
+The world keeps the truth apart from the ledgers: which blocks are overwritten, what was read when,
+and which readers were expected. A ledger that frees too early, is ready too early, or never ends
+fails an assertion.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from kvspec.protocol.messages import (
 from kvspec.protocol.producer import ProducerLedger
 from kvspec.protocol.wire import decode_message, encode_message
 
+# Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
+# answer, and `LONGEST` exceeds the timeout of a load.
 LEASE, LONGEST, HEARTBEAT, PATIENCE, TIMEOUT = 10.0, 40.0, 3.0, 15.0, 25.0
 Rank = kvspec.RankId
 
 
 @attrs.define(eq=False)
 class Request:
-    """One request of the producer: what is read of it, and what became of it, by producer rank."""
+    """One request of the producer: its extent, and its outcome by producer rank."""
 
     key: Key
     epoch: int
@@ -51,7 +54,10 @@ class Request:
 
 @attrs.define(eq=False)
 class Load:
-    """One rank's attempt to read a request; *reread*: it has read it in this attempt before."""
+    """One rank's attempt to read a request.
+
+    *reread* is true if the rank has read the request in this attempt before.
+    """
 
     request: Request
     rank: Rank
@@ -75,7 +81,7 @@ class Step:
 
 
 class World:
-    """A producer "P", a consumer "D", and what lies between them."""
+    """A producer "P", a consumer "D", and the network between them."""
 
     def __init__(
         self,
@@ -98,7 +104,7 @@ class World:
         self.start_engine("D")
 
     def start_engine(self, name: str) -> None:
-        """Start an engine: ledgers that know nothing, of a new epoch."""
+        """Start an engine: empty ledgers of a new epoch."""
         side = self.plan.producer if name == "P" else self.plan.consumer
         ranks = side.parallel.ranks
         own = {rank: RankAddress(name, self.epochs[name], rank) for rank in ranks}
@@ -120,7 +126,7 @@ class World:
                 )
 
     def restart(self, name: str) -> None:
-        """End an engine and start it again; its peer is introduced to the new start."""
+        """End an engine and start it again; its peer connects with the new start."""
         self.epochs[name] += 1
         if name == "P":
             for request in self.requests:
@@ -141,7 +147,7 @@ class World:
             ledger.connect("D", self.epochs["D"])
 
     def admit(self, samples: int, moved: int, *, partial: bool, sure: bool, old: int) -> None:
-        """Make a request: its ranks are told one by one, and so are the readers."""
+        """Create a request; its producer ranks and readers learn of it one by one."""
         self.count += 1
         held = {name for ledger in self.producers.values() for name in ledger.held}
         held |= {request.key.request_id for request, _ in self.to_admit}
@@ -157,13 +163,13 @@ class World:
         self.expected(request)
 
     def expected(self, request: Request) -> None:
-        """Let every reader know of a request, or of the next attempt at it."""
+        """Add all readers of a request, or of its next attempt, to those that will start."""
         self.to_expect += [
             (request, rank, sample) for rank in self.consumers for sample in range(request.samples)
         ]
 
     def admit_rank(self, at: int) -> None:
-        """Tell one producer rank of a request."""
+        """Admit a request on one producer rank."""
         if self.to_admit:
             request, rank = self.to_admit.pop(at % len(self.to_admit))
             readers = len(self.plan.notifiers(rank)) * request.samples
@@ -177,7 +183,7 @@ class World:
             self.acted(actions, "P", rank)
 
     def expect_rank(self, at: int, *, again: bool, rejected: bool) -> None:
-        """Tell one consumer rank of a request."""
+        """Start the load of a request on one consumer rank."""
         if not self.to_expect:
             return
         request, rank, sample = self.to_expect.pop(at % len(self.to_expect))
@@ -207,7 +213,7 @@ class World:
         self.acted(self.consumers[rank].expect(load_plan, self.reader_now, TIMEOUT), "D", rank)
 
     def start(self, at: int, upto: int) -> None:
-        """Post a read of something that can be read."""
+        """Post a read of tokens that can be read."""
         moving = [load for load in self.loads if self.state(load) == "moving"]
         if not moving:
             return
@@ -226,7 +232,7 @@ class World:
         self.steps[load.rank, step] = Step(load, source, {(group, layer): range(begin, stop)})
 
     def finish(self, at: int, how: str) -> None:
-        """End a read: done, failed, or failed but perhaps still writing."""
+        """End a read: done, failed, or failed while it may still write."""
         if not self.steps:
             return
         name = list(self.steps)[at % len(self.steps)]
@@ -248,35 +254,35 @@ class World:
         self.acted(actions, "D", name[0])
 
     def record_progress(self, at: int, upto: int) -> None:
-        """Let a producer rank say how far it wrote a layer of a request that is read in parts."""
-        told = [
+        """Let a producer rank record how far it wrote each layer of a partial request."""
+        partial = [
             (request, rank)
             for request in self.requests
             if request.partial and not request.lost
             for rank in request.promised
             if rank not in request.freed
         ]
-        if told:
-            request, rank = told[at % len(told)]
+        if partial:
+            request, rank = partial[at % len(partial)]
             for group in self.plan.consumer.groups:
                 for layer in group.layers:
                     ledger, name = self.producers[rank], request.key.request_id
-                    written = ledger._requests[request.key].written.get((group.name, layer), 0)
-                    frontier = max(written, upto)
+                    # A frontier must never go back, so a lower position repeats the last one.
+                    frontier = max(ledger.written(name, group.name, layer), upto)
                     actions = ledger.record_progress(name, group.name, layer, frontier, self.now)
                     self.acted(actions, "P", rank)
                     if name not in ledger.held:
                         return
 
     def deliver(self, at: int, *, twice: bool = False) -> None:
-        """Deliver a message that is on its way, or a copy of it."""
+        """Deliver a message from the network, or a copy of it."""
         if self.net:
             at %= len(self.net)
             data = self.net[at] if twice else self.net.pop(at)
             self.arrive(decode_message(data))
 
     def arrive(self, message: Message) -> None:
-        """Give a message to the rank that it is addressed to."""
+        """Pass a message to the rank that it is addressed to."""
         ledgers: dict[Rank, Any] = self.producers if message.to.engine_id == "P" else self.consumers
         ledger = ledgers.get(message.to.rank)
         if ledger is None:
@@ -295,7 +301,7 @@ class World:
             self.net.pop(at % len(self.net))
 
     def forge(self, at: int, how: str) -> None:
-        """Deliver a message that nobody sent: one that was sent, with something changed."""
+        """Deliver a changed copy of a message that was sent before."""
         if not self.sent:
             return
         message = decode_message(self.sent[at % len(self.sent)])
@@ -320,7 +326,7 @@ class World:
         self.arrive(changes[how]())
 
     def abort(self, at: int) -> None:
-        """Abort a request on all ranks of the producer that know of it."""
+        """Abort a request on all producer ranks."""
         if self.requests:
             request = self.requests[at % len(self.requests)]
             for rank, ledger in self.producers.items():
@@ -328,19 +334,19 @@ class World:
 
     def cancel(self, at: int) -> None:
         """Cancel a load."""
-        still = [load for load in self.loads if not load.closed]
-        if still:
-            load = still[at % len(still)]
+        open_loads = [load for load in self.loads if not load.closed]
+        if open_loads:
+            load = open_loads[at % len(open_loads)]
             actions = self.consumers[load.rank].cancel(load.load_plan.request_id, self.reader_now)
             self.acted(actions, "D", load.rank)
 
     def retry(self, at: int) -> None:
-        """Try a request again that failed on some rank, once all of its loads ended."""
+        """Start the next attempt at a request that failed on some rank, once all loads ended."""
         if not self.requests:
             return
         request = self.requests[at % len(self.requests)]
         loads = [load for load in self.loads if load.request is request]
-        waits = any(one is request for one, _, _ in self.to_expect) or request.lost
+        waits = any(waiting is request for waiting, _, _ in self.to_expect) or request.lost
         last = [load for load in loads if load.load_plan.attempt == request.attempt]
         if waits or not last or not all(load.closed for load in last):
             return
@@ -349,21 +355,21 @@ class World:
             self.expected(request)
 
     def reread(self, at: int) -> None:
-        """Let a rank read again, as the same attempt, what it has read or given up."""
+        """Let a rank load the same attempt again that it has read or given up."""
         ended = [load for load in self.loads if load.closed and not load.request.lost]
         if ended:
             load = ended[at % len(ended)]
             name = load.request, load.rank, load.load_plan.sample
-            still = [
+            in_progress = [
                 (other.request, other.rank, other.load_plan.sample)
                 for other in self.loads
                 if not other.closed
             ]
-            if name not in (*still, *self.to_expect):
+            if name not in (*in_progress, *self.to_expect):
                 self.to_expect.append(name)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self.now += seconds
         sides = (("P", self.producers, self.now), ("D", self.consumers, self.reader_now))
         for name, ledgers, now in sides:
@@ -372,16 +378,16 @@ class World:
 
     @property
     def reader_now(self) -> float:
-        """Return the time of the consumer's clock."""
+        """The time of the consumer's clock."""
         return self.now - self.stopped
 
     def stop_clock(self, seconds: float) -> None:
-        """Let time pass for the producer, while the consumer's clock stands still."""
+        """Advance the producer's clock while the consumer's clock stands still."""
         self.stopped += seconds
         self.advance(seconds)
 
     def state(self, load: Load) -> str | None:
-        """Return the state in which the ledger has a load."""
+        """Return the ledger's state of a load."""
         return (
             self.consumers[load.rank].open.get(load.load_plan.request_id)
             if not load.closed
@@ -389,7 +395,7 @@ class World:
         )
 
     def acted(self, actions: list[Any], name: str, rank: Rank) -> None:
-        """Do what a ledger wants, and hold it against the truth."""
+        """Execute the actions of a ledger, and compare them with the truth."""
         for action in actions:
             if isinstance(action, Tell):
                 message = action.message
@@ -404,7 +410,7 @@ class World:
                 self.loaded(action)
 
     def promise(self, message: Message) -> None:
-        """Note a grant: before it ends, nothing is freed but what all are done with."""
+        """Record a lease: until it ends, a rank may free only requests that have finished."""
         for request in self.requests:
             if request.key == message.key and not request.lost:
                 until = self.now + message.lease
@@ -412,7 +418,7 @@ class World:
                 request.promised[message.by.rank] = max(before, until)
 
     def freed(self, action: Free, rank: Rank) -> None:
-        """Blocks are used again: once, and when nobody reads or the lease is over."""
+        """Check that blocks are freed once, and only if no rank reads or the lease is over."""
         name = action.request_id
         mine = [r for r in self.requests if r.key.request_id == name and rank in r.promised]
         held = [r for r in mine if not r.lost and rank not in r.freed]
@@ -423,7 +429,7 @@ class World:
             return
         to_come = {(by, s) for by in self.plan.notifiers(rank) for s in range(request.samples)}
         missing = to_come - request.done.get(rank, set())
-        assert not missing, f"{name} is freed on {rank} before {missing} are done"
+        assert not missing, f"{name} is freed on {rank} before {missing} have finished"
         reading = [
             step
             for step in self.steps.values()
@@ -433,13 +439,16 @@ class World:
         assert not reading, f"{name} is freed on {rank} while it is read"
 
     def loaded(self, action: Ready | Failed | Release | Closed) -> None:
-        """Follow a load: ready or failed once; released when nothing writes; closed last."""
+        """Check the order of a load's events: ready or failed, released, closed.
+
+        A load is released only when no read can still write into its blocks.
+        """
         (load,) = (x for x in self.loads if x.load_plan.request_id == action.request_id)
         assert not load.closed
         if isinstance(action, Ready):
             assert load.outcome == ""
-            assert not any(load.left.values()), "ready, and not all has arrived"
-            assert not load.void, "ready, and what was read is void"
+            assert not any(load.left.values()), "ready before all tokens have arrived"
+            assert not load.void, "ready although a read was void"
             load.outcome = "ready"
         elif isinstance(action, Failed):
             assert load.outcome == ""
@@ -447,14 +456,14 @@ class World:
             load.outcome = "failed"
         elif isinstance(action, Release):
             assert ("failed", False) == (load.outcome, load.released)
-            assert not [s for s in self.steps.values() if s.load is load], "may still be written"
+            assert not [s for s in self.steps.values() if s.load is load], "a read may still write"
             load.released = True
         else:
             assert load.outcome == "ready" or load.released
             load.closed = True
 
     def end(self) -> None:
-        """Let all that is under way end; then nothing may be left over, on either side."""
+        """Let everything in progress end; then nothing may be left on either side."""
         while self.to_admit:
             self.admit_rank(0)
         while self.to_expect:

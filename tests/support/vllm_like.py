@@ -1,7 +1,7 @@
-"""Classes with vLLM's names and attributes, and tensors placed as its configs say.
+"""Classes with vLLM's names and attributes, and tensors placed as vLLM's configs describe.
 
-Only what an adapter reads: a rank's `KVCacheConfig`, its groups' specs, and numpy views of one flat
-buffer in place of torch tensors.
+They have only the parts that an adapter reads: a rank's `KVCacheConfig`, the specs of its groups,
+and numpy views of one flat buffer in place of torch tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KVQuantMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """What all have."""
+    """The base class: the field of all specs."""
 
     block_size: int
 
@@ -60,7 +60,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def slots(self) -> int:
-        """Extent of a view along H."""
+        """The size of a view along H."""
         return self.num_head_slots or self.num_kv_heads
 
     @property
@@ -86,21 +86,21 @@ class AttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """Every token."""
+    """A layer that keeps every token."""
 
     sliding_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RSWASpec(FullAttentionSpec):
-    """The prompt, and a window of what was generated."""
+    """A layer that keeps the prompt and a window of generated tokens."""
 
     rswa_window: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TQFullAttentionSpec(FullAttentionSpec):
-    """A kind of full attention that nobody knows."""
+    """A kind of full attention that the adapter does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +110,17 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
-    """No cache at all."""
+    """A layer without a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """The encoder's tokens."""
+    """A layer that keeps the encoder's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """The last tokens."""
+    """A layer that keeps the last tokens."""
 
     sliding_window: int
     extra_retained_tokens: int = 0
@@ -128,14 +128,14 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """The tokens of a chunk."""
+    """A layer that keeps the tokens of a chunk."""
 
     attention_chunk_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """One latent."""
+    """A layer that keeps one latent for each token."""
 
     num_kv_heads: int = 1
     cache_dtype_str: str | None = None
@@ -146,12 +146,12 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStateCacheSpec(MLAAttentionSpec):
-    """Hidden states, kept as a latent is."""
+    """Hidden states, stored like a latent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowMLASpec(SlidingWindowSpec):
-    """One latent of the last tokens."""
+    """A layer that keeps one latent for each of the last tokens."""
 
     num_kv_heads: int = 1
 
@@ -161,7 +161,7 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """A rank's state tensors."""
+    """The state tensors of a rank."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -181,7 +181,7 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers with a spec each."""
+    """Layers with one spec each."""
 
     kv_cache_specs: Mapping[str, KVCacheSpec]
 
@@ -197,7 +197,7 @@ class KVCacheGroupSpec:
 
 @dataclass
 class KVCacheTensor:
-    """A piece of memory and the layers in it."""
+    """An area of memory and the layers in it."""
 
     size: int
     shared_by: list[str] = field(default_factory=list)
@@ -208,21 +208,21 @@ class KVCacheTensor:
 
 @dataclass
 class KVCacheConfig:
-    """What one rank has."""
+    """The cache of one rank."""
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
 
 
+# Replacements of an attribute. "gone" deletes it.
 BROKEN = ("gone", None, 5, "x", (), -1)
-"""What an attribute is replaced with; "gone": it is deleted."""
 
 
 def changed(given: Any, name: str, value: object) -> Any:
-    """Return *given* with attribute or property *name* replaced, an object of the same class name.
+    """Return a copy of *given* with the attribute *name* replaced and the same class name.
 
-    A field of a dataclass that is deleted is gone even where the class has a default for it.
+    A deleted field is missing even if the dataclass has a default for it.
     """
 
     def get(_: object) -> object:
@@ -230,9 +230,9 @@ def changed(given: Any, name: str, value: object) -> Any:
             raise AttributeError(name)
         return value
 
-    found = object.__new__(type(type(given).__name__, (type(given),), {name: property(get)}))
-    found.__dict__.update(vars(given))
-    return found
+    copy = object.__new__(type(type(given).__name__, (type(given),), {name: property(get)}))
+    copy.__dict__.update(vars(given))
+    return copy
 
 
 def attributes(given: Any) -> list[str]:
@@ -241,7 +241,7 @@ def attributes(given: Any) -> list[str]:
 
 
 def broken(given: KVCacheConfig) -> Iterator[tuple[str, KVCacheConfig]]:
-    """Yield copies of a config, each with one attribute of it or of what it holds replaced."""
+    """Yield copies of a config, each with one attribute of it or of its members replaced."""
     for name in attributes(given):
         for value in BROKEN:
             yield f"{name} {value!r}", changed(given, name, value)
@@ -254,7 +254,7 @@ def broken(given: KVCacheConfig) -> Iterator[tuple[str, KVCacheConfig]]:
 
 
 def _broken_member(given: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a group or a tensor, and its specs, with one attribute replaced."""
+    """Yield copies of a group or a tensor, and of its specs, with one attribute replaced."""
     for value in BROKEN[1:]:
         yield f" {value!r}", value
     for name in attributes(given):
@@ -273,24 +273,24 @@ def _broken_member(given: Any) -> Iterator[tuple[str, Any]]:
                 yield f"[{layer!r}].{name} {value!r}", other
 
 
-def engine_spec(config: Any, **given: Any) -> kvspec.EngineSpec:
-    """Return the engine of a config whose layers have a plain backend, unless others are given."""
-    return vllm.engine_spec(config, **{"backends": FLASH, **given})
+def engine_spec(config: Any, **options: Any) -> kvspec.EngineSpec:
+    """Return the engine of a config; its layers have the FlashAttention backend by default."""
+    return vllm.engine_spec(config, **{"backends": FLASH, **options})
 
 
 def spec_of(recorded: Mapping[str, Any]) -> KVCacheSpec:
-    """Return the spec of a recorded row, whose element is a byte."""
-    given = dict(recorded)
-    cls, page = given.pop("cls"), given.pop("page_size_bytes")
+    """Return the spec of a recorded row. Its elements are bytes."""
+    fields = dict(recorded)
+    cls, page = fields.pop("cls"), fields.pop("page_size_bytes")
     if cls == "MambaSpec":
-        given["shapes"] = tuple(tuple(shape) for shape in given["shapes"])
-        given["dtypes"] = ("uint8",) * len(given["shapes"])
+        fields["shapes"] = tuple(tuple(shape) for shape in fields["shapes"])
+        fields["dtypes"] = ("uint8",) * len(fields["shapes"])
     else:
-        given["dtype"] = "uint8"
-        given["kv_quant_mode"] = KVQuantMode[given.get("kv_quant_mode", "NONE")]
-    found: Any = globals()[cls](**given)
-    assert page == found.page_size_bytes
-    return found  # type: ignore[no-any-return]
+        fields["dtype"] = "uint8"
+        fields["kv_quant_mode"] = KVQuantMode[fields.get("kv_quant_mode", "NONE")]
+    spec: Any = globals()[cls](**fields)
+    assert page == spec.page_size_bytes
+    return spec  # type: ignore[no-any-return]
 
 
 def config_of(row: Mapping[str, Any], side: str) -> KVCacheConfig:
@@ -319,40 +319,42 @@ def config_of(row: Mapping[str, Any], side: str) -> KVCacheConfig:
 
 
 def buffer_of(config: KVCacheConfig) -> npt.NDArray[np.uint8]:
-    """Return the one allocation that backs every tensor of *config*."""
+    """Return the one allocation that contains every tensor of *config*."""
     return np.zeros(max(t.offset + t.size for t in config.kv_cache_tensors), np.uint8)
 
 
 def tensors_of(config: KVCacheConfig, layout: str, flat: npt.NDArray[np.uint8]) -> dict[str, Any]:
-    """Return every layer's tensor, or list of them, as views of *flat*."""
+    """Return every layer's tensor, or list of tensors, as views of *flat*."""
     specs = {
         layer: group.kv_cache_spec
         for group in config.kv_cache_groups
         for layer in group.layer_names
     }
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for tensor in config.kv_cache_tensors:
         for at, layer in enumerate(tensor.shared_by):
             place = (tensor.offset + at * tensor.layer_stride, tensor.block_stride)
             spec = specs[layer]
             if isinstance(spec, MambaSpec):
-                found[layer] = _states(spec, config.num_blocks, place, flat)
+                tensors[layer] = _states(spec, config.num_blocks, place, flat)
             else:
                 count = len(tensor.shared_by)
-                found[layer] = _tokens(spec, config.num_blocks, place, flat, layout, tensor, count)
-    return found
+                tensors[layer] = _tokens(
+                    spec, config.num_blocks, place, flat, layout, tensor, count
+                )
+    return tensors
 
 
 def _states(
     spec: MambaSpec, num_blocks: int, place: tuple[int, int], flat: npt.NDArray[np.uint8]
 ) -> list[Any]:
-    found, (offset, block) = [], place
+    states, (offset, block) = [], place
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         size = ITEMSIZE[dtype]
         inner = [prod(shape[at + 1 :]) * size for at in range(len(shape))]
-        found.append(np.ndarray((num_blocks, *shape), NUMPY[size], flat, offset, (block, *inner)))
+        states.append(np.ndarray((num_blocks, *shape), NUMPY[size], flat, offset, (block, *inner)))
         offset += prod(shape) * size
-    return found
+    return states
 
 
 def _tokens(
@@ -364,7 +366,7 @@ def _tokens(
     tensor: KVCacheTensor,
     layers: int,
 ) -> Any:
-    """Return a view [blocks, slots, tokens, content]; strides of H and N follow from the layout."""
+    """Return a view [blocks, slots, tokens, content]; the layout decides the strides of H and N."""
     rows, content = spec.block_size // spec.tokens_per_state, spec.content
     extents = {"H": spec.slots, "N": rows, "C": content}
     strides = {"C": 1}
@@ -381,8 +383,8 @@ def _tokens(
     return np.ndarray(shape, np.uint8, flat, place[0], at)
 
 
+# The fields of a rank's heads.
 HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
-"""A rank's heads."""
 
 
 def config(*groups: Any, num_blocks: int = 6, tensors: Any = ()) -> KVCacheConfig:
@@ -392,6 +394,6 @@ def config(*groups: Any, num_blocks: int = 6, tensors: Any = ()) -> KVCacheConfi
 
 
 def state(kind: str, shapes: Any, **more: Any) -> MambaSpec:
-    """Return a state of bytes."""
+    """Return a state whose elements are bytes."""
     dtypes = ("uint8",) * len(shapes)
     return MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, mamba_type=kind, **more)

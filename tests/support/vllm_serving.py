@@ -1,7 +1,6 @@
-"""An engine as its connectors see it: one in the scheduler, one in each worker, and requests.
+"""An engine as its connectors see it: one connector in the scheduler, one in each worker.
 
-Of vLLM only the base class is made up here, and what calls its methods; sessions, NIXL and memory
-are real.
+Only vLLM's base class and its callers are imitated. Sessions, NIXL and memory are real.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ FULL, WINDOW = ("model.layers.0.attn", "model.layers.1.attn"), ("model.layers.2.
 
 CONNECTOR = "kvspec.adapters.vllm.connector"
 
+# Worlds of the engines that were created. vLLM's code finds the last one.
 WORLDS: list[World] = []
-"""Of the engines that were made, the last one's."""
 
 
 class World:
-    """The workers of one engine, each in a thread of its own, as they talk to each other."""
+    """The workers of one engine, each in its own thread, and their broadcasts."""
 
     def __init__(self, size: int) -> None:
         self.world_size = size
         self._barrier, self._own = threading.Barrier(size), threading.local()
-        self._said: dict[int, bytes] = {}
+        self._objects: dict[int, bytes] = {}
 
     @property
     def rank_in_group(self) -> int:
-        """Who asks."""
+        """The rank of the calling thread."""
         return int(self._own.rank)
 
     def broadcast_object(self, own: Any, src: int) -> Any:
-        """Return what *src* gives."""
+        """Return the object of rank *src*."""
         if self.rank_in_group == src:
-            self._said[src] = pickle.dumps(own)
+            self._objects[src] = pickle.dumps(own)
         self._barrier.wait(20)
-        return pickle.loads(self._said[src])  # noqa: S301
+        return pickle.loads(self._objects[src])  # noqa: S301
 
     def run(self, calls: list[Callable[[], Any]]) -> None:
         """Run the *calls*, one in each worker."""
@@ -68,20 +67,20 @@ class World:
 
 
 class Base:
-    """What the connector uses of vLLM's `KVConnectorBase_V1`."""
+    """The part of vLLM's `KVConnectorBase_V1` that the connector uses."""
 
     def __init__(self, _: Any, __: Any, kv_cache_config: Any) -> None:
         self._connector_metadata: Any = None
         self._kv_cache_config = kv_cache_config
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Hold what the scheduler says, for a step."""
+        """Keep the scheduler's metadata for one step."""
         self._connector_metadata = connector_metadata
 
 
 @dataclass
 class Results:
-    """`KVConnectorTransferResults`."""
+    """The class `KVConnectorTransferResults`."""
 
     finished_sending: set[str]
     finished_recving: set[str]
@@ -90,40 +89,40 @@ class Results:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Let `import vllm` find the little that the connector imports of it."""
+    """Make `import vllm` find the few names that the connector imports."""
     base = {"KVConnectorBase_V1": Base, "SupportsHMA": type("SupportsHMA", (), {})}
     modules = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": base
         | {"KVConnectorTransferResults": Results},
         "vllm.distributed.parallel_state": {"get_world_group": lambda: WORLDS[-1]},
     }
-    found: dict[str, ModuleType] = {}
+    created: dict[str, ModuleType] = {}
     for path, contents in modules.items():
         names = path.split(".")
         for count in range(1, len(names) + 1):
             name = ".".join(names[:count])
-            found.setdefault(name, ModuleType(name))
+            created.setdefault(name, ModuleType(name))
             if count > 1:
-                setattr(found[".".join(names[: count - 1])], names[count - 1], found[name])
-        vars(found[path]).update(contents)
+                setattr(created[".".join(names[: count - 1])], names[count - 1], created[name])
+        vars(created[path]).update(contents)
     sys.modules.pop(CONNECTOR, None)
-    sys.modules.update(found)
+    sys.modules.update(created)
     try:
         yield
     finally:
-        for name in (*found, CONNECTOR):
+        for name in (*created, CONNECTOR):
             sys.modules.pop(name, None)
 
 
 def made(vllm_config: Any, role: str, config: Any) -> Any:
-    """Return the connector that vLLM would have made."""
+    """Return the connector that vLLM would create."""
     cls = importlib.import_module(CONNECTOR).KvspecConnector
     return cls(vllm_config, SimpleNamespace(name=role), config)
 
 
 @dataclass
 class Request:
-    """vLLM's `Request`, of so many tokens."""
+    """vLLM's `Request` with *tokens* tokens."""
 
     request_id: str
     tokens: int
@@ -139,7 +138,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and those that were generated."""
+        """Tokens of the prompt and generated tokens."""
         return len(self._all_token_ids)
 
 
@@ -155,9 +154,9 @@ class Layer:
 def configs(
     name: str, rank: int, tp: int, block: int, extra: dict[str, Any], pp: int = 1
 ) -> tuple[Any, Any]:
-    """Return the VllmConfig and KVCacheConfig of a worker: two full layers, one with a window.
+    """Return the VllmConfig and KVCacheConfig of a worker: two full layers and one with a window.
 
-    Of two stages, the second has the window alone.
+    With two pipeline stages, the second stage has only the window.
     """
     heads = {"block_size": block, "num_kv_heads": 6 // tp, "head_size": SIZE, "dtype": "uint8"}
     full, window = (
@@ -191,62 +190,66 @@ def configs(
 
 
 class Engine:
-    """An engine: connectors of its scheduler and of each worker, and the workers' memory."""
+    """An engine: the connectors of its scheduler and workers, and the workers' memory."""
 
     def __init__(self, name: str, tp: int = 1, block: int = 4, pp: int = 1, **extra: Any) -> None:
         self.block, self.workers, self.storage = block, [], {}
         self.before: dict[kvspec.RankId, Any] = {}
-        given = [
+        worker_configs = [
             configs(name, number, tp, block, {"timeout": 5.0, **extra}, pp)
             for number in range(tp * pp)
         ]
-        self.workers = [made(vllm_config, "WORKER", config) for vllm_config, config in given]
-        told = [WorkerInfo.of(*both) for both in given]
-        self.spec = whole_engine(given[0][0], told, {})
-        WORLDS.append(World(len(given)))
+        self.workers = [
+            made(vllm_config, "WORKER", config) for vllm_config, config in worker_configs
+        ]
+        workers = [WorkerInfo.of(*both) for both in worker_configs]
+        self.spec = whole_engine(worker_configs[0][0], workers, {})
+        WORLDS.append(World(len(worker_configs)))
         calls = []
         for rank, worker in zip(self.spec.parallel.ranks, self.workers, strict=True):
             _, self.storage[rank] = kvspec.allocate(self.spec, rank, BLOCKS)
             tensors = self._tensors(self.storage[rank], 6 // tp)
             calls.append(partial(worker.register_kv_caches, tensors))
         WORLDS[-1].run(calls)
-        self.scheduler = made(given[0][0], "SCHEDULER", given[0][1])
+        self.scheduler = made(worker_configs[0][0], "SCHEDULER", worker_configs[0][1])
         known = {(n // tp, n % tp): w.get_handshake_metadata() for n, w in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(known)
         self.sent, self.received, self.failed = (dict[str, int]() for _ in range(3))
 
     def _tensors(self, storage: dict[str, Any], heads: int) -> dict[str, Any]:
         shape = (BLOCKS, heads, self.block, 2 * SIZE)
-        found = {}
+        tensors = {}
         for group, layers in (("group0", FULL), ("group1", WINDOW)):
             if group in storage:
                 views = storage[group].reshape(len(layers), *shape)
-                found |= dict(zip(layers, views, strict=True))
-        return found
+                tensors |= dict(zip(layers, views, strict=True))
+        return tensors
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for one in (*self.workers, self.scheduler):
-            one.shutdown()
+        for connector in (*self.workers, self.scheduler):
+            connector.shutdown()
 
     def step(self) -> None:
-        """Do what vLLM does in a step: tell the workers, hear what they have to say."""
-        said = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(None)))  # noqa: S301
+        """Do one step as vLLM does: pass the metadata to the workers and collect their results."""
+        # vLLM sends the metadata to its workers as a pickle.
+        built = self.scheduler.build_connector_meta(None)
+        metadata = pickle.loads(pickle.dumps(built))  # noqa: S301
         for worker in self.workers:
-            worker.bind_connector_metadata(said)
+            worker.bind_connector_metadata(metadata)
             worker.start_load_kv(None)
             results = worker.get_transfer_results(set())
-            for heard, names in (
+            for counts, names in (
                 (self.sent, results.finished_sending),
                 (self.received, results.finished_recving),
                 (self.failed, results.failed_recving),
             ):
-                heard.update({name: heard.get(name, 0) + 1 for name in names})
+                counts.update({name: counts.get(name, 0) + 1 for name in names})
 
     def prefill(self, request: Request, *tables: list[int]) -> dict[str, Any] | None:
-        """Serve a prompt for another engine; return what a router passes on."""
+        """Prefill a prompt for another engine; return the parameters that a router passes on."""
         request.kv_transfer_params = {"do_remote_decode": True}
         self.scheduler.on_new_request(request)
         request.num_computed_tokens = request.num_prompt_tokens
@@ -255,27 +258,28 @@ class Engine:
         return json.loads(json.dumps(params))  # type: ignore[no-any-return]
 
     def decode(self, request: Request, *tables: list[int], cached: int = 0) -> tuple[int, bool]:
-        """Take a request, *cached* tokens of which are here; return what vLLM has to wait for."""
+        """Accept a request with *cached* local tokens; return the tokens that vLLM waits for."""
         self.scheduler.on_new_request(request)
         count, waits = self.scheduler.get_num_new_matched_tokens(request, cached)
         blocks = SimpleNamespace(get_block_ids=lambda: tables)
         self.scheduler.update_state_after_alloc(request, blocks, count)
-        self.scheduler.update_state_after_alloc(request, blocks, 0)  # when it is to run
+        # vLLM calls it a second time when the request is about to run.
+        self.scheduler.update_state_after_alloc(request, blocks, 0)
         return count, waits
 
     def fill(self, asked: kvspec.TransferRequest) -> None:
-        """Give the ranks the true bytes of a request, as a producer."""
+        """Write the true bytes of a request into the ranks, as a producer."""
         for rank, storage in self.storage.items():
             oracle.fill(self.spec, rank, storage, BLOCKS, asked.producer_blocks, asked)
 
     def spoil(self, asked: kvspec.TransferRequest) -> None:
-        """Give the ranks wrong bytes wherever a request has to be written, as a consumer."""
+        """Write wrong bytes into the ranks wherever a request must write, as a consumer."""
         for rank, storage in self.storage.items():
             oracle.spoil(self.spec, rank, storage, BLOCKS, asked.consumer_blocks, asked)
             self.before[rank] = {name: flat.copy() for name, flat in storage.items()}
 
     def wrong(self, asked: kvspec.TransferRequest) -> list[str]:
-        """Return what is wrong with the bytes of a consumer."""
+        """Return every difference between a consumer's bytes and the oracle's."""
         tables = asked.consumer_blocks
         return [
             f"{rank}: {line}"
@@ -287,10 +291,10 @@ class Engine:
 
 
 def until(true: Callable[[], Any], *engines: Engine, seconds: float = 30.0) -> None:
-    """Step the *engines* until something is true."""
+    """Step the *engines* until *true* returns a true value."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, f"the condition stayed false for {seconds} s"
         for engine in engines:
             engine.step()
         time.sleep(1e-3)

@@ -1,4 +1,4 @@
-"""A case's request, moved in every way that there is: each judged by the byte oracle."""
+"""Move the request of a case in every possible way; the byte oracle judges each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvspec.testing.world import described, selected, world
 
 
 def check_every_way(case: Case) -> None:
-    """Check law 1 of ids, of descriptors and of the reference, and that `verify` says right."""
+    """Check the bytes moved by ids, by descriptors and by the reference, and `verify`."""
     pytest.importorskip("torch")
     from kvspec.check import reference  # noqa: PLC0415 - torch
 
