@@ -4,7 +4,8 @@ Figures are CPU time, because an engine's own thread pays it. `by_hand` imitates
 vLLM 0.32's NIXL connector for equal blocks and layouts. For each request and side, block ids arrive
 as lists. The groups of all regions become an array, and the first id of each is summed up. The id
 of a descriptor is the first id of its region plus the block. Only whole blocks move, only their
-number is checked, and there is one handle. The code is independent of vLLM and written for these works alone.
+number is checked, and there is one handle. The code is independent of vLLM and written for these
+works alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-# Cases are whole pairs of engines, which take long to draw on a busy machine. That is no defect.
+# Cases are whole pairs of engines, which take long to draw on a busy machine.
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile("default", deadline=None, suppress_health_check=SLOW)

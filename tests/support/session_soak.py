@@ -45,5 +45,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tls", default="all", help="UCX_TLS of the processes: all, tcp")
     parser.add_argument("--push", action="store_true", help="producers write")
-    given = parser.parse_args()
-    print(soak(given.requests, given.faults, given.seed, given.tls, pushed=given.push))  # noqa: T201
+    options = parser.parse_args()
+    print(soak(options.requests, options.faults, options.seed, options.tls, pushed=options.push))  # noqa: T201

@@ -89,7 +89,7 @@ class Hook:
 
 
 @attrs.define(eq=False)
-class Asked:
+class Entry:
     """A request: its blocks, the producer ranks that hold it, and its outcome on each."""
 
     remote_id: str
@@ -111,7 +111,7 @@ class Reader:
     *again* is true if the rank has loaded the request before.
     """
 
-    asked: Asked
+    entry: Entry
     rank: Rank
     start: int
     load: SessionLoad | None
@@ -142,9 +142,9 @@ class Engine:
         """Return the introductions of all ranks."""
         return [session.introduction for session in self.sessions.values()]
 
-    def truth(self, rank: Rank, asked: Asked, tables: Any, *, producer: bool) -> Iterator[Any]:
+    def truth(self, rank: Rank, entry: Entry, tables: Any, *, producer: bool) -> Iterator[Any]:
         """Yield for each part: key, the request's blocks, true bytes, and which bytes count."""
-        given = (self.spec, rank, tables, asked.request, asked.seed)
+        given = (self.spec, rank, tables, entry.request, entry.seed)
         return truth(*given, producer=producer)
 
     def kill(self, net: FakeNixl) -> None:
@@ -170,14 +170,14 @@ class World:
         self.stopped = 0.0  # seconds for which the consumer's clock stood still
         self.pushed, self.follow = mode == "push", mode == "follow"
         net.fate = self.posted
-        self.moved = set[int]()  # the bytes of the consumer that were asked for
+        self.moved = set[int]()  # the consumer's bytes that transfers were posted for
         self.net: list[tuple[str, str, bytes]] = []
-        self.asked: list[Asked] = []
+        self.asked: list[Entry] = []
         self.readers: list[Reader] = []
-        self.to_hold: list[tuple[Asked, Rank]] = []
-        self.to_read: list[tuple[Asked, Rank]] = []
-        self.to_push: list[tuple[Asked, Rank]] = []
-        self.to_write: list[tuple[Asked, Rank, str]] = []
+        self.to_hold: list[tuple[Entry, Rank]] = []
+        self.to_read: list[tuple[Entry, Rank]] = []
+        self.to_push: list[tuple[Entry, Rank]] = []
+        self.to_write: list[tuple[Entry, Rank, str]] = []
         self.outcomes = Counter[str]()
         self.starts = {"P": 0, "D": 0}
         self.free = {side: set(range(1, BLOCKS)) for side in "PD"}
@@ -216,8 +216,8 @@ class World:
         self.engines[name] = Engine(self, name, self.pair[name == "D"], self.starts[name])
         self.free[name] = set(range(1, BLOCKS))
         if name == "P":
-            for asked in self.asked:
-                asked.lost = True
+            for entry in self.asked:
+                entry.lost = True
             self.to_hold.clear()
             self.to_write.clear()
         else:
@@ -248,18 +248,18 @@ class World:
             request_id=f"{seed}", num_tokens=tokens, cached_tokens=min(cached, tokens),
             producer_blocks=tables[0], consumer_blocks=tables[1],
         )  # fmt: skip
-        asked = Asked(
+        entry = Entry(
             new_remote_id(f"r{seed % 3}.{seed}"), request, seed, self.starts["P"], self.starts["D"]
         )
         for name, own in zip("PD", tables, strict=True):
-            self.free[name] -= {int(one) for one in own["full"].block_ids}
-        self.asked.append(asked)
-        self.compute(asked)
-        self.to_hold += [(asked, rank) for rank in self.engines["P"].sessions]
-        self.to_read += [(asked, rank) for rank in self.engines["D"].sessions]
+            self.free[name] -= {int(block) for block in own["full"].block_ids}
+        self.asked.append(entry)
+        self.compute(entry)
+        self.to_hold += [(entry, rank) for rank in self.engines["P"].sessions]
+        self.to_read += [(entry, rank) for rank in self.engines["D"].sessions]
         if self.pushed:  # as soon as the producer knows the blocks, it may write
             for rank in self.engines["D"].sessions:
-                self.spoil(asked, rank)
+                self.spoil(entry, rank)
         if not early:
             while self.to_hold:
                 self.hold(0)
@@ -267,44 +267,44 @@ class World:
     def hold(self, at: int) -> None:
         """Hold a request on one producer rank."""
         if self.to_hold:
-            asked, rank = self.to_hold.pop(at % len(self.to_hold))
+            entry, rank = self.to_hold.pop(at % len(self.to_hold))
             ledger = self.engines["P"].sessions[rank].ledger
             ledger.hold(
-                asked.remote_id, blocks=asked.request.producer_blocks if self.digest else None
+                entry.remote_id, blocks=entry.request.producer_blocks if self.digest else None
             )
-            asked.held.add(rank)
-            for (of, layer), upto in asked.written.items():
-                if of == rank and self.held(asked, rank):
-                    ledger.record_progress(asked.remote_id, upto, [layer])
+            entry.held.add(rank)
+            for (of, layer), upto in entry.written.items():
+                if of == rank and self.held(entry, rank):
+                    ledger.record_progress(entry.remote_id, upto, [layer])
             if self.pushed:
-                self.to_push.append((asked, rank))
+                self.to_push.append((entry, rank))
 
-    def compute(self, asked: Asked) -> None:
+    def compute(self, entry: Entry) -> None:
         """Write the bytes of a request on every producer rank, or none yet if readers follow it."""
         for rank, views in self.engines["P"].views.items():
             for key, view in views.items():
-                view[asked.request.producer_blocks[key[0]].block_ids] = RUBBISH
+                view[entry.request.producer_blocks[key[0]].block_ids] = RUBBISH
             layers = dict.fromkeys(layer for _, layer, _ in views)
             if self.follow:
-                self.to_write += [(asked, rank, layer) for layer in layers]
+                self.to_write += [(entry, rank, layer) for layer in layers]
             else:
-                self.fill(asked, rank, asked.request.num_tokens)
+                self.fill(entry, rank, entry.request.num_tokens)
 
-    def held(self, asked: Asked, rank: Rank) -> bool:
+    def held(self, entry: Entry, rank: Rank) -> bool:
         """Return whether a producer rank holds a request."""
         ledger = self.engines["P"].sessions[rank].ledger
-        return asked.remote_id.rpartition("#")[0] in ledger.held
+        return entry.remote_id.rpartition("#")[0] in ledger.held
 
-    def fill(self, asked: Asked, rank: Rank, upto: int, *layers: str) -> None:
+    def fill(self, entry: Entry, rank: Rank, upto: int, *layers: str) -> None:
         """Write *layers* (by default all) of a request up to a position; states at the end."""
-        side, tables = self.engines["P"], asked.request.producer_blocks
-        true = {k: (i, r) for k, i, r, _ in side.truth(rank, asked, tables, producer=True)}
-        for rows in rows_of(side.spec, rank, tables, asked.request):
+        side, tables = self.engines["P"], entry.request.producer_blocks
+        true = {k: (i, r) for k, i, r, _ in side.truth(rank, entry, tables, producer=True)}
+        for rows in rows_of(side.spec, rank, tables, entry.request):
             if layers and rows.key[1] not in layers:
                 continue
             ids, right = true[rows.key]
             own = rows.token < upto if rows.part.per_token else rows.row >= 0
-            own &= rows.part.per_token or upto == asked.request.num_tokens
+            own &= rows.part.per_token or upto == entry.request.num_tokens
             block, row = rows.block[own], rows.row[own]
             place = (block[:, None] == ids).argmax(axis=1)
             side.views[rank][rows.key][block, :, row] = right[place, :, row]
@@ -313,22 +313,22 @@ class World:
         """Let one producer rank write more of a layer, or of all equally advanced layers."""
         if not self.to_write:
             return
-        asked, rank, layer = self.to_write[at % len(self.to_write)]
-        before, end = asked.written.get((rank, layer), 0), asked.request.num_tokens
+        entry, rank, layer = self.to_write[at % len(self.to_write)]
+        before, end = entry.written.get((rank, layer), 0), entry.request.num_tokens
         upto = min(before + tokens, end)
         same = [
             name
             for other, of, name in self.to_write
-            if (other, of) == (asked, rank) and asked.written.get((of, name), 0) == before
+            if (other, of) == (entry, rank) and entry.written.get((of, name), 0) == before
         ]
         layers = same if all_layers else [layer]
-        if rank not in asked.freed:
-            self.fill(asked, rank, upto, *layers)
-        asked.written |= {(rank, name): upto for name in layers}
-        if self.held(asked, rank):
-            self.engines["P"].sessions[rank].ledger.record_progress(asked.remote_id, upto, layers)
+        if rank not in entry.freed:
+            self.fill(entry, rank, upto, *layers)
+        entry.written |= {(rank, name): upto for name in layers}
+        if self.held(entry, rank):
+            self.engines["P"].sessions[rank].ledger.record_progress(entry.remote_id, upto, layers)
         if upto == end:
-            gone = {(id(asked), rank, name) for name in layers}
+            gone = {(id(entry), rank, name) for name in layers}
             self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
         self.look()
 
@@ -338,44 +338,44 @@ class World:
         With *short*, the pushed request has one token less, by mistake.
         """
         if self.to_push:
-            asked, rank = self.to_push.pop(at % len(self.to_push))
-            request = asked.request
+            entry, rank = self.to_push.pop(at % len(self.to_push))
+            request = entry.request
             if short:
                 request = attrs.evolve(request, num_tokens=request.num_tokens - 1)
-            if self.held(asked, rank):
+            if self.held(entry, rank):
                 try:
                     self.engines["P"].sessions[rank].push(
-                        request, remote_id=asked.remote_id, timeout=TIMEOUT, epoch=asked.to
+                        request, remote_id=entry.remote_id, timeout=TIMEOUT, epoch=entry.to
                     )
                 except TransferError as error:
                     raise AssertionError("its blocks were free, and are written") from error
                 except SpecError:
-                    assert asked.to != self.starts["D"], "refused, though nothing has changed"
+                    assert entry.to != self.starts["D"], "refused, though nothing has changed"
             self.look()
 
     def read(self, at: int, how: str) -> None:
         """Let one consumer rank load or decline a request."""
         if not self.to_read:
             return
-        asked, rank = self.to_read.pop(at % len(self.to_read))
+        entry, rank = self.to_read.pop(at % len(self.to_read))
         session, load = self.engines["D"].sessions[rank], None
         if how == "decline" and not self.pushed:
-            session.decline(asked.remote_id)
+            session.decline(entry.remote_id)
         else:
             if not self.pushed:
-                self.spoil(asked, rank)
+                self.spoil(entry, rank)
             try:
                 load = session.load(
-                    asked.request, remote_id=asked.remote_id, timeout=TIMEOUT,
+                    entry.request, remote_id=entry.remote_id, timeout=TIMEOUT,
                     pushed=self.pushed, follow=self.follow, digest=self.digest,
                 )  # fmt: skip
             except TransferError as error:
                 raise AssertionError("its blocks were free, and are written") from error
             if how == "decline":
                 load.cancel()
-        again = rank in asked.read
-        asked.read.add(rank)
-        self.readers.append(Reader(asked, rank, self.starts["D"], load, again))
+        again = rank in entry.read
+        entry.read.add(rank)
+        self.readers.append(Reader(entry, rank, self.starts["D"], load, again))
         self.look()
 
     def reread(self, at: int) -> None:
@@ -384,31 +384,31 @@ class World:
         ended = [
             reader
             for reader in self.readers
-            if reader.after is not None and not reader.asked.lost
-            if reader.asked.request.request_id not in sessions[reader.rank]._loading.book.open
+            if reader.after is not None and not reader.entry.lost
+            if reader.entry.request.request_id not in sessions[reader.rank]._loading.book.open
         ]
         if ended:
             reader = ended[at % len(ended)]
             self.readers.remove(reader)
-            self.to_read.append((reader.asked, reader.rank))
+            self.to_read.append((reader.entry, reader.rank))
             if self.pushed:
-                self.spoil(reader.asked, reader.rank)
+                self.spoil(reader.entry, reader.rank)
 
-    def spoil(self, asked: Asked, rank: Rank) -> None:
+    def spoil(self, entry: Entry, rank: Rank) -> None:
         """Write rubbish into a request's blocks, except for tokens that the consumer has cached."""
         views = self.engines["D"].views[rank]
         for key, view in views.items():
-            view[asked.request.consumer_blocks[key[0]].block_ids] = RUBBISH
-        for span in spans(views, asked.request.consumer_blocks):
+            view[entry.request.consumer_blocks[key[0]].block_ids] = RUBBISH
+        for span in spans(views, entry.request.consumer_blocks):
             self.moved.difference_update(span)
-        for key, ids, right, counts in self.cached(rank, asked):
+        for key, ids, right, counts in self.cached(rank, entry):
             views[key][ids] = np.where(counts, right, views[key][ids])
 
-    def cached(self, rank: Rank, asked: Asked) -> Iterator[Any]:
+    def cached(self, rank: Rank, entry: Entry) -> Iterator[Any]:
         """Yield the bytes that the consumer has cached."""
-        whole = attrs.evolve(asked.request, cached_tokens=0)
-        having = attrs.evolve(asked, request=whole)
-        tables, request = asked.request.consumer_blocks, asked.request
+        whole = attrs.evolve(entry.request, cached_tokens=0)
+        having = attrs.evolve(entry, request=whole)
+        tables, request = entry.request.consumer_blocks, entry.request
         for key, ids, right, counts in self.engines["D"].truth(
             rank, having, tables, producer=False
         ):
@@ -459,9 +459,9 @@ class World:
 
     def abort(self, at: int) -> None:
         """Abort a request on every rank of the producer."""
-        if self.asked and not (asked := self.asked[at % len(self.asked)]).lost:
+        if self.asked and not (entry := self.asked[at % len(self.asked)]).lost:
             for session in self.engines["P"].sessions.values():
-                session.ledger.abort(asked.remote_id)
+                session.ledger.abort(entry.remote_id)
 
     def cancel(self, at: int) -> None:
         """Cancel a load."""
@@ -490,19 +490,19 @@ class World:
         for rank, session in side.sessions.items():
             settled = session.ledger.poll()
             for name in (*settled.done, *settled.expired):
-                (asked,) = [a for a in self.asked if a.remote_id.startswith(f"{name}#")]
-                assert rank in asked.held, f"{name} was not held on {rank}"
-                assert rank not in asked.freed, f"{name} is freed twice on {rank}"
-                asked.freed[rank] = "done" if name in settled.done else "expired"
-                ids = asked.request.producer_blocks["full"].block_ids
+                (entry,) = [a for a in self.asked if a.remote_id.startswith(f"{name}#")]
+                assert rank in entry.held, f"{name} was not held on {rank}"
+                assert rank not in entry.freed, f"{name} is freed twice on {rank}"
+                entry.freed[rank] = "done" if name in settled.done else "expired"
+                ids = entry.request.producer_blocks["full"].block_ids
                 if name in settled.done:
-                    self.unread(rank, asked)
+                    self.unread(rank, entry)
                 for view in side.views[rank].values():
                     view[ids] = RUBBISH
-                if set(asked.freed) == set(side.sessions):
+                if set(entry.freed) == set(side.sessions):
                     self.free["P"] |= set(ids.tolist())
 
-    def unread(self, rank: Rank, asked: Asked) -> None:
+    def unread(self, rank: Rank, entry: Entry) -> None:
         """Check that no reader reads the blocks of a request that *rank* has freed as done.
 
         A reader whose lease has expired may read bytes of another request, so it is not checked
@@ -510,14 +510,14 @@ class World:
         """
         for reader in self.readers:
             open_ = reader.load is not None and reader.after is None
-            if reader.asked is asked and open_ and not reader.again:
-                tables = asked.request.producer_blocks, asked.request.consumer_blocks
+            if reader.entry is entry and open_ and not reader.again:
+                tables = entry.request.producer_blocks, entry.request.consumer_blocks
                 views = self.engines["P"].views[rank], self.engines["D"].views[reader.rank]
-                source, target = (spans(*one) for one in zip(views, tables, strict=True))
+                source, target = (spans(*side) for side in zip(views, tables, strict=True))
                 for flight in self.nixl.moving:
                     to, of, _ = flight.copies[0]
                     reads = any(of in span for span in source) and any(to in s for s in target)
-                    assert not reads, f"{asked.remote_id} is free on {rank}, and is read"
+                    assert not reads, f"{entry.remote_id} is free on {rank}, and is read"
 
     def judge(self) -> None:
         """Compare done loads with the truth, and ended loads with the copy of their bytes."""
@@ -525,7 +525,7 @@ class World:
             if reader.load is None or reader.load.state == "moving":
                 continue
             views = self.engines["D"].views[reader.rank]
-            tables = reader.asked.request.consumer_blocks
+            tables = reader.entry.request.consumer_blocks
             if reader.after is None:
                 self.outcomes[reader.load.state] += 1
                 assert (reader.load.state == "failed") == (reader.load.error is not None)
@@ -535,18 +535,18 @@ class World:
             for key, view in views.items():
                 ids = tables[key[0]].block_ids
                 assert np.array_equal(reader.after[key], view[ids]), "written after it was over"
-        for asked in {id(r.asked): r.asked for r in self.readers}.values():
-            readers = [r for r in self.readers if r.asked is asked]
+        for entry in {id(r.entry): r.entry for r in self.readers}.values():
+            readers = [r for r in self.readers if r.entry is entry]
             over = all(r.load is None or r.after is not None for r in readers)
             if over and len(readers) == len(self.engines["D"].sessions):
-                self.readers = [r for r in self.readers if r.asked is not asked]
-                self.free["D"] |= set(asked.request.consumer_blocks["full"].block_ids.tolist())
+                self.readers = [r for r in self.readers if r.entry is not entry]
+                self.free["D"] |= set(entry.request.consumer_blocks["full"].block_ids.tolist())
 
     def right(self, reader: Reader) -> None:
         """Check that a load that is done has the bytes of its request."""
-        side, tables = self.engines["D"], reader.asked.request.consumer_blocks
-        whole = attrs.evolve(reader.asked.request, cached_tokens=0)
-        having = attrs.evolve(reader.asked, request=whole)
+        side, tables = self.engines["D"], reader.entry.request.consumer_blocks
+        whole = attrs.evolve(reader.entry.request, cached_tokens=0)
+        having = attrs.evolve(reader.entry, request=whole)
         for key, ids, right, counts in side.truth(reader.rank, having, tables, producer=False):
             wrong = (side.views[reader.rank][key][ids] != right) & counts
             assert not wrong.any(), f"done, with wrong bytes in {key}"
@@ -573,8 +573,8 @@ class World:
                 assert SessionStats(engines=met) == left, f"{name} {rank}: {left}"
                 mine = session.nixl.stats()
                 assert (0, 0) == (mine.transfers, mine.handles)
-        for asked in self.asked:
-            assert asked.lost or set(self.engines["P"].sessions) == set(asked.freed), "never freed"
+        for entry in self.asked:
+            assert entry.lost or set(self.engines["P"].sessions) == set(entry.freed), "never freed"
 
     def close(self) -> None:
         """Close every engine."""

@@ -122,37 +122,39 @@ class Side:
         for session in self.sessions.values():
             session.ledger.hold(remote_id, **more)
 
-    def load(self, asked: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[SessionLoad]:
+    def load(
+        self, request: kvspec.TransferRequest, remote_id: str, **more: Any
+    ) -> list[SessionLoad]:
         """Load a request on every rank."""
-        given = {"timeout": 10.0, "remote_id": remote_id} | more
-        return [session.load(asked, **given) for session in self.sessions.values()]
+        options = {"timeout": 10.0, "remote_id": remote_id} | more
+        return [session.load(request, **options) for session in self.sessions.values()]
 
     def poll(self) -> None:
         """Poll every rank once."""
         for session in self.sessions.values():
             session.poll()
 
-    def fill(self, asked: kvspec.TransferRequest, seed: int = 0) -> None:
+    def fill(self, request: kvspec.TransferRequest, seed: int = 0) -> None:
         """Write a request's true bytes into the producer's ranks, and random bytes elsewhere."""
         for rank, storage in self.storage.items():
-            tables = asked.producer_blocks
-            oracle.fill(self.spec, rank, storage, BLOCKS, tables, asked, seed=seed)
+            tables = request.producer_blocks
+            oracle.fill(self.spec, rank, storage, BLOCKS, tables, request, seed=seed)
 
-    def spoil(self, asked: kvspec.TransferRequest, seed: int = 0) -> None:
+    def spoil(self, request: kvspec.TransferRequest, seed: int = 0) -> None:
         """Write wrong bytes into the consumer's ranks where the request must write."""
         for rank, storage in self.storage.items():
-            tables = asked.consumer_blocks
-            oracle.spoil(self.spec, rank, storage, BLOCKS, tables, asked, seed=seed)
+            tables = request.consumer_blocks
+            oracle.spoil(self.spec, rank, storage, BLOCKS, tables, request, seed=seed)
             self.before[rank] = {name: flat.copy() for name, flat in storage.items()}
 
-    def wrong(self, asked: kvspec.TransferRequest, seed: int = 0) -> list[str]:
+    def wrong(self, request: kvspec.TransferRequest, seed: int = 0) -> list[str]:
         """Return every difference between the consumer's bytes and the oracle's."""
         return [
             f"{rank}: {line}"
             for rank, storage in self.storage.items()
             for line in oracle.check(
-                self.spec, rank, self.before[rank], storage, BLOCKS, asked.consumer_blocks, asked,
-                seed=seed,
+                self.spec, rank, self.before[rank], storage, BLOCKS, request.consumer_blocks,
+                request, seed=seed,
             )
         ]  # fmt: skip
 
@@ -175,12 +177,12 @@ def request(name: str = "r", tokens: int = 14, cached: int = 0, **more: Any) -> 
     The consumer's table is reversed, so that a swap of the two tables is noticed.
     """
     blocks = list(range(1, -(-tokens // 4) + 1))
-    given: dict[str, Any] = {
+    tables: dict[str, Any] = {
         "producer_blocks": {"full": blocks, "window": blocks},
         "consumer_blocks": {"full": blocks[::-1], "window": blocks[::-1]},
     }
     return kvspec.TransferRequest(
-        request_id=name, num_tokens=tokens, cached_tokens=cached, **given | more
+        request_id=name, num_tokens=tokens, cached_tokens=cached, **tables | more
     )
 
 

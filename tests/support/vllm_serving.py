@@ -267,25 +267,25 @@ class Engine:
         self.scheduler.update_state_after_alloc(request, blocks, 0)
         return count, waits
 
-    def fill(self, asked: kvspec.TransferRequest) -> None:
+    def fill(self, request: kvspec.TransferRequest) -> None:
         """Write the true bytes of a request into the ranks, as a producer."""
         for rank, storage in self.storage.items():
-            oracle.fill(self.spec, rank, storage, BLOCKS, asked.producer_blocks, asked)
+            oracle.fill(self.spec, rank, storage, BLOCKS, request.producer_blocks, request)
 
-    def spoil(self, asked: kvspec.TransferRequest) -> None:
+    def spoil(self, request: kvspec.TransferRequest) -> None:
         """Write wrong bytes into the ranks wherever a request must write, as a consumer."""
         for rank, storage in self.storage.items():
-            oracle.spoil(self.spec, rank, storage, BLOCKS, asked.consumer_blocks, asked)
+            oracle.spoil(self.spec, rank, storage, BLOCKS, request.consumer_blocks, request)
             self.before[rank] = {name: flat.copy() for name, flat in storage.items()}
 
-    def wrong(self, asked: kvspec.TransferRequest) -> list[str]:
+    def wrong(self, request: kvspec.TransferRequest) -> list[str]:
         """Return every difference between a consumer's bytes and the oracle's."""
-        tables = asked.consumer_blocks
+        tables = request.consumer_blocks
         return [
             f"{rank}: {line}"
             for rank, storage in self.storage.items()
             for line in oracle.check(
-                self.spec, rank, self.before[rank], storage, BLOCKS, tables, asked
+                self.spec, rank, self.before[rank], storage, BLOCKS, tables, request
             )
         ]
 
