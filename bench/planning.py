@@ -172,6 +172,7 @@ def b5(options: Options) -> Iterator[Row]:
             budget="B5",
             what=f"select, {work.name}, one rank pair, shuffled, {count} descriptors",
             ours=f"{readable(ours / count)} each",
+            # NIXL itself needs 23 to 31 ns for each id that it does not merge.
             required="< 25 ns each" if budgeted else "",
             met=ours / count < 25e-9 if budgeted else None,
         )
@@ -199,6 +200,7 @@ def _lowering(options: Options) -> Iterator[Row]:
         ours, listed, theirs, inner = interleaved(options.times(24), select, describe, lower, bare)
     what = f"all ranks, {same['writes']} equal writes"
     for name, mine, its, required in (
+        # Mooncake lowers W3 in 3.2 s. It builds a Python object for each of the 524,288 writes.
         ("descriptors(), addresses as Mooncake's", listed, theirs, ">= 500 x"),
         ("select, ids of rows that are built once", ours, theirs, ""),
         ("select (other: its inner loop, without its checks)", ours, inner, ""),
