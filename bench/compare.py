@@ -20,8 +20,6 @@ from pathlib import Path
 from timing import forget, readable
 
 HERE = Path(__file__).resolve()
-# A higher ratio is marked as slower, and a ratio below its inverse as faster. The least times of
-# two equal checkouts differ by up to 5 % on a shared machine.
 # A higher ratio is marked as slower, and a ratio below its inverse as faster. Smaller differences
 # are not distinguished from noise.
 LIMIT = 1.05

@@ -33,8 +33,6 @@ BOUNDARY = 64
 # Cached tokens: none, whole blocks, and a prime that ends inside a block.
 CACHED = (0, BOUNDARY, 37)
 BASE = works.Work(name="merging", layers=3, spec=works.heads(8, 16), tp_sizes=(1, 1), tokens=517)
-# Posted descriptors may exceed the minimum by this factor. Each descriptor costs time in NIXL and
-# UCX.
 # Posted descriptors may exceed the minimum by this factor. Each posted descriptor costs NIXL about
 # 3 us of CPU time, as much as moving 26 KB.
 LIMIT = 1.15

@@ -51,8 +51,6 @@ def work_of(
 
 
 PLAIN = ("LBHNC", "LBHNC")
-# B7: works, and the multiple of a raw read's time that each may take. Shorter runs have more
-# descriptors for the same bytes, so their multiple is higher.
 # B7: works, and the multiple of a raw read's time that each may take. Descriptors of 64 KiB reach
 # half of the peak speed, which gives 2. Descriptors of 256 KiB reach 90 %, which leaves a margin in
 # 1.25. Runs of 256 bytes took 75 times the raw time directly and 3.1 times staged, which gives 4.
@@ -62,7 +60,6 @@ WHOLE = (
     (work_of("heads first to rows first, 256 B", SHORT, (8, 2), 16, 512), 4.0),
 )
 LATENT = kvspec.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
-# B15: works, and the multiple of a raw read's time that each may take.
 # B15: works, and the multiple of a raw read's time that each may take. The first build, staged,
 # took 2.0 times the raw time at 16 KiB and 2.3 times at 4 KiB.
 MIDDLE = (

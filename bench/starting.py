@@ -18,7 +18,6 @@ from timing import Options, Row, clock, forget, interleaved, readable, times
 import kvspec
 from kvspec.ownership.slices import TPTransferSlice
 
-# Optional packages. `import kvspec` must work without them, and importing them takes seconds.
 # Optional packages. `import kvspec` must work without them, and must not spend time on them.
 FORBIDDEN = ("torch", "nixl", "nixl_cu12", "nixl_cu13", "msgspec")
 IMPORT = """

@@ -18,7 +18,6 @@ import kvspec
 from kvspec import DescriptorTable, EngineSpec, ParallelConfig, models
 from kvspec.models import catalogue
 
-# CPU seconds for one table. An engine builds one table for each source when it connects.
 # CPU seconds for one table of up to 80 layers.
 LIMIT = 8e-3
 HYBRID = "Nemotron-H-8B"

@@ -25,7 +25,6 @@ from kvspec.testing.positions import context_of, excluded_layers, live_positions
 from kvspec.testing.strategies import cases
 
 REFUSED = (kvspec.SpecError, kvspec.MismatchError)
-# Small integers on both sides of every valid id and count: pools have at most about 40 blocks.
 # Integers that are negative, valid, or beyond the pool of a small case.
 SOME = st.integers(-3, 40)
 SOME_IDS = st.lists(SOME, max_size=3)

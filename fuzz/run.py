@@ -23,7 +23,6 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 TARGETS = ("slices", "layouts", "contexts", "block_tables", "from_config", "handshakes", "messages")
-# Bytes of the longest input. A whole case of two engines and a request takes up to about 4 KiB.
 # Bytes of the longest input. At this length most random inputs decode to a whole case.
 LONGEST = 4096
 # Inputs of a new corpus: enough that each law of a target starts with several.
