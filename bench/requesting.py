@@ -98,7 +98,7 @@ class Lanes:
             far.register(source_cache.memory, owner=owner)
             sources.append(source_cache)
         peer = near.connect(far.metadata())
-        self.agent = near._agent  # noqa: SLF001 - what makes handles, and posts none
+        self.agent = near._agent  # noqa: SLF001 - it makes handles without posting
         self.tables = [kvspec.build_table(plan, source, cache) for source in sources]
         self.lists = [
             (near.prepare(table.consumer_rows), near.prepare(table.producer_rows, peer=peer))

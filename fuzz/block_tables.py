@@ -109,9 +109,9 @@ def copies(
 
 
 def moving_span(case: Case, group: kvspec.KVCacheGroup, request: kvspec.TransferRequest) -> range:
-    """Return the span of the positions of *group* that have to move, in any layer that does.
+    """Return the span of positions of *group* that must move in any of its layers.
 
-    The consumer's kind of a layer says which, for both sides.
+    The kind of the consumer's layer decides it for both sides.
     """
     excluded = excluded_layers(case.producer) | excluded_layers(case.consumer)
     homes = {layer: home for home in case.consumer.groups for layer in home.layers}

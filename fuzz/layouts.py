@@ -71,8 +71,7 @@ def test_every_byte_in_one_region(engine: EngineSpec, num_blocks: int) -> None:
 def padding(engine: EngineSpec, name: str, rank: RankId, num_blocks: int, seen: np.ndarray) -> int:
     """Return the expected bytes of padding in a group.
 
-    A rank that holds nothing of a group has a storage of one byte, because an array cannot be
-    empty. That byte counts as padding.
+    A rank that holds nothing of a group has a storage of one byte, which counts as padding.
     """
     group = engine.group(name)
     if not seen.any() and seen.size == 1:
