@@ -265,7 +265,7 @@ def unfenced(patch: pytest.MonkeyPatch) -> None:
     """Forget who gave up what was not pushed yet."""
     heard = Pushing.deliver
     patch.setattr(
-        Pushing, "heard", lambda self, message: [heard(self, message), self.fences.clear()]
+        Pushing, "deliver", lambda self, message: [heard(self, message), self.fences.clear()]
     )
 
 
