@@ -11,12 +11,17 @@ How it works:
         block of the table    0                             |  1
         block in memory       0             | 1             |  2
 
-    Here `block_size` is 8, `memory_block_size` is 4 and `kernel_blocks_per_block` is 2.
+    Here `block_size` is 8, `memory_block_size` is 4 and `kernel_blocks_per_block` is 2. A block in
+    memory is a kernel block, or the block of the table if the kernel does not divide it.
 
     A *tile* is the largest number of tokens that no block and no interleave of either side divides
     (`tile_tokens`). A *row kind* (`RowKind`) selects the same tokens from each period of a block.
     A `TokenSplit` lists all row kinds that a request may need. A `BlockLayout` numbers the places
     of one row kind in the memory of one side.
+
+    The word *row* has two meanings. A *row of a request* is one place of a row kind. It needs one
+    descriptor for each run. A *strided row* of NIXL describes the places of one run that are
+    equally far apart. A request selects some of them.
 """
 
 from __future__ import annotations
@@ -59,7 +64,10 @@ class Paging:
 
     @cached_property
     def kernel_blocks_per_block(self) -> int:
-        """Number of blocks in memory for each block of the table."""
+        """Number of blocks in memory for each block of the table.
+
+        It is 1 if `GroupSide.part` has joined the kernel blocks of each block.
+        """
         return self.block_size // self.memory_block_size
 
     @cached_property
@@ -68,15 +76,16 @@ class Paging:
         return self.block_size * self.context.size
 
     def places(self, own: Ints, kind: RowKind) -> tuple[Ints, Ints | None, Ints | None]:
-        """Return where rows of *kind* begin in the table and in memory.
+        """Return where a request's rows of *kind* begin in the table and in memory.
 
         Args:
             own: Number of the rank's own tokens before each row, from the table's first token.
             kind: The kind of the rows.
 
         Returns:
-            The place in the block table, the kernel block in it, and the tile in the kernel block.
-            The second and the third are None if there is only one.
+            The index in the block table, the kernel block in the block, and the period in the
+            kernel block. A period is a tile if the rows move whole tiles. The kernel block is None
+            if a block has only one, and so is the period if a kernel block has only one.
 
         """
         kernel_block, tile = None, None
@@ -117,7 +126,8 @@ def partial_sizes_of(grain: int, tile: int) -> tuple[int, ...]:
     while sizes[-1] < tile:
         quotient = tile // sizes[-1]
         factors = [factor for factor in range(2, MOST_LENGTHS + 1) if quotient % factor == 0]
-        # A prime quotient above the limit has no small factor. The next size is then large.
+        # Without a factor up to the limit, the smallest factor above it is the next best. If the
+        # quotient is prime, that factor is the quotient, and the next size is the whole tile.
         larger = (f for f in range(MOST_LENGTHS + 1, quotient + 1) if quotient % f == 0)
         sizes.append(sizes[-1] * (max(factors) if factors else next(larger)))
     return tuple(sizes)
@@ -133,10 +143,11 @@ class TokenSplit:
         grain: Tokens that one state of the part stands for (`Part.tokens_per_state`).
         producer: Paging of the producer.
         consumer: Paging of the consumer.
-        spans: The largest number of tiles that one row moves.
+        spans: The largest number of tiles that one row moves. 1 if rows of one tile are enough.
         partial_sizes: Sizes whose multiples are rows of a part of a tile. If empty, a part of a
             tile moves state by state.
-        trim_from: Number of dead tokens from which the last tile is shortened. 0 if it never is.
+        trim_from: The last tile is shortened if it has at least this many dead tokens. 0 if it
+            always moves whole.
         prefix_multiple: Cached prefixes are multiples of this many tokens.
 
     """
@@ -156,8 +167,9 @@ class TokenSplit:
         """Whether a tile may begin with cached tokens."""
         positions, context = self.tile, self.consumer.context
         if context.size > 1 and context.same_sharding(self.producer.context):
-            # Tiles are then cut in the rank's own tokens, but prefixes count positions of the
-            # request. Each rank has whole tiles of a prefix only if its interleaves fit as well.
+            # Tiles then count the rank's own tokens, but prefixes count positions of the request.
+            # No tile begins cached if every prefix has whole tiles and whole interleaves of each
+            # rank.
             positions = lcm(self.tile, context.interleave) * context.size
         return self.prefix_multiple % positions > 0
 
@@ -200,20 +212,20 @@ def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> i
 
 @attrs.frozen
 class BlockLayout:
-    """The repetition of one row kind over the blocks of one side: equal for all runs of a set.
+    """The repetition of one row kind over the blocks of one side: equal for all runs of a `RowSet`.
 
-    A layout has two modes, ``(num_blocks, tiles) : (block_stride, tile_stride)``. A *run* is one
+    A layout has two axes, ``(num_blocks, tiles) : (block_stride, tile_stride)``. A *run* is one
     contiguous range of bytes of a tile. Each run has one id for each place where it repeats. NIXL
-    receives these places as strided rows, and the strides decide how many rows a run needs. The
-    examples show the ids of 2 blocks of 4 tiles:
+    receives these places as strided rows, and the strides decide how many rows a run needs. There
+    are three cases. The examples show the ids of 2 blocks of 4 tiles:
 
     >>> def ids(**more):
     ...     block_layout = BlockLayout(num_blocks=2, tiles=4, tile_stride=10, **more)
     ...     block, tile = np.divmod(np.arange(8), 4)
     ...     return block_layout.ids(block, tile).reshape(2, 4).tolist()
 
-    *Plain*: other bytes lie between the tiles of two blocks. A run has one row for each tile, and
-    the ids of a row count blocks.
+    *Not coalesced*: the tiles of two blocks are not as far apart as the tiles of one block. A run
+    has one row for each tile, and the ids of a row count blocks.
 
     >>> ids(block_stride=90)
     [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -234,11 +246,13 @@ class BlockLayout:
     Attributes:
         num_blocks: Blocks in memory.
         block_stride: Bytes from one block to the next.
-        tiles: Places of the row kind in one block.
-        tile_stride: Bytes from one place to the next. 0 if there is one.
+        tiles: Number of places of the row kind in one block, in each of which it moves a tile, a
+            part of a tile or several tiles.
+        tile_stride: Bytes from one place to the next. 0 if a block has only one place.
         memory_type: NIXL memory type of the rows.
         device: Index of the device for `VRAM`.
-        span: Tiles that one id covers.
+        span: Tiles that one id covers in a spanning layout. Otherwise 1, also if the row kind moves
+            several tiles of one block.
 
     """
 

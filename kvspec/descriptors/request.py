@@ -1,7 +1,7 @@
 """Transfer requests: how many tokens to move, and the block tables of both sides.
 
 Invariant: a block table assigns token positions to its blocks. Blocks of the two sides are paired
-by position, never by their number in the table or counted from its end.
+by position. The index in the table is not compared, neither from its start nor from its end.
 
 How it works:
     A request moves the positions ``live ∩ [cached_tokens, num_tokens)`` of each group. *Live* are
@@ -94,7 +94,8 @@ class BlockTable:
 
     def __attrs_post_init__(self) -> None:
         positive_int("first_token", self.first_token, least=0, most=MAX_TOKENS)
-        # Sort once: each table of each source searches for repeated ids and compares the extremes.
+        # Sort once: the descriptor table of each producer rank searches the ids for repeated ones,
+        # and compares the smallest and the largest with the memory.
         ordered = self.block_ids.copy()
         ordered.sort()
         ordered.setflags(write=False)
@@ -120,7 +121,7 @@ class BlockTable:
         return self.block_ids[first : last + 1]
 
     def without_block(self, tokens: range, block_size: int, null_block: int | None) -> range:
-        """Return the first consecutive *tokens* whose block is the null block.
+        """Return those of *tokens* that have no block: the first ones whose block is null.
 
         Args:
             tokens: Token positions. The table must contain them all.
@@ -128,7 +129,7 @@ class BlockTable:
             null_block: Id of the null block, or None if the engine has none.
 
         Returns:
-            Those of *tokens* in the first run of null blocks. Empty if all blocks are real.
+            Positions in the first null blocks that follow each other. Empty if all blocks are real.
 
         """
         if null_block is None:
@@ -177,7 +178,7 @@ class BlockTable:
 
 
 def check_ids(side: Role, group: str, ids: Ids, num_blocks: int) -> None:
-    """Raise `SpecError` with the first of *ids* that is not a block of *num_blocks* blocks."""
+    """Raise `SpecError` with the first of *ids* that is not from 0 to *num_blocks* - 1."""
     # As unsigned numbers, negative ids are larger than any count: one comparison is enough.
     wrong = ids.view(np.uint64) >= num_blocks
     if np.count_nonzero(wrong):
@@ -224,7 +225,8 @@ class TransferRequest:
 
     Attributes:
         request_id: Name of the request, not empty.
-        num_tokens: Position of the first token that the consumer computes itself.
+        num_tokens: Number of leading tokens that the consumer need not compute. It computes the
+            next token itself.
         producer_blocks: Block tables of the producer by the names of its groups. A plain sequence
             of ids starts at token 0.
         consumer_blocks: Block tables of the consumer by the names of its groups.
@@ -234,7 +236,8 @@ class TransferRequest:
         encoder_tokens: Number of tokens of the encoder. Groups of cross attention require it.
         state_tokens: Number of tokens that the recurrent states of the producer have seen. It must
             equal `num_tokens`, which is the default.
-        known: Values that tables derive from the request, so that all sources share them.
+        known: Values that descriptor tables derive from the request. The tables of all producer
+            ranks share them.
 
     >>> request = TransferRequest(
     ...     request_id="r", num_tokens=40, cached_tokens=16,

@@ -10,7 +10,7 @@ How it works:
     1. It pairs the parts of all layers that move (`_PartPair`) and groups them. All parts of a
        group are cut alike by every request (`_SplitKey`), so that they share one `TokenSplit`.
     2. It divides each group into boxes: parts with equal strides on both sides (`Boxes`). A box
-       has three axes: units, states and content.
+       has three axes: units, states and content. A *content* is the bytes of one unit in one state.
     3. It decides which kinds of rows the group needs (`_spans`, `_partial_sizes`, `_trim_from`).
     4. For each kind, a box becomes runs. An axis whose stride equals the length of the content
        becomes part of the content. Then runs that touch on both sides are joined (`coalesce`).
@@ -104,7 +104,7 @@ class GroupSide:
         first = region.base + unit * region.unit_stride
         kernel_blocks = self.group.kernel_blocks_per_block
         if kernel_blocks > 1 and region.block_stride == region.states * row_stride(region):
-            # The kernel blocks of one block follow each other like rows of one larger block.
+            # The states of the kernel blocks of one block are equally far apart, as in one block.
             # Larger blocks have larger tiles, so that fewer and longer rows are needed.
             paging = self._whole
             region = attrs.evolve(
@@ -118,7 +118,7 @@ class GroupSide:
 
 
 def row_stride(region: Region) -> int:
-    """Return the bytes from one row of *region* to the next, which may be in the next block."""
+    """Return the bytes from one state of *region* to the next, which may be in the next block."""
     return region.state_stride if region.states > 1 else region.block_stride
 
 
@@ -153,7 +153,7 @@ class Boxes:
     ) -> Iterator[Boxes]:
         """Yield boxes that repeat like *sides*, one `Boxes` for each length of content.
 
-        A key and its value that are adjacent on both sides become one content.
+        Contents of two parts, such as `k` and `v`, become one if they are adjacent on both sides.
 
         Args:
             units: Units of one box.
@@ -199,7 +199,7 @@ class Boxes:
 
     @property
     def _states(self) -> int:
-        """Rows of a recurrent state that both sides have."""
+        """Number of rows of a recurrent state that both sides have."""
         return min(self.producer.states, self.consumer.states)
 
 
@@ -208,7 +208,7 @@ def block_layout_of(
 ) -> BlockLayout:
     """Return how rows of *kind* repeat in *region*.
 
-    Rows repeat in each period of a block, as long as they end inside the block. If rows continue
+    A row begins in each period of a block if it ends in the same block. If the memory continues
     across blocks, a row of several tiles may end in a later block.
     """
     tiles, span = 1, 1
@@ -348,7 +348,7 @@ class RowSet:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether each run is one strided row on both sides.
+        """Whether each run is one strided row on both sides: coalesced and not spanning.
 
         Then adjacent tiles have consecutive ids, so that NIXL joins all tiles of equal length that
         touch on both sides.
@@ -359,7 +359,7 @@ class RowSet:
 
     @property
     def dense(self) -> bool:
-        """Whether NIXL joins all tiles that follow each other, from block to block as well."""
+        """Whether NIXL joins all tiles that follow each other, also those of two blocks."""
         return self.touching and self.producer.coalesced and self.consumer.coalesced
 
 
@@ -393,7 +393,7 @@ class _PartPair(NamedTuple):
     def contents(self) -> list[tuple[int, int, int]]:
         """Return producer address, consumer address and length of the first unit and state.
 
-        Content that is divided into chunks on either side is as many contents.
+        If one side divides a content into chunks, each chunk is a content of its own.
         """
         source, target = self.producer, self.consumer
         size, chunks = common_chunks(source.region, target.region)
@@ -588,11 +588,12 @@ def _trim_from(
 ) -> int:
     """Return how many dead tokens make a shortened last tile at least as fast as a whole tile.
 
-    Returns 0 if it never is. If a shortened tile needs no more rows than a whole tile, one dead
-    token is enough. A block has 8 tokens and is one tile, of which three tokens are live:
+    Returns 0 if it never is. If a shortened tile needs no more descriptors than a whole tile, one
+    dead token is enough. A block has 8 tokens and is one tile, of which three tokens are live. The
+    right column has the result and the descriptors:
 
-        one head moves      a0 a1 a2 . . . . .   b0 b1 ...              1: one row, as for all 8
-        two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     0: two rows, all 8 are one
+        one head moves      a0 a1 a2 . . . . .   b0 b1 ...              1: one, as if whole
+        two heads move      a0 a1 a2 . . . . .   b0 b1 b2 . . . . .     0: two, one if whole
 
     If NIXL joins whole tiles, a shortened tile costs one more descriptor for each run. Then the
     dead bytes must take longer than those descriptors, at *descriptor_bytes* each.
@@ -604,7 +605,7 @@ def _trim_from(
     whole_rows, state_rows = rows(whole), rows(state)
     if any(row_set.touching for row_set in whole_rows):
         return _dead_tokens_worth(state_rows, tile, grain, descriptor_bytes)
-    # A part of a tile is one row by sizes, or else one row for each state.
+    # With sizes, a shortened tile is one row. Without sizes, it has a row for each of its states.
     factor = 1 if token_split.partial_sizes else tile // grain
     counts = [(len(box.runs(whole)), len(box.runs(state))) for box in boxes]
     # The total may differ from the sum: runs of several boxes are joined where they touch.

@@ -14,8 +14,8 @@ How it works:
         1      100         103, 107
 
     `SplitGroup` contains all entries of one edge. It cuts a request once and stores the result in
-    `TransferRequest.known`. The tables of other producer ranks usually have equal splits (an equal
-    `cut_key`), so that all sources of a consumer rank share that result.
+    `TransferRequest.known`. The descriptor tables of other producer ranks usually split tokens
+    alike (an equal `cut_key`). So the producer ranks of one consumer rank share that result.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
 
+# NIXL takes int32 ids, and `table.MAX_IDS` limits them. `kvspec.nixl` and `kvspec.testing.world`
+# expect int32 as well.
 RowIds = npt.NDArray[np.int32]
 
 
@@ -115,10 +117,11 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - It has attributes bes
     descriptor i of the consumer. `DescriptorTable.select` returns selections.
 
     Attributes:
-        producer_rows: Rows of the table whose counts the producer's ids count through.
-        consumer_rows: Rows of the table whose counts the consumer's ids count through. Lists that
-            were prepared from these two arrays accept the selection without checking each id.
-        parts: The row sets and their tiles, in the order of the ids.
+        producer_rows: Strided rows of the descriptor table that the producer's ids number.
+        consumer_rows: Strided rows that the consumer's ids number. NIXL lists prepared from these
+            two arrays accept the selection without checking each id.
+        parts: The entries that move and their tiles, in the order of the ids. A part of a block,
+            such as `k`, is another thing.
 
     >>> import kvspec
     >>> spec = kvspec.FullAttentionSpec(
@@ -191,7 +194,7 @@ class SplitGroup:
         edge: The edge.
         spec: Spec of the first layer of the edge.
         entries: Token splits and their entries by row kind.
-        cut_key: An object that is the same for all groups that cut every request alike.
+        cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
 
     """
 
@@ -223,7 +226,7 @@ class SplitGroup:
     def picked(
         self, request: TransferRequest, tokens: Positions | None
     ) -> list[tuple[Entry, Tiles]]:
-        """Return the tiles of each entry that *request* moves, or one step of it.
+        """Return the tiles that *request*, or one step of it, moves in each entry.
 
         Raises the errors of `DescriptorTable.select`.
         """
@@ -245,7 +248,7 @@ class SplitGroup:
         return picked
 
     def dead_bytes(self, request: TransferRequest) -> int:
-        """Return the number of bytes that *request* moves of tokens after its last token."""
+        """Return the number of bytes that *request* moves after its last token."""
         cut, total = self._cut(request, None), 0
         for number, (token_split, kinds) in enumerate(self.entries):
             if cut is None or not token_split.tile:

@@ -4,7 +4,8 @@ Invariant: rows are made once and depend on no request. A request only selects i
 uncached byte lies in exactly one selected descriptor, and no cached byte lies in any.
 
 If groups share one memory, a block belongs to one group. On the consumer, a block that is written
-for one group is in no other group's table. On the producer, no block is read for two groups.
+for one group is not in the table of another group, except before that group's first live token. On
+the producer, no block is read for two groups.
 
 How it works:
     NIXL accepts *strided rows*: (address, length, device, stride, count). A row is `count`
@@ -136,7 +137,7 @@ def check_read_once(read: Mapping[str, list[Ids]], shared: Iterable[frozenset[st
 
 
 def _blocks(engine: EngineSpec, name: str, table: BlockTable, tokens: range) -> Ids:
-    """Return the ids in *table* of the blocks of *tokens*, without the null block.
+    """Return the block ids that *table* has for *tokens*, without the null block.
 
     Tokens that the table does not contain are ignored.
     """
@@ -145,7 +146,7 @@ def _blocks(engine: EngineSpec, name: str, table: BlockTable, tokens: range) -> 
     if not all(part.per_token for part in group.own_parts):
         size = group.spec.block_size
         if len(table.block_ids) == 1 and not table.first_token:
-            return table.block_ids[: len(tokens)]  # The slot of the state, if anything moves.
+            return table.block_ids[: len(tokens)]  # One id, the slot, or none if nothing moves.
     held = table.tokens(size)
     inside = range(max(tokens.start, held.start), min(tokens.stop, held.stop))
     ids = table.blocks_of(inside, size) if inside else table.block_ids[:0]
@@ -281,7 +282,8 @@ class DescriptorTable:
     def counts(self, request: TransferRequest) -> tuple[int, int]:
         """Return the number of descriptors that NIXL posts, and the smallest possible number.
 
-        NIXL joins neighbours in the list of ids if their ids are consecutive in one dense row.
+        NIXL joins neighbours in the list of ids if their ids are consecutive in one row and their
+        bytes touch (`RowSet.touching`).
 
         Args:
             request: The request.
@@ -314,7 +316,8 @@ class DescriptorTable:
 
         Cached bytes do not count, and neither do blocks before the first live token, which may
         belong to another request by now. The ranges belong to the units and tokens that this pair
-        of ranks exchanges. The tables of all sources of a consumer rank together have all ranges.
+        of ranks exchanges. The descriptor tables of all producer ranks of a consumer rank together
+        have all ranges.
 
         Args:
             request: The request.
@@ -343,7 +346,7 @@ class DescriptorTable:
     def tiles(
         self, request: TransferRequest, tokens: Positions | None = None
     ) -> list[tuple[Entry, Tiles]]:
-        """Return the tiles of each entry that *request* moves, or one step of it.
+        """Return the tiles that *request*, or one step of it, moves in each entry.
 
         Args:
             request: The request.

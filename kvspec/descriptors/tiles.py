@@ -15,7 +15,8 @@ How it works:
 
     Head: the first tile begins with a cached token (c). Only the tokens after it move.
 
-    Body: tiles move whole. Tiles that are adjacent in the memory of both sides become one row.
+    Body: tiles move whole. If `TokenSplit.spans` is above 1, tiles that are adjacent in the memory
+    of both sides become one row. If it is 1, each tile is a row, and NIXL joins those that touch.
 
     Tail: the last tile ends with a *dead* token (d), which the consumer will not read. Dead tokens
     may be written, because their block belongs to the request, but that takes time. So the tile is
@@ -31,10 +32,10 @@ How it works:
                 the last                                        end
         head    no sizes; trim_from > 0, the tile is the last   one for each state up to the last
                                                                 live state
-        body    follows the tile before in both memories        none: the row before it is longer
-        body    any other                                       one
+        body    joined to the tile before it                    none: that tile's row grows
+        body    not joined to the tile before it                one
         tail    too few dead tokens, or joined to the tile      as in the body: dead tokens move
-                before
+                before it
         tail    sizes, and one of them divides the live part    one, of the live tokens
         tail    sizes, and none of them does                    as in the body: dead tokens move
         tail    no sizes                                        one for each live state
@@ -68,7 +69,7 @@ from kvspec.specs import LayerSpec
 Side = tuple[Role, str, BlockTable, Paging]
 # Positions of one step of a request: of the prompt, or by group of the consumer.
 Positions = range | Mapping[str, range]
-# The rows of one kind and the first token of each.
+# A row kind, and the first token of each row of that kind.
 KindStarts = tuple[RowKind, Ints]
 # For each kind of row, where its rows begin: the producer's and the consumer's own tokens before
 # each row, counted from the first token of the table. For a state: its index in the table.
@@ -77,8 +78,8 @@ RowStarts = dict[RowKind, tuple[Ints, Ints]]
 EVERY_TOKEN = BlockCyclic()  # One rank owns all positions.
 
 # Writing ids to their places is faster than sorting them if there are at least so many ids, and
-# the largest is less than so many times their number. Measured with `select` of W1: 2.0 ns a
-# descriptor instead of 2.7.
+# the largest is less than so many times their number. Measured with `select` of the workload W1
+# in bench/README.md: 2.0 ns a descriptor instead of 2.7.
 PLACE_FROM, PLACE_WITHIN = 1000, 8
 
 
@@ -119,7 +120,7 @@ class Tables:
             edge=edge,
             wanted=request.wanted(edge.group, spec),
             cached=request.cached(edge.group, spec),
-            tokens=None if tokens is None else _own_tokens(request, edge.group, spec, tokens),
+            tokens=None if tokens is None else _step_tokens(request, edge.group, spec, tokens),
             whole=whole,
             producer=request.table("producer", edge.producer_group),
             consumer=request.table("consumer", edge.group),
@@ -203,11 +204,12 @@ def check_tokens(tokens: object, groups: Iterable[str]) -> None:
             raise SpecError(field, positions, "a range of positions, range(start, stop)")
 
 
-def _own_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: Positions) -> range:
+def _step_tokens(request: TransferRequest, group: str, spec: LayerSpec, tokens: Positions) -> range:
     """Return the positions of *group* that one step moves.
 
-    A group that counts other tokens than the prompt's moves with the last token of the prompt,
-    unless *tokens* names the group. If the prompt has no tokens, the group moves with each step.
+    A mapping has the positions of each group, and a group that it does not name does not move. A
+    range applies to all groups that count the tokens of the prompt. Other groups, such as those of
+    an encoder, move with the last token of the prompt. If the prompt has none, they move each time.
     """
     if isinstance(tokens, Mapping):
         return tokens.get(group, EMPTY)
@@ -321,8 +323,8 @@ def tiles(
     places = np.zeros((3, 2, len(starts[0])), np.int64)
     block, tile, ids = places[0], places[1], places[2]
     # `sides` has the consumer first, and these arrays have the producer first.
-    for row, (side, group, table, paging) in enumerate(tables.sides(token_split)[::-1]):
-        start, block_layout = starts[row], block_layouts[row]
+    for side_index, (side, group, table, paging) in enumerate(tables.sides(token_split)[::-1]):
+        start, block_layout = starts[side_index], block_layouts[side_index]
         # A state moves whole: its start is its index in the table.
         index, kernel_block, inner = (
             paging.places(start, kind) if token_split.tile else (start, None, None)
@@ -336,12 +338,12 @@ def tiles(
                 last = (start + kind.tokens - 1) // paging.block_size
                 check_ids(side, group, table.block_ids[last], num_blocks)
         if kernel_block is None:
-            block[row] = block_ids
+            block[side_index] = block_ids
         else:
-            block[row] = block_ids * paging.kernel_blocks_per_block + kernel_block
+            block[side_index] = block_ids * paging.kernel_blocks_per_block + kernel_block
         if inner is not None:
-            tile[row] = inner
-        ids[row] = block_layout.ids(block[row], tile[row])
+            tile[side_index] = inner
+        ids[side_index] = block_layout.ids(block[side_index], tile[side_index])
     # NIXL joins only neighbours in the list, so that ascending ids need the fewest descriptors.
     if np.count_nonzero(ids[0, :-1] > ids[0, 1:]):
         block, tile, ids = places.take(_ascending(ids[0]), axis=2)
@@ -388,7 +390,7 @@ class _Frame:
         tokens: Tokens of one step, or None. The step moves the tiles that end in it, and the last
             step moves the rest.
         cached: Number of leading tokens that the consumer already has.
-        block: Tokens for which one block of the consumer's table stands.
+        block: Tokens of one block of the consumer's table, in this way of counting.
         producer: The tokens that the producer rank owns.
         consumer: The tokens that the consumer rank owns.
 

@@ -6,7 +6,7 @@ an earlier request left there.
 
 How it works:
     The consumer's blocks have 4 tokens. A request of 10 tokens has blocks 7, 2 and 5, and 4 tokens
-    are cached. The last block is shortened after token 9:
+    are cached. The last block moves only up to token 9:
 
         token      0  1  2  3 |  4  5  6  7 |  8  9 10 11
         block      7          |  2          |  5
@@ -61,20 +61,23 @@ def unwritten_ranges(
     order = np.argsort(start)
     start, stop = start[order], (start + length)[order]
     ranges = [np.empty((0, 3), np.int64)]
-    for address, content in _unmoved(pair, request):
-        # Dead tokens may lie in a descriptor that moved whole. Leave out what was written.
+    for address, content in _not_required(pair, request):
+        # A whole tile also writes its dead tokens. Leave out the contents that were written.
         before = np.searchsorted(start, address, "right") - 1
-        moved = before >= 0
-        moved[moved] = address[moved] < stop[before[moved]]
-        unmoved = address[~moved]
-        ranges.append(np.column_stack([unmoved, unmoved, np.full(len(unmoved), content)]))
+        was_written = before >= 0
+        was_written[was_written] = address[was_written] < stop[before[was_written]]
+        unwritten = address[~was_written]
+        ranges.append(np.column_stack([unwritten, unwritten, np.full(len(unwritten), content)]))
     # `coalesce` joins what touches on two sides. Here the consumer is both.
     boundaries = pair.consumer.boundaries
     return coalesce(ranges, (boundaries, boundaries))[1:].T.view(np.uint64)
 
 
-def _unmoved(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
-    """Yield addresses of contents that need not move, and the length of each content."""
+def _not_required(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, int]]:
+    """Yield addresses of contents that neither must move nor are cached, and their length.
+
+    Some of them move nevertheless: the dead tokens of a tile that moves whole.
+    """
     for edge, tp_slice, layer, part in _parts(pair):
         region = pair.consumer.region(layer, part.name)
         rows = _token_rows if part.per_token else _state_rows
@@ -101,8 +104,8 @@ def _parts(pair: Pair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:
 def _token_rows(
     pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, part: Part
 ) -> tuple[Ints, Ints]:
-    """Return the block in memory and the row of each state that neither moves nor is cached."""
-    positions = _unmoved_positions(pair, request, edge, tp_slice, part.tokens_per_state)
+    """Return block and row of each state that neither must move nor is cached, in memory."""
+    positions = _positions_not_required(pair, request, edge, tp_slice, part.tokens_per_state)
     engine, grain = pair.consumer.engine, part.tokens_per_state
     group, table = engine.group(edge.group), request.table("consumer", edge.group)
     context = engine.context(group, pair.consumer.rank)
@@ -115,7 +118,7 @@ def _token_rows(
     return ids[own] * group.kernel_blocks_per_block + kernel_block[own], token[own] // grain
 
 
-def _unmoved_positions(
+def _positions_not_required(
     pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, grain: int
 ) -> Ints:
     """Return the first positions of states that both ranks own and that need not move.
@@ -144,8 +147,8 @@ def _own_blocks(
 ) -> npt.NDArray[np.bool_]:
     """Return which of *ids* are blocks of this request alone.
 
-    A repeated id, the null block and an id outside the memory are placeholders. Blocks that do not
-    move are not validated before, so a table may contain them.
+    A repeated id, the null block and an id outside the memory are placeholders. A table may contain
+    placeholders where nothing moves, because `Tables.check` validates only the blocks that move.
     """
     different, times = np.unique(table.block_ids, return_counts=True)
     own = (ids >= 0) & (ids < region.num_blocks // kernel_blocks)
@@ -158,7 +161,7 @@ def _own_blocks(
 def _state_rows(
     pair: Pair, request: TransferRequest, edge: Edge, tp_slice: TPTransferSlice, part: Part
 ) -> tuple[Ints, Ints]:
-    """Return block and row of each row of a recurrent state that only the consumer has."""
+    """Return block and row number of the rows of a recurrent state that only the consumer has."""
     group, table = pair.consumer.engine.group(edge.group), request.table("consumer", edge.group)
     wanted = request.wanted(group.name, group.spec)
     rows = np.arange(part.states, pair.consumer.region(tp_slice.layers[0], part.name).states)
