@@ -135,7 +135,7 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
     """
     # A planned cache has no bytes. Its memory begins at address 0 by default.
     real = {rank: cache for rank, cache in caches.items() if all(m.address for m in cache.memory)}
-    for one, other in _neighbours(real):
+    for one, other in overlapping_ranks(real):
         regions, kernel_blocks_per_block = list[Region](), dict[str, int]()
         for rank in (one, other):
             for group in real[rank].engine.groups:
@@ -153,7 +153,7 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
                 raise SpecError(f"{field}[{other}]", value, expected)
 
 
-def _neighbours(caches: Mapping[RankId, RankCache]) -> Iterator[tuple[RankId, RankId]]:
+def overlapping_ranks(caches: Mapping[RankId, RankCache]) -> Iterator[tuple[RankId, RankId]]:
     """Yield each pair of ranks whose memories share a byte, once."""
     by_device: dict[tuple[str, int], list[tuple[Memory, RankId]]] = {}
     for rank, cache in caches.items():

@@ -1,4 +1,7 @@
-"""Facts about the first and the last of a range, each of a place where a fault went unnoticed."""
+"""Test the first and the last item of ranges.
+
+Each test covers a place where other tests once did not notice a fault.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.check.coverage import _neighbours
+from kvspec.check.coverage import overlapping_ranks
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl.product_spans import Offsets
 from kvspec.nixl.rows import checked_rows
@@ -24,7 +27,7 @@ ROW: dict[str, Any] = {"total_num_kv_heads": 1, "head_size": 2, "dtype": "uint8"
 
 
 def full(block_size: int, **more: Any) -> kvspec.FullAttentionSpec:
-    """Return full attention of small rows."""
+    """Return full attention with rows of two bytes for each head."""
     return kvspec.FullAttentionSpec(**{**ROW, "block_size": block_size, **more})
 
 
@@ -41,14 +44,14 @@ def pair_of(
 
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])
-def test_row_of_two_tiles_with_its_second_block_beyond_the_pool_is_refused(side: str) -> None:
-    """Blocks 15 and 16 follow each other, so one row takes both; a pool of 16 has no block 16."""
+def test_row_of_two_tiles_whose_second_block_is_outside_pool_is_rejected(side: str) -> None:
+    """One row moves blocks 15 and 16, because they are adjacent. The pool ends with block 15."""
     small = builders.engine(full(4, total_num_kv_heads=4), tp=4, layout="LKBNHC")
     large = builders.engine(full(8, total_num_kv_heads=4), tp=2, layout="LBKHNC")
     _, _, table = pair_of(*((small, large) if side == "producer" else (large, small)))
     ids: dict[str, list[int]] = {"producer": [1], "consumer": [1], side: [14, 15]}
     entries = table.tiles(builders.request(8, ids["producer"], ids["consumer"]))
-    assert {8} == {entry.rows.kind.tokens for entry, _ in entries}, "one row takes both tiles"
+    assert {8} == {entry.rows.kind.tokens for entry, _ in entries}, "one row moves both tiles"
     ids[side] = [15, 16]
     request = builders.request(8, ids["producer"], ids["consumer"])
     for call in (table.select, table.descriptors):
@@ -60,10 +63,10 @@ WHOLE_TWICE = (range(2), range(2))
 
 
 @pytest.mark.parametrize("prefix_multiple", [8, 12, 24])
-def test_cached_prefix_in_interleaves_that_do_not_divide_tiles_begins_in_a_tile(
+def test_cached_prefix_may_end_inside_tile_if_interleaves_do_not_divide_tiles(
     prefix_multiple: int,
 ) -> None:
-    """Of 8 cached tokens in interleaves of 6, the first rank owns 6: one and a half tiles of 4."""
+    """Interleaves have 6 tokens, so the first rank owns 6 of 8 cached tokens: 1.5 tiles of 4."""
     spec = full(12, total_num_kv_heads=2)
     both = builders.engine(
         builders.group(spec, kernel_block_size=4, shardings={"k": WHOLE_TWICE, "v": WHOLE_TWICE}),
@@ -74,14 +77,14 @@ def test_cached_prefix_in_interleaves_that_do_not_divide_tiles_begins_in_a_tile(
     plan, caches, table = pair_of(both, both, prefix_multiple=prefix_multiple)
     for cached in range(0, 40, prefix_multiple):
         request = builders.request(40, [3, 1], [2, 5], cached_tokens=cached)
-        copied = int(table.descriptors(request)[:, 2].sum())
-        own = sum(1 for token in range(cached, 40) if token // 6 % 2 == 0)
-        assert copied >= own * 8
-        assert None is kvspec.verify(plan, caches[0], caches[1], request)
+        num_copied = int(table.descriptors(request)[:, 2].sum())
+        num_owned = sum(1 for token in range(cached, 40) if token // 6 % 2 == 0)
+        assert num_copied >= num_owned * 8
+        assert kvspec.verify(plan, caches[0], caches[1], request) is None
 
 
-def test_parts_of_other_grains_are_cut_each_by_itself() -> None:
-    """Of 13 tokens, keys move 8 and 5, and scales of 4 tokens each move whole blocks of 8."""
+def test_parts_with_different_grains_are_cut_separately() -> None:
+    """13 tokens move: the keys in rows of 8 and 5, the scales of 4 tokens in blocks of 8."""
     spec = full(8, total_num_kv_heads=4, scale_dtype="float32", tokens_per_scale=4)
     sides = (
         builders.engine(spec, tp=2, layout="LKBHNC"),
@@ -89,17 +92,17 @@ def test_parts_of_other_grains_are_cut_each_by_itself() -> None:
     )
     plan, caches, table = pair_of(*sides)
     request = builders.request(13, [3, 1], [2, 5])
-    cut: dict[str, set[int]] = {}
+    row_tokens: dict[str, set[int]] = {}
     for entry, tiles in table.tiles(request):
         assert len(tiles)
         grain = "scales" if entry.rows.token_split.grain == 4 else "keys"
-        cut.setdefault(grain, set()).add(entry.rows.kind.tokens)
-    assert {"keys": {5, 8}, "scales": {8}} == cut
-    assert None is kvspec.verify(plan, caches[0], caches[1], request)
+        row_tokens.setdefault(grain, set()).add(entry.rows.kind.tokens)
+    assert {"keys": {5, 8}, "scales": {8}} == row_tokens
+    assert kvspec.verify(plan, caches[0], caches[1], request) is None
 
 
 HEADS = full(4, total_num_kv_heads=4, state_content_bytes=9, spans_heads=True)
-DEALS = {
+SHARDINGS = {
     "whole": (range(4), range(4)),
     "halves": (range(2), range(2, 4)),
     "one and three": (range(1), range(1, 4)),
@@ -108,85 +111,88 @@ DEALS = {
 }
 
 
-@pytest.mark.parametrize("ours", DEALS)
-@pytest.mark.parametrize("theirs", DEALS)
-def test_content_that_spans_heads_under_explicit_shardings_moves_only_if_ranges_are_equal(
-    ours: str, theirs: str
+@pytest.mark.parametrize("producer", SHARDINGS)
+@pytest.mark.parametrize("consumer", SHARDINGS)
+def test_content_that_spans_heads_moves_only_between_equal_shardings(
+    producer: str, consumer: str
 ) -> None:
-    """Both directions are refused: the smaller and the larger range come first in turn."""
+    """Both directions are rejected, whether the smaller or the larger range is the producer's."""
     sides = [
-        builders.engine(HEADS, tp=2, shardings={4: DEALS[each]}, layout="LBHNC")
-        for each in (ours, theirs)
+        builders.engine(HEADS, tp=2, shardings={4: SHARDINGS[name]}, layout="LBHNC")
+        for name in (producer, consumer)
     ]
-    owned = [{(each.start, each.stop) for each in DEALS[name] if each} for name in (ours, theirs)]
+    owned = [
+        {(heads.start, heads.stop) for heads in SHARDINGS[name] if heads}
+        for name in (producer, consumer)
+    ]
     if owned[0] == owned[1]:
         assert kvspec.plan_transfer(sides[0], sides[1]).edges
     else:
         error = refusal(lambda: kvspec.plan_transfer(sides[0], sides[1]), kvspec.MismatchError)
-        assert ["l.kv"] == [each.field for each in error.mismatches]
+        assert ["l.kv"] == [mismatch.field for mismatch in error.mismatches]
 
 
-def test_dead_row_after_a_compressed_prompt_need_not_come() -> None:
-    """Rows of 4 tokens: a window from token 6 to 12 takes rows 4 and 8, not those at 0 and 12."""
+def test_verify_does_not_require_dead_row_after_compressed_prompt() -> None:
+    """A row has 4 tokens. A window of tokens 6..11 needs the rows at 4 and 8, not 0 and 12."""
     spec = kvspec.MLAAttentionSpec(block_size=8, head_size=2, dtype="uint8", tokens_per_state=4)
     window = kvspec.SlidingWindowMLASpec(
         block_size=8, head_size=2, dtype="uint8", tokens_per_state=4, sliding_window=7
     )
-    for each, first in ((spec, 0), (window, 4)):
-        both = builders.engine(each)
+    for layer_spec, first in ((spec, 0), (window, 4)):
+        both = builders.engine(layer_spec)
         plan, caches, _ = pair_of(both, both)
         request = builders.request(12, [3, 1], [2, 5])
         regions = [side[RANK].regions[0] for side in caches]
-        address = [
+        addresses = [
             [region.address(ids[token // 8], 0, token % 8 // 4) for token in range(first, 12, 4)]
             for region, ids in zip(regions, ([3, 1], [2, 5]), strict=True)
         ]
-        rows = np.array([*zip(*address, [2] * len(address[0]), strict=True)], np.uint64)
-        judge = partial(kvspec.verify, plan, caches[0], caches[1], request)
-        assert None is judge({(RANK, RANK): rows})
-        for left in range(len(rows)):
-            fault: Any = judge({(RANK, RANK): np.delete(rows, left, 0)})
-            assert ("missing", first + 4 * left) == (fault.kind, fault.token)
+        rows = np.array([*zip(*addresses, [2] * len(addresses[0]), strict=True)], np.uint64)
+        verify = partial(kvspec.verify, plan, caches[0], caches[1], request)
+        assert verify({(RANK, RANK): rows}) is None
+        for index in range(len(rows)):
+            fault: Any = verify({(RANK, RANK): np.delete(rows, index, 0)})
+            assert ("missing", first + 4 * index) == (fault.kind, fault.token)
 
 
-def test_lookahead_block_of_another_group_in_one_memory_is_refused() -> None:
-    """Group b has taken block 3 for tokens to come, so group a must not be written there."""
+def test_lookahead_block_of_another_group_in_one_memory_is_rejected() -> None:
+    """Group b has reserved block 3 for later tokens, so group a must not write it."""
     both = builders.engine(
         builders.group(full(4), "l.a", name="a"), builders.group(full(4), "l.b", name="b")
     )
     caches = [kvspec.allocate(both, RANK, 16, shared=True)[0] for _ in range(2)]
     table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
-    ours = {"a": [1, 2], "b": [4, 5]}
-    table.select(builders.request(8, ours, {"a": [1, 2], "b": [4, 5, 6]}))
-    for theirs, block in (({"a": [1, 3], "b": [4, 5, 3]}, 3), ({"a": [1, 2], "b": [2, 5]}, 2)):
-        request = builders.request(8, ours, theirs)
+    source = {"a": [1, 2], "b": [4, 5]}
+    table.select(builders.request(8, source, {"a": [1, 2], "b": [4, 5, 6]}))
+    for target, block in (({"a": [1, 3], "b": [4, 5, 3]}, 3), ({"a": [1, 2], "b": [2, 5]}, 2)):
+        request = builders.request(8, source, target)
         error = refusal(partial(table.select, request))
         assert ("consumer_blocks['a']", block) == (error.field, error.value)
 
 
-@pytest.mark.parametrize(("window", "refused"), [(5, False), (6, True)])
-def test_block_whose_last_token_is_the_first_live_one_is_still_held(
-    window: int, refused: bool
+@pytest.mark.parametrize(("window", "rejected"), [(5, False), (6, True)])
+def test_block_of_another_group_is_free_only_before_its_first_live_token(
+    window: int, rejected: bool
 ) -> None:
-    """Of 12 tokens, windows of 5 and 6 begin at tokens 8 and 7: the latter still holds block 2."""
+    """After 12 tokens, windows of 5 and 6 begin at tokens 8 and 7. Token 7 is in block 2."""
     spec = kvspec.SlidingWindowSpec(**ROW, block_size=4, sliding_window=window)
     both = builders.engine(
         builders.group(full(4), "l.a", name="a"), builders.group(spec, "l.b", name="b")
     )
     caches = [kvspec.allocate(both, RANK, 16, shared=True)[0] for _ in range(2)]
     table = kvspec.build_table(kvspec.plan_transfer(both, both), *caches)
-    theirs = {"a": [1, 2, 3], "b": [9, 2, 5]}
-    request = builders.request(12, {"a": [1, 2, 3], "b": [4, 5, 6]}, theirs)
+    target = {"a": [1, 2, 3], "b": [9, 2, 5]}
+    request = builders.request(12, {"a": [1, 2, 3], "b": [4, 5, 6]}, target)
     request = attrs.evolve(request, cached_tokens={"b": 12})  # only group a is written
-    if refused:
+    if rejected:
         error = refusal(lambda: table.select(request))
         assert ("consumer_blocks['a']", 2) == (error.field, error.value)
     else:
         table.select(request)
 
 
-def test_times_held_counts_stripes_over_the_longest_step() -> None:
-    """A block is held twice wherever the overlap lies, and no stripe at all holds none."""
+def test_times_held_counts_overlaps_of_stripes() -> None:
+    """The overlap may be anywhere. Without stripes no block is held."""
     thirds = [Stripe(first, 3) for first in range(3)]
     for stripes, times in (
         ([], 0), ([WHOLE], 1), (thirds, 1), (thirds[:2], 0), ([WHOLE, WHOLE], 2),
@@ -195,8 +201,8 @@ def test_times_held_counts_stripes_over_the_longest_step() -> None:
         assert times == times_held(stripes)
 
 
-def test_null_block_of_a_smaller_later_pool_is_refused() -> None:
-    """Each pool must have the null block, and the last one is the smaller."""
+def test_null_block_outside_smaller_second_pool_is_rejected() -> None:
+    """Every pool must contain the null block, not only the first and larger one."""
     groups = (
         builders.group(full(8), "l.a", name="a"),
         builders.group(full(8), "l.b", name="b", kernel_block_size=4),
@@ -208,26 +214,27 @@ def test_null_block_of_a_smaller_later_pool_is_refused() -> None:
         assert error.field in ("null_block", "num_blocks", "num_blocks['b']")
 
 
-def test_memories_of_ranks_meet_where_one_byte_is_shared() -> None:
-    """A memory that ends leaves the line; a longer one that began before it stays."""
-    spans = {0: (0, 1000), 1: (100, 50), 2: (150, 50), 3: (1000, 10)}
-    caches: dict[RankId, Any] = {
-        RankId(tp=tp): _Cache((Memory(1 + start, length),)) for tp, (start, length) in spans.items()
-    }
-    found = {(one.tp, other.tp) for one, other in _neighbours(caches)}
-    assert {(0, 1), (0, 2)} == found
-
-
 @attrs.frozen
-class _Cache:
-    """As much of a cache as its memories."""
+class MemoryOfRank:
+    """The only attribute of a cache that `overlapping_ranks` reads."""
 
     memory: tuple[Memory, ...]
 
 
+def test_overlapping_ranks_are_those_that_share_a_byte() -> None:
+    """Rank 1 ends where rank 2 begins. Rank 0 contains both and ends where rank 3 begins."""
+    spans = {0: (0, 1000), 1: (100, 50), 2: (150, 50), 3: (1000, 10)}
+    caches: dict[RankId, Any] = {
+        RankId(tp=tp): MemoryOfRank((Memory(1 + start, length),))
+        for tp, (start, length) in spans.items()
+    }
+    pairs = {(first.tp, second.tp) for first, second in overlapping_ranks(caches)}
+    assert {(0, 1), (0, 2)} == pairs
+
+
 @pytest.mark.parametrize("padded", [0, 1])
-def test_padding_of_any_layer_needs_pages_in_one_chunk(padded: int) -> None:
-    """The layout is refused whichever layer of a uniform group is padded."""
+def test_layout_that_splits_pages_is_rejected_if_any_layer_is_padded(padded: int) -> None:
+    """The first or the second layer of a uniform group is padded."""
     specs = {f"l.{at}": full(4, total_num_kv_heads=2) for at in range(2)}
     name = f"l.{padded}"
     specs[name] = attrs.evolve(specs[name], page_size_padded=specs[name].page_size_bytes() + 4)
@@ -237,40 +244,45 @@ def test_padding_of_any_layer_needs_pages_in_one_chunk(padded: int) -> None:
     assert "page_size_padded" == error.field
 
 
-def test_dead_row_just_behind_the_cached_prefix_may_be_written() -> None:
-    """Tokens 0..3 are cached and a window needs 6..8, so what stands in 4 and 5 does not matter."""
+def test_verify_accepts_dead_row_just_after_cached_prefix() -> None:
+    """Tokens 0..3 are cached and a window needs 6..8, so tokens 4 and 5 may be written."""
     window = kvspec.SlidingWindowMLASpec(block_size=4, head_size=2, dtype="uint8", sliding_window=3)
     both = builders.engine(window)
     plan, caches, _ = pair_of(both, both)
-    request = builders.request(9, [3, 1, 6], [2, 5, 7], cached_tokens=4)
-    ours, theirs = (side[RANK].regions[0] for side in caches)
+    tables = [3, 1, 6], [2, 5, 7]
+    request = builders.request(9, *tables, cached_tokens=4)
+    source, target = (side[RANK].regions[0] for side in caches)
 
-    def judged(first: int) -> Any:
+    def fault_of_rows_from(first: int) -> Any:
         rows = [
-            (ours.address(a, 0, token % 4), theirs.address(b, 0, token % 4), 2)
+            (
+                source.address(tables[0][token // 4], 0, token % 4),
+                target.address(tables[1][token // 4], 0, token % 4),
+                2,
+            )
             for token in range(first, 9)
-            for a, b in [([3, 1, 6][token // 4], [2, 5, 7][token // 4])]
         ]
-        given = {(RANK, RANK): np.array(rows, np.uint64)}
-        return kvspec.verify(plan, caches[0], caches[1], request, given)
+        descriptors = {(RANK, RANK): np.array(rows, np.uint64)}
+        return kvspec.verify(plan, caches[0], caches[1], request, descriptors)
 
-    assert [None, None] == [judged(first) for first in (4, 6)]
-    assert ("unwanted", 3) == (judged(3).kind, judged(3).token)
+    assert [None, None] == [fault_of_rows_from(first) for first in (4, 6)]
+    fault = fault_of_rows_from(3)
+    assert ("unwanted", 3) == (fault.kind, fault.token)
 
 
-def test_rows_that_touch_lie_in_areas_of_their_own() -> None:
-    """Two registered memories may touch, so only rows that share bytes surely lie in one."""
+def test_adjacent_rows_have_separate_areas() -> None:
+    """Two registered memories may be adjacent, so only rows that share bytes are in one memory."""
     rows = [(0x1000, 16, 0, 16, 1), (0x1010, 16, 0, 16, 1), (0x101F, 16, 0, 16, 1)]
     area = checked_rows(np.array(rows, np.uint64)).area.tolist()
     assert area[0] != area[1] == area[2]
 
 
-def test_marks_that_differ_in_one_place_have_no_common_shift() -> None:
-    """Every mark must be shifted by the same bytes on both sides."""
-    every = np.array([[0, 4, 8], [0, 4, 8], [0, 0, 0], [0, 0, 0]])
-    other = every.copy()
+def test_offsets_that_differ_in_one_place_have_no_common_shift() -> None:
+    """Every offset must be shifted by the same number of bytes on both sides."""
+    offsets = np.array([[0, 4, 8], [0, 4, 8], [0, 0, 0], [0, 0, 0]])
+    other = offsets.copy()
     other[1, 2] += 1
-    assert Offsets(every).less(Offsets(other)) is None
-    shift = Offsets(every + np.array([[5], [7], [0], [0]])).less(Offsets(every))
+    assert Offsets(offsets).less(Offsets(other)) is None
+    shift = Offsets(offsets + np.array([[5], [7], [0], [0]])).less(Offsets(offsets))
     assert shift is not None
     assert [5, 7, 0, 0] == shift.columns[:, 0].tolist()

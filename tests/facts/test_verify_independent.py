@@ -1,29 +1,26 @@
-"""A fault of the library itself is found: ownership and liveness are asked of a second source.
+"""Test that `verify` with `independent=True` finds faults of the library itself.
 
-Each fault is planted where the library answers for itself, so that plan, table and `verify` agree
-on what is wrong; only counting one by one shows it.
+Each fault is planted in a function that the plan, the table and `verify` share, so all of them
+agree on the wrong result. Only counting one by one finds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import attrs
 import builders
+import faults
 import pytest
+from builders import engine, gqa
+from refused import refusal
 
 import kvspec
 from kvspec.check import counting
-from kvspec.engines import engine as engines
-from kvspec.ownership import parallel
-from kvspec.ownership.parallel import ParallelConfig, RankId
-from kvspec.ownership.sharding import Sharding, even_sharding
-from kvspec.ownership.tokens import BlockCyclic
-from tests.support.builders import engine, gqa
 
 NUM_TOKENS = 100
-WINDOW: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "block_size": 1, "total_num_kv_heads": 4, "head_size": 4, "dtype": "bfloat16",
 }  # fmt: skip
 
@@ -31,13 +28,13 @@ WINDOW: dict[str, Any] = {
 def check(
     producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, *, independent: bool
 ) -> kvspec.CounterExample | None:
-    """Return what `verify` finds in the library's own descriptors."""
+    """Return the fault that `verify` finds in the library's own descriptors."""
     plan = kvspec.plan_transfer(producer, consumer)
-    held = [
+    allocated = [
         {rank: kvspec.allocate(side, rank, 2 * NUM_TOKENS) for rank in side.parallel.ranks}
         for side in (producer, consumer)
     ]
-    caches = [{rank: cache for rank, (cache, _) in side.items()} for side in held]
+    caches = [{rank: cache for rank, (cache, _) in side.items()} for side in allocated]
     request = builders.request(
         NUM_TOKENS,
         {group.name: range(NUM_TOKENS) for group in producer.groups},
@@ -47,119 +44,70 @@ def check(
     return kvspec.verify(plan, *caches, request, independent=independent)
 
 
-def one_token_short(spec: type[kvspec.LayerSpec], patch: pytest.MonkeyPatch) -> None:
-    """Plant a live token too few, at the beginning."""
-    live = spec.live_tokens
-
-    def short(self: kvspec.LayerSpec, num_tokens: int) -> range:
-        return live(self, num_tokens)[1:]
-
-    patch.setattr(spec, "live_tokens", short)
-
-
 @pytest.mark.parametrize(
     ("spec", "first"),
     [
-        (kvspec.FullAttentionSpec(**WINDOW), 5),
-        (kvspec.SlidingWindowSpec(**WINDOW, sliding_window=30), 71),
-        (kvspec.SlidingWindowSpec(**WINDOW, sliding_window=30, extra_retained_tokens=3), 68),
-        (kvspec.ChunkedLocalAttentionSpec(**WINDOW, attention_chunk_size=32), 96),
+        (kvspec.SlidingWindowSpec(**SIZES, sliding_window=30), 71),
+        (kvspec.SlidingWindowSpec(**SIZES, sliding_window=30, extra_retained_tokens=3), 68),
+        (kvspec.ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32), 96),
     ],
 )
-def test_a_live_token_too_few_is_found(
-    spec: kvspec.LayerSpec, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The token that `live_tokens` forgets is missing; by the library's own word nothing is."""
+def test_independent_verify_finds_lost_live_token(spec: kvspec.LayerSpec, first: int) -> None:
+    """The token that `live_tokens` omits is missing. The library's own count does not find it."""
     side = engine(spec)
-    assert None is check(side, side, independent=True)
-    if isinstance(spec, kvspec.SlidingWindowSpec | kvspec.ChunkedLocalAttentionSpec):
-        one_token_short(type(spec), monkeypatch)
-        assert None is check(side, side, independent=False)
-        found = check(side, side, independent=True)
-        assert found is not None
-        assert ("missing", first) == (found.kind, found.token)
+    assert check(side, side, independent=True) is None
+    with faults.first_live_token_lost(type(spec)):
+        assert check(side, side, independent=False) is None
+        fault = check(side, side, independent=True)
+    assert fault is not None
+    assert ("missing", first) == (fault.kind, fault.token)
 
 
-def context_shifted(patch: pytest.MonkeyPatch) -> None:
-    """Plant a context rank that is the next one's."""
-    context = ParallelConfig.context
-
-    def shifted(self: ParallelConfig, rank: RankId) -> BlockCyclic:
-        own = context(self, rank)
-        return attrs.evolve(own, rank=(own.rank + 1) % own.size)
-
-    patch.setattr(ParallelConfig, "context", shifted)
-
-
-def sharding_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Plant a sharding that is rounded the other way."""
-
-    def rounded_up(units: int, tp_size: int, granularity: int = 1) -> Sharding:
-        cuts = [-(-rank * units // tp_size) for rank in range(tp_size + 1)]
-        ranges = tuple(range(*cuts[rank : rank + 2]) for rank in range(tp_size))
-        return (
-            Sharding(units, ranges)
-            if units > tp_size
-            else even_sharding(units, tp_size, granularity)
-        )
-
-    patch.setattr(parallel, "even_sharding", rounded_up)
-
-
-def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Plant stages that hold each other's layers."""
-    stages = engines.stages_of
-
-    def swapped(layers: list[str], sizes: ParallelConfig) -> dict[str, int]:
-        return {layer: sizes.pp_size - 1 - at for layer, at in stages(layers, sizes).items()}
-
-    patch.setattr(engines, "stages_of", swapped)
+def test_independent_verify_accepts_full_attention() -> None:
+    """All tokens after the cached ones arrive."""
+    side = engine(kvspec.FullAttentionSpec(**SIZES))
+    assert check(side, side, independent=True) is None
 
 
 @pytest.mark.parametrize(
     ("plant", "sizes"),
     [
-        (context_shifted, {"tp": 2, "dcp_size": 2, "interleave_size": 4}),
-        (sharding_off_by_one, {"tp": 2}),
-        (stage_off_by_one, {"pp_size": 2, "layers": ("l.0", "l.1")}),
+        (faults.context_of_next_rank, {"tp": 2, "dcp_size": 2, "interleave_size": 4}),
+        (faults.rounded_up_sharding, {"tp": 2}),
+        (faults.stages_in_reverse, {"pp_size": 2, "layers": ("l.0", "l.1")}),
     ],
 )
-def test_a_planted_fault_of_ownership_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    sizes: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+def test_independent_verify_finds_fault_of_ownership(
+    plant: Callable[[], AbstractContextManager[None]], sizes: dict[str, Any]
 ) -> None:
-    """A context, a sharding, a stage off by one.
-
-    Right by the library's own word, found by counting.
-    """
+    """A context rank, a sharding or a stage is off by one, on either side."""
     spec = gqa(1 if "dcp_size" in sizes else 5)
 
     def sides() -> tuple[kvspec.EngineSpec, kvspec.EngineSpec]:
         return engine(spec, layers=sizes.get("layers", ("l",))), engine(spec, **sizes)
 
     for pair in (sides(), sides()[::-1]):
-        assert None is check(*pair, independent=True)
-    plant(monkeypatch)
-    for pair in (sides(), sides()[::-1]):
-        assert None is check(*pair, independent=False)
-        found = check(*pair, independent=True)
-        assert found is not None
-        assert found.kind in {"missing", "wrong source", "unwanted"}
+        assert check(*pair, independent=True) is None
+    with plant():
+        for pair in (sides(), sides()[::-1]):
+            assert check(*pair, independent=False) is None
+            fault = check(*pair, independent=True)
+            assert fault is not None
+            assert fault.kind in {"missing", "wrong source", "unwanted"}
 
 
-def test_positions_are_counted_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for more positions than can be looked at is told so."""
+def test_independent_verify_rejects_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each position is counted, so their number has a bound."""
     monkeypatch.setattr(counting, "MAX_COUNTED", NUM_TOKENS - 1)
     side = engine(gqa())
-    assert None is check(side, side, independent=False)
-    told = "num_tokens=100: expected at most 99 positions, because each is counted"
-    with pytest.raises(kvspec.SpecError, match=told):
-        check(side, side, independent=True)
+    assert check(side, side, independent=False) is None
+    error = refusal(lambda: check(side, side, independent=True))
+    assert ("num_tokens", NUM_TOKENS) == (error.field, error.value)
+    assert "99" in str(error)
 
 
-def test_independent_is_a_flag() -> None:
-    """Anything but True and False is refused."""
+def test_verify_rejects_independent_that_is_not_bool() -> None:
+    """The value 1 is no flag."""
     side = engine(gqa())
-    with pytest.raises(kvspec.SpecError, match="independent=1: expected True or False"):
-        check(side, side, independent=1)  # type: ignore[arg-type]
+    error = refusal(lambda: check(side, side, independent=1))  # type: ignore[arg-type]
+    assert ("independent", 1) == (error.field, error.value)
