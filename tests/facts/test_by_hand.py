@@ -1,6 +1,7 @@
-"""Facts worked out by hand: small tables of slices, releasers, stripes, sizes and live tokens.
+"""Test slices, notifiers, stripes, page sizes and live tokens against numbers worked out by hand.
 
-Laws hold the library against itself; these hold it against numbers that a reader can check.
+The tests in `tests/laws` compare parts of the library with each other. The numbers here can be
+checked by a reader.
 """
 
 from __future__ import annotations
@@ -14,40 +15,44 @@ import kvspec
 from kvspec import RankId
 from kvspec.ownership.slices import TPTransferSlice
 
-Seen = list[tuple[int, tuple[int, int], int, int]]
+# (remote rank, (first, end) unit, first local unit, first remote unit) of each slice
+SliceTuples = list[tuple[int, tuple[int, int], int, int]]
 
 
 def gqa(heads: int, **changed: Any) -> kvspec.FullAttentionSpec:
-    """Return a spec of *heads* KV heads of 128 elements of bfloat16, 16 tokens a block."""
+    """Return a spec of *heads* KV heads of 128 elements of bfloat16, with blocks of 16 tokens."""
     return builders.gqa(heads, **{"head_size": 128} | changed)
 
 
 def mamba2(**changed: Any) -> kvspec.MambaSpec:
-    """Return a Mamba2 state: 4 heads of 2, one group of 3, unless *changed*."""
+    """Return a Mamba2 state of 4 heads of 2 and one group of 3, with fields *changed*."""
     return builders.mamba2(**{"num_heads": 4, "ssm_dtype": "float32"} | changed)
 
 
 LATENT = kvspec.MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
 
 
-def plan(heads: int, producer: int, consumer: int, **how: Any) -> kvspec.TransferPlan:
+def plan(heads: int, producer: int, consumer: int, **options: Any) -> kvspec.TransferPlan:
     """Return the plan of one layer of *heads* KV heads between two TP sizes."""
-    return kvspec.plan_transfer(*builders.sides(gqa(heads), producer, consumer), **how)
+    return kvspec.plan_transfer(*builders.sides(gqa(heads), producer, consumer), **options)
 
 
-def seen(slices: tuple[TPTransferSlice, ...], parts: tuple[str, ...] = ("k", "v")) -> Seen:
-    """Return (remote rank, (first, end) unit, first local, first remote) for *parts*."""
-    found = []
-    for each in slices:
-        assert len(each.global_range) == len(each.local_range) == len(each.remote_range)
-        if each.parts == parts:
-            units = (each.global_range.start, each.global_range.stop)
-            found.append((each.remote_rank, units, each.local_range.start, each.remote_range.start))
-    return found
+def tuples_of(
+    slices: tuple[TPTransferSlice, ...], parts: tuple[str, ...] = ("k", "v")
+) -> SliceTuples:
+    """Return the slices of *parts* as tuples."""
+    tuples = []
+    for slice_ in slices:
+        units = slice_.global_range
+        assert len(units) == len(slice_.local_range) == len(slice_.remote_range)
+        if slice_.parts == parts:
+            local, remote = slice_.local_range.start, slice_.remote_range.start
+            tuples.append((slice_.remote_rank, (units.start, units.stop), local, remote))
+    return tuples
 
 
-SLICES: list[tuple[int, int, int, list[Seen]]] = [
-    # heads, producer TP, consumer TP, of every consumer rank: source, heads, local, remote
+SLICES: list[tuple[int, int, int, list[SliceTuples]]] = [
+    # heads, producer TP, consumer TP; for every consumer rank: source, heads, local, remote
     (8, 16, 2, [
         [(0, (0, 1), 0, 0), (2, (1, 2), 1, 0), (4, (2, 3), 2, 0), (6, (3, 4), 3, 0)],
         [(8, (4, 5), 0, 0), (10, (5, 6), 1, 0), (12, (6, 7), 2, 0), (14, (7, 8), 3, 0)],
@@ -74,16 +79,18 @@ SLICES: list[tuple[int, int, int, list[Seen]]] = [
 
 
 @pytest.mark.parametrize(("heads", "producer", "consumer", "ranks"), SLICES)
-def test_slices(heads: int, producer: int, consumer: int, ranks: list[Seen]) -> None:
-    """Which heads each consumer rank reads of whom, and where they lie on either side."""
+def test_slices_of_heads(
+    heads: int, producer: int, consumer: int, ranks: list[SliceTuples]
+) -> None:
+    """The heads that each consumer rank reads from each source, and their places on both sides."""
     spec = gqa(heads)
     assert ranks == [
-        seen(spec.get_tp_transfer_slices(rank, consumer, producer)) for rank in range(consumer)
+        tuples_of(spec.get_tp_transfer_slices(rank, consumer, producer)) for rank in range(consumer)
     ]
 
 
-STATES: list[tuple[int, int, dict[str, list[Seen]]]] = [
-    # producer TP, consumer TP, of every consumer rank by part: source, units, local, remote
+STATES: list[tuple[int, int, dict[str, list[SliceTuples]]]] = [
+    # producer TP, consumer TP; by part, for every consumer rank: source, units, local, remote
     (1, 2, {
         "conv_x": [[(0, (0, 4), 0, 0)], [(0, (4, 8), 0, 4)]],
         "conv_b conv_c": [[(0, (0, 3), 0, 0)]] * 2,
@@ -105,23 +112,26 @@ STATES: list[tuple[int, int, dict[str, list[Seen]]]] = [
 
 
 @pytest.mark.parametrize(("producer", "consumer", "parts"), STATES)
-def test_slices_of_a_state(producer: int, consumer: int, parts: dict[str, list[Seen]]) -> None:
-    """One group's B and C go whole to every rank; x goes in heads of two, the state in heads."""
+def test_slices_of_a_state(
+    producer: int, consumer: int, parts: dict[str, list[SliceTuples]]
+) -> None:
+    """Every rank needs all of B and C, because there is one group. The rest is sharded by heads."""
     for names, ranks in parts.items():
         slices = [
             mamba2().get_tp_transfer_slices(rank, consumer, producer) for rank in range(consumer)
         ]
-        assert ranks == [seen(each, tuple(names.split())) for each in slices]
+        assert ranks == [tuples_of(rank_slices, tuple(names.split())) for rank_slices in slices]
 
 
 POLICIES: list[tuple[int, int, int, dict[str, Any], list[list[tuple[int, tuple[int, int]]]]]] = [
-    # heads, producer TP, consumer TP, how, of every consumer rank: source, (first, step) of blocks
+    # heads, producer TP, consumer TP, options;
+    # for every consumer rank: source, (first, step) of its blocks
     (1, 8, 3, {}, [[(0, (0, 1))], [(2, (0, 1))], [(5, (0, 1))]]),
     (1, 8, 3, {"replica_policy": "first"}, [[(0, (0, 1))]] * 3),
     (1, 8, 3, {"replica_policy": kvspec.ReplicaPolicy("spread", 3)},
      [[(3, (0, 1))], [(5, (0, 1))], [(0, (0, 1))]]),
-    (1, 4, 2, {"replica_policy": "stripe"}, [[(0, (0, 2)), (2, (1, 2))], [(1, (0, 2)), (3, (1,
-     2))]]),
+    (1, 4, 2, {"replica_policy": "stripe"},
+     [[(0, (0, 2)), (2, (1, 2))], [(1, (0, 2)), (3, (1, 2))]]),
     (1, 4, 1, {"replica_policy": "stripe"}, [[(0, (0, 4)), (1, (1, 4)), (2, (2, 4)), (3, (3, 4))]]),
     (1, 2, 4, {"replica_policy": "stripe"}, [[(i % 2, (0, 1))] for i in range(4)]),
     (1, 2, 1, {"replica_policy": kvspec.ReplicaPolicy("stripe", 1)}, [[(1, (0, 2)), (0, (1, 2))]]),
@@ -132,23 +142,23 @@ POLICIES: list[tuple[int, int, int, dict[str, Any], list[list[tuple[int, tuple[i
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("heads", "producer", "consumer", "how", "ranks"), POLICIES)
-def test_who_is_read(
-    heads: int, producer: int, consumer: int, how: dict[str, Any], ranks: list[Any]
+@pytest.mark.parametrize(("heads", "producer", "consumer", "options", "ranks"), POLICIES)
+def test_replica_policy_chooses_sources_and_stripes(
+    heads: int, producer: int, consumer: int, options: dict[str, Any], ranks: list[Any]
 ) -> None:
-    """Of equal producer ranks, which is read by whom, and for which blocks."""
-    found = [
+    """The policy chooses the replica that each consumer rank reads, and for which blocks."""
+    sources = [
         [
-            (each.remote_rank, (each.stripe.first, each.stripe.step))
-            for each in gqa(heads).get_tp_transfer_slices(rank, consumer, producer, **how)
+            (slice_.remote_rank, (slice_.stripe.first, slice_.stripe.step))
+            for slice_ in gqa(heads).get_tp_transfer_slices(rank, consumer, producer, **options)
         ]
         for rank in range(consumer)
     ]
-    assert ranks == found
+    assert ranks == sources
 
 
-RELEASERS: list[tuple[int, int, int, dict[int, int]]] = [
-    # heads, producer TP, consumer TP, of every producer rank that nobody reads: who tells it
+NOTIFIERS: list[tuple[int, int, int, dict[int, int]]] = [
+    # heads, producer TP, consumer TP; for every producer rank without readers: its notifier
     (1, 8, 3, {1: 0, 3: 1, 4: 1, 6: 2, 7: 2}),
     (2, 8, 2, {1: 0, 2: 0, 3: 0, 5: 1, 6: 1, 7: 1}),
     (2, 6, 2, {1: 0, 2: 0, 4: 1, 5: 1}),
@@ -159,14 +169,17 @@ RELEASERS: list[tuple[int, int, int, dict[int, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "producer", "consumer", "told"), RELEASERS)
-def test_releasers(heads: int, producer: int, consumer: int, told: dict[int, int]) -> None:
-    """Each unread producer rank has one releaser; a rank that is read is told by its readers."""
-    made = plan(heads, producer, consumer)
-    for rank in made.producer.parallel.ranks:
-        wanted = (RankId(tp=told[rank.tp]),) if rank.tp in told else made.targets(rank)
-        assert wanted == made.notifiers(rank)
-        assert bool(made.targets(rank)) == (rank.tp not in told)
+@pytest.mark.parametrize(("heads", "producer", "consumer", "notifier"), NOTIFIERS)
+def test_producer_rank_is_notified_by_its_readers_or_by_one_other_rank(
+    heads: int, producer: int, consumer: int, notifier: dict[int, int]
+) -> None:
+    """A producer rank that no consumer rank reads has one notifier."""
+    transfer_plan = plan(heads, producer, consumer)
+    for rank in transfer_plan.producer.parallel.ranks:
+        targets = transfer_plan.targets(rank)
+        expected = (RankId(tp=notifier[rank.tp]),) if rank.tp in notifier else targets
+        assert expected == transfer_plan.notifiers(rank)
+        assert bool(targets) == (rank.tp not in notifier)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +190,16 @@ def test_releasers(heads: int, producer: int, consumer: int, told: dict[int, int
         (6, 2, 3, [[0], [0, 1], [1]], [[0], [0, 1], [1]]),
     ],
 )
-def test_sources_and_counts(
+def test_consumer_ranks_read_sources_and_notify_all_ranks(
     heads: int, producer: int, consumer: int, reads: list[list[int]], notifies: list[list[int]]
 ) -> None:
-    """Whom each consumer rank reads and notifies; every rank of either engine reports."""
-    made = plan(heads, producer, consumer)
-    ranks = made.consumer.parallel.ranks
-    assert reads == [[each.tp for each in made.sources(rank)] for rank in ranks]
-    assert notifies == [[each.tp for each in made.notifies(rank)] for rank in ranks]
-    assert (producer, consumer) == (made.finished_sending_count, made.finished_recving_count)
+    """Every rank of both engines is counted when it has finished."""
+    transfer_plan = plan(heads, producer, consumer)
+    ranks = transfer_plan.consumer.parallel.ranks
+    assert reads == [[source.tp for source in transfer_plan.sources(rank)] for rank in ranks]
+    assert notifies == [[peer.tp for peer in transfer_plan.notifies(rank)] for rank in ranks]
+    assert producer == transfer_plan.finished_sending_count
+    assert consumer == transfer_plan.finished_recving_count
 
 
 PAGES: list[tuple[kvspec.LayerSpec, int, list[int]]] = [
@@ -216,7 +230,7 @@ PAGES: list[tuple[kvspec.LayerSpec, int, list[int]]] = [
 
 @pytest.mark.parametrize(("spec", "size", "pages"), PAGES)
 def test_page_sizes(spec: kvspec.LayerSpec, size: int, pages: list[int]) -> None:
-    """Bytes of one block on every rank."""
+    """The sizes are the bytes of one block on every rank."""
     assert pages == [spec.page_size_bytes(rank, size) for rank in range(size)]
 
 
@@ -228,7 +242,7 @@ LIVE: list[tuple[kvspec.LayerSpec, dict[int, range]]] = [
     (gqa(1), {0: range(0), 1: range(1), 1000: range(1000)}),
     (kvspec.CrossAttentionSpec(**ROWS), {0: range(0), 7: range(7)}),
     (LATENT, {0: range(0), 65: range(65)}),
-    # the query at n and the window - 1 positions before it
+    # The query at n reads its own position and the window - 1 positions before it.
     (FOUR, {0: range(0), 1: range(1), 3: range(3), 4: range(1, 4), 10: range(7, 10)}),
     (kvspec.SlidingWindowSpec(**ROWS, sliding_window=1), {0: range(0), 1: range(0), 9: range(0)}),
     (kvspec.SlidingWindowSpec(**ROWS, sliding_window=4096),
@@ -237,7 +251,7 @@ LIVE: list[tuple[kvspec.LayerSpec, dict[int, range]]] = [
      {5: range(5), 6: range(1, 6), 10: range(5, 10)}),
     (kvspec.SlidingWindowMLASpec(block_size=16, head_size=1, dtype="uint8", sliding_window=4),
      {4: range(1, 4)}),
-    # the query at n and what is before it in its own chunk
+    # The query at n reads its own position and those before it in its own chunk.
     (kvspec.ChunkedLocalAttentionSpec(**ROWS, attention_chunk_size=8),
      {0: range(0), 7: range(7), 8: range(0), 9: range(8, 9), 16: range(0), 23: range(16, 23)}),
     (mamba2(), {0: range(0), 1: range(1), 5: range(4, 5)}),
@@ -247,16 +261,17 @@ LIVE: list[tuple[kvspec.LayerSpec, dict[int, range]]] = [
 
 @pytest.mark.parametrize(("spec", "live"), LIVE)
 def test_live_tokens(spec: kvspec.LayerSpec, live: dict[int, range]) -> None:
-    """The positions that the query at n still reads; nothing is *the* empty range."""
+    """These positions are read by the query at n. An empty range is always range(0, 0)."""
     assert live == {n: spec.live_tokens(n) for n in live}
-    assert {"range(0, 0)"} >= {repr(spec.live_tokens(n)) for n, each in live.items() if not each}
+    empty = {repr(spec.live_tokens(n)) for n, tokens in live.items() if not tokens}
+    assert empty <= {"range(0, 0)"}
 
 
-def test_traffic() -> None:
-    """Ten tokens of one layer: 512 bytes a head and token, four heads to each consumer rank."""
-    wanted = {(RankId(tp=2 * head), RankId(tp=head // 4)): 10 * 512 for head in range(8)}
-    found = kvspec.traffic(plan(8, 16, 2), 10)
-    assert wanted == {pair: load.nbytes for pair, load in found.pairs.items()}
+def test_traffic_of_pairs() -> None:
+    """A token of one head and one layer has 512 bytes. Each consumer rank reads four heads."""
+    expected = {(RankId(tp=2 * head), RankId(tp=head // 4)): 10 * 512 for head in range(8)}
+    traffic = kvspec.traffic(plan(8, 16, 2), 10)
+    assert expected == {pair: load.nbytes for pair, load in traffic.pairs.items()}
 
 
 @pytest.mark.parametrize(
@@ -272,20 +287,20 @@ def test_traffic() -> None:
         (("LBKHNC", "LKBHNC"), (2, 1), (0, 1, 2), 6, 4 * 16 * 256),  # four heads of a plane
     ],
 )
-def test_descriptors(
+def test_descriptors_have_equal_lengths(
     layouts: tuple[str, str],
     tp_sizes: tuple[int, int],
     blocks: tuple[int, ...],
     count: int,
     length: int,
 ) -> None:
-    """How many copies blocks 0, 1, 2 of one layer take to *blocks*, and of how many bytes each."""
+    """Blocks 0, 1, 2 of one layer move to *blocks* in *count* descriptors of *length* bytes."""
     engines = [
         builders.engine(gqa(8), tp=size, layout=layout)
         for layout, size in zip(layouts, tp_sizes, strict=True)
     ]
-    made = kvspec.plan_transfer(*engines)
+    transfer_plan = kvspec.plan_transfer(*engines)
     caches = [kvspec.allocate(engine, RankId(), 5)[0] for engine in engines]
     request = builders.request(48, range(3), blocks)
-    rows = kvspec.build_table(made, *caches).descriptors(request)
+    rows = kvspec.build_table(transfer_plan, *caches).descriptors(request)
     assert [length] * count == rows[:, 2].tolist()

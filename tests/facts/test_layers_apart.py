@@ -1,4 +1,4 @@
-"""Layers of one group may lie differently, in memories and pools of their own; by hand."""
+"""Test layers of one group that have different strides, pools and memories."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builders import case, engine, gqa, mla, request
 from moved import moved
+from refused import refusal
 
 import kvspec
 from kvspec import RankId
@@ -20,28 +21,28 @@ Buffer = np.ndarray[tuple[int], np.dtype[np.uint8]]
 def cache(
     side: kvspec.EngineSpec, pages: dict[str, tuple[int, int]]
 ) -> tuple[kvspec.RankCache, list[Buffer]]:
-    """Return a cache of latents in memories of their own: of each layer (blocks, bytes a block)."""
-    group, kept, regions = side.groups[0], [], []
+    """Return a cache whose layers have separate memories: (blocks, bytes per block) of each."""
+    group, buffers, regions = side.groups[0], [], []
     part = group.spec.parts[0]
     for layer, (blocks, stride) in pages.items():
-        kept.append(np.zeros(blocks * stride, np.uint8))
+        buffers.append(np.zeros(blocks * stride, np.uint8))
         regions.append(
             kvspec.Region(
-                group="g", layer=layer, part=part.name, base=kept[-1].ctypes.data,
+                group="g", layer=layer, part=part.name, base=buffers[-1].ctypes.data,
                 num_blocks=blocks, block_stride=stride, unit_stride=0,
                 state_stride=part.content_bytes, content_bytes=part.content_bytes, units=1,
                 states=part.states,
             )
         )  # fmt: skip
-    memory = [kvspec.Memory(each.ctypes.data, each.nbytes) for each in kept]
-    return kvspec.RankCache(side, RANK, regions, memory), kept
+    memory = [kvspec.Memory(buffer.ctypes.data, buffer.nbytes) for buffer in buffers]
+    return kvspec.RankCache(side, RANK, regions, memory), buffers
 
 
 @pytest.mark.parametrize("fine_reads", [False, True])
-def test_rows_run_on_only_where_every_layer_s_blocks_flow(*, fine_reads: bool) -> None:
-    """Layer a's blocks follow each other, b's have a gap: no row of b runs over its end.
+def test_rows_span_blocks_only_if_blocks_of_every_layer_are_adjacent(*, fine_reads: bool) -> None:
+    """Blocks of layer a are adjacent, blocks of layer b have gaps: no row of b leaves its memory.
 
-    Blocks of two tokens on one side, of eight on the other, whichever of them reads.
+    One side has blocks of two tokens and the other of eight. Both directions are tested.
     """
     fine = engine(TOKENS, layers=("a", "b"))
     wide = engine(mla(block_size=8, head_size=3, dtype="uint8"), layers=("a", "b"))
@@ -50,8 +51,8 @@ def test_rows_run_on_only_where_every_layer_s_blocks_flow(*, fine_reads: bool) -
     tables, sides, caches = ([*range(1, 9)], [2, 0]), (fine, wide), (small, large)
     if fine_reads:
         tables, sides, caches = tables[::-1], sides[::-1], caches[::-1]
-    held = {RANK: caches[0]}, {RANK: caches[1]}
-    assert [] == moved(*sides, request(16, *tables), held)
+    by_rank = {RANK: caches[0]}, {RANK: caches[1]}
+    assert [] == moved(*sides, request(16, *tables), by_rank)
     table = kvspec.build_table(kvspec.plan_transfer(*sides), *caches)
     for side, rows in zip(caches, (table.producer_rows, table.consumer_rows), strict=True):
         for address, length, _, stride, count in rows.tolist():
@@ -59,20 +60,20 @@ def test_rows_run_on_only_where_every_layer_s_blocks_flow(*, fine_reads: bool) -
             assert any(m.address <= address and end <= m.end for m in side.memory)
 
 
-def test_each_layer_s_pool_bounds_its_ids() -> None:
-    """Block 3 is one of layer a's eight, and none of layer b's two: it is refused."""
+def test_block_id_outside_pool_of_any_layer_is_rejected() -> None:
+    """Block 3 is in the pool of layer a (8 blocks), but not in that of layer b (2 blocks)."""
     side = engine(TOKENS, layers=("a", "b"))
-    ours, _ours = cache(side, {"a": (8, 6), "b": (8, 6)})
-    theirs, _theirs = cache(side, {"a": (8, 6), "b": (2, 6)})
-    for pair in ((ours, theirs), (theirs, ours)):
+    large, _large = cache(side, {"a": (8, 6), "b": (8, 6)})
+    small, _small = cache(side, {"a": (8, 6), "b": (2, 6)})
+    for pair, small_side in (((large, small), "consumer"), ((small, large), "producer")):
         table = kvspec.build_table(kvspec.plan_transfer(side, side), *pair)
         assert len(table.descriptors(request(2, [1], [1])))
-        with pytest.raises(kvspec.SpecError, match="=3: expected block ids from 0 to 1"):
-            table.select(request(2, [3], [3]))
+        error = refusal(lambda table=table: table.select(request(2, [3], [3])))
+        assert (f"{small_side}_blocks['g']", 3) == (error.field, error.value)
 
 
-def test_one_side_has_one_type_of_memory() -> None:
-    """Layers in host and in GPU memory on one side are refused, and not told apart in silence."""
+def test_table_rejects_two_memory_types_on_one_side() -> None:
+    """One layer is in host memory and the other in GPU memory."""
     side = engine(TOKENS, layers=("a", "b"))
     plain, _plain = cache(side, {"a": (8, 6), "b": (8, 6)})
     regions = plain.regions[0], attrs.evolve(plain.regions[1], memory_type="VRAM")
@@ -80,22 +81,23 @@ def test_one_side_has_one_type_of_memory() -> None:
     mixed = attrs.evolve(plain, regions=regions, memory=memory)
     plan = kvspec.plan_transfer(side, side)
     for pair in ((plain, mixed), (mixed, plain)):
-        with pytest.raises(kvspec.MismatchError, match="memory_type"):
-            kvspec.build_table(plan, *pair)
+        error = refusal(lambda pair=pair: kvspec.build_table(plan, *pair), kvspec.MismatchError)
+        assert all("memory_type" in mismatch.field for mismatch in error.mismatches)
 
 
-def test_a_region_ends_with_its_memory() -> None:
-    """The last byte of a region may be its memory's last; a memory one byte shorter is refused."""
+def test_cache_rejects_region_that_leaves_its_memory() -> None:
+    """The region ends with its memory. A memory that is one byte shorter is rejected."""
     side = engine(TOKENS)
-    right, _right = cache(side, {"l": (4, 6)})
-    (memory,) = right.memory
-    assert memory.length == len(right.regions[0].extent)
-    with pytest.raises(kvspec.SpecError, match="inside the memory given"):
-        attrs.evolve(right, memory=(attrs.evolve(memory, length=memory.length - 1),))
+    valid, _valid = cache(side, {"l": (4, 6)})
+    (memory,) = valid.memory
+    assert memory.length == len(valid.regions[0].extent)
+    short = attrs.evolve(memory, length=memory.length - 1)
+    error = refusal(lambda: attrs.evolve(valid, memory=(short,)))
+    assert "regions" in error.field
 
 
-def test_a_memory_inside_another_hides_neither_its_end_nor_its_boundary() -> None:
-    """[0, 24) holds [6, 12), where layer a begins, and [24, 48) follows: the one boundary is 24."""
+def test_memory_inside_another_does_not_change_boundaries() -> None:
+    """[0, 24) contains [6, 12), where layer a begins, and [24, 48) follows: 24 is a boundary."""
     side = engine(TOKENS, layers=("a", "b"))
     flat = np.zeros(48, np.uint8)
     first = flat.ctypes.data
@@ -109,93 +111,93 @@ def test_a_memory_inside_another_hides_neither_its_end_nor_its_boundary() -> Non
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_each_write_of_a_content_is_checked_for_its_source(half: int) -> None:
-    """A latent of four bytes in two writes, either of them from another token: it is found."""
+def test_verify_checks_source_of_both_writes_of_a_content(half: int) -> None:
+    """A latent of four bytes arrives in two writes, one of them from another token."""
     side = engine(mla(block_size=2, head_size=4, dtype="uint8"))
-    held = [kvspec.allocate(side, RANK, 2) for _ in range(2)]
-    ours, theirs = ({RANK: each} for each, _ in held)
-    plan, asked = kvspec.plan_transfer(side, side), request(1, [1], [1])
-    start, stop = (each[RANK].regions[0].address(1, 0, 0) for each in (ours, theirs))
+    allocated = [kvspec.allocate(side, RANK, 2) for _ in range(2)]
+    producers, consumers = ({RANK: cache} for cache, _ in allocated)
+    plan, wanted = kvspec.plan_transfer(side, side), request(1, [1], [1])
+    start, stop = (caches[RANK].regions[0].address(1, 0, 0) for caches in (producers, consumers))
     writes = np.array([(start + at, stop + at, 2) for at in (0, 2)], np.uint64)
-    assert None is kvspec.verify(plan, ours, theirs, asked, {(RANK, RANK): writes})
+    assert kvspec.verify(plan, producers, consumers, wanted, {(RANK, RANK): writes}) is None
     writes[half, 0] += np.uint64(4)
-    found = kvspec.verify(plan, ours, theirs, asked, {(RANK, RANK): writes})
-    assert found is not None
-    assert ("wrong source", 2 * half) == (found.kind, found.byte)
+    fault = kvspec.verify(plan, producers, consumers, wanted, {(RANK, RANK): writes})
+    assert fault is not None
+    assert ("wrong source", 2 * half) == (fault.kind, fault.byte)
 
 
-def test_a_missing_byte_is_wanted_from_the_rank_that_owns_its_token() -> None:
-    """Two context ranks, an interleave of 2: token 2 is rank 1's, though rank 0 has its head."""
+def test_verify_names_context_rank_that_owns_missing_token() -> None:
+    """With two context ranks and an interleave of 2, rank 1 owns token 2. Both have its head."""
     producer = engine(gqa(1, block_size=4), tp=2, dcp_size=2, interleave_size=2)
     consumer = engine(gqa(1, block_size=4))
-    ours = {rank: kvspec.allocate(producer, rank, 4)[0] for rank in producer.parallel.ranks}
-    theirs = {RANK: kvspec.allocate(consumer, RANK, 4)[0]}
+    producers = {rank: kvspec.allocate(producer, rank, 4)[0] for rank in producer.parallel.ranks}
+    consumers = {RANK: kvspec.allocate(consumer, RANK, 4)[0]}
     plan = kvspec.plan_transfer(producer, consumer)
-    asked = request(4, [1], [1])
-    sent = kvspec.build_table(plan, ours[RANK], theirs[RANK]).descriptors(asked)
-    found = kvspec.verify(plan, ours, theirs, asked, {(RANK, RANK): sent})
-    assert found is not None
-    assert ("missing", 2, (RankId(tp=1),)) == (found.kind, found.token, found.wanted_from)
+    wanted = request(4, [1], [1])
+    rows = kvspec.build_table(plan, producers[RANK], consumers[RANK]).descriptors(wanted)
+    fault = kvspec.verify(plan, producers, consumers, wanted, {(RANK, RANK): rows})
+    assert fault is not None
+    assert ("missing", 2, (RankId(tp=1),)) == (fault.kind, fault.token, fault.wanted_from)
 
 
-def test_a_plan_that_covers_too_little_cannot_be_made() -> None:
-    """Without one edge, or with one twice, the heads of a consumer rank are not covered once."""
+def test_plan_rejects_edges_that_do_not_cover_heads_once() -> None:
+    """One edge is missing, or there twice. Either way the heads of consumer tp0 are wrong."""
     plan = kvspec.plan_transfer(engine(gqa(4), tp=4), engine(gqa(4), tp=2))
     for edges in (plan.edges[1:], (*plan.edges, plan.edges[0])):
-        with pytest.raises(kvspec.KVSpecError, match=r"consumer tp0, layer l, part .: units"):
-            attrs.evolve(plan, edges=edges)
+        error = refusal(lambda edges=edges: attrs.evolve(plan, edges=edges), kvspec.KVSpecError)
+        assert "tp0" in str(error)
 
 
-def test_tables_begin_with_a_virtual_block() -> None:
-    """Two context ranks, blocks of 4: a table cannot start at token 4, in the middle of one."""
+def test_table_that_does_not_begin_with_virtual_block_is_rejected() -> None:
+    """Two context ranks with blocks of 4 have virtual blocks of 8, so token 4 is inside one."""
     side = engine(gqa(1, block_size=4), tp=2, dcp_size=2, interleave_size=2)
     caches = [kvspec.allocate(side, RANK, 4)[0] for _ in range(2)]
     table = kvspec.build_table(kvspec.plan_transfer(side, side), *caches)
-    right = kvspec.BlockTable([1, 2], 8)
-    assert len(table.select(request(20, right, right, cached_tokens=8))[0])
+    valid = kvspec.BlockTable([1, 2], 8)
+    assert len(table.select(request(20, valid, valid, cached_tokens=8))[0])
     for at, first in ((0, 4), (1, 12)):
-        tables = [right, right]
+        tables = [valid, valid]
         tables[at] = kvspec.BlockTable([1, 2], first)
-        with pytest.raises(
-            kvspec.SpecError, match=f"first_token={first}: expected a multiple of 8"
-        ):
-            table.select(request(16, *tables, cached_tokens=12))
+        error = refusal(lambda tables=tables: table.select(request(16, *tables, cached_tokens=12)))
+        assert error.field.endswith("first_token")
+        assert first == error.value
 
 
-def test_the_end_of_a_tile_is_not_joined_to_the_next() -> None:
-    """Blocks of 8 and, padded, of 12, one token cached: 3 of the first tile, then whole ones."""
+def test_head_of_cut_tile_is_not_joined_to_next_tile() -> None:
+    """Blocks have 8 tokens and, padded, 12. With one cached token the first tile moves 3 of 4."""
     sides = (
         engine(gqa(1, block_size=8, head_size=1, dtype="uint8"), layout="LBNHC"),
         engine(
             gqa(1, block_size=12, head_size=1, dtype="uint8", page_size_padded=200), layout="LBNHC"
         ),
     )
-    here = case(*sides, request(24, [3, 1, 5], [2, 0], cached_tokens=1))
-    assert [] == laws.broken(laws.KVSPEC, here, here)
+    drawn = case(*sides, request(24, [3, 1, 5], [2, 0], cached_tokens=1))
+    assert [] == laws.broken(laws.KVSPEC, drawn, drawn)
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes", "wanted"),
+    ("spec", "interleave_size", "word"),
     [
-        (gqa(1, block_size=16, tokens_per_state=4), {"interleave_size": 2},
-         "interleave_size=2: expected a multiple of tokens_per_state=4"),
-        (gqa(1, block_size=16), {"interleave_size": 3},
-         "interleave_size=3: expected a divisor of block_size=16"),
+        (gqa(1, block_size=16, tokens_per_state=4), 2, "tokens_per_state"),
+        (gqa(1, block_size=16), 3, "block_size"),
     ],
-)  # fmt: skip
-def test_an_interleave_cuts_no_row(
-    spec: kvspec.LayerSpec, sizes: dict[str, int], wanted: str
+)
+def test_engine_rejects_interleave_that_divides_row_or_block_unevenly(
+    spec: kvspec.LayerSpec, interleave_size: int, word: str
 ) -> None:
-    """Tokens are sharded in whole rows and whole parts of a block."""
-    with pytest.raises(kvspec.SpecError, match=wanted):
-        engine(spec, tp=2, dcp_size=2, **sizes)
+    """An interleave has whole rows, and a block has whole interleaves."""
+    error = refusal(lambda: engine(spec, tp=2, dcp_size=2, interleave_size=interleave_size))
+    assert ("interleave_size", interleave_size) == (error.field, error.value)
+    assert word in str(error)
 
 
-def test_groups_of_one_memory_have_one_count_of_blocks() -> None:
-    """Two groups with equal pages and unequal pools cannot share their memory."""
+def test_allocate_shared_requires_equal_numbers_of_blocks() -> None:
+    """Two groups with equal pages share a memory, so they have one pool."""
     groups = [
         kvspec.KVCacheGroup(name=name, layers=(name,), spec=TOKENS) for name in ("one", "two")
     ]
     kvspec.allocate(engine(*groups), RANK, {"one": 4, "two": 4}, shared=True)
-    with pytest.raises(kvspec.SpecError, match="one number of blocks in all groups"):
-        kvspec.allocate(engine(*groups), RANK, {"one": 4, "two": 5}, shared=True)
+    numbers = {"one": 4, "two": 5}
+    error = refusal(lambda: kvspec.allocate(engine(*groups), RANK, numbers, shared=True))
+    assert "shared" == error.field
+    assert "5" in error.value

@@ -1,11 +1,13 @@
-"""What a plan says that a request moves is what the tables of its ranks move."""
+"""Test that the traffic of a plan equals the traffic of the tables of its ranks."""
 
 from __future__ import annotations
 
+import re
+
 import builders
-import pytest
 from builders import engine
 from hypothesis import given, settings
+from refused import refusal
 
 import kvspec
 from kvspec import RankId
@@ -19,7 +21,7 @@ HALF = settings(max_examples=settings.default.max_examples // 2)
 def separate_tables(
     engine: kvspec.EngineSpec, num_tokens: int
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Return tables of blocks from the end of a pool to its beginning, no two together."""
+    """Return tables of descending blocks without adjacent pairs, and the sizes of the pools."""
     tables, pools = {}, {}
     null = 0 if engine.null_block is None else engine.null_block
     for group in engine.groups:
@@ -33,82 +35,87 @@ def separate_tables(
 
 @HALF
 @given(strategies.cases())
-def test_traffic_is_that_of_each_pairs_own_table(case: strategies.Case) -> None:
-    """Pair by pair, over every axis; ranks have the sums, the busiest link the most."""
+def test_traffic_equals_that_of_tables(case: strategies.Case) -> None:
+    """The pairs are compared with tables. Ranks have the sums, and the busiest link the maximum."""
     plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy)
     tokens = case.request.num_tokens
-    found = kvspec.traffic(plan, tokens)
-    assert tokens == found.num_tokens
-    (ours, pool), (theirs, other) = (
-        separate_tables(e, tokens) for e in (case.producer, case.consumer)
+    traffic = kvspec.traffic(plan, tokens)
+    assert tokens == traffic.num_tokens
+    (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
+        separate_tables(side, tokens) for side in (case.producer, case.consumer)
     )
-    request = builders.request(tokens, ours, theirs, encoder_tokens=tokens)
-    assert {(edge.producer, edge.consumer) for edge in plan.edges} == set(found.pairs)
-    for (p, c), load in found.pairs.items():
+    request = builders.request(tokens, producer_blocks, consumer_blocks, encoder_tokens=tokens)
+    assert {(edge.producer, edge.consumer) for edge in plan.edges} == set(traffic.pairs)
+    for (producer, consumer), load in traffic.pairs.items():
         caches = (
-            kvspec.plan_memory(case.producer, p, pool),
-            kvspec.plan_memory(case.consumer, c, other),
+            kvspec.plan_memory(case.producer, producer, producer_pool),
+            kvspec.plan_memory(case.consumer, consumer, consumer_pool),
         )
-        moved = kvspec.build_table(plan, *caches).descriptors(request)
-        assert load.descriptors == len(moved)
-        assert load.nbytes <= int(moved[:, 2].sum())  # blocks move with their dead ends
-    for loads, at in ((found.producers, 0), (found.consumers, 1)):
-        assert tuple(loads) == (case.producer, case.consumer)[at].parallel.ranks
+        rows = kvspec.build_table(plan, *caches).descriptors(request)
+        assert load.descriptors == len(rows)
+        # Blocks move with the dead tokens at their end.
+        assert load.nbytes <= int(rows[:, 2].sum())
+    for loads, side in ((traffic.producers, 0), (traffic.consumers, 1)):
+        assert tuple(loads) == (case.producer, case.consumer)[side].parallel.ranks
         for rank, load in loads.items():
-            mine = [each for pair, each in found.pairs.items() if pair[at] == rank]
-            assert load.nbytes == sum(each.nbytes for each in mine)
-            assert load.descriptors == sum(each.descriptors for each in mine)
-    every = [*found.producers.values(), *found.consumers.values()]
-    assert max(each.nbytes for each in every) == found.busiest.load.nbytes
-    assert found.total == Load.total(found.producers.values())
-    assert found.total == Load.total(found.consumers.values())
+            of_rank = [other for pair, other in traffic.pairs.items() if pair[side] == rank]
+            assert load.nbytes == sum(other.nbytes for other in of_rank)
+            assert load.descriptors == sum(other.descriptors for other in of_rank)
+    links = [*traffic.producers.values(), *traffic.consumers.values()]
+    assert max(load.nbytes for load in links) == traffic.busiest.load.nbytes
+    assert traffic.total == Load.total(traffic.producers.values())
+    assert traffic.total == Load.total(traffic.consumers.values())
 
 
 def plan_of(first: str = "LBHNC") -> kvspec.TransferPlan:
-    """Plan two layers of two heads of 4 bytes from TP 2, in layout *first*, to TP 1."""
+    """Return the plan of two layers of two heads of 4 bytes: TP 2 in layout *first* to TP 1."""
     spec = builders.gqa(2, block_size=2, head_size=2)
-    ours, theirs = (
+    producer, consumer = (
         engine(spec, layers=("l.0", "l.1"), tp=size, layout=layout)
         for size, layout in ((2, first), (1, "LBHNC"))
     )
-    return kvspec.plan_transfer(ours, theirs)
+    return kvspec.plan_transfer(producer, consumer)
 
 
-def test_traffic_by_hand() -> None:
-    """Three tokens are two blocks: a head of one layer is one chunk a block, 16 bytes long."""
-    found = kvspec.traffic(plan_of(), 3)
+def test_traffic_of_three_tokens() -> None:
+    """Three tokens are two blocks. In each block a head of one layer is one chunk of 16 bytes."""
+    traffic = kvspec.traffic(plan_of(), 3)
     tp0, tp1 = RankId(tp=0), RankId(tp=1)
-    each = Load(nbytes=2 * 3 * 8, descriptors=2 * 2)
-    assert {(tp0, tp0): each, (tp1, tp0): each} == found.pairs
-    assert {tp0: each, tp1: each} == found.producers
-    assert {tp0: Load(96, 8)} == found.consumers
-    assert Link("consumer", tp0, Load(96, 8)) == found.busiest
-    text = """3 tokens: 96 bytes in 8 descriptors
-  producer tp0 -> consumer tp0: 48 bytes in 4 descriptors
-  producer tp1 -> consumer tp0: 48 bytes in 4 descriptors
-busiest link: consumer tp0: 96 bytes in 8 descriptors"""
-    assert text == str(found)
+    load = Load(nbytes=2 * 3 * 8, descriptors=2 * 2)
+    assert {(tp0, tp0): load, (tp1, tp0): load} == traffic.pairs
+    assert {tp0: load, tp1: load} == traffic.producers
+    assert {tp0: Load(96, 8)} == traffic.consumers
+    assert Link("consumer", tp0, Load(96, 8)) == traffic.busiest
 
 
-def test_planes_take_twice_as_many() -> None:
-    """K and V in planes of their own on one side, packed on the other: a chunk a live token."""
+def test_traffic_text_lists_total_pairs_and_busiest_link() -> None:
+    """Each line has the names of the ranks, the bytes and the descriptors."""
+    total, first, second, busiest = str(kvspec.traffic(plan_of(), 3)).splitlines()
+    assert ["3", "96", "8"] == re.findall(r"\d+", total)
+    assert ["tp0", "tp0", "48", "4"] == re.findall(r"tp\d|\d+", first)
+    assert ["tp1", "tp0", "48", "4"] == re.findall(r"tp\d|\d+", second)
+    assert ["consumer", "tp0", "96", "8"] == re.findall(r"consumer|producer|tp\d|\d+", busiest)
+
+
+def test_separate_planes_need_more_descriptors() -> None:
+    """K and V are separate planes on one side and packed on the other, so each token is a chunk."""
     assert Load(96, 2 * 2 * 2 * 3) == kvspec.traffic(plan_of("LKBHNC"), 3).total
 
 
-def test_a_tie_is_the_producers() -> None:
-    """Of equally loaded links the producer's is named."""
+def test_busiest_link_is_the_producers_if_loads_are_equal() -> None:
+    """One rank of each side has the whole load."""
     plan = kvspec.plan_transfer(plan_of().consumer, plan_of().consumer)
     assert "producer" == kvspec.traffic(plan, 1).busiest.side
 
 
-def test_more_blocks_than_can_be_looked_at_are_refused() -> None:
-    """Bytes would fit, but blocks are counted one by one."""
-    with pytest.raises(kvspec.SpecError, match=r"5000000000000 blocks.* at most 4194304") as error:
-        kvspec.traffic(plan_of(), 10**13)
-    assert ("num_tokens", 10**13) == (error.value.field, error.value.value)
+def test_traffic_rejects_too_many_blocks() -> None:
+    """The number of bytes would fit into 64 bits, but the blocks are counted one by one."""
+    error = refusal(lambda: kvspec.traffic(plan_of(), 10**13))
+    assert ("num_tokens", 10**13) == (error.field, error.value)
+    assert "4194304" in str(error)
 
 
-def test_nothing_moves_of_no_tokens() -> None:
-    """No token, no byte and no descriptor; the pairs are there."""
-    found = kvspec.traffic(plan_of(), 0)
-    assert [Load(0, 0)] * 2 == list(found.pairs.values())
+def test_traffic_of_no_tokens_is_zero() -> None:
+    """The pairs are listed with empty loads."""
+    traffic = kvspec.traffic(plan_of(), 0)
+    assert [Load(0, 0)] * 2 == list(traffic.pairs.values())
