@@ -1,9 +1,9 @@
-"""The I/O size of one block, against the table published with vLLM's pull request #30207.
+"""Test the I/O size of one block against the table published with vLLM's pull request #30207.
 
-Two layouts: each K or V plane of each layer apart (LKBHNC), and all layers of a block side by side
-(BLKHNC, "cross-layer blocks"). The table gives KB and MB; they are KiB and MiB, the latter rounded
-to two decimals, a tie towards zero (0.875 is given as 0.87, 0.4375 as 0.44). Blocks of 16 tokens
-in bfloat16 unless a row says otherwise.
+There are two layouts. In LKBHNC each K or V plane of each layer is separate. In BLKHNC all layers
+of a block are adjacent ("cross-layer blocks"). The table's KB and MB are KiB and MiB. Its MiB are
+rounded to two decimals, and a tie is rounded down: 0.875 is printed as 0.87, 0.4375 as 0.44.
+Blocks have 16 tokens in bfloat16 unless a row has another size.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FACTS = [
     ("Qwen3-1.7B", 1, 16, 32, "1.75"),
     ("Qwen3-4B-2507", 1, 16, 32, "2.25"),
     ("Qwen3-32B", 2, 16, 16, "2"),
-    ("Qwen3-8B", 1, 16, 32, "2.25"),  # see the last test: the table says otherwise
+    ("Qwen3-8B", 1, 16, 32, "2.25"),  # the table differs: see the last test
 ]
 NUM_BLOCKS = 3
 
 
 def mib(size: int) -> Decimal:
-    """Return *size* bytes in MiB as the table rounds them."""
+    """Return *size* bytes in MiB, rounded as in the table."""
     return (Decimal(size) / 2**20).quantize(Decimal("0.01"), ROUND_HALF_DOWN)
 
 
@@ -54,49 +54,49 @@ def regions(name: str, tp_size: int, block_size: int, layout: str) -> tuple[kvsp
 
 
 def plane_and_block(name: str, tp_size: int, block_size: int) -> tuple[int, int]:
-    """Return the bytes of one plane of one block, and of all layers of a block, by the parts."""
+    """Return the bytes of one plane of one block, and of all layers of one block."""
     (group,) = models.from_config(catalogue.config(name), block_size=block_size)
     page = group.spec.page_size_bytes(tp_rank=0, tp_size=tp_size)
     return page // len(group.spec.parts), page * len(group.layers)
 
 
 @pytest.mark.parametrize(("name", "tp_size", "block_size", "plane", "block"), FACTS)
-def test_parts_have_the_published_sizes(
+def test_page_sizes_equal_published_sizes(
     name: str, tp_size: int, block_size: int, plane: int, block: str
 ) -> None:
-    """One plane of one layer, and all layers, of one block on one rank."""
+    """The sizes are those of one block on one rank: one plane of one layer, and all layers."""
     plane_bytes, block_bytes = plane_and_block(name, tp_size, block_size)
     assert plane * 2**10 == plane_bytes
     assert Decimal(block) == mib(block_bytes)
 
 
 @pytest.mark.parametrize(("name", "tp_size", "block_size", "plane", "block"), FACTS)
-def test_planes_of_blocks_lie_apart_in_lkbhnc(
+def test_block_stride_in_lkbhnc_is_one_plane(
     name: str, tp_size: int, block_size: int, plane: int, block: str
 ) -> None:
-    """A block of a plane is contiguous there, so the block stride is its I/O size."""
-    found = regions(name, tp_size, block_size, "LKBHNC")
-    assert {plane * 2**10} == {each.block_stride for each in found}
-    whole = {each.units * each.states * each.content_bytes for each in found}
-    assert {plane * 2**10} == whole
-    assert Decimal(block) == mib(sum(each.block_stride for each in found))
+    """A block of a plane is contiguous, so the block stride is its I/O size."""
+    planes = regions(name, tp_size, block_size, "LKBHNC")
+    assert {plane * 2**10} == {region.block_stride for region in planes}
+    sizes = {region.units * region.states * region.content_bytes for region in planes}
+    assert {plane * 2**10} == sizes
+    assert Decimal(block) == mib(sum(region.block_stride for region in planes))
 
 
 @pytest.mark.parametrize(("name", "tp_size", "block_size", "plane", "block"), FACTS)
-def test_layers_of_a_block_lie_together_in_blkhnc(
+def test_block_stride_in_blkhnc_is_all_layers(
     name: str, tp_size: int, block_size: int, plane: int, block: str
 ) -> None:
-    """The block stride spans all layers and planes, each where the one before it ends."""
-    found = regions(name, tp_size, block_size, "BLKHNC")
-    (stride,) = {each.block_stride for each in found}
+    """The planes of all layers are adjacent in a block."""
+    planes = regions(name, tp_size, block_size, "BLKHNC")
+    (stride,) = {region.block_stride for region in planes}
     assert Decimal(block) == mib(stride)
-    bases = sorted(each.base for each in found)
-    assert [bases[0] + i * plane * 2**10 for i in range(len(found))] == bases
-    assert stride == len(found) * plane * 2**10
+    bases = sorted(region.base for region in planes)
+    assert [bases[0] + i * plane * 2**10 for i in range(len(planes))] == bases
+    assert stride == len(planes) * plane * 2**10
 
 
-def test_the_tables_qwen3_8b_contradicts_its_published_config() -> None:
-    """The table says 28 KB and 1.97 MB, which is 7 KV heads; the model has 8: 32 KB, 2.25 MB."""
+def test_published_sizes_of_qwen3_8b_are_those_of_seven_heads() -> None:
+    """The table has 28 KB and 1.97 MB: 7 KV heads. The model has 8: 32 KB and 2.25 MB."""
     config = catalogue.config("Qwen3-8B")
     assert (36, 8) == (config["num_hidden_layers"], config["num_key_value_heads"])
     plane, block = plane_and_block("Qwen3-8B", 1, 16)
