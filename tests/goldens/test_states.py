@@ -1,9 +1,9 @@
-"""State-space caches agree with vLLM's own split of them, and where they differ vLLM is wrong.
+"""Test that state-space caches are split as vLLM splits them, except where vLLM is wrong.
 
-vLLM keeps the conv state dim-first ("DS") and cuts it into projections by byte offsets; kvspec has
-a part for each. A Mamba2 model with fewer groups than TP ranks keeps whole copies of B and C on
-every rank, but vLLM scales their offsets with the TP ratio as if they were sharded: those rows are
-counted and our answer is proven channel by channel instead.
+vLLM keeps the conv state dim-first ("DS") and cuts it into projections by byte offsets. kvspec has
+one part for each projection. A Mamba2 model with fewer groups than TP ranks has whole copies of B
+and C on every rank. vLLM scales their offsets with the TP ratio, as if they were sharded. These
+rows are counted, and kvspec's result is checked channel by channel instead.
 """
 
 from __future__ import annotations
@@ -54,36 +54,40 @@ def region_bytes(region: kvspec.Region) -> int:
     return region.units * region.states * region.content_bytes
 
 
-def channels(spec: kvspec.MambaSpec, part: str, tp_size: int, rank: int) -> list[int]:
-    """Return the global units of *part* that a rank holds, sharded pack by pack."""
-    found = next(each for each in spec.parts if each.name == part)
-    packs = found.units // found.granularity
-    copies = max(1, tp_size // packs)
+def channels(spec: kvspec.MambaSpec, part_name: str, tp_size: int, rank: int) -> list[int]:
+    """Return the global units of a part that a rank holds.
+
+    They are sharded in packs of `granularity` units.
+    """
+    part = next(part for part in spec.parts if part.name == part_name)
+    num_packs = part.units // part.granularity
+    copies = max(1, tp_size // num_packs)
     sharded: list[list[int]] = [[] for _ in range(tp_size // copies)]
-    for pack in range(packs):
-        sharded[pack // (packs // len(sharded))].append(pack)
-    held = sharded[rank // copies]
-    return [pack * found.granularity + unit for pack in held for unit in range(found.granularity)]
+    for pack in range(num_packs):
+        sharded[pack // (num_packs // len(sharded))].append(pack)
+    packs = sharded[rank // copies]
+    return [pack * part.granularity + unit for pack in packs for unit in range(part.granularity)]
 
 
 def remote_bytes(
     spec: kvspec.MambaSpec, tp_size: int, remote_tp: int, rank: int
 ) -> dict[str, list[tuple[int, int]]]:
     """Return, by conv part, (byte offset in the remote conv state, bytes) of each source rank."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for each in spec.get_tp_transfer_slices(rank, tp_size, remote_tp):
-        regions = regions_of(spec, remote_tp, each.remote_rank)
+    runs_by_part: dict[str, list[tuple[int, int]]] = {}
+    for slice_ in spec.get_tp_transfer_slices(rank, tp_size, remote_tp):
+        regions = regions_of(spec, remote_tp, slice_.remote_rank)
         first = conv(regions)[0].base
-        for part in each.parts:
+        for part in slice_.parts:
             region = regions[part]
-            offset = region.base - first + each.remote_range.start * region.unit_stride
-            found.setdefault(part, []).append((offset, len(each.remote_range) * region.unit_stride))
-    return {part: runs for part, runs in found.items() if part.startswith("conv")}
+            offset = region.base - first + slice_.remote_range.start * region.unit_stride
+            length = len(slice_.remote_range) * region.unit_stride
+            runs_by_part.setdefault(part, []).append((offset, length))
+    return {part: runs for part, runs in runs_by_part.items() if part.startswith("conv")}
 
 
 @pytest.mark.parametrize("row", LOADED, ids=IDS)
-def test_every_rank_s_state_is_vllm_s(row: list[Any]) -> None:
-    """Widths, sizes, page and dim-first offsets of every projection are vLLM's on every rank."""
+def test_state_of_every_rank_equals_vllms(row: list[Any]) -> None:
+    """The widths, sizes, page and dim-first offsets of every projection are equal."""
     model, dtypes, tp_size, page, shapes, widths, sizes, local, _ = row
     spec = spec_of(model, *dtypes)
     for rank in range(tp_size):
@@ -100,10 +104,13 @@ def test_every_rank_s_state_is_vllm_s(row: list[Any]) -> None:
         assert all(region.unit_stride == region.states * 2 for region in parts)
 
 
-def fate(row: list[Any], remote_tp: int) -> str:
-    """Return what there is to compare for one (local TP, remote TP) of a model."""
+def comparison_of(row: list[Any], remote_tp: int) -> str:
+    """Return whether vLLM is right or wrong for one (local TP, remote TP) of a model.
+
+    "no such remote" if vLLM cannot load the model with *remote_tp*.
+    """
     model, dtypes, tp_size = row[:3]
-    if any(each[:3] == [model, dtypes, remote_tp] and len(each) == 4 for each in ROWS):
+    if any(other[:3] == [model, dtypes, remote_tp] and len(other) == 4 for other in ROWS):
         return "no such remote"
     groups = TABLE["models"][model].get("n_groups", math.inf)
     if tp_size != remote_tp and groups < max(tp_size, remote_tp):
@@ -112,48 +119,54 @@ def fate(row: list[Any], remote_tp: int) -> str:
 
 
 @pytest.mark.parametrize("row", LOADED, ids=IDS)
-def test_remote_offsets_are_vllm_s_where_it_is_right(row: list[Any]) -> None:
-    """The remote bytes of every projection are vLLM's; where vLLM is wrong they differ, always."""
+def test_remote_offsets_equal_vllms_exactly_if_vllm_is_right(row: list[Any]) -> None:
+    """The remote bytes of every projection are compared. If vLLM is wrong, they differ."""
     model, dtypes, tp_size, *_, remotes = row
     spec = spec_of(model, *dtypes)
     for remote_tp, position, recorded in remotes:
-        verdict = fate(row, remote_tp)
-        if verdict == "no such remote":
+        comparison = comparison_of(row, remote_tp)
+        if comparison == "no such remote":
             continue
         ratio = max(1, tp_size // remote_tp)
         sources = max(1, remote_tp // tp_size)
-        theirs = [[tuple(each)] * sources for each in recorded]
+        theirs = [[tuple(run)] * sources for run in recorded]
         for rank in range(position, tp_size, ratio):
             ours = list(remote_bytes(spec, tp_size, remote_tp, rank).values())
-            assert (verdict == "right") == (theirs == ours)
+            assert (comparison == "right") == (theirs == ours)
 
 
 @pytest.mark.parametrize("row", LOADED, ids=IDS)
-def test_every_channel_is_read_from_a_rank_that_holds_it(row: list[Any]) -> None:
-    """Where vLLM is wrong too: each local channel once, at the place of the same global channel."""
+def test_every_channel_is_read_once_from_its_place(row: list[Any]) -> None:
+    """The remote place holds the same global channel, also for rows where vLLM is wrong."""
     model, dtypes, tp_size, *_, remotes = row
     spec = spec_of(model, *dtypes)
-    for remote_tp in {each[0] for each in remotes if fate(row, each[0]) != "no such remote"}:
+    remote_sizes = {remote[0] for remote in remotes}
+    for remote_tp in remote_sizes:
+        if comparison_of(row, remote_tp) == "no such remote":
+            continue
         for rank in range(tp_size):
             read: dict[str, list[tuple[int, int]]] = {part.name: [] for part in spec.parts}
-            for each in spec.get_tp_transfer_slices(rank, tp_size, remote_tp):
-                for part in each.parts:
-                    there = channels(spec, part, remote_tp, each.remote_rank)
+            for slice_ in spec.get_tp_transfer_slices(rank, tp_size, remote_tp):
+                for part in slice_.parts:
+                    remote_channels = channels(spec, part, remote_tp, slice_.remote_rank)
                     read[part] += zip(
-                        each.local_range, there[each.remote_range.start :], strict=False
+                        slice_.local_range,
+                        remote_channels[slice_.remote_range.start :],
+                        strict=False,
                     )
             for part, pairs in read.items():
                 assert list(enumerate(channels(spec, part, tp_size, rank))) == sorted(pairs)
 
 
-def test_one_group_on_two_ranks_by_hand() -> None:
-    """Bamba, TP 1 to TP 2: rank 1 reads its half of x, and all of B and all of C.
+def test_remote_bytes_of_one_group_on_two_ranks() -> None:
+    """Bamba moves from TP 1 to TP 2: rank 1 reads its half of x, and all of B and C.
 
-    The producer's conv state is x (8192 channels), B, C (128 each), 3 rows of bfloat16. vLLM reads
-    C's bytes (at 49920) as B, and the SSM state (at 51456, past the conv state's 50688) as C.
+    The producer's conv state has x (8192 channels), B and C (128 each) in 3 rows of bfloat16. vLLM
+    reads C's bytes (at 49920) as B. It reads the SSM state (at 51456) as C, because the conv state
+    ends at 50688.
     """
     spec = spec_of("bamba-9b", "bfloat16", "bfloat16")
-    theirs = next(
+    of_vllm = next(
         offsets
         for row in LOADED
         if row[:3] == ["bamba-9b", ["bfloat16", "bfloat16"], 2]
@@ -161,35 +174,35 @@ def test_one_group_on_two_ranks_by_hand() -> None:
         if (remote_tp, position) == (1, 1)
     )
     wrong = [[24576, 24576], [49920, 768], [51456, 768]]
-    assert wrong == theirs
+    assert wrong == of_vllm
     right = {"conv_x": [(24576, 24576)], "conv_b": [(49152, 768)], "conv_c": [(49920, 768)]}
     assert right == remote_bytes(spec, 2, 1, 1)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if len(row) == 4], ids=str)
-def test_what_vllm_refuses_is_sharded_unevenly(row: list[Any]) -> None:
-    """At TP 3 and 6 vLLM refuses to shard; here whole heads are sharded and none is lost."""
+def test_uneven_sizes_that_vllm_rejects_keep_all_units(row: list[Any]) -> None:
+    """VLLM rejects TP 3 and 6. kvspec shards whole heads, and every unit has an owner."""
     model, dtypes, tp_size, reason = row
     spec = spec_of(model, *dtypes)
-    assert "is not divisible by" in reason
+    assert "divisible" in reason  # of vLLM's recorded error
     for part in spec.parts:
-        held = {
+        owned = {
             unit
             for rank in range(tp_size)
-            for each in spec.get_tp_transfer_slices(rank, tp_size, 1)
-            if part.name in each.parts
-            for unit in each.global_range
+            for slice_ in spec.get_tp_transfer_slices(rank, tp_size, 1)
+            if part.name in slice_.parts
+            for unit in slice_.global_range
         }
-        assert set(range(part.units)) == held
+        assert set(range(part.units)) == owned
 
 
-def test_every_row_of_vllm_has_its_fate() -> None:
-    """56 splits: 40 equal, 16 refused by vLLM. 560 remotes: 344 equal, 192 where vLLM is wrong.
+def test_every_row_of_vllm_is_counted() -> None:
+    """VLLM accepts 40 of 56 splits. In 344 of 560 remotes it is right, and in 192 wrong.
 
-    The other 24 are remote TP sizes at which vLLM itself cannot load the model.
+    The other 24 remotes have TP sizes with which vLLM cannot load the model.
     """
-    fates = Counter(fate(row, each[0]) for row in LOADED for each in row[8])
+    comparisons = Counter(comparison_of(row, remote[0]) for row in LOADED for remote in row[8])
     expected = {"right": 344, "wrong": 192, "no such remote": 24}
-    assert expected == fates
+    assert expected == comparisons
     assert len(ROWS) == 56
     assert len(LOADED) == 40

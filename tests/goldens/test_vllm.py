@@ -1,9 +1,9 @@
-"""What vLLM's own connector moves, and what this library moves instead.
+"""Compare the transfers of kvspec with those of vLLM's own connector.
 
-Recorded by running vLLM 0.33: for 226 scenarios the placements of its tensors and the copies that
-its connector posts. The specs and tensors
-go through the adapter as a caller's would. Where vLLM is right the same bytes move, in no more
-descriptors; where it is wrong or refuses, every byte is compared with what should be there.
+The 226 scenarios were recorded by running vLLM 0.33: the placements of its tensors and the copies
+that its connector posts. The adapter converts the specs and tensors as it does for a caller. If
+vLLM is right, kvspec moves the same bytes in at most as many descriptors. If vLLM is wrong or
+rejects the scenario, every byte is compared with the right content.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from builders import request as request_of
 from moved import moves
+from refused import refusal
 from vllm_like import B12X, FLASH, MSA, config_of, engine_spec, tensors_of
 
 import kvspec
@@ -41,21 +42,25 @@ IDS = [
 
 
 def rows_with(status: str) -> Any:
-    """Return the parametrisation over the rows with that *status*."""
-    found = []
-    for row, name in zip(RECORDED, IDS, strict=True):
-        if row["status"] == status:
-            found.append(pytest.param(row, id=name))
-    return pytest.mark.parametrize("row", found)
+    """Return the decorator that runs a test for all rows with *status*."""
+    rows = [
+        pytest.param(row, id=name)
+        for row, name in zip(RECORDED, IDS, strict=True)
+        if row["status"] == status
+    ]
+    return pytest.mark.parametrize("row", rows)
 
 
 def layout_of(row: dict[str, Any], side: str) -> str:
-    """Return one side's layout."""
+    """Return the layout of one side, "p" (producer) or "d" (consumer)."""
     return str(row.get("p_layout", row["layout"]) if side == "p" else row["layout"])
 
 
 def engine_of(row: dict[str, Any], side: str) -> kvspec.EngineSpec:
-    """Return the engine of one side, read by the adapter; id 0 was recorded as a block like any."""
+    """Return the engine of one side from the adapter.
+
+    It has no null block, because block 0 was recorded as an ordinary block.
+    """
     config = config_of(row, side)
     engine = engine_spec(
         config,
@@ -76,12 +81,12 @@ Side = tuple[kvspec.EngineSpec, dict[kvspec.RankId, kvspec.RankCache], dict[kvsp
 
 
 def side_of(row: dict[str, Any], side: str) -> Side:
-    """Return one side's engine, caches and buffers; the tensors lie where vLLM placed them."""
+    """Return the engine, the caches and the buffers of one side. vLLM placed the tensors."""
     engine, config = engine_of(row, side), config_of(row, side)
     caches, buffers = {}, {}
     for rank in engine.parallel.ranks:
         flat = buffers[rank] = np.zeros(
-            max(t.offset + t.size for t in config.kv_cache_tensors), np.uint8
+            max(tensor.offset + tensor.size for tensor in config.kv_cache_tensors), np.uint8
         )
         tensors = tensors_of(config, layout_of(row, side), flat)
         caches[rank] = vllm.rank_cache(engine, rank, tensors, config.num_blocks)
@@ -91,26 +96,26 @@ def side_of(row: dict[str, Any], side: str) -> Side:
 def request_in(
     row: dict[str, Any], producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec
 ) -> kvspec.TransferRequest:
-    """Return the recorded request: its tokens are those that both sides' tables hold."""
-    held, tables = [], []
+    """Return the recorded request of all tokens that both tables hold."""
+    num_tokens, tables = [], []
     for side, engine in (("p", producer), ("d", consumer)):
         ids = row[f"{side}_block_ids"]
         tables.append({f"group{at}": group for at, group in enumerate(ids)})
         spec = engine.groups[0].spec
-        held.append(len(ids[0]) * spec.block_size * engine.parallel.context_size)
-    return request_of(min(held), *tables, cached_tokens=row.get("cached_tokens", 0))
+        num_tokens.append(len(ids[0]) * spec.block_size * engine.parallel.context_size)
+    return request_of(min(num_tokens), *tables, cached_tokens=row.get("cached_tokens", 0))
 
 
 Bytes = npt.NDArray[np.int64]
 
 
 def bytes_of(copies: Any) -> Bytes:
-    """Return the sorted bytes (rank, remote, local) of copies (rank, local, remote, length)."""
-    found = [np.empty((0, 3), np.int64)]
+    """Return the bytes (rank, remote, local) of *copies* (rank, local, remote, length), sorted."""
+    rows = [np.empty((0, 3), np.int64)]
     for rank, local, remote, length in copies:
-        at = np.arange(length)
-        found.append(np.column_stack([np.full(length, rank), remote + at, local + at]))
-    return in_order(np.concatenate(found))
+        offsets = np.arange(length)
+        rows.append(np.column_stack([np.full(length, rank), remote + offsets, local + offsets]))
+    return in_order(np.concatenate(rows))
 
 
 def in_order(rows: Bytes) -> Bytes:
@@ -119,10 +124,10 @@ def in_order(rows: Bytes) -> Bytes:
 
 
 def permuted(row: dict[str, Any], local: Bytes) -> Bytes:
-    """Return where bytes end after vLLM's own permutation of blocks that it received in parts.
+    """Return the final places of *local* bytes after vLLM's permutation of received blocks.
 
     vLLM writes a producer's [heads, tokens, content] into each part of a larger block, and then
-    permutes the block on the device; we write it in its place at once.
+    permutes the block on the device. kvspec writes each byte to its final place.
     """
     spec, other = row["d_specs"][0], row["p_specs"][0]
     sub_blocks = spec["block_size"] // other["block_size"]
@@ -137,10 +142,10 @@ def permuted(row: dict[str, Any], local: Bytes) -> Bytes:
 
 
 @rows_with("ok")
-def test_we_move_what_vllm_moves(row: dict[str, Any]) -> None:
-    """The same bytes of the same ranks come to the same places, in no more descriptors.
+def test_bytes_equal_vllms_if_vllm_is_right(row: dict[str, Any]) -> None:
+    """The same bytes of the same ranks move to the same places, in at most as many descriptors.
 
-    Only where vLLM permutes on the device what it received do we need more: a run ends with a head.
+    If vLLM permutes blocks on the device, kvspec needs a descriptor for each head.
     """
     producer, consumer = side_of(row, "p"), side_of(row, "d")
     request = request_in(row, producer[0], consumer[0])
@@ -150,57 +155,58 @@ def test_we_move_what_vllm_moves(row: dict[str, Any]) -> None:
         rank = kvspec.RankId(tp=recorded["rank"])
         place = consumer[2][rank].ctypes.data
         ours = [
-            (source.tp, b - place, a - producer[2][source].ctypes.data, length)
+            (source.tp, target - place, start - producer[2][source].ctypes.data, length)
             for source in plan.sources(rank)
-            for a, b, length in described(
+            for start, target, length in described(
                 kvspec.build_table(plan, producer[1][source], consumer[1][rank]), request
             )
         ]
         theirs = [(source, *copy) for source, copies in recorded["transfers"] for copy in copies]
-        wanted = bytes_of(theirs)
+        expected = bytes_of(theirs)
         if permutes:
-            wanted[:, 2] = permuted(row, wanted[:, 2])
-        assert np.array_equal(in_order(wanted), bytes_of(ours))
+            expected[:, 2] = permuted(row, expected[:, 2])
+        assert np.array_equal(in_order(expected), bytes_of(ours))
         assert len(ours) <= len(theirs) * (row["d_specs"][0]["num_kv_heads"] if permutes else 1)
 
 
+# (view, right content)
 Truth = tuple[Any, Any]
 
 
 def truths(row: dict[str, Any], side: str, tensors: dict[str, Any], rank: int) -> list[Truth]:
-    """Return (view, what it should hold) of the recorded blocks of one rank, worked out by hand.
+    """Return the views of the recorded blocks of one rank with their right contents.
 
-    x, heads and SSM heads are sharded; the one group of B and of C is on every rank.
+    x, heads and SSM heads are sharded. Every rank has the only group of B and of C.
     """
     size, total = row[f"{side}tp"], row["K"]
     heads = range(rank * total // size, max(rank * total // size + 1, (rank + 1) * total // size))
-    found: list[Truth] = []
+    views: list[Truth] = []
     for ids, members in zip(row[f"{side}_block_ids"], row["groups"], strict=True):
         for layer in (f"layer.{at}" for at in members):
             spec, tensor = row[f"{side}_specs"][members[0]], tensors[layer]
             if spec["cls"] == "MambaSpec":
-                found += state_truth(layer, tensor, ids[0], rank, spec["shapes"])
+                views += state_truth(layer, tensor, ids[0], rank, spec["shapes"])
                 continue
             for at, block in enumerate(ids):
                 tokens = np.arange(at * spec["block_size"], (at + 1) * spec["block_size"])
                 if "num_head_slots" not in spec:
-                    found.append((tensor[block], content(layer, "kv", heads, tokens, 64)))
+                    views.append((tensor[block], content(layer, "kv", heads, tokens, 64)))
                     continue
                 for plane in (0, 1):
-                    true = content(layer, "kv"[plane], heads, tokens, spec["head_size"])
-                    true = true.swapaxes(0, 1).reshape(len(tokens), -1)
-                    found.append((tensor[block, plane], true))
-    return found
+                    right = content(layer, "kv"[plane], heads, tokens, spec["head_size"])
+                    right = right.swapaxes(0, 1).reshape(len(tokens), -1)
+                    views.append((tensor[block, plane], right))
+    return views
 
 
 def state_truth(
     layer: str, tensors: list[Any], slot: int, rank: int, shapes: list[list[int]]
 ) -> list[Truth]:
-    """Return the same of a Mamba2 state of one group, state size 4."""
+    """Return the views and contents of a Mamba2 state of one group, with state size 4."""
     (_, rows), (heads, dim, state) = shapes
-    width, every = heads * dim, np.arange(rows)
-    x = content(layer, "x", range(rank * width, (rank + 1) * width), every, 1)
-    b, c = (content(layer, name, range(state), every, 1) for name in "BC")
+    width, all_rows = heads * dim, np.arange(rows)
+    x = content(layer, "x", range(rank * width, (rank + 1) * width), all_rows, 1)
+    b, c = (content(layer, name, range(state), all_rows, 1) for name in "BC")
     conv = np.concatenate([x, b, c])[:, :, 0]
     own = range(rank * heads, (rank + 1) * heads)
     ssm = content(layer, "ssm", own, np.zeros(1, np.int64), dim * state)
@@ -208,8 +214,8 @@ def state_truth(
 
 
 @rows_with("wrong")
-def test_where_vllm_is_wrong_we_are_right(row: dict[str, Any]) -> None:
-    """Every byte is the one that belongs there: Mamba2 of one group, K and V as two head slots."""
+def test_bytes_are_right_if_vllm_is_wrong(row: dict[str, Any]) -> None:
+    """VLLM is wrong for Mamba2 with one group, and for K and V as two head slots."""
     producer, consumer = side_of(row, "p"), side_of(row, "d")
     request = request_in(row, producer[0], consumer[0])
     views = {
@@ -220,29 +226,32 @@ def test_where_vllm_is_wrong_we_are_right(row: dict[str, Any]) -> None:
         for side, (_, _, buffers) in (("p", producer), ("d", consumer))
     }
     for rank, tensors in views["p"].items():
-        for view, true in truths(row, "p", tensors, rank.tp):
-            view[...] = true
+        for view, right in truths(row, "p", tensors, rank.tp):
+            view[...] = right
     plan = kvspec.plan_transfer(producer[0], consumer[0])
     for rank, tensors in views["d"].items():
         for source in plan.sources(rank):
             table = kvspec.build_table(plan, producer[1][source], consumer[1][rank])
-            for a, b, length in described(table, request):
-                ctypes.memmove(b, a, length)
-        for view, true in truths(row, "d", tensors, rank.tp):
-            assert true.tolist() == view.tolist()
+            for start, target, length in described(table, request):
+                ctypes.memmove(target, start, length)
+        for view, right in truths(row, "d", tensors, rank.tp):
+            assert right.tolist() == view.tolist()
 
 
 @rows_with("refused")
-def test_what_vllm_refuses_we_move(row: dict[str, Any]) -> None:
-    """It arrives byte by byte; only packed pages, whose heads cannot be cut, are refused."""
+def test_bytes_are_right_if_vllm_rejects(row: dict[str, Any]) -> None:
+    """Kvspec rejects only pages with packed heads, because one byte belongs to several heads."""
     producer, consumer = engine_of(row, "p"), engine_of(row, "d")
     if row["name"] == "packing.nvfp4":
-        with pytest.raises(kvspec.MismatchError, match="its bytes mix all heads of a rank"):
-            kvspec.plan_transfer(producer, consumer)
+        error = refusal(lambda: kvspec.plan_transfer(producer, consumer), kvspec.MismatchError)
+        assert error.mismatches
+        assert all("heads" in mismatch.why for mismatch in error.mismatches)
         return
     assert [] == moves(producer, consumer, 70)
 
 
-def test_every_recorded_row_is_tested() -> None:
-    """226 rows: 181 right, 12 wrong, 33 refused by vLLM; we refuse 2 of these."""
-    assert Counter(ok=181, wrong=12, refused=33) == Counter(r["status"] for r in RECORDED)
+def test_every_recorded_row_is_counted() -> None:
+    """VLLM is right in 181 of 226 rows and wrong in 12. It rejects 33, and kvspec 2 of these."""
+    assert Counter(ok=181, wrong=12, refused=33) == Counter(row["status"] for row in RECORDED)
+    packed = [row for row in RECORDED if row["name"] == "packing.nvfp4"]
+    assert 2 == sum(row["status"] == "refused" for row in packed)

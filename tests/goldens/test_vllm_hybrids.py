@@ -1,9 +1,10 @@
-"""What vLLM's own allocator makes of hybrid models is read, and moves between unequal TP sizes.
+"""Test that caches of vLLM's hybrid models move between unequal TP sizes.
 
-Recorded by running vLLM 0.32 on tiny models of nine hybrid and state-space families and one of
-windows: its planner's config, its allocator's tensors, and the states that each layer cut of them.
-A state layer's tensor is raw bytes, ``[blocks, 1, 1, bytes]``; layers of different groups lie over
-one another. The attention layers' pages are taken to be plain here.
+The rows were recorded by running vLLM 0.32 on tiny models of nine hybrid and state-space families
+and one family with windows. A row has the config of vLLM's planner, the tensors of its allocator,
+and the states that each layer cuts from them. The tensor of a state layer is raw bytes,
+``[blocks, 1, 1, bytes]``. Layers of different groups share memory. The test assumes plain pages of
+the attention layers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ITEMSIZE = {"int8": 1, "bfloat16": 2, "float32": 4}
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Return what distinguishes a row."""
+    """Return a unique name of a row."""
     more = [row["layout"], *(["prefix"] if row["prefix"] else []), f"rank{row['rank']}"]
     return f"{row['model']}-tp{row['tp']}-{row['conv']}-{'-'.join(more)}"
 
@@ -47,16 +48,16 @@ def config_of(row: dict[str, Any]) -> like.KVCacheConfig:
 
 def spec_of(recorded: dict[str, Any]) -> Any:
     """Return a recorded spec."""
-    given = dict(recorded)
-    cls = getattr(like, given.pop("cls"))
-    if "shapes" in given:
-        given["shapes"] = tuple(map(tuple, given["shapes"]))
-        given["dtypes"] = tuple(given["dtypes"])
-    return cls(**given)
+    fields = dict(recorded)
+    cls = getattr(like, fields.pop("cls"))
+    if "shapes" in fields:
+        fields["shapes"] = tuple(map(tuple, fields["shapes"]))
+        fields["dtypes"] = tuple(fields["dtypes"])
+    return cls(**fields)
 
 
 def engine_of(row: dict[str, Any]) -> kvspec.EngineSpec:
-    """Return the engine that the adapter reads; only a short convolution's order is said."""
+    """Return the engine from the adapter. Only a short convolution needs *conv_layout*."""
     return like.engine_spec(
         config_of(row),
         parallel=kvspec.ParallelConfig(tp_size=row["tp"]),
@@ -69,7 +70,7 @@ def engine_of(row: dict[str, Any]) -> kvspec.EngineSpec:
 
 
 def caches_of(row: dict[str, Any], engine: kvspec.EngineSpec) -> Any:
-    """Return every rank's cache over tensors as registered, and the memory behind each."""
+    """Return the cache of every rank with the registered tensors, and its memory."""
     caches, memory = {}, {}
     for rank in engine.parallel.ranks:
         flat = memory[rank] = np.zeros(row["tensors"][0][0], np.uint8)
@@ -88,8 +89,8 @@ def caches_of(row: dict[str, Any], engine: kvspec.EngineSpec) -> Any:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_states_lie_where_vllm_s_layers_cut_them(row: dict[str, Any]) -> None:
-    """The first part of each state begins where the layer's own view of it does, row by row."""
+def test_states_are_at_addresses_of_vllms_views(row: dict[str, Any]) -> None:
+    """The first part of each state has the base and the strides of the layer's own view."""
     engine = engine_of(row)
     caches, memory = caches_of(row, engine)
     rank = kvspec.RankId(tp=row["rank"])
@@ -115,31 +116,33 @@ def test_states_lie_where_vllm_s_layers_cut_them(row: dict[str, Any]) -> None:
 
 
 def tables(engine: kvspec.EngineSpec, num_tokens: int, reverse: bool) -> dict[str, list[int]]:
-    """Return tables whose ids are of one group each, since groups lie over one another."""
-    found, free = {}, list(range(1, 40))
+    """Return tables without common ids, because the groups share memory."""
+    blocks, free = {}, list(range(1, 40))
     if reverse:
         free.reverse()
     for group in engine.groups:
-        state = not group.own_parts[0].per_token
-        count = 1 if state else -(-num_tokens // group.spec.block_size)
-        found[group.name], free = free[:count], free[count:]
-    return found
+        is_state = not group.own_parts[0].per_token
+        count = 1 if is_state else -(-num_tokens // group.spec.block_size)
+        blocks[group.name], free = free[:count], free[count:]
+    return blocks
 
 
 def other_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the same model with another TP size, a larger one if there is one."""
-    others = [each for each in ROWS if each["model"] == row["model"] and each["tp"] != row["tp"]]
-    return max(others, key=lambda each: (each["tp"] > row["tp"], each["conv"], -each["tp"]))
+    """Return a row of the same model with another TP size, preferably a larger one."""
+    others = [
+        other for other in ROWS if other["model"] == row["model"] and other["tp"] != row["tp"]
+    ]
+    return max(others, key=lambda other: (other["tp"] > row["tp"], other["conv"], -other["tp"]))
 
 
 PAIRS = [(row, other_of(row)) for row in ROWS]
 
 
 @pytest.mark.parametrize(
-    ("row", "other"), PAIRS, ids=[f"{name_of(p)}-to-{name_of(c)}" for p, c in PAIRS]
+    ("row", "other"), PAIRS, ids=[f"{name_of(row)}-to-{name_of(other)}" for row, other in PAIRS]
 )
-def test_every_hybrid_moves_between_unequal_tp(row: dict[str, Any], other: dict[str, Any]) -> None:
-    """Every byte arrives, whichever order the conv states lie in on either side."""
+def test_hybrid_moves_between_unequal_tp(row: dict[str, Any], other: dict[str, Any]) -> None:
+    """Every byte arrives, also if the orders of the conv states differ."""
     producer, consumer = engine_of(row), engine_of(other)
     sides = [caches_of(row, producer), caches_of(other, consumer)]
     request = request_of(
@@ -148,8 +151,8 @@ def test_every_hybrid_moves_between_unequal_tp(row: dict[str, Any], other: dict[
     assert [] == moved(producer, consumer, request, (sides[0][0], sides[1][0]))
 
 
-def test_every_kind_is_recorded() -> None:
-    """64 configurations of ten families, 56 of them with states, each moved to another TP size."""
+def test_every_kind_of_state_is_recorded() -> None:
+    """64 configurations of ten families move, and 56 of them have states."""
     assert 64 == len(PAIRS) == len(ROWS)
     assert 56 == sum(bool(row["bound"]) for row in ROWS)
     assert {1: 35, 2: 21, 4: 8} == Counter(row["tp"] for row in ROWS)

@@ -1,7 +1,7 @@
-"""Which ranks vLLM's connector reads, where it begins in their heads, and whom it tells.
+"""Test that plans read and notify the same ranks as vLLM's connector, at the same heads.
 
-Recorded by running vLLM 0.33: 8960 rows of a consumer rank, two TP sizes and KV heads, for five
-kinds of model. Rows that cannot be compared are counted with their reason.
+The 8960 rows were recorded by running vLLM 0.33. A row has a consumer rank, two TP sizes and the
+KV heads of one of five kinds of model. Rows that cannot be compared are counted with the reason.
 """
 
 from __future__ import annotations
@@ -50,35 +50,37 @@ def shards(heads: int, size: int) -> bool:
     return heads % size == 0 or size % heads == 0
 
 
-def fate(row: list[Any]) -> str:
-    """Return what can be compared of one row of vLLM's mapping."""
+def comparison_of(row: list[Any]) -> str:
+    """Return "compared", or why one row of vLLM's mapping cannot be compared."""
     kind, heads, tp_size, remote_tp, _, answer = row
     if "mla" not in kind and not (shards(heads, tp_size) and shards(heads, remote_tp)):
-        return "no such model: heads neither divide nor replicate"
+        return "impossible model"
     if isinstance(answer, str):
-        return "vLLM refuses: one TP size is no multiple of the other"
+        return "rejected by vLLM"
     return "compared"
 
 
-def test_every_row_of_the_mapping_is_accounted_for() -> None:
-    """8960 rows: 3588 compared, 593 refused by vLLM, 4779 of heads that no model can shard so."""
-    told = Counter(fate(row) for row in TP_MAPPING)
-    assert told == {
+def test_every_row_of_mapping_is_counted() -> None:
+    """The heads of an impossible model cannot be divided or replicated evenly.
+
+    vLLM rejects a row if neither TP size is a multiple of the other.
+    """
+    assert Counter(comparison_of(row) for row in TP_MAPPING) == {
         "compared": 3588,
-        "vLLM refuses: one TP size is no multiple of the other": 593,
-        "no such model: heads neither divide nor replicate": 4779,
+        "rejected by vLLM": 593,
+        "impossible model": 4779,
     }
 
 
-def test_what_vllm_cannot_map_has_a_plan() -> None:
-    """All 1568 (kinds, heads, sizes) have a plan: exact cover is checked where it is made."""
+def test_every_row_of_mapping_has_plan() -> None:
+    """The 1568 different (kinds, heads, sizes) have plans, which check that heads are covered."""
     assert len({id(plan_of(*row[:4])) for row in TP_MAPPING}) == 1568
 
 
-def test_sources_and_offsets_are_vllm_s() -> None:
-    """Source ranks of each group, and the head offset in the one source, are those of vLLM."""
+def test_sources_and_head_offsets_equal_vllms() -> None:
+    """The source ranks of each group are equal, and the head offset if there is one source."""
     for row in TP_MAPPING:
-        if fate(row) != "compared":
+        if comparison_of(row) != "compared":
             continue
         kind, heads, tp_size, remote_tp, rank, (sources, head_offset, *_) = row
         plan = plan_of(kind, heads, tp_size, remote_tp)
@@ -87,19 +89,19 @@ def test_sources_and_offsets_are_vllm_s() -> None:
             sorted({edge.producer.tp for edge in edges if edge.group == name})
             for name in kind.split("+")
         ]
-        assert [sorted(each) for each in sources] == ours
+        assert [sorted(ranks) for ranks in sources] == ours
         if tp_size >= remote_tp:
             first = edges[0].slices[0]
             assert head_offset * len(first.local_range) == first.remote_range.start
 
 
-def test_handshakes_and_counts_are_vllm_s() -> None:
-    """A consumer tells whom vLLM's tells, and each of these waits for as many consumers."""
+def test_notified_ranks_and_consumer_counts_equal_vllms() -> None:
+    """A consumer notifies the same ranks, and each of these waits for as many consumers."""
     for row in TP_MAPPING:
-        if fate(row) != "compared":
+        if comparison_of(row) != "compared":
             continue
         kind, heads, tp_size, remote_tp, rank, (*_, consumers, handshakes) = row
         plan = plan_of(kind, heads, tp_size, remote_tp)
-        told = plan.notifies(kvspec.RankId(tp=rank))
-        assert sorted(handshakes) == [each.tp for each in told]
-        assert [consumers] * len(told) == [len(plan.notifiers(each)) for each in told]
+        notified = plan.notifies(kvspec.RankId(tp=rank))
+        assert sorted(handshakes) == [peer.tp for peer in notified]
+        assert [consumers] * len(notified) == [len(plan.notifiers(peer)) for peer in notified]

@@ -1,7 +1,7 @@
-"""Elements lie where vLLM's own kernels put them, in pages that are not rows of tokens.
+"""Test the pages of vLLM's kernels that are not rows of tokens.
 
-Recorded by running vLLM 0.32: where `reshape_and_cache` of CPU attention, and the views of paged
-attention on ROCm, have each element of a page of two heads.
+The place of each element in a page of two heads was recorded by running vLLM 0.32. The pages are
+those of `reshape_and_cache` of CPU attention, and of the views of paged attention on ROCm.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ BACKENDS = {
     "ROCM_ATTN": V1 + "rocm_attn.RocmAttentionBackend",
     "plain": like.FLASH,
 }
-NAMES = [f"{r['backend']}-{r['isa']}-{r['dtype']}-{r['block_size']}x{r['head_size']}" for r in ROWS]
-ONE = kvspec.RankId()
+NAMES = [
+    f"{row['backend']}-{row['isa']}-{row['dtype']}-{row['block_size']}x{row['head_size']}"
+    for row in ROWS
+]
+RANK = kvspec.RankId()
 Side = tuple[kvspec.EngineSpec, dict[kvspec.RankId, kvspec.RankCache], list[Any]]
 
 
 def side(row: dict[str, Any], backend: str, block: int, tp: int = 1) -> Side:
-    """Return an engine, its caches, and the arrays that are registered, of 9 blocks each."""
+    """Return an engine, its caches, and the registered arrays of 9 blocks each."""
     local, size, dtype = row["heads"] // tp, row["head_size"], row["dtype"]
     width = like.ITEMSIZE[dtype]
     more: dict[str, Any] = {}
@@ -60,7 +63,7 @@ def side(row: dict[str, Any], backend: str, block: int, tp: int = 1) -> Side:
 
 
 def places(backend: str, block: int, heads: int, row: dict[str, Any], part: str) -> Any:
-    """Return where a page has each element [token, head, dim], by hand."""
+    """Return the place of each element [token, head, dim] in a page, worked out by hand."""
     size, x = row["head_size"], 16 // like.ITEMSIZE[row["dtype"]]
     token, head, dim = np.ogrid[:block, :heads, :size]
     if backend == "plain":
@@ -74,22 +77,23 @@ def places(backend: str, block: int, heads: int, row: dict[str, Any], part: str)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
-def test_every_element_lies_where_the_kernel_puts_it(row: dict[str, Any]) -> None:
-    """Token by token, head by head, element by element of keys and of values."""
+def test_elements_are_at_places_of_kernel(row: dict[str, Any]) -> None:
+    """Every element of keys and values is compared with the recorded place."""
     block, heads, size = row["block_size"], row["heads"], row["head_size"]
     _, caches, arrays = side(row, row["backend"], block)
     page, width = arrays[0].ctypes.data, like.ITEMSIZE[row["dtype"]]
     for part in "kv":
-        region = caches[ONE].region("layer.0", part)
-        found = [
+        region = caches[RANK].region("layer.0", part)
+        elements = [
             (region.address(0, head, token) + region.chunk_offset(dim * width) - page) // width
             for token in range(block)
             for head in range(heads)
             for dim in range(size)
         ]
-        second = row["backend"] == "ROCM_ATTN" and part == "v"  # recorded from its own plane on
+        # The values of ROCm were recorded from the beginning of their own plane.
+        second = row["backend"] == "ROCM_ATTN" and part == "v"
         recorded = np.array(row[part]) + (block * heads * size if second else 0)
-        assert recorded.tolist() == found
+        assert recorded.tolist() == elements
         assert recorded.tolist() == places(row["backend"], block, heads, row, part).ravel().tolist()
 
 
@@ -98,10 +102,10 @@ TOKENS, CACHED = 77, 5
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 @pytest.mark.parametrize(("backend", "block", "tp"), [("plain", 16, 2), ("same", 64, 1)])
-def test_it_moves_into_other_blocks_other_pages_and_other_tp(
+def test_pages_move_to_other_block_size_or_plain_pages(
     row: dict[str, Any], backend: str, block: int, tp: int
 ) -> None:
-    """Into blocks of 64 of its own kind, and into plain rows of 16 tokens on two ranks."""
+    """The target has blocks of 64 of the same kind, or plain rows of 16 tokens on two ranks."""
     backends = row["backend"], row["backend"] if backend == "same" else backend
     blocks = row["block_size"], block
     producer, consumer = side(row, backends[0], blocks[0]), side(row, backends[1], block, tp)
@@ -111,15 +115,16 @@ def test_it_moves_into_other_blocks_other_pages_and_other_tp(
     source[:] = np.random.default_rng(1).integers(1, 2**15, source.shape).astype(source.dtype)
     plan = kvspec.plan_transfer(producer[0], consumer[0])
     for rank, cache in consumer[1].items():
-        table = kvspec.build_table(plan, producer[1][ONE], cache)
+        table = kvspec.build_table(plan, producer[1][RANK], cache)
         for start, end, length in table.descriptors(request).tolist():
             ctypes.memmove(end, start, length)
         target, local = consumer[2][rank.tp].reshape(9, -1), row["heads"] // tp
         for part in "kv":
-            held = places(backends[0], blocks[0], row["heads"], row, part)
-            wanted = places(backends[1], block, local, row, part)
+            source_places = places(backends[0], blocks[0], row["heads"], row, part)
+            target_places = places(backends[1], block, local, row, part)
             for token in range(TOKENS):
                 own = slice(rank.tp * local, (rank.tp + 1) * local)
-                sent = source[tables[0][token // blocks[0]]][held[token % blocks[0], own]]
-                came = target[tables[1][token // block]][wanted[token % block]]
-                assert np.array_equal(came, sent if token >= CACHED else np.zeros_like(sent))
+                source_block = source[tables[0][token // blocks[0]]]
+                sent = source_block[source_places[token % blocks[0], own]]
+                received = target[tables[1][token // block]][target_places[token % block]]
+                assert np.array_equal(received, sent if token >= CACHED else np.zeros_like(sent))

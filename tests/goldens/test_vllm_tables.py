@@ -1,8 +1,8 @@
-"""Block tables, slots and stages are where vLLM itself has them.
+"""Test that block tables, slots and pipeline stages equal those of vLLM.
 
-Recorded by running vLLM 0.32: the layers of its pipeline stages, the slots that its slot-mapping
-kernel gives every position under context parallelism, and the tables that its KVCacheManager keeps
-of a producer at a request's end and of a consumer, 0 being the null block.
+The rows were recorded by running vLLM 0.32: the layers of its pipeline stages, the slots of its
+slot-mapping kernel under context parallelism, and the tables of its KVCacheManager. These tables
+are those of a producer at the end of a request and of a consumer. Block 0 is the null block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 import vllm_like as like
 from builders import request as request_of
 from moved import allocated, moved
+from refused import refusal
 from vllm_like import config, state
 
 import kvspec
@@ -31,13 +32,13 @@ HEADS = {"num_kv_heads": 2, "head_size": 4, "dtype": "bfloat16"}
 LATENT = {"head_size": 8, "dtype": "bfloat16"}
 
 
-def test_stages_have_vllm_s_layers() -> None:
-    """Up to 40 layers and beyond, on up to 8 stages."""
+def test_layers_of_stages_equal_vllms() -> None:
+    """Models of various depths are divided into up to 8 stages."""
     assert 396 == len(RECORDED["stages"])
     for layers, size, counts in RECORDED["stages"]:
-        found = vllm.stages(layers, size)
-        assert counts == [len(numbers) for numbers in found]
-        assert list(range(layers)) == [number for numbers in found for number in numbers]
+        stages = vllm.stages(layers, size)
+        assert counts == [len(numbers) for numbers in stages]
+        assert list(range(layers)) == [number for numbers in stages for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,8 @@ def test_stages_have_vllm_s_layers() -> None:
     RECORDED["slots"],
     ids=lambda row: f"{row['dcp']}-{row['interleave']}-{row['block_size']}",
 )
-def test_every_token_has_vllm_s_slot(row: dict[str, Any]) -> None:
-    """Of a sharded target and of a draft that runs whole: which rank has it, and in which slot."""
+def test_slots_of_tokens_equal_vllms(row: dict[str, Any]) -> None:
+    """The tokens of the model are sharded over ranks. Every rank has all tokens of the draft."""
     block = row["block_size"]
     groups = [
         (["layers.0"], like.MLAAttentionSpec(block_size=block, **LATENT)),
@@ -64,9 +65,9 @@ def test_every_token_has_vllm_s_slot(row: dict[str, Any]) -> None:
             context = engine.context(group, kvspec.RankId(tp=int(rank)))
             positions = np.arange(len(slots))
             local = context.local(positions)
-            found = np.asarray(ids)[np.minimum(local // block, len(ids) - 1)] * block
-            wanted = np.where(context.owns(positions), found + local % block, -1)
-            assert wanted.tolist() == slots
+            first_slots = np.asarray(ids)[np.minimum(local // block, len(ids) - 1)] * block
+            expected = np.where(context.owns(positions), first_slots + local % block, -1)
+            assert expected.tolist() == slots
 
 
 KINDS = {
@@ -79,6 +80,8 @@ KINDS = {
     "mamba align": ("MambaSpec", ()),
 }
 CASES = [case for case in RECORDED["tables"] if case["name"] in KINDS and case["num_tokens"] > 1]
+
+CASE_NAMES = [f"{number}-{case['name']}" for number, case in enumerate(CASES)]
 
 
 def spec_of(case: dict[str, Any]) -> Any:
@@ -94,7 +97,10 @@ def spec_of(case: dict[str, Any]) -> Any:
 
 
 def lost_of(case: dict[str, Any], engine: kvspec.EngineSpec) -> list[int]:
-    """Return the tokens that the last one reads and the producer has dropped; a state has none."""
+    """Return the tokens that the last token reads and the producer has dropped.
+
+    A state never loses a token.
+    """
     if case["name"].startswith("mamba"):
         return []
     live = engine.groups[0].spec.live_tokens(case["num_tokens"] - 1)
@@ -102,34 +108,36 @@ def lost_of(case: dict[str, Any], engine: kvspec.EngineSpec) -> list[int]:
     return [token for token in live if not ids[token // case["block_size"]]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{n}-{c['name']}" for n, c in enumerate(CASES)])
-def test_what_vllm_s_tables_hold_arrives(case: dict[str, Any]) -> None:
-    """All tokens but the last move into the table of a consumer that loads so many.
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+def test_tokens_of_vllms_tables_move_unless_dropped(case: dict[str, Any]) -> None:
+    """All tokens but the last move into the consumer's table.
 
-    Where the producer has dropped a token that the last one still reads (its window began a block
-    ago), nothing is moved, and the tokens are named. A producer of states stops before the last
-    token, so that its table is the consumer's.
+    The producer may have dropped a token that the last one still reads, because its window has
+    moved on by a block. Then the request is rejected with the tokens. A producer of states stops
+    before the last token, so its table equals the consumer's.
     """
     both, count = config((["layers.0"], spec_of(case))), case["num_tokens"] - 1
     engine = like.engine_spec(both)
-    ids = case["producer_at_finish"], case["consumer_async_all_but_one"]
+    tables = case["producer_at_finish"], case["consumer_async_all_but_one"]
     if case["name"].startswith("mamba"):
-        ids = ids[1], ids[1]
-    producer, consumer = (vllm.block_tables(engine, both, [each], count) for each in ids)
+        tables = tables[1], tables[1]
+    producer, consumer = (vllm.block_tables(engine, both, [table], count) for table in tables)
     request = request_of(count, producer, consumer)
-    kept: list[Any] = []
-    caches = allocated(engine, producer, kept), allocated(engine, consumer, kept)
+    storage: list[Any] = []
+    caches = allocated(engine, producer, storage), allocated(engine, consumer, storage)
     lost = lost_of(case, engine)
     if not lost:
         assert [] == moved(engine, engine, request, caches)
         return
-    with pytest.raises(kvspec.MismatchError, match=f"the null block for tokens {lost[0]}"):
-        moved(engine, engine, request, caches)
+    error = refusal(lambda: moved(engine, engine, request, caches), kvspec.MismatchError)
+    (mismatch,) = error.mismatches
+    assert mismatch.field.startswith("producer_blocks[")
+    assert str(lost[0]) in mismatch.why
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{n}-{c['name']}" for n, c in enumerate(CASES)])
-def test_what_vllm_has_dropped_is_known_before(case: dict[str, Any]) -> None:
-    """Of a whole prompt; a state has always seen the last token."""
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+def test_loses_a_token_predicts_dropped_tokens(case: dict[str, Any]) -> None:
+    """The result is that of a whole prompt. A state always includes the last token."""
     engine = like.engine_spec(config((["layers.0"], spec_of(case))))
     lost = case["name"].startswith("mamba") or bool(lost_of(case, engine))
     if not case["decoded"]:
@@ -137,7 +145,7 @@ def test_what_vllm_has_dropped_is_known_before(case: dict[str, Any]) -> None:
 
 
 def test_every_kind_of_table_is_recorded() -> None:
-    """States in both modes; windows and chunks, some of which have dropped what is still read."""
+    """The tables are of states in both modes, windows and chunks. Some have dropped live tokens."""
     kinds = Counter(case["name"] for case in CASES)
     assert KINDS.keys() == kinds.keys()
     assert min(kinds.values()) >= 8
