@@ -107,7 +107,7 @@ def test_independent_verify_rejects_too_many_positions(monkeypatch: pytest.Monke
 
 
 def test_verify_rejects_independent_that_is_not_bool() -> None:
-    """The value 1 is no flag."""
+    """The value 1 is an int, although it equals True."""
     side = engine(gqa())
     error = refusal(lambda: check(side, side, independent=1))  # type: ignore[arg-type]
     assert ("independent", 1) == (error.field, error.value)
