@@ -1,4 +1,4 @@
-"""SGLang's token pools become engines and caches, its slots tables, or an error names them."""
+"""Tests the SGLang adapter: engines and caches from token pools, and block tables from slots."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import sglang_like as like
 import vllm_like
 from builders import request as request_of
 from moved import Caches, moved
-from refused import case, words
+from refused import refusal
 from sglang_like import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, pages_to_slots
 
 import kvspec
 from kvspec import RankId
 from kvspec.adapters import sglang, vllm
 
+# A cache contains only addresses, so the pools must stay alive.
 KEPT: list[Any] = []
-"""A cache knows addresses only, so somebody has to keep the pools."""
 
 
-def kept(pool: Any) -> Any:
-    """Return a pool that stays."""
+def keep(pool: Any) -> Any:
+    """Return *pool*, and keep it alive until the tests end."""
     KEPT.append(pool)
     return pool
 
 
 def caches(engine: kvspec.EngineSpec, make: Callable[[RankId], Any]) -> Caches:
-    """Return the cache of every rank over the pool that *make* makes for it."""
+    """Return the cache of every rank. *make* creates the pool of a rank."""
     return {
-        rank: sglang.rank_cache(engine, rank, kept(make(rank))) for rank in engine.parallel.ranks
+        rank: sglang.rank_cache(engine, rank, keep(make(rank))) for rank in engine.parallel.ranks
     }
 
 
@@ -44,7 +44,7 @@ def tables(engine: kvspec.EngineSpec, pages: list[int], count: int) -> Any:
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(("tp", "other"), [(1, 2), (4, 1), (2, 3)])
 def test_heads_move_between_unequal_tp_and_page_sizes(page: int, tp: int, other: int) -> None:
-    """K and V buffers [slots, heads, size]: pages of one or 16 tokens into pages of 4."""
+    """Keys and values in buffers [slots, heads, size] move from pages of 1 or 16 tokens to 4."""
     count = 37
     sides = []
     for size, tokens in ((tp, page), (other, 4)):
@@ -57,15 +57,15 @@ def test_heads_move_between_unequal_tp_and_page_sizes(page: int, tp: int, other:
         pool = make(RankId())
         engine = sglang.engine_spec(pool, parallel=parallel, total_num_kv_heads=3)
         needed = -(-count // tokens)
-        ids = [int(each) + 1 for each in np.random.default_rng(size).permutation(64 // tokens)]
+        ids = [int(page) + 1 for page in np.random.default_rng(size).permutation(64 // tokens)]
         sides.append((engine, caches(engine, make), tables(engine, ids[:needed], count)))
     request = request_of(count, sides[0][2], sides[1][2], cached_tokens=5)
     assert [] == moved(sides[0][0], sides[1][0], request, (sides[0][1], sides[1][1]))
 
 
 @pytest.mark.parametrize(("dcp", "page"), [(1, 1), (2, 1), (2, 4), (4, 4)])
-def test_a_latent_moves_out_of_context_parallel_ranks(dcp: int, page: int) -> None:
-    """Slot s is on rank s % dcp, in its slot s // dcp; a page of the request spans all ranks."""
+def test_latent_moves_from_context_parallel_ranks(dcp: int, page: int) -> None:
+    """Slot s is slot s // dcp of rank s % dcp, so a page of the request spans all ranks."""
     count, parallel = 45, sglang.parallel_config(4, dcp_size=dcp)
 
     def make(_: RankId) -> Any:
@@ -75,16 +75,16 @@ def test_a_latent_moves_out_of_context_parallel_ranks(dcp: int, page: int) -> No
     consumer = sglang.engine_spec(MLATokenToKVPool(64, page_size=16))
     virtual = page * dcp
     assert virtual == producer.virtual_block(producer.groups[0])
-    ids = [each + 1 for each in range(-(-count // virtual))][::-1]
+    ids = [page + 1 for page in range(-(-count // virtual))][::-1]
     request = request_of(count, tables(producer, ids, count), tables(consumer, [2, 1, 4], count))
     sides = caches(producer, make), caches(consumer, lambda _: MLATokenToKVPool(64, page_size=16))
     assert [] == moved(producer, consumer, request, sides)
 
 
-def test_a_rank_s_slot_is_where_sglang_puts_it() -> None:
-    """Token 5 of slots 8.. (page 2 of 4) under DCP 2: slot 13, rank 1, its own slot 6."""
+def test_region_address_matches_slot_of_context_rank() -> None:
+    """With DCP 2, token 5 of a request whose slots begin at 8 is in slot 13: slot 6 of rank 1."""
     parallel = sglang.parallel_config(2, dcp_size=2)
-    pool = kept(MLATokenToKVPool(16, page_size=2))
+    pool = keep(MLATokenToKVPool(16, page_size=2))
     engine = sglang.engine_spec(pool, parallel=parallel)
     table = sglang.block_tables(engine, range(8, 16))["full"]
     assert [2, 3] == table.block_ids.tolist()
@@ -97,46 +97,51 @@ def test_a_rank_s_slot_is_where_sglang_puts_it() -> None:
     assert pool.kv_buffer[0][6].ctypes.data == address
 
 
-def test_windows_have_a_pool_and_slots_of_their_own() -> None:
-    """Three layers, one of them full: what the window has passed is slot 0, and is not moved."""
+def window_pool(_: RankId | None = None) -> SWAKVPool:
+    """Return a pool of one full layer, between two with a sliding window."""
+    pools = (MHATokenToKVPool(64, 2, page_size=4, layer_num=layers) for layers in (1, 2))
+    return SWAKVPool(*pools, windowed=[True, False, True])
 
-    def make(_: RankId) -> Any:
-        pools = (MHATokenToKVPool(64, 2, page_size=4, layer_num=n) for n in (1, 2))
-        return SWAKVPool(*pools, windowed=[True, False, True])
 
-    engine = sglang.engine_spec(make(RankId()), sliding_window=9)
+def test_window_layers_move_with_pool_and_slots_of_their_own() -> None:
+    """Tokens before the window have slot 0 and do not move. One layer of three is full."""
+    engine = sglang.engine_spec(window_pool(), sliding_window=9)
     assert {"full": ("layers.1",), "swa": ("layers.0", "layers.2")} == {
         group.name: group.layers for group in engine.groups
     }
     sides = []
     for first in (1, 7):
         swa = pages_to_slots([first + page for page in range(5)], 4, 18)
-        swa[:8] = 0  # the query at position 18 reads from 10 on
+        swa[:8] = 0  # The query at position 18 reads tokens from 10 on, in the third page.
         slots = {"full": pages_to_slots([first + 6 - page for page in range(5)], 4, 18), "swa": swa}
         sides.append(sglang.block_tables(engine, slots))
     assert [0, 0] == sides[0]["swa"].block_ids[:2].tolist()
     request = request_of(18, *sides)
-    assert [] == moved(engine, engine, request, (caches(engine, make), caches(engine, make)))
-    with pytest.raises(kvspec.SpecError, match="slots by group: a window has its own"):
-        sglang.block_tables(engine, range(18))
-    assert words(lambda: sglang.engine_spec(make(RankId()))) == (
-        "sliding_window=None: expected an int >= 1"
-    )
-    cut = {"full": range(24, 42), "swa": range(8, 20)}
-    wanted = "18, a slot for each token as other groups have, 0 where it is gone"
-    assert f"slots['swa']='12 slots': expected {wanted}" == words(
-        lambda: sglang.block_tables(engine, cut)
-    )
+    both = caches(engine, window_pool), caches(engine, window_pool)
+    assert [] == moved(engine, engine, request, both)
 
 
-def test_a_draft_is_whole_on_every_context_rank() -> None:
-    """A latent on 2 context ranks, its draft of 3 heads on each: both arrive at one rank."""
+def test_window_pool_rejects_missing_window_and_slots() -> None:
+    """A window needs its size, slots of its own, and as many slots as the other groups."""
+    engine = sglang.engine_spec(window_pool(), sliding_window=9)
+    error = refusal(lambda: sglang.engine_spec(window_pool()))
+    assert ("sliding_window", None) == (error.field, error.value)
+    error = refusal(lambda: sglang.block_tables(engine, range(18)))
+    assert ("slots", "range") == (error.field, error.value)
+    shorter = {"full": range(24, 42), "swa": range(8, 20)}
+    error = refusal(lambda: sglang.block_tables(engine, shorter))
+    assert ("slots['swa']", "12 slots") == (error.field, error.value)
+    assert "18" in error.expected
+
+
+def test_draft_moves_whole_from_every_context_rank() -> None:
+    """The latent is sharded over 2 context ranks. Each of them has all tokens of the draft."""
     parallel = sglang.parallel_config(2, dcp_size=2)
     sharded = [len(parallel.sharding(3).ranges[rank]) for rank in (0, 1)]
     pools = {
         rank: (
-            kept(MLATokenToKVPool(32, page_size=4)),
-            kept(MHATokenToKVPool(64, sharded[rank], page_size=4, layer_num=1)),
+            keep(MLATokenToKVPool(32, page_size=4)),
+            keep(MHATokenToKVPool(64, sharded[rank], page_size=4, layer_num=1)),
         )
         for rank in (0, 1)
     }
@@ -144,9 +149,9 @@ def test_a_draft_is_whole_on_every_context_rank() -> None:
         pools[0][0], draft_pool=pools[0][1], parallel=parallel, total_num_kv_heads=3
     )
     assert [True, False] == [group.context_sharded for group in producer.groups]
-    one = kept(MLATokenToKVPool(32, page_size=4)), kept(MHATokenToKVPool(32, 3, page_size=4,
-                                                                         layer_num=1))  # fmt: skip
-    consumer = sglang.engine_spec(one[0], draft_pool=one[1])
+    latent_pool = keep(MLATokenToKVPool(32, page_size=4))
+    draft_pool = keep(MHATokenToKVPool(32, 3, page_size=4, layer_num=1))
+    consumer = sglang.engine_spec(latent_pool, draft_pool=draft_pool)
     request = request_of(20, tables(producer, [3, 1, 2], 20), tables(consumer, [8, 3, 4, 1, 5], 20))
     assert [6, 7, 2, 3, 4] == request.producer_blocks["draft"].block_ids.tolist()
     sides = (
@@ -154,13 +159,13 @@ def test_a_draft_is_whole_on_every_context_rank() -> None:
             RankId(tp=rank): sglang.rank_cache(producer, RankId(tp=rank), *pools[rank])
             for rank in (0, 1)
         },
-        {RankId(): sglang.rank_cache(consumer, RankId(), *one)},
+        {RankId(): sglang.rank_cache(consumer, RankId(), latent_pool, draft_pool)},
     )
     assert [] == moved(producer, consumer, request, sides)
 
 
-def test_vllm_s_blocks_move_into_sglang_s_pages() -> None:
-    """vLLM, TP 2, blocks of 16; SGLang, TP 1, pages of one token: layers by vLLM's names."""
+def test_vllm_blocks_move_into_sglang_pages() -> None:
+    """The sides have TP 2 and TP 1, and blocks of 16 tokens and 1 token."""
     heads = vllm_like.FullAttentionSpec(
         block_size=16, num_kv_heads=1, head_size=4, dtype="bfloat16"
     )
@@ -172,9 +177,9 @@ def test_vllm_s_blocks_move_into_sglang_s_pages() -> None:
     )
     side = {}
     for rank in producer.parallel.ranks:
-        views = {name: kept(np.zeros((6, 1, 16, 8), np.uint16)) for name in names}
+        views = {name: keep(np.zeros((6, 1, 16, 8), np.uint16)) for name in names}
         side[rank] = vllm.rank_cache(producer, rank, views)
-    pool = kept(MHATokenToKVPool(40, 2))
+    pool = keep(MHATokenToKVPool(40, 2))
     consumer = sglang.engine_spec(pool, layer_name="model.layers.{}.self_attn.attn")
     slots = np.random.default_rng(3).permutation(np.arange(1, 41))[:33]
     request = request_of(33, {"group0": [4, 1, 2]}, sglang.block_tables(consumer, slots))
@@ -182,30 +187,34 @@ def test_vllm_s_blocks_move_into_sglang_s_pages() -> None:
     assert [] == moved(producer, consumer, request, (side, cache))
 
 
-def test_stages_have_a_pool_each() -> None:
-    """Layers are numbered on from the first of the stage; a draft is on the last."""
-    pools = [kept(MLATokenToKVPool(8, layer_num=n, start_layer=start)) for n, start in ((3, 0),
-             (2, 3))]  # fmt: skip
+def test_engine_has_one_pool_for_each_stage() -> None:
+    """Layers have consecutive numbers over all stages. The last stage has the draft."""
+    pools = [
+        keep(MLATokenToKVPool(8, layer_num=layers, start_layer=start))
+        for layers, start in ((3, 0), (2, 3))
+    ]
     parallel = sglang.parallel_config(1, 2)
     engine = sglang.engine_spec(pools, parallel=parallel, draft_pool=MHATokenToKVPool(8, 1))
     assert [0, 0, 0, 1, 1, 1, 1] == list(engine.stage_of.values())
     assert "draft.1" == list(engine.stage_of)[-1]
-    cache = sglang.rank_cache(engine, RankId(pp=1), pools[1], kept(MHATokenToKVPool(8, 1)))
-    assert {"layers.3", "layers.4", "draft.0", "draft.1"} == {r.layer for r in cache.regions}
+    cache = sglang.rank_cache(engine, RankId(pp=1), pools[1], keep(MHATokenToKVPool(8, 1)))
+    assert {"layers.3", "layers.4", "draft.0", "draft.1"} == {
+        region.layer for region in cache.regions
+    }
 
 
-def test_ranks_are_cut_into_engines_by_attention_dp() -> None:
-    """TP 8 with attention DP 4: four engines of two ranks; ranks run on within one."""
+def test_attention_dp_divides_ranks_into_engines() -> None:
+    """TP 8 with attention DP 4 is four engines of two consecutive ranks."""
     assert kvspec.ParallelConfig(tp_size=2) == sglang.parallel_config(8, attn_dp_size=4)
-    found = [sglang.worker_rank(rank, tp_size=8, attn_dp_size=4) for rank in range(8)]
-    assert [(rank // 2, RankId(tp=rank % 2)) for rank in range(8)] == found
+    ranks = [sglang.worker_rank(rank, tp_size=8, attn_dp_size=4) for rank in range(8)]
+    assert [(rank // 2, RankId(tp=rank % 2)) for rank in range(8)] == ranks
     assert (0, RankId(pp=1, tp=3)) == sglang.worker_rank(3, 1, tp_size=4)
 
 
-def test_torch_buffers_are_viewed() -> None:
-    """float8 buffers are stored as bytes; slots that fill no page are not the cache's."""
+def test_rank_cache_reads_torch_buffers() -> None:
+    """SGLang stores float8 as bytes. Of 13 slots only 12 fill pages, so the cache has 3 blocks."""
     torch = pytest.importorskip("torch")
-    pool = kept(MHATokenToKVPool(9, 2, page_size=4, dtype="float8_e4m3fn"))
+    pool = keep(MHATokenToKVPool(9, 2, page_size=4, dtype="float8_e4m3fn"))
     pool.k_buffer = [torch.from_numpy(buffer) for buffer in pool.k_buffer]
     engine = sglang.engine_spec(pool)
     cache = sglang.rank_cache(engine, RankId(), pool)
@@ -219,96 +228,78 @@ LATENT = MLATokenToKVPool(16, page_size=4)
 
 def changed(pool: Any, **fields: Any) -> Any:
     """Return a copy of *pool* with other fields."""
-    found = object.__new__(type(pool))
-    found.__dict__.update(vars(pool) | fields)
-    return found
+    copy = object.__new__(type(pool))
+    copy.__dict__.update(vars(pool) | fields)
+    return copy
 
 
-def read(pool: Any = POOL, **given: Any) -> kvspec.EngineSpec:
-    """Read a pool."""
-    return sglang.engine_spec(pool, **given)
+def read(pool: Any = POOL, **options: Any) -> kvspec.EngineSpec:
+    """Return the engine of a pool."""
+    return sglang.engine_spec(pool, **options)
 
 
-def slots(*given: Any, pool: Any = POOL) -> Any:
-    """Read the slots of a request."""
-    return sglang.block_tables(read(pool), *given)
+def slots(request_slots: Any) -> Any:
+    """Return the block tables of a request with these slots."""
+    return sglang.block_tables(read(), request_slots)
 
 
 TP2 = sglang.parallel_config(2)
 DCP = sglang.parallel_config(2, dcp_size=2)
-KINDS = "one of MHATokenToKVPool, MLATokenToKVPool, SWAKVPool"
-REFUSED = [
-    case(lambda: read(like.NSATokenToKVPool(8)), f"pools='NSATokenToKVPool': expected {KINDS}; not "
-         "yet: an indexer's keys lie page by page, their scales after them"),
-    case(lambda: read(None), f"pools='NoneType': expected {KINDS}"),
-    case(lambda: read([POOL, POOL]),
-         "pools='2 pools': expected one pool for each of the 1 pipeline stages"),
-    case(lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
-         "pools.kv_cache_layout='vectorized_5d': expected 'nhd'; not yet: heads in chunks of 16 "
-         "bytes"),
-    case(lambda: read(changed(POOL, k_buffer=None)),
-         "pools.k_buffer=None: expected a sequence of buffers"),
-    case(lambda: read(changed(POOL, k_buffer=[], v_buffer=[])),
-         "pools='no buffers': expected at least one layer"),
-    case(lambda: read(changed(POOL, v_buffer=POOL.v_buffer[:1])),
-         "pools={'k': 2, 'v': 1}: expected as many buffers of keys as of values"),
-    case(lambda: read(changed(POOL, v_buffer=[b[:, :1] for b in POOL.v_buffer])),
-         "pools.v_buffer=(20, 1, 4): expected [20, 2, size]"),
-    case(lambda: read(changed(POOL, k_buffer=[POOL.k_buffer[0], POOL.k_buffer[1][:8]])),
-         "pools.k=[(20, 2, 4), (8, 2, 4)]: expected one shape in all layers"),
-    case(lambda: read(changed(POOL, k_buffer=[POOL.k_buffer[0][0]] * 2)),
-         "pools.k_buffer[0].shape=(2, 4): expected [slots, heads, size]"),
-    case(lambda: read(changed(POOL, page_size=0)), "pools.page_size=0: expected an int >= 1"),
-    case(lambda: read(changed(LATENT, kv_buffer=POOL.k_buffer)),
-         "pools.kv_buffer=2: expected one latent for each slot"),
-    case(lambda: read(SWAKVPool(POOL, LATENT, [False] * 2), sliding_window=4),  # type: ignore[arg-type]
-         "pools.swa_kv_pool='MLATokenToKVPool': expected a MHATokenToKVPool"),
-    case(lambda: read(SWAKVPool(POOL, POOL, [False] * 2), sliding_window=4),
-         "pools.layers_mapping=[]: expected a layer for each of the 2 buffers of pools.swa_kv_pool"),
-    case(lambda: read(parallel=TP2),
-         "total_num_kv_heads=None: expected the model's KV heads in group 'full': a pool has those "
-         "of a rank"),
-    case(lambda: read(parallel=TP2, total_num_kv_heads={"full": 8}),
-         "pools.head_num=2: expected 4: rank 0 of 2 has 4 of the model's 8"),
-    case(lambda: read(parallel=TP2, tp_rank=2), "tp_rank=2: expected less than tp_size=2"),
-    case(lambda: read(parallel=DCP, total_num_kv_heads=4),
-         "dcp_size=2: expected 1 for layers with KV heads; not yet: heads on context "
-         "ranks"),
-    case(lambda: read(parallel="2"), "parallel='2': expected a ParallelConfig"),
-    case(lambda: read(layer_name="layers"),
-         "layer_name='layers': expected a name with {} for the layer's number"),
-    case(lambda: sglang.parallel_config(8, attn_dp_size=3),
-         "attn_dp_size=3: expected a divisor of tp_size=8"),
-    case(lambda: sglang.worker_rank(8, tp_size=8), "tp_rank=8: expected less than tp_size=8"),
-    case(lambda: slots([4, 5, 6, 8]),
-         "slots['full'][3]=8: expected slot 7: pages of 4 tokens lie in consecutive slots"),
-    case(lambda: slots([5, 6]),
-         "slots['full'][0]=5: expected slot 4: pages of 4 tokens lie in consecutive slots"),
-    case(lambda: slots([4, 5, 6, 0]),
-         "slots['full'][3]=0: expected slot 7: pages of 4 tokens lie in consecutive slots"),
-    case(lambda: slots([0, 5]),
-         "slots['full'][1]=5: expected slot 1: pages of 4 tokens lie in consecutive slots"),
-    case(lambda: slots([-4]), "slots['full']=-4: expected a slot for each token, ints >= 0"),
-    case(lambda: slots("ab"), "slots['full']='ab': expected a slot for each token, ints >= 0"),
-    case(lambda: slots({}), "slots['full']=None: expected a slot for each token, ints >= 0"),
-    case(lambda: sglang.rank_cache(read(), RankId(), LATENT),
-         "tensors['layers.0']='latent': expected one of k, v, kv"),
-    case(lambda: sglang.rank_cache(read(), RankId(), changed(POOL, page_size=2)),
-         "pool.page_size=2: expected 4, as group 'full' has"),
-    case(lambda: sglang.rank_cache(read(), RankId(), MHATokenToKVPool(8, 2, layer_num=3)),
-         "pool='3 layers': expected 2 layers: layers.0, layers.1"),
-    case(lambda: sglang.rank_cache(None, RankId(), POOL),  # type: ignore[arg-type]
-         "engine=None: expected an EngineSpec"),
-    case(lambda: sglang.rank_cache(
+# Call, field and value of the error, and an identifier or number in its requirement.
+REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
+    (lambda: read(like.NSATokenToKVPool(8)), "pools", "NSATokenToKVPool", "indexer"),
+    (lambda: read(None), "pools", "NoneType", "SWAKVPool"),
+    (lambda: read([POOL, POOL]), "pools", "2 pools", "1"),
+    (lambda: read(changed(POOL, kv_cache_layout="vectorized_5d")),
+     "pools.kv_cache_layout", "vectorized_5d", "'nhd'"),
+    (lambda: read(changed(POOL, k_buffer=None)), "pools.k_buffer", None, ""),
+    (lambda: read(changed(POOL, k_buffer=[], v_buffer=[])), "pools", "no buffers", ""),
+    (lambda: read(changed(POOL, v_buffer=POOL.v_buffer[:1])), "pools", {"k": 2, "v": 1}, ""),
+    (lambda: read(changed(POOL, v_buffer=[b[:, :1] for b in POOL.v_buffer])),
+     "pools.v_buffer", (20, 1, 4), "20"),
+    (lambda: read(changed(POOL, k_buffer=[POOL.k_buffer[0], POOL.k_buffer[1][:8]])),
+     "pools.k", [(20, 2, 4), (8, 2, 4)], ""),
+    (lambda: read(changed(POOL, k_buffer=[POOL.k_buffer[0][0]] * 2)),
+     "pools.k_buffer[0].shape", (2, 4), ""),
+    (lambda: read(changed(POOL, page_size=0)), "pools.page_size", 0, ""),
+    (lambda: read(changed(LATENT, kv_buffer=POOL.k_buffer)), "pools.kv_buffer", 2, "latent"),
+    (lambda: read(SWAKVPool(POOL, LATENT, [False] * 2), sliding_window=4),  # type: ignore[arg-type]
+     "pools.swa_kv_pool", "MLATokenToKVPool", "MHATokenToKVPool"),
+    (lambda: read(SWAKVPool(POOL, POOL, [False] * 2), sliding_window=4),
+     "pools.layers_mapping", [], "pools.swa_kv_pool"),
+    (lambda: read(parallel=TP2), "total_num_kv_heads", None, "'full'"),
+    (lambda: read(parallel=TP2, total_num_kv_heads={"full": 8}), "pools.head_num", 2, "4"),
+    (lambda: read(parallel=TP2, tp_rank=2), "tp_rank", 2, "tp_size=2"),
+    (lambda: read(parallel=DCP, total_num_kv_heads=4), "dcp_size", 2, "1"),
+    (lambda: read(parallel="2"), "parallel", "2", "ParallelConfig"),
+    (lambda: read(layer_name="layers"), "layer_name", "layers", "{}"),
+    (lambda: sglang.parallel_config(8, attn_dp_size=3), "attn_dp_size", 3, "tp_size=8"),
+    (lambda: sglang.worker_rank(8, tp_size=8), "tp_rank", 8, "tp_size=8"),
+    (lambda: slots([4, 5, 6, 8]), "slots['full'][3]", 8, "7"),
+    (lambda: slots([5, 6]), "slots['full'][0]", 5, "4"),
+    (lambda: slots([4, 5, 6, 0]), "slots['full'][3]", 0, "7"),
+    (lambda: slots([0, 5]), "slots['full'][1]", 5, "1"),
+    (lambda: slots([-4]), "slots['full']", -4, ""),
+    (lambda: slots("ab"), "slots['full']", "ab", ""),
+    (lambda: slots({}), "slots['full']", None, ""),
+    (lambda: sglang.rank_cache(read(), RankId(), LATENT), "tensors['layers.0']", "latent", "kv"),
+    (lambda: sglang.rank_cache(read(), RankId(), changed(POOL, page_size=2)),
+     "pool.page_size", 2, "4"),
+    (lambda: sglang.rank_cache(read(), RankId(), MHATokenToKVPool(8, 2, layer_num=3)),
+     "pool", "3 layers", "layers.1"),
+    (lambda: sglang.rank_cache(None, RankId(), POOL),  # type: ignore[arg-type]
+     "engine", None, "EngineSpec"),
+    (lambda: sglang.rank_cache(
         read(), RankId(), changed(POOL, k_buffer=[b[::-1] for b in POOL.k_buffer])),
-         "tensors['layers.0']['k'].stride=(-64, -16, 8, 2): expected strides in the order of layout "
-         "KBNHC, outermost first"),
+     "tensors['layers.0']['k'].stride", (-64, -16, 8, 2), "KBNHC"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "wanted"), REFUSED)
-def test_a_pool_of_unknown_shape_is_refused_in_words(
-    call: Callable[[], object], wanted: str
+@pytest.mark.parametrize(("call", "field", "value", "requirement"), REFUSED)
+def test_adapter_rejects_invalid_input(
+    call: Callable[[], object], field: str, value: object, requirement: str
 ) -> None:
-    """The path to what is wrong, its value, and what was expected."""
-    assert wanted == words(call)
+    """The error contains the path of the invalid field, and its value."""
+    error = refusal(call)
+    assert (field, value) == (error.field, error.value)
+    assert requirement in error.expected
