@@ -1,4 +1,4 @@
-"""vLLM's whole configuration is read by vLLM's own rules, and what it leaves open is asked for."""
+"""Tests how the vLLM adapter reads engines from a `VllmConfig` and block tables from a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm_like as like
-from refused import words
+from refused import refusal
 from vllm_like import HEADS, config, state
 
 import kvspec
@@ -25,7 +25,7 @@ class Layer:
     """An attention layer of a worker."""
 
     class Backend:
-        """What `get_attn_backend` returns."""
+        """The class that `get_attn_backend` returns."""
 
         @staticmethod
         def full_cls_name() -> tuple[str, str]:
@@ -38,7 +38,7 @@ class Layer:
 
 
 class Model:
-    """vLLM's ModelConfig: as many KV heads in all layers, or `by_layer`."""
+    """A ModelConfig with the same number of KV heads in all layers, or the numbers *by_layer*."""
 
     def __init__(self, heads: int = 4, layers: int = 2, by_layer: Any = (), **text: int) -> None:
         self.heads, self.layers = heads, layers
@@ -56,7 +56,7 @@ class Model:
 
 
 def configured(*names: str, model: Model | None = None, **more: Any) -> Any:
-    """Return a VllmConfig with worker's layers *names*, and parallel or other fields changed."""
+    """Return the VllmConfig of a worker with the layers *names*. *more* replaces fields."""
     parallel = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -82,23 +82,23 @@ def configured(*names: str, model: Model | None = None, **more: Any) -> Any:
 
 
 def transfer(name: str, *children: str) -> Any:
-    """Return a KVTransferConfig of a connector, or of several."""
+    """Return a KVTransferConfig of the connector *name*, which may contain *children*."""
     more = {"connectors": [{"kv_connector": child} for child in children]}
     return SimpleNamespace(kv_connector=name, kv_connector_extra_config=more)
 
 
 def cached(*groups: Any, layout: Any = "LBNHC", **more: Any) -> Any:
     """Return a KVCacheConfig whose layout has been resolved."""
-    found = config(*groups, **more)
-    found.kv_cache_layout = layout  # type: ignore[attr-defined]
-    return found
+    resolved = config(*groups, **more)
+    resolved.kv_cache_layout = layout  # type: ignore[attr-defined]
+    return resolved
 
 
-def test_nothing_is_asked_that_the_configuration_knows() -> None:
-    """TP 2 of 4 heads: sizes, heads, layout and backend are read; it is the engine told by hand."""
+def test_from_vllm_reads_sizes_heads_layout_and_backend() -> None:
+    """The engine equals the engine that is described by hand."""
     layers = ["model.layers.0.attn", "model.layers.1.attn"]
-    given = configured(*layers, tensor_parallel_size=2, rank=1)
-    engine = vllm.from_vllm(given, cached((layers, FULL)))
+    vllm_config = configured(*layers, tensor_parallel_size=2, rank=1)
+    engine = vllm.from_vllm(vllm_config, cached((layers, FULL)))
     parallel = kvspec.ParallelConfig(tp_size=2)
     by_hand = like.engine_spec(
         config((layers, FULL)), parallel=parallel, total_num_kv_heads=4, layout="NHD"
@@ -106,8 +106,8 @@ def test_nothing_is_asked_that_the_configuration_knows() -> None:
     assert by_hand == engine
     assert 0 == engine.null_block
     enum = SimpleNamespace(name="LBNHC")
-    given.cache_config.kv_cache_layout = enum
-    assert engine == vllm.from_vllm(given, cached((layers, FULL), layout=None))
+    vllm_config.cache_config.kv_cache_layout = enum
+    assert engine == vllm.from_vllm(vllm_config, cached((layers, FULL), layout=None))
 
 
 INTERLEAVES = [
@@ -124,8 +124,8 @@ INTERLEAVES = [
 
 
 @pytest.mark.parametrize(("more", "interleave"), INTERLEAVES)
-def test_interleaving_is_what_vllm_will_have_set(more: dict[str, Any], interleave: int) -> None:
-    """NixlConnector by its exact name, left open: the smallest block; else what was configured."""
+def test_interleave_size_follows_vllm_rules(more: dict[str, Any], interleave: int) -> None:
+    """With NixlConnector and no configured size, vLLM interleaves by the smallest block."""
     defaults = {
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,
@@ -133,16 +133,11 @@ def test_interleaving_is_what_vllm_will_have_set(more: dict[str, Any], interleav
         "kv_transfer_config": transfer("NixlConnector"),
     }
     names = "layers.0.attn", "draft.0"
-    given = configured(*names, model=Model(heads=2), **{**defaults, **more})
-    both = cached((["layers.0.attn"], attrs_block(LATENT, 32)), (["draft.0"], DRAFT))
-    engine = vllm.from_vllm(given, both, total_num_kv_heads=1)
+    vllm_config = configured(*names, model=Model(heads=2), **{**defaults, **more})
+    both = cached((["layers.0.attn"], replace(LATENT, block_size=32)), (["draft.0"], DRAFT))
+    engine = vllm.from_vllm(vllm_config, both, total_num_kv_heads=1)
     assert interleave == engine.parallel.interleave_size
     assert [True, False] == [group.context_sharded for group in engine.groups]
-
-
-def attrs_block(spec: Any, size: int) -> Any:
-    """Return a spec with another block size."""
-    return like.MLAAttentionSpec(block_size=size, head_size=spec.head_size, dtype=spec.dtype)
 
 
 @pytest.mark.parametrize(
@@ -155,21 +150,21 @@ def attrs_block(spec: Any, size: int) -> Any:
         (2, 2, 4, [[0, 2], [1, 3]]),
     ],
 )
-def test_context_ranks_run_over_pcp_first(pcp: int, tp: int, dcp: int, ranks: Any) -> None:
-    """VLLM's groups of DCP: PCP that is not shared replicates, and DCP may span it."""
-    given = configured(
+def test_context_ranks_count_over_pcp_before_tp(pcp: int, tp: int, dcp: int, ranks: Any) -> None:
+    """DCP may span PCP. Otherwise the PCP ranks are replicas."""
+    vllm_config = configured(
         "layers.0.attn",
         tensor_parallel_size=tp,
         prefill_context_parallel_size=pcp,
         decode_context_parallel_size=dcp,
     )
-    parallel = vllm.from_vllm(given, cached((["layers.0.attn"], LATENT))).parallel
+    parallel = vllm.from_vllm(vllm_config, cached((["layers.0.attn"], LATENT))).parallel
     assert dcp == parallel.context_size
-    found = [
+    context_ranks = [
         [parallel.context(kvspec.RankId(pcp=row, tp=rank)).rank for rank in range(tp)]
         for row in range(pcp)
     ]
-    assert ranks == found
+    assert ranks == context_ranks
 
 
 ONE_HEAD = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 1})
@@ -184,42 +179,45 @@ def heads_of(engine: kvspec.EngineSpec) -> dict[str, int]:
     }
 
 
-def test_heads_come_layer_by_layer() -> None:
-    """By the model's own number, layer by layer where vLLM has them, the draft's for a draft."""
+def test_heads_are_read_for_each_layer() -> None:
+    """The caller must pass the heads of each layer if vLLM has one number for unequal layers."""
     names = "layers.0.attn", "layers.1.attn"
-    given = configured(*names, model=Model(by_layer=(2, 8)), tensor_parallel_size=4)
-    assert {"layers.0.attn": 2, "layers.1.attn": 8} == heads_of(
-        vllm.from_vllm(given, cached(*TWO_KINDS))
-    )
-    given.model_config = Model(heads=8)
-    told = "total_num_kv_heads=None: expected one number for each layer: 'layers.1.attn' and "
-    assert f"{told}'layers.0.attn' differ" == words(
-        lambda: vllm.from_vllm(given, cached(*TWO_KINDS))
-    )
-    by_hand = {"layers.0.attn": 2, "layers.1.attn": 8}
-    engine = vllm.from_vllm(given, cached(*TWO_KINDS), total_num_kv_heads=by_hand)
-    assert by_hand == heads_of(engine)
-    given.model_config = Model(heads=12)
-    told = "num_kv_heads=1: expected 3: rank 0 of 4 has 3 of the model's 12"
-    assert told in words(lambda: vllm.from_vllm(given, cached(TWO_KINDS[0])))
+    heads = {"layers.0.attn": 2, "layers.1.attn": 8}
+    vllm_config = configured(*names, model=Model(by_layer=(2, 8)), tensor_parallel_size=4)
+    assert heads == heads_of(vllm.from_vllm(vllm_config, cached(*TWO_KINDS)))
+    vllm_config.model_config = Model(heads=8)
+    error = refusal(lambda: vllm.from_vllm(vllm_config, cached(*TWO_KINDS)))
+    assert ("total_num_kv_heads", None) == (error.field, error.value)
+    assert "'layers.1.attn'" in error.expected
+    engine = vllm.from_vllm(vllm_config, cached(*TWO_KINDS), total_num_kv_heads=heads)
+    assert heads == heads_of(engine)
+
+
+def test_from_vllm_rejects_heads_that_contradict_the_model() -> None:
+    """Rank 0 of 4 has 3 of 12 heads, but the spec has one."""
+    vllm_config = configured("layers.0.attn", model=Model(heads=12), tensor_parallel_size=4)
+    error = refusal(lambda: vllm.from_vllm(vllm_config, cached(TWO_KINDS[0])))
+    assert ("kv_cache_groups[0].kv_cache_spec.num_kv_heads", 1) == (error.field, error.value)
+    assert "3" in error.expected
 
 
 @pytest.mark.parametrize("name", ["draft.attn", "layers.2.attn", "eagle", "marked"])
-def test_a_draft_has_its_own_heads(name: str) -> None:
-    """A draft is known by its group, its mark, its name, or a number beyond the target's layers."""
+def test_draft_has_heads_of_draft_model(name: str) -> None:
+    """A draft has a marked group, a marked spec, its own name, or a number after the target."""
     names = "layers.0.attn", name
     spec = like.changed(ONE_HEAD, "is_draft", value=True) if name == "marked" else ONE_HEAD
     both = cached((["layers.0.attn"], LATENT), ([name], spec))
     both.kv_cache_groups[1].is_eagle_group = name == "eagle"
     draft = SimpleNamespace(draft_model_config=Model(heads=2))
-    given = configured(*names, model=Model(heads=1), tensor_parallel_size=2,
-                       speculative_config=draft)  # fmt: skip
-    found = vllm.from_vllm(given, both).groups[1].spec
-    assert 2 == found.total_num_kv_heads  # type: ignore[attr-defined]
+    vllm_config = configured(
+        *names, model=Model(heads=1), tensor_parallel_size=2, speculative_config=draft
+    )
+    draft_spec = vllm.from_vllm(vllm_config, both).groups[1].spec
+    assert 2 == draft_spec.total_num_kv_heads  # type: ignore[attr-defined]
 
 
 class ModelArch:
-    """vLLM's ModelArchitectureConfig of a model with one number: every layer is the whole model."""
+    """A ModelArchitectureConfig with one number of heads: each index returns the whole model."""
 
     per_layer_overrides = None
 
@@ -231,97 +229,106 @@ class ModelArch:
 
 
 def arch(heads: int, **text: Any) -> Model:
-    """Return a model of two layers with one number of KV heads, and what its own config says."""
+    """Return a model of two layers with one number of KV heads. Its `hf_text_config` is *text*."""
     model = Model(heads=heads, **text)
     model.model_arch_config = ModelArch(heads)  # type: ignore[assignment]
     return model
 
 
 def shared(*shares: int) -> list[Any]:
-    """Return what a model whose layers differ says of each of them."""
+    """Return the `block_configs` of a model whose layers share heads in groups of *shares*."""
     return [SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=n)) for n in shares]
 
 
-UNLIKE: list[tuple[dict[str, Any], str]] = [
+UNEQUAL_LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, "swa_num_key_value_heads is 8"),
     ({"other": {"num_attention_groups": 8}}, "other.num_attention_groups is 8"),
     ({"block_configs": shared(2, 2, 4)}, "block_configs[2].attention.n_heads_in_group is 4"),
 ]
 
-ALIKE: list[dict[str, Any]] = [
+EQUAL_LAYERS: list[dict[str, Any]] = [
     {"num_key_value_heads": 4, "swa_num_key_value_heads": 4, "num_attention_heads": 32},
     {"block_configs": shared(8, 8)},
     {"kv_heads": None, "n_head_kv": True, "a": {"a": {"a": {"a": {"a": {"kv_heads": 8}}}}}},
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), UNLIKE)
-def test_one_number_is_not_believed_of_a_model_whose_layers_differ(
-    text: dict[str, Any], told: str
+@pytest.mark.parametrize(("text", "contradiction"), UNEQUAL_LAYERS)
+def test_from_vllm_rejects_one_number_of_heads_for_unequal_layers(
+    text: dict[str, Any], contradiction: str
 ) -> None:
-    """One head on each of 8 ranks is 4 heads held twice, or 8: a window's layers may have 8."""
+    """One head on each of 8 ranks may be 8 heads, or 4 heads that are replicated.
+
+    The model's own config contains the second number, for example for the layers with a window.
+    """
     names = ["layers.0.attn", "layers.1.attn"]
-    given = configured(*names, model=arch(4, **text), tensor_parallel_size=8)
+    vllm_config = configured(*names, model=arch(4, **text), tensor_parallel_size=8)
     both = cached((names[:1], ONE_HEAD), (names[1:], ONE_HEAD))
-    said = words(lambda: vllm.from_vllm(given, both))
-    assert said.startswith(
-        "total_num_kv_heads=None: expected one number for each layer, as 'layers."
-    )
-    assert f"hf_text_config.{told}, and vLLM's one number for all is 4" in said
+    error = refusal(lambda: vllm.from_vllm(vllm_config, both))
+    assert ("total_num_kv_heads", None) == (error.field, error.value)
+    assert f"hf_text_config.{contradiction}" in error.expected
     by_hand = dict(zip(names, (4, 8), strict=True))
-    assert by_hand == heads_of(vllm.from_vllm(given, both, total_num_kv_heads=by_hand))
+    assert by_hand == heads_of(vllm.from_vllm(vllm_config, both, total_num_kv_heads=by_hand))
 
 
-@pytest.mark.parametrize("text", ALIKE)
-def test_one_number_is_believed_of_a_model_whose_layers_are_alike(text: dict[str, Any]) -> None:
-    """What its own config says of KV heads is one number, and vLLM's."""
-    given = configured("layers.0.attn", model=arch(4, **text), tensor_parallel_size=8)
-    engine = vllm.from_vllm(given, cached((["layers.0.attn"], ONE_HEAD)))
+@pytest.mark.parametrize("text", EQUAL_LAYERS)
+def test_from_vllm_reads_one_number_of_heads_for_equal_layers(text: dict[str, Any]) -> None:
+    """The model's own config contains no second number of KV heads."""
+    vllm_config = configured("layers.0.attn", model=arch(4, **text), tensor_parallel_size=8)
+    engine = vllm.from_vllm(vllm_config, cached((["layers.0.attn"], ONE_HEAD)))
     assert {"layers.0.attn": 4} == heads_of(engine)
 
 
-def test_a_group_that_is_marked_for_its_draft_has_the_target_s_layers_too() -> None:
-    """A target of 8 heads and a draft of 4 have one spec on 8 ranks: neither number is taken."""
+def test_from_vllm_rejects_marked_group_of_draft_and_target_with_unequal_heads() -> None:
+    """A target of 8 heads and a draft of 4 have the same spec on 8 ranks."""
     names = ["layers.0.attn", "layers.1.attn"]
     both = cached((names, ONE_HEAD))
     both.kv_cache_groups[0].is_eagle_group = True
     draft = SimpleNamespace(draft_model_config=arch(4))
-    given = configured(*names, model=arch(8), tensor_parallel_size=8, speculative_config=draft)
-    wanted = "expected one number for each layer: 'layers.0.attn' may be the target's or a draft's"
-    assert f"total_num_kv_heads=None: {wanted}" == words(lambda: vllm.from_vllm(given, both))
+    vllm_config = configured(
+        *names, model=arch(8), tensor_parallel_size=8, speculative_config=draft
+    )
+    error = refusal(lambda: vllm.from_vllm(vllm_config, both))
+    assert ("total_num_kv_heads", None) == (error.field, error.value)
+    assert "'layers.0.attn'" in error.expected
     draft.draft_model_config = arch(8)
-    assert dict.fromkeys(names, 8) == heads_of(vllm.from_vllm(given, both))
+    assert dict.fromkeys(names, 8) == heads_of(vllm.from_vllm(vllm_config, both))
 
 
-def test_kernel_blocks_are_read_from_the_tensors() -> None:
-    """Twice as many blocks in memory as in the table: blocks of 8 of 16 tokens."""
+def test_kernel_block_size_follows_from_blocks_of_tensor() -> None:
+    """The tensor has 12 blocks and the config 6 of 16 tokens, so a kernel block has 8 tokens."""
     both = cached((["layers.0.attn"], FULL), (["layers.1.attn"], LATENT), layout="LBHNC")
     tensors = {
         "layers.0.attn": np.zeros((12, 2, 8, 16), np.uint16),
         "layers.1.attn": np.zeros((6, 1, 16, 8), np.uint16),
     }
-    given = configured(*tensors)
-    engine = vllm.from_vllm(given, both, tensors)
+    vllm_config = configured(*tensors)
+    engine = vllm.from_vllm(vllm_config, both, tensors)
     assert [8, None] == [group.kernel_block_size for group in engine.groups]
     assert 3 == len(vllm.rank_cache(engine, kvspec.RankId(), tensors, config=both).regions)
     for blocks in (7, 3, 6 * 3, 0):
-        torn = {**tensors, "layers.0.attn": np.zeros((blocks, 2, 8, 16), np.uint16)}
-        told = "expected a multiple of the 6 blocks of 16 tokens in the config"
-        assert told in words(lambda torn=torn: vllm.from_vllm(given, both, torn))
+        other = {**tensors, "layers.0.attn": np.zeros((blocks, 2, 8, 16), np.uint16)}
+        error = refusal(lambda other=other: vllm.from_vllm(vllm_config, both, other))
+        assert "tensors['layers.0.attn'].shape" == error.field
+        assert (blocks, 2, 8, 16) == error.value
+        assert "6" in error.expected
 
 
-def test_where_there_is_no_worker_the_backends_are_told() -> None:
-    """VLLM's scheduler has made no layers: what a worker says of them is asked for by layer."""
-    given, one = configured(), cached((["layers.0.attn"], FULL))
-    assert words(lambda: vllm.from_vllm(given, one)).startswith("backends['layers.0.attn']=None")
-    assert vllm.from_vllm(given, one, backends=Layer.Backend.full_cls_name())
-    given.compilation_config.static_forward_context = {"layers.0.attn": object()}
-    told = "static_forward_context['layers.0.attn'].get_attn_backend=None: expected a method"
-    assert told == words(lambda: vllm.from_vllm(given, one))
+def test_from_vllm_requires_backends_without_worker() -> None:
+    """The scheduler of vLLM has no attention layers, so the caller passes their backends."""
+    vllm_config, kv_cache_config = configured(), cached((["layers.0.attn"], FULL))
+    error = refusal(lambda: vllm.from_vllm(vllm_config, kv_cache_config))
+    assert ("backends['layers.0.attn']", None) == (error.field, error.value)
+    backends = Layer.Backend.full_cls_name()
+    assert vllm.from_vllm(vllm_config, kv_cache_config, backends=backends)
+    vllm_config.compilation_config.static_forward_context = {"layers.0.attn": object()}
+    error = refusal(lambda: vllm.from_vllm(vllm_config, kv_cache_config))
+    field = "static_forward_context['layers.0.attn'].get_attn_backend"
+    assert (field, None) == (error.field, error.value)
 
 
-def test_what_a_backend_s_name_leaves_open_is_asked_of_the_layer() -> None:
-    """The instructions that CPU attention was built for, and whether an indexer shuffles."""
+def test_variant_of_backend_is_read_from_layer() -> None:
+    """The layer contains the instruction set of CPU attention, and whether an indexer shuffles."""
     backend = SimpleNamespace(
         full_cls_name=lambda: ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend")
     )
@@ -332,49 +339,56 @@ def test_what_a_backend_s_name_leaves_open_is_asked_of_the_layer() -> None:
     )
     keys = like.changed(replace(LATENT, dtype="uint8"), "cache_role", "INDEXER")
     both = cached((["layers.0.attn"], FULL), (["layers.0.indexer"], keys), layout="LBHNC")
-    given = configured()
-    made = given.compilation_config.static_forward_context
-    made |= {"layers.0.attn": cpu, "layers.0.indexer": indexer}
+    vllm_config = configured()
+    layers = vllm_config.compilation_config.static_forward_context
+    layers |= {"layers.0.attn": cpu, "layers.0.indexer": indexer}
     formats = [
         group.spec.page_format  # type: ignore[attr-defined]
-        for group in vllm.from_vllm(given, both).groups
+        for group in vllm.from_vllm(vllm_config, both).groups
     ]
     assert ["keys-transposed", "opaque:indexer-shuffled"] == formats
     del cpu.isa
-    told = "variants['layers.0.attn']=None: expected one of vec, vec16, amx"
-    assert words(lambda: vllm.from_vllm(given, both)).startswith(told)
+    error = refusal(lambda: vllm.from_vllm(vllm_config, both))
+    assert ("variants['layers.0.attn']", None) == (error.field, error.value)
+    assert "vec, vec16, amx" in error.expected
 
 
 def of_device(kind: str, shapes: Any, device: Any) -> kvspec.EngineSpec:
     """Return the engine of one state on a type of *device*."""
-    given = configured(device_config=SimpleNamespace(device_type=device))
-    made = given.compilation_config.static_forward_context
-    made["l.0"] = SimpleNamespace(mamba_type=kind, get_attn_backend=lambda: None)
-    return vllm.from_vllm(given, cached((["l.0"], state(kind, shapes))))
+    vllm_config = configured(device_config=SimpleNamespace(device_type=device))
+    layers = vllm_config.compilation_config.static_forward_context
+    layers["l.0"] = SimpleNamespace(mamba_type=kind, get_attn_backend=lambda: None)
+    return vllm.from_vllm(vllm_config, cached((["l.0"], state(kind, shapes))))
 
 
-def test_a_delta_net_s_state_is_its_device_s() -> None:
-    """CUDA's kernels keep [values, keys] of a head, a CPU's [keys, values]: both are [8, 8]."""
+def test_delta_net_state_depends_on_device() -> None:
+    """A CUDA kernel stores [values, keys] of a head, and a CPU kernel [keys, values].
+
+    Both are [8, 8] here, so the shape does not show the difference.
+    """
     shapes = ((3, 48), (2, 8, 8))
-    cuda, cpu = (of_device("GDN_ATTN", shapes, each) for each in ("cuda", "cpu"))
+    cuda, cpu = (of_device("GDN_ATTN", shapes, device) for device in ("cuda", "cpu"))
     assert cuda == of_device("GDN_ATTN", shapes, None)
     assert cuda == like.engine_spec(config((["l.0"], state("GDN_ATTN", shapes))), layout="LBNHC",
                                     conv_layout="SD", variants="vec")  # fmt: skip
-    told = words(lambda: kvspec.plan_transfer(cuda, cpu), kvspec.MismatchError)
-    assert "ssm_cpu" in told
+    error = refusal(lambda: kvspec.plan_transfer(cuda, cpu), kvspec.MismatchError)
+    (mismatch,) = error.mismatches
+    assert ("l.0.parts", "ssm") == (mismatch.field, mismatch.producer[-1])
+    assert "ssm_cpu" == mismatch.consumer[-1]
     assert kvspec.plan_transfer(cpu, of_device("GDN_ATTN", shapes, "cpu"))
     raw = np.zeros((6, 1, 1, 3 * 48 + 2 * 8 * 8), np.int8)
-    caches = [vllm.rank_cache(each, kvspec.RankId(), {"l.0": raw}) for each in (cuda, cpu)]
+    caches = [vllm.rank_cache(engine, kvspec.RankId(), {"l.0": raw}) for engine in (cuda, cpu)]
     bases = [sorted(region.base for region in cache.regions) for cache in caches]
     assert bases[0] == bases[1]
-    mamba = [of_device("MAMBA1", ((3, 32), (32, 4)), each) for each in ("cuda", "cpu")]
+    mamba = [of_device("MAMBA1", ((3, 32), (32, 4)), device) for device in ("cuda", "cpu")]
     assert mamba[0] == mamba[1]
-    wanted = "variants['l.0']=5: expected a type of device, such as cuda or cpu"
-    assert wanted == words(lambda: of_device("GDN_ATTN", shapes, 5))
+    error = refusal(lambda: of_device("GDN_ATTN", shapes, 5))
+    assert ("variants['l.0']", 5) == (error.field, error.value)
+    assert "device" in error.expected
 
 
+# vLLM has the same spec for `fp8_e4m3` and `fp8_e5m2`, on every platform.
 FP8 = replace(FULL, dtype="uint8", kv_quant_mode=like.KVQuantMode.FP8_PER_TENSOR)
-"""What vLLM has for ``fp8_e4m3`` and ``fp8_e5m2`` alike, on every platform."""
 
 PLATFORMS = [
     ("fp8", "torch.float8_e4m3fn", "float8_e4m3fn"),
@@ -385,49 +399,72 @@ PLATFORMS = [
 
 
 def fp8(monkeypatch: pytest.MonkeyPatch, cache: Any, usual: str) -> kvspec.EngineSpec:
-    """Return the engine of a worker whose layer has a *cache*, on a platform with *usual* fp8."""
+    """Return the engine of a layer with the cache dtype *cache*. The platform's fp8 is *usual*."""
     platform = SimpleNamespace(fp8_dtype=lambda: usual)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
-    given, one = configured("layers.0.attn"), cached((["layers.0.attn"], FP8))
-    made = given.compilation_config.static_forward_context
-    made["layers.0.attn"].kv_cache_dtype = cache
-    engine = vllm.from_vllm(given, one)
-    assert engine == vllm.whole_engine(given, [vllm.WorkerInfo.of(given, one)], {})
+    vllm_config, kv_cache_config = configured("layers.0.attn"), cached((["layers.0.attn"], FP8))
+    layers = vllm_config.compilation_config.static_forward_context
+    layers["layers.0.attn"].kv_cache_dtype = cache
+    engine = vllm.from_vllm(vllm_config, kv_cache_config)
+    worker_info = vllm.WorkerInfo.of(vllm_config, kv_cache_config)
+    assert engine == vllm.whole_engine(vllm_config, [worker_info], {})
     return engine
 
 
 @pytest.mark.parametrize(("cache", "usual", "elements"), PLATFORMS)
-def test_which_fp8_a_cache_is_the_layer_and_its_platform_say(
+def test_fp8_dtype_is_read_from_layer_and_platform(
     cache: str, usual: str, elements: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spec says ``uint8`` of each: between two that differ nothing moves, by name."""
+    """The spec contains only `uint8`. A transfer between two fp8 dtypes is an error."""
     engine = fp8(monkeypatch, cache, usual)
     assert elements == engine.groups[0].spec.dtype  # type: ignore[attr-defined]
     other = like.engine_spec(
         config((["layers.0.attn"], FP8)), layout="LBNHC", fp8_dtype="float8_e5m2fnuz"
     )
-    told = words(lambda: kvspec.plan_transfer(engine, other), kvspec.MismatchError)
-    assert "dtype" in told
-    assert elements in told
+    error = refusal(lambda: kvspec.plan_transfer(engine, other), kvspec.MismatchError)
+    assert [("layers.0.attn.dtype", elements, "float8_e5m2fnuz")] == [
+        (mismatch.field, mismatch.producer, mismatch.consumer) for mismatch in error.mismatches
+    ]
 
 
-def test_an_fp8_of_which_nobody_says_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a layer without a choice, nor one that its platform has otherwise, is guessed."""
-    wanted = (
-        "expected the fp8 type of the layer's elements: "
-        "kv_cache_groups[0].kv_cache_spec contains only 'fp8'"
-    )
-    for cache in (None, "auto", "fp8_new", []):
-        told = words(lambda cache=cache: fp8(monkeypatch, cache, "torch.float8_e4m3fn"))
-        assert f"fp8_dtype['layers.0.attn']=None: {wanted}" == told
-    assert wanted in words(lambda: fp8(monkeypatch, "fp8_e5m2", "torch.float8_e4m3fnuz"))
-    both = config((["layers.0.attn"], FP8))
-    assert wanted in words(lambda: like.engine_spec(both))
-    assert wanted in words(lambda: like.engine_spec(both, fp8_dtype="bfloat16"))
-    assert wanted in words(lambda: like.engine_spec(both, fp8_dtype={"layers.1.attn": "fp8"}))
-    monkeypatch.delitem(sys.modules, "vllm.platforms")
-    given = configured("layers.0.attn")
-    assert wanted in words(lambda: vllm.from_vllm(given, cached((["layers.0.attn"], FP8))))
+@pytest.mark.parametrize(
+    ("cache", "usual"),
+    [
+        (None, "torch.float8_e4m3fn"),
+        ("auto", "torch.float8_e4m3fn"),
+        ("fp8_new", "torch.float8_e4m3fn"),
+        ([], "torch.float8_e4m3fn"),
+        ("fp8_e5m2", "torch.float8_e4m3fnuz"),
+    ],
+)
+def test_from_vllm_rejects_ambiguous_fp8(
+    cache: Any, usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer does not choose an fp8 dtype, or the platform has no E5M2 that is known."""
+    error = refusal(lambda: fp8(monkeypatch, cache, usual))
+    assert ("fp8_dtype['layers.0.attn']", None) == (error.field, error.value)
+
+
+def test_from_vllm_rejects_fp8_without_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform of vLLM decides what `fp8` means."""
+    monkeypatch.delitem(sys.modules, "vllm.platforms", raising=False)
+    vllm_config = configured("layers.0.attn")
+    error = refusal(lambda: vllm.from_vllm(vllm_config, cached((["layers.0.attn"], FP8))))
+    assert ("fp8_dtype['layers.0.attn']", None) == (error.field, error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({}, None),
+        ({"fp8_dtype": "bfloat16"}, "bfloat16"),
+        ({"fp8_dtype": {"layers.1.attn": "fp8"}}, None),
+    ],
+)
+def test_engine_spec_rejects_missing_or_wrong_fp8_dtype(options: Any, value: Any) -> None:
+    """The dtype must be one of fp8, for every layer with fp8."""
+    error = refusal(lambda: like.engine_spec(config((["layers.0.attn"], FP8)), **options))
+    assert ("fp8_dtype['layers.0.attn']", value) == (error.field, error.value)
 
 
 TURBOQUANT = replace(FULL, dtype="uint8", state_content_bytes=20)
@@ -449,7 +486,10 @@ def turboquant(
     separate_scales: Any,
     device: tuple[int, ...] | None,
 ) -> kvspec.EngineSpec:
-    """Return the engine of a layer of TurboQuant; *device*: of CUDA, () of others, None unknown."""
+    """Return the engine of a TurboQuant layer.
+
+    *device* is the capability of a CUDA device, () for another device, or None if it is unknown.
+    """
     platform = SimpleNamespace(
         fp8_dtype=lambda: "float8_e4m3fn",
         is_cuda_alike=lambda: bool(device),
@@ -463,61 +503,64 @@ def turboquant(
         kv_cache_dtype=cache,
         impl=SimpleNamespace(_soa_store=separate_scales),
     )
-    given = configured()
-    given.compilation_config.static_forward_context["layers.0.attn"] = layer
-    return vllm.from_vllm(given, cached((["layers.0.attn"], TURBOQUANT)))
+    vllm_config = configured()
+    vllm_config.compilation_config.static_forward_context["layers.0.attn"] = layer
+    return vllm.from_vllm(vllm_config, cached((["layers.0.attn"], TURBOQUANT)))
 
 
 @pytest.mark.parametrize(("cache", "separate_scales", "device", "page"), SLOTS)
-def test_how_turboquant_keeps_its_rows_is_asked_of_the_layer_and_its_device(
+def test_turboquant_page_format_is_read_from_layer_and_device(
     cache: str,
     separate_scales: bool,
     device: tuple[int, ...] | None,
     page: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One backend, one spec: scales in each row, or after all rows of a page; keys of either 8."""
+    """The scales are in each row or after all rows of a page. Keys are E4M3 or E4B15."""
     spec = turboquant(monkeypatch, cache, separate_scales, device).groups[0].spec
     assert (page, 20) == (spec.page_format, spec.state_content_bytes)  # type: ignore[attr-defined]
 
 
-def test_turboquant_of_which_nobody_says_how_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither without an answer of the layer, nor without a platform where the device decides."""
-    told = "variants['layers.0.attn']=None: expected one of rows, e4b15, scales apart"
-    for cache, separate_scales in (("turboquant_k8v4", False), ("turboquant_4bit_nc", None)):
-        said = words(
-            lambda cache=cache, separate_scales=separate_scales: turboquant(
-                monkeypatch, cache, separate_scales, None
-            )
-        )
-        assert said.startswith(told)
+@pytest.mark.parametrize(
+    ("cache", "separate_scales"), [("turboquant_k8v4", False), ("turboquant_4bit_nc", None)]
+)
+def test_from_vllm_rejects_ambiguous_turboquant(
+    cache: str, separate_scales: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format needs the layer's `_soa_store`, and for 8-bit keys also the device."""
+    error = refusal(lambda: turboquant(monkeypatch, cache, separate_scales, None))
+    assert ("variants['layers.0.attn']", None) == (error.field, error.value)
+    assert "e4b15" in error.expected
 
 
 @pytest.mark.parametrize("name", ["mamba_n_groups", "n_groups", "mamba_ngroups"])
-def test_a_model_s_groups_have_several_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group of Mamba2 on each of 2 ranks: replicated, since the model has one."""
+def test_groups_of_state_are_read_from_any_known_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has one group of Mamba2, so both ranks have a replica of it."""
     spec = state("mamba2", ((40, 3), (4, 8, 4)))
-    given = configured(tensor_parallel_size=2, model=Model(**{name: 1}))
+    vllm_config = configured(tensor_parallel_size=2, model=Model(**{name: 1}))
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    engine = vllm.from_vllm(given, cached((["layers.0.mixer"], spec)))
+    engine = vllm.from_vllm(vllm_config, cached((["layers.0.mixer"], spec)))
     units = {part.name: part.units for part in engine.groups[0].spec.parts}
     assert {"conv_x": 64, "conv_b": 4, "conv_c": 4, "ssm": 8} == units
     monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT")
     short = state("short_conv", ((2, 32),))
-    engine = vllm.from_vllm(given, cached((["layers.0.mixer"], short)))
-    assert 64 == engine.groups[0].spec.parts[0].units, "row first, vLLM's default"
+    engine = vllm.from_vllm(vllm_config, cached((["layers.0.mixer"], short)))
+    # The default of vLLM is row first, so the shape (2, 32) has 32 channels on each of 2 ranks.
+    assert 64 == engine.groups[0].spec.parts[0].units
 
 
-def test_a_worker_s_number_says_which_rank_it_is() -> None:
-    """VLLM's group of an engine is ``arange(pp * pcp * tp).reshape(pp, pcp, tp)``."""
+def test_worker_rank_follows_from_number_of_worker() -> None:
+    """The workers of an engine are `arange(pp * pcp * tp).reshape(pp, pcp, tp)` in vLLM."""
     sizes = {"pipeline_parallel_size": 2, "prefill_context_parallel_size": 2}
     for number, (pp, pcp, tp) in enumerate(np.ndindex(2, 2, 3)):
-        given = configured(tensor_parallel_size=3, rank=number, **sizes)
-        assert kvspec.RankId(pp=pp, pcp=pcp, tp=tp) == vllm.worker_rank(given)
+        vllm_config = configured(tensor_parallel_size=3, rank=number, **sizes)
+        assert kvspec.RankId(pp=pp, pcp=pcp, tp=tp) == vllm.worker_rank(vllm_config)
 
 
-def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
-    """Each knows its own; all describe the whole engine, or say how many are missing."""
+def test_whole_engine_joins_layers_of_all_workers() -> None:
+    """Each worker describes its own layers. A missing worker is an error."""
     names = [f"layers.{number}.attn" for number in range(5)]
     parts = [names[:3], names[3:]]
     sizes: dict[str, Any] = {"model": Model(layers=5), "tensor_parallel_size": 2}
@@ -526,68 +569,100 @@ def test_the_layers_of_all_stages_are_told_by_their_workers() -> None:
         (configured(*parts[n // 4], rank=n, **sizes), cached((parts[n // 4], FULL)))
         for n in range(8)
     ]
-    told = [vllm.WorkerInfo.of(*both) for both in workers]
+    worker_infos = [vllm.WorkerInfo.of(*both) for both in workers]
     halves = [cached((part, FULL)) for part in parts]
     whole = vllm.from_vllm(configured(*names, **sizes), halves)
-    assert [whole] * 8 == [vllm.whole_engine(given, told, {}) for given, _ in workers]
-    wanted = "workers='7 workers': expected all 8 of the engine"
-    assert wanted == words(lambda: vllm.whole_engine(workers[0][0], told[:7], {}))
+    engines = [vllm.whole_engine(vllm_config, worker_infos, {}) for vllm_config, _ in workers]
+    assert [whole] * 8 == engines
+    error = refusal(lambda: vllm.whole_engine(workers[0][0], worker_infos[:7], {}))
+    assert ("workers", "7 workers") == (error.field, error.value)
+    assert "8" in error.expected
 
 
-def test_pipeline_stages_have_the_layers_of_vllm_s_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 layers on 2 stages: 3 and 2, or as the environment says; others are refused by name."""
+def test_stages_must_have_layers_of_vllm_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default vLLM divides 5 layers into stages of 3 and 2. The environment may change it."""
     names = [f"layers.{number}.attn" for number in range(5)]
-    given = configured(*names, model=Model(layers=5), pipeline_parallel_size=2)
+    vllm_config = configured(*names, model=Model(layers=5), pipeline_parallel_size=2)
     halves = [cached((names[:3], LATENT)), cached((names[3:], LATENT))]
-    assert {0: 3, 1: 2} == {
-        stage: len(found) for stage, found in vllm.from_vllm(given, halves).by_stage(names).items()
-    }
-    told = "kv_cache_config[0]='layers.3.attn': expected layers 0..2: those of stage 0"
-    assert told == words(lambda: vllm.from_vllm(given, halves[::-1]))
+    stages = vllm.from_vllm(vllm_config, halves).by_stage(names)
+    assert {0: 3, 1: 2} == {stage: len(layers) for stage, layers in stages.items()}
+    error = refusal(lambda: vllm.from_vllm(vllm_config, halves[::-1]))
+    assert ("kv_cache_config[0]", "layers.3.attn") == (error.field, error.value)
+    assert "0..2" in error.expected
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,3")
-    assert "'layers.2.attn': expected layers 0..1" in words(lambda: vllm.from_vllm(given, halves))
+    error = refusal(lambda: vllm.from_vllm(vllm_config, halves))
+    assert ("kv_cache_config[0]", "layers.2.attn") == (error.field, error.value)
+    assert "0..1" in error.expected
     for partition in ("2,2", "5", "2,x", "-1,6", ""):
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-        told = f"VLLM_PP_LAYER_PARTITION={partition!r}: expected 2 numbers of layers with the sum 5"
-        assert told == words(lambda: vllm.from_vllm(given, halves))
+        error = refusal(lambda: vllm.from_vllm(vllm_config, halves))
+        assert ("VLLM_PP_LAYER_PARTITION", partition) == (error.field, error.value)
+        assert "5" in error.expected
+
+
+def read_with(**changes: Any) -> kvspec.EngineSpec:
+    """Read a configuration of which some fields have other values."""
+    vllm_config = configured(
+        "layers.0.attn",
+        model=Model(heads=2),
+        tensor_parallel_size=4,
+        decode_context_parallel_size=2,
+        cache_config=SimpleNamespace(kv_cache_layout=SimpleNamespace(name="LBNHC")),
+    )
+    for name, value in changes.items():
+        setattr(vllm_config, name, value)
+    return vllm.from_vllm(vllm_config, cached((["layers.0.attn"], ONE_HEAD), layout=None))
+
+
+WRONG_TYPES = (None, 5, "x", (), {}, object())
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["parallel_config", "model_config", "cache_config", "compilation_config", "kv_transfer_config"],
+    ("name", "field"),
+    [
+        ("parallel_config", "vllm_config.parallel_config.tensor_parallel_size"),
+        ("model_config", "vllm_config.model_config.get_total_num_kv_heads"),
+        ("cache_config", "kv_cache_layout"),
+        ("compilation_config", "backends['layers.0.attn']"),
+    ],
 )
-def test_a_configuration_with_one_thing_wrong_is_read_or_refused(field: str) -> None:
-    """Any field missing, or anything in its place: no other error."""
-    one = cached((["layers.0.attn"], ONE_HEAD), layout=None)
-    for value in (None, 5, "x", (), {}, object()):
-        given = configured("layers.0.attn", tensor_parallel_size=4, decode_context_parallel_size=2)
-        setattr(given, field, value)
-        with pytest.raises(kvspec.SpecError):
-            vllm.from_vllm(given, one)
+def test_from_vllm_rejects_config_of_wrong_type(name: str, field: str) -> None:
+    """The error contains the path of the first missing attribute."""
+    for value in WRONG_TYPES:
+        error = refusal(lambda value=value: read_with(**{name: value}))
+        assert (field, None) == (error.field, error.value)
+
+
+def test_from_vllm_reads_kv_transfer_config_of_wrong_type_as_none() -> None:
+    """Without a connector the configured interleave size applies."""
+    engine = read_with()
+    assert 1 == engine.parallel.interleave_size
+    assert [engine] * len(WRONG_TYPES) == [
+        read_with(kv_transfer_config=value) for value in WRONG_TYPES
+    ]
 
 
 MAMBA = state("mamba1", ((8, 3), (8, 4)), mamba_cache_mode="align")
 BOTH = config((["layers.0"], FULL), (["draft.0"], DRAFT), (["layers.1"], MAMBA))
 
 
+# 100 tokens have 7 blocks of 16 tokens.
 WHOLE, DRAFTS = [0, 0, 5, 6, 1, 2, 3], [7, 8, 9, 10, 11, 12, 13]
-"""Blocks of 16 for 100 tokens."""
 
 
-def tables(*ids: Any, count: Any = 100, spec: Any = MAMBA, **given: Any) -> Any:
+def tables(*ids: Any, count: Any = 100, spec: Any = MAMBA) -> Any:
     """Read the block tables of a request over full attention, a draft and a state of 64 tokens."""
     both = config((["layers.0"], FULL), (["draft.0"], DRAFT), (["layers.1"], spec))
-    return vllm.block_tables(like.engine_spec(BOTH, **given), both, ids, count)
+    return vllm.block_tables(like.engine_spec(BOTH), both, ids, count)
 
 
-def test_a_list_s_place_says_its_group() -> None:
-    """Null blocks stay in place; of a state the one block that holds it; an excluded group goes."""
-    found = tables(WHOLE, DRAFTS, [0, 9, 3])
+def test_block_tables_reads_one_list_for_each_group() -> None:
+    """Null blocks stay in place. A state has one block. Excluded groups have no table."""
     assert {
         "group0": kvspec.BlockTable(WHOLE),
         "group1": kvspec.BlockTable(DRAFTS),
         "group2": kvspec.BlockTable([9]),
-    } == found
+    } == tables(WHOLE, DRAFTS, [0, 9, 3])
     none = state("mamba1", ((8, 3), (8, 4)))
     assert kvspec.BlockTable([4]) == tables(WHOLE, DRAFTS, [4, 5, 6], spec=none)["group2"]
     assert kvspec.BlockTable([]) == tables([1], [2], [], count=0)["group2"]
@@ -600,26 +675,26 @@ MODE = "kv_cache_config.kv_cache_groups[2].kv_cache_spec.mamba_cache_mode"
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "field", "value", "requirement"),
     [
-        (lambda: tables(WHOLE, DRAFTS), "block_ids='2 lists': expected one for each of 3 groups"),
-        (lambda: tables(WHOLE, DRAFTS, [0, 0]),
-         "block_ids['group2']=[0, 0]: expected a block at place 1, with the state after 100 tokens"),
-        (lambda: tables(WHOLE, DRAFTS, [3]),
-         "block_ids['group2']=[3]: expected a block at place 1, with the state after 100 tokens"),
+        (lambda: tables(WHOLE, DRAFTS), "block_ids", "2 lists", "3"),
+        # 100 tokens of a state with blocks of 64 tokens are in the second block, at place 1.
+        (lambda: tables(WHOLE, DRAFTS, [0, 0]), "block_ids['group2']", [0, 0], "place 1"),
+        (lambda: tables(WHOLE, DRAFTS, [3]), "block_ids['group2']", [3], "place 1"),
         (lambda: tables(WHOLE, DRAFTS, [3], spec=like.changed(MAMBA, "mamba_cache_mode", "all")),
-         f"{MODE}='all': expected 'none' or 'align'"),
-        (lambda: tables(WHOLE, DRAFTS, [3], count=-1), "num_tokens=-1: expected an int >= 0"),
-        (lambda: tables(WHOLE[2:], DRAFTS, [0, 9]),
-         "block_ids['group0']=[5, 6, 1, 2, 3]: expected 7 ids for 100 tokens, null blocks in place"),
-        (lambda: tables(WHOLE, DRAFTS[:2], [0, 9]),
-         "block_ids['group1']=[7, 8]: expected 7 ids for 100 tokens, null blocks in place"),
-        (lambda: tables(WHOLE, "ab", [3]), "block_ids='ab': expected a sequence of ints"),
-        (lambda: vllm.block_tables(None, BOTH, [], 1), "engine=None: expected an EngineSpec"),
-        (lambda: vllm.block_tables(like.engine_spec(BOTH), BOTH, 5, 1),
-         "block_ids=5: expected a sequence of lists of ids"),
+         MODE, "all", "'align'"),
+        (lambda: tables(WHOLE, DRAFTS, [3], count=-1), "num_tokens", -1, ""),
+        (lambda: tables(WHOLE[2:], DRAFTS, [0, 9]), "block_ids['group0']", [5, 6, 1, 2, 3], "7"),
+        (lambda: tables(WHOLE, DRAFTS[:2], [0, 9]), "block_ids['group1']", [7, 8], "7"),
+        (lambda: tables(WHOLE, "ab", [3]), "block_ids", "ab", ""),
+        (lambda: vllm.block_tables(None, BOTH, [], 1), "engine", None, "EngineSpec"),
+        (lambda: vllm.block_tables(like.engine_spec(BOTH), BOTH, 5, 1), "block_ids", 5, ""),
     ],
 )  # fmt: skip
-def test_other_tables_are_refused_in_words(call: Any, told: str) -> None:
-    """A list for each group, from which no null block is missing, and a state's block."""
-    assert told == words(call)
+def test_block_tables_rejects_invalid_ids(
+    call: Any, field: str, value: object, requirement: str
+) -> None:
+    """Each group needs a list with its null blocks, and a state needs its block."""
+    error = refusal(call)
+    assert (field, value) == (error.field, error.value)
+    assert requirement in error.expected
