@@ -1,4 +1,4 @@
-"""vLLM's tensors become a rank's regions, whichever its version, or an error names the shape."""
+"""Tests how the vLLM adapter reads the regions of a rank from the tensors of each vLLM version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import vllm_like as like
 from builders import request as request_of
 from moved import blocks_for, moved
-from refused import case, words
+from refused import refusal
 from vllm_like import HEADS, config, engine_spec, state
 
 import kvspec
@@ -18,20 +18,21 @@ from kvspec.adapters import vllm
 
 ONE = kvspec.RankId()
 
+# A cache contains only addresses, so the arrays must stay alive.
 KEPT: list[Any] = []
-"""A cache knows addresses only, so somebody has to keep the memory."""
 
 
 def zeros(shape: Any, dtype: Any) -> Any:
-    """Return an array that stays."""
+    """Return an array of zeros, and keep it alive until the tests end."""
     KEPT.append(np.zeros(shape, dtype))
     return KEPT[-1]
 
 
-def test_gemma_s_34_layers_in_5_tensors() -> None:
-    """5 full and 29 sliding-window layers, 7 groups: 5 regions of memory, and 34 layers move.
+def test_34_layers_of_gemma_in_5_tensors_move() -> None:
+    """Gemma has 5 full layers and 29 layers with a window, in 7 groups.
 
-    The layers of a tensor are of different groups, and block ids are of one group at a time.
+    The layers of a tensor belong to different groups. A block id belongs to one group at a time,
+    so the layers can share memory.
     """
     full = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": 4})
     window = like.SlidingWindowSpec(**{**HEADS, "num_kv_heads": 4}, sliding_window=40)
@@ -62,14 +63,14 @@ def test_gemma_s_34_layers_in_5_tensors() -> None:
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-def test_all_groups_in_one_allocation(layout: str) -> None:
-    """Attention and Mamba2 layers over the same bytes: one stretch of memory is registered."""
+def test_groups_in_one_allocation_move(layout: str) -> None:
+    """Attention and Mamba2 layers share the same bytes, so the cache registers one memory."""
     attention = like.FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype="uint8")
     mamba = state("mamba2", ((72, 3), (8, 8, 4)), page_size_padded=8192)
     page, blocks = 8192, 7
     strides = (page * blocks, page) if layout == "LBHNC" else (page, 2 * page)
     pairs = ["layer.0", "layer.2"], ["layer.1", "layer.3"]
-    tensors = [like.KVCacheTensor(2 * page * blocks, list(each), 0, *strides) for each in pairs]
+    tensors = [like.KVCacheTensor(2 * page * blocks, list(pair), 0, *strides) for pair in pairs]
     theirs = config((pairs[0], attention), (pairs[1], mamba), num_blocks=blocks, tensors=tensors)
     engine = engine_spec(theirs, n_groups=1, layout=layout)
     sides = []
@@ -84,7 +85,7 @@ def test_all_groups_in_one_allocation(layout: str) -> None:
 
 
 def plane_views(heads: int, shape: str, blocks: int = 5) -> np.ndarray[Any, Any]:
-    """Return older caches: the letters of *shape* in memory order, as vLLM's logical NHD shape."""
+    """Return a tensor of an older vLLM: a view in NHD order of memory in the order *shape*."""
     sizes = {"K": 2, "B": blocks, "N": 16, "H": heads, "C": 8}
     stored = zeros([sizes[letter] for letter in shape], np.uint16)
     logical = ("KB" if shape.startswith("K") else "BK") + "NHC"
@@ -93,10 +94,11 @@ def plane_views(heads: int, shape: str, blocks: int = 5) -> np.ndarray[Any, Any]
 
 @pytest.mark.parametrize("shape", ["KBNHC", "KBHNC", "BKNHC", "BKHNC"])
 @pytest.mark.parametrize("heads", [2, 16])
-def test_older_caches_have_planes(shape: str, heads: int) -> None:
-    """``[2, blocks, tokens, heads, size]`` and ``[blocks, 2, ...]``, either order in memory.
+def test_tensors_with_planes_move(shape: str, heads: int) -> None:
+    """Older tensors are [2, blocks, tokens, heads, size] or [blocks, 2, ...], in several orders.
 
-    As many heads as tokens, two blocks: then the shape says nothing, the layout and strides do.
+    With 2 blocks and 16 heads every order has the same shape. Only the layout and the strides
+    differ.
     """
     spec = like.FullAttentionSpec(**{**HEADS, "num_kv_heads": heads})
     theirs = config((["layer.0"], spec))
@@ -113,8 +115,8 @@ def test_older_caches_have_planes(shape: str, heads: int) -> None:
     assert [] == moved(engine, other, request, ({ONE: cache}, {ONE: target}))
 
 
-def test_one_latent_may_come_without_heads() -> None:
-    """``[blocks, tokens, content]`` is ``[blocks, 1, tokens, content]``; the kernel's blocks."""
+def test_latent_moves_with_or_without_axis_of_heads() -> None:
+    """The tensors have 12 kernel blocks of 16 tokens for 3 blocks of 64."""
     spec = like.MLAAttentionSpec(block_size=64, head_size=12, dtype="bfloat16")
     engine = engine_spec(config((["layer.0"], spec)), kernel_block_size=16)
     old = vllm.rank_cache(engine, ONE, {"layer.0": zeros((12, 16, 12), np.uint16)}, 3)
@@ -124,26 +126,30 @@ def test_one_latent_may_come_without_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "told"),
+    ("layout", "shape", "expected_shape"),
     [
-        ("LBHNC", (5, 3, 16, 16), r"\[blocks, 2, 16, 32 bytes\] for layout BHNC"),
-        ("LBHNC", (5, 2, 16, 17), r"\[blocks, 2, 16, 32 bytes\] for layout BHNC"),
-        ("LBHNC", (5, 2, 16, 2, 8), r"\[blocks, 2, 16, 32 bytes\] for layout BHNC"),
-        ("LKBNHC", (5, 2, 16, 2, 8), r"\[2, blocks, 16, 2, 16 bytes\] for layout KBNHC"),
-        ("LBKNHC", (2, 5, 16, 2, 8), r"\[blocks, 2, 16, 2, 16 bytes\] for layout BKNHC"),
-        ("LBKNHC", (5, 2, 8, 2, 8), r"\[blocks, 2, 16, 2, 16 bytes\] for layout BKNHC"),
+        ("LBHNC", (5, 3, 16, 16), "[blocks, 2, 16, 32 bytes]"),
+        ("LBHNC", (5, 2, 16, 17), "[blocks, 2, 16, 32 bytes]"),
+        ("LBHNC", (5, 2, 16, 2, 8), "[blocks, 2, 16, 32 bytes]"),
+        ("LKBNHC", (5, 2, 16, 2, 8), "[2, blocks, 16, 2, 16 bytes]"),
+        ("LBKNHC", (2, 5, 16, 2, 8), "[blocks, 2, 16, 2, 16 bytes]"),
+        ("LBKNHC", (5, 2, 8, 2, 8), "[blocks, 2, 16, 2, 16 bytes]"),
     ],
 )
-def test_an_unknown_shape_is_refused(layout: str, shape: Any, told: str) -> None:
-    """The error names the layer, the shape, and the one that the layout asks for."""
+def test_rank_cache_rejects_shape_that_differs_from_layout(
+    layout: str, shape: Any, expected_shape: str
+) -> None:
+    """The error contains the shape of the tensor and the shape that the layout requires."""
     engine = engine_spec(config((["layer.0"], like.FullAttentionSpec(**HEADS))), layout=layout)
-    with pytest.raises(kvspec.SpecError, match=rf"tensors\['layer.0'\].shape=\(.*{told}"):
-        vllm.rank_cache(engine, ONE, {"layer.0": zeros(shape, np.uint16)})
+    tensors = {"layer.0": zeros(shape, np.uint16)}
+    error = refusal(lambda: vllm.rank_cache(engine, ONE, tensors))
+    assert ("tensors['layer.0'].shape", shape) == (error.field, error.value)
+    assert expected_shape in error.expected
 
 
 @pytest.mark.parametrize("conv_layout", ["DS", "SD"])
-def test_states_come_as_a_list(conv_layout: str) -> None:
-    """Conv and temporal state, in this order; a wrong shape, one of them, a gap: refused."""
+def test_rank_cache_reads_state_from_two_tensors(conv_layout: str) -> None:
+    """The first tensor is the conv state, the second the temporal state."""
     shapes = ((40, 3) if conv_layout == "DS" else (3, 40), (4, 8, 4))
     theirs = config((["layer.0"], state("mamba2", shapes)))
     engine = engine_spec(theirs, conv_layout=conv_layout)
@@ -152,35 +158,38 @@ def test_states_come_as_a_list(conv_layout: str) -> None:
     step = 3 if conv_layout == "DS" else 1
     assert 32 * step == cache.region("layer.0", "conv_b").base - conv.ctypes.data
     assert ssm.ctypes.data == cache.region("layer.0", "ssm").base
-    gap = zeros((4, 4, 8, 8), np.uint8)[..., :4]
-    for given, told in (
-        ([conv], r"expected 2 tensors \(conv, ssm\), or one of raw bytes"),
-        (conv, r"expected 2 tensors \(conv, ssm\), or one of raw bytes"),
-        ([conv[:, :, :2], ssm], r"\['conv'\].shape=.* of 1 bytes"),
-        ([conv, ssm[:, :2]], r"\['ssm'\].shape=.*\[blocks, 4, ...\] of 32 bytes"),
-        ([conv, gap], "stride=8: expected 4: contiguous"),
+    with_gaps = zeros((4, 4, 8, 8), np.uint8)[..., :4]
+    shorter = (4, *shapes[0][:1], 2)
+    for tensors, field, value, requirement in (
+        ([conv], "", "1 tensors", "2 tensors"),
+        (conv, "", "1 tensors", "2 tensors"),
+        ([conv[:, :, :2], ssm], "['conv'].shape", shorter, str(list(shapes[0]))[1:]),
+        ([conv, ssm[:, :2]], "['ssm'].shape", (4, 2, 8, 4), "32 bytes"),
+        ([conv, with_gaps], ".stride", 8, "4"),
     ):
-        with pytest.raises(kvspec.SpecError, match=told):
-            vllm.rank_cache(engine, ONE, {"layer.0": given})
+        error = refusal(lambda given=tensors: vllm.rank_cache(engine, ONE, {"layer.0": given}))
+        assert (f"tensors['layer.0']{field}", value) == (error.field, error.value)
+        assert requirement in error.expected
 
 
-def test_tensors_are_checked_against_the_config() -> None:
-    """Blocks, layers that are missing, a list where one tensor is, a type that is none."""
+def test_rank_cache_rejects_tensors_that_differ_from_engine() -> None:
+    """The number of blocks, the layers, the number of tensors and the element size must agree."""
     engine = engine_spec(config((["layer.0"], like.FullAttentionSpec(**HEADS))))
     right = zeros((5, 2, 16, 16), np.uint16)
     odd = np.zeros((6, 2, 16, 1), "V32")  # elements of 32 bytes
-    for given, told in (
-        ({"layer.0": right}, r"shape\[0\]=5: expected 6 blocks in memory"),
-        ({}, "a tensor for layer 'layer.0'"),
-        ({"layer.0": [right]}, "'1 tensors': expected one tensor"),
-        ({"layer.0": odd}, "elements that divide the 16 bytes"),
+    for tensors, field, value, requirement in (
+        ({"layer.0": right}, "tensors['layer.0'].shape[0]", 5, "6"),
+        ({}, "tensors", [], "'layer.0'"),
+        ({"layer.0": [right]}, "tensors['layer.0']", "1 tensors", "one"),
+        ({"layer.0": odd}, "tensors['layer.0'].itemsize", 32, "16"),
     ):
-        with pytest.raises(kvspec.SpecError, match=told):
-            vllm.rank_cache(engine, ONE, given, 6)
+        error = refusal(lambda given=tensors: vllm.rank_cache(engine, ONE, given, 6))
+        assert (field, value) == (error.field, error.value)
+        assert requirement in error.expected
 
 
-def test_torch_tensors_are_read_too() -> None:
-    """bfloat16 views of one torch storage: one stretch of memory, content in bytes."""
+def test_rank_cache_reads_torch_tensors() -> None:
+    """All tensors are views of one torch storage, so the cache registers one memory."""
     torch = pytest.importorskip("torch")
     spec = like.FullAttentionSpec(**HEADS)
     mamba = like.MambaSpec(
@@ -218,13 +227,13 @@ def states(at: int = 0, stride: int = PAGE, blocks: int = BLOCKS) -> list[Any]:
 
 
 def raw(size: int) -> Any:
-    """Return the raw pages of a state, *size* bytes each."""
+    """Return the raw pages of a state. Each page has *size* bytes."""
     return np.ndarray((BLOCKS, 1, 1, size), np.int8, POOL, 0, (PAGE, size, size, 1))
 
 
 @pytest.mark.parametrize("conv_layout", ["DS", "SD"])
-def test_a_raw_page_is_cut_into_its_states(conv_layout: str) -> None:
-    """Conv first, then at once the temporal state, padding at the end: as a list of them lies."""
+def test_rank_cache_reads_state_from_raw_pages(conv_layout: str) -> None:
+    """A page contains the conv state, then the temporal state, then padding."""
     shape = (40, 3) if conv_layout == "DS" else (3, 40)
     spec = state("mamba2", (shape, (4, 8, 4)), page_size_padded=1024)
     engine = engine_spec(config((["l.0"], spec)))
@@ -237,102 +246,102 @@ def test_a_raw_page_is_cut_into_its_states(conv_layout: str) -> None:
 
 
 def hybrid(*shared: Any, **place: int) -> like.KVCacheConfig:
-    """Return a config: two full, two sliding-window, two Mamba2 layers in tensors *shared*."""
+    """Return a config of two full, two window and two Mamba2 layers, in the tensors *shared*."""
     groups = (["f.0", "f.1"], FULL), (["w.0", "w.1"], WINDOW), (["m.0", "m.1"], MAMBA)
     size = WHOLE if not place else len(POOL)
     return config(*groups, tensors=[like.KVCacheTensor(size, list(x), **place) for x in shared])
 
 
+# Each tensor has its own memory and one layer of each group.
 APART = hybrid(["f.0", "w.0", "m.0"], ["f.1", "w.1", "m.1"])
-"""Each tensor is memory of its own, of one layer of each group."""
+# All layers are in one allocation. Each block has a row of two pages.
 ROWS = hybrid(["f.0", "f.1"], ["w.0", "w.1"], ["m.0", "m.1"], layer_stride=PAGE, block_stride=2048)
-"""One allocation, a row of two pages for each block."""
-
-
+# No layers share a tensor.
 TWO = config(
     (["f.0"], FULL),
     (["w.0"], WINDOW),
     tensors=[like.KVCacheTensor(WHOLE, ["f.0"]), like.KVCacheTensor(WHOLE, ["w.0"])],
 )
-"""Two tensors that no layers share."""
 
 
 def placed(theirs: like.KVCacheConfig, places: dict[str, int], stride: int) -> kvspec.RankCache:
-    """Read pages that begin at *places*, against the config."""
+    """Read pages that begin at *places*, and compare them with the config *theirs*."""
     engine = engine_spec(theirs, layout="LBHNC" if stride == PAGE else "BLHNC")
-    given = {
+    tensors = {
         layer: states(at, stride) if layer.startswith("m") else pages(at, stride)
         for layer, at in places.items()
     }
-    return vllm.rank_cache(engine, ONE, given, config=theirs)
+    return vllm.rank_cache(engine, ONE, tensors, config=theirs)
 
 
-def separate(**moved: int) -> kvspec.RankCache:
-    """Read tensors that lie as APART says, but for those that are *moved*."""
-    at = {f"{kind}_{n}": n * WHOLE for kind in "fwm" for n in (0, 1)} | moved
-    return placed(APART, {name.replace("_", "."): each for name, each in at.items()}, PAGE)
+def separate(**moved_layers: int) -> kvspec.RankCache:
+    """Read tensors whose places follow the config APART, except those of *moved_layers*."""
+    places = {f"{kind}_{n}": n * WHOLE for kind in "fwm" for n in (0, 1)} | moved_layers
+    return placed(APART, {name.replace("_", "."): at for name, at in places.items()}, PAGE)
 
 
-def rows(stride: int = 2048, **moved: int) -> kvspec.RankCache:
-    """Read tensors that lie as ROWS says, but for those that are *moved*."""
-    at = {f"{kind}_{n}": n * PAGE for kind in "fwm" for n in (0, 1)} | moved
-    return placed(ROWS, {name.replace("_", "."): each for name, each in at.items()}, stride)
+def rows(stride: int = 2048, **moved_layers: int) -> kvspec.RankCache:
+    """Read tensors whose places follow the config ROWS, except those of *moved_layers*."""
+    places = {f"{kind}_{n}": n * PAGE for kind in "fwm" for n in (0, 1)} | moved_layers
+    return placed(ROWS, {name.replace("_", "."): at for name, at in places.items()}, stride)
 
 
-def test_layers_share_memory_as_the_config_says() -> None:
-    """In tensors of their own, or in the rows of one allocation, wherever that begins."""
+def test_rank_cache_reads_layers_that_share_memory_as_in_config() -> None:
+    """The layers share tensors, or rows of one allocation that may begin anywhere."""
     further = {f"{kind}_{n}": 64 + n * PAGE for kind in "fwm" for n in (0, 1)}
     for cache in (separate(), rows(), rows(**further)):
         assert 6 == len({region.layer for region in cache.regions})
 
 
-def test_a_tensor_s_layers_have_two_names() -> None:
-    """What was once `shared_by` is `layers` where a tensor says how far they are apart."""
+def test_layers_of_tensor_are_read_from_layers_or_shared_by() -> None:
+    """Newer tensors that have strides also have `layers` instead of `shared_by`."""
     theirs = hybrid(layer_stride=PAGE, block_stride=2048)
-    for each in ROWS.kv_cache_tensors:
-        theirs.kv_cache_tensors.append(like.changed(each, "shared_by", "gone"))
-        theirs.kv_cache_tensors[-1].layers = each.shared_by  # type: ignore[attr-defined]
+    for tensor in ROWS.kv_cache_tensors:
+        theirs.kv_cache_tensors.append(like.changed(tensor, "shared_by", "gone"))
+        theirs.kv_cache_tensors[-1].layers = tensor.shared_by  # type: ignore[attr-defined]
     places = {f"{kind}.{n}": n * PAGE for kind in "fwm" for n in (0, 1)}
     assert rows() == placed(theirs, places, 2048)
-    with pytest.raises(kvspec.SpecError, match=r"config.kv_cache_tensors\[1\].layers have them"):
-        placed(theirs, places | {"w.0": PAGE, "w.1": 0}, 2048)
+    error = refusal(lambda: placed(theirs, places | {"w.0": PAGE, "w.1": 0}, 2048))
+    assert ("tensors", "f.0 and w.0, 1024 bytes apart") == (error.field, error.value)
+    assert "config.kv_cache_tensors[1].layers" in error.expected
 
 
-def one_full(**given: Any) -> kvspec.RankCache:
-    """Read one layer of full attention, or what is *given* in place of it."""
+def one_full(**changes: Any) -> kvspec.RankCache:
+    """Read one layer of full attention. *changes* replace arguments of `rank_cache`."""
     theirs = config((["l.0"], FULL))
-    engine = given.pop("engine", engine_spec(theirs))
-    rank, tensors = given.pop("rank", ONE), given.pop("tensors", {"l.0": pages()})
-    return vllm.rank_cache(engine, rank, tensors, **given)
+    engine = changes.pop("engine", engine_spec(theirs))
+    rank, tensors = changes.pop("rank", ONE), changes.pop("tensors", {"l.0": pages()})
+    return vllm.rank_cache(engine, rank, tensors, **changes)
 
 
-def one_state(given: Any) -> kvspec.RankCache:
-    """Read one state."""
-    return vllm.rank_cache(engine_spec(config((["l.0"], MAMBA))), ONE, {"l.0": given})
+def one_state(tensors: Any) -> kvspec.RankCache:
+    """Read the tensors of one state."""
+    return vllm.rank_cache(engine_spec(config((["l.0"], MAMBA))), ONE, {"l.0": tensors})
 
 
-def test_a_layer_that_reads_another_s_cache_owns_none() -> None:
-    """It is named with the very tensor of the layer that writes it, and stands in no group."""
+def test_layer_without_group_must_have_tensor_of_another_layer() -> None:
+    """A layer that reads the cache of another layer is in no group and has the same tensor."""
     own = pages()
     assert one_full(tensors={"l.0": own}) == one_full(tensors={"l.0": own, "l.1": own})
-    told = "tensors='l.1': expected layers that tp0 has"
-    assert told == words(lambda: one_full(tensors={"l.0": own, "l.1": own[:]}))
+    error = refusal(lambda: one_full(tensors={"l.0": own, "l.1": own[:]}))
+    assert ("tensors", "l.1") == (error.field, error.value)
 
 
-TENSOR = "expected a torch tensor or a numpy array"
-LENT = "config.kv_cache_tensors[{}].shared_by"
-REFUSED = [
-    # against the config
-    (lambda: separate(w_0=2 * WHOLE), "tensors", "f.0 and w.0, 12288 bytes apart", LENT.format(0)),
+FIRST, SECOND = (f"config.kv_cache_tensors[{at}].shared_by" for at in (0, 1))
+
+# Call, field and value of the error, and an identifier or number in its requirement.
+REFUSED: list[tuple[Callable[[], object], str, Any, str]] = [
+    # Tensors that differ from the config.
+    (lambda: separate(w_0=2 * WHOLE), "tensors", "f.0 and w.0, 12288 bytes apart", FIRST),
     (lambda: separate(m_0=WHOLE, m_1=0),
-     "tensors", "f.0 and m.0, 6144 bytes apart", LENT.format(0)),
+     "tensors", "f.0 and m.0, 6144 bytes apart", FIRST),
     (lambda: separate(f_1=0, w_1=0, m_1=0), "tensors", "f.0.k and f.1.k", "overlap"),
-    (lambda: placed(TWO, {"f.0": 0, "w.0": 0}, PAGE), "tensors", "f.0 and w.0", LENT.format(1)),
-    (lambda: separate(m_1=WHOLE + 512), "tensors", "f.1 and m.1, 512 bytes apart", LENT.format(1)),
+    (lambda: placed(TWO, {"f.0": 0, "w.0": 0}, PAGE), "tensors", "f.0 and w.0", SECOND),
+    (lambda: separate(m_1=WHOLE + 512), "tensors", "f.1 and m.1, 512 bytes apart", SECOND),
     (lambda: separate(m_1=WHOLE + 1000), "tensors", "f.1.k and m.1.conv_x", "different"),
     (lambda: rows(w_0=2 * WHOLE, w_1=2 * WHOLE + PAGE),
-     "tensors", "f.0 and w.0, 12288 bytes apart", LENT.format(1)),
-    (lambda: rows(w_0=PAGE, w_1=0), "tensors", "f.0 and w.0, 1024 bytes apart", LENT.format(1)),
+     "tensors", "f.0 and w.0, 12288 bytes apart", SECOND),
+    (lambda: rows(w_0=PAGE, w_1=0), "tensors", "f.0 and w.0, 1024 bytes apart", SECOND),
     (lambda: rows(3072), "tensors['f.0'].stride", 3072, "2048"),
     (lambda: one_full(config=config((["l.1"], FULL), tensors=[like.KVCacheTensor(1, ["l.1"])])),
      "config", ["l.1"], "'l.0'"),
@@ -342,7 +351,7 @@ REFUSED = [
     (lambda: one_full(config="abc"), "config", "str", "KVCacheConfig"),
     (lambda: one_full(config=like.changed(config((["l.0"], FULL)), "num_blocks", "gone")),
      "config.num_blocks", None, ""),
-    # the arguments
+    # Other arguments.
     (lambda: one_full(engine=None), "engine", None, "EngineSpec"),
     (lambda: one_full(rank=None), "rank", None, "RankId"),
     (lambda: one_full(rank=kvspec.RankId(tp=4)), "rank", kvspec.RankId(tp=4), "tp < 1"),
@@ -350,7 +359,7 @@ REFUSED = [
     (lambda: one_full(tensors=None), "tensors", "NoneType", ""),
     (lambda: one_full(tensors=[pages()]), "tensors", "list", ""),
     (lambda: one_full(tensors={"l.0": pages(), "zz": pages()}), "tensors", "zz", "tp0"),
-    # a tensor
+    # Objects that cannot be the tensor of a layer.
     (lambda: one_full(tensors={"l.0": None}), "tensors['l.0']", "NoneType", "numpy"),
     (lambda: one_full(tensors={"l.0": "x"}), "tensors['l.0']", "str", "numpy"),
     (lambda: one_full(tensors={"l.0": {"k": pages()}}), "tensors['l.0']", "dict", "numpy"),
@@ -361,6 +370,9 @@ REFUSED = [
      "tensors['l.0']['k'].shape", (0, 2, 1, 16, 16), "1"),
     (lambda: one_full(tensors={"l.0": np.empty((6, 2, 16, 4), object)}),
      "tensors['l.0'].dtype", "object", "bfloat16"),
+]  # fmt: skip
+
+REFUSED_STATES: list[tuple[Callable[[], object], str, Any, str]] = [
     (lambda: one_state(None), "tensors['l.0']", "NoneType", "numpy"),
     (lambda: one_state("ab"), "tensors['l.0']", "str", "numpy"),
     (lambda: one_state([states()[0], None]), "tensors['l.0'][1]", "NoneType", "numpy"),
@@ -372,51 +384,63 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "wanted"), REFUSED)
-def test_tensors_that_are_not_the_config_s_are_refused_in_words(
-    call: Callable[[], object], wanted: str
+@pytest.mark.parametrize(("call", "field", "value", "requirement"), REFUSED)
+def test_rank_cache_rejects_invalid_arguments(
+    call: Callable[[], object], field: str, value: object, requirement: str
 ) -> None:
-    """What they are, and what was expected; of two layers that alias, what the config says."""
-    with pytest.raises(kvspec.SpecError) as caught:
-        call()
-    assert wanted == str(caught.value)
+    """If two layers share memory, the error contains the tensors of the config."""
+    error = refusal(call)
+    assert (field, value) == (error.field, error.value)
+    assert requirement in error.expected
 
 
-def test_a_torch_tensor_without_memory_is_refused() -> None:
-    """On the meta device, or sparse: before anything else is read of it."""
+@pytest.mark.parametrize(("call", "field", "value", "requirement"), REFUSED_STATES)
+def test_rank_cache_rejects_invalid_tensors_of_state(
+    call: Callable[[], object], field: str, value: object, requirement: str
+) -> None:
+    """A state has two tensors, of 120 and 128 bytes a block, or one tensor of 248 raw bytes."""
+    error = refusal(call)
+    assert (field, value) == (error.field, error.value)
+    assert requirement in error.expected
+
+
+def test_rank_cache_rejects_torch_tensor_without_dense_memory() -> None:
+    """A meta tensor has no memory, and a sparse tensor has no strides."""
     torch = pytest.importorskip("torch")
     good = torch.zeros(6, 2, 16, 16)
-    for tensor, told in (
-        (good.to("meta"), "device='meta'"),
-        (good.to_sparse(), "layout='torch.sp"),
+    for tensor, field, value in (
+        (good.to("meta"), "device", "meta"),
+        (good.to_sparse(), "layout", "torch.sparse_coo"),
     ):
-        with pytest.raises(kvspec.SpecError, match=rf"tensors\['l.0'\].{told}"):
-            one_full(tensors={"l.0": tensor})
+        error = refusal(lambda tensor=tensor: one_full(tensors={"l.0": tensor}))
+        assert (f"tensors['l.0'].{field}", value) == (error.field, error.value)
 
 
 @pytest.mark.parametrize("whole", [APART, ROWS], ids=["apart", "rows"])
-def test_a_config_with_one_thing_wrong_is_read_or_refused(whole: like.KVCacheConfig) -> None:
-    """Any one attribute missing or replaced, of the config or what it holds: no other error."""
+def test_rank_cache_reads_or_rejects_config_with_one_changed_attribute(
+    whole: like.KVCacheConfig,
+) -> None:
+    """No other error is raised if any attribute is missing or has another value."""
     in_rows = whole is ROWS
     engine = engine_spec(whole, layout="BLHNC" if in_rows else "LBHNC")
     stride, far = (2048, PAGE) if in_rows else (PAGE, WHOLE)
-    given = {
+    tensors = {
         f"{kind}.{n}": (states if kind == "m" else pages)(n * far, stride)
         for kind in "fwm"
         for n in (0, 1)
     }
-    vllm.rank_cache(engine, ONE, given, config=whole)
+    vllm.rank_cache(engine, ONE, tensors, config=whole)
     for where, theirs in like.broken(whole):
         try:
-            vllm.rank_cache(engine, ONE, given, config=theirs)
+            vllm.rank_cache(engine, ONE, tensors, config=theirs)
         except kvspec.SpecError:
             continue
         except Exception as error:
             raise AssertionError(where) from error
 
 
-def torn(tensor: Any) -> Iterator[Any]:
-    """Yield what could stand in place of a tensor."""
+def replacements(tensor: Any) -> Iterator[Any]:
+    """Yield *tensor* and objects of other types and shapes in place of it."""
     yield from (
         tensor,
         None,
@@ -447,8 +471,8 @@ def torn(tensor: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LKBNHC", "LBKHNC"])
-def test_any_other_tensor_is_read_or_refused(layout: str) -> None:
-    """Whatever is given as a tensor, of tokens, opaque pages or a state: no other error."""
+def test_rank_cache_reads_or_rejects_any_tensor(layout: str) -> None:
+    """No other error is raised for a layer of tokens, of opaque pages or of a state."""
     opaque = {
         "kv_quant_mode": like.KVQuantMode.NVFP4,
         "num_head_slots": 4,
@@ -469,10 +493,10 @@ def test_any_other_tensor_is_read_or_refused(layout: str) -> None:
             (2, 6, 16, 2, 16),
             (6, 2, 2, 16, 16),
         ):
-            for given in torn(zeros(shape, np.uint8)):
-                for each in (given, [given], [states()[0], given]):
+            for tensor in replacements(zeros(shape, np.uint8)):
+                for tensors in (tensor, [tensor], [states()[0], tensor]):
                     try:
-                        vllm.rank_cache(engine, ONE, {"l.0": each})
+                        vllm.rank_cache(engine, ONE, {"l.0": tensors})
                         read += 1
                     except kvspec.SpecError:
                         refused += 1
