@@ -1,7 +1,7 @@
-"""Memory as other engines make it, read by the calls of docs/adapters.md and moved both ways.
+"""Tests that the calls in docs/adapters.md read the memory of other engines.
 
-Arrays have the shapes that TensorRT-LLM, LMCache, SGLang's host pools and transformers allocate.
-Where a byte lies is said here through each engine's own indexing, never by a region.
+The arrays have the shapes that TensorRT-LLM, LMCache, SGLang's host pools and transformers
+allocate. The tests locate bytes with the indexing of each engine, never with a region.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import numpy as np
 import pytest
 from builders import engine, gqa, mla
 from moved import blocks_for, moved
-from refused import words
+from refused import refusal
 
 import kvspec
 from kvspec import RankId
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+# The rows of the table: its first column, the arguments of the call, and the layout.
 CALLS = {
     name: (call, layout)
     for name, call, layout in re.findall(
         r"^\| ([^|]+) \| [^|]+ \| `([^`|]+)` \| ([A-Z]+) \|$", PAGE, re.MULTILINE
     )
 }
-"""What the table says: by its first column, the arguments of the call, and the layout."""
 
 LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2")
 COUNT, HEADS, SIZE, BLOCKS, ROWS = len(LAYERS), 4, 8, 8, 16
 BYTES = 2 * SIZE
 TOKENS = 70
-ELEMENT = np.uint16
-"""Two bytes, as bfloat16 has."""
+ELEMENT = np.uint16  # numpy has no bfloat16.
 GQA = gqa(HEADS, block_size=ROWS, head_size=SIZE)
 LATENT = mla(block_size=ROWS, head_size=SIZE)
 
+# The arrays of an engine, by their names in the table.
 Arrays = dict[str, list[Any]]
-"""An engine's arrays by the name that the table calls them."""
+# Takes the arrays, a layer, 0 for keys or 1 for values, and the heads of the rank. Returns a view
+# [blocks, heads, rows, bytes].
 View = Callable[[Arrays, int, int, int], Any]
-"""Returns [blocks, heads, rows, bytes] of a layer's keys (0) or values (1), on so many heads."""
 
 
 @attrs.frozen
 class Memory:
-    """How one engine keeps its cache: shapes by name, given heads, and where a part lies."""
+    """The cache of one engine: its shapes for a number of heads, and the view of a part."""
 
     shapes: Callable[[int], dict[str, list[tuple[int, ...]]]]
     view: View
@@ -55,8 +55,8 @@ class Memory:
     blocks: int = BLOCKS
 
 
-def one(name: str, *shape: int, scaled: int = -1) -> Callable[[int], dict[str, Any]]:
-    """Return the shapes of one array, one axis of which counts the rank's heads."""
+def one_array(name: str, *shape: int, scaled: int = -1) -> Callable[[int], dict[str, Any]]:
+    """Return the shapes of one array. Its axis *scaled* is multiplied by the heads of the rank."""
 
     def shapes(heads: int) -> dict[str, list[tuple[int, ...]]]:
         own = list(shape)
@@ -68,17 +68,17 @@ def one(name: str, *shape: int, scaled: int = -1) -> Callable[[int], dict[str, A
 
 
 def rows(heads: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes of keys and values by layer, two rows of a batch."""
+    """Return the shapes of the keys and values of each layer, for two rows of a batch."""
     return {x: [(2, heads, BLOCKS * ROWS, SIZE)] * COUNT for x in ("keys", "values")}
 
 
 def slabs(heads: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the same where each row of the batch is a block."""
+    """Return the shapes of the keys and values if each row of the batch is a block."""
     return {x: [(BLOCKS, heads, ROWS, SIZE)] * COUNT for x in ("keys", "values")}
 
 
 def order(array: Any, axes: str, **sizes: int) -> Any:
-    """Return *array*, of *axes* in this order, as bytes [B, H, N, C]; others have been indexed."""
+    """Return a view [B, H, N, C] of the bytes of *array*. *axes* is the order of its axes."""
     full = {"B": -1, "H": 1, "N": 1, "C": BYTES} | sizes
     shaped = array.view(np.uint8).reshape([full[x] for x in axes])
     assert np.shares_memory(shaped, array)
@@ -86,7 +86,7 @@ def order(array: Any, axes: str, **sizes: int) -> Any:
 
 
 def halves(array: Any, heads: int, part: int, *, by_head: bool) -> Any:
-    """Return keys or values of a packed chunk's layer [tokens, heads * 2 * size]."""
+    """Return the keys or values of a layer [tokens, heads * 2 * size] of a packed chunk."""
     row = array.view(np.uint8)
     if by_head:
         own = row.reshape(-1, ROWS, heads, 2 * BYTES)[..., part * BYTES : (part + 1) * BYTES]
@@ -98,57 +98,57 @@ def halves(array: Any, heads: int, part: int, *, by_head: bool) -> Any:
 WIDTH = ROWS * SIZE
 MEMORIES = {
     "TensorRT-LLM, kernels' order HND": Memory(
-        one("pool", BLOCKS, COUNT, 2, WIDTH),
+        one_array("pool", BLOCKS, COUNT, 2, WIDTH),
         lambda a, i, p, h: order(a["pool"][0][:, i, p], "BHNC", H=h, N=ROWS),
     ),
     "TensorRT-LLM, NHD": Memory(
-        one("pool", BLOCKS, COUNT, 2, WIDTH),
+        one_array("pool", BLOCKS, COUNT, 2, WIDTH),
         lambda a, i, p, h: order(a["pool"][0][:, i, p], "BNHC", H=h, N=ROWS),
     ),
     "TensorRT-LLM, one latent": Memory(
-        one("poolMLA", BLOCKS, COUNT, 1, WIDTH),
+        one_array("poolMLA", BLOCKS, COUNT, 1, WIDTH),
         lambda a, i, p, _: order(a["pool"][0][:, i, p], "BNHC", N=ROWS),
         LATENT,
     ),
     "LMCache, chunks of a paged pool": Memory(
-        one("pool", BLOCKS, 2, COUNT, ROWS, SIZE),
+        one_array("pool", BLOCKS, 2, COUNT, ROWS, SIZE),
         lambda a, i, p, h: order(a["pool"][0][:, p, i], "BNHC", H=h, N=ROWS),
     ),
     "LMCache, one chunk": Memory(
-        one("chunk", 2, COUNT, BLOCKS * ROWS, SIZE),
+        one_array("chunk", 2, COUNT, BLOCKS * ROWS, SIZE),
         lambda a, i, p, h: order(a["chunk"][0][p, i], "BNHC", H=h, N=ROWS),
     ),
     "LMCache, packed: each head's keys, then its values": Memory(
-        one("chunk", 1, COUNT, BLOCKS * ROWS, 2 * SIZE),
+        one_array("chunk", 1, COUNT, BLOCKS * ROWS, 2 * SIZE),
         lambda a, i, p, h: halves(a["chunk"][0][0, i], h, p, by_head=True),
     ),
     "LMCache, packed: all heads' keys, then their values": Memory(
-        one("chunk", 1, COUNT, BLOCKS * ROWS, 2 * SIZE),
+        one_array("chunk", 1, COUNT, BLOCKS * ROWS, 2 * SIZE),
         lambda a, i, p, h: halves(a["chunk"][0][0, i], h, p, by_head=False),
     ),
     "LMCache, one latent": Memory(
-        one("chunkMLA", 1, COUNT, BLOCKS * ROWS, SIZE),
+        one_array("chunkMLA", 1, COUNT, BLOCKS * ROWS, SIZE),
         lambda a, i, _p, _h: order(a["chunk"][0][0, i], "BNHC", N=ROWS),
         LATENT,
     ),
     "SGLang HiCache, Mooncake: page_first_direct": Memory(
-        one("kv", 2, BLOCKS, COUNT, ROWS, 1, SIZE, scaled=-2),
+        one_array("kv", 2, BLOCKS, COUNT, ROWS, 1, SIZE, scaled=-2),
         lambda a, i, p, h: order(a["kv"][0][p, :, i], "BNHC", H=h, N=ROWS),
     ),
     "page_first": Memory(
-        one("kv", 2, BLOCKS * ROWS, COUNT, 1, SIZE, scaled=-2),
+        one_array("kv", 2, BLOCKS * ROWS, COUNT, 1, SIZE, scaled=-2),
         lambda a, i, p, h: order(a["kv"][0][p, :, i], "BNHC", H=h, N=ROWS),
     ),
     "page_head": Memory(
-        one("kv", 2, BLOCKS, 1, ROWS, COUNT, SIZE, scaled=2),
+        one_array("kv", 2, BLOCKS, 1, ROWS, COUNT, SIZE, scaled=2),
         lambda a, i, p, h: order(a["kv"][0][p, ..., i, :], "BHNC", H=h, N=ROWS),
     ),
     "layer_first": Memory(
-        one("kv", 2, COUNT, BLOCKS * ROWS, 1, SIZE, scaled=-2),
+        one_array("kv", 2, COUNT, BLOCKS * ROWS, 1, SIZE, scaled=-2),
         lambda a, i, p, h: order(a["kv"][0][p, i], "BNHC", H=h, N=ROWS),
     ),
     "page first, keys inside the page": Memory(
-        one("kv", BLOCKS, COUNT, 2, ROWS, 1, SIZE, scaled=-2),
+        one_array("kv", BLOCKS, COUNT, 2, ROWS, 1, SIZE, scaled=-2),
         lambda a, i, p, h: order(a["kv"][0][:, i, p], "BNHC", H=h, N=ROWS),
     ),
     "Hugging Face, row `b` of a batch": Memory(
@@ -162,16 +162,16 @@ MEMORIES = {
 }
 
 
-def made(memory: Memory, heads: int) -> Arrays:
-    """Return the arrays of one rank."""
+def arrays_of(memory: Memory, heads: int) -> Arrays:
+    """Create the arrays of one rank."""
     return {
         name: [np.zeros(shape, ELEMENT) for shape in shapes]
         for name, shapes in memory.shapes(heads).items()
     }
 
 
-def given(call: str, arrays: Arrays) -> tuple[dict[str, Any], str]:
-    """Return (tensors, axes) that *call*, of the table, makes of an engine's arrays."""
+def evaluate(call: str, arrays: Arrays) -> tuple[dict[str, Any], str]:
+    """Return the tensors and axes to which *call* of the table evaluates for these arrays."""
     several = "keys" in arrays
     names = {name: own if several else own[0] for name, own in arrays.items()}
     pair = eval(call, {"layers": list(enumerate(LAYERS)), "b": 1, **names})  # noqa: S307 - our page
@@ -180,7 +180,7 @@ def given(call: str, arrays: Arrays) -> tuple[dict[str, Any], str]:
 
 
 def views_of(memory: Memory, arrays: Arrays, heads: int) -> Any:
-    """Return what shows each part in these arrays' memory, or in a copy of it."""
+    """Return a function that returns the view of each part in the memory or in a copy of it."""
 
     def views(storage: Mapping[str, Any]) -> dict[tuple[str, str, str], Any]:
         own = {
@@ -198,7 +198,7 @@ def views_of(memory: Memory, arrays: Arrays, heads: int) -> Any:
 
 @attrs.frozen
 class Side:
-    """One engine, its caches, and what shows the parts in them."""
+    """One engine with its caches and the views of their parts."""
 
     engine: kvspec.EngineSpec
     caches: dict[RankId, kvspec.RankCache]
@@ -207,35 +207,35 @@ class Side:
 
 
 def side(name: str, tp: int) -> Side:
-    """Return *tp* ranks of the engine that keeps its cache as the row *name* of the table says."""
+    """Return *tp* ranks of the engine in the row *name* of the table."""
     memory, (call, layout) = MEMORIES[name], CALLS[name]
     described = engine(memory.spec, layers=LAYERS, layout=layout, tp=tp)
-    found = Side(described, {}, {}, [])
+    ranks = Side(described, {}, {}, [])
     for rank in described.parallel.ranks:
         heads = HEADS // tp
-        arrays = made(memory, heads)
-        cache = kvspec.RankCache.from_tensors(described, rank, *given(call, arrays))
-        found.kept.append(arrays)
-        found.caches[rank] = cache
-        found.views[rank] = views_of(memory, arrays, heads)
+        arrays = arrays_of(memory, heads)
+        cache = kvspec.RankCache.from_tensors(described, rank, *evaluate(call, arrays))
+        ranks.kept.append(arrays)
+        ranks.caches[rank] = cache
+        ranks.views[rank] = views_of(memory, arrays, heads)
         assert sum(a.nbytes for own in arrays.values() for a in own) == sum(
-            each.length for each in cache.memory
+            registered.length for registered in cache.memory
         )
-    return found
+    return ranks
 
 
 def paged(spec: Any, tp: int) -> Side:
-    """Return an engine that keeps its cache as vLLM does: a tensor [B, H, N, C] a layer."""
+    """Return an engine with the memory of vLLM: a tensor [B, H, N, C] for each layer."""
     spec = attrs.evolve(spec, block_size=8)
     described = engine(spec, layers=LAYERS, layout="LBHNC", tp=tp)
-    found = Side(described, {}, {}, [])
+    ranks = Side(described, {}, {}, [])
     parts, content = spec.parts, sum(part.content_bytes for part in spec.parts)
     for rank in described.parallel.ranks:
         heads = HEADS // tp if len(parts) > 1 else 1
         arrays = {layer: [np.zeros((12, heads, 8, content), np.uint8)] for layer in LAYERS}
         tensors = {layer: own[0] for layer, own in arrays.items()}
-        found.caches[rank] = kvspec.RankCache.from_tensors(described, rank, tensors, "BHNC")
-        found.kept.append(arrays)
+        ranks.caches[rank] = kvspec.RankCache.from_tensors(described, rank, tensors, "BHNC")
+        ranks.kept.append(arrays)
 
         def views(storage: Mapping[str, Any], arrays: Arrays = arrays) -> dict[Any, Any]:
             own = {
@@ -248,12 +248,12 @@ def paged(spec: Any, tp: int) -> Side:
                 for at, part in enumerate(parts)
             }
 
-        found.views[rank] = views
-    return found
+        ranks.views[rank] = views
+    return ranks
 
 
 def faults(producer: Side, consumer: Side) -> list[str]:
-    """Move 70 tokens, 5 of them cached; return every fault."""
+    """Move 70 tokens, of which 5 are cached. Return every fault."""
     request = kvspec.TransferRequest(
         request_id="r",
         num_tokens=TOKENS,
@@ -265,63 +265,63 @@ def faults(producer: Side, consumer: Side) -> list[str]:
     return moved(producer.engine, consumer.engine, request, caches, views)
 
 
-def test_the_table_is_of_these_memories() -> None:
-    """Each row of docs/adapters.md is moved below."""
+def test_table_and_tests_have_the_same_rows() -> None:
+    """A test below moves each row of the table in docs/adapters.md."""
     assert list(MEMORIES) == list(CALLS)
 
 
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize(("tp", "other"), [(1, 1), (2, 1), (1, 4)])
-def test_every_byte_arrives_both_ways(name: str, tp: int, other: int) -> None:
-    """To pages of 8 tokens as vLLM keeps them and back, at equal and unequal TP."""
+def test_memory_of_engine_moves_to_pages_and_back(name: str, tp: int, other: int) -> None:
+    """The pages have 8 tokens and the memory of vLLM, at equal and unequal TP."""
     memory = paged(MEMORIES[name].spec, other)
     assert [] == faults(side(name, tp), memory)
     assert [] == faults(memory, side(name, tp))
 
 
-UNSAID = [
-    ("TensorRT-LLM, NHD", "'BK(NHC)' or 'BK(HNC)'"),
-    ("TensorRT-LLM, kernels' order HND", "'BK(HNC)' or 'BK(NHC)'"),
-    ("LMCache, packed: each head's keys, then its values", "'(BN)(HC)' or '(BN)(KHC)'"),
-    ("LMCache, packed: all heads' keys, then their values", "'(BN)(KHC)' or '(BN)(HC)'"),
-    ("LMCache, chunks of a paged pool", "'BKN(HC)'"),
-    ("page_first", "'K(BN)HC'"),
+AMBIGUOUS = [
+    ("TensorRT-LLM, NHD", ["BK(NHC)", "BK(HNC)"]),
+    ("TensorRT-LLM, kernels' order HND", ["BK(HNC)", "BK(NHC)"]),
+    ("LMCache, packed: each head's keys, then its values", ["(BN)(HC)", "(BN)(KHC)"]),
+    ("LMCache, packed: all heads' keys, then their values", ["(BN)(KHC)", "(BN)(HC)"]),
+    ("LMCache, chunks of a paged pool", ["BKN(HC)"]),
+    ("page_first", ["K(BN)HC"]),
 ]
 
 
-@pytest.mark.parametrize(("name", "readings"), UNSAID)
-def test_what_has_two_readings_is_refused_unless_it_is_said(name: str, readings: str) -> None:
-    """The refusal names every reading that fits; of the packed chunk both, as in LMCache#4463."""
+@pytest.mark.parametrize(("name", "possible_axes"), AMBIGUOUS)
+def test_from_tensors_requires_axes_if_shape_is_ambiguous(
+    name: str, possible_axes: list[str]
+) -> None:
+    """The error contains all axes that fit. LMCache#4463 describes both orders of a chunk."""
     call, layout = CALLS[name]
-    arrays = made(MEMORIES[name], HEADS)
-    tensors, axes = given(call, arrays)
+    arrays = arrays_of(MEMORIES[name], HEADS)
+    tensors, axes = evaluate(call, arrays)
     described = engine(MEMORIES[name].spec, layers=LAYERS, layout=layout)
-    shape = tensors[LAYERS[0]].shape
-    assert repr(axes) in readings
-    fits = "both fit" if " or " in readings else "it fits"
-    field = f"tensors['{LAYERS[0]}']['kv'].shape"
-    assert f"axes=None: pass {readings}, because {fits} {field}={shape}" == words(
-        lambda: kvspec.RankCache.from_tensors(described, RankId(), tensors)
-    )
+    assert axes == possible_axes[0]
+    error = refusal(lambda: kvspec.RankCache.from_tensors(described, RankId(), tensors))
+    assert ("axes", None) == (error.field, error.value)
+    assert possible_axes == re.findall(r"'([BHNKC()]+)'", error.rule)
+    assert f"['kv'].shape={tensors[LAYERS[0]].shape}" in error.rule
 
 
-def test_two_readings_of_one_chunk_are_other_bytes() -> None:
-    """What one reading calls values of head 0 are keys of head 1 in the other."""
+def test_axes_of_packed_chunk_decide_which_bytes_are_values() -> None:
+    """The values of head 0 in one order are the keys of head 1 in the other order."""
     by_head, by_kind = list(MEMORIES)[5:7]
     array = np.zeros((1, COUNT, BLOCKS * ROWS, HEADS * 2 * SIZE), ELEMENT)
-    found = {}
+    caches = {}
     for name in (by_head, by_kind):
         call, layout = CALLS[name]
         described = engine(GQA, layers=LAYERS, layout=layout)
-        tensors = given(call, {"chunk": [array]})
-        found[name] = kvspec.RankCache.from_tensors(described, RankId(), *tensors)
-    places = [found[by_head].region(LAYERS[0], "v").address(0, 0, 0),
-              found[by_kind].region(LAYERS[0], "k").address(0, 1, 0)]  # fmt: skip
-    assert [array.ctypes.data + BYTES] * 2 == places
+        tensors = evaluate(call, {"chunk": [array]})
+        caches[name] = kvspec.RankCache.from_tensors(described, RankId(), *tensors)
+    value_of_head_0 = caches[by_head].region(LAYERS[0], "v").address(0, 0, 0)
+    key_of_head_1 = caches[by_kind].region(LAYERS[0], "k").address(0, 1, 0)
+    assert array.ctypes.data + BYTES == value_of_head_0 == key_of_head_1
 
 
-def test_a_growing_cache_has_blocks_of_one_token() -> None:
-    """A dynamic cache of 71 tokens, of torch: no longer block divides them."""
+def test_dynamic_cache_has_blocks_of_one_token() -> None:
+    """A dynamic cache of torch has 71 tokens, which no longer block divides."""
     torch = pytest.importorskip("torch")
     spec = attrs.evolve(GQA, block_size=1)
     described = engine(spec, layers=LAYERS, layout="LHBNC")
