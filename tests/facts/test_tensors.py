@@ -1,8 +1,8 @@
-"""The tensors that engines allocate, read as regions: the addresses are those of the elements.
+"""Tests that `RankCache.from_tensors` reads the tensors of engines as regions.
 
-Each shape is written through the engine's own indexing, [block, plane, head, row, content], and
-read back through the addresses of the regions; and it agrees with what `allocate` lays out for
-the layout that it is called by.
+The tests write each element with the indexing of the engine, [block, plane, head, row, content],
+and read it at the address of its region. The regions equal those of `allocate` for the same
+layout.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import attrs
 import builders
 import numpy as np
 import pytest
+from refused import refusal
 
 import kvspec
 from kvspec import RankId
 
 BLOCKS, ROWS, HEADS, SIZE = 5, 4, 3, 8
 LAYERS = ("l", "m")
-ELEMENT = np.uint16
-"""Two bytes, as bfloat16 has."""
+ELEMENT = np.uint16  # numpy has no bfloat16.
 GQA = builders.gqa(2 * HEADS, block_size=ROWS, head_size=SIZE)
 LATENT = kvspec.MLAAttentionSpec(block_size=ROWS, head_size=576, dtype="bfloat16")
 STATE = kvspec.MambaSpec.mamba2(
     num_heads=4, head_dim=2, n_groups=2, state_size=3, conv_kernel=4, dtype="bfloat16",
     ssm_dtype="float32",
 )  # fmt: skip
+# One of two ranks has 4 channels of x (two heads of 2), and 3 of B and of C (one group of 3).
 X, BC = 4, 3
-"""Channels of x, of B and of C on one of two ranks: two heads of two, one group of three."""
 Tensors = dict[str, Any]
 
 
@@ -43,7 +43,7 @@ RANK = RankId(tp=1)
 
 
 def shifts(cache: kvspec.RankCache) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Return what of each region does not depend on where a layer's tensor begins."""
+    """Return the fields of each region, with offsets relative to the first region of its layer."""
     first = {r.layer: min(x.base for x in cache.regions if x.layer == r.layer)
              for r in cache.regions}  # fmt: skip
     return {
@@ -64,9 +64,13 @@ def places(cache: kvspec.RankCache) -> Iterator[tuple[kvspec.Region, int, int, i
 
 
 def check_bytes(cache: kvspec.RankCache, tensors: Tensors, locate: Any) -> None:
-    """Write numbers through the tensors; find each at the addresses of the regions.
+    """Write numbers into the tensors, and read them at the addresses of the regions.
 
-    *locate*: (tensors of a layer, part, block, unit, row) -> the content there, a flat view.
+    Args:
+        cache: The cache that was read from *tensors*.
+        tensors: The tensors of each layer.
+        locate: Takes the tensors of a layer, a part, a block, a unit and a row. Returns a flat
+            view of the content at this place.
     """
     number = 0
     for region, block, unit, row in places(cache):
@@ -76,17 +80,17 @@ def check_bytes(cache: kvspec.RankCache, tensors: Tensors, locate: Any) -> None:
     assert number > 0
     number = 0
     for region, block, unit, row in places(cache):
-        found = ctypes.string_at(region.address(block, unit, row), region.content_bytes)
+        stored = ctypes.string_at(region.address(block, unit, row), region.content_bytes)
         content = locate(tensors[region.layer], region.part, block, unit, row)
         dtype = np.float32 if region.part == "ssm" else ELEMENT
-        values = np.frombuffer(found, dtype)
+        values = np.frombuffer(stored, dtype)
         assert [v % 65521 for v in range(number, number + values.size)] == values.tolist()
         assert content.size == values.size
         number += values.size
 
 
 def planes(order: str) -> Any:
-    """Return how to locate a content in one tensor with K planes, dimensions in *order*."""
+    """Return a function that locates a content in a tensor with K planes and axes *order*."""
 
     def locate(tensor: Any, part: str, block: int, unit: int, row: int) -> Any:
         at = {"K": "kv".index(part), "B": block, "H": unit, "N": row}
@@ -96,7 +100,7 @@ def planes(order: str) -> Any:
 
 
 def packed(order: str) -> Any:
-    """Return how to locate a content in one tensor with k and v packed, dimensions in *order*."""
+    """Return a function that locates a content in a tensor with k and v packed, axes *order*."""
 
     def locate(tensor: Any, part: str, block: int, unit: int, row: int) -> Any:
         at = {"B": block, "H": unit, "N": row}
@@ -107,7 +111,7 @@ def packed(order: str) -> Any:
 
 
 def separate(tensors: Any, part: str, block: int, unit: int, row: int) -> Any:
-    """Locate a content in SGLang's buffers [blocks, rows, heads, size], k and v apart."""
+    """Locate a content in SGLang's buffers [blocks, rows, heads, size], one for k and one for v."""
     return tensors[part][block, row, unit]
 
 
@@ -117,7 +121,7 @@ def latent(tensor: Any, _part: str, block: int, _unit: int, row: int) -> Any:
 
 
 SHAPES: list[tuple[str, str, str | None, tuple[int, ...], tuple[int, ...] | None, Any]] = [
-    # name, layout, axes, shape as allocated, permutation handed out, how to locate a content
+    # Name, layout, axes, allocated shape, permutation of the view, function to locate a content.
     ("FlashAttention", "LKBNHC", None, (2, BLOCKS, ROWS, HEADS, SIZE), None, planes("KBNH")),
     ("FlashInfer NHD", "LBKNHC", None, (BLOCKS, 2, ROWS, HEADS, SIZE), None, planes("BKNH")),
     ("FlashInfer HND", "LBKHNC", None, (BLOCKS, 2, HEADS, ROWS, SIZE), None, planes("BKHN")),
@@ -132,7 +136,7 @@ SHAPES: list[tuple[str, str, str | None, tuple[int, ...], tuple[int, ...] | None
 
 
 def make(shape: tuple[int, ...], library: str, dtype: Any = ELEMENT) -> tuple[Any, Any]:
-    """Return zeros as (what the engine holds, a numpy view of it)."""
+    """Return a tensor of zeros, and a numpy view of it."""
     if library == "numpy":
         array = np.zeros(shape, dtype)
         return array, array
@@ -147,7 +151,7 @@ def make(shape: tuple[int, ...], library: str, dtype: Any = ELEMENT) -> tuple[An
 @pytest.mark.parametrize(
     ("name", "layout", "axes", "shape", "permuted", "locate"), SHAPES, ids=[s[0] for s in SHAPES]
 )
-def test_an_engine_s_tensor_is_its_layout(
+def test_regions_of_tensor_equal_allocated_regions_of_layout(
     name: str,
     layout: str,
     axes: str | None,
@@ -156,33 +160,33 @@ def test_an_engine_s_tensor_is_its_layout(
     locate: Any,
     library: str,
 ) -> None:
-    """One tensor a layer: regions like `allocate`'s, one memory each, every element in place."""
-    given, views = {}, {}
+    """Each layer has one tensor, and the cache registers one memory for it."""
+    tensors, views = {}, {}
     for layer in LAYERS:
         tensor, view = make(shape, library)
         if permuted is not None:
             tensor = tensor.transpose(permuted) if library == "numpy" else tensor.permute(permuted)
             view = view.transpose(permuted)
-        given[layer], views[layer] = tensor, view
+        tensors[layer], views[layer] = tensor, view
     described = engine(layout)
-    cache = kvspec.RankCache.from_tensors(described, RANK, given, axes)
-    wanted, _ = kvspec.allocate(described, RANK, BLOCKS)
-    assert shifts(wanted) == shifts(cache)
-    assert {("DRAM", 0, views[each].nbytes) for each in LAYERS} == {
+    cache = kvspec.RankCache.from_tensors(described, RANK, tensors, axes)
+    allocated, _ = kvspec.allocate(described, RANK, BLOCKS)
+    assert shifts(allocated) == shifts(cache)
+    assert {("DRAM", 0, views[layer].nbytes) for layer in LAYERS} == {
         (m.memory_type, m.device, m.length) for m in cache.memory
     }
-    assert {views[each].ctypes.data for each in LAYERS} == {m.address for m in cache.memory}
+    assert {views[layer].ctypes.data for layer in LAYERS} == {m.address for m in cache.memory}
     check_bytes(cache, views, locate)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("layout", ["LKBNHC", "LBNHC"])
-def test_separate_k_and_v_buffers(layout: str, library: str) -> None:
-    """SGLang's k and v buffers lie as the planes of LKBNHC do; a layout without K takes them."""
+def test_from_tensors_reads_separate_buffers_of_k_and_v(layout: str, library: str) -> None:
+    """SGLang's buffers equal the planes of LKBNHC. A layout without K may have them, too."""
     pairs = {x: {p: make((BLOCKS, ROWS, HEADS, SIZE), library) for p in "kv"} for x in LAYERS}
-    given = {x: {p: tensor for p, (tensor, _) in pair.items()} for x, pair in pairs.items()}
+    tensors = {x: {p: tensor for p, (tensor, _) in pair.items()} for x, pair in pairs.items()}
     views = {x: {p: view for p, (_, view) in pair.items()} for x, pair in pairs.items()}
-    cache = kvspec.RankCache.from_tensors(engine(layout), RANK, given)
+    cache = kvspec.RankCache.from_tensors(engine(layout), RANK, tensors)
     assert 4 == len(cache.memory)
     planes_, _ = kvspec.allocate(engine("LKBNHC"), RANK, BLOCKS)
     assert [x[1:] for x in shifts(planes_).values()] == [x[1:] for x in shifts(cache).values()]
@@ -191,19 +195,19 @@ def test_separate_k_and_v_buffers(layout: str, library: str) -> None:
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "LKBNHC"])
-def test_a_latent_without_heads(layout: str, library: str) -> None:
-    """MLA's [blocks, rows, 576] has no head axis: one unit, whatever the layout says of heads."""
-    made = {layer: make((BLOCKS, ROWS, 576), library) for layer in LAYERS}
+def test_from_tensors_reads_latent_without_axis_of_heads(layout: str, library: str) -> None:
+    """MLA's [blocks, rows, 576] has one unit, wherever the layout has the letter H."""
+    pairs = {layer: make((BLOCKS, ROWS, 576), library) for layer in LAYERS}
     described = engine(layout, LATENT)
-    given = {layer: tensor for layer, (tensor, _) in made.items()}
-    cache = kvspec.RankCache.from_tensors(described, RANK, given, "BNC")
-    wanted, _ = kvspec.allocate(described, RANK, BLOCKS)
-    assert shifts(wanted) == shifts(cache)
-    check_bytes(cache, {layer: view for layer, (_, view) in made.items()}, latent)
+    tensors = {layer: tensor for layer, (tensor, _) in pairs.items()}
+    cache = kvspec.RankCache.from_tensors(described, RANK, tensors, "BNC")
+    allocated, _ = kvspec.allocate(described, RANK, BLOCKS)
+    assert shifts(allocated) == shifts(cache)
+    check_bytes(cache, {layer: view for layer, (_, view) in pairs.items()}, latent)
 
 
 def state(order: str) -> Any:
-    """Return how to locate a content in conv [blocks, ...] in *order* and ssm."""
+    """Return a function that locates a content in ssm, or in conv [blocks, ...] with *order*."""
     first = {"conv_x": 0, "conv_b": X, "conv_c": X + BC}
 
     def locate(tensors: Any, part: str, block: int, unit: int, row: int) -> Any:
@@ -221,35 +225,36 @@ def state(order: str) -> Any:
     [("LBHNC", "HN", (BLOCKS, X + 2 * BC, 3)), ("LBNHC", "NH", (BLOCKS, 3, X + 2 * BC))],
     ids=["DS", "SD"],
 )
-def test_a_state_s_two_tensors(
+def test_from_tensors_reads_state_from_two_tensors(
     layout: str, order: str, shape: tuple[int, ...], library: str
 ) -> None:
-    """Mamba2's conv [x | B | C] of the rank, dimension first or last, and its ssm state."""
-    made = {
+    """The conv tensor of Mamba2 contains x, B and C, in the order DS or SD."""
+    pairs = {
         x: {"conv": make(shape, library), "ssm": make((BLOCKS, 2, 2, 3), library, np.float32)}
         for x in LAYERS
     }
-    given = {x: {n: tensor for n, (tensor, _) in both.items()} for x, both in made.items()}
-    views = {x: {n: view for n, (_, view) in both.items()} for x, both in made.items()}
+    tensors = {x: {n: tensor for n, (tensor, _) in both.items()} for x, both in pairs.items()}
+    views = {x: {n: view for n, (_, view) in both.items()} for x, both in pairs.items()}
     axes = {"conv": f"B{order}", "ssm": "BHCC"}
-    cache = kvspec.RankCache.from_tensors(engine(layout, STATE), RANK, given, axes)
-    wanted, _ = kvspec.allocate(engine(layout, STATE), RANK, BLOCKS)
-    ours, theirs = shifts(wanted), shifts(cache)
-    assert {k: v[3:] for k, v in ours.items()} == {k: v[3:] for k, v in theirs.items()}
-    conv = [("l", f"conv_{each}") for each in "xbc"]
-    assert [ours[each][0] for each in conv] == [
-        theirs[each][0] - theirs[conv[0]][0] for each in conv
+    cache = kvspec.RankCache.from_tensors(engine(layout, STATE), RANK, tensors, axes)
+    allocated_cache, _ = kvspec.allocate(engine(layout, STATE), RANK, BLOCKS)
+    allocated, read = shifts(allocated_cache), shifts(cache)
+    # The offset and the block stride differ, because `allocate` stores conv and ssm in one page.
+    assert {k: v[3:] for k, v in allocated.items()} == {k: v[3:] for k, v in read.items()}
+    conv = [("l", f"conv_{part}") for part in "xbc"]
+    assert [allocated[part][0] for part in conv] == [
+        read[part][0] - read[conv[0]][0] for part in conv
     ]
     assert 4 == len(cache.memory)
     check_bytes(cache, views, state(order))
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_state_tensors_in_one_page_are_an_allocated_page(library: str) -> None:
-    """Conv and ssm as views of one buffer, a block's page after the other, as vLLM slices them."""
+def test_state_tensors_in_one_page_equal_allocated_page(library: str) -> None:
+    """Conv and ssm are views of one buffer, in which each block has one page, as in vLLM."""
     described = engine("LBHNC", STATE)
     page = 3 * (X + 2 * BC) * 2 + 2 * 2 * 3 * 4
-    given: Tensors = {}
+    tensors: Tensors = {}
     for layer in LAYERS:
         tensor, _ = make((BLOCKS * page // 2,), library)
         if library == "torch":
@@ -263,33 +268,33 @@ def test_state_tensors_in_one_page_are_an_allocated_page(library: str) -> None:
             ssm = np.ndarray(
                 (BLOCKS, 2, 2, 3), np.float32, tensor.data, (X + 2 * BC) * 6, (page, 24, 12, 4)
             )
-        given[layer] = {"conv": conv, "ssm": ssm}
+        tensors[layer] = {"conv": conv, "ssm": ssm}
     axes = {"conv": "BHN", "ssm": "BHCC"}
-    cache = kvspec.RankCache.from_tensors(described, RANK, given, axes)
-    wanted, _ = kvspec.allocate(described, RANK, BLOCKS)
-    assert shifts(wanted) == shifts(cache)
+    cache = kvspec.RankCache.from_tensors(described, RANK, tensors, axes)
+    allocated, _ = kvspec.allocate(described, RANK, BLOCKS)
+    assert shifts(allocated) == shifts(cache)
     assert 2 == len(cache.memory)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_a_pool_of_all_layers_is_registered_once(library: str) -> None:
-    """TensorRT-LLM's pool [blocks, layers, 2, heads, rows, size] as a view for each layer."""
+def test_pool_of_all_layers_is_registered_once(library: str) -> None:
+    """Each layer has a view of TensorRT-LLM's pool [blocks, layers, 2, heads, rows, size]."""
     pool, view = make((BLOCKS, len(LAYERS), 2, HEADS, ROWS, SIZE), library)
     described = engine("BLKHNC")
-    given = {layer: pool[:, i] for i, layer in enumerate(LAYERS)}
-    cache = kvspec.RankCache.from_tensors(described, RANK, given)
+    tensors = {layer: pool[:, i] for i, layer in enumerate(LAYERS)}
+    cache = kvspec.RankCache.from_tensors(described, RANK, tensors)
     assert (kvspec.Memory(view.ctypes.data, view.nbytes),) == cache.memory
-    wanted, storage = kvspec.allocate(described, RANK, BLOCKS)
+    allocated, storage = kvspec.allocate(described, RANK, BLOCKS)
     assert storage["g"].nbytes == view.nbytes
-    bases = [[r.base - c.memory[0].address for r in c.regions] for c in (wanted, cache)]
+    bases = [[r.base - c.memory[0].address for r in c.regions] for c in (allocated, cache)]
     assert bases[0] == bases[1]
-    assert shifts(wanted) == shifts(cache)
+    assert shifts(allocated) == shifts(cache)
     views = {layer: view[:, i] for i, layer in enumerate(LAYERS)}
     check_bytes(cache, views, planes("BKHN"))
 
 
-def test_what_a_view_leaves_out_is_no_part_of_the_cache() -> None:
-    """A slice of a larger pool, and padded pages, are only strides; the pool is registered."""
+def test_from_tensors_reads_slice_of_pool_with_padded_pages() -> None:
+    """The cache registers the pool, but its regions contain only the slice."""
     pool = np.zeros((2 * BLOCKS, ROWS + 1, HEADS, 2 * SIZE), ELEMENT)
     part = pool[::2, :ROWS]
     cache = kvspec.RankCache.from_tensors(
@@ -300,19 +305,19 @@ def test_what_a_view_leaves_out_is_no_part_of_the_cache() -> None:
     check_bytes(cache, {"l": part, "m": pool[1::2, :ROWS]}, packed("BNH"))
 
 
-def test_padded_pages_of_numpy_s_as_strided_are_read() -> None:
-    """The memory behind a view is that of the array it was made of, however it was made."""
+def test_from_tensors_registers_memory_behind_view_of_as_strided() -> None:
+    """The memory of a view is the memory of its base array."""
     pool = np.zeros(BLOCKS * 1024, ELEMENT)
     view = np.lib.stride_tricks.as_strided(
         pool, (BLOCKS, ROWS, HEADS, 2 * SIZE), (2048, HEADS * 4 * SIZE, 4 * SIZE, 2)
     )
-    given = {"l": view, "m": np.zeros(view.shape, ELEMENT)}
-    cache = kvspec.RankCache.from_tensors(engine("LBNHC"), RANK, given)
+    tensors = {"l": view, "m": np.zeros(view.shape, ELEMENT)}
+    cache = kvspec.RankCache.from_tensors(engine("LBNHC"), RANK, tensors)
     assert kvspec.Memory(pool.ctypes.data, pool.nbytes) == cache.memory[0]
 
 
-def test_a_transfer_between_engines_tensors_is_right() -> None:
-    """FlashAttention's tensors at TP 2 to FlashInfer's HND at TP 1: each head's rows arrive."""
+def test_transfer_between_tensors_of_two_engines_copies_each_row() -> None:
+    """FlashAttention's tensors at TP 2 move to FlashInfer's HND at TP 1."""
     producer, consumer = engine("LKBNHC"), engine("LBKHNC")
     consumer = kvspec.EngineSpec(groups=consumer.groups, layout=consumer.layout)
     random = np.random.default_rng(7)
@@ -333,46 +338,46 @@ def test_a_transfer_between_engines_tensors_is_right() -> None:
     for layer, plane, head, token in np.ndindex(2, 2, 2 * HEADS, 7):
         rank, local = divmod(head, HEADS)
         (mine, yours), row = ((4, 0), (2, 3))[token // ROWS], token % ROWS
-        wanted = ours[RankId(tp=rank)][LAYERS[layer]][plane, mine, row, local]
-        assert wanted.tolist() == theirs[LAYERS[layer]][yours, plane, head, row].tolist()
+        sent = ours[RankId(tp=rank)][LAYERS[layer]][plane, mine, row, local]
+        assert sent.tolist() == theirs[LAYERS[layer]][yours, plane, head, row].tolist()
     untouched = np.delete(theirs["l"], (0, 3), axis=0)
     assert not untouched.any()
 
 
-def test_elements_of_another_float_type_are_refused() -> None:
-    """The same bytes would mean other numbers; plain bytes say nothing, and are taken."""
+def test_from_tensors_rejects_elements_of_another_float_type() -> None:
+    """The same bytes would mean other numbers. Elements of an integer type count as plain bytes."""
     spec = kvspec.MLAAttentionSpec(block_size=4, head_size=8, dtype="bfloat16")
     group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
     engine = kvspec.EngineSpec(groups=(group,))
     half = np.zeros((6, 1, 4, 8), np.float16)
-    with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half})
-    wanted = (
-        "tensors['l']['kv'].dtype='float16': expected bfloat16, as the part has, or plain bytes"
-    )
-    assert wanted == str(caught.value)
+    error = refusal(lambda: kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half}))
+    assert ("tensors['l']['kv'].dtype", "float16") == (error.field, error.value)
+    assert "bfloat16" in error.expected
     cache = kvspec.RankCache.from_tensors(engine, kvspec.RankId(), {"l": half.view(np.uint16)})
     assert 1 == len(cache.regions)
 
 
-def test_an_alias_of_a_layout_is_the_layout() -> None:
-    """NHD and LBNHC are one engine, in whatever words."""
+def test_engines_with_layout_and_its_alias_are_equal() -> None:
+    """NHD is the alias of LBNHC in vLLM."""
     spec = kvspec.MLAAttentionSpec(block_size=4, head_size=8, dtype="bfloat16")
     group = kvspec.KVCacheGroup(name="g", layers=("l",), spec=spec)
-    one, other = (kvspec.EngineSpec(groups=(group,), layout=name) for name in ("NHD", "LBNHC"))
-    assert one == other
+    assert kvspec.EngineSpec(groups=(group,), layout="NHD") == kvspec.EngineSpec(
+        groups=(group,), layout="LBNHC"
+    )
 
 
-TWO = [
+TWO_GROUPS = [
     kvspec.KVCacheGroup(name="full", layers=["l"], spec=GQA),
     kvspec.KVCacheGroup(name="latent", layers=["m"], spec=LATENT, layout="LBHNC"),
 ]
 
 
-def two(axes: Any, latents: tuple[int, ...] = (BLOCKS, 1, ROWS, 576)) -> kvspec.RankCache:
-    """Read the tensors of two groups: [blocks, heads, rows, k and v] and latents."""
+def read_two_groups(
+    axes: Any, latents: tuple[int, ...] = (BLOCKS, 1, ROWS, 576)
+) -> kvspec.RankCache:
+    """Read the tensors of two groups: [blocks, heads, rows, k and v], and latents."""
     described = kvspec.EngineSpec(
-        groups=TWO, parallel=kvspec.ParallelConfig(tp_size=2), layout="LBHNC"
+        groups=TWO_GROUPS, parallel=kvspec.ParallelConfig(tp_size=2), layout="LBHNC"
     )
     tensors = {
         "l": np.zeros((BLOCKS, HEADS, ROWS, 2 * SIZE), ELEMENT),
@@ -381,40 +386,47 @@ def two(axes: Any, latents: tuple[int, ...] = (BLOCKS, 1, ROWS, 576)) -> kvspec.
     return kvspec.RankCache.from_tensors(described, RANK, tensors, axes)
 
 
-def test_axes_are_said_by_group() -> None:
-    """A group's name stands for all its tensors that have no axes of their own."""
-    wanted = shifts(two("BHNC"))
-    assert wanted == shifts(two({"full": "BHNC", "latent": "BHNC"}))
-    assert wanted == shifts(two({"full": "BHNC", "latent": "(BN)C"}, (BLOCKS * ROWS, 576)))
-    assert wanted == shifts(two({"full": "(BN)C", "latent": "(BN)C", "kv": "BHNC"}))
+def test_axes_of_group_apply_to_tensors_without_own_axes() -> None:
+    """The axes of a tensor's name, here "kv", take precedence over those of its group."""
+    same_axes = shifts(read_two_groups("BHNC"))
+    flat = (BLOCKS * ROWS, 576)
+    assert same_axes == shifts(read_two_groups({"full": "BHNC", "latent": "BHNC"}))
+    assert same_axes == shifts(read_two_groups({"full": "BHNC", "latent": "(BN)C"}, flat))
+    by_tensor = {"full": "(BN)C", "latent": "(BN)C", "kv": "BHNC"}
+    assert same_axes == shifts(read_two_groups(by_tensor))
 
 
-def test_a_key_of_axes_that_is_not_plain_is_refused() -> None:
-    """The name of nothing; a group's that is also that of another group's tensors."""
-    names = "names of the tensors given, or of groups: kv, full, latent"
-    for key in ("l", "layers.0", "k", "Full", "", 0):
-        with pytest.raises(kvspec.SpecError) as caught:
-            two({key: "BHNC"})
-        assert f"axes={key!r}: expected {names}" == str(caught.value)
-    groups = [TWO[0], attrs.evolve(TWO[1], name="k")]
+@pytest.mark.parametrize("key", ["l", "layers.0", "k", "Full", "", 0])
+def test_from_tensors_rejects_axes_with_unknown_key(key: Any) -> None:
+    """A key must be the name of tensors or of a group."""
+    error = refusal(lambda: read_two_groups({key: "BHNC"}))
+    assert ("axes", key) == (error.field, error.value)
+    assert "kv, full, latent" in error.expected
+
+
+def test_from_tensors_rejects_axes_with_ambiguous_key() -> None:
+    """The key "k" is the name of a group and of tensors of the other group."""
+    groups = [TWO_GROUPS[0], attrs.evolve(TWO_GROUPS[1], name="k")]
     described = kvspec.EngineSpec(
         groups=groups, parallel=kvspec.ParallelConfig(tp_size=2), layout="LBHNC"
     )
     content = {x: np.zeros((5, 3, 4, 8), ELEMENT) for x in "kv"}
     tensors = {"l": content, "m": np.zeros((5, 1, 4, 576), ELEMENT)}
     for more in ({}, {"v": "BHNC"}):
-        with pytest.raises(kvspec.SpecError) as caught:
-            kvspec.RankCache.from_tensors(described, RANK, tensors, {"k": "BHNC"} | more)
-        wanted = "axes='k': expected a name of a group or of tensors, and it is of both"
-        assert wanted == str(caught.value)
+        axes = {"k": "BHNC"} | more
+        error = refusal(
+            lambda axes=axes: kvspec.RankCache.from_tensors(described, RANK, tensors, axes)
+        )
+        assert ("axes", "k") == (error.field, error.value)
+        assert "both" in error.expected
     own = {"k": "BHNC", "v": "BHNC", "kv": "BHNC"}
     assert 3 == len(kvspec.RankCache.from_tensors(described, RANK, tensors, own).regions)
 
 
-def test_axes_of_another_stage_s_tensors_may_be_said() -> None:
-    """One mapping serves all ranks, also those whose stage has no layer of a group."""
+def test_axes_may_contain_tensors_of_another_stage() -> None:
+    """One mapping is valid for all ranks, also if a stage has no layer of a group."""
     described = kvspec.EngineSpec(
-        groups=TWO,
+        groups=TWO_GROUPS,
         parallel=kvspec.ParallelConfig(pp_size=2, tp_size=2, stages=[["l"], ["m"]]),
         layout="LBHNC",
     )
