@@ -75,7 +75,7 @@ class EngineSpec:
         layout: Letters of the layout, the outermost first, or `NHD` or `HND`
             (`kvspec.engines.letters`).
         null_block: Id in block tables that means "no block", or None if the engine has no such id.
-            It stands for blocks that a sliding window has left. vLLM uses 0
+            It replaces a block when all its tokens are outside the sliding window. vLLM uses 0
             (`BlockPool.null_block`). This block is never read or written.
 
     >>> from kvspec import MLAAttentionSpec
@@ -205,7 +205,11 @@ class EngineSpec:
         return padded_page(sum(sizes), spec.page_size_padded)
 
     def _check_context(self, group: KVCacheGroup) -> None:
-        """Check that interleaves fit into blocks, and that each unit has a rank on each context."""
+        """Check that the interleave divides a block, and that each token of a unit has an owner.
+
+        Each context rank number owns other tokens. So for each unit, the TP ranks that hold it must
+        have all the numbers together.
+        """
         size, interleave = self.context_size(group), self.parallel.interleave_size
         parts = [part for part in group.own_parts if part.per_token]
         if size == 1 or not parts:
@@ -213,7 +217,7 @@ class EngineSpec:
         if group.spec.block_size % interleave:
             requirement = f"a divisor of block_size={group.spec.block_size} of group {group.name!r}"
             raise SpecError("interleave_size", interleave, requirement)
-        # All stages have the same contexts, so the ranks of one stage are enough.
+        # All stages divide the tokens in the same way, so the ranks of one stage are enough.
         ranks = [rank for rank in self.parallel.ranks if rank.pp == 0]
         for part in parts:
             if interleave % part.tokens_per_state:
@@ -221,13 +225,14 @@ class EngineSpec:
                 raise SpecError("interleave_size", interleave, f"a multiple of {row}")
             sharding = self.sharding(group, part)
             for units, holders in zip(sharding.owned, sharding.holders, strict=True):
-                contexts = {self.context(group, rank).rank for rank in ranks if rank.tp in holders}
-                missing = set(range(size)) - contexts
-                # The tokens of a missing context would be stored nowhere for these units.
+                present = {self.context(group, rank).rank for rank in ranks if rank.tp in holders}
+                missing = set(range(size)) - present
+                # The tokens of a missing context rank would be stored nowhere for these units.
                 if missing:
                     where = f"units {units.start}..{units.stop - 1} of {group.name}.{part.name}"
                     rule = (
-                        f"every context needs a rank, but {where} have none for {sorted(missing)}"
+                        f"each context rank needs a rank with {where}, "
+                        f"but {sorted(missing)} have none"
                     )
                     raise SpecError("context_size", size, rule=rule)
 

@@ -104,7 +104,7 @@ class KVCacheGroup:
             if spec.page_size_padded is not None:
                 raise SpecError(field, size, rule="cannot be combined with page_size_padded")
             if any(not p.per_token or size % p.tokens_per_state for p in spec.parts):
-                requirement = "a multiple of the tokens of each row (a state has none)"
+                requirement = "a multiple of the tokens of each row, in attention layers"
                 if any(part.name == "page" for part in spec.parts):
                     requirement = "a multiple of the spec's page_block_size, for opaque pages"
                 raise SpecError(field, size, requirement)
@@ -138,8 +138,11 @@ class KVCacheGroup:
 
     @cached_property
     def layers_by_spec(self) -> tuple[tuple[LayerSpec, tuple[str, ...]], ...]:
-        """The layers by their spec. Only a uniform-type group has more than one entry."""
-        # Layers with equal parts form one entry, even if their padding differs.
+        """One entry for each set of layers with equal parts: the first spec, and the layer names.
+
+        Only a uniform-type group has more than one entry. The specs of one entry may differ in
+        their padding.
+        """
         by_parts: dict[tuple[Part, ...], tuple[LayerSpec, list[str]]] = {}
         for layer in self.layers:
             spec = self.spec.of_layer(layer)

@@ -1,7 +1,7 @@
 """Names of cache layouts.
 
-Invariant: a layout is an order of the letters L B K H N C. The first letter is the outermost axis,
-and C is the last letter.
+Invariant: a layout is an order of the letters L B H N C and optionally K. The first letter is the
+outermost axis, and C is the last letter.
 
 How it works:
     A layout is the order of the axes in memory. In `LBNHC`, each layer has its own memory (L), with

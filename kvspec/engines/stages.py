@@ -16,8 +16,8 @@ from itertools import pairwise
 from kvspec.errors import SpecError
 from kvspec.ownership.parallel import ParallelConfig, Stage
 
-# A number with so many digits fits into 64 bits. `int` raises its own ValueError for a text with
-# thousands of digits.
+# A number with 18 digits fits into 64 bits. Without a limit, `int` would raise its own ValueError
+# for a text with thousands of digits.
 MOST_DIGITS = 18
 
 

@@ -1,8 +1,8 @@
 """Ranks and the parallel sizes of an engine.
 
 Invariant: a rank is identified by its coordinates, never by one linear number, because engines
-number their ranks in different orders. The units, tokens and layers of a rank follow from its
-`ParallelConfig` alone.
+number their ranks in different orders. `ParallelConfig` determines the units, tokens and layers of
+a rank. Only a group of layers can override the units and tokens.
 
 How it works:
     Three axes divide a cache, and each rank has a place on all of them:
@@ -14,7 +14,7 @@ How it works:
     context parallelism      tokens         `pcp_size`, `dcp_size`
 
     Decode context parallelism (DCP) uses the ranks of TP again. With TP 4 and DCP 2, ranks 0 and 2
-    hold the even turns of tokens, and ranks 1 and 3 the odd turns:
+    hold tokens 0 to 15, 32 to 47 and so on. Ranks 1 and 3 hold the others:
 
         >>> sizes = ParallelConfig(tp_size=4, dcp_size=2, interleave_size=16)
         >>> [sizes.context(rank).rank for rank in sizes.ranks]
@@ -106,8 +106,8 @@ class ParallelConfig:
         dcp_size: Decode context ranks (vLLM: `decode_context_parallel_size`). They are TP ranks, so
             they do not add to the number of ranks.
         pcp_size: Prefill context ranks (vLLM: `prefill_context_parallel_size`).
-        interleave_size: Tokens that one context rank stores before the next rank (vLLM:
-            `cp_kv_cache_interleave_size`).
+        interleave_size: Tokens that one context rank stores before it is the turn of the next rank
+            (vLLM: `cp_kv_cache_interleave_size`).
         shardings: Explicit shardings. A key is the number of units of a part. Its value is one
             range of units for each TP rank. It holds for every part with that many units, unless
             the group of the part has its own sharding. Each range is a whole multiple of the
@@ -170,7 +170,7 @@ class ParallelConfig:
         if numbers != set(range(len(numbers))):
             raise SpecError("context_ranks", rows, "context ranks 0, 1, ... without a gap")
         if len(numbers) % self.dcp_size:
-            requirement = f"a multiple of dcp_size={self.dcp_size} different context ranks"
+            requirement = f"context ranks whose number is a multiple of dcp_size={self.dcp_size}"
             raise SpecError("context_ranks", rows, requirement)
 
     @cached_property

@@ -46,8 +46,10 @@ class Part:
         name: Name of the part, such as "k" or "conv_x".
         units: Number of units in the whole model. TP divides the units among ranks. Units are KV
             heads, SSM heads or conv channels. A part with 1 unit is never divided.
-        states: Rows of one block: for attention, the tokens of a block (vLLM: `block_size`).
-        content_bytes: Bytes of one unit of one row. They are contiguous in every layout.
+        states: Rows of one block. For attention with one token in each row, these are the tokens
+            of a block (vLLM: `block_size`).
+        content_bytes: Bytes of one unit of one row. They are contiguous in every layout, unless a
+            page format cuts them into *chunks*.
         granularity: TP gives whole multiples of this many units to a rank. It is the channels of
             one head in a conv state.
         tokens_per_state: Tokens that one row describes. It is 0 for a recurrent state, whose rows
@@ -57,7 +59,7 @@ class Part:
             other. Parts of one tensor lie side by side. If rows are tokens, their contents are
             packed together (k, then v) unless the layout has the letter K. In a recurrent state,
             the units of one part follow those of the other.
-        whole: Whether the share of one rank can only move as a whole. Some packed formats have
+        whole: Whether the units of one rank can only move together. Some packed formats have
             scales that span all heads of a rank.
         chunks: Number of equal chunks into which the content is cut in memory. A block contains
             the first chunk of all its rows, then the second chunk of all rows, and so on.

@@ -12,7 +12,7 @@ How it works:
     `spread`   0           1           2           the default: replicas are read equally often
     `first`    0           0           0           other replicas stay free for other work
     `stripe`   all         all         all         each consumer reads from all links in turns
-    `nearest`  same node   same node   same node   no traffic between nodes if a node has a replica
+    `nearest`  same node   same node   same node   no traffic between nodes, if that is possible
 
     A policy works in two steps. First it selects the candidates of each consumer: all replicas, the
     first one, or those on the node of the consumer. Then the consumers that have equal candidates
@@ -263,8 +263,11 @@ class ReplicaChooser:
     policy: PolicyRule
     salt: int
     nodes: tuple[Nodes, Nodes]
-    # For each class, the class that each reader chooses in: it has only the reader's candidates.
-    _narrowed: dict[ReplicaClass, dict[int, ReplicaClass]] = attrs.field(init=False, factory=dict)
+    # For each replica class and each of its readers: the candidates of that reader, and all readers
+    # with the same candidates. It is computed once, because each reader of the class needs it.
+    _candidate_classes: dict[ReplicaClass, dict[int, ReplicaClass]] = attrs.field(
+        init=False, factory=dict
+    )
 
     def choose(
         self, reader: int, replica_class: ReplicaClass
@@ -318,7 +321,7 @@ class ReplicaChooser:
         """Return the candidates of *reader*, and all readers that have the same candidates."""
         if self.policy.candidates is None:
             return replica_class
-        if replica_class not in self._narrowed:
+        if replica_class not in self._candidate_classes:
             candidates = {
                 rank: self.policy.candidates(rank, replica_class, self.nodes)
                 for rank in replica_class.consumers
@@ -330,10 +333,10 @@ class ReplicaChooser:
                 replicas: ReplicaClass(replicas, tuple(ranks))
                 for replicas, ranks in readers.items()
             }
-            self._narrowed[replica_class] = {
+            self._candidate_classes[replica_class] = {
                 rank: classes[replicas] for rank, replicas in candidates.items()
             }
-        return self._narrowed[replica_class][reader]
+        return self._candidate_classes[replica_class][reader]
 
 
 @lru_cache(maxsize=1024, typed=True)

@@ -67,7 +67,10 @@ class Sharding:
         object.__setattr__(self, "_stops", tuple(own.stop for own in owned))
 
     def classes(self, units: range) -> range:
-        """Return the indices into `owned` of the ranges that intersect *units*."""
+        """Return the indices into `owned` of the ranges that intersect *units*.
+
+        Each range of `owned` belongs to one class of replicas, so the index numbers a class.
+        """
         if not units:
             return EMPTY
         return range(bisect_right(self._stops, units.start), bisect_left(self._starts, units.stop))

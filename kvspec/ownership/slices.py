@@ -44,7 +44,7 @@ from kvspec.ownership.stripes import WHOLE, Stripe
 class TPTransferSlice:
     """The units of some parts that a local rank exchanges with one remote rank.
 
-    The three ranges have equal length. vLLM derives the same places from `tp_ratio`.
+    The three ranges have equal length. vLLM derives local and remote places from `tp_ratio`.
 
     Attributes:
         remote_rank: TP rank of the remote side.
@@ -116,7 +116,7 @@ def consumer_unit_ranges(
             rank, _replica_class(consumer, replicas, units.start, units.stop)
         )
         unit_ranges.extend(
-            UnitRange(replica, start, stop, way, among.replicas) for replica, way in chosen
+            UnitRange(replica, start, stop, stripe, among.replicas) for replica, stripe in chosen
         )
     return unit_ranges
 
@@ -142,29 +142,35 @@ def transfer_slices(
         layers: Names of the layers to write into the slices.
 
     Returns:
-        One slice for each remote rank and range. Parts with equal units and granularity have
-        common slices.
+        One slice for each remote rank and range of units. Parts with equal units and granularity
+        have common slices.
 
     """
     slices = []
-    for same, names in _same_sharding(parts):
-        local, remote = local_sharding(same), remote_sharding(same)
-        first = local.ranges[local_rank].start
-        for peer, unit_range in _exchanged(role, local, remote, local_rank, chooser):
+    for part, names in _names_by_units(parts):
+        local, remote = local_sharding(part), remote_sharding(part)
+        for remote_rank, unit_range in _exchanged(role, local, remote, local_rank, chooser):
             units = range(unit_range.start, unit_range.stop)
-            away = shift(units, -remote.ranges[peer].start)
-            own = shift(units, -first)
-            slices.append(TPTransferSlice(peer, names, units, own, away, layers, unit_range.stripe))
+            transfer_slice = TPTransferSlice(
+                remote_rank=remote_rank,
+                parts=names,
+                global_range=units,
+                local_range=shift(units, -local.ranges[local_rank].start),
+                remote_range=shift(units, -remote.ranges[remote_rank].start),
+                layers=layers,
+                stripe=unit_range.stripe,
+            )
+            slices.append(transfer_slice)
     return tuple(slices)
 
 
 @lru_cache(maxsize=4096)
-def _same_sharding(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
-    """Group parts that are sharded in the same way. Return one part and all names of each group."""
-    same_sharding: dict[tuple[int, int], list[Part]] = {}
+def _names_by_units(parts: tuple[Part, ...]) -> tuple[tuple[Part, tuple[str, ...]], ...]:
+    """Group parts of equal units and granularity. Return one part and all names of each group."""
+    by_units: dict[tuple[int, int], list[Part]] = {}
     for part in parts:
-        same_sharding.setdefault((part.units, part.granularity), []).append(part)
-    return tuple((same[0], tuple(part.name for part in same)) for same in same_sharding.values())
+        by_units.setdefault((part.units, part.granularity), []).append(part)
+    return tuple((group[0], tuple(part.name for part in group)) for group in by_units.values())
 
 
 def _exchanged(

@@ -1,7 +1,7 @@
 """Stripes: the blocks of a request that move over one pair of ranks.
 
-Invariant: stripes count virtual blocks of the consumer. A set of stripes that shares a range of
-units is correct if exactly one of them holds each block.
+Invariant: stripes count virtual blocks of the consumer. Several stripes may carry the same range of
+units. They are correct if each block is in exactly one of them.
 
 How it works:
     Under the policy `stripe`, a consumer rank reads several replicas at once. Each replica sends
@@ -70,20 +70,21 @@ WHOLE = Stripe()
 
 
 def times_held(stripes: Iterable[Stripe]) -> int:
-    """Return how many of *stripes* hold each block.
+    """Return whether *stripes* hold each block never, once or several times.
 
     Args:
         stripes: Stripes of one common step. Stripes of step 1 may be among them.
 
     Returns:
-        1 if exactly one stripe holds each block, 0 if no stripe holds some block, and 2 otherwise.
+        1 if each block is in exactly one stripe. 0 if at least one block is in no stripe. 2
+        otherwise.
 
     >>> halves = Stripe(0, 2), Stripe(1, 2)
     >>> times_held(halves), times_held(halves[:1]), times_held([WHOLE, *halves[1:]])
     (1, 0, 2)
 
     """
-    ways = tuple(stripes)
-    period = max((way.step for way in ways), default=1)
-    holders = [sum(way.holds(block) for way in ways) for block in range(period)]
-    return min(holders) if min(holders) != 1 else min(max(holders), 2)
+    all_stripes = tuple(stripes)
+    period = max((stripe.step for stripe in all_stripes), default=1)
+    counts = [sum(stripe.holds(block) for stripe in all_stripes) for block in range(period)]
+    return min(counts) if min(counts) != 1 else min(max(counts), 2)

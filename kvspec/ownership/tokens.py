@@ -43,7 +43,7 @@ class BlockCyclic:
     Attributes:
         rank: Context rank, less than *size*.
         size: Number of context ranks. With 1, the rank owns all positions.
-        interleave: Tokens that one rank stores before the next rank (vLLM:
+        interleave: Tokens that one rank stores before it is the turn of the next rank (vLLM:
             `cp_kv_cache_interleave_size`).
 
     >>> BlockCyclic(rank=0, size=2, interleave=2).owns(np.arange(6)).tolist()
@@ -94,10 +94,13 @@ class BlockCyclic:
 def meet(a: BlockCyclic, b: BlockCyclic) -> bool:
     """Return whether *a* and *b* own a common position.
 
-    A run of *a* begins at `a.rank * a.interleave` and at each multiple of its period `a.size *
-    a.interleave` after that. The same holds for *b*. So the distance from a run of *b* to a run of
-    *a* takes each value that differs from the first distance by a multiple of the gcd of both
-    periods. Two runs overlap if a distance d is in `-a.interleave < d < b.interleave`.
+    *a* stores `a.interleave` tokens in each turn. Its turns begin at `a.rank * a.interleave`, and
+    then repeat with the period `a.size * a.interleave`. The same holds for *b*.
+
+    Take the distance d from the start of a turn of *b* to the start of a turn of *a*. The two turns
+    overlap if `-a.interleave < d < b.interleave`. For the first turns, d is
+    `a.rank * a.interleave - b.rank * b.interleave`. For other turns, d differs from this value by a
+    multiple of the gcd of both periods, and each such multiple occurs.
 
     >>> meet(BlockCyclic(0, 2, 4), BlockCyclic(1, 4, 2))  # 0..3, 8..11 and 2..3, 10..11
     True

@@ -5,8 +5,8 @@ once, for every part of every layer and every producer context.
 
 How it works:
     A consumer rank owns a range of units, and `check_cover` counts them from 0. Each slice fills a
-    local range of them. Those ranges must tile the whole range, without a gap or an overlap. For
-    example, 8 heads move from TP 2 to TP 3. Consumer rank 1 owns the heads 2, 3 and 4:
+    local range of them. Together, these ranges must be the whole range, without a gap or an
+    overlap. For example, 8 heads move from TP 2 to TP 3. Consumer rank 1 owns the heads 2, 3 and 4:
 
         slice from     heads     local range
         tp0            2..3      0..1
@@ -14,9 +14,9 @@ How it works:
                                  0..2: exactly the 3 units that the rank owns
 
     With the policy `stripe`, several slices have the same local range, because each carries only
-    some blocks. Such slices count as one tile if each block is in exactly one of them. Two slices
-    with the blocks ``b % 2 == 0`` and ``b % 2 == 1`` are one tile. The first of them alone is none,
-    and the same slice twice is two.
+    some blocks. Such slices count as one range if each block is in exactly one of them. Two slices
+    with the blocks ``b % 2 == 0`` and ``b % 2 == 1`` count once. The first of them alone does not
+    count. A slice with all blocks counts once, and the same slice twice counts twice.
 
     The producer's context ranks hold different tokens of the same units. So the check runs once
     for each context. A recurrent state has no tokens: each context rank holds all of it, and the
@@ -65,7 +65,7 @@ def check_cover(
                 # Edges name the layers of the consumer's stage, and so do the keys.
                 keys = ((rank, at_stage[rank.pp], part.name, context) for context in contexts)
                 slices = [found for key in keys for found in slices_by_key.get(key, ())]
-                fault = cover_fault(_tiles(slices), range(len(own)))
+                fault = cover_fault(_counted_ranges(slices), range(len(own)))
                 if fault is not None:
                     where = f"consumer {rank}, layer {at_stage[rank.pp][0]}, part {part.name}"
                     raise KVSpecError(f"{where}: units {fault.where} {fault.kind}")
@@ -92,8 +92,8 @@ def check_whole(replica_groups: tuple[ReplicaGroup, ...]) -> None:
             raise MismatchError([Mismatch(field, producer_ranges, consumer_ranges, why)])
 
 
-def _tiles(slices: list[TPTransferSlice]) -> Iterator[range]:
-    """Yield each local range as often as its stripes hold every block: 0, 1 or 2 times."""
+def _counted_ranges(slices: list[TPTransferSlice]) -> Iterator[range]:
+    """Yield each local range as often as its stripes hold each block: 0, 1 or 2 times."""
     stripes: dict[range, list[Stripe]] = {}
     for transfer_slice in slices:
         stripes.setdefault(transfer_slice.local_range, []).append(transfer_slice.stripe)

@@ -15,8 +15,8 @@ How it works:
         tp1         2       tp4, tp5    tp4
         tp1         3       tp6, tp7    tp6
 
-    The results of all replica groups are then sorted into one `Edge` for each consumer rank, pair
-    of groups and producer rank.
+    The results of all replica groups are then collected. There is one `Edge` for each consumer
+    rank, pair of groups and producer rank.
 """
 
 from __future__ import annotations

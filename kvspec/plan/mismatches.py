@@ -24,8 +24,9 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
     """Return every field in which the caches of two engines do not fit together.
 
     Parallel sizes, layouts, block sizes and padding may differ. They decide where bytes are, not
-    what the bytes mean. The engines may also keep tokens for different times. Layers that either
-    side excludes are not compared.
+    what the bytes mean. One engine may also keep tokens longer: it may store
+    a sliding-window layer as full attention. Two windows of different sizes are a mismatch. Layers
+    that either side excludes are not compared.
 
     Args:
         producer: The engine that computes the cache.
@@ -116,8 +117,9 @@ def _common_kind(producer: LayerSpec, consumer: LayerSpec) -> type[LayerSpec] | 
 
     An engine may keep a sliding-window layer as full attention. The two kinds then fit, because
     they differ only in how long they keep tokens. The common kind is the one that keeps more.
-    Such a transfer moves the tokens that the consumer's kind still reads. The producer's block
-    tables decide which of them exist.
+    Such a transfer moves the tokens that the consumer's kind still reads. If the producer
+    has dropped some of these tokens, its block table has no block for them, and the request is
+    refused.
     """
     for general, special in ((producer, consumer), (consumer, producer)):
         kind = type(general)

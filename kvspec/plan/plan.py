@@ -15,9 +15,8 @@ How it works:
 
     A plan also decides the notifications. A producer rank frees the blocks of a request after all
     its *notifiers* have sent a notification. These are the consumer ranks that read it. A replica
-    that no consumer rank reads holds blocks too, so one consumer rank notifies it all the same.
-    With 4 heads, producer TP 8 and consumer TP 2, the policy ``spread`` reads tp0, tp2, tp4 and
-    tp6:
+    that no consumer rank reads must free its blocks too, so one consumer rank notifies it. With 4
+    heads, producer TP 8 and consumer TP 2, the policy `spread` reads tp0, tp2, tp4 and tp6:
 
         producer rank     tp0   tp1   tp2   tp3   tp4   tp5   tp6   tp7
         is read by        tp0         tp0         tp1         tp1
@@ -51,7 +50,8 @@ class TransferPlan:
         consumer: The engine that reads it.
         replica_policy: The policy that chooses among producer ranks with the same content.
         pairs: The pairs of groups that share layers.
-        replica_groups: The sets of producer ranks that hold the same units, layers and tokens.
+        replica_groups: The cache, divided by layers, parts and tokens of the producer. Within one
+            replica group, producer ranks differ only in their units.
         edges: The units that each producer rank sends to each consumer rank.
 
     """
@@ -139,7 +139,7 @@ class TransferPlan:
     @cached_property
     def _notifiers(self) -> dict[RankId, tuple[RankId, ...]]:
         return {
-            rank: self._targets.get(rank) or self._releasers(index)
+            rank: self._targets.get(rank) or self._notifiers_of_unread(index)
             for index, rank in enumerate(self.producer.parallel.ranks)
         }
 
@@ -151,11 +151,12 @@ class TransferPlan:
             for notifier in notifiers
         )
 
-    def _releasers(self, at: int) -> tuple[RankId, ...]:
+    def _notifiers_of_unread(self, at: int) -> tuple[RankId, ...]:
         """Return the consumer ranks that notify the unread producer rank at index *at*.
 
-        One consumer rank is enough. It is a reader of the first replica group of which the
-        producer rank holds units. Every consumer rank notifies a producer rank that holds none.
+        One consumer rank is enough. It needs some of the units that the producer rank holds in one
+        replica group, the first such group. If the producer rank holds no units in any replica
+        group, all consumer ranks notify it.
         """
         ranks = self.consumer.parallel.ranks
         for replica_group in self.replica_groups:

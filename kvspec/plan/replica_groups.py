@@ -1,13 +1,14 @@
-"""Find the replica groups: parts of a cache whose producer ranks can replace each other.
+"""Divide a cache into replica groups, in which only the units decide which ranks are replicas.
 
 Invariant: a replica group has one set of layers, one set of token positions and one division of
-units. Two producer ranks are replicas only if they hold the same of all three. The replica policy
-chooses among them for all consumer ranks that need any of their units.
+units. Two producer ranks of a group are replicas only if they hold the same units. The replica
+policy chooses among them for all consumer ranks that need any of these units.
 
 How it works:
-    The cache of a pair of groups is divided step by step, until all that is left differs only in
-    its units. The steps are: the spec of the layers, the pipeline stage of the producer, the parts
-    that are sharded in the same way, and the context of the producer. For example, a latent cache
+    The cache of a pair of groups is divided in four steps: by the spec of the layers, by the
+    pipeline stage of the producer, by the sharding of the parts, and by the context of the
+    producer. Within one result, producer ranks differ only in their units. A group of 4 heads on
+    TP 8 is thus one replica group with four pairs of replicas. For example, a latent cache
     (one unit, which each TP rank holds) is on a producer with TP 4, DCP 2 and PP 2. The context
     ranks share the TP ranks: tp0 and tp2 hold the even tokens, tp1 and tp3 the odd ones. There are
     four replica groups, and a consumer rank that needs all of the cache reads one rank of each:
@@ -124,7 +125,7 @@ def replica_groups_of(
             if not layers:
                 continue
             stages = {consumer.stage_of[layer] for layer in layers}
-            for parts in _same_sharding(producer, consumer, pair, spec.parts):
+            for parts in _parts_by_sharding(producer, consumer, pair, spec.parts):
                 for context in _contexts(producer, pair.producer, parts[0]):
                     producer_sharding = _sharding(
                         producer, pair.producer, parts[0], {stage}, context, equal=True
@@ -144,10 +145,10 @@ def replica_groups_of(
                     )
 
 
-def _same_sharding(
+def _parts_by_sharding(
     producer: EngineSpec, consumer: EngineSpec, pair: GroupPair, parts: tuple[Part, ...]
 ) -> list[tuple[Part, ...]]:
-    """Return the parts in sets that are divided in the same way on both sides."""
+    """Return sets of parts. The units of a set are divided in the same way on each side."""
     by_sharding: dict[tuple[object, ...], list[Part]] = {}
     for part in parts:
         sharded = (
@@ -156,11 +157,11 @@ def _same_sharding(
         )
         key = (part.units, part.granularity, part.per_token, part.whole, *sharded)
         by_sharding.setdefault(key, []).append(part)
-    return [tuple(same) for same in by_sharding.values()]
+    return [tuple(parts_of_set) for parts_of_set in by_sharding.values()]
 
 
 def _contexts(engine: EngineSpec, group: KVCacheGroup, part: Part) -> list[BlockCyclic | None]:
-    """Return the contexts of an engine's ranks. A part without tokens has none: [None]."""
+    """Return the distinct contexts of an engine's ranks, or [None] if the rows are not tokens."""
     if not part.per_token:
         return [None]
     # Every pipeline stage has the same contexts, so the first stage is enough.

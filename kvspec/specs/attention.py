@@ -1,13 +1,15 @@
-"""Attention layers: caches whose rows are tokens.
+"""Attention layers: caches whose rows describe tokens.
+
+A row usually describes one token. In a compressed cache it describes several.
 
 The units are the KV heads of the model. Multi-head latent attention (MLA) has one unit, its latent
 vector, so every TP rank holds a replica of the whole cache.
 
 How it works:
-    The parts of an attention layer depend on its fields, in this order:
+    The fields of an attention layer determine its parts. The first condition that holds decides:
 
-    condition                        parts                          content bytes of a row
-    -------------------------------  -----------------------------  -------------------------------
+    condition                        parts                          content bytes: one row, one head
+    -------------------------------  -----------------------------  --------------------------------
     `page_format` is opaque          `page`                         all bytes of the page
     `state_content_bytes` is set     `kv`                           `state_content_bytes`
     `scale_dtype` is set             `k`, `k_scale`, `v`,           elements x bytes of the dtype,
@@ -45,7 +47,7 @@ def _scale_dtype(value: object) -> str | None:
 
 @attrs.frozen(kw_only=True, slots=False)
 class AttentionSpec(LayerSpec):
-    """The base class of layers whose rows are tokens. Use a subclass.
+    """The base class of layers whose rows describe tokens. Use a subclass.
 
     Attributes:
         head_size: Elements of one key of one head, or of one latent vector.
@@ -55,8 +57,8 @@ class AttentionSpec(LayerSpec):
         state_content_bytes: Bytes of one row of one head, or None. If it is set, the row is opaque
             bytes in one part `kv`, for example with scales for each token. Then *dtype* and
             *head_size* describe nothing in memory.
-        spans_heads: Whether the packing spans all heads of a rank, so that heads cannot be
-            separated.
+        spans_heads: Whether the bytes of a row mix all heads of a rank, so that heads cannot be
+            separated. Both engines must then divide the heads equally.
         page_format: Order of the elements inside a block, see `kvspec.specs.formats`. The two
             engines may have different formats if both are known. A page of an opaque format moves
             as a whole.
@@ -140,10 +142,10 @@ class AttentionSpec(LayerSpec):
         content: int,
         dtype: str | None,
         tensor: str = "kv",
-        states: int = 1,
+        rows_described: int = 1,
     ) -> Part:
-        """Return a part. One of its rows describes *states* rows of keys or values."""
-        tokens = self.tokens_per_state * states
+        """Return a part. One of its rows describes *rows_described* rows of keys or values."""
+        tokens = self.tokens_per_state * rows_described
         return Part(
             name=name,
             units=units,
@@ -209,11 +211,12 @@ class FullAttentionSpec(AttentionSpec):
         if self.state_content_bytes is not None:
             rule = "cannot be combined with state_content_bytes, which includes the scales"
             raise SpecError("scale_dtype", self.scale_dtype, rule=rule)
-        group = self.elements_per_scale
-        if group is not None and (self.head_size % group or (self.head_size_v or 0) % group):
+        elements = self.elements_per_scale
+        sizes = (self.head_size, self.head_size_v or self.head_size)
+        if elements is not None and any(size % elements for size in sizes):
             keys = f"a divisor of head_size={self.head_size}"
             values = "" if self.head_size_v is None else f" and head_size_v={self.head_size_v}"
-            raise SpecError("elements_per_scale", group, keys + values)
+            raise SpecError("elements_per_scale", elements, keys + values)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -278,9 +281,10 @@ class SlidingWindowSpec(FullAttentionSpec):
     extra_retained_tokens: int = attrs.field(default=0, validator=is_count)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the positions from `max(0, n - window + 1 - extra)` to n.
+        """Return the last `sliding_window - 1 + extra_retained_tokens` of *num_tokens* positions.
 
-        The source is vLLM's `SlidingWindowManager.get_num_skipped_tokens`.
+        The query itself is the last token of its window, and it has no stored row yet. The
+        source is vLLM's `SlidingWindowManager.get_num_skipped_tokens`.
         """
         return _window(num_tokens, self.sliding_window + self.extra_retained_tokens)
 
@@ -342,14 +346,18 @@ class SlidingWindowMLASpec(MLAAttentionSpec):
     extra_retained_tokens: int = attrs.field(default=0, validator=is_count)
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the positions from `max(0, n - window + 1 - extra)` to n.
+        """Return the last `sliding_window - 1 + extra_retained_tokens` of *num_tokens* positions.
 
-        The source is vLLM's `SlidingWindowManager.get_num_skipped_tokens`.
+        The query itself is the last token of its window, and it has no stored row yet. The
+        source is vLLM's `SlidingWindowManager.get_num_skipped_tokens`.
         """
         return _window(num_tokens, self.sliding_window + self.extra_retained_tokens)
 
 
 def _window(num_tokens: int, window: int) -> range:
-    """Return the tokens before the query at *num_tokens* that are in its window."""
+    """Return the positions before the query at *num_tokens* that are in a window of *window*.
+
+    The window includes the query, so at most `window - 1` earlier positions are in it.
+    """
     n = positive_int("num_tokens", num_tokens, least=0)
     return range(max(0, n - window + 1), n) or EMPTY

@@ -1,6 +1,6 @@
 """Page formats: the order of elements inside a block.
 
-Invariant: a format determines where bytes lie, not their meaning.
+Invariant: a known format determines where bytes lie, not their meaning.
 
 How it works:
     In the plain format, a block stores one row after the other. Some attention backends cut the
@@ -37,10 +37,10 @@ X_BYTES = 16
 # The known formats: bytes of one chunk of each part, or None for one element. A part that is not
 # listed is not cut into chunks.
 #
-# `keys-transposed`: keys are [size, tokens] and values [tokens, size] for each head, as in vLLM's
-# attention on CPUs. `x-packed`: keys are [size / x, tokens, x] and values [size, tokens], as in
-# vLLM's paged attention on ROCm.
-PIECES: dict[str, dict[str, int | None]] = {
+# `keys-transposed`: for each head, keys are [head_size, tokens] and values [tokens, head_size], as
+# in vLLM's attention on CPUs. `x-packed`: keys are [head_size / x, tokens, x] and values
+# [head_size, tokens], as in vLLM's paged attention on ROCm.
+_CHUNK_BYTES: dict[str, dict[str, int | None]] = {
     PLAIN: {},
     "keys-transposed": {"k": None},
     "x-packed": {"k": X_BYTES, "v": None},
@@ -54,9 +54,11 @@ def page_format(value: object) -> str:
     'opaque:fp4'
     """
     opaque = isinstance(value, str) and value.startswith(OPAQUE) and value != OPAQUE
-    if isinstance(value, str) and (opaque or value in PIECES):
+    if isinstance(value, str) and (opaque or value in _CHUNK_BYTES):
         return value
-    raise SpecError("page_format", value, f"one of {', '.join(PIECES)}, or {OPAQUE} and a name")
+    raise SpecError(
+        "page_format", value, f"one of {', '.join(_CHUNK_BYTES)}, or {OPAQUE} and a name"
+    )
 
 
 def is_opaque(name: str) -> bool:
@@ -80,7 +82,7 @@ def chunks_of(name: str, part: str, content: int, dtype: str | None) -> int:
     (16, 128)
 
     """
-    sizes = PIECES.get(name, {})
+    sizes = _CHUNK_BYTES.get(name, {})
     if part not in sizes:
         return 1
     size = sizes[part] or (1 if dtype is None else itemsize(dtype))

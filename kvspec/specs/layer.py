@@ -8,10 +8,12 @@ How it works:
     become unnecessary. Everything else follows from the parts: page sizes, slices, plans, tables.
 
     `kvspec.plan.mismatches` compares the fields of two engines, because equal bytes must have equal
-    meaning. The engines may differ in `MEMORY_FIELDS`. For each other field, `WHY` has the reason
-    why it must be equal. `LIVENESS_FIELDS` contains the fields that determine which tokens are
-    kept. Kinds that differ only in these fields match, because an engine may store a layer with a
-    window as full attention.
+    meaning. The engines may differ in `MEMORY_FIELDS`. All other fields that both kinds have must
+    have equal values. `WHY` contains the reasons.
+
+    One engine may keep a layer with a window as full attention. These two kinds match, because the
+    fields that only one kind has are all in `LIVENESS_FIELDS`. Two windows of different sizes do
+    not match.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ MEMORY_FIELDS = frozenset(
 # with the same content.
 LIVENESS_FIELDS = frozenset({"sliding_window", "extra_retained_tokens", "attention_chunk_size"})
 
-# The reason why a field must be equal on both engines. It is the `why` of a `Mismatch`.
+# The reason why a field must be equal on both engines. It is the `why` of a `Mismatch`. A field
+# without an entry gets a general reason.
 WHY = {
     "total_num_kv_heads": "heads are matched by their number in the model",
     "head_size": "one head of one token has another length",
@@ -68,8 +71,8 @@ UNLESS_GIVEN = {
 def meaning(spec: LayerSpec, field: str) -> object:
     """Return the value of a field in a canonical form, so that two specs can be compared.
 
-    None becomes the default value of the field. All known page formats become "plain", because
-    kvspec converts between them.
+    None becomes the value of the field that `UNLESS_GIVEN` lists. All known page formats become
+    "plain", because kvspec converts between them.
 
     Args:
         spec: The spec of one layer.
@@ -175,8 +178,10 @@ class LayerSpec:
 
         """
         _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
-        shardings = [(p, even_sharding(p.units, tp_size, p.granularity)) for p in self.parts]
-        real = sum(len(d.ranges[tp_rank]) * p.states * p.content_bytes for p, d in shardings)
+        real = 0
+        for part in self.parts:
+            units = even_sharding(part.units, tp_size, part.granularity).ranges[tp_rank]
+            real += len(units) * part.states * part.content_bytes
         return padded_page(real, self.page_size_padded)
 
     def live_tokens(self, num_tokens: int) -> range:
@@ -199,7 +204,7 @@ class LayerSpec:
 
         Both sides are sharded evenly. For an engine with its own shardings, use `plan_transfer`.
         The slices of a consumer rank cover its units exactly once. vLLM's `TransferTopology`
-        computes the same places, but only for sizes that divide each other.
+        computes the same ranges, but only for TP sizes that divide each other.
 
         Args:
             local_tp_rank: TP rank on the local side.
@@ -231,7 +236,7 @@ class LayerSpec:
         sizes = (remote_tp_size, local_tp_size) if pull else (local_tp_size, remote_tp_size)
         chooser = tp_chooser(replica_policy, *sizes)
         slices: tuple[TPTransferSlice, ...] = ()
-        for layers, parts in self._same_sharding():
+        for layers, parts in self._layers_by_parts():
             slices += transfer_slices(
                 parts,
                 role,
@@ -243,8 +248,11 @@ class LayerSpec:
             )
         return slices
 
-    def _same_sharding(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
-        """Yield names of layers and their parts. No names means each layer that has this spec."""
+    def _layers_by_parts(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
+        """Yield each distinct set of parts with the names of its layers.
+
+        A spec of a single kind does not know its layers. It yields no names, which stands for all.
+        """
         yield (), self.parts
 
 

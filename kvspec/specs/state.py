@@ -1,4 +1,7 @@
-"""Recurrent states: one block holds the state after some number of tokens.
+"""Recurrent states: one block holds the whole state of a layer after some number of tokens.
+
+In this module, a *state* is the whole content of such a block. Its rows, which `Part.states`
+counts, are the inputs that a convolution reads again. The temporal state has one row.
 
 Invariant: each projection of a conv state is a part with its own sharding.
 
@@ -62,7 +65,7 @@ def _ssm_dtype(value: object) -> str | None:
 
 @attrs.frozen(kw_only=True, slots=False)
 class MambaSpec(LayerSpec):
-    """A recurrent state. A block contains one state, so its rows are not tokens.
+    """A recurrent state. A block contains one whole state, and its rows are not tokens.
 
     Create it with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
     arguments are the sizes of the whole model, before TP. vLLM's `MambaSpec` has the shapes of one
@@ -73,7 +76,7 @@ class MambaSpec(LayerSpec):
         dtype: Type of the conv state. None is possible if the parts have their own dtypes or are
             opaque.
         ssm_dtype: Type of the temporal state, with the same rule for None.
-        block_size: Tokens of one block of the table, if the table contains more than one state.
+        block_size: Tokens of one block. A table may also contain only the id of the last state.
         page_size_padded: Bytes to which a page is padded, or None.
 
     """
@@ -107,7 +110,7 @@ class MambaSpec(LayerSpec):
         )
 
     def live_tokens(self, num_tokens: int) -> range:
-        """Return the position of the last token. Only the state after that token is read.
+        """Return a range with only the last token. Only the state after that token is read.
 
         The source is vLLM's `MambaManager.get_num_skipped_tokens`.
         """
@@ -138,7 +141,7 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens of one block of the table, if the table contains more than one state.
+            block_size: Tokens of one block. A table may also contain only the id of the last state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
@@ -195,7 +198,7 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens of one block of the table, if the table contains more than one state.
+            block_size: Tokens of one block. A table may also contain only the id of the last state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
@@ -248,7 +251,7 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens of one block of the table, if the table contains more than one state.
+            block_size: Tokens of one block. A table may also contain only the id of the last state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
@@ -297,7 +300,7 @@ class MambaSpec(LayerSpec):
             conv_kernel: Width of the convolution.
             dtype: Type of the conv state.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
-            block_size: Tokens of one block of the table, if the table contains more than one state.
+            block_size: Tokens of one block. A table may also contain only the id of the last state.
             page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
@@ -342,7 +345,8 @@ def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
     """Return *spec* with only the rows of recurrent states that *other* has as well.
 
     An engine with more speculative tokens has more rows in its conv state. Specs of attention are
-    returned unchanged, because their rows are tokens and two block sizes do not matter.
+    returned unchanged: their numbers of rows differ only because the block sizes differ, and block
+    sizes may differ.
 
     Args:
         spec: Spec of one engine.

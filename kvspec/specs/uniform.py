@@ -1,7 +1,7 @@
 """Uniform-type groups: layers of one kind that have different sizes.
 
-Invariant: each layer keeps its own parts. No layer represents the others: slices that are derived
-from one layer contain the wrong heads of the others.
+Invariant: each layer keeps its own parts. The parts of one layer never stand for those of another
+layer: its slices would contain the wrong heads. Only tokens are the same for all layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvspec.ownership.part import Part
 from kvspec.specs.layer import LayerSpec
 
 # Fields in which the layers of a uniform-type group may differ.
-_OWN = {
+_MAY_DIFFER = {
     "total_num_kv_heads",
     "head_size",
     "head_size_v",
@@ -69,7 +69,7 @@ class UniformTypeKVCacheSpecs(LayerSpec):
         for layer, spec in self.specs.items():
             if not isinstance(layer, str) or not layer:
                 raise SpecError("specs", layer, "layer names")
-            # Other specs are compared with the class of the first one below.
+            # The check of the class below covers every spec except the first one.
             if not isinstance(spec, LayerSpec) and spec is first:
                 raise SpecError(f"specs[{layer!r}]", spec, "a spec of a kind of layer")
             if isinstance(spec, UniformTypeKVCacheSpecs):
@@ -79,7 +79,7 @@ class UniformTypeKVCacheSpecs(LayerSpec):
                 raise SpecError(f"specs[{layer!r}]", spec, requirement)
             for field in attrs.fields(type(first)):
                 value, common_value = getattr(spec, field.name), getattr(first, field.name)
-                if field.name not in _OWN and value != common_value:
+                if field.name not in _MAY_DIFFER and value != common_value:
                     requirement = f"{common_value!r}, as {first_name} has"
                     raise SpecError(f"specs[{layer!r}].{field.name}", value, requirement)
         object.__setattr__(self, "block_size", first.block_size)
@@ -125,9 +125,9 @@ class UniformTypeKVCacheSpecs(LayerSpec):
     def _first(self) -> LayerSpec:
         return next(iter(self.specs.values()))
 
-    def _same_sharding(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
-        layers: dict[tuple[Part, ...], list[str]] = {}
+    def _layers_by_parts(self) -> Iterator[tuple[tuple[str, ...], tuple[Part, ...]]]:
+        names_by_parts: dict[tuple[Part, ...], list[str]] = {}
         for layer, spec in self.specs.items():
-            layers.setdefault(spec.parts, []).append(layer)
-        for parts, names in layers.items():
+            names_by_parts.setdefault(spec.parts, []).append(layer)
+        for parts, names in names_by_parts.items():
             yield tuple(names), parts
