@@ -3,7 +3,8 @@
     name                                        use
     `laws`                                      judge a connector: which laws does it break?
     `strategies`                                draw cases with Hypothesis
-    `fill`, `spoil`, `expected`, `check`        compare the memory of your own ranks byte by byte
+    `fill`                                      write true bytes to the memory of your own ranks
+    `oracle.spoil`, `expected`, `check`         compare the memory of your own ranks byte by byte
     `logical_views`                             the memory of a rank as arrays of blocks and tokens
     `FakeNixl`                                  test code that uses NIXL, without NIXL
 

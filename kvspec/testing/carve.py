@@ -5,10 +5,11 @@ even if the library is wrong. The module reads only values of kvspec.
 
 How it works:
     The letters of a layout name the axes of the storage, from the outermost to the innermost: L
-    layers, B blocks, H units (heads), N rows of a block, K parts, C bytes of a row. Blocks, units
-    and rows are counted, so they become an axis. Layers, tensors and parts lie one after the other,
-    so they become separate arrays. Example: 2 blocks of 2 rows, 2 heads, and keys and values of
-    1 byte. The layout LBNHC means "for each block, row and head: key, then value".
+    layers, B blocks, H units (heads), N rows of a block, K parts, C bytes of a row. This module
+    adds T for the tensors of a page. Blocks, units and rows are counted, so they become an axis.
+    Layers, tensors and parts lie one after the other, so they become separate arrays. Example: 2
+    blocks of 2 rows, 2 heads, and keys and values of 1 byte. The layout LBNHC means "for each
+    block, row and head: key, then value".
 
         byte     0  1    2  3    4  5    6  7      8 ...
                  k  v    k  v    k  v    k  v      block 1
@@ -195,16 +196,16 @@ def _separate(planes: Sequence[_Plane], letter: str) -> Iterator[list[_Plane]]:
         for p in planes
     ]
     for name in dict.fromkeys(names):
-        yield [plane for plane, own in zip(planes, names, strict=True) if own == name]
+        yield [plane for plane, its_name in zip(planes, names, strict=True) if its_name == name]
 
 
 def _carve(
-    flat: Bytes, letters: str, planes: Sequence[_Plane], seen: str = ""
+    flat: Bytes, letters: str, planes: Sequence[_Plane], outer: str = ""
 ) -> Iterator[tuple[_Plane, Bytes]]:
     """Split the last axis of *flat*, letter by letter. Yield an array (B, H, N, C) for each plane.
 
-    The letter T stands for the tensors of a page. Without K the parts of a row share C. *seen*
-    contains the letters of the axes before the last one.
+    The letter T stands for the tensors of a page. Without K, the last axis holds one row of each
+    part, one after the other. *outer* contains the letters of the axes before the last one.
     """
     letter, rest = letters[0], letters[1:]
     if letter in "LTKC":
@@ -213,9 +214,9 @@ def _carve(
             size = sum(plane.size(inner) for plane in members)
             part_array, flat = flat[..., :size], flat[..., size:]
             if letter == "C":
-                yield members[0], part_array.transpose([*map(seen.index, "BHN"), 3])
+                yield members[0], part_array.transpose([*map(outer.index, "BHN"), 3])
             else:
-                yield from _carve(part_array, rest, members, seen)
+                yield from _carve(part_array, rest, members, outer)
         return
     counts = {plane.counts[letter] for plane in planes}
     if len(counts) != 1:
@@ -224,7 +225,7 @@ def _carve(
             "one length"
         )
     shape = (*flat.shape[:-1], counts.pop(), sum(plane.size(rest) for plane in planes))
-    yield from _carve(flat.reshape(shape), rest, planes, seen + letter)
+    yield from _carve(flat.reshape(shape), rest, planes, outer + letter)
 
 
 def _carve_page(
@@ -244,7 +245,7 @@ def _carve_page(
         page = page[:, size:]
 
 
-def _lone(planes: Sequence[_Plane], letter: str) -> bool:
+def _has_length_1(planes: Sequence[_Plane], letter: str) -> bool:
     """Return whether the axis *letter* has length 1. Its place in the layout has no effect then."""
     if letter == "K":
         return len({plane.part.name for plane in planes}) == 1
@@ -276,9 +277,10 @@ def _carve_group(
     if flat.ndim != 1 or (flat.size != size and size):
         raise ValueError(f"group {group.name}: storage {flat.shape} bytes, expected ({size},)")
     flat = flat[:size]
-    # Axes of length 1 do not interrupt a page, so L and B may be moved before them.
+    # If all axes before the last of L and B have length 1, the pages are contiguous. Then L and B
+    # may be moved to the front.
     outside = letters[: 1 + max(letters.index("L"), letters.index("B"))]
-    if all(_lone(planes, letter) for letter in outside if letter not in "LB"):
+    if all(_has_length_1(planes, letter) for letter in outside if letter not in "LB"):
         letters = "".join(sorted(letters, key=lambda letter: letter not in "LB"))
     if planes[0].part.per_token and letters[:2] not in {"LB", "BL"}:
         if any(group.spec.of_layer(members[0].layer).page_size_padded for members in layers):

@@ -31,8 +31,9 @@ class Case:
         producer_pool: Number of blocks of each group, by its name.
         consumer_pool: The same for the consumer.
         request: The tokens and the block tables of both sides.
-        replica_policy: Which of several equal producer ranks is read.
-        common_states: Whether only those rows of a state move that both engines have.
+        replica_policy: The rule that chooses one of several equal producer ranks for each reader.
+        common_states: Whether states may have more rows on one side. Then only the rows that both
+            sides have move.
         shared: Whether all groups of a rank share one memory.
 
     >>> import kvspec

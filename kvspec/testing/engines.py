@@ -11,7 +11,7 @@ How it works:
     Not every layout fits every group. Example: a layer with 2 heads of keys, and 1 unit of scales.
     The letter H counts units, so keys and scales must be separated (L and B, or K) before H:
 
-        LBHNC    fits: layers and blocks come first, so each page holds keys and scales apart
+        LBHNC    fits: L and B come first. One page holds first all keys, then all scales
         LKHBNC   fits: K separates keys from scales
         LHBNC    does not fit: H counts 2 for the keys and 1 for the scales
 """
@@ -68,23 +68,30 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     if is_state(spec):
         return _ANY
     pages = [spec.of_layer(layer).parts for layer in spec.layers] or [spec.parts]
-    ragged = "H" * any(len({part.units for part in parts}) > 1 for parts in pages)
-    ragged += "N" * any(len({part.states for part in parts}) > 1 for parts in pages)
+    after_parts = "H" * any(len({part.units for part in parts}) > 1 for parts in pages)
+    after_parts += "N" * any(len({part.states for part in parts}) > 1 for parts in pages)
     rows = {part.states for part in spec.parts}
-    return _fitting(ragged, ("H" + "N" * (len(rows) > 1)) * bool(spec.layers))
+    after_layers = ("H" + "N" * (len(rows) > 1)) * bool(spec.layers)
+    return _legal_layouts(after_parts, after_layers)
 
 
 @lru_cache
-def _fitting(ragged: str, inner: str) -> st.SearchStrategy[str]:
-    """Draw a layout in which *ragged* letters follow the parts, and *inner* letters the layers."""
+def _legal_layouts(after_parts: str, after_layers: str) -> st.SearchStrategy[str]:
+    """Draw a layout that separates parts and layers early enough.
 
-    def fits(name: str) -> bool:
-        # Without K, `find` returns -1, and -1 modulo the length is the last place.
-        separate = min(max(map(name.index, "LB")), name.find("K") % len(name))
-        inside = all(separate < name.index(letter) for letter in ragged)
-        return inside and all(name.index("L") < name.index(letter) for letter in inner)
+    The axes *after_parts* have other lengths in other parts, so the parts are separated before
+    them. The axes *after_layers* have other lengths in other layers, so L comes before them.
+    """
 
-    return _ANY.filter(fits)
+    def is_legal(name: str) -> bool:
+        # The parts are separated after K, or after L and B, whichever comes first. Without K,
+        # `find` returns -1, and -1 modulo the length is the last place.
+        separated = min(max(map(name.index, "LB")), name.find("K") % len(name))
+        return all(separated < name.index(letter) for letter in after_parts) and all(
+            name.index("L") < name.index(letter) for letter in after_layers
+        )
+
+    return _ANY.filter(is_legal)
 
 
 @st.composite
@@ -124,8 +131,9 @@ def engines(
     Args:
         draw: Passed by Hypothesis.
         model: The groups, with any block sizes. The engine draws its own.
-        largest: The approximate maximum of ranks.
-        shape: Pipeline and context sizes. Drawn by default.
+        largest: The largest TP size of an engine without pipeline stages and PCP ranks. Other
+            engines have at most half of it.
+        shape: Pipeline, context and block sizes. Drawn by default.
 
     Returns:
         The engine.
@@ -157,7 +165,7 @@ def laid_out(draw: st.DrawFn, bare: EngineSpec) -> EngineSpec:
     """Draw the layouts, page formats, padding, blocks in memory and null block of *bare*."""
     model = bare.groups
     layout = draw(layouts(model[0].spec))
-    own = []
+    laid_out_groups = []
     for group in model:
         name = draw(layouts(group.spec)) if group is not model[0] else layout
         # Padding is at the end of a page, so the bytes of a page must be adjacent.
@@ -167,9 +175,13 @@ def laid_out(draw: st.DrawFn, bare: EngineSpec) -> EngineSpec:
         spec = _formatted(spec, draw(sample(*_formats(spec, name))))
         override = None if name == layout else name
         kernel = draw(_kernel_blocks(spec)) if pad is None else None
-        own.append(attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel))
+        laid_out_groups.append(
+            attrs.evolve(group, spec=spec, layout=override, kernel_block_size=kernel)
+        )
     null = draw(_NULLS)
-    return EngineSpec(groups=tuple(own), parallel=bare.parallel, layout=layout, null_block=null)
+    return EngineSpec(
+        groups=tuple(laid_out_groups), parallel=bare.parallel, layout=layout, null_block=null
+    )
 
 
 def _formats(spec: LayerSpec, layout: str) -> list[str]:
@@ -177,21 +189,21 @@ def _formats(spec: LayerSpec, layout: str) -> list[str]:
 
     An opaque page has one format, that of the model.
     """
-    layers = [spec.of_layer(layer) for layer in spec.layers or ("",)]
-    names = {part.name for own in layers for part in own.parts}
+    layer_specs = [spec.of_layer(layer) for layer in spec.layers or ("",)]
+    names = {part.name for layer_spec in layer_specs for part in layer_spec.parts}
     if names == {"page"}:
-        return [getattr(own, "page_format", "plain") for own in layers]
+        return [getattr(layer_spec, "page_format", "plain") for layer_spec in layer_specs]
     if names != {"k", "v"} or "K" not in layout or layout[-2:] != "NC":
         return ["plain"]
-    packed = all(own.parts[0].content_bytes % X_BYTES == 0 for own in layers)
+    packed = all(spec.parts[0].content_bytes % X_BYTES == 0 for spec in layer_specs)
     # Few specs can be packed, so those that can are packed often.
     return ["plain", "keys-transposed", *["x-packed"] * 2 * packed]
 
 
 def _formatted(spec: LayerSpec, page_format: str) -> LayerSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        own = {name: _formatted(layer, page_format) for name, layer in spec.specs.items()}
-        return UniformTypeKVCacheSpecs(specs=own)
+        formatted = {name: _formatted(layer, page_format) for name, layer in spec.specs.items()}
+        return UniformTypeKVCacheSpecs(specs=formatted)
     if isinstance(spec, AttentionSpec):
         return attrs.evolve(spec, page_format=page_format)
     return spec
@@ -239,14 +251,14 @@ def _blocks(draw: st.DrawFn, group: KVCacheGroup, shape: Shape) -> KVCacheGroup:
     row = max(part.tokens_per_state for part in spec.parts)
     size = row * draw(sample(*(shape.rows or (1, 2, 3, 4, 6, 8))))
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        own = {name: attrs.evolve(layer, block_size=size) for name, layer in spec.specs.items()}
-        return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=own))
+        sized = {name: attrs.evolve(layer, block_size=size) for name, layer in spec.specs.items()}
+        return attrs.evolve(group, spec=UniformTypeKVCacheSpecs(specs=sized))
     return attrs.evolve(group, spec=attrs.evolve(spec, block_size=size))
 
 
 @st.composite
 def _kernel_blocks(draw: st.DrawFn, spec: LayerSpec) -> int | None:
-    """Draw the size of a block in memory, which divides the block of a table. Mostly None."""
+    """Draw the size of a block in memory, a divisor of the table's block size. Mostly None."""
     if is_state(spec) or draw(st.integers(0, 2)):
         return None
     row, size = max(part.tokens_per_state for part in spec.parts), spec.block_size
@@ -257,17 +269,17 @@ def _kernel_blocks(draw: st.DrawFn, spec: LayerSpec) -> int | None:
 def _padded(engine: EngineSpec, group: KVCacheGroup, pad: int | None) -> LayerSpec:
     """Return the spec of *group* with *pad* bytes after each page of the fullest rank.
 
-    Without padding if *pad* is None.
+    If *pad* is None, the spec has no padding.
     """
     layers = group.spec.layers or group.layers[:1]
-    own = {
+    padded = {
         layer: attrs.evolve(
             group.spec.of_layer(layer),
             page_size_padded=None if pad is None else _page(engine, group, layer) + pad,
         )
         for layer in layers
     }
-    return UniformTypeKVCacheSpecs(specs=own) if group.spec.layers else own[layers[0]]
+    return UniformTypeKVCacheSpecs(specs=padded) if group.spec.layers else padded[layers[0]]
 
 
 def _page(engine: EngineSpec, group: KVCacheGroup, layer: str) -> int:
@@ -292,7 +304,8 @@ def _own_ownership(draw: st.DrawFn, group: KVCacheGroup, parallel: ParallelConfi
     if draw(st.sampled_from((True, True, True, True, False))):
         return group
     if parallel.context_size > 1:
-        # Attention layers leave the sharding of tokens. States ignore the context size anyway.
+        # An attention group that does not follow its engine holds all tokens on each context rank.
+        # A state group always holds whole states, so it keeps the default.
         return attrs.evolve(group, context_sharded=is_state(group.spec))
     if group.spec.layers:
         return group

@@ -105,7 +105,7 @@ class FakeFlight:
     state: str = "made"
 
     def land(self, part: float = 1.0) -> None:
-        """Move the bytes of the first *part* of the copies. If *part* is 1, the handle is done."""
+        """Move the bytes of the first copies. *part* is their share of all; 1 ends the handle."""
         if self.state == "moving":
             for to, source, length in self.copies[: round(part * len(self.copies))]:
                 ctypes.memmove(to, source, length)
@@ -117,7 +117,11 @@ class FakeFlight:
         ctypes.c_uint8.from_address(to).value ^= 0xFF
 
     def fail(self, part: float = 0.0) -> None:
-        """Move the first *part* of the copies and fail. The next status call raises."""
+        """Move the first copies and fail: the next status call raises.
+
+        *part* is their share of all. It must be less than 1, because a handle that is done cannot
+        fail.
+        """
         self.land(part)
         if self.state == "moving":
             self.state = "gone"
@@ -136,7 +140,7 @@ class FakeNixl:
 
     Attributes:
         agents: The living agents, by name.
-        flights: The handles that were posted.
+        flights: The posted handles. When an agent ends, handles that have ended are removed.
 
     >>> with FakeNixl() as net:
     ...     net.moving
@@ -172,7 +176,7 @@ class FakeNixl:
         return [flight for flight in self.flights if flight.state == "moving"]
 
     def kill(self, name: str) -> None:
-        """End the process of the agent *name*. Its handles and those of its peers with it fail."""
+        """End the process of the agent *name*. All moving handles to it or from it fail."""
         self.end(self.agents[name])
 
     def end(self, life: FakeLife) -> None:

@@ -1,8 +1,8 @@
 """Draw layer specs: `KINDS` has one strategy for each kind of layer.
 
-Only this module names the kinds of layers. A new kind needs one line in `KINDS`, and then all laws
-judge it. Sizes are a few bytes, so that whole transfers stay small. Block sizes, head counts and TP
-sizes need not divide each other.
+A new kind needs one line in `KINDS`, and then all laws judge it. Other modules name a kind only if
+they draw a special case of it. Sizes are a few bytes, so that whole transfers stay small. Block
+sizes, head counts and TP sizes need not divide each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = st.sampled_from(("uint8", "bfloat16", "float8_e4m3fn"))
 _SCALES = st.sampled_from(("float32", "float8_e4m3fn"))
 # Small windows end inside of a block, which is the hard case. Large ones cover whole prompts.
 _WINDOWS = st.sampled_from((2, 3, 5, 6, 8)) | st.integers(1, 24)
-# Tokens of a block, and tokens of a row if a row stands for several.
+# The tokens of a block. In some blocks each row stands for several tokens.
 _BLOCKS = st.sampled_from(
     [{"block_size": b} for b in (1, 2, 3, 4, 8, 16, 24, 32)]
     + [{"block_size": b, "tokens_per_state": t} for b, t in ((2, 2), (8, 4), (16, 4))]
@@ -50,14 +50,14 @@ def _attention(make: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy
     """Draw a block and *fields*, and call *make* with them."""
 
     def build(block: Mapping[str, int], **drawn: Any) -> LayerSpec:  # noqa: ANN401
-        spec: LayerSpec = make(**_fitting({**block, **drawn}))
+        spec: LayerSpec = make(**_without_illegal_scales({**block, **drawn}))
         return spec
 
     return st.builds(build, _BLOCKS, **fields)
 
 
-def _fitting(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return *fields* without `tokens_per_scale` if there are no scales, or if it is not legal.
+def _without_illegal_scales(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return *fields*, without `tokens_per_scale` if there are no scales or it is not legal.
 
     A block must hold a whole number of rows of scales.
     """
@@ -75,18 +75,20 @@ def _uniform(
     window: Mapping[str, st.SearchStrategy[int]] = _NO_FIELDS,
     **own: st.SearchStrategy[Any],
 ) -> LayerSpec:
-    """Draw a uniform-type group of two or three layers that differ in the fields *own*.
+    """Draw a uniform-type group of two or three layers.
 
-    Often they also differ in their dtype and in the tokens of a row. They share their *window*.
+    The fields *own*, the dtype, and often the tokens of a row are drawn for each layer. The fields
+    *window* are drawn once for all layers.
     """
-    block, row = draw(_BLOCKS), draw(st.sampled_from((None, None, 1)))
+    block, later_tokens = draw(_BLOCKS), draw(st.sampled_from((None, None, 1)))
     shared = {"block_size": block["block_size"]} | {name: draw(w) for name, w in window.items()}
     layers = {}
     for i in range(draw(st.integers(2, 3))):
-        tokens = (i and row) or block.get("tokens_per_state", 1)
+        # The first layer always has the rows of the block.
+        tokens = (i and later_tokens) or block.get("tokens_per_state", 1)
         fields = {name: draw(field) for name, field in own.items()}
         fields |= {**shared, "tokens_per_state": tokens, "dtype": draw(_DTYPES)}
-        layers[f"uniform.{make.__name__}.{i}"] = make(**_fitting(fields))
+        layers[f"uniform.{make.__name__}.{i}"] = make(**_without_illegal_scales(fields))
     return UniformTypeKVCacheSpecs(specs=layers)
 
 

@@ -18,7 +18,7 @@ How it works:
            cached, of another block, or padding        the byte that was there before
 
     Example: a block has 4 tokens of 2 bytes, the prompt has 3 tokens, and 1 token is cached. The
-    consumer's table is [1], and its pool has 2 blocks. Of 16 bytes, 4 are live and 2 are free.
+    consumer's table is [1], and its pool has 2 blocks. Of 16 bytes, 4 are live and 2 are dead.
 
     >>> import kvspec
     >>> import numpy as np
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from kvspec.engines.engine import EngineSpec
     from kvspec.ownership.parallel import RankId
 
-# Returns the arrays of a storage whose order the layout letters do not describe.
+# A function that returns the arrays of a storage, for layouts that letters do not describe.
 ViewsOf = Callable[[Storage], Views]
 # The constants of splitmix64's finalizer.
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -219,8 +219,9 @@ def expected(
         source: The producer. Layers that it excludes must not change.
 
     Returns:
-        The bytes, and a mask that is 1 for each byte that may have any value. Both are flat arrays
-        by group. Groups that share one storage share one array.
+        The bytes, and a mask that is 1 for each byte that may have any value. Only live
+        bytes differ from *before*. Both are flat arrays by group. Groups that share one storage
+        share one array.
 
     """
     must = each_array(before, np.copy)
@@ -288,13 +289,13 @@ def compare(
     must, may = right
     wrong: dict[str, Bytes] = {}
     by_array: dict[int, Bytes] = {}
-    for name, free in may.items():
-        faults = ((after[name] != must[name]) & (free == 0)).view(np.uint8)
-        wrong[name] = by_array.setdefault(id(free), faults)
+    for name, dead in may.items():
+        faults = ((after[name] != must[name]) & (dead == 0)).view(np.uint8)
+        wrong[name] = by_array.setdefault(id(dead), faults)
     if not any(flat.any() for flat in wrong.values()):
         return []
-    rest = must, after, wrong, num_blocks, tables, request, source
-    return list(islice(_differences(engine, rank, *rest), limit))
+    lines = _differences(engine, rank, must, after, wrong, num_blocks, tables, request, source)
+    return list(islice(lines, limit))
 
 
 def _differences(
@@ -308,14 +309,14 @@ def _differences(
     request: TransferRequest,
     source: EngineSpec | None,
 ) -> Iterator[str]:
-    """Yield a line for each byte that is *wrong* (1): first the request's blocks, then others.
+    """Yield a line for each byte that is *wrong* (1): first the rows of the request, then others.
 
     Bytes that no part holds, such as padding, come last. The bytes of *wrong* are cleared.
     """
     left = _views(engine, rank, wrong, num_blocks)
     must_views = _views(engine, rank, must, num_blocks)
     after_views = _views(engine, rank, after, num_blocks)
-    for own in (True, False):
+    for only_request in (True, False):
         for rows in rows_of(engine, rank, tables, request, source=source):
             group, layer, part = rows.key
             request_rows = {
@@ -329,7 +330,7 @@ def _differences(
             }
             for at in map(tuple, np.argwhere(left[rows.key]).tolist()):
                 block, unit, row, byte = at
-                if own and (block, row) not in request_rows:
+                if only_request and (block, row) not in request_rows:
                     continue
                 foreign = f"row {row} outside of the request", False
                 where, live = request_rows.get((block, row), foreign)

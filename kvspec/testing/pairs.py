@@ -2,7 +2,8 @@
 
 The two engines of a pair have the same layers with the same content. All else may differ: groups,
 ranks, shardings, blocks, layouts and draft layers. The module also draws pairs for special cases:
-content that spans heads, interleaves that blocks do not divide, and conv states of unequal length.
+content that spans heads, context ranks whose turns begin inside of a block in memory, and conv
+states of unequal length.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGro
     "layer" adds a draft layer to a group, "group" adds a group with a draft layer, and "last"
     excludes the last layer of a group. The other layers of that group still move.
     """
-    sort = draw(sample(None, None, None, None, "layer", "group", "last"))
-    if sort is None:
+    change = draw(sample(None, None, None, None, "layer", "group", "last"))
+    if change is None:
         return tuple(model)
     draft = f"draft.{draw(st.integers(0, 3))}"
-    if sort == "group":
+    if change == "group":
         spec = draw(KINDS[draw(sample("full", "MLA", "short conv"))])
         group = KVCacheGroup(name="draft", layers=(draft,), spec=spec, excluded=(draft,))
         return tuple(draw(st.permutations((*model, group))))
     at = draw(st.integers(0, len(model) - 1))
     group = model[at]
-    if sort == "last" and len(group.layers) > 1:
+    if change == "last" and len(group.layers) > 1:
         group = attrs.evolve(group, excluded=group.layers[-1:])
     elif not group.spec.layers:
         layers = draw(st.sampled_from(((draft, *group.layers), (*group.layers, draft))))
@@ -62,17 +63,17 @@ def _drafted(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGro
 
 @st.composite
 def _kept(draw: st.DrawFn, model: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """Draw which tokens one engine keeps: those of the model, "all" of them, or some "more".
+    """Draw which tokens one engine keeps: those of the model, "all" of the prompt, or some "more".
 
     vLLM keeps all tokens of a window layer if its hybrid cache manager is off.
     """
     kept = []
     for group in model:
         spec: Any = group.spec
-        sort = draw(sample(None, None, None, "all", "more"))
-        if sort == "more" and hasattr(spec, "extra_retained_tokens"):
+        change = draw(sample(None, None, None, "all", "more"))
+        if change == "more" and hasattr(spec, "extra_retained_tokens"):
             spec = attrs.evolve(spec, extra_retained_tokens=draw(st.integers(0, 5)))
-        elif sort == "all" and type(spec) in _KEPT:
+        elif change == "all" and type(spec) in _KEPT:
             whole = _KEPT[type(spec)]
             names = [field.name for field in attrs.fields(whole) if field.init]
             spec = whole(**{name: getattr(spec, name) for name in names})
@@ -95,10 +96,10 @@ def _regrouped(
     """Draw the groups of one engine: in another order, with other names, or split in two."""
     regrouped: list[KVCacheGroup] = []
     for group in model:
-        sort = draw(sample(None, None, None, "name", "split", "split"))
-        if sort is None:
+        change = draw(sample(None, None, None, "name", "split", "split"))
+        if change is None:
             regrouped.append(group)
-        elif sort == "split" and len(group.layers) > 1 and not group.spec.layers:
+        elif change == "split" and len(group.layers) > 1 and not group.spec.layers:
             layers, at = draw(st.permutations(group.layers)), draw(st.integers(1, 2))
             halves = (tuple(layers[:at]), tuple(layers[at:]))
             regrouped += [
@@ -113,7 +114,7 @@ def _regrouped(
 
 @st.composite
 def _few_heads(draw: st.DrawFn, group: KVCacheGroup) -> KVCacheGroup:
-    """Draw a small number of heads. Then ranks hold replicas, and replicas can share the tokens."""
+    """Draw a small number of heads. Then several ranks hold one head and can divide its tokens."""
     spec: Any = group.spec
     if isinstance(spec, UniformTypeKVCacheSpecs) or not hasattr(spec, "total_num_kv_heads"):
         return group
@@ -130,7 +131,8 @@ def engine_pairs(
     Args:
         draw: Passed by Hypothesis.
         kinds: Keys of `KINDS`. The groups of the model are of these kinds.
-        largest: The approximate maximum of ranks of an engine. Some engines have twice as many.
+        largest: The largest TP size of four in five pairs. The fifth pair may have twice as much.
+            Pairs with pipeline stages or PCP ranks have smaller TP sizes, but more ranks.
 
     Returns:
         The producer and the consumer.
@@ -199,10 +201,10 @@ def _same_sharding(
 
 @st.composite
 def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines with equal context ranks, and an interleave that blocks do not divide.
+    """Draw engines with equal context ranks, whose turns may begin inside of a block in memory.
 
-    A block has 12 or 24 tokens, a block in memory has 4 or 12, and the interleave has 6. So a
-    prefix or a prompt may end inside of a block in memory on one rank, and between two on another.
+    A block has 12 or 24 tokens, a block in memory has 4 or 12, and a turn has 6. So a prefix or a
+    prompt may end inside of a block in memory on one rank, and between two on another.
     """
     drawn: Any = draw(KINDS[draw(sample("full", "sliding window", "MLA"))])
     heads = draw(st.integers(1, 3)) if hasattr(drawn, "total_num_kv_heads") else 0
@@ -216,11 +218,11 @@ def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
         spec: LayerSpec = attrs.evolve(drawn, block_size=block, tokens_per_state=1, **fields)
         group = KVCacheGroup(name="dealt", layers=("dealt.0", "dealt.1"), spec=spec)
         engine = draw(laid_out(EngineSpec(groups=(group,), parallel=parallel)))
-        own = engine.groups[0]
+        group = engine.groups[0]
         # Padded pages cannot be cut into smaller blocks.
-        if own.spec.page_size_padded is None:
-            own = attrs.evolve(own, kernel_block_size=draw(sample(4, 4, 4, 12)))
-        sides.append(attrs.evolve(engine, groups=(own,)))
+        if group.spec.page_size_padded is None:
+            group = attrs.evolve(group, kernel_block_size=draw(sample(4, 4, 4, 12)))
+        sides.append(attrs.evolve(engine, groups=(group,)))
     return sides[0], sides[1]
 
 

@@ -33,7 +33,7 @@ class Shape:
     Attributes:
         pp_size: Number of pipeline stages.
         pcp_size: Prefill context-parallel size.
-        sharded: Whether context ranks share the tokens, if the model allows it.
+        sharded: Whether context ranks divide the tokens among them, if the model allows it.
         rows: The block sizes to draw from, in rows. None allows any size, also that of the model.
 
     """
@@ -44,8 +44,8 @@ class Shape:
     rows: tuple[int, ...] | None = None
 
 
-# (PP, PCP) of the producer and of the consumer. They are small, since ranks are their product
-# times TP. More than half of all pairs have none, so that cases stay small.
+# (PP, PCP) of the producer and of the consumer. They are small, because an engine has PP * PCP * TP
+# ranks. 8 of 20 pairs have neither pipeline stages nor PCP ranks, so many cases stay small.
 _SIZES = (
     *[((1, 1), (1, 1))] * 8,
     *(((2, 1), (1, 1)), ((1, 1), (2, 1)), ((3, 1), (2, 1)), ((2, 1), (3, 1))),
@@ -135,8 +135,7 @@ def explicit_shardings(
         tp_size: Number of ranks.
 
     Returns:
-        The range of units of each rank. Together the ranges are all units. One rank may hold an
-        empty range.
+        The range of units of each rank. Each unit is in at least one range. One range may be empty.
 
     >>> from hypothesis import find
     >>> find(explicit_shardings(4, 1, 2), lambda ranges: len(ranges[0]) == 1)
@@ -183,11 +182,12 @@ def parallels(
     Args:
         draw: Passed by Hypothesis.
         groups: The groups that the engine serves.
-        largest: The approximate maximum of ranks.
-        shape: Pipeline and context sizes. Drawn by default.
+        largest: The largest TP size of an engine without pipeline stages and PCP ranks. Other
+            engines have at most half of it.
+        shape: Pipeline, context and block sizes. Drawn by default.
 
     Returns:
-        The sizes. Context ranks share tokens only if each token of each unit has an owner.
+        The sizes. Context ranks divide the tokens only if each token of each unit has an owner.
 
     >>> import kvspec
     >>> from hypothesis import find
@@ -200,9 +200,10 @@ def parallels(
     shape = shape or draw(shapes())[0]
     pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded
     most = largest if pp_size * pcp_size == 1 else max(1, largest // 2)
-    heads = {part.units for part in parts_of(groups) if part.per_token}
-    shared = [size for size in range(2, most + 1) if all(size % count == 0 for count in heads)]
-    tp_size = draw(sample(*(shared or [1])) if sharded else tp_sizes(most))
+    head_counts = {part.units for part in parts_of(groups) if part.per_token}
+    # With these sizes, each head is held by equally many ranks, which can divide its tokens.
+    even_sizes = [n for n in range(2, most + 1) if all(n % count == 0 for count in head_counts)]
+    tp_size = draw(sample(*(even_sizes or [1])) if sharded else tp_sizes(most))
     shardings: dict[int, tuple[range, ...]] = {}
     if draw(st.integers(0, 3)) == 0:
         granularity: dict[int, int] = {}
@@ -239,7 +240,7 @@ def _with_contexts(
     *,
     sharded: bool,
 ) -> ParallelConfig:
-    """Draw the context ranks: DCP, PCP that shares tokens or replicates them, or explicit ranks."""
+    """Draw the context ranks: DCP, PCP that divides or replicates the tokens, or explicit ranks."""
     tokens = [p.tokens_per_state for p in parts_of(groups) if p.per_token]
     sizes = [g.spec.block_size for g in groups if not is_state(g.spec)]
     fits = [
@@ -255,23 +256,24 @@ def _with_contexts(
     ]
     for dcp_size in range(1 if pcp_size > 1 else 2, bare.tp_size + 1):
         for shift in (0, 1):
-            rows = tuple(
+            context_ranks = tuple(
                 tuple(p * dcp_size + (t + shift) % dcp_size for t in range(bare.tp_size))
                 for p in range(pcp_size)
             )
-            # Ranks that share tokens must hold the same units. Only the library knows if they do.
+            # With a shift, the same turns are in another order. Only explicit ranks can express it.
+            # Ranks that divide tokens must hold the same units, which `EngineSpec` checks.
             try:
                 config = attrs.evolve(
                     bare,
                     pcp_size=pcp_size,
                     dcp_size=1 if shift else dcp_size,
                     interleave_size=draw(sample(*fits[-3:])),
-                    context_ranks=rows if shift else None,
+                    context_ranks=context_ranks if shift else None,
                 )
                 EngineSpec(groups=tuple(groups), parallel=config)
             except SpecError:
                 continue
             # PCP together with DCP is rarely legal, so it counts four times.
             legal += [config] * (4 if min(pcp_size, config.dcp_size) > 1 else 1)
-    # The first configuration does not share tokens.
-    return draw(st.sampled_from(legal[sharded:] or legal))
+    # The first configuration does not divide tokens.
+    return draw(st.sampled_from((legal[1:] if sharded else legal) or legal))

@@ -1,13 +1,13 @@
-"""Find the rows of a request in the blocks of a rank: which token each row holds, and its state.
+"""Find the rows of a request in the blocks of a rank: which token each holds, and if it must move.
 
 Invariant: ownership and liveness are counted token by token (`check.counting`), and rows are
-counted through the block table. The module reads only values of kvspec.
+counted through the block table. Of kvspec, the module uses only `check.counting` and plain values.
 
 How it works:
     `rows_of` walks through the table. Example: a prompt of 7 tokens, 5 of them cached, blocks of 4
     tokens, and the table [3, 1]:
 
-        block    row    token    state
+        block    row    token    after the transfer
         3        0-3    0-3      cached: must not change
         1        0      4        cached: must not change
         1        1-2    5-6      live: must arrive
@@ -76,11 +76,13 @@ class Rows:
         units: Numbers of the units that the rank holds, in order.
         block: Block in memory of each row.
         row: Number of the row in its block.
-        token: First token of the row, or -1 for a state.
+        token: First token of the row, or -1 for a recurrent state.
         known: Whether the row holds a token of the request.
         live: Whether the row must arrive.
-        dead: Whether the row may be overwritten.
-        seen: For a state, the number of tokens that it has seen.
+        dead: Whether the row may be overwritten. If it is neither live nor dead, it must not
+            change.
+        seen: For a recurrent state, the number of tokens that it has seen. Its content depends on
+            it.
 
     """
 
@@ -106,7 +108,7 @@ def rows_of(
 ) -> Iterator[Rows]:
     """Yield the rows of each part in the blocks of a request on one rank.
 
-    Rows of layers that one side excludes are neither live nor dead, because they must not change.
+    Rows of layers that one side excludes must not change, so they are neither live nor dead.
 
     Args:
         engine: The engine of the rank.
@@ -210,7 +212,8 @@ def _token_rows(
     # Positions at or after the length are not live: they use the appended False.
     covered_live = np.append(live, False)[np.minimum(covered, len(live))]
     must = np.asarray((covered_live & (covered >= cached)).any(axis=1))
-    # A row that holds a cached token must not change, unless it must arrive.
+    # A row of several tokens that holds cached and live ones must arrive. Any other row with a
+    # cached token must not change.
     dead = ~must & np.asarray((covered >= cached).all(axis=1))
     return at, row, token, token < len(live), must, dead
 

@@ -147,8 +147,8 @@ def _covered_blocks(
 ) -> range:
     """Draw the blocks that a table covers, as numbers along the prompt. Each has *size* tokens."""
     if is_state(group.spec):
-        # A table of one block holds the state there. Of a longer table, the block of the last token
-        # holds it. Engines that keep a state for each block have such tables.
+        # If the table has one block, that block holds the state. If it has several, the state is in
+        # the block of the last token. Engines that keep a state for each block have such tables.
         last = max(length - 1, 0) // size
         first = draw(sample(0, 0, last // 2, last))
         several = (last - first + 1, last - first + 2)

@@ -103,7 +103,7 @@ def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, C
     case = draw(cases(kinds))
     # These engines have at most 4 ranks, since a law moves the bytes of both cases.
     sides = [draw(engines(engine.groups, 4)) for engine in (case.producer, case.consumer)]
-    (sources, producer_pool), (targets, consumer_pool) = (
+    (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(tables(engine, case.request, sides[1])) for engine in sides
     )
     other = attrs.evolve(
@@ -112,7 +112,9 @@ def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, C
         consumer=sides[1],
         producer_pool=producer_pool,
         consumer_pool=consumer_pool,
-        request=attrs.evolve(case.request, producer_blocks=sources, consumer_blocks=targets),
+        request=attrs.evolve(
+            case.request, producer_blocks=producer_blocks, consumer_blocks=consumer_blocks
+        ),
         **draw(_replica_policies(*sides)),
     )
     return case, other
@@ -139,8 +141,8 @@ def _replica_policies(
 def plans(draw: st.DrawFn) -> Case:
     """Draw a case without memory: two engines of one model, and a replica policy.
 
-    Its request is empty and its pools are missing. The laws of moves need no more. The engines have
-    up to about 8 ranks, since no byte moves.
+    Its request has no tokens, and its pools have no groups. The laws of moves need no more. The
+    engines may be larger than those of `cases`, because no byte moves.
 
     >>> from hypothesis import given, settings
     >>> @settings(max_examples=2)
@@ -168,7 +170,8 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
 
     Args:
         kinds: Keys of `KINDS`. The groups of the model are of these kinds.
-        largest: The approximate maximum of ranks of an engine. Some engines have twice as many.
+        largest: The largest TP size of four in five pairs. The fifth pair may have twice as much.
+            Pairs with pipeline stages or PCP ranks have smaller TP sizes, but more ranks.
 
     Returns:
         A strategy of cases.
@@ -202,7 +205,8 @@ def spanning_cases() -> st.SearchStrategy[Case]:
 def interleaved_cases() -> st.SearchStrategy[Case]:
     """Draw a transfer between engines with equal context ranks and an interleave of 6 tokens.
 
-    Blocks in memory have 4 or 12 tokens, so an interleave may begin inside of a block.
+    Blocks in memory have 4 or 12 tokens. So the 6 tokens of one turn of a rank may begin inside of
+    a block.
 
     >>> from hypothesis import given, settings
     >>> @settings(max_examples=2)

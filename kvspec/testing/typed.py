@@ -1,12 +1,13 @@
 """Turn the storage of a rank into tensors like those of a serving engine.
 
-Invariant: the place of each byte comes from the arrays of the oracle, never from the library.
+Invariant: the place of each byte comes from `carve.logical_views`, never from the library.
 
 How it works:
     Engines store the same bytes in different tensors: one for keys and values or two, typed or
     untyped, with axes folded into one. A function *choose* decides each variant, so a strategy can
-    draw it. Example: a layer with keys and values in the layout LBKHNC, 6 blocks, 2 heads, 4 rows
-    of 16 bytes:
+    draw it. "Whole" is one tensor of all parts, "folded" joins
+    dimensions. Example: a layer with keys and values in the layout LBKHNC, 6 blocks, 2 heads, 4
+    rows of 16 bytes:
 
         whole     folded    tensors and axes
         no        no        k, v: BHNC (6, 2, 4, 16)
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvspec.ownership.part import Part
 
 # The tensors of each layer by name, and the letters of their dimensions by name or group.
-Made = tuple[dict[str, dict[str, Any]], dict[str, str]]
+TensorsAndAxes = tuple[dict[str, dict[str, Any]], dict[str, str]]
 
 # Called with a variant, returns whether to use it: "whole" (all parts in one tensor), "torch",
 # "typed", "folded" (two axes in one dimension), "by group" (letters by group, not by tensor).
@@ -43,7 +44,7 @@ _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
 
 def typed_tensors(
     engine: EngineSpec, rank: RankId, storage: Storage, num_blocks: Blocks, choose: Choose
-) -> Made:
+) -> TensorsAndAxes:
     """Return views of *storage* as tensors, for all layers of which *rank* holds a unit.
 
     The dimensions are block, unit, row and content. A tensor of several parts has another first
@@ -54,7 +55,7 @@ def typed_tensors(
     cut = {part for (_, _, part), view in views.items() if isinstance(view, Ordered)}
     names = {part.name: part.tensor for group in engine.groups for part in group.own_parts}
     tensors_cut = {names[part] for part in cut}
-    # A page format cuts rows into chunks, which are one more axis: P.
+    # A page format may cut the bytes of a row into chunks. They are one more axis: P.
     axes = {name: "BHPNC" if tensor in tensors_cut else "BHNC" for name, tensor in names.items()}
     by_layer: dict[str, list[_Array]] = {}
     for group in engine.groups:
@@ -177,7 +178,7 @@ def _of_layer(parts: Mapping[Part, Bytes], axes: Mapping[str, str], choose: Choo
 
 
 def _in_chunks(part: Part, array: Any) -> _Array:  # noqa: ANN401
-    """Return a part of shape (block, unit, chunk, row, bytes). Rows in one piece are one chunk."""
+    """Return a part of shape (block, unit, chunk, row, bytes). Uncut rows have one chunk."""
     if not isinstance(array, Ordered):
         return part.name, "BHPNC", array[:, :, None], part.dtype
     pages, (rows, content) = array.pages, array.order.shape
