@@ -1,7 +1,7 @@
 """Execute whole transfers in one process: numpy copies the bytes, and each address is looked up.
 
 Invariant: a copy reads and writes only inside the storage of its two ranks. An address outside
-raises `AssertionError` before a byte moves.
+raises `AssertionError`. The copies before it have already moved their bytes.
 
 How it works:
     `world` allocates a storage for each rank of a case, fills the producers with true bytes and the
@@ -71,7 +71,8 @@ class PreparedLists:
         producer_ids: int32 array. The descriptors to read, in order.
         consumer_ids: int32 array of equal length. The descriptors to write.
 
-    Example: two descriptors of 8 bytes on each side. Ids 1 and 0 copy the second to the first.
+    Example: two descriptors of 8 bytes on each side. The ids copy descriptor 1 of the producer to
+    descriptor 0 of the consumer.
 
     >>> producer_rows = np.array([[1000, 8, 0, 100, 2]], np.uint64)
     >>> consumer_rows = np.array([[5000, 8, 0, 100, 2]], np.uint64)
@@ -94,13 +95,13 @@ class PreparedLists:
 
         """
         sources, lengths = _picked(self.producer_rows, self.producer_ids)
-        places, consumer_lengths = _picked(self.consumer_rows, self.consumer_ids)
+        targets, consumer_lengths = _picked(self.consumer_rows, self.consumer_ids)
         if lengths != consumer_lengths:
             raise AssertionError(
                 "producer and consumer: expected ids of descriptors with equal lengths, got "
                 f"{lengths} and {consumer_lengths} bytes"
             )
-        return list(zip(sources, places, lengths, strict=True))
+        return list(zip(sources, targets, lengths, strict=True))
 
 
 def _picked(
@@ -132,7 +133,7 @@ def described(
     """Return the copies that `descriptors` returns."""
     rows = table.descriptors(request, tokens=tokens)
     assert np.uint64 == rows.dtype
-    return [(int(source), int(place), int(length)) for source, place, length in rows]
+    return [(int(source), int(target), int(length)) for source, target, length in rows]
 
 
 def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str, int]:
@@ -152,7 +153,11 @@ def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str
 
 
 def finest(cache: RankCache) -> RankCache:
-    """Return *cache* with as many memories as its regions allow. Some of them are adjacent."""
+    """Return *cache* with its memory cut into as many memories as possible.
+
+    Only regions that overlap stay in one memory. So a copy that leaves its region is found, even if
+    the next memory is adjacent.
+    """
     memories: list[Memory] = []
     for region in sorted(cache.regions, key=lambda r: (r.extent.start, r.extent.stop)):
         start, stop = region.extent.start, region.extent.stop
@@ -230,11 +235,12 @@ class World:
 
     def copy(self, pair: Pair, copies: Iterable[Copy]) -> None:
         """Execute *copies* from the producer rank to the consumer rank of *pair*."""
-        sent, kept = self.producers[pair[0]][1], self.consumers[pair[1]][1]
-        for source, place, length in copies:
-            name, start = inside(sent, source, length)
-            target, offset = inside(kept, place, length)
-            kept[target][offset : offset + length] = sent[name][start : start + length]
+        sources, targets = self.producers[pair[0]][1], self.consumers[pair[1]][1]
+        for source, target, length in copies:
+            group, start = inside(sources, source, length)
+            target_group, offset = inside(targets, target, length)
+            new = sources[group][start : start + length]
+            targets[target_group][offset : offset + length] = new
 
     def execute(self, copies: Copies) -> None:
         """Execute the copies that the function *copies* returns, for each pair of ranks."""
@@ -270,7 +276,7 @@ class World:
         return self._right[rank]
 
     def live(self, rank: RankId) -> tuple[Storage, Storage, dict[str, npt.NDArray[np.bool_]]]:
-        """Return the bytes of a consumer rank, a mask of free bytes, and a mask of live bytes.
+        """Return the right bytes of a consumer rank, a mask of dead bytes, and one of live bytes.
 
         Live bytes are the bytes that must change: `spoil` has made each of them wrong.
         """

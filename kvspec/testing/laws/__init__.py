@@ -76,6 +76,9 @@ class Law:
         over: Functions that judge one case.
         between: Functions that compare two cases of one request with different engines.
 
+    Laws 2 and 12 have no functions, so they are not judged. Law 2 is about the other laws, and law
+    12 is about ledgers, which a case does not have.
+
     >>> print(LAWS[4])
     law 5, identity
 
@@ -99,7 +102,7 @@ class Law:
         return self.look(*_trials(system, case, other))
 
     def look(self, trial: Trial, other: Trial | None = None) -> Iterator[str]:
-        """Yield the same sentences for a *trial*, which several laws can share."""
+        """Yield the sentences of `faults` for a *trial*. Several laws can share one trial."""
         try:
             for judge in self.over:
                 yield from judge(trial)
@@ -172,9 +175,9 @@ LAWS = (
     Law(
         8,
         "maximal",
-        "No two descriptors are adjacent on both sides. No id moves a block without a live byte. No"
-        " ids move as several copies what one longer row moves with less than 16 KiB of other"
-        " bytes.",
+        "No two descriptors are adjacent on both sides. No id moves a block without a live byte. If"
+        " one longer descriptor can replace several copies and moves less than 16 KiB of other"
+        " bytes, the ids pick it.",
         (long_runs.maximal, long_runs.minimal),
     ),
     Law(

@@ -75,9 +75,9 @@ def two_hops(trial: Trial, other: Trial) -> Iterator[str]:
     """Yield each wrong byte of a transfer through the consumer of *other*."""
     if not any(trial.system.ways()):
         return
-    there, here = _hops(trial.case, other.case)
+    first, second = _hops(trial.case, other.case)
     for name, way in trial.system.ways():
-        for hop, hop_world in (("first", there), ("second", here)):
+        for hop, hop_world in (("first", first), ("second", second)):
             deliver(hop_world, copied(hop_world, way))
             yield from (f"{name}, {hop} hop: {fault}" for fault in hop_world.differences())
 
@@ -90,14 +90,14 @@ def _hops(case: Case, other: Case) -> tuple[World, World]:
     excluded = excluded_layers(case.producer) | excluded_layers(case.consumer)
     middle = _excluding(other.consumer, excluded)
     tables, pool = other.request.consumer_blocks, other.consumer_pool
-    # A topology names the ranks of the two engines, so it does not fit the middle engine.
+    # A topology contains the ranks of the two engines, and the middle engine has other ranks.
     if case.replica_policy.topology is not None:
         case = attrs.evolve(case, replica_policy="spread")
-    first = attrs.evolve(case.request, consumer_blocks=tables)
-    second = attrs.evolve(case.request, producer_blocks=tables)
-    there = world(attrs.evolve(case, consumer=middle, consumer_pool=pool, request=first))
-    back = attrs.evolve(case, producer=middle, producer_pool=pool, request=second)
-    return there, world(back, there.consumers)
+    to_middle = attrs.evolve(case.request, consumer_blocks=tables)
+    from_middle = attrs.evolve(case.request, producer_blocks=tables)
+    first = world(attrs.evolve(case, consumer=middle, consumer_pool=pool, request=to_middle))
+    onward = attrs.evolve(case, producer=middle, producer_pool=pool, request=from_middle)
+    return first, world(onward, first.consumers)
 
 
 def _excluding(engine: EngineSpec, layers: set[str]) -> EngineSpec:
@@ -160,8 +160,8 @@ def bounds(trial: Trial) -> Iterator[str]:
     system = trial.system
     if not any(system.ways()):
         return
-    there = trial.world
-    here = World(trial.case, _finest(there.producers), _finest(there.consumers), there.before)
+    whole = trial.world
+    here = World(trial.case, _finest(whole.producers), _finest(whole.consumers), whole.before)
     for name, way in system.ways():
         for (p, c), copies in copied(here, way).items():
             sides = here.producers[p][0], here.consumers[c][0]

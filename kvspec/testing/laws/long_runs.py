@@ -10,7 +10,8 @@ How it works:
 
     `minimal` checks ids. Ids can only pick descriptors of prepared rows. If the rows contain one
     descriptor that covers both copies, the ids must pick it, even if it moves a few other bytes.
-    That is legal if all other bytes are true or dead, and fast if there are fewer than `DEAR`.
+    That is legal if all other bytes are true or dead. It is fast if there are fewer than
+    `MOST_OTHER_BYTES`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # One longer copy may be slower than several copies if it moves this many other bytes.
-DEAR = 16 << 10
+MOST_OTHER_BYTES = 16 << 10
 
 
 def maximal(trial: Trial) -> Iterator[str]:
@@ -54,18 +55,18 @@ def maximal(trial: Trial) -> Iterator[str]:
 
 
 def minimal(trial: Trial) -> Iterator[str]:
-    """Yield each id that moves a useless block, and copies that one descriptor could replace."""
+    """Yield copies to a block without a live byte, and copies that one descriptor could replace."""
     ask = trial.system.prepared
     if ask is None:
         return
     here = trial.world
-    live_bytes, alive = cache(here.live), cache(partial(_alive, here))
+    live_bytes, in_live_block = cache(here.live), cache(partial(_in_live_block, here))
     names = cache(partial(_names, here))
     for (p, c), copies in dict(trial.copies())["ids"].items():
         sent, kept = here.producers[p][1], here.consumers[c][1]
         for _, place, length in copies:
             name, offset = inside(kept, place, length)
-            if not alive(c)[name][offset : offset + length].all():
+            if not in_live_block(c)[name][offset : offset + length].all():
                 yield (
                     f"producer {p}, consumer {c}, group {name}, byte {offset}: expected no copy to "
                     f"a block without a live byte, got {length} bytes"
@@ -87,7 +88,7 @@ def minimal(trial: Trial) -> Iterator[str]:
                 )
 
 
-def _alive(here: World, rank: RankId) -> dict[str, npt.NDArray[np.bool_]]:
+def _in_live_block(here: World, rank: RankId) -> dict[str, npt.NDArray[np.bool_]]:
     """Return a mask of a consumer rank's bytes. True if a byte of the same block is live."""
     _, _, live = here.live(rank)
     return {name: np.isin(block, block[live[name]]) for name, block in _blocks(here, rank).items()}
@@ -131,23 +132,25 @@ def _wider(lists: PreparedLists, copies: list[Copy]) -> Iterator[tuple[Copy, int
     A copy is possible if both sides have a row with a descriptor of its size at its address.
     """
     source, place, length = np.array(copies, np.int64).reshape(-1, 3).T
-    by_size: dict[int, list[tuple[int, int, int]]] = {}
-    for base, size, _, step, many in lists.producer_rows.tolist():
-        by_size.setdefault(size, []).append((base, step, many))
+    rows_by_size: dict[int, list[tuple[int, int, int]]] = {}
+    for base, size, _, stride, count in lists.producer_rows.tolist():
+        rows_by_size.setdefault(size, []).append((base, stride, count))
     candidates = set()
-    for base, total, _, stride, count in lists.consumer_rows.tolist():
+    for base, size, _, stride, count in lists.consumer_rows.tolist():
         block = (place - base) // stride if stride else np.zeros_like(place)
         start = base + block * stride
-        around = (length < total) & (start <= place) & (place + length <= start + total)
+        # The copies that lie inside of a longer descriptor of this row, which begins at `start`.
+        around = (length < size) & (start <= place) & (place + length <= start + size)
         around &= (block >= 0) & (block < count)
         origin = source - place + start
         for wide in set(zip(origin[around].tolist(), start[around].tolist(), strict=True)):
-            if any(_begins(wide[0], *row) for row in by_size.get(total, ())):
-                candidates.add((*wide, total))
-    for x, y, total in candidates:
-        within = (source - x == place - y) & (source >= x) & (source + length <= x + total)
-        if within.sum() > 1 and total - length[within].sum() < DEAR:
-            yield (x, y, total), int(within.sum())
+            if any(_begins(wide[0], *row) for row in rows_by_size.get(size, ())):
+                candidates.add((*wide, size))
+    for wide_source, wide_place, size in candidates:
+        within = (source - wide_source == place - wide_place) & (source >= wide_source)
+        within &= source + length <= wide_source + size
+        if within.sum() > 1 and size - length[within].sum() < MOST_OTHER_BYTES:
+            yield (wide_source, wide_place, size), int(within.sum())
 
 
 def _begins(address: int, base: int, stride: int, count: int) -> bool:

@@ -94,7 +94,11 @@ def cover(trial: Trial) -> Iterator[str]:
 
 
 def _horizon(case: Case, moves: list[Move], virtual: int) -> int:
-    """Return the number of positions to check: two periods of both shardings and all stripes."""
+    """Return the number of positions to check, at most `FAR`.
+
+    They are two periods. After one period, the context ranks of both engines and the stripes of all
+    moves repeat.
+    """
     steps = max((move.stripe[1] for move in moves), default=1)
     return min(2 * lcm(horizon(case.producer, case.consumer), virtual * steps), FAR)
 
@@ -102,7 +106,10 @@ def _horizon(case: Case, moves: list[Move], virtual: int) -> int:
 def _times(
     case: Case, target: Target, moves: list[Move], far: int, virtual: int
 ) -> npt.NDArray[np.int64]:
-    """Return how often each (place, position) of *target* is read from a rank that owns it."""
+    """Return how often each (place, position) of *target* is read from a rank that owns it.
+
+    A place is an index into the units that the consumer rank holds.
+    """
     own = rank_units(case.consumer, target.rank, target.part, target.group)
     times = np.zeros((len(own), far), np.int64)
     block, group = np.arange(far) // virtual, home(case.producer, target.layer)

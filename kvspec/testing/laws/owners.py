@@ -128,7 +128,7 @@ def counted_replicas(producer: EngineSpec, consumer: EngineSpec) -> Iterator[Cou
 
 
 def _together(producer: EngineSpec, consumer: EngineSpec) -> dict[Any, list[str]]:
-    """Return the layers that move, by the producer's stage, the groups of both, and their parts."""
+    """Return the layers that move, by (producer stage, producer group, consumer group, parts)."""
     excluded = excluded_layers(producer) | excluded_layers(consumer)
     together: dict[Any, list[str]] = {}
     for source, target in product(producer.groups, consumer.groups):

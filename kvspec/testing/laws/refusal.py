@@ -7,12 +7,12 @@ How it works:
     bytes, or a live block has no source or no place. Example: block 3 of the consumer must receive
     the tokens 0 to 3, and the pool has 8 blocks.
 
-        change                              the error must contain
-        consumer_blocks["g"] = []           g
-        consumer_blocks["g"] = [8]          g: the pool has no block 8
-        consumer_blocks["g"] = [-1]         g: -1 is not a block
-        producer_blocks["g"] = []           g
-        dtype of the producer = "float16"   dtype
+        change                              why it is wrong            the error must contain
+        consumer_blocks["g"] = []           block 3 is missing         g
+        consumer_blocks["g"] = [8]          the pool has no block 8    g
+        consumer_blocks["g"] = [-1]         -1 is not a block          g
+        producer_blocks["g"] = []           the tokens have no source  g
+        dtype of the producer = "float16"   the dtypes differ          dtype
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _DTYPES = {"uint8": "int8", "bfloat16": "float16", "float8_e4m3fn": "float8_e5m2
 
 
 def of_models(trial: Trial) -> Iterator[str]:
-    """Yield each producer of another model that the system accepts, or refuses without a name."""
+    """Yield each wrong producer that is accepted, or whose error does not name the field."""
     for name, what, wrong in _other_models(trial.case):
         yield from _accepted(name, what, Trial(trial.system, wrong))
 
 
 def of_requests(trial: Trial) -> Iterator[str]:
-    """Yield each impossible request that the system accepts, or refuses without a name."""
+    """Yield each impossible request that is accepted, or whose error does not name the group."""
     if not any(trial.system.ways()):
         return
     for name, what, change in (*_wrong_requests(trial.case), *_shared_blocks(trial.case)):
@@ -71,7 +71,7 @@ def _accepted(name: str, what: str, wrong: Trial) -> Iterator[str]:
 def _other_models(case: Case) -> Iterator[tuple[str, str, Case]]:
     """Yield (field, change, case) with a producer of another model.
 
-    The change is in the first group that moves. Its bytes have another meaning for the producer.
+    The change is in the first group that moves. After it, the two engines disagree about its bytes.
     """
     moving = {target.layer for target in targets(case.consumer, case.producer)}
     for group in case.producer.groups:
@@ -104,7 +104,7 @@ def _wrong_requests(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     for group, live in _live_blocks(case).items():
         ids = request.consumer_blocks[group].block_ids.tolist()
         first = request.consumer_blocks[group].first_token
-        homes = {
+        sources = {
             source.name
             for source in case.producer.groups
             if set(source.layers) & set(case.consumer.group(group).layers)
@@ -118,10 +118,10 @@ def _wrong_requests(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         for table in (none, *changed):
             blocks = {**request.consumer_blocks, group: BlockTable(table, first)}
             yield group, f"consumer_blocks[{group!r}]={table}", {"consumer_blocks": blocks}
-        if len(homes) == 1:
-            (home,) = homes
-            tables = {**request.producer_blocks, home: BlockTable(none)}
-            yield home, f"producer_blocks[{home!r}]=[]", {"producer_blocks": tables}
+        if len(sources) == 1:
+            (name,) = sources
+            tables = {**request.producer_blocks, name: BlockTable(none)}
+            yield name, f"producer_blocks[{name!r}]=[]", {"producer_blocks": tables}
 
 
 def _shared_blocks(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -165,8 +165,8 @@ def _read_blocks(case: Case) -> dict[str, list[int]]:
         if target.part.per_token:
             size *= context_of(case.producer, target.rank, group)[1]
         else:  # A state lies in the block of its last token, or in its only slot.
-            slot = len(table.block_ids) == 1 and not table.first_token
-            tokens = [0] if slot and tokens else tokens[-1:]
+            one_slot = len(table.block_ids) == 1 and not table.first_token
+            tokens = [0] if one_slot and tokens else tokens[-1:]
         ids = table.block_ids.tolist()
         blocks = {ids[(token - table.first_token) // size] for token in tokens}
         read_blocks.setdefault(group.name, set()).update(blocks)

@@ -93,7 +93,7 @@ class System:
         moves: Called with a case and a role. Returns the moves of the transfer as the consumers or
             the producers compute them.
         tells: Called with a case and a role. Returns pairs (producer rank, consumer rank) in which
-            the consumer notifies the producer that it has read. As the role computes them.
+            the consumer notifies the producer that it has read. Each role computes its own pairs.
         descriptors: Called with a world, a producer rank and a consumer rank. Returns the copies
             (producer address, consumer address, bytes) of the request.
         prepared: Called like *descriptors*. Returns rows and ids for the same copies, or None.
@@ -144,7 +144,7 @@ class Trial:
     case: Case
     _world: World | None = None
     _moves: dict[Role, list[Move]] = attrs.field(factory=dict, init=False, repr=False, eq=False)
-    _made: dict[str, Copies] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+    _answers: dict[str, Copies] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
     @cached_property
     def world(self) -> World:
@@ -166,9 +166,9 @@ class Trial:
     def copies(self) -> Iterator[tuple[str, Copies]]:
         """Yield each way in which the system describes its copies, and these copies."""
         for name, way in self.system.ways():
-            if name not in self._made:
-                self._made[name] = copied(self.world, way)
-            yield name, self._made[name]
+            if name not in self._answers:
+                self._answers[name] = copied(self.world, way)
+            yield name, self._answers[name]
 
 
 def deliver(here: World, copies: Copies) -> None:
@@ -186,8 +186,8 @@ def copied(here: World, way: Ask) -> Copies:
 
 def ints(copy: Iterable[int]) -> Copy:
     """Return *copy* with Python integers: sums of numpy integers could overflow."""
-    source, place, length = map(int, copy)
-    return source, place, length
+    source, target, length = map(int, copy)
+    return source, target, length
 
 
 def _moves(case: Case, role: Role) -> Iterator[Move]:
