@@ -199,8 +199,16 @@ def _mixed(regions: list[Region]) -> bool:
 
 
 def _same_blocks(box: _Box, other_box: _Box) -> bool:
-    """Return whether two boxes that share bytes do so only in blocks with the same id."""
-    tables = [[periods for periods in each.periods if periods.table] for each in (box, other_box)]
+    """Return whether two boxes that share bytes do so only in blocks with the same id.
+
+    A period index is a block id only in the fold by the table axis. So both boxes must have that
+    axis at the same fold. Groups with their blocks outermost in one and innermost in the other have
+    equal numbers of blocks, but block 0 of one may share bytes with block 1 of the other.
+    """
+    tables = [
+        [periods if periods.table else None for periods in member.periods]
+        for member in (box, other_box)
+    ]
     return tables[0] == tables[1] and not box.single and not other_box.single
 
 
