@@ -17,7 +17,7 @@ How it works:
     of the table, the kernel block in it, and the token in the kernel block.
 
     `Places` computes the same from `Owners.stored`, which can be counted independently of the
-    library (`kvspec.check.counting`). The descriptor table has its own third computation. A fault
+    library (`kvspec.check.ownership`). The descriptor table has its own third computation. A fault
     in one of them is found, because the others differ.
 """
 
@@ -31,8 +31,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvspec.check.counting import Owners
 from kvspec.check.coverage import Coverage, merged
+from kvspec.check.ownership import Owners
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.group import KVCacheGroup
 from kvspec.memory.rank_cache import RankCache, Region

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.check.checker import Checker, CounterExample
-from kvspec.check.counting import Counted, Owners
 from kvspec.check.coverage import Small, check_ranks_separate
+from kvspec.check.ownership import Counted, Owners
 from kvspec.check.places import Places
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest, check_no_null
 from kvspec.descriptors.table import build_table, check_engine, check_read_once, sharing

@@ -17,7 +17,7 @@ from builders import engine, gqa
 from refused import refusal
 
 import kvspec
-from kvspec.check import counting
+from kvspec.check import ownership
 
 NUM_TOKENS = 100
 SIZES: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_independent_verify_finds_fault_of_ownership(
 
 def test_independent_verify_rejects_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position is counted, so their number has a bound."""
-    monkeypatch.setattr(counting, "MAX_COUNTED", NUM_TOKENS - 1)
+    monkeypatch.setattr(ownership, "MAX_COUNTED", NUM_TOKENS - 1)
     side = engine(gqa())
     assert check(side, side, independent=False) is None
     error = refusal(lambda: check(side, side, independent=True))

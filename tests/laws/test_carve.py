@@ -17,6 +17,7 @@ import kvspec
 from kvspec.specs import AttentionSpec
 from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views, rank_layers, rank_units, shard_units
+from kvspec.testing.parallels import is_state
 
 RANK = kvspec.RankId()
 
@@ -65,7 +66,7 @@ class Walk:
     def __iter__(self) -> Iterator[Mapping[str, Any] | None]:
         """Yield where each byte belongs, by letter ("K" the part); None for padding."""
         letters = self.group.layout or self.engine.layout
-        if strategies.is_state(self.group.spec):
+        if is_state(self.group.spec):
             inner = "".join(each for each in letters if each in "HN").replace("H", "KH")
             letters = "".join(each for each in letters if each in "LB") + "T" + inner + "C"
         else:
