@@ -1,6 +1,6 @@
-"""The laws of slices: which units of which rank one rank exchanges, for every kind of layer.
+"""Tests of slices: which units a rank exchanges with which ranks, for every kind of layer.
 
-Stated over what should be there: the units that the oracle's cards give to each rank.
+The expected units are those that the oracle deals to each rank.
 """
 
 from __future__ import annotations
@@ -36,42 +36,44 @@ def owned(part: kvspec.Part, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def every_part(spec: kvspec.LayerSpec) -> Iterator[tuple[str, kvspec.Part]]:
-    """Yield (layer, part) of every layer that *spec* tells apart."""
+    """Yield (layer, part) for every layer with parts of its own in *spec*."""
     for layer in spec.layers or ("any",):
         for part in spec.of_layer(layer).parts:
             yield layer, part
 
 
-def of(slices: Sequence[TPTransferSlice], layer: str, part: kvspec.Part) -> list[TPTransferSlice]:
+def slices_of(
+    slices: Sequence[TPTransferSlice], layer: str, part: kvspec.Part
+) -> list[TPTransferSlice]:
     """Return the slices that move *part* of *layer*."""
     return [s for s in slices if part.name in s.parts and (not s.layers or layer in s.layers)]
 
 
 def read_at(slices: Sequence[TPTransferSlice], block: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (unit, local unit, remote rank) of all that *slices* move of virtual block *block*."""
-    for each in slices:
-        if each.stripe.holds(block):
-            for unit, local in zip(each.global_range, each.local_range, strict=True):
-                yield unit, local, each.remote_rank
+    """Yield (unit, local unit, remote rank) of everything that moves of virtual block *block*."""
+    for tp_slice in slices:
+        if tp_slice.stripe.holds(block):
+            for unit, local in zip(tp_slice.global_range, tp_slice.local_range, strict=True):
+                yield unit, local, tp_slice.remote_rank
 
 
 def assert_cover(
     spec: kvspec.LayerSpec, consumers: int, producers: int, **replica_policy: Any
 ) -> None:
-    """Each unit that a consumer rank holds is read once, into its own place, at every block."""
+    """Check that each unit of a consumer rank is read once, into its own place, in each block."""
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(rank, consumers, producers, **replica_policy)
         for layer, part in every_part(spec):
-            mine = of(slices, layer, part)
+            rank_slices = slices_of(slices, layer, part)
             target = Counter(enumerate(owned(part, consumers)[rank]))
-            for block in range(max((each.stripe.step for each in mine), default=1)):
-                read = Counter((local, unit) for unit, local, _ in read_at(mine, block))
+            for block in range(max((tp_slice.stripe.step for tp_slice in rank_slices), default=1)):
+                read = Counter((local, unit) for unit, local, _ in read_at(rank_slices, block))
                 assert target == read
 
 
 @pytest.mark.parametrize("replica_policy", POLICIES)
-def test_exact_cover_of_a_grid(replica_policy: str) -> None:
-    """Law 1 for all head counts up to 9 and all sizes up to 8, multiples or not."""
+def test_slices_cover_each_unit_once_for_small_sizes(replica_policy: str) -> None:
+    """Law 1 holds for all head counts up to 9 and all sizes up to 8."""
     for heads, consumers, producers in product(range(1, 10), range(1, 9), range(1, 9)):
         spec = attrs.evolve(GQA, total_num_kv_heads=heads)
         assert_cover(spec, consumers, producers, replica_policy=replica_policy)
@@ -80,29 +82,28 @@ def test_exact_cover_of_a_grid(replica_policy: str) -> None:
 def assert_identity(
     spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
-    """Hold that a slice is not empty and names the same global units at both ends."""
+    """Check that a slice is not empty and contains the same global units at both ends."""
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(rank, consumers, producers, replica_policy=policy)
         for layer, part in every_part(spec):
-            for each in of(slices, layer, part):
-                ours, theirs = (
+            for tp_slice in slices_of(slices, layer, part):
+                own_units, remote_units = (
                     owned(part, consumers)[rank],
-                    owned(part, producers)[each.remote_rank],
+                    owned(part, producers)[tp_slice.remote_rank],
                 )
-                units = list(each.global_range)
+                units = list(tp_slice.global_range)
                 assert units
-                assert units == [ours[i] for i in each.local_range]
-                assert units == [theirs[i] for i in each.remote_range]
+                assert units == [own_units[i] for i in tp_slice.local_range]
+                assert units == [remote_units[i] for i in tp_slice.remote_range]
 
 
 def assert_neighbours(spec: kvspec.LayerSpec, size: int) -> None:
-    """Hold that under the default sharding a unit's holders are a run of ranks.
-
-    As the cards fall.
-    """
+    """Check that the default sharding deals each unit to a run of neighbouring ranks."""
     for _, part in every_part(spec):
         ranges = even_sharding(part.units, size, part.granularity).ranges
-        assert [list(hand) for hand in owned(part, size)] == [list(each) for each in ranges]
+        assert [list(units) for units in owned(part, size)] == [
+            list(unit_range) for unit_range in ranges
+        ]
         for unit in range(part.units):
             holders = [rank for rank, own in enumerate(ranges) if unit in own]
             assert list(range(holders[0], holders[0] + len(holders))) == holders
@@ -111,37 +112,42 @@ def assert_neighbours(spec: kvspec.LayerSpec, size: int) -> None:
 def assert_symmetry(
     spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
-    """Hold that consumers would pull what producers would push, seen from the other end."""
+    """Check that the slices of the consumers and of the producers are the same."""
+    replica_policy = {"replica_policy": replica_policy, "salt": salt}
     pulled, pushed = set(), set()
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(
             rank, consumers, producers, role="consumer", replica_policy=policy
         )
-        pulled |= {(each.remote_rank, rank, seen_from_consumer(each)) for each in slices}
+        pulled |= {
+            (tp_slice.remote_rank, rank, seen_from_consumer(tp_slice)) for tp_slice in slices
+        }
     for rank in range(producers):
         slices = spec.get_tp_transfer_slices(
             rank, producers, consumers, role="producer", replica_policy=policy
         )
-        pushed |= {(rank, each.remote_rank, seen_from_producer(each)) for each in slices}
+        pushed |= {
+            (rank, tp_slice.remote_rank, seen_from_producer(tp_slice)) for tp_slice in slices
+        }
     assert pulled == pushed
 
 
-def seen_from_consumer(each: TPTransferSlice) -> tuple[object, ...]:
-    """Return everything of a consumer's slice but the rank."""
-    ranges = each.global_range, each.local_range, each.remote_range
-    return (each.parts, each.layers, each.stripe, *ranges)
+def seen_from_consumer(tp_slice: TPTransferSlice) -> tuple[object, ...]:
+    """Return the fields of a consumer's slice, without the rank."""
+    ranges = tp_slice.global_range, tp_slice.local_range, tp_slice.remote_range
+    return (tp_slice.parts, tp_slice.layers, tp_slice.stripe, *ranges)
 
 
-def seen_from_producer(each: TPTransferSlice) -> tuple[object, ...]:
-    """Return everything of a producer's slice but the rank, as the consumer would say it."""
-    ranges = each.global_range, each.remote_range, each.local_range
-    return (each.parts, each.layers, each.stripe, *ranges)
+def seen_from_producer(tp_slice: TPTransferSlice) -> tuple[object, ...]:
+    """Return the fields of a producer's slice in the consumer's order, without the rank."""
+    ranges = tp_slice.global_range, tp_slice.remote_range, tp_slice.local_range
+    return (tp_slice.parts, tp_slice.layers, tp_slice.stripe, *ranges)
 
 
 def chosen(
     part: kvspec.Part, consumers: int, producers: int, replica_policy: str
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (consumer, unit, block, producer) by the definition, from sets of units."""
+    """Yield (consumer, unit, block, producer) computed by definition, from sets of units."""
     holds, needs = ([set(hand) for hand in owned(part, n)] for n in (producers, consumers))
     classes: dict[tuple[int, ...], list[int]] = {}
     for rank, hand in enumerate(owned(part, producers)):
@@ -161,7 +167,7 @@ def chosen(
 def assert_agreement(
     spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str
 ) -> None:
-    """Hold that slices are two ranks' sets of units intersected, replicas chosen as defined."""
+    """Check that slices are the intersections of sets of units, with replicas as defined."""
     slices = [
         spec.get_tp_transfer_slices(rank, consumers, producers, replica_policy=replica_policy)
         for rank in range(consumers)
@@ -172,7 +178,7 @@ def assert_agreement(
             (rank, unit, block, source)
             for rank in range(consumers)
             for block in range(6)
-            for unit, _, source in read_at(of(slices[rank], layer, part), block)
+            for unit, _, source in read_at(slices_of(slices[rank], layer, part), block)
         }
         assert target == read
 
@@ -180,7 +186,10 @@ def assert_agreement(
 def assert_fair(
     spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
-    """Hold that readers per replica differ by at most one under spread, blocks under stripe."""
+    """Check that the loads of replicas differ by at most one.
+
+    The load of a replica is its readers with `spread`, and its blocks with `stripe`.
+    """
     slices = [
         spec.get_tp_transfer_slices(rank, consumers, producers, replica_policy=policy)
         for rank in range(consumers)
@@ -193,7 +202,11 @@ def assert_fair(
             for block in range(7 if policy.name == "stripe" else 1):
                 for each in slices:
                     load.update(
-                        {s for u, _, s in read_at(of(each, layer, part), block) if u in units}
+                        {
+                            s
+                            for u, _, s in read_at(slices_of(each, layer, part), block)
+                            if u in units
+                        }
                     )
                 if policy.name == "first":
                     assert {members[0]} == {rank for rank in members if load[rank]}
@@ -205,10 +218,10 @@ def assert_fair(
 @given(specs(), SIZES, SIZES, POLICY, st.integers(0, 20))
 @example(GQA, 3, 7, "spread", 1)
 @example(GQA, 5, 16, "stripe", 3)
-def test_slices_keep_the_laws(
+def test_slices_keep_laws_1_3_5_and_6(
     spec: kvspec.LayerSpec, consumers: int, producers: int, replica_policy: str, salt: int
 ) -> None:
-    """Laws 1, 3, 5 and 6, and by sets: all of them hold of every pair that is drawn."""
+    """They also equal the intersections of sets of units."""
     drawn = (spec, consumers, producers)
     policy = kvspec.ReplicaPolicy(replica_policy, salt)
     assert_cover(*drawn, replica_policy=policy)
@@ -221,39 +234,39 @@ def test_slices_keep_the_laws(
 
 @MANY
 @given(specs(), SIZES, SIZES, SIZES, POLICY)
-def test_two_hops_are_one_hop(
+def test_slices_over_a_third_engine_deliver_the_same_units(
     spec: kvspec.LayerSpec, producers: int, between: int, consumers: int, replica_policy: str
 ) -> None:
-    """Law 4: each unit that arrives over any third engine is the unit that arrives directly."""
+    """Law 4 holds for any third engine between the two."""
 
     def hop(source: int, target: int) -> dict[tuple[str, str, int, int], tuple[int, int]]:
         return {
-            (layer, part.name, rank, local): (each.remote_rank, remote)
+            (layer, part.name, rank, local): (tp_slice.remote_rank, remote)
             for rank in range(target)
             for slices in [
                 spec.get_tp_transfer_slices(rank, target, source, replica_policy=replica_policy)
             ]
             for layer, part in every_part(spec)
-            for each in of(slices, layer, part)
-            for local, remote in zip(each.local_range, each.remote_range, strict=True)
+            for tp_slice in slices_of(slices, layer, part)
+            for local, remote in zip(tp_slice.local_range, tp_slice.remote_range, strict=True)
         }
 
     direct, first, second = (
         hop(producers, consumers), hop(producers, between), hop(between, consumers)
     )  # fmt: skip
     for layer, part in every_part(spec):
-        for rank, hand in enumerate(owned(part, consumers)):
-            for local, unit in enumerate(hand):
+        for rank, units in enumerate(owned(part, consumers)):
+            for local, unit in enumerate(units):
                 over = first[layer, part.name, *second[layer, part.name, rank, local]]
                 for source, index in (direct[layer, part.name, rank, local], over):
                     assert unit == owned(part, producers)[source][index]
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), SIZES, SIZES, POLICY)
-def test_a_uniform_group_is_its_layers(
+def test_slices_of_a_uniform_group_equal_those_of_its_layers(
     heads: list[int], consumers: int, producers: int, replica_policy: str
 ) -> None:
-    """Each layer of a uniform-type group is sliced as if alone; none represents another."""
+    """Each layer is sliced as if it were alone."""
     layers = {f"l{i}": attrs.evolve(GQA, total_num_kv_heads=n) for i, n in enumerate(heads)}
     group = kvspec.UniformTypeKVCacheSpecs(specs=layers)
     for rank, (layer, alone) in product(range(consumers), layers.items()):
@@ -264,24 +277,26 @@ def test_a_uniform_group_is_its_layers(
             rank, consumers, producers, replica_policy=replica_policy
         )
         for part in alone.parts:
-            got = [attrs.evolve(each, layers=()) for each in of(slices, layer, part)]
-            assert list(target) == got
+            layer_slices = [
+                attrs.evolve(tp_slice, layers=()) for tp_slice in slices_of(slices, layer, part)
+            ]
+            assert list(target) == layer_slices
 
 
-# Laws that do not hold, each locked with its witness.
+# Properties that do not hold. Each test has a counter-example.
 
 
-def test_swapping_sides_with_replicas_does_not_swap_the_slices() -> None:
-    """One head, 1 rank to 2: both read rank 0. Swapped, only one of the two replicas is read."""
+def test_slices_with_replicas_are_not_symmetric() -> None:
+    """With 1 rank to 2, both ranks read rank 0. With 2 ranks to 1, only one replica is read."""
     spec = attrs.evolve(GQA, total_num_kv_heads=1)
     there = {(0, rank) for rank in (0, 1) for _ in spec.get_tp_transfer_slices(rank, 2, 1)}
-    back = {(each.remote_rank, 0) for each in spec.get_tp_transfer_slices(0, 1, 2)}
+    back = {(tp_slice.remote_rank, 0) for tp_slice in spec.get_tp_transfer_slices(0, 1, 2)}
     assert {(0, 0), (0, 1)} == there
     assert {(0, 0)} == back
 
 
 def test_a_third_engine_may_change_which_replica_is_read() -> None:
-    """Two hops give the same units, not the same source: 2 replicas, over 1 rank, to 2 ranks."""
+    """Two replicas send to 2 ranks over 1 rank: the units stay the same, the source changes."""
     spec = attrs.evolve(GQA, total_num_kv_heads=1)
     direct = [spec.get_tp_transfer_slices(rank, 2, 2)[0].remote_rank for rank in (0, 1)]
     over = [spec.get_tp_transfer_slices(0, 1, 2)[0].remote_rank] * 2
@@ -289,10 +304,12 @@ def test_a_third_engine_may_change_which_replica_is_read() -> None:
     assert [0, 0] == over
 
 
-def test_spread_is_fair_to_replicas_not_to_ranks() -> None:
-    """3 heads on 4 ranks: rank 0 and 1 share one head, so they give half of what others give."""
+def test_spread_balances_replicas_but_not_ranks() -> None:
+    """Of 4 ranks, rank 0 and 1 share one of 3 heads, so each sends half as much as the others."""
     spec = attrs.evolve(GQA, total_num_kv_heads=3)
     read = Counter(
-        each.remote_rank for rank in range(6) for each in spec.get_tp_transfer_slices(rank, 6, 4)
+        tp_slice.remote_rank
+        for rank in range(6)
+        for tp_slice in spec.get_tp_transfer_slices(rank, 6, 4)
     )
     assert {0: 1, 1: 1, 2: 2, 3: 2} == read
