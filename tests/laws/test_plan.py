@@ -1,4 +1,4 @@
-"""What else is true of plans: one plan of two engines, its releasers, its traffic, its words."""
+"""Tests of plans: edges, releasers of unread ranks, traffic, explicit shardings and contexts."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from kvspec.testing.world import plan_of
 
 PLANS = strategies.plans()
 MANY = settings(max_examples=2 * settings.default.max_examples)
-DEALT_APART = (
+UNEQUAL_CONTEXTS = (
     (1, {"tp": 4, "dcp_size": 2, "interleave_size": 2}, {"pcp_size": 3, "interleave_size": 1}),
     (2, {"tp": 4, "dcp_size": 2}, {"tp": 2, "pcp_size": 2, "interleave_size": 2}),
 )
 Slice = tuple[Any, ...]
 
 
-@pytest.mark.parametrize(("heads", "producer", "consumer"), DEALT_APART)
+@pytest.mark.parametrize(("heads", "producer", "consumer"), UNEQUAL_CONTEXTS)
 @pytest.mark.parametrize("replica_policy", strategies.POLICIES)
-def test_tokens_sharded_apart(
+def test_plan_keeps_laws_if_sides_shard_tokens_differently(
     heads: int, producer: Any, consumer: Any, replica_policy: Any
 ) -> None:
-    """Every law holds where both sides shard tokens, to other sizes and by other interleaves."""
+    """The sides have different numbers of context ranks and different interleaves."""
     spec = gqa(heads, block_size=2)
     engines = engine(spec, **producer), engine(spec, **consumer)
     planner = laws.System(name="kvspec", moves=KVSPEC.moves, tells=KVSPEC.tells)
@@ -49,11 +49,11 @@ def test_tokens_sharded_apart(
 
 
 @given(PLANS)
-def test_a_plan_is_whole(case: Case) -> None:
-    """An edge moves something, stands once, and its slices name its own producer.
+def test_plan_edges_are_unique_and_not_empty(case: Case) -> None:
+    """The slices of an edge name its own producer and layers of its own groups.
 
-    As many producer ranks report a request as sent as there are, and consumer ranks received; the
-    explanation names every rank that reads or is read.
+    All producer ranks report a request as sent, and all consumer ranks as received. The explanation
+    names every rank that reads or is read.
     """
     plan = plan_of(case)
     names = Counter((e.producer, e.consumer, e.producer_group, e.group) for e in plan.edges)
@@ -71,10 +71,10 @@ def test_a_plan_is_whole(case: Case) -> None:
 
 
 @given(PLANS)
-def test_each_rank_alone_knows_its_edges(case: Case) -> None:
-    """Law 3: what each rank slices for itself, in either role, is what the plan of all ranks says.
+def test_slices_of_one_rank_equal_the_edges_of_the_plan(case: Case) -> None:
+    """Law 3: the slices that a rank computes alone, in either role, are those of the whole plan.
 
-    Of engines that differ in their TP sizes alone, since a spec shards by default.
+    The engines differ only in their TP sizes, because a spec alone uses the default sharding.
     """
     tp_sizes = [each.parallel.tp_size for each in (case.producer, case.consumer)]
     group = next(group for group in case.consumer.groups if len(group.layers) > len(group.excluded))
@@ -85,9 +85,9 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
         nodes = zip((drawn.producer, drawn.consumer), sides, strict=True)
         own = [{rank: node[rank] for rank in side.parallel.ranks} for node, side in nodes]
         topology = kvspec.Topology(producer=own[0], consumer=own[1])
-        policy = attrs.evolve(policy, topology=topology)
-    plan = kvspec.plan_transfer(*sides, policy)
-    wanted = {
+        replica_policy["replica_policy"] = attrs.evolve(case.replica_policy, topology=topology)
+    plan = kvspec.plan_transfer(*sides, **replica_policy)
+    planned = {
         (edge.producer.tp, edge.consumer.tp, each.global_range, each.remote_range, each.local_range,
          each.stripe, layer, part)
         for edge in plan.edges
@@ -108,23 +108,23 @@ def test_each_rank_alone_knows_its_edges(case: Case) -> None:
                     for layer in each.layers or group.layers
                     for part in each.parts
                 }
-        assert wanted == alone
+        assert planned == alone
 
 
-PLAN_THEM = """
+PRINT_PLANS = """
 import hashlib, pickle, sys
 from kvspec.testing.world import plan_of
 for case in pickle.load(sys.stdin.buffer):
     plan = plan_of(case)
-    told = [plan.notifiers(rank) for rank in case.producer.parallel.ranks]
-    print(hashlib.sha256(repr((plan.edges, told)).encode()).hexdigest())
+    notifiers = [plan.notifiers(rank) for rank in case.producer.parallel.ranks]
+    print(hashlib.sha256(repr((plan.edges, notifiers)).encode()).hexdigest())
 """
 
 
-def test_both_engines_compute_one_plan() -> None:
-    """Law 3: in processes of their own, from pickled descriptions, edge by edge and in one order.
+def test_plans_of_separate_processes_are_equal() -> None:
+    """Law 3: both engines compute the same edges in the same order from pickled descriptions.
 
-    Each has another seed of hashes, so that nothing may depend on the order of a set.
+    Each process has another hash seed, so the order of a set must not matter.
     """
     drawn: list[Case] = []
 
@@ -134,9 +134,9 @@ def test_both_engines_compute_one_plan() -> None:
         drawn.append(case)
 
     draw()
-    found = [
+    printed = [
         subprocess.run(  # noqa: S603 - our own interpreter and code
-            [sys.executable, "-c", PLAN_THEM],
+            [sys.executable, "-c", PRINT_PLANS],
             input=pickle.dumps(drawn),
             capture_output=True,
             check=True,
@@ -147,28 +147,33 @@ def test_both_engines_compute_one_plan() -> None:
     own = []
     for case in drawn:
         plan = plan_of(case)
-        told = [plan.notifiers(rank) for rank in case.producer.parallel.ranks]
-        own.append(hashlib.sha256(repr((plan.edges, told)).encode()).hexdigest().encode())
-    assert [own, own] == found
+        notifiers = [plan.notifiers(rank) for rank in case.producer.parallel.ranks]
+        own.append(hashlib.sha256(repr((plan.edges, notifiers)).encode()).hexdigest().encode())
+    assert [own, own] == printed
 
 
 @MANY
 @given(PLANS)
-def test_an_unread_rank_has_its_releaser(case: Case) -> None:
-    """The rank at place j of c is released by g[j len(g) // len(c)]; one that holds nothing by all.
+def test_unread_rank_is_notified_by_its_releaser(case: Case) -> None:
+    """Replica number j of a class is released by consumer number j * consumers // replicas.
 
-    A rank of several classes (its parts are sharded differently) is told by the releaser of one.
+    The parts of a rank may be sharded differently, so it may belong to several classes. Then the
+    releaser of one class notifies it. A rank that holds nothing is notified by all consumer ranks.
     """
     plan = plan_of(case)
-    found = list(counted_replicas(case.producer, case.consumer))
+    classes = list(counted_replicas(case.producer, case.consumer))
     for rank in case.producer.parallel.ranks:
         if plan.targets(rank):
             assert plan.targets(rank) == plan.notifiers(rank)
             continue
         chosen = [
-            each.consumers[each.replicas.index(rank) * len(each.consumers) // len(each.replicas)]
-            for each in found
-            if rank in each.replicas
+            replica_class.consumers[
+                replica_class.replicas.index(rank)
+                * len(replica_class.consumers)
+                // len(replica_class.replicas)
+            ]
+            for replica_class in classes
+            if rank in replica_class.replicas
         ]
         if chosen:
             (releaser,) = plan.notifiers(rank)
@@ -178,19 +183,21 @@ def test_an_unread_rank_has_its_releaser(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "told"),
+    ("heads", "releasers"),
     [(1, {1: 0, 2: 0, 3: 1, 4: 1, 5: 1}), (2, {1: 0, 2: 0, 4: 1, 5: 1})],
 )
-def test_releasers_by_hand(heads: int, told: dict[int, int]) -> None:
-    """Six producer ranks, two consumers, only first replicas read: each half has its releaser."""
+def test_unread_replicas_are_divided_between_two_releasers(
+    heads: int, releasers: dict[int, int]
+) -> None:
+    """Six producer ranks and two consumer ranks. Only the first replica of each class is read."""
     spec = gqa(heads)
     plan = kvspec.plan_transfer(engine(spec, tp=6), engine(spec, tp=2), replica_policy="first")
     unread = [rank for rank in plan.producer.parallel.ranks if not plan.targets(rank)]
-    assert told == {rank.tp: each.tp for rank in unread for each in plan.notifiers(rank)}
+    assert releasers == {rank.tp: each.tp for rank in unread for each in plan.notifiers(rank)}
 
 
-def test_symmetry_does_not_hold_with_replicas() -> None:
-    """Its witness: one head, 1 rank to 2 gives two edges, 2 ranks to 1 give one."""
+def test_plans_with_replicas_are_not_symmetric() -> None:
+    """With one head, 1 rank to 2 needs two edges, and 2 ranks to 1 need one."""
     one, two = (engine(gqa(1), tp=size) for size in (1, 2))
     assert 2 == len(kvspec.plan_transfer(one, two).edges)
     assert 1 == len(kvspec.plan_transfer(two, one).edges)
@@ -198,35 +205,45 @@ def test_symmetry_does_not_hold_with_replicas() -> None:
 
 @MANY
 @given(PLANS, st.integers(1, 40))
-def test_traffic_is_what_is_wanted(case: Case, tokens: int) -> None:
-    """Bytes moved are the live rows that each consumer rank owns, whatever the producer is."""
-    asked = request(tokens, {}, {})
-    wanted = Counter[kvspec.RankId]()
+def test_traffic_equals_the_live_rows_of_each_consumer_rank(case: Case, tokens: int) -> None:
+    """The number of bytes does not depend on the producer."""
+    wanted_request = request(tokens, {}, {})
+    expected = Counter[kvspec.RankId]()
     for target in targets(case.consumer, case.producer):
         part, spec = target.part, target.group.spec.of_layer(target.layer)
-        live = live_positions(spec, asked)
+        live = live_positions(spec, wanted_request)
         live = live & owns(case.consumer, target.rank, part, target.group, tokens)
-        each = part.tokens_per_state
-        rows = len({token // each for token in live.nonzero()[0].tolist()}) if each else part.states
+        tokens_per_row = part.tokens_per_state
+        rows = (
+            len({token // tokens_per_row for token in live.nonzero()[0].tolist()})
+            if tokens_per_row
+            else part.states
+        )
         units = len(rank_units(case.consumer, target.rank, part, target.group))
-        wanted[target.rank] += units * rows * part.content_bytes
-    got = Counter[kvspec.RankId]()
+        expected[target.rank] += units * rows * part.content_bytes
+    counted = Counter[kvspec.RankId]()
     for rank, load in kvspec.traffic(plan_of(case), tokens).consumers.items():
-        got[rank] += load.nbytes
-    assert +wanted == +got
+        counted[rank] += load.nbytes
+    assert +expected == +counted
 
 
-def test_explicit_shardings_by_hand() -> None:
-    """5 heads, vLLM-like 2+2+1 to an engine that gives the odd head to its first rank: 3+2."""
+def test_plan_between_unequal_explicit_shardings() -> None:
+    """Five heads: the producer holds 2 + 2 + 1, and the consumer holds 3 + 2."""
     shardings = (range(2), range(2, 4), range(4, 5)), (range(3), range(3, 5))
     sides = [engine(gqa(5), tp=len(own), shardings={5: own}) for own in shardings]
     plan = kvspec.plan_transfer(*sides)
-    got = [
-        (edge.producer.tp, edge.consumer.tp, each.global_range, each.local_range, each.remote_range)
+    moves = [
+        (
+            edge.producer.tp,
+            edge.consumer.tp,
+            tp_slice.global_range,
+            tp_slice.local_range,
+            tp_slice.remote_range,
+        )
         for edge in plan.edges
-        for each in edge.slices
+        for tp_slice in edge.slices
     ]
-    assert sorted(got, key=str) == [
+    assert sorted(moves, key=str) == [
         (0, 0, range(2), range(2), range(2)),
         (1, 0, range(2, 3), range(2, 3), range(1)),
         (1, 1, range(3, 4), range(1), range(1, 2)),
@@ -241,17 +258,21 @@ CYCLIC = st.builds(
 
 
 @given(CYCLIC, CYCLIC)
-def test_contexts_meet_where_both_own_a_position(one: BlockCyclic, other: BlockCyclic) -> None:
-    """Asked of every position of their common period."""
-    period = np.arange(one.size * one.interleave * other.size * other.interleave)
+def test_meet_returns_whether_two_contexts_own_a_common_position(
+    first: BlockCyclic, second: BlockCyclic
+) -> None:
+    """The test looks at every position of the common period."""
+    period = np.arange(first.size * first.interleave * second.size * second.interleave)
     both = [
-        each // own.interleave % own.size == own.rank for own in (one, other) for each in (period,)
+        positions // own.interleave % own.size == own.rank
+        for own in (first, second)
+        for positions in (period,)
     ]
-    assert bool((both[0] & both[1]).any()) == meet(one, other)
+    assert bool((both[0] & both[1]).any()) == meet(first, second)
 
 
-def test_contexts_of_long_interleaves_are_compared_at_once() -> None:
-    """Two interleaves whose common period has 2e12 positions: no array is as long."""
+def test_meet_needs_no_array_for_long_interleaves() -> None:
+    """The common period has 2e12 positions, so an array of it would not fit into memory."""
     assert meet(BlockCyclic(0, 2, 2**20), BlockCyclic(1, 3, 3**12))
     assert meet(BlockCyclic(0, 2, 2**40), BlockCyclic(2, 3, 3**30))
     assert not meet(BlockCyclic(0, 2, 2**40), BlockCyclic(3, 4, 2**40))

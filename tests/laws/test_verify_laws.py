@@ -1,4 +1,4 @@
-"""`verify` says what the oracle says: right of what is right, and of a fault which byte and why."""
+"""Tests that `verify` accepts right transfers and names a wrong byte, as the oracle defines it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Descriptors = dict[tuple[kvspec.RankId, kvspec.RankId], npt.NDArray[np.uint64]]
 
 def caches(here: World) -> tuple[Any, Any]:
     """Return the caches of both sides by rank."""
-    ours, theirs = (
+    producers, consumers = (
         {rank: cache for rank, (cache, _) in side.items()}
         for side in (here.producers, here.consumers)
     )
-    return ours, theirs
+    return producers, consumers
 
 
 @HALF
 @given(CASES)
-def test_verify_accepts_what_the_library_does(case: strategies.Case) -> None:
-    """Every byte of every transfer is right, also by the checker that users have."""
+def test_verify_accepts_the_descriptors_of_the_library(case: strategies.Case) -> None:
+    """Both checkers accept them: the one that uses the library, and the independent one."""
     here = world(case)
     for independent in (False, True):
         assert None is kvspec.verify(
@@ -50,7 +50,7 @@ def test_verify_accepts_what_the_library_does(case: strategies.Case) -> None:
 @HALF
 @given(strategies.sharing_cases() | strategies.spanning_cases())
 def test_verify_accepts_shared_memory_and_spanning_content(case: strategies.Case) -> None:
-    """So it is where groups share their memory, and where content spans heads."""
+    """Groups share their memory, or content spans heads."""
     here = world(case)
     for independent in (False, True):
         assert None is kvspec.verify(
@@ -60,8 +60,8 @@ def test_verify_accepts_shared_memory_and_spanning_content(case: strategies.Case
 
 @HALF
 @given(CASES | strategies.sharing_cases())
-def test_layer_by_layer_verify_accepts_the_same(case: strategies.Case) -> None:
-    """Whatever the library moves, of shared memory too."""
+def test_verify_accepts_the_same_layer_by_layer(case: strategies.Case) -> None:
+    """`TOGETHER` is 1, so that each layer is verified alone."""
     here = world(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["kvspec.check.verify"], "TOGETHER", 1)
@@ -69,39 +69,39 @@ def test_layer_by_layer_verify_accepts_the_same(case: strategies.Case) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, -1])
-def test_layer_by_layer_verify_finds_what_one_layer_does_to_another(
+def test_verify_finds_writes_into_another_layer_layer_by_layer(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last layer's bytes go nowhere, or into the same place of the layer beside it."""
-    one = engine(builders.gqa(2), layers=("l.0", "l.1", "l.2"))
-    here = world(builders.case(one, one, request(20, [0, 1], [1, 0])))
+    """The last layer is not written, or is written into the neighbouring layer."""
+    side = engine(builders.gqa(2), layers=("l.0", "l.1", "l.2"))
+    here = world(builders.case(side, side, request(20, [0, 1], [1, 0])))
     right = kvspec.DescriptorTable.descriptors
 
-    def wrong(table: kvspec.DescriptorTable, *asked: Any, **more: Any) -> Any:
-        rows = right(table, *asked, **more)
+    def wrong(table: kvspec.DescriptorTable, *arguments: Any, **options: Any) -> Any:
+        rows = right(table, *arguments, **options)
         begins = [table.consumer.region(layer, "k").base for layer in ("l.0", "l.1")]
-        here_too = table.layers == frozenset(["l.2" if step < 0 else "l.1"])
-        if here_too:
+        planted = table.layers == frozenset(["l.2" if step < 0 else "l.1"])
+        if planted:
             rows[:, 1] = rows[:, 1].view(np.int64) + step * (begins[1] - begins[0])
-        return rows[: len(rows) * (step != 0)] if here_too else rows
+        return rows[: len(rows) * (step != 0)] if planted else rows
 
     monkeypatch.setattr(sys.modules["kvspec.check.verify"], "TOGETHER", 1)
     monkeypatch.setattr(kvspec.DescriptorTable, "descriptors", wrong)
-    found = kvspec.verify(here.plan, *caches(here), here.case.request)
-    assert found is not None
-    assert ("missing", "l.2" if step < 0 else "l.1") == (found.kind, found.layer)
+    example = kvspec.verify(here.plan, *caches(here), here.case.request)
+    assert example is not None
+    assert ("missing", "l.2" if step < 0 else "l.1") == (example.kind, example.layer)
 
 
 def changed(rows: npt.NDArray[np.uint64], at: int, how: str) -> npt.NDArray[np.uint64]:
-    """Return *rows* with row *at* removed, twice, cut, or read or written a byte further on."""
+    """Return *rows* with row *at* removed, doubled, cut, or read or written one byte later."""
     if how == "removed":
         return np.delete(rows, at, axis=0)
     if how == "doubled":
         return np.concatenate([rows, rows[at : at + 1]])
-    found = rows.copy()
+    shifted = rows.copy()
     column, step = {"cut": (2, -1), "read elsewhere": (0, 1), "written elsewhere": (1, 1)}[how]
-    found[at, column] = int(found[at, column]) + step
-    return found
+    shifted[at, column] = int(shifted[at, column]) + step
+    return shifted
 
 
 HOW = ("removed", "doubled", "cut", "read elsewhere", "written elsewhere")
@@ -109,21 +109,21 @@ Sources = dict[kvspec.RankId, dict[int, list[tuple[kvspec.RankId, int]]]]
 
 
 def sources(here: World, made: Descriptors) -> Sources:
-    """Return where each byte that a consumer rank is sent comes from, by its address."""
-    found: Sources = {rank: {} for rank in here.consumers}
+    """Return the source of each byte that a consumer rank receives, by its address."""
+    by_rank: Sources = {rank: {} for rank in here.consumers}
     for (source, rank), rows in made.items():
         for start, place, length in rows.tolist():
             for i in range(length):
-                found[rank].setdefault(place + i, []).append((source, start + i))
-    return found
+                by_rank[rank].setdefault(place + i, []).append((source, start + i))
+    return by_rank
 
 
 def faults(here: World, made: Descriptors, right: Sources) -> set[tuple[kvspec.RankId, int, str]]:
-    """Return (rank, address, kind) of every byte that is wrong; live and dead as the oracle says.
+    """Return (rank, address, kind) of every wrong byte. The oracle defines live and dead bytes.
 
-    A byte that is read from elsewhere than in *right*, where all bytes are right, is wrong.
+    A byte is wrong if its source differs from its source in *right*, where all bytes are right.
     """
-    found = set()
+    wrong = set()
     for rank, sent in sources(here, made).items():
         _, may, live = here.live(rank)
         free: set[int] = set()
@@ -132,56 +132,55 @@ def faults(here: World, made: Descriptors, right: Sources) -> set[tuple[kvspec.R
             free |= set((base + np.flatnonzero(may[name])).tolist())
             for address in (base + np.flatnonzero(live[name])).tolist():
                 free.add(address)
-                got = sent.get(address, [])
-                if not got:
-                    found.add((rank, address, "missing"))
-                if len(got) > 1:
-                    found.add((rank, address, "double"))
-                if got != right[rank][address]:
-                    found.add((rank, address, "wrong source"))
-        found |= {(rank, address, "unwanted") for address in sent if address not in free}
-    return found
+                byte_sources = sent.get(address, [])
+                if not byte_sources:
+                    wrong.add((rank, address, "missing"))
+                if len(byte_sources) > 1:
+                    wrong.add((rank, address, "double"))
+                if byte_sources != right[rank][address]:
+                    wrong.add((rank, address, "wrong source"))
+        wrong |= {(rank, address, "unwanted") for address in sent if address not in free}
+    return wrong
 
 
-def address_of(here: World, found: kvspec.CounterExample) -> int:
-    """Return the address of the byte that a counter-example names, looked up by the oracle."""
-    case, rank = here.case, found.consumer
-    if not found.layer:
-        return found.byte
-    if found.producer is None:
+def address_of(here: World, example: kvspec.CounterExample) -> int:
+    """Return the address of the byte of a counter-example, computed by the oracle."""
+    case, rank = here.case, example.consumer
+    if not example.layer:
+        return example.byte
+    if example.producer is None:
         engine, storage, pool = case.consumer, here.consumers[rank][1], case.consumer_pool
     else:
-        rank, storage = found.producer, here.producers[found.producer][1]
+        rank, storage = example.producer, here.producers[example.producer][1]
         engine, pool = case.producer, case.producer_pool
     marked = oracle.each_array(storage, np.zeros_like)
     views = logical_views(engine, rank, marked, pool)
-    (key,) = (each for each in views if each[1:] == (found.layer, found.part))
+    (key,) = (each for each in views if each[1:] == (example.layer, example.part))
 
     def address(block: int, unit: int, row: int) -> int:
-        views[key][[block], [unit], [row], [found.byte]] = 1
+        views[key][[block], [unit], [row], [example.byte]] = 1
         return next(
             storage[name].ctypes.data + int(np.flatnonzero(flat)[0])
             for name, flat in marked.items()
             if flat.any()
         )
 
-    if found.block is not None:
-        return address(found.block, found.unit, found.row)
+    if example.block is not None:
+        return address(example.block, example.unit, example.row)
     for rows in rows_of(engine, rank, case.request.consumer_blocks, case.request):
         if rows.key == key:
-            named = rows.row == found.row if found.token is None else rows.token == found.token
+            named = (
+                rows.row == example.row if example.token is None else rows.token == example.token
+            )
             (at,) = named.nonzero()[0].tolist()
-            unit = rows.units.index(found.unit)
+            unit = rows.units.index(example.unit)
             return address(int(rows.block[at]), unit, int(rows.row[at]))
-    raise AssertionError(f"the oracle knows no byte such as {found}")
+    raise AssertionError(f"the oracle does not know {example}")
 
 
 @given(CASES, st.sampled_from(HOW), st.integers(0, 2**16))
-def test_verify_names_a_byte_that_is_wrong(case: strategies.Case, how: str, pick: int) -> None:
-    """One row removed, doubled, cut or shifted is found, and the byte named is wrong in that way.
-
-    Unless nothing is wrong: the row held nothing but dead tokens.
-    """
+def test_verify_names_a_wrong_byte_and_its_kind(case: strategies.Case, how: str, pick: int) -> None:
+    """A row is removed, doubled, cut or shifted. A row of dead tokens alone may be changed."""
     here = world(case)
     made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
     before = sources(here, made)
@@ -190,18 +189,18 @@ def test_verify_names_a_byte_that_is_wrong(case: strategies.Case, how: str, pick
     pair = filled[pick % len(filled)]
     made[pair] = changed(made[pair], pick % len(made[pair]), how)
     wrong = faults(here, made, before)
-    found = kvspec.verify(here.plan, *caches(here), case.request, made)
-    if found is None:
+    example = kvspec.verify(here.plan, *caches(here), case.request, made)
+    if example is None:
         assert set() == wrong
     else:
-        assert (found.consumer, address_of(here, found), found.kind) in wrong
+        assert (example.consumer, address_of(here, example), example.kind) in wrong
 
 
 @given(CASES | strategies.sharing_cases(), st.sampled_from(HOW), st.integers(0, 2**16))
-def test_suspects_are_the_bytes_that_the_definition_calls_wrong(
+def test_suspects_are_the_contents_that_judge_finds_wrong(
     case: strategies.Case, how: str, pick: int
 ) -> None:
-    """The vectors of the checker select exactly the contents that `judge` finds wrong."""
+    """The vectors of the checker and the definition for one byte agree."""
     here = world(case)
     made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
     filled = [pair for pair in sorted(made) if len(made[pair])]
@@ -229,8 +228,8 @@ def test_suspects_are_the_bytes_that_the_definition_calls_wrong(
             assert {content for content, _ in wrong} == {content for content, _ in suspects}
 
 
-def others(here: World, rank: kvspec.RankId) -> list[int]:
-    """Return where a producer rank has bytes of no block of the request, and where it has none."""
+def foreign_addresses(here: World, rank: kvspec.RankId) -> list[int]:
+    """Return a producer rank's addresses outside of the request's blocks."""
     case, storage = here.case, here.producers[rank][1]
     own = oracle.each_array(storage, np.zeros_like)
     for (group, *_), view in logical_views(case.producer, rank, own, case.producer_pool).items():
@@ -242,17 +241,19 @@ def others(here: World, rank: kvspec.RankId) -> list[int]:
                 and 0 <= block < len(view) // kernel_blocks_per_block
             ):
                 view[block * kernel_blocks_per_block : (block + 1) * kernel_blocks_per_block] = 1
-    found = set()
+    addresses = set()
     for name, flat in own.items():
         base = storage[name].ctypes.data
-        found |= {base + at for at in np.flatnonzero(flat == 0).tolist()} | {base + flat.size}
-    return sorted(found)
+        addresses |= {base + at for at in np.flatnonzero(flat == 0).tolist()} | {base + flat.size}
+    return sorted(addresses)
 
 
 @HALF
 @given(CASES, st.integers(0, 2**16))
-def test_verify_names_a_byte_that_is_read_of_others(case: strategies.Case, pick: int) -> None:
-    """A dead byte that moves along, but from another request's block or from beyond the memory."""
+def test_verify_names_a_dead_byte_that_is_read_from_another_request(
+    case: strategies.Case, pick: int
+) -> None:
+    """The byte lies in another request's block, or after the memory."""
     here = world(case)
     made: Descriptors = {(p, c): t.descriptors(case.request) for p, c, t in here.tables()}
     assume(made)
@@ -264,18 +265,18 @@ def test_verify_names_a_byte_that_is_read_of_others(case: strategies.Case, pick:
     }
     dead = sorted(set(sources(here, made)[rank]) - live)
     if not dead:
-        return  # nothing moves along
-    foreign = others(here, source)
+        return  # The table moves no dead byte.
+    foreign = foreign_addresses(here, source)
     row = [foreign[pick % len(foreign)], dead[pick % len(dead)], 1]
     made[source, rank] = np.concatenate([made[source, rank], np.array([row], np.uint64)])
-    found = kvspec.verify(here.plan, *caches(here), case.request, made)
-    assert found is not None
-    assert ("foreign", rank, source) == (found.kind, found.consumer, found.producer)
-    assert row[0] == address_of(here, found)
+    example = kvspec.verify(here.plan, *caches(here), case.request, made)
+    assert example is not None
+    assert ("foreign", rank, source) == (example.kind, example.consumer, example.producer)
+    assert row[0] == address_of(here, example)
 
 
-def short(rows: int) -> kvspec.EngineSpec:
-    """Return an engine of one short convolution whose state has *rows* rows of one byte."""
+def convolution(rows: int) -> kvspec.EngineSpec:
+    """Return an engine of one short convolution with a state of *rows* rows of one byte."""
     spec = kvspec.MambaSpec.short_conv(conv_dim=1, conv_kernel=rows + 1, dtype="uint8")
     return engine(spec)
 
@@ -285,21 +286,21 @@ def one_block(producer: kvspec.EngineSpec, consumer: kvspec.EngineSpec, **more: 
     return world(builders.case(producer, consumer, request(2, [0], [0]), **more))
 
 
-def test_verify_names_the_very_byte() -> None:
-    """Of a content that is cut short, the byte that is missing is named."""
+def test_verify_names_the_last_byte_of_a_content_cut_short() -> None:
+    """Byte 2 of token 1 is the last byte of the block."""
     latent = engine(mla(block_size=2, head_size=3, dtype="uint8"))
     here = one_block(latent, latent)
     ((p, c, table),) = here.tables()
     made = {(p, c): changed(table.descriptors(here.case.request), 0, "cut")}
-    found = kvspec.verify(here.plan, *caches(here), here.case.request, made)
-    assert found is not None
-    assert ("missing", 1, 2) == (found.kind, found.token, found.byte)
+    example = kvspec.verify(here.plan, *caches(here), here.case.request, made)
+    assert example is not None
+    assert ("missing", 1, 2) == (example.kind, example.token, example.byte)
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
-def test_common_rows_by_hand(rows: tuple[int, int]) -> None:
-    """One row and two: the first row moves, the second keeps its byte."""
-    here = one_block(*map(short, rows), common_states=True)
+def test_transfer_of_common_rows_keeps_the_second_row(rows: tuple[int, int]) -> None:
+    """One side has one row and the other has two, so only the first row moves."""
+    here = one_block(*map(convolution, rows), common_states=True)
     here.execute(described)
     assert [] == here.differences()
     ((before,), (_, after)) = here.before.values(), here.consumers[kvspec.RankId()]
@@ -308,25 +309,25 @@ def test_common_rows_by_hand(rows: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
-def test_verify_knows_common_rows(rows: tuple[int, int]) -> None:
-    """A row that the producer lacks is not missing, where the plan is for common rows."""
-    here = one_block(*map(short, rows), common_states=True)
+def test_verify_accepts_a_plan_for_common_rows(rows: tuple[int, int]) -> None:
+    """A row that only the consumer has is not missing."""
+    here = one_block(*map(convolution, rows), common_states=True)
     assert None is kvspec.verify(here.plan, *caches(here), here.case.request)
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
-def test_traffic_of_common_rows(rows: tuple[int, int]) -> None:
-    """One row of one byte moves, whichever side has two."""
-    here = one_block(*map(short, rows), common_states=True)
+def test_traffic_counts_common_rows_once(rows: tuple[int, int]) -> None:
+    """One row of one byte moves, whichever side has two rows."""
+    here = one_block(*map(convolution, rows), common_states=True)
     assert (1, 1) == attrs.astuple(kvspec.traffic(here.plan, 2).total)
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
-def test_the_reference_copies_common_rows(rows: tuple[int, int]) -> None:
+def test_reference_copies_common_rows(rows: tuple[int, int]) -> None:
     """The torch reference moves the rows that both sides have."""
     pytest.importorskip("torch")
     from kvspec.check import reference  # noqa: PLC0415 - torch
 
-    here = one_block(*map(short, rows), common_states=True)
+    here = one_block(*map(convolution, rows), common_states=True)
     reference.copy(here.plan, here.producers, here.consumers, here.case.request)
     assert [] == here.differences()
