@@ -1,4 +1,4 @@
-"""What else is true of whole transfers: the reference, stripes, drafts, counts, and no memory."""
+"""Tests of whole transfers: partial tiles, the reference, stripes, drafts and counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRIPED = ("full", "sliding window", "MLA", "uniform")
 
 
 def half_cached(cached: int, **fields: int) -> strategies.Case:
-    """Return a sliding window that ends a block of eight tokens whose beginning is cached."""
+    """Return a sliding window at the end of a block of eight tokens with a cached beginning."""
     spec = kvspec.SlidingWindowSpec(
         block_size=8, total_num_kv_heads=1, head_size=1, dtype="uint8", **fields
     )
@@ -34,97 +34,99 @@ def half_cached(cached: int, **fields: int) -> strategies.Case:
 
 
 TORN_ROW = half_cached(4, sliding_window=2, tokens_per_state=4)
-"""The window begins inside a row of four tokens, none of which is cached."""
+"""The window begins inside a row of four tokens, and no token of the row is cached."""
 TORN_PIECE = half_cached(1, sliding_window=4)
 """The window [5, 8) is the end of one chunk [4, 8) that may be written whole."""
 
 
 @pytest.mark.parametrize("case", [TORN_ROW, TORN_PIECE])
-def test_what_is_torn_keeps_every_law(case: strategies.Case) -> None:
-    """Found once by search: kept for good."""
+def test_windows_that_begin_inside_a_row_or_chunk_keep_all_laws(case: strategies.Case) -> None:
+    """A search once found both cases."""
     assert [] == laws.broken(KVSPEC, case, case)
 
 
-def taken(case: strategies.Case) -> list[tuple[int, int, int]]:
-    """Return the kinds of row that the first pair of ranks takes."""
+def row_kinds(case: strategies.Case) -> list[tuple[int, int, int]]:
+    """Return the kinds of row that the first pair of ranks uses."""
     _, _, table = next(world(case).tables())
     return sorted({tuple(entry.rows.kind) for entry, _ in table.tiles(case.request)})
 
 
 HEADS = builders.gqa(4, block_size=32, head_size=1, dtype="uint8")
 PARTS = [
-    (40, 0, [(16, 0, 8), (32, 0, 32)]),  # the last tile's eight live tokens are one row
+    (40, 0, [(16, 0, 8), (32, 0, 32)]),  # The eight live tokens of the last tile are one row.
     (48, 0, [(32, 0, 16), (32, 0, 32)]),
-    (49, 0, [(32, 0, 32)]),  # 17 would be two rows: whole, it is one
+    (49, 0, [(32, 0, 32)]),  # 17 tokens would be two rows, so the whole tile is one.
     (64, 1, [(16, 1, 15), (32, 0, 32), (32, 16, 16)]),
     (64, 16, [(32, 0, 32), (32, 16, 16)]),
     (64, 27, [(16, 11, 5), (32, 0, 32)]),
     (50, 33, [(16, 1, 15), (32, 16, 16)]),
     (33, 31, [(16, 15, 1), (16, 0, 1)]),
 ]
-"""Tokens, of which so many are cached, and the rows of a unit, some tokens skipped, that move."""
+"""Number of tokens, number of cached tokens, and the kinds of rows that move."""
 
 
 @pytest.mark.parametrize(("tokens", "cached", "rows"), PARTS)
-def test_a_part_of_a_tile_keeps_every_law(
+def test_parts_of_tiles_keep_all_laws(
     tokens: int, cached: int, rows: list[tuple[int, int, int]]
 ) -> None:
-    """Blocks of 32 tokens, one head of four: by scale (1, 16, 32) a part is at most two rows."""
-    asked = builders.request(tokens, [3, 1], [2, 5], cached_tokens=cached)
-    one = builders.case(builders.engine(HEADS, tp=4), builders.engine(HEADS, tp=2), asked)
-    assert sorted(rows) == taken(one)
-    assert [] == laws.broken(KVSPEC, one, one)
+    """Rows have 1, 16 or 32 tokens, so a part of a tile is at most two rows."""
+    tile_request = builders.request(tokens, [3, 1], [2, 5], cached_tokens=cached)
+    tile_case = builders.case(
+        builders.engine(HEADS, tp=4), builders.engine(HEADS, tp=2), tile_request
+    )
+    assert sorted(rows) == row_kinds(tile_case)
+    assert [] == laws.broken(KVSPEC, tile_case, tile_case)
 
 
 @pytest.mark.parametrize("cached", [1, 2, 3, 5])
-def test_an_end_beside_rows_of_several_tiles_keeps_every_law(cached: int) -> None:
-    """Blocks of 4 that follow each other are one row of a block of 16, after the first's end."""
+def test_end_of_a_tile_before_a_row_of_several_tiles_keeps_all_laws(cached: int) -> None:
+    """Adjacent blocks of 4 are one row of a block of 16. The first block may be partly cached."""
     sides = [
         builders.engine(
             builders.gqa(4, block_size=size, head_size=1, dtype="uint8"), layout=layout, tp=tp
         )
         for size, layout, tp in ((4, "LKBNHC", 4), (16, "LBKHNC", 2))
     ]
-    asked = builders.request(16, [1, 2, 3, 4], [1], cached_tokens=cached)
-    one = builders.case(*sides, asked)
-    ends = [row for row in taken(one) if row[1]]
-    spans = [row for row in taken(one) if row[2] > 4]
+    tile_request = builders.request(16, [1, 2, 3, 4], [1], cached_tokens=cached)
+    tile_case = builders.case(*sides, tile_request)
+    ends = [row for row in row_kinds(tile_case) if row[1]]
+    spans = [row for row in row_kinds(tile_case) if row[2] > 4]
     assert (cached % 4 > 0, True) == (bool(ends), bool(spans))
-    assert [] == laws.broken(KVSPEC, one, one)
+    assert [] == laws.broken(KVSPEC, tile_case, tile_case)
 
 
 def first_of(live: npt.NDArray[np.bool_]) -> int:
-    """Return the first position that is *live*; 0 if none is."""
+    """Return the first live position, or 0 if there is none."""
     return int(np.argmax(live)) if live.any() else 0
 
 
 def unwritten(here: World, rank: kvspec.RankId) -> dict[str, npt.NDArray[np.uint8]]:
-    """Return which bytes (1) of a rank's own blocks are dead and in no copy that moves.
+    """Return which bytes (1) of a rank's own blocks are dead and not written by any copy.
 
-    From the block of the first live token on.
+    Only blocks from that of the first live token on count.
     """
-    drawn = here.case
-    found = oracle.each_array(here.consumers[rank][1], np.zeros_like)
-    views = logical_views(drawn.consumer, rank, found, drawn.consumer_pool)
-    tables = drawn.request.consumer_blocks
-    for rows in rows_of(drawn.consumer, rank, tables, drawn.request, source=drawn.producer):
-        group = drawn.consumer.group(rows.key[0])
-        live = live_positions(group.spec.of_layer(rows.key[1]), drawn.request)
-        virtual = group.spec.block_size * context_of(drawn.consumer, rank, group)[1]
+    case = here.case
+    marks = oracle.each_array(here.consumers[rank][1], np.zeros_like)
+    views = logical_views(case.consumer, rank, marks, case.consumer_pool)
+    tables = case.request.consumer_blocks
+    for rows in rows_of(case.consumer, rank, tables, case.request, source=case.producer):
+        group = case.consumer.group(rows.key[0])
+        live = live_positions(group.spec.of_layer(rows.key[1]), case.request)
+        virtual = group.spec.block_size * context_of(case.consumer, rank, group)[1]
         dead = rows.dead & (rows.token >= first_of(live) // virtual * virtual)
         views[rows.key][rows.block[dead], :, rows.row[dead]] = 1
     for _, target, table in here.tables():
-        for _, place, length in selected(table, drawn.request) if target == rank else ():
+        for _, place, length in selected(table, case.request) if target == rank else ():
             name, start = inside(here.consumers[rank][1], place, length)
-            found[name][start : start + length] = 0
-    return found
+            marks[name][start : start + length] = 0
+    return marks
 
 
 @given(CASES | strategies.sharing_cases())
 @example(TORN_ROW)
 @example(TORN_PIECE)
-def test_what_is_unwritten_is_what_is_left(drawn: strategies.Case) -> None:
-    """Each dead byte of a request's own blocks is written, or is unwritten of one source."""
+def test_unwritten_ranges_are_the_dead_bytes_that_no_copy_writes(drawn: strategies.Case) -> None:
+    """Each dead byte of a request's blocks is written, or is unwritten for exactly one source."""
     here = world(drawn)
     for rank, (_, storage) in here.consumers.items():
         left = oracle.each_array(storage, np.zeros_like)
@@ -141,8 +143,8 @@ def test_what_is_unwritten_is_what_is_left(drawn: strategies.Case) -> None:
 @given(CASES)
 @example(TORN_ROW)
 @settings(max_examples=settings.default.max_examples // 2)
-def test_exact_cover_by_the_reference(case: strategies.Case) -> None:
-    """Law 1: so does the reference, which copies by torch."""
+def test_reference_keeps_law_1(case: strategies.Case) -> None:
+    """The reference copies with torch."""
     pytest.importorskip("torch")
     from kvspec.check import reference  # noqa: PLC0415 - torch
 
@@ -153,8 +155,8 @@ def test_exact_cover_by_the_reference(case: strategies.Case) -> None:
 
 @given(strategies.cases(STRIPED))
 @settings(max_examples=2 * settings.default.max_examples)
-def test_each_edge_moves_its_own(case: strategies.Case) -> None:
-    """Law 6: a pair of ranks exchanges its slices' units of its stripes' virtual blocks alone."""
+def test_descriptors_of_a_pair_write_only_its_units_and_stripes(case: strategies.Case) -> None:
+    """Law 6: a pair of ranks exchanges the units of its slices, in the blocks of its stripes."""
     case = attrs.evolve(case, replica_policy="stripe")
     here = world(case)
     for p, c, table in here.tables():
@@ -168,13 +170,13 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
             )
             virtual = group.spec.block_size * context_of(case.consumer, c, group)[1]
             number = np.arange(len(held.block_ids)) + held.first_token // virtual
-            for each, layer in product(edge.slices, edge.layers):
-                blocks = held.block_ids[each.stripe.holds(number)]
+            for tp_slice, layer in product(edge.slices, edge.layers):
+                blocks = held.block_ids[tp_slice.stripe.holds(number)]
                 blocks = (
                     blocks[:, None] * kernel_blocks_per_block + np.arange(kernel_blocks_per_block)
                 ).ravel()
-                for part in each.parts if layer in each.layers else ():
-                    units = slice(each.local_range.start, each.local_range.stop)
+                for part in tp_slice.parts if layer in tp_slice.layers else ():
+                    units = slice(tp_slice.local_range.start, tp_slice.local_range.stop)
                     views[edge.group, layer, part][blocks, units] = True
         for _, place, length in selected(table, case.request):
             name, offset = inside(here.consumers[c][1], place, length)
@@ -182,8 +184,8 @@ def test_each_edge_moves_its_own(case: strategies.Case) -> None:
 
 
 @given(CASES | strategies.sharing_cases())
-def test_a_cache_on_paper(case: strategies.Case) -> None:
-    """`plan_memory` has the regions of `allocate`, each as far into its memory, and no bytes."""
+def test_plan_memory_returns_the_regions_of_allocate(case: strategies.Case) -> None:
+    """The regions have the same offsets in their memories, and no memory is allocated."""
     for side, pool in (
         (case.producer, case.producer_pool),
         (case.consumer, case.consumer_pool),
@@ -196,15 +198,15 @@ def test_a_cache_on_paper(case: strategies.Case) -> None:
             ends = [m.address + m.length for m in paper.memory]
             assert ends[:-1] == [m.address for m in paper.memory[1:]]
             moved = {m.address: n.address for m, n in zip(cache.memory, paper.memory, strict=True)}
-            wanted = []
+            expected = []
             for region in cache.regions:
                 home = max(at for at in moved if at <= region.base)
-                wanted.append(attrs.evolve(region, base=region.base - home + moved[home]))
-            assert wanted == list(paper.regions)
+                expected.append(attrs.evolve(region, base=region.base - home + moved[home]))
+            assert expected == list(paper.regions)
 
 
-def test_a_draft_is_not_moved() -> None:
-    """A consumer's excluded layer of the same group keeps every byte of the request's blocks."""
+def test_transfer_keeps_the_bytes_of_an_excluded_layer() -> None:
+    """The excluded layer belongs to the same group and the same blocks."""
     spec = builders.mla(block_size=2, head_size=3, dtype="uint8")
     sides = (
         builders.engine(builders.group(spec, *layers, excluded=excluded))
@@ -220,28 +222,30 @@ def test_a_draft_is_not_moved() -> None:
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(CASES)
-def test_excluded_layers_are_in_no_edge(case: strategies.Case) -> None:
-    """Each layer that both sides have and neither excludes is in an edge, and no other is."""
+def test_edges_contain_the_common_layers_that_no_side_excludes(case: strategies.Case) -> None:
+    """Each such layer is in an edge, and no other layer is."""
     here = world(case)
-    ours, theirs = (
+    producer_layers, consumer_layers = (
         {layer for group in engine.groups for layer in group.layers} - excluded_layers(engine)
         for engine in (case.producer, case.consumer)
     )
-    assert ours & theirs == {layer for edge in here.plan.edges for layer in edge.layers}
+    assert producer_layers & consumer_layers == {
+        layer for edge in here.plan.edges for layer in edge.layers
+    }
 
 
-def test_few_descriptors_are_posted() -> None:
-    """Over all cases, `select` posts at most 1.15 of the fewest copies; never fewer than those."""
+def test_select_posts_at_most_1_15_times_the_fewest_copies() -> None:
+    """The factor holds over all cases together. The fewest copies are those of `descriptors`."""
     posted, fewest = Counter[str](), Counter[str]()
 
     @settings(phases=[Phase.generate])
     @given(CASES)
     def count(case: strategies.Case) -> None:
         for _, _, table in world(case).tables():
-            got, least = table.counts(case.request)
-            assert least == len(table.descriptors(case.request)) <= got
-            posted["all"] += got
-            fewest["all"] += least
+            count_posted, count_fewest = table.counts(case.request)
+            assert count_fewest == len(table.descriptors(case.request)) <= count_posted
+            posted["all"] += count_posted
+            fewest["all"] += count_fewest
 
     count()
     assert 0 < fewest["all"]

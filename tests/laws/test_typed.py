@@ -1,11 +1,11 @@
-"""What `allocate` makes, `from_tensors` takes: typed tensors over the same bytes, in every layout.
+"""Tests that `from_tensors` reads typed tensors over the memory of `allocate`, in every layout.
 
-The tensors are made by the oracle's arithmetic, of every kind and layout, so that what is read of
-them is held against what was laid out.
+The oracle makes the tensors, so the regions that are read can be compared with those allocated.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -23,71 +23,73 @@ from kvspec.adapters import vllm
 from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views
 from kvspec.testing.typed import raw_pages, typed_tensors
+from tests.support.refused import refusal
 
-QUESTIONS = ("whole", "torch", "typed", "folded", "by group")
+CHOICES = ("whole", "torch", "typed", "folded", "by group")
 ENGINES = strategies.engine_pairs(largest=4).map(lambda pair: pair[0])
 
 
 def places(cache: kvspec.RankCache) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """Return where every content lies; a stride along which there is one counts for nothing."""
+    """Return where every content lies. The stride of an axis of one does not matter."""
     return {
-        (each.layer, each.part): (
-            each.group, each.base, each.num_blocks, each.units, each.states, each.content_bytes,
-            each.block_stride if each.num_blocks > 1 else 0,
-            each.unit_stride if each.units > 1 else 0,
-            each.state_stride if each.states > 1 else 0,
+        (region.layer, region.part): (
+            region.group, region.base, region.num_blocks, region.units, region.states,
+            region.content_bytes,
+            region.block_stride if region.num_blocks > 1 else 0,
+            region.unit_stride if region.units > 1 else 0,
+            region.state_stride if region.states > 1 else 0,
         )
-        for each in cache.regions
+        for region in cache.regions
     }  # fmt: skip
 
 
 @st.composite
-def read(draw: st.DrawFn) -> tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]]:
-    """Draw a rank's cache, the same read from typed tensors over its bytes, and what these are."""
+def reread_caches(draw: st.DrawFn) -> tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]]:
+    """Draw a rank's cache, the cache read from tensors over its bytes, and the choices made."""
     side = draw(ENGINES)
     rank = draw(st.sampled_from(side.parallel.ranks))
     blocks = draw(st.integers(1, 3)) + (side.null_block or 0)
     cache, storage = kvspec.allocate(side, rank, blocks)
-    seen: Counter[str] = Counter()
+    choices: Counter[str] = Counter()
 
     def choose(question: str) -> bool:
         answer = draw(st.booleans())
-        seen[question] += answer
+        choices[question] += answer
         return answer
 
     tensors, axes = typed_tensors(side, rank, storage, blocks, choose)
     for layer in side.homes:
         if side.stage_of[layer] == rank.pp:
             tensors.setdefault(layer, {})
-    for each in cache.regions:
-        seen[side.layout_of(side.group(each.group)) + side.group(each.group).name] += 1
-    return cache, kvspec.RankCache.from_tensors(side, rank, tensors, axes), seen
+    for region in cache.regions:
+        choices[side.layout_of(side.group(region.group)) + side.group(region.group).name] += 1
+    return cache, kvspec.RankCache.from_tensors(side, rank, tensors, axes), choices
 
 
-@given(read())
-def test_what_is_allocated_is_read_back(
-    found: tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]],
+@given(reread_caches())
+def test_from_tensors_reads_the_regions_that_allocate_made(
+    caches: tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]],
 ) -> None:
-    """Equal regions, in the same memory, whatever the layout, the kinds and the types."""
-    allocated, again, _ = found
-    assert places(allocated) == places(again)
-    for memory in again.memory:
+    """The regions are equal and lie in the same memory, for all layouts, kinds and types."""
+    allocated, reread, _ = caches
+    assert places(allocated) == places(reread)
+    for memory in reread.memory:
         assert any(
-            each.address <= memory.address and memory.end <= each.end for each in allocated.memory
+            held.address <= memory.address and memory.end <= held.end for held in allocated.memory
         )
 
 
-def test_every_kind_of_tensor_is_drawn() -> None:
-    """Tensors of several parts, of torch, of the parts' own types; axes in one, or by group."""
+def test_reread_caches_contain_every_kind_of_tensor() -> None:
+    """Tensors have several parts, are of torch, or have the types of their parts."""
     seen: Counter[str] = Counter()
 
-    @given(read())
+    @given(reread_caches())
     @settings(max_examples=50, phases=[Phase.generate], database=None)
-    def look(found: tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]]) -> None:
-        seen.update(found[2])
+    def look(caches: tuple[kvspec.RankCache, kvspec.RankCache, Counter[str]]) -> None:
+        seen.update(caches[2])
 
     look()
-    assert all(seen[question] > 10 for question in QUESTIONS)
+    assert all(seen[question] > 10 for question in CHOICES)
 
 
 KINDS_OF_STATES = (*strategies.STATES, "replicated state")
@@ -95,25 +97,25 @@ STATES = strategies.engine_pairs(KINDS_OF_STATES, largest=4).map(lambda pair: pa
 
 
 @given(STATES, st.data())
-def test_raw_pages_of_states_are_cut_where_they_were_laid_out(
+def test_rank_cache_of_raw_state_pages_equals_the_allocated_cache(
     side: kvspec.EngineSpec, data: st.DataObject
 ) -> None:
-    """What vLLM hands over, bytes of whole pages, becomes the regions that `allocate` made."""
+    """An engine such as vLLM passes states as bytes of whole pages."""
     rank = data.draw(st.sampled_from(side.parallel.ranks))
     blocks = data.draw(st.integers(1, 3)) + (side.null_block or 0)
     cache, storage = kvspec.allocate(side, rank, blocks)
     raw = raw_pages(side, rank, storage, blocks)
-    held = [layer for layer in side.homes if side.stage_of[layer] == rank.pp]
-    assume(set(held) == set(raw))
-    again = vllm.rank_cache(side, rank, raw)
-    assert places(cache) == places(again)
+    layers = [layer for layer in side.homes if side.stage_of[layer] == rank.pp]
+    assume(set(layers) == set(raw))
+    reread = vllm.rank_cache(side, rank, raw)
+    assert places(cache) == places(reread)
 
 
 STATE = kvspec.MambaSpec.mamba2(
     num_heads=4, head_dim=2, n_groups=2, state_size=3, conv_kernel=4, dtype="bfloat16",
     ssm_dtype="float32",
 )  # fmt: skip
-UNLIKE = builders.gqa(2, block_size=3, head_size_v=2)
+UNEQUAL = builders.gqa(2, block_size=3, head_size_v=2)
 UNIFORM = kvspec.UniformTypeKVCacheSpecs(
     specs={
         layer: builders.gqa(2, block_size=3, head_size=size) for layer, size in (("a", 4), ("b", 3))
@@ -125,82 +127,83 @@ UNIFORM = kvspec.UniformTypeKVCacheSpecs(
     ("spec", "layout"),
     [
         (STATE, "LHBNC"), (STATE, "HBLNC"), (STATE, "NHLBC"), (STATE, "LNBHC"),
-        (UNLIKE, "LNBHC"), (UNLIKE, "HLBNC"), (UNLIKE, "LNKBHC"), (UNLIKE, "NHBLC"),
+        (UNEQUAL, "LNBHC"), (UNEQUAL, "HLBNC"), (UNEQUAL, "LNKBHC"), (UNEQUAL, "NHBLC"),
         (UNIFORM, "NLBHC"), (UNIFORM, "BNLHC"), (UNIFORM, "NLKBHC"), (UNIFORM, "LBNHC"),
     ],
 )  # fmt: skip
-def test_layouts_that_were_refused_are_read(spec: kvspec.LayerSpec, layout: str) -> None:
-    """States with H or N outside B; unlike sizes with rows outside of blocks: each part a view."""
+def test_from_tensors_reads_views_of_parts_in_unusual_layouts(
+    spec: kvspec.LayerSpec, layout: str
+) -> None:
+    """States have H or N outside B, or parts of unequal sizes have rows outside of blocks."""
     torch = pytest.importorskip("torch")
     side = engine(spec, layers=("a", "b"), layout=layout)
     cache, storage = kvspec.allocate(side, RankId(), 5)
-    given: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     for (_, layer, part), view in logical_views(side, RankId(), storage, 5).items():
-        given.setdefault(layer, {})[part] = torch.from_numpy(view)
-    again = kvspec.RankCache.from_tensors(side, RankId(), given, "BHNC")
-    assert places(cache) == places(again)
+        tensors.setdefault(layer, {})[part] = torch.from_numpy(view)
+    reread = kvspec.RankCache.from_tensors(side, RankId(), tensors, "BHNC")
+    assert places(cache) == places(reread)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLNHC"])
-def test_conv_states_stand_as_the_layout_says(layout: str) -> None:
-    """Unless axes are said, a state's tensors have blocks first, then units and rows as named."""
+def test_from_tensors_reads_states_with_the_axes_of_the_layout(layout: str) -> None:
+    """The default axes of a state are blocks, then units and rows in the order of the layout."""
     side = engine(STATE, layers=("a", "b"), layout=layout)
     cache, storage = kvspec.allocate(side, RankId(), 5)
     order = (0, 1, 2, 3) if layout.index("H") < layout.index("N") else (0, 2, 1, 3)
-    given: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     for (_, layer, part), view in logical_views(side, RankId(), storage, 5).items():
-        given.setdefault(layer, {})[part] = view.transpose(order)
-    assert places(cache) == places(kvspec.RankCache.from_tensors(side, RankId(), given))
+        tensors.setdefault(layer, {})[part] = view.transpose(order)
+    assert places(cache) == places(kvspec.RankCache.from_tensors(side, RankId(), tensors))
 
 
-def test_a_view_over_a_padded_buffer_is_inside_its_memory() -> None:
-    """Arrays with strides of their own over plain bytes: what they span is registered, once."""
+def test_from_tensors_registers_the_span_of_strided_views_once() -> None:
+    """Two arrays with strides interleave in one buffer of bytes."""
     latent = kvspec.MLAAttentionSpec(block_size=2, head_size=4, dtype="uint8")
     side = engine(latent, layers=("a", "b"))
     buffer = bytearray(200)
-    one, other = (
+    first_view, second_view = (
         np.ndarray((5, 1, 2, 4), np.uint8, buffer, first, (32, 16, 8, 1)) for first in (8, 24)
     )
     start = np.frombuffer(buffer, np.uint8).ctypes.data
-    cache = kvspec.RankCache.from_tensors(side, RankId(), {"a": one, "b": other})
+    cache = kvspec.RankCache.from_tensors(side, RankId(), {"a": first_view, "b": second_view})
     assert (kvspec.Memory(start + 8, 4 * 32 + 8 + 4 + 16),) == cache.memory
-    assert [start + 8, start + 24] == [each.base for each in cache.regions]
+    assert [start + 8, start + 24] == [region.base for region in cache.regions]
     table = kvspec.build_table(kvspec.plan_transfer(side, side), cache, cache)
     assert 2 * 2 * 2 == len(table.descriptors(request(4, [0, 4], [1, 2])))
 
 
 EQUAL = kvspec.FullAttentionSpec(block_size=4, total_num_kv_heads=4, head_size=8, dtype="bfloat16")
 READINGS = [
-    ("LBHNC", (6, 4, 4, 16), "'BHNC' or 'BNHC'"),
-    ("LBNHC", (6, 4, 4, 16), "'BNHC' or 'BHNC'"),
-    ("LBNHC", (1, 4, 4, 16), "'BNHC' or 'BHNC'"),
-    ("LHBNC", (4, 4, 4, 16), "'HBNC' or 'BHNC'"),
+    ("LBHNC", (6, 4, 4, 16), {"BHNC", "BNHC"}),
+    ("LBNHC", (6, 4, 4, 16), {"BNHC", "BHNC"}),
+    ("LBNHC", (1, 4, 4, 16), {"BNHC", "BHNC"}),
+    ("LHBNC", (4, 4, 4, 16), {"HBNC", "BHNC"}),
     ("LKBNHC", (2, 6, 4, 4, 8), None),
-    ("LKBNHC", (2, 2, 4, 4, 8), "'KBNHC' or 'BKNHC'"),
-    ("LBKNHC", (6, 2, 4, 4, 8), "'BKNHC' or 'BKHNC'"),
+    ("LKBNHC", (2, 2, 4, 4, 8), {"KBNHC", "BKNHC"}),
+    ("LBKNHC", (6, 2, 4, 4, 8), {"BKNHC", "BKHNC"}),
 ]
 
 
-@pytest.mark.parametrize(("layout", "shape", "told"), READINGS)
-def test_two_readings_of_one_shape_are_refused_unless_said(
-    layout: str, shape: tuple[int, ...], told: str | None
+@pytest.mark.parametrize(("layout", "shape", "readings"), READINGS)
+def test_from_tensors_requires_axes_if_a_shape_has_two_readings(
+    layout: str, shape: tuple[int, ...], readings: set[str] | None
 ) -> None:
-    """As many heads as rows: NHD read as HND would pass, so the axes have to be said."""
+    """With as many heads as rows, NHD and HND have the same shape."""
     side = engine(EQUAL, layout=layout)
     tensor = np.zeros(shape, np.uint16)
-    said = kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}, layout.replace("L", ""))
-    assert 2 == len(said.regions)
-    if told is None:
-        assert said == kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
+    cache = kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}, layout.replace("L", ""))
+    assert 2 == len(cache.regions)
+    if readings is None:
+        assert cache == kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
         return
-    with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor})
-    wanted = f"axes=None: expected {told}: both fit tensors['l']['kv'].shape={shape}"
-    assert wanted == str(caught.value)
+    error = refusal(lambda: kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}))
+    assert ("axes", None) == (error.field, error.value)
+    assert readings == set(re.findall(r"\b[KBHN]+C\b", str(error)))
 
 
-def test_rows_and_heads_that_differ_need_no_axes() -> None:
-    """One head, one row, or unequal numbers have one reading."""
+def test_from_tensors_needs_no_axes_if_a_shape_has_one_reading() -> None:
+    """There is one head, one row, or unequal numbers of both."""
     for fields in ({"block_size": 3}, {"total_num_kv_heads": 1}, {"block_size": 1}):
         spec: Any = attrs.evolve(EQUAL, **fields)
         side = engine(spec, layout="LBNHC")
@@ -210,7 +213,7 @@ def test_rows_and_heads_that_differ_need_no_axes() -> None:
 
 
 def strange(kind: str) -> Any:
-    """Return a tensor of torch that has no bytes of its own."""
+    """Return a tensor of torch that has no memory of its own."""
     torch = pytest.importorskip("torch")
     good = torch.zeros(6, 3, 4, 16, dtype=torch.bfloat16)
     if kind == "FakeTensor":
@@ -229,51 +232,52 @@ def strange(kind: str) -> Any:
 ROWS = attrs.evolve(EQUAL, block_size=3)
 
 
-def refused(tensor: Any) -> str:
-    """Return why *tensor* is not read."""
-    with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(engine(ROWS, layout="LBNHC"), RankId(), {"l": tensor})
-    return str(caught.value)
+def refused(tensor: Any) -> tuple[str, object]:
+    """Return field and value of the error that *tensor* raises."""
+    side = engine(ROWS, layout="LBNHC")
+    error = refusal(lambda: kvspec.RankCache.from_tensors(side, RankId(), {"l": tensor}))
+    return error.field, error.value
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "attribute", "value"),
     [
-        ("FakeTensor", "='FakeTensor'"), ("nested", ".layout='nested'"),
-        ("jagged", "='NestedTensor'"), ("meta", ".device='meta'"),
-        ("sparse", ".layout='torch.sparse_coo'"),
+        ("FakeTensor", "", "FakeTensor"), ("nested", ".layout", "nested"),
+        ("jagged", "", "NestedTensor"), ("meta", ".device", "meta"),
+        ("sparse", ".layout", "torch.sparse_coo"),
     ],
 )  # fmt: skip
-def test_a_tensor_without_bytes_of_its_own_is_refused(kind: str, told: str) -> None:
-    """Whatever stands for other tensors, or for none, has no address to register."""
-    wanted = f"tensors['l']['kv']{told}: expected a dense tensor on a CPU or a GPU"
-    assert wanted == refused(strange(kind))
+def test_from_tensors_rejects_tensors_without_dense_memory(
+    kind: str, attribute: str, value: str
+) -> None:
+    """Such a tensor has no address to register."""
+    assert (f"tensors['l']['kv']{attribute}", value) == refused(strange(kind))
 
 
-def test_a_tensor_under_vmap_is_refused() -> None:
+def test_from_tensors_rejects_tensors_inside_vmap() -> None:
     """Inside `torch.vmap` a tensor is a batch of others."""
     torch = pytest.importorskip("torch")
-    found: list[str] = []
+    refusals: list[tuple[str, object]] = []
 
     def look(tensor: Any) -> Any:
-        found.append(refused(tensor))
+        refusals.append(refused(tensor))
         return tensor
 
     torch.vmap(look)(torch.zeros(2, 6, 3, 4, 16, dtype=torch.bfloat16))
-    assert found[0].endswith("expected a dense tensor on a CPU or a GPU")
+    assert refusals[0][0].startswith("tensors['l']['kv']")
 
 
-def test_an_array_without_dimensions_is_no_cache() -> None:
-    """A number of numpy or torch has a shape, an empty one."""
+def test_from_tensors_rejects_tensors_without_dimensions() -> None:
+    """A number of numpy or torch has an empty shape."""
     torch = pytest.importorskip("torch")
-    wanted = "tensors['l']['kv'].shape=(): expected 4 dimensions, BNHC"
-    assert [wanted] * 2 == [refused(each) for each in (np.array(3), torch.tensor(3))]
+    expected = "tensors['l']['kv'].shape", ()
+    assert [expected] * 2 == [refused(number) for number in (np.array(3), torch.tensor(3))]
 
 
 @pytest.mark.parametrize("value", [np.array(3), range(10**20), range(10**9)])
-def test_what_is_no_sequence_of_a_description_is_refused(value: Any) -> None:
-    """An array of no dimension, a range without an end in sight: our error, at once."""
+def test_descriptions_reject_invalid_sequences(value: Any) -> None:
+    """An array without dimensions and a huge range raise SpecError at once."""
     spec = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="uint8")
     calls = (
         lambda: kvspec.KVCacheGroup(name="g", layers=value, spec=spec),
