@@ -1,4 +1,4 @@
-"""The oracle's shardings and arrays are judged by hand, and by a walk that counts byte by byte."""
+"""Tests of the oracle's shardings and arrays, against values by hand and a walk over all bytes."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def engine_of(spec: kvspec.LayerSpec, layout: str) -> kvspec.EngineSpec:
 
 
 @pytest.mark.parametrize("granularity", [1, 3])
-def test_cards_fall_where_the_definition_says(granularity: int) -> None:
-    """U >= T: rank r owns [rU//T, (r+1)U//T); U < T: the one unit rU//T.
+def test_shard_units_deals_the_ranges_of_the_definition(granularity: int) -> None:
+    """With U packs and T ranks, rank r owns packs r * U // T up to (r + 1) * U // T.
 
-    In packs of granularity.
+    If there are fewer packs than ranks, rank r owns only pack r * U // T.
     """
     for packs in range(1, 33):
         for size in range(1, 33):
-            for rank, hand in enumerate(shard_units(packs * granularity, size, granularity)):
+            for rank, units in enumerate(shard_units(packs * granularity, size, granularity)):
                 first = rank * packs // size
                 last = (rank + 1) * packs // size if packs >= size else first + 1
-                assert list(range(first * granularity, last * granularity)) == hand
+                assert list(range(first * granularity, last * granularity)) == units
 
 
-def test_shardings_by_hand() -> None:
-    """Three heads on two ranks; two heads on five; six channels of three heads on two ranks."""
+def test_shard_units_deals_three_small_examples() -> None:
+    """Three heads on two ranks, two heads on five, and six channels in packs of two on two."""
     assert [[0], [1, 2]] == shard_units(3, 2)
     assert [[0], [0], [0], [1], [1]] == shard_units(2, 5)
     assert [[0, 1], [2, 3, 4, 5]] == shard_units(6, 2, granularity=2)
@@ -50,10 +50,10 @@ def test_shardings_by_hand() -> None:
 
 @attrs.frozen
 class Walk:
-    """Every byte of one group's storage on one rank, in the order that the letters say.
+    """Every byte of one group's storage on one rank, in the order of the layout.
 
-    *layers* are the stage's own; *blocks* those of a table, each of which is
-    *kernel_blocks_per_block* in memory.
+    *layers* are those of the rank's stage. *blocks* is the number of blocks of the table, and each
+    of them is *kernel_blocks_per_block* blocks in memory.
     """
 
     engine: kvspec.EngineSpec
@@ -64,11 +64,11 @@ class Walk:
     kernel_blocks_per_block: int
 
     def __iter__(self) -> Iterator[Mapping[str, Any] | None]:
-        """Yield where each byte belongs, by letter ("K" the part); None for padding."""
+        """Yield the place of each byte by letter ("K" for the part), or None for padding."""
         letters = self.group.layout or self.engine.layout
         if is_state(self.group.spec):
-            inner = "".join(each for each in letters if each in "HN").replace("H", "KH")
-            letters = "".join(each for each in letters if each in "LB") + "T" + inner + "C"
+            inner = "".join(letter for letter in letters if letter in "HN").replace("H", "KH")
+            letters = "".join(letter for letter in letters if letter in "LB") + "T" + inner + "C"
         else:
             letters = letters if "K" in letters else letters[:-1] + "KC"
             inside = 1 + max(letters.index("L"), letters.index("B"))
@@ -76,13 +76,13 @@ class Walk:
         return self.step(letters, {})
 
     def parts(self, at: Mapping[str, Any]) -> list[kvspec.Part]:
-        """Return the parts that lie in the box *at*."""
+        """Return the parts inside the box *at*."""
         found = self.group.spec.of_layer(at.get("L", self.layers[0])).parts
         found = tuple(part for part in found if at.get("T", part.tensor) == part.tensor)
         return [part for part in found if at.get("K", part.name) == part.name]
 
     def choices(self, letter: str, at: Mapping[str, Any]) -> Sequence[Any]:
-        """Return what *letter* runs over inside the box *at*."""
+        """Return the values of *letter* inside the box *at*."""
         if letter in "LB":
             return (
                 self.layers if letter == "L" else range(self.blocks * self.kernel_blocks_per_block)
@@ -97,13 +97,13 @@ class Walk:
         return range({"H": units, "N": rows, "C": parts[0].content_bytes}[letter])
 
     def step(self, rest: str, at: Mapping[str, Any]) -> Iterator[Mapping[str, Any] | None]:
-        """Yield the bytes of the box *at*, whose axes *rest* are still to come."""
+        """Yield the bytes of the box *at*, whose remaining axes are *rest*."""
         if not rest:
             yield at
             return
         written = 0
-        for each in self.choices(rest[0], at):
-            for byte in self.step(rest[1:], {**at, rest[0]: each}):
+        for value in self.choices(rest[0], at):
+            for byte in self.step(rest[1:], {**at, rest[0]: value}):
                 written += 1
                 yield byte
         if set(at) == {"L", "B"}:
@@ -112,7 +112,7 @@ class Walk:
 
 
 def split_of(group: kvspec.KVCacheGroup) -> int:
-    """Return how many kernel's blocks fill one of the table's, tried one after the other."""
+    """Return how many kernel blocks fill a block of the table, by trying each number."""
     kernel_blocks_per_block = 1
     while (
         kernel_blocks_per_block * (group.kernel_block_size or group.spec.block_size)
@@ -124,44 +124,46 @@ def split_of(group: kvspec.KVCacheGroup) -> int:
 
 @given(strategies.engine_pairs(largest=4), st.integers(1, 3), st.data())
 @settings(max_examples=80)
-def test_views_show_each_byte_where_counting_finds_it(
+def test_logical_views_agree_with_a_walk_over_all_bytes(
     engines: tuple[kvspec.EngineSpec, kvspec.EngineSpec], blocks: int, data: st.DataObject
 ) -> None:
-    """Arrays cut by letters and bytes counted one by one in that order agree, for any layout."""
+    """The views are cut by letters, and the walk counts bytes one by one in the same order."""
     engine = in_rows(engines[0])
     rank = data.draw(st.sampled_from(engine.parallel.ranks))
-    storage, every, found = {}, {}, {}
+    storage, walked, marked = {}, {}, {}
     for group in engine.groups:
-        layers = tuple(each for each in group.layers if stage_of(engine, each) == rank.pp)
+        layers = tuple(layer for layer in group.layers if stage_of(engine, layer) == rank.pp)
         if layers:
             walk = Walk(engine, rank, group, layers, blocks, split_of(group))
-            every[group.name] = list(walk)
-            storage[group.name] = np.zeros(len(every[group.name]), np.uint8)
+            walked[group.name] = list(walk)
+            storage[group.name] = np.zeros(len(walked[group.name]), np.uint8)
     views = logical_views(engine, rank, storage, blocks)
-    for name, counted in every.items():
+    for name, counted in walked.items():
         marks = [0 if at is None else number % 251 for number, at in enumerate(counted, 1)]
         for mark, at in zip(marks, counted, strict=True):
             if at is not None:
                 views[name, at["L"], at["K"]][at["B"], at["H"], at["N"], at["C"]] = mark
-        found[name] = marks
-    assert found == {name: flat.tolist() for name, flat in storage.items()}
+        marked[name] = marks
+    assert marked == {name: flat.tolist() for name, flat in storage.items()}
 
 
 def in_rows(engine: kvspec.EngineSpec) -> kvspec.EngineSpec:
-    """Return *engine* with plain pages: letters say nothing of formats, `test_formats` does."""
+    """Return *engine* with plain pages, because letters do not describe formats."""
     groups = [attrs.evolve(group, spec=plain(group.spec)) for group in engine.groups]
     return attrs.evolve(engine, groups=groups)
 
 
 def plain(spec: kvspec.LayerSpec) -> kvspec.LayerSpec:
-    """Return *spec* with plain pages, those of a uniform-type group one by one."""
+    """Return *spec* with plain pages. In a uniform-type group, each layer has plain pages."""
     if isinstance(spec, kvspec.UniformTypeKVCacheSpecs):
-        return attrs.evolve(spec, specs={name: plain(each) for name, each in spec.specs.items()})
+        return attrs.evolve(
+            spec, specs={name: plain(member) for name, member in spec.specs.items()}
+        )
     return attrs.evolve(spec, page_format="plain") if isinstance(spec, AttentionSpec) else spec
 
 
 def stage_of(engine: kvspec.EngineSpec, layer: str) -> int:
-    """Return the stage of a layer: the one that names it, or whose share of numbers it is in."""
+    """Return the stage that names a layer, or whose share of the numbers contains it."""
     stages, size = engine.parallel.stages, engine.parallel.pp_size
     if stages is not None:
         return next(at for at, names in enumerate(stages) if layer in names)
@@ -173,17 +175,20 @@ def stage_of(engine: kvspec.EngineSpec, layer: str) -> int:
     return max(s for s in range(size) if s * len(set(number.values())) // size <= place)
 
 
-def test_stages_by_hand() -> None:
-    """Five numbers on two stages are 2 + 3; layers of one number stay together."""
+def test_rank_layers_divides_five_numbers_into_two_and_three() -> None:
+    """Layers with the same number stay together."""
     spec = kvspec.MLAAttentionSpec(block_size=1, head_size=1, dtype="uint8")
     names = tuple(f"{kind}.{at}" for at in (9, 2, 4, 7, 5) for kind in ("key", "index"))
     engine = builders.engine(spec, layers=names, pp_size=2)
-    found = [rank_layers(engine, rank, engine.groups[0]) for rank in engine.parallel.ranks]
-    assert [["key.2", "index.2", "key.4", "index.4"], [x for x in names if x[-1] in "975"]] == found
+    layers = [rank_layers(engine, rank, engine.groups[0]) for rank in engine.parallel.ranks]
+    assert [
+        ["key.2", "index.2", "key.4", "index.4"],
+        [x for x in names if x[-1] in "975"],
+    ] == layers
 
 
-def test_kernel_blocks_by_hand() -> None:
-    """A block of 4 tokens cut in kernel blocks of 2: twice as many, of two rows each."""
+def test_logical_views_have_a_block_for_each_kernel_block() -> None:
+    """A block of 4 tokens has two kernel blocks, of two rows each."""
     spec = kvspec.MLAAttentionSpec(block_size=4, head_size=3, dtype="uint8")
     engine = engine_of(spec, "LBHNC")
     cut = attrs.evolve(engine.groups[0], kernel_block_size=2)
@@ -193,8 +198,8 @@ def test_kernel_blocks_by_hand() -> None:
     assert [[30, 31, 32], [33, 34, 35]] == views["g", "b", "latent"][1, 0].tolist()
 
 
-def test_one_memory_of_two_groups_by_hand() -> None:
-    """Groups that share an array both begin with its first byte; the smaller ends before it."""
+def test_logical_views_of_groups_that_share_an_array() -> None:
+    """Both groups begin at the first byte. The smaller group ends before the array does."""
     spec = kvspec.MLAAttentionSpec(block_size=1, head_size=3, dtype="uint8", page_size_padded=4)
     groups = tuple(
         kvspec.KVCacheGroup(name=name, layers=layers, spec=spec)
@@ -207,8 +212,8 @@ def test_one_memory_of_two_groups_by_hand() -> None:
     assert [[12, 13, 14], [16, 17, 18], [20, 21, 22]] == views["g", "b", "latent"][:, 0, 0].tolist()
 
 
-def test_a_page_by_hand() -> None:
-    """LBNHC without K: token, head, then k and v of that head; padding ends each page."""
+def test_logical_views_of_a_page_with_rows_outermost() -> None:
+    """The layout is LBNHC: token, head, then keys and values of that head. Padding ends a page."""
     spec = builders.gqa(2, block_size=2, head_size=1, dtype="uint8", page_size_padded=10)
     storage = {"g": np.arange(60, dtype=np.uint8)}
     views = logical_views(engine_of(spec, "LBNHC"), RANK, storage, 3)
@@ -216,17 +221,19 @@ def test_a_page_by_hand() -> None:
     assert [[51, 55], [53, 57]] == views["g", "b", "v"][2, :, :, 0].tolist()
 
 
-def test_an_alias_is_its_letters() -> None:
-    """NHD is LBNHC, HND is LBHNC."""
+def test_logical_views_of_nhd_and_hnd_equal_those_of_their_letters() -> None:
+    """NHD is LBNHC, and HND is LBHNC."""
     spec = kvspec.FullAttentionSpec(block_size=2, total_num_kv_heads=2, head_size=1, dtype="uint8")
     storage = {"g": np.arange(16, dtype=np.uint8)}
     for alias, letters in (("NHD", "LBNHC"), ("HND", "LBHNC")):
-        one, two = (logical_views(engine_of(spec, x), RANK, storage, 1) for x in (alias, letters))
-        assert two["g", "b", "v"].tolist() == one["g", "b", "v"].tolist()
+        alias_views, letter_views = (
+            logical_views(engine_of(spec, x), RANK, storage, 1) for x in (alias, letters)
+        )
+        assert letter_views["g", "b", "v"].tolist() == alias_views["g", "b", "v"].tolist()
 
 
-def test_a_conv_state_by_hand() -> None:
-    """Dimension first: rows of each channel, x then b then c; row first: channels x|b|c a row."""
+def test_logical_views_of_conv_states_in_both_orders() -> None:
+    """With dimensions first, a channel has its rows. With rows first, a row has its channels."""
     spec = kvspec.MambaSpec.mamba2(
         num_heads=2, head_dim=1, n_groups=1, state_size=1, conv_kernel=3, dtype="uint8"
     )
@@ -240,33 +247,33 @@ def test_a_conv_state_by_hand() -> None:
     assert [[8], [9]] == last["g", "a", "ssm"][0, :, :, 0].tolist()
 
 
-def test_storage_of_another_size_is_refused() -> None:
-    """A storage that is not what the layout needs is an error, not a shifted view."""
+def test_logical_views_reject_storage_of_another_size() -> None:
+    """The layout needs 12 bytes, and the storage has 13."""
     spec = kvspec.MLAAttentionSpec(block_size=2, head_size=3, dtype="uint8")
-    with pytest.raises(ValueError, match=r"storage \(13,\) bytes, expected \(12,\)"):
+    with pytest.raises(ValueError, match="storage"):
         logical_views(engine_of(spec, "LBHNC"), RANK, {"g": np.zeros(13, np.uint8)}, 1)
 
 
-def test_ragged_axes_are_refused() -> None:
+def test_logical_views_reject_a_head_axis_of_unequal_layers() -> None:
     """Layers with 1 and 2 heads have no common head axis outside of the layers."""
-    one, two = (
+    first, second = (
         kvspec.FullAttentionSpec(block_size=1, total_num_kv_heads=n, head_size=1, dtype="uint8")
         for n in (1, 2)
     )
-    spec = kvspec.UniformTypeKVCacheSpecs(specs={"a": one, "b": two})
-    with pytest.raises(ValueError, match=r"axis H before L or K counts \[1, 2\]"):
+    spec = kvspec.UniformTypeKVCacheSpecs(specs={"a": first, "b": second})
+    with pytest.raises(ValueError, match=r"\[1, 2\]"):
         logical_views(engine_of(spec, "BHLNC"), RANK, {"g": np.zeros(6, np.uint8)}, 1)
 
 
-def test_padding_needs_a_page() -> None:
-    """Where a layer's block is not in one chunk, there is no end that could be padded."""
+def test_logical_views_reject_padding_without_contiguous_pages() -> None:
+    """The block of a layer is not contiguous, so it has no end that could be padded."""
     spec = builders.gqa(2, block_size=1, head_size=1, dtype="uint8", page_size_padded=7)
-    with pytest.raises(ValueError, match="LHBNC has no page"):
+    with pytest.raises(ValueError, match="LHBNC"):
         logical_views(engine_of(spec, "LHBNC"), RANK, {"g": np.zeros(14, np.uint8)}, 1)
 
 
-def test_an_axis_of_one_may_stand_anywhere() -> None:
-    """One head outside of the blocks does not tear a page apart, so its end may be padded."""
+def test_logical_views_ignore_the_position_of_an_axis_of_one() -> None:
+    """A single head outside of the blocks leaves a page contiguous, so it may be padded."""
     spec = kvspec.MLAAttentionSpec(block_size=1, head_size=3, dtype="uint8", page_size_padded=4)
     storage = {"g": np.arange(16, dtype=np.uint8)}
     views = logical_views(engine_of(spec, "HLBNC"), RANK, storage, 2)

@@ -352,7 +352,7 @@ def test_check_returns_at_most_limit_lines(arrived: Arrived) -> None:
 
 
 def test_oracle_imports_no_module_that_it_judges() -> None:
-    """`kvspec.testing` also imports neither hypothesis nor torch, because both are slow."""
+    """`kvspec.testing` does not import hypothesis or torch either, because both are slow."""
     code = (
         "import sys, kvspec; known = set(sys.modules); import kvspec.testing;"
         "print([m for m in set(sys.modules) - known if m.startswith(('hypothesis', 'torch'))])"

@@ -1,12 +1,13 @@
-"""Parts need not be alike: scales beside keys, of another type, with rows and units of their own.
+"""Tests of parts with different types, rows and units, such as scales beside keys and values.
 
-A kind made here alone, whose page has a scale for four tokens of all heads, obeys the laws that
-every kind obeys; and scales for each token and head are read from typed tensors as they are.
+One kind of layer is made here: its page has a scale for four tokens of all heads. It keeps the laws
+of every kind. Scales for each token and head are read from typed tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ import kvspec
 from kvspec import RankId
 from kvspec.testing import strategies
 from kvspec.testing.kinds import KINDS
+from tests.support.refused import refusal
 
 HALF = settings(max_examples=settings.default.max_examples // 2)
 TOKENS = 4
@@ -31,11 +33,11 @@ TOKENS = 4
 
 @attrs.frozen(kw_only=True, slots=False)
 class PageScaledSpec(kvspec.FullAttentionSpec):
-    """Keys and values, and one scale for four tokens of all heads: other rows, other units."""
+    """Keys and values, and one scale for four tokens of all heads."""
 
     @cached_property
     def parts(self) -> tuple[kvspec.Part, ...]:
-        """The scale's tensor stands between the keys' and the values'."""
+        """The tensor of the scale lies between those of the keys and of the values."""
         key, value = super().parts
         scale = kvspec.Part(
             name="scale", units=1, states=self.block_size // TOKENS, content_bytes=4,
@@ -61,13 +63,13 @@ def _a_kind() -> Iterator[None]:
 
 @given(CASES)
 @HALF
-def test_unequal_rows_arrive_exactly_once(case: strategies.Case) -> None:
-    """Law 1, for parts of one page that have other rows and units, in every way."""
+def test_parts_with_different_rows_keep_law_1(case: strategies.Case) -> None:
+    """The transfer moves by ids, by descriptors and with the reference."""
     check_every_way(case)
 
 
-def test_tensors_of_a_page_follow_each_other() -> None:
-    """A page of 8 tokens, 2 heads of 3 elements: keys, 2 scales, values, at 0, 96 and 104."""
+def test_tensors_of_a_page_lie_in_the_order_of_the_parts() -> None:
+    """A page of 8 tokens and 2 heads of 3 elements: keys at 0, 2 scales at 96, values at 104."""
     spec = PageScaledSpec(block_size=8, total_num_kv_heads=2, head_size=3, dtype="bfloat16")
     side = builders.engine(spec, layers=("a", "b"))
     cache, storage = kvspec.allocate(side, RankId(), 5)
@@ -89,7 +91,7 @@ def engine(layout: str, tp: int, spec: kvspec.LayerSpec = SCALED) -> kvspec.Engi
 
 
 def tensors(torch: Any, heads: int, order: str) -> dict[str, Any]:
-    """Return the tensors that an engine has: bfloat16 keys and values, float32 scales."""
+    """Return bfloat16 keys and values, and float32 scales."""
     sizes = {"B": BLOCKS, "N": ROWS, "H": heads}
     shape = [sizes[each] for each in order]
     return {
@@ -99,15 +101,15 @@ def tensors(torch: Any, heads: int, order: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_float32_scales_beside_bfloat16_keys_are_read_and_moved() -> None:
-    """From real typed tensors at TP 2, rows first, into those of TP 1, heads first: each number."""
+def test_transfer_moves_float32_scales_beside_bfloat16_keys() -> None:
+    """The producer has TP 2 and rows first. The consumer has TP 1 and heads first."""
     torch = pytest.importorskip("torch")
     producer, consumer = engine("LBNHC", 2), engine("LBHNC", 1)
     held = {rank: tensors(torch, LOCAL, "BNH") for rank in producer.parallel.ranks}
-    wanted = tensors(torch, 2 * LOCAL, "BHN")
+    received = tensors(torch, 2 * LOCAL, "BHN")
     plan = kvspec.plan_transfer(producer, consumer)
     request = builders.request(11, [4, 1], [0, 5], cached_tokens=3)
-    target = kvspec.RankCache.from_tensors(consumer, RankId(), {"l": wanted})
+    target = kvspec.RankCache.from_tensors(consumer, RankId(), {"l": received})
     sources = {
         rank: kvspec.RankCache.from_tensors(producer, rank, {"l": own})
         for rank, own in held.items()
@@ -116,25 +118,26 @@ def test_float32_scales_beside_bfloat16_keys_are_read_and_moved() -> None:
     for source in sources.values():
         for start, stop, length in kvspec.build_table(plan, source, target).descriptors(request):
             ctypes.memmove(int(stop), int(start), int(length))
-    for name, head, token in ((n, h, t) for n in wanted for h in range(4) for t in range(3, 11)):
-        (mine, yours), row = ((4, 0), (1, 5))[token // ROWS], token % ROWS
-        sent = held[RankId(tp=head // LOCAL)][name][mine, row, head % LOCAL]
-        assert sent.tolist() == wanted[name][yours, head, row].tolist()
+    for name, head, token in ((n, h, t) for n in received for h in range(4) for t in range(3, 11)):
+        (producer_block, consumer_block), row = ((4, 0), (1, 5))[token // ROWS], token % ROWS
+        sent = held[RankId(tp=head // LOCAL)][name][producer_block, row, head % LOCAL]
+        assert sent.tolist() == received[name][consumer_block, head, row].tolist()
 
 
-def test_a_scale_of_another_type_is_refused() -> None:
-    """The part's own type counts: float16 scales are not the float32 ones that the engine names."""
+def test_from_tensors_rejects_scales_of_another_type() -> None:
+    """The scales are float16, and the part has the type float32."""
     torch = pytest.importorskip("torch")
     own = tensors(torch, LOCAL, "BNH")
     wrong = own | {"v_scale": torch.zeros(BLOCKS, ROWS, LOCAL, 2, dtype=torch.float16)}
-    with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.RankCache.from_tensors(engine("LBNHC", 2), RankId(), {"l": wrong})
-    told = "tensors['l']['v_scale'].dtype='float16': expected float32, as the part has"
-    assert f"{told}, or plain bytes" == str(caught.value)
+    error = refusal(
+        lambda: kvspec.RankCache.from_tensors(engine("LBNHC", 2), RankId(), {"l": wrong})
+    )
+    assert ("tensors['l']['v_scale'].dtype", "float16") == (error.field, error.value)
+    assert "float32" in str(error)
 
 
-def test_nvfp4_and_mxfp8_pages_by_hand() -> None:
-    """NVFP4: a head of 128 is 64 bytes and 8 scales; MXFP8: 128 and 4. Keys and values alike."""
+def test_nvfp4_and_mxfp8_pages_have_the_sizes_worked_out_by_hand() -> None:
+    """A head of 128 elements has 64 bytes with NVFP4 and 128 with MXFP8, and 8 or 4 scales."""
     nvfp4 = builders.gqa(
         8, head_size=64, dtype="uint8", scale_dtype="float8_e4m3fn", elements_per_scale=8
     )
@@ -155,70 +158,61 @@ def test_nvfp4_and_mxfp8_pages_by_hand() -> None:
     assert {sum(rows)} == {each.block_stride for each in cache.regions}
 
 
-def test_scales_say_what_they_hold_for() -> None:
-    """Engines whose scales hold for other elements do not fit; a default said aloud does."""
+def test_mismatches_compare_the_elements_of_a_scale() -> None:
+    """The default equals the head size."""
     of = {each: attrs.evolve(SCALED, elements_per_scale=each) for each in (None, SIZE, 2)}
     assert () == kvspec.mismatches(engine("LBNHC", 1, of[None]), engine("LBHNC", 2, of[SIZE]))
-    found = kvspec.mismatches(engine("LBNHC", 1, of[None]), engine("LBHNC", 2, of[2]))
-    assert ["l.elements_per_scale"] == [each.field for each in found]
+    mismatches = kvspec.mismatches(engine("LBNHC", 1, of[None]), engine("LBHNC", 2, of[2]))
+    assert ["l.elements_per_scale"] == [each.field for each in mismatches]
 
 
-def words(**fields: Any) -> str:
-    """Return the refusal of `SCALED` with other *fields*."""
-    with pytest.raises(kvspec.SpecError) as caught:
-        attrs.evolve(SCALED, **fields)
-    return str(caught.value)
-
-
-def test_scales_that_cannot_be_are_refused() -> None:
-    """A scale for a part of a head that does not divide it, of nothing, of packed content."""
-    assert "elements_per_scale=3: expected a divisor of head_size=4" == words(elements_per_scale=3)
-    wanted = "elements_per_scale=4: expected a divisor of head_size=4 and head_size_v=6"
-    assert wanted == words(elements_per_scale=4, head_size_v=6)
-    told = words(scale_dtype=None, elements_per_scale=2)
-    assert "elements_per_scale=2: expected None if scale_dtype is None" == told
-    told = words(scale_dtype=None, tokens_per_scale=2)
-    assert "tokens_per_scale=2: expected 1 if scale_dtype is None" == told
-    assert "expected a multiple of 3, a row of scales" in words(tokens_per_scale=3)
-    told = words(state_content_bytes=9)
-    wanted = "cannot be combined with state_content_bytes, which includes the scales"
-    assert f"scale_dtype='float32': {wanted}" == told
+def test_spec_rejects_impossible_scales() -> None:
+    """A scale must divide a head and a block, and needs a type and separate content."""
+    cases: list[tuple[dict[str, Any], str, object, str]] = [
+        ({"elements_per_scale": 3}, "elements_per_scale", 3, "head_size=4"),
+        ({"elements_per_scale": 4, "head_size_v": 6}, "elements_per_scale", 4, "head_size_v=6"),
+        ({"scale_dtype": None, "elements_per_scale": 2}, "elements_per_scale", 2, "scale_dtype"),
+        ({"scale_dtype": None, "tokens_per_scale": 2}, "tokens_per_scale", 2, "scale_dtype"),
+        ({"tokens_per_scale": 3}, "block_size", ROWS, "3"),
+        ({"state_content_bytes": 9}, "scale_dtype", "float32", "state_content_bytes"),
+    ]
+    for fields, field, value, word in cases:
+        error = refusal(functools.partial(attrs.evolve, SCALED, **fields))
+        assert (field, value) == (error.field, error.value)
+        assert word in str(error)
 
 
 PART = {"name": "p", "units": 4, "states": 1, "content_bytes": 6}
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("fields", "field", "value"),
     [
-        ({"tensor": ""}, "p.tensor='': expected a non-empty str"),
-        ({"tensor": 3}, "p.tensor=3: expected a non-empty str"),
-        ({"whole": 1}, "p.whole=1: expected True or False"),
-        (
-            {"dtype": "float32"},
-            "p.content_bytes=6: expected whole elements of float32, 4 bytes each",
-        ),
-        ({"dtype": "half-precision"}, "dtype='half-precision': expected one of "),
+        ({"tensor": ""}, "p.tensor", ""),
+        ({"tensor": 3}, "p.tensor", 3),
+        ({"whole": 1}, "p.whole", 1),
+        ({"dtype": "float32"}, "p.content_bytes", 6),  # An element has 4 bytes.
+        ({"dtype": "half-precision"}, "dtype", "half-precision"),
     ],
 )
-def test_every_field_of_a_part_is_checked(fields: dict[str, Any], wanted: str) -> None:
-    """A part that cannot be is not."""
-    with pytest.raises(kvspec.SpecError) as caught:
-        kvspec.Part(**PART | fields)
-    assert str(caught.value).startswith(wanted)
+def test_part_rejects_invalid_fields(fields: dict[str, Any], field: str, value: object) -> None:
+    """The error contains the field and its value."""
+    part: dict[str, Any] = PART | fields
+    error = refusal(lambda: kvspec.Part(**part))
+    assert (field, value) == (error.field, error.value)
 
 
-def test_states_made_by_hand_have_the_type_of_their_spec() -> None:
-    """A part that names no dtype has its spec's; one that names one keeps it; they are compared."""
+def test_state_parts_without_a_dtype_have_that_of_their_spec() -> None:
+    """A part with its own dtype keeps it, and plans compare it."""
     parts = [
         kvspec.Part(name=name, units=2, states=1, content_bytes=4, tokens_per_state=0, dtype=own)
         for name, own in (("conv", None), ("ssm", None), ("gate", "int32"))
     ]
     spec = kvspec.MambaSpec(state_parts=parts, dtype="bfloat16", ssm_dtype="float32")
     assert ["bfloat16", "float32", "int32"] == [part.dtype for part in spec.parts]
-    other = attrs.evolve(spec, state_parts=[*parts[:2], attrs.evolve(parts[2], dtype="float32")])
-    found = kvspec.mismatches(engine("LBNHC", 1, spec), engine("LBNHC", 1, other))
+    changed = attrs.evolve(spec, state_parts=[*parts[:2], attrs.evolve(parts[2], dtype="float32")])
+    mismatches = kvspec.mismatches(engine("LBNHC", 1, spec), engine("LBNHC", 1, changed))
     assert [("l.gate.dtype", "int32", "float32")] == [
-        (m.field, m.producer, m.consumer) for m in found
+        (m.field, m.producer, m.consumer) for m in mismatches
     ]
     assert np.all([part.per_token is False for part in spec.parts])

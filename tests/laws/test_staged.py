@@ -1,4 +1,4 @@
-"""What goes through the buffer is what would go directly: the same bytes, by the same oracle."""
+"""Tests that transfers through the staging buffer write the same bytes as direct transfers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATIONS = st.sampled_from(["READ", "WRITE"])
 
 @st.composite
 def stagings(draw: st.DrawFn) -> Staging:
-    """Draw buffers of one slot to many, and gaps that are read from none to all."""
+    """Draw buffers of one slot or many, and costs with which no gaps or all gaps are read."""
     area = draw(st.sampled_from([4096, 1 << 14, 1 << 20]))
     batch = draw(st.sampled_from([1 << 20, 4096, 1024, 256]))
     costs = Costs(descriptor=draw(st.sampled_from([0.0, 3e-9, 3e-8, 3e-6])))
@@ -37,8 +37,10 @@ def stagings(draw: st.DrawFn) -> Staging:
 
 
 @given(strategies.cases() | strategies.sharing_cases(), stagings(), OPERATIONS, st.booleans())
-def test_staged_bytes_are_right(drawn: Case, staging: Staging, operation: Any, plain: bool) -> None:
-    """Law 1 over what is pulled and pushed through the buffer, by selections and by plain ids."""
+def test_staged_transfers_keep_law_1(
+    drawn: Case, staging: Staging, operation: Any, plain: bool
+) -> None:
+    """Transfers pull or push through the buffer, by selections or by plain ids."""
     here = world(drawn)
     with FakeNixl(), moving(here, operation, staging=staging, telemetry=True) as both:
         for transfer in both.start_all(plain=plain):
@@ -56,14 +58,14 @@ def _longest(transfer: Any) -> int:
 
 
 def through_ranges(far: Role, longest: int, gap: int) -> System:
-    """Return kvspec with the copies that batches make: a range to the buffer, and from there on."""
+    """Return kvspec with the copies of batches: from a range to the buffer, and on from there."""
 
     def copies(table: DescriptorTable, wanted: TransferRequest, tokens: Any = None) -> list[Copy]:
         selection = table.select(wanted, tokens=tokens)
         rows = selection.producer_rows if far == "producer" else selection.consumer_rows
         repeated_sets = repeated(selection.parts, far, checked_rows(rows))
         ranges = None if repeated_sets is None else ranges_of(repeated_sets, longest, gap)
-        if ranges is None:  # some run is longer than a batch: nothing is staged
+        if ranges is None:  # A run is longer than a batch, so nothing is staged.
             return described(table, wanted, tokens)
         found = []
         for batch in ranges.batches:
@@ -99,17 +101,17 @@ OF_BYTES = [law for law in LAWS if law.number in {1, 4, 9, 10, 11, 13}]
     st.sampled_from([200, 1000, 1 << 20]),
     st.sampled_from(GAPS),
 )
-def test_staged_bytes_keep_the_laws(
+def test_staged_transfers_keep_the_laws_of_bytes(
     twins: tuple[Case, Case], far: Any, longest: int, gap: int
 ) -> None:
-    """All laws of bytes but those of long runs, over batches of any size, read and written."""
+    """Batches have any size. Law 8 does not apply, because it is about long runs."""
     system = through_ranges(far, longest, gap if far == "producer" else 0)
     assert [] == laws.broken(system, *twins, of=OF_BYTES)
 
 
 @pytest.mark.parametrize("gap", [0, 1 << 16])
-def test_a_gap_that_is_written_is_found(gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle sees every byte beside a request's own: blocks that lie between its blocks."""
+def test_oracle_finds_a_gap_that_is_written(gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request's blocks have other blocks between them, and a write of a gap changes those."""
     sides = [engine(gqa(4), tp=tp, layout=layout) for tp, layout in ((2, "LBNHC"), (1, "LBHNC"))]
     here = world(case(*sides, request(48, [0, 2, 4], [1, 3, 5])))
     monkeypatch.setattr(
