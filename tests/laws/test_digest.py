@@ -61,11 +61,11 @@ def changes(draw: st.DrawFn, size: int) -> npt.NDArray[np.uint8]:
     return masked(size, words)
 
 
-def sides(here: World, asked: Any) -> tuple[list[Any], list[Any]]:
+def sides(here: World, selection: Any) -> tuple[list[Any], list[Any]]:
     """Return the digests of all producer ranks and of all consumer ranks."""
     request = here.case.request
     return tuple(  # type: ignore[return-value]
-        [digest(cache, tables, asked) for cache, _ in ranks.values()]
+        [digest(cache, tables, selection) for cache, _ in ranks.values()]
         for ranks, tables in (
             (here.producers, request.producer_blocks),
             (here.consumers, request.consumer_blocks),
@@ -77,11 +77,11 @@ def sides(here: World, asked: Any) -> tuple[list[Any], list[Any]]:
 def test_digests_of_both_sides_are_equal_only_after_the_transfer(case: Case) -> None:
     """Before the transfer, the digests of all units that move differ."""
     here = world(case)
-    asked = wanted(here.plan, case.request)
-    moves = {(*key, unit) for sums in sides(here, asked)[1] for *key, unit, _ in sums}
-    assert sorted(moves) == sorted(differing(*sides(here, asked)))
+    selection = wanted(here.plan, case.request)
+    moves = {(*key, unit) for sums in sides(here, selection)[1] for *key, unit, _ in sums}
+    assert sorted(moves) == sorted(differing(*sides(here, selection)))
     here.execute(described)
-    assert [] == differing(*sides(here, asked))
+    assert [] == differing(*sides(here, selection))
 
 
 @given(st.data(), strategies.cases())
@@ -102,8 +102,8 @@ def test_digest_of_changed_content_names_its_place(data: st.DataObject, case: Ca
     unit = data.draw(st.integers(0, len(rows.units) - 1))
     view[rows.block[at], unit, rows.row[at]] ^= data.draw(changes(rows.part.content_bytes))
     _, layer, part = rows.key
-    asked = wanted(here.plan, case.request)
-    assert [(layer, part, rows.units[unit])] == differing(*sides(here, asked))
+    selection = wanted(here.plan, case.request)
+    assert [(layer, part, rows.units[unit])] == differing(*sides(here, selection))
     if rows.part.per_token:
         grain = rows.part.tokens_per_state
 
@@ -111,7 +111,7 @@ def test_digest_of_changed_content_names_its_place(data: st.DataObject, case: Ca
             some = {(layer, part): Wanted(tokens)}
             return not differing(*sides(here, some))
 
-        first = first_difference(equal, asked[layer, part].tokens)
+        first = first_difference(equal, selection[layer, part].tokens)
         assert first is not None
         assert int(rows.token[at]) == first // grain * grain
 
@@ -166,8 +166,8 @@ def test_extents_of_changed_content_differ_down_to_one_token(
     while extent.halves is not None:
         extent = next(half for half in extent.halves if not equal(here, source, rank, half))
     _, layer, part = rows.key
-    asked = (layer,), (part,), range(rows.units[unit], rows.units[unit] + 1)
-    assert asked == (extent.layers, extent.parts, extent.units)
+    place = (layer,), (part,), range(rows.units[unit], rows.units[unit] + 1)
+    assert place == (extent.layers, extent.parts, extent.units)
     if not rows.part.per_token:
         assert int(rows.row[at]) == extent.rows.start
     else:
@@ -249,7 +249,7 @@ def test_digest_of_swapped_contents_differs() -> None:
     here.execute(described)
     ((rank, (_, storage)),) = here.consumers.items()
     views = logical_views(case.consumer, rank, storage, case.consumer_pool)
-    asked = wanted(here.plan, case.request)
+    selection = wanted(here.plan, case.request)
     for layer, swapped in (
         ("l.0", np.s_[2, :, [1, 0]]),
         ("l.1", np.s_[2, [1, 0]]),
@@ -257,7 +257,7 @@ def test_digest_of_swapped_contents_differs() -> None:
         view = next(view for key, view in views.items() if key[1:] == (layer, "k"))
         right = np.s_[2, :, [0, 1]] if layer == "l.0" else np.s_[2, [0, 1]]
         view[right] = view[swapped].copy()
-    places = differing(*sides(here, asked))
+    places = differing(*sides(here, selection))
     assert {("l.0", "k", 0), ("l.0", "k", 1), ("l.1", "k", 0), ("l.1", "k", 1)} == set(places)
 
 
@@ -267,14 +267,14 @@ def test_differing_names_a_head_whose_replicas_differ() -> None:
     engines = [builders.engine(spec, tp=tp) for tp in (1, 2)]
     here = world(builders.case(*engines, builders.request(4, [1], [2])))
     here.execute(described)
-    asked = wanted(here.plan, here.case.request)
-    assert [] == differing(*sides(here, asked))
+    selection = wanted(here.plan, here.case.request)
+    assert [] == differing(*sides(here, selection))
     rank = max(here.consumers)
     views = logical_views(
         here.case.consumer, rank, here.consumers[rank][1], here.case.consumer_pool
     )
     next(iter(views.values()))[2, 0, 3, 0] ^= 1
-    assert 1 == len(differing(*sides(here, asked)))
+    assert 1 == len(differing(*sides(here, selection)))
 
 
 HOME = "l", "k", 0
@@ -320,7 +320,7 @@ def test_differing_names_homes_without_one_common_total(
     assert wrong == differing(producers, consumers)
 
 
-def asked_of(cache: RankCache) -> dict[tuple[str, str], Wanted]:
+def selection_of(cache: RankCache) -> dict[tuple[str, str], Wanted]:
     """Return a request for the digests of four tokens of every layer."""
     return {(each.layer, each.part): Wanted(range(4)) for each in cache.regions}
 
@@ -332,16 +332,18 @@ def test_digest_and_differing_reject_invalid_arguments() -> None:
     here = world(builders.case(engine, engine, builders.request(4, [1], [2])))
     ((cache, _),) = here.producers.values()
     (group,) = (each.name for each in engine.groups)
-    asked = asked_of(cache)
+    selection = selection_of(cache)
     tables: list[dict[str, BlockTable]] = [
         {}, {group: BlockTable([])}, {group: BlockTable([99])}
     ]  # fmt: skip
     for table in tables:
-        assert refusal(functools.partial(digest, cache, table, asked)).field.startswith("tables")
+        assert refusal(functools.partial(digest, cache, table, selection)).field.startswith(
+            "tables"
+        )
     regions = tuple(attrs.evolve(each, memory_type="VRAM") for each in cache.regions)
     memory = tuple(attrs.evolve(each, memory_type="VRAM") for each in cache.memory)
     on_device = attrs.evolve(cache, regions=regions, memory=memory)
-    assert "DRAM" in str(refusal(lambda: digest(on_device, {}, asked)))
+    assert "DRAM" in str(refusal(lambda: digest(on_device, {}, selection)))
     for wrong in (None, 7, "l.0", [7], ["l.0"], [{"l.0": 1}], {"l.0": 1}):
         sums: Any = wrong
         assert refusal(functools.partial(differing, sums, [])).field.startswith("producers")

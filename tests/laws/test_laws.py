@@ -145,8 +145,8 @@ def preparing(change: Callable[[PreparedLists], PreparedLists]) -> System:
     right: Any = KVSPEC.prepared
 
     def lists(here: World, p: RankId, c: RankId) -> PreparedLists | None:
-        found = right(here, p, c)
-        return None if found is None else change(found)
+        unchanged = right(here, p, c)
+        return None if unchanged is None else change(unchanged)
 
     return System(name="planted", prepared=lists)
 
@@ -229,9 +229,9 @@ PLANTED: list[tuple[int, System]] = [
     (1, copying(lambda _w, copies: copies + copies[:1])),
     (1, copying(lambda _w, copies: [(a, b - 8, n + 8) for a, b, n in copies])),
     (1, copying(lambda _w, copies: [(a + 1, b, n) for a, b, n in copies])),
-    (1, attrs.evolve(KVSPEC, descriptors=copying(lambda _w, found: found[:-1]).descriptors)),
+    (1, attrs.evolve(KVSPEC, descriptors=copying(lambda _w, copies: copies[:-1]).descriptors)),
     (3, moving(lambda _c, role, moves: moves[role == "producer" :])),
-    (4, copying(lambda w, found: found if w.case.producer.layout == "LBHNC" else found[1:])),
+    (4, copying(lambda w, cs: cs if w.case.producer.layout == "LBHNC" else cs[1:])),
     (5, moving(lambda _c, _r, ms: [attrs.evolve(m, units=range(7, 8)) for m in ms])),
     (5, moving(lambda _c, _r, ms: [attrs.evolve(m, consumer_units=range(9, 10)) for m in ms])),
     (6, moving(to_first)),
@@ -241,7 +241,7 @@ PLANTED: list[tuple[int, System]] = [
     (8, copying(lambda _w, copies: in_two(copies))),
     (8, preparing(halved)),
     (8, preparing(one_more)),
-    (9, copying(lambda w, found: found if w.case.consumer.layout == "LBNHC" else found[1:])),
+    (9, copying(lambda w, cs: cs if w.case.consumer.layout == "LBNHC" else cs[1:])),
     (10, copying(lambda _w, copies: [(a, b + 2**20, n) for a, b, n in copies])),
     (10, preparing(longer_rows)),
     (11, System(name="deaf", descriptors=never_refusing)),
@@ -258,6 +258,7 @@ def test_law_finds_each_planted_fault(number: int, system: System) -> None:
     """The fault is found by the law that it breaks."""
     (law,) = (each for each in LAWS if each.number == number)
     pair = CROWD if number == 6 else TWIN
-    with pytest.raises(laws.BrokenLawError, match=rf"\b{number}\b"):
+    with pytest.raises(laws.BrokenLawError, match=rf"\b{number}\b") as caught:
         law.check(system, *pair)
+    assert system.name in str(caught.value)
     assert number in {each.number for each, _ in laws.broken(system, *pair)}

@@ -60,14 +60,14 @@ def _longest(transfer: Any) -> int:
 def through_ranges(far: Role, longest: int, gap: int) -> System:
     """Return kvspec with the copies of batches: from a range to the buffer, and on from there."""
 
-    def copies(table: DescriptorTable, wanted: TransferRequest, tokens: Any = None) -> list[Copy]:
-        selection = table.select(wanted, tokens=tokens)
+    def copies(table: DescriptorTable, moved: TransferRequest, tokens: Any = None) -> list[Copy]:
+        selection = table.select(moved, tokens=tokens)
         rows = selection.producer_rows if far == "producer" else selection.consumer_rows
         repeated_sets = repeated(selection.parts, far, checked_rows(rows))
         ranges = None if repeated_sets is None else ranges_of(repeated_sets, longest, gap)
         if ranges is None:  # A run is longer than a batch, so nothing is staged.
-            return described(table, wanted, tokens)
-        found = []
+            return described(table, moved, tokens)
+        copied = []
         for batch in ranges.batches:
             place = np.concatenate(
                 [np.arange(a, a + n) for a, n in zip(batch.address, batch.length, strict=True)]
@@ -75,8 +75,8 @@ def through_ranges(far: Role, longest: int, gap: int) -> System:
             for moves in ranges.moves(batch):
                 for offset, near in zip(moves.offset.tolist(), moves.near.tolist(), strict=True):
                     sides = int(place[offset]), near
-                    found.append((*sides[:: 1 if far == "producer" else -1], moves.length))
-        return found
+                    copied.append((*sides[:: 1 if far == "producer" else -1], moves.length))
+        return copied
 
     def whole(here: World, p: RankId, c: RankId) -> list[Copy]:
         exchanged = here.plan.between(p, c)
