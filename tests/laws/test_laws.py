@@ -120,7 +120,8 @@ def test_law_6_counts_readers_of_long_interleaves() -> None:
     producer = engine(gqa(1), tp=12, interleave_size=8, context_ranks=(contexts,))
     consumer = engine(gqa(1), tp=6, dcp_size=6, interleave_size=16)
     striped = attrs.evolve(
-        case(producer, consumer, request(1, [0], [0])), replica_policy="stripe", salt=1
+        case(producer, consumer, request(1, [0], [0])),
+        replica_policy=kvspec.ReplicaPolicy("stripe", 1),
     )
     LAWS[5].check(KVSPEC, striped)
 

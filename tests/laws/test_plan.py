@@ -85,8 +85,8 @@ def test_slices_of_one_rank_equal_the_edges_of_the_plan(case: Case) -> None:
         nodes = zip((drawn.producer, drawn.consumer), sides, strict=True)
         own = [{rank: node[rank] for rank in side.parallel.ranks} for node, side in nodes]
         topology = kvspec.Topology(producer=own[0], consumer=own[1])
-        replica_policy["replica_policy"] = attrs.evolve(case.replica_policy, topology=topology)
-    plan = kvspec.plan_transfer(*sides, **replica_policy)
+        policy = attrs.evolve(policy, topology=topology)
+    plan = kvspec.plan_transfer(*sides, policy)
     planned = {
         (edge.producer.tp, edge.consumer.tp, each.global_range, each.remote_range, each.local_range,
          each.stripe, layer, part)

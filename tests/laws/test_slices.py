@@ -113,7 +113,6 @@ def assert_symmetry(
     spec: kvspec.LayerSpec, consumers: int, producers: int, policy: kvspec.ReplicaPolicy
 ) -> None:
     """Check that the slices of the consumers and of the producers are the same."""
-    replica_policy = {"replica_policy": replica_policy, "salt": salt}
     pulled, pushed = set(), set()
     for rank in range(consumers):
         slices = spec.get_tp_transfer_slices(
