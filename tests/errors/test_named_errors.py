@@ -1,4 +1,4 @@
-"""Values of a wrong type raise the library's own error, and no exception of Python or numpy."""
+"""Values of a wrong type raise an error of kvspec, not an exception of Python or numpy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RANK = RankId()
 ENGINE = builders.engine(builders.gqa(), layers=("l", "m"))
 CACHE = kvspec.plan_memory(ENGINE, RANK, 4)
 ODD: tuple[Any, ...] = (None, [], {}, 1.5, "0", True, np.zeros((2, 2), np.int64))
-"""Values that are no plain int."""
+"""Values other than a plain int."""
 
 
 @pytest.mark.parametrize("name", ["base", "block_stride", "unit_stride", "state_stride"])
 @pytest.mark.parametrize("value", ODD, ids=repr)
-def test_cache_rejects_region_with_address_that_is_no_int(name: str, value: Any) -> None:
-    """The error names the field of the region, whatever its value is."""
+def test_cache_rejects_region_whose_address_is_not_an_int(name: str, value: Any) -> None:
+    """The error names the field of the region."""
     first, *others = CACHE.regions
     wrong = [attrs.evolve(first, **{name: value}), *others]
     error = refusal(lambda: kvspec.RankCache(ENGINE, RANK, wrong, CACHE.memory))
@@ -46,7 +46,7 @@ def test_cache_rejects_region_with_name_of_wrong_type(name: str, value: Any) -> 
 
 @pytest.mark.parametrize("value", [None, 1, "abc", {"l": 1}, [None], [["l"]], [], ["l", "l"]])
 @pytest.mark.parametrize("name", ["layers", "parts"])
-def test_extent_rejects_names_that_are_no_sequence_of_texts(name: str, value: Any) -> None:
+def test_extent_rejects_names_that_are_not_texts(name: str, value: Any) -> None:
     """The error names the field."""
     fields: dict[str, Any] = {"layers": ["l"], "parts": ["k"], name: value}
     error = refusal(lambda: Extent(**fields, units=range(1), tokens=range(1)))
@@ -54,10 +54,11 @@ def test_extent_rejects_names_that_are_no_sequence_of_texts(name: str, value: An
 
 
 @pytest.mark.parametrize("value", [None, [], {}, 1, "no kind", np.zeros(2)], ids=repr)
-def test_notice_rejects_kind_that_is_unknown(value: Any) -> None:
+def test_message_rejects_unknown_kind(value: Any) -> None:
     """A kind may be a value that has no hash."""
-    party = RankAddress("P", 1, RANK)
-    error = refusal(lambda: Message(kind=value, key=Key("r", b"12345678"), by=party, to=party))
+    address = RankAddress("P", 1, RANK)
+    key = Key("r", b"12345678")
+    error = refusal(lambda: Message(kind=value, key=key, by=address, to=address))
     assert "kind" == error.field
     assert value is error.value
 
@@ -67,8 +68,8 @@ def test_notice_rejects_kind_that_is_unknown(value: Any) -> None:
     [np.zeros((2, 2)), np.array([["l", "m"]]), [np.array(["l", "m"])], [["l"]], [None], ["l", 1]],
     ids=repr,
 )
-def test_table_rejects_layers_that_are_no_names(value: Any) -> None:
-    """An array of two dimensions has rows, and a row is no name."""
+def test_table_rejects_layers_that_are_not_names(value: Any) -> None:
+    """The rows of an array with two dimensions are not names."""
     plan = kvspec.plan_transfer(ENGINE, ENGINE)
     error = refusal(lambda: kvspec.build_table(plan, CACHE, CACHE, layers=value))
     assert "layers" == error.field
@@ -76,7 +77,7 @@ def test_table_rejects_layers_that_are_no_names(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [np.array(["l"]), {"l"}, frozenset("l"), ("l",)], ids=repr)
 def test_table_accepts_layers_of_any_collection(value: Any) -> None:
-    """The order of names does not matter, so that a set is accepted."""
+    """The order of names does not matter, so a set is accepted."""
     plan = kvspec.plan_transfer(ENGINE, ENGINE)
     table = kvspec.build_table(plan, CACHE, CACHE, layers=value)
     assert frozenset("l") == table.layers
@@ -99,8 +100,8 @@ def test_stages_accept_layer_number_with_leading_zeros() -> None:
 
 
 @pytest.mark.parametrize("kind", [set, frozenset, list, tuple, np.array])
-def test_fingerprint_accepts_excluded_layers_of_any_collection(kind: Any) -> None:
-    """An empty set is what no excluded layers are; order does not matter."""
+def test_compatibility_hash_accepts_excluded_layers_of_any_collection(kind: Any) -> None:
+    """An empty collection excludes no layer, and the order does not matter."""
     assert compatibility_hash(ENGINE) == compatibility_hash(ENGINE, kind([]))
     assert compatibility_hash(ENGINE, ["m"]) == compatibility_hash(ENGINE, kind(["m"]))
 
@@ -108,6 +109,6 @@ def test_fingerprint_accepts_excluded_layers_of_any_collection(kind: Any) -> Non
 @pytest.mark.parametrize(
     "value", [None, 1, "m", {"m": 1}, [None], [["m"]], np.zeros((2, 2))], ids=repr
 )
-def test_fingerprint_rejects_excluded_that_are_no_names(value: Any) -> None:
+def test_compatibility_hash_rejects_excluded_layers_that_are_not_names(value: Any) -> None:
     """The error names the argument."""
     assert "excluded" == refusal(lambda: compatibility_hash(ENGINE, value)).field

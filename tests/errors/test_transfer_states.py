@@ -1,4 +1,4 @@
-"""The states of a `TransferError`: one enumeration, and a page that prints it."""
+"""The states of a `TransferError`, and the page that prints them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_faults_page_lists_every_transfer_state() -> None:
 
 @pytest.mark.parametrize("state", TransferState)
 def test_transfer_state_equals_and_prints_as_its_plain_string(state: TransferState) -> None:
-    """Comparisons with strings hold, and messages show the bare word."""
+    """Comparisons with strings are true, and messages show the bare word."""
     plain = state.value
     assert (plain, plain, plain) == (state, str(state), f"{state}")
     assert state is TransferState(plain)  # type: ignore[call-arg]
@@ -34,13 +34,13 @@ def test_transfer_state_equals_and_prints_as_its_plain_string(state: TransferSta
 
 
 def test_transfer_error_converts_a_plain_string_to_its_state() -> None:
-    """A caller that has only the word gets the member."""
+    """A caller may pass the string instead of the member."""
     error = kvspec.TransferError("late", state="timeout")  # type: ignore[arg-type]
     assert error.state is TransferState.TIMEOUT
 
 
-def test_transfer_error_refuses_an_unknown_state() -> None:
-    """A word that is not listed is refused by name."""
+def test_transfer_error_rejects_an_unknown_state() -> None:
+    """The string must be the value of a member."""
     with pytest.raises(kvspec.SpecError) as caught:
         kvspec.TransferError("late", state="posted")  # type: ignore[arg-type]
     assert ("state", "posted") == (caught.value.field, caught.value.value)
@@ -48,19 +48,19 @@ def test_transfer_error_refuses_an_unknown_state() -> None:
 
 def test_nixl_errors_map_only_to_transfer_states() -> None:
     """Every kind and step of NIXL's errors has a member."""
-    found = [*nixl_errors._OF_KIND.values(), *nixl_errors._OF_STEP.values()]
-    assert all(isinstance(state, TransferState) for state in found)
+    states = [*nixl_errors._OF_KIND.values(), *nixl_errors._OF_STEP.values()]
+    assert all(isinstance(state, TransferState) for state in states)
     assert nixl_errors.state_of("post", "NoSuchKind") is TransferState.BUG
 
 
 def test_package_passes_no_state_as_a_plain_string() -> None:
-    """Each `state=` of the package's errors names a member of the enumeration."""
-    found = [
+    """Each `state=` of the package's errors is a member of the enumeration."""
+    wrong = [
         (path.name, node.lineno)
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "TransferError"
-        for state in ([each.value for each in node.keywords if each.arg == "state"] or [None])
+        for state in ([word.value for word in node.keywords if word.arg == "state"] or [None])
         if state is None or isinstance(state, ast.Constant)
     ]
-    assert [] == found
+    assert [] == wrong

@@ -1,4 +1,4 @@
-"""Helpers for refused calls: the error that a call raises, and parameters for tables of calls."""
+"""Check which field and which value an error rejects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import kvspec
 from kvspec.errors import shown
 
 NUMBER = itertools.count()
+REJECTED = ("call", "field", "value", "word")
+"""The arguments of a test with a table of `row`s."""
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> Any:
-    """Return the error of *kind* that *call* raises, after checking that it survives a pickle."""
+    """Return the error of *kind* that *call* raises, and check that a pickle preserves it."""
     with pytest.raises(kind) as caught:
         call()
     error = caught.value
@@ -32,15 +34,55 @@ def refusal(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError
     return error
 
 
+def row(call: Callable[[], object], field: str, value: object, word: object = "") -> Any:
+    """Return the row of a table: a call, and what `check_rejected` expects of its error."""
+    return pytest.param(call, field, value, word, id=f"{next(NUMBER)} {field}")
+
+
+def check_rejected(
+    call: Callable[[], object], field: str, value: object, word: object = ""
+) -> kvspec.SpecError:
+    """Check the field and the value of the `SpecError` that *call* raises, and return the error.
+
+    Args:
+        call: The call that raises.
+        field: The field of the error.
+        value: The value of the error.
+        word: One word, name or number of the requirement, if the field and the value do not
+            show which requirement the call breaks.
+
+    """
+    error: kvspec.SpecError = refusal(call)
+    # Compare values by repr: 1, 1.0 and True are equal, and arrays have no single truth value.
+    assert (field, repr(value)) == (error.field, repr(error.value))
+    assert has_word(word, error.rule or error.expected)
+    return error
+
+
+def check_values(
+    call: Callable[[Any], object], field: str, values: list[Any], word: object = ""
+) -> None:
+    """Check that *call* rejects each of *values* as the value of *field*."""
+    for value in values:
+        check_rejected(lambda v=value: call(v), field, value, word)  # type: ignore[misc]
+
+
+def has_word(word: object, text: str) -> bool:
+    """Return whether *text* contains *word* as a whole word. The empty word is always there."""
+    return not word or bool(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text))
+
+
+def differences(error: Any) -> list[tuple[str, object, object]]:
+    """Return field, producer's value and consumer's value of each mismatch of *error*."""
+    return [(each.field, each.producer, each.consumer) for each in error.mismatches]
+
+
 def words(call: Callable[[], object], kind: type[Exception] = kvspec.SpecError) -> str:
-    """Return the message of the error that *call* raises."""
+    """Return the message of the error of *kind* that *call* raises."""
     return str(refusal(call, kind))
 
 
-def case(call: Callable[[], object], message: str) -> Any:
-    """Return a test parameter of a call and its expected message.
-
-    The id of the parameter is the message without addresses.
-    """
-    name = re.sub(r"\d{8,}", "...", message)[:50]
-    return pytest.param(call, message, id=f"{next(NUMBER)} {name}")
+def case(call: Callable[[], object], wanted: str) -> Any:
+    """Return a call and the message of its error, named by the message without addresses."""
+    name = re.sub(r"\d{8,}", "...", wanted)[:50]
+    return pytest.param(call, wanted, id=f"{next(NUMBER)} {name}")
