@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from refused import REJECTED, check_rejected, check_values, row
+from refused import REJECTED, check_rejected, check_values, has_in_order, row
 
 import kvspec
 from kvspec.ownership.sharding import even_sharding
@@ -267,7 +267,7 @@ def test_error_survives_a_pickle(error: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "facts"),
     [
-        (kvspec.WireError("groups[0]", 3, "a str"), [["groups[0]", "3", "a str"]]),
+        (kvspec.WireError("groups[0]", 3, "a str"), [["groups[0]", "3", "str"]]),
         (kvspec.TransferError("lost", state=kvspec.TransferState.BUG), [["lost", "bug"]]),
         (kvspec.TransferError("lost", rank=kvspec.RankId(tp=3), request="r",
                               state=kvspec.TransferState.PEER_LOST),
@@ -281,9 +281,7 @@ def test_message_has_all_facts_of_the_error(error: Exception, facts: list[list[s
     lines = str(error).splitlines()
     assert len(facts) == len(lines)
     for line, words in zip(lines, facts, strict=True):
-        positions = [line.find(word) for word in words]
-        assert -1 not in positions
-        assert sorted(positions) == positions
+        assert has_in_order(words, line)
 
 
 def test_only_spec_errors_are_value_errors() -> None:

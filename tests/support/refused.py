@@ -72,6 +72,12 @@ def has_word(word: object, text: str) -> bool:
     return not word or bool(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text))
 
 
+def has_in_order(facts: list[str], text: str) -> bool:
+    """Return whether *text* contains *facts* as whole words, one after the other."""
+    pattern = ".*".join(rf"(?<!\w){re.escape(fact)}(?!\w)" for fact in facts)
+    return bool(re.search(pattern, text, re.DOTALL))
+
+
 def differences(error: Any) -> list[tuple[str, object, object]]:
     """Return field, producer's value and consumer's value of each mismatch of *error*."""
     return [(each.field, each.producer, each.consumer) for each in error.mismatches]
