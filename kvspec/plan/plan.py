@@ -54,6 +54,16 @@ class TransferPlan:
             replica group, producer ranks differ only in their units.
         edges: The units that each producer rank sends to each consumer rank.
 
+    >>> import kvspec
+    >>> spec = kvspec.FullAttentionSpec(
+    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
+    ... )
+    >>> group = kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
+    >>> engine = kvspec.EngineSpec(groups=[group])
+    >>> plan = kvspec.plan_transfer(engine, engine)
+    >>> [str(rank) for rank in plan.sources(kvspec.RankId())]
+    ['tp0']
+
     """
 
     producer: EngineSpec

@@ -1,4 +1,4 @@
-"""Every example in a docstring is true."""
+"""The examples in the docstrings run and print what they show."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ import kvspec
 MODULES = [
     "kvspec",
     *(
-        each.name
-        for each in pkgutil.walk_packages(kvspec.__path__, "kvspec.")
-        if not each.name.endswith(("__main__", "vllm.connector"))  # which needs vLLM
+        module.name
+        for module in pkgutil.walk_packages(kvspec.__path__, "kvspec.")
+        # The connector cannot be imported without vLLM.
+        if not module.name.endswith(("__main__", "vllm.connector"))
     ),
 ]
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module_are_true(name: str) -> None:
-    """What a docstring shows is what is printed."""
+def test_examples_of_a_module_are_true(name: str) -> None:
+    """Each example prints what its docstring shows."""
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert 0 == failed
 
 
-def test_there_are_examples() -> None:
-    """The modules were found, and some have examples."""
-    tried = sum(
+def test_modules_have_examples() -> None:
+    """The search for modules and examples works."""
+    examples = sum(
         len(test.examples)
         for name in MODULES
         for test in doctest.DocTestFinder().find(importlib.import_module(name))
     )
-    assert tried > 10
+    assert examples > 10

@@ -1,4 +1,4 @@
-"""The public names of the package: which there are, and that they are documented."""
+"""The public names of the package, their documentation and their examples."""
 
 from __future__ import annotations
 
@@ -57,6 +57,30 @@ PROVISIONAL = """
 """
 """Names that may change before version 1.0."""
 
+WITHOUT_EXAMPLE = {
+    "is a base class or a protocol": "kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel "
+    "kvspec.testing.laws.System",
+    "needs a second process or NIXL": "kvspec.nixl.NixlRank kvspec.nixl.Staging "
+    "kvspec.nixl.Transfer kvspec.nixl.explain_cost kvspec.session.Prompts kvspec.session.Session "
+    "kvspec.session.SessionLoad kvspec.session.TcpChannel kvspec.testing.FakeNixl "
+    "kvspec.testing.laws.PreparedLists",
+    "needs the objects of an engine": "kvspec.adapters.sglang.block_tables "
+    "kvspec.adapters.sglang.engine_spec kvspec.adapters.sglang.parallel_config "
+    "kvspec.adapters.sglang.rank_cache kvspec.adapters.vllm.block_tables "
+    "kvspec.adapters.vllm.engine_spec kvspec.adapters.vllm.from_vllm "
+    "kvspec.adapters.vllm.loses_a_token kvspec.adapters.vllm.rank_cache "
+    "kvspec.adapters.vllm.whole_engine kvspec.adapters.vllm.worker_rank "
+    "kvspec.protocol.register kvspec.session.content_of",
+    "is a result or a plain value that another name returns": "kvspec.adapters.vllm.WorkerInfo "
+    "kvspec.analysis.Simulation kvspec.check.digests.wanted kvspec.nixl.Costs "
+    "kvspec.session.PrefillTicket kvspec.testing.Case kvspec.testing.laws.Move",
+    "returns a strategy of hypothesis, or is called by tests only": "kvspec.testing.fill "
+    "kvspec.testing.laws.broken kvspec.testing.strategies.cases "
+    "kvspec.testing.strategies.engine_pairs kvspec.testing.strategies.engines "
+    "kvspec.testing.strategies.requests kvspec.testing.strategies.specs",
+}
+"""Public classes and functions without an example in their docstring, by the reason."""
+
 MAX_FROZEN, MAX_PROVISIONAL = 60, 40
 
 
@@ -100,8 +124,8 @@ def test_page_of_public_names_lists_them() -> None:
 
 
 @pytest.mark.parametrize("module", PLACES, ids=lambda module: module.__name__)
-def test_public_modules_say_what_is_public(module: ModuleType) -> None:
-    """Each has `__all__`, every name once, and every class and function in it is documented."""
+def test_public_module_lists_its_documented_names(module: ModuleType) -> None:
+    """`__all__` has each name once, and each class and function in it has a docstring."""
     assert len(module.__all__) == len(set(module.__all__))
     assert all(hasattr(module, name) for name in module.__all__)
     for name in module.__all__:
@@ -110,8 +134,22 @@ def test_public_modules_say_what_is_public(module: ModuleType) -> None:
             assert inspect.getdoc(value), name
 
 
-def test_public_modules_come_when_they_are_named() -> None:
-    """After a bare ``import kvspec`` each is there, and none is loaded before."""
+def test_public_names_have_an_example() -> None:
+    """The docstring has an example, or the list of exceptions has the name and the reason."""
+    without = {
+        f"{module.__name__}.{name}"
+        for module in PLACES
+        for name in module.__all__
+        for value in [getattr(module, name)]
+        if inspect.isclass(value) or inspect.isfunction(value)
+        if ">>>" not in (inspect.getdoc(value) or "")
+    }
+    listed = [name for names in WITHOUT_EXAMPLE.values() for name in names.split()]
+    assert sorted(without) == sorted(listed)
+
+
+def test_public_modules_load_when_they_are_used() -> None:
+    """A bare ``import kvspec`` loads none of them."""
     code = (
         "import sys, kvspec; "
         "late = kvspec.ON_DEMAND - {'analysis', 'check'}; "
@@ -127,8 +165,8 @@ def test_public_modules_come_when_they_are_named() -> None:
         kvspec.nothing  # noqa: B018
 
 
-def test_one_name_is_one_class() -> None:
-    """No two classes of the package share a name, but private ones of different modules."""
+def test_class_names_are_unique() -> None:
+    """Only private classes of different modules may have the same name."""
     names = Counter(
         node.name
         for path in PACKAGE.rglob("*.py")
