@@ -1,13 +1,14 @@
-"""What vLLM 0.33's connector gets wrong without a word, in its smallest case, byte by byte.
+"""The smallest cases in which the connector of vLLM 0.33 moves wrong bytes without an error.
 
-Numbers are those of a list of its suspected bugs. 6, 12 and 15 are of its completion protocol, 17
-of an enum: nothing of them is mapping. Each case is moved here and every byte compared, or it is
-refused where there is nothing right to do.
+The numbers are those of a list of suspected bugs. 6, 12 and 15 are about its completion protocol
+and 17 is about an enum, so they have no case here. Each case is moved and compared byte by byte, or
+it is rejected if no result is right.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import builders
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from builders import request as request_of
 from moved import moves
+from refused import check_rejected
 from vllm_like import (
     B12X,
     FullAttentionSpec,
@@ -37,7 +39,7 @@ def full(heads: int = 2, block_size: int = 16, **more: Any) -> kvspec.FullAttent
 
 
 def latent(block_size: int = 16, size: int = 12, **more: Any) -> kvspec.MLAAttentionSpec:
-    """Return a latent."""
+    """Return a latent spec."""
     return builders.mla(block_size=block_size, head_size=size, **more)
 
 
@@ -55,8 +57,8 @@ def engine(*specs: kvspec.LayerSpec, **sizes: Any) -> kvspec.EngineSpec:
     return builders.engine(*groups, **sizes)
 
 
-def test_the_executor_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte too few, from elsewhere, to elsewhere: each is told."""
+def test_moves_reports_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is one byte too short, or starts or ends one byte too early."""
     honest = moved.described
 
     def tampered(change: Any) -> Any:
@@ -77,11 +79,11 @@ def test_the_executor_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> No
     assert [] == moves(engine(full()), engine(full(block_size=32)), 64)
 
 
-def test_bug_1_a_hit_with_blocks_of_two_sizes() -> None:
-    """Producer blocks of 16, consumer's of 32, 33 tokens of which one block is cached.
+def test_bug_1_cached_prefix_with_unequal_block_sizes_is_moved() -> None:
+    """Blocks have 16 and 32 tokens, and one block of a prompt of 33 tokens is cached.
 
-    vLLM gives the consumer's tokens 32..63 the producer's 16..47; here, 32 gets 32. Lengths up to
-    80 tokens, with any cached prefix, both ways, are right.
+    vLLM writes the producer's tokens 16..47 into the consumer's tokens 32..63. Lengths up to 80
+    tokens are tried with cached prefixes, in both directions.
     """
     assert [] == moves(engine(full()), engine(full(block_size=32)), 33, cached_tokens=32)
     for tokens in range(1, 81, 11):
@@ -91,11 +93,11 @@ def test_bug_1_a_hit_with_blocks_of_two_sizes() -> None:
                 assert [] == moves(*sides, tokens, cached_tokens=cached)
 
 
-def test_bug_2_a_sliding_window_with_blocks_of_two_sizes() -> None:
-    """Producer blocks of 16, consumer's of 32, window 64, 81 tokens, no hit.
+def test_bug_2_sliding_window_with_unequal_block_sizes_is_moved() -> None:
+    """Blocks have 16 and 32 tokens, the window has 64 of 81 tokens, and nothing is cached.
 
     Both sides keep their last blocks only: 1..5 of the producer, 0..2 of the consumer. vLLM pairs
-    the tails and is off by one block; here the tables say which tokens they hold.
+    the last blocks and is off by one. The tables of kvspec contain their first token.
     """
     for tokens in range(66, 161, 3):
         sides, tables = [], []
@@ -110,10 +112,10 @@ def test_bug_2_a_sliding_window_with_blocks_of_two_sizes() -> None:
 
 
 @pytest.mark.parametrize("n_groups", [1, 2, 4])
-def test_bug_3_mamba2_with_fewer_groups_than_ranks(n_groups: int) -> None:
-    """One group, from 1 rank to 2: vLLM's B is C, and its C the temporal state.
+def test_bug_3_mamba2_with_fewer_groups_than_ranks_is_moved(n_groups: int) -> None:
+    """From 1 rank to 2, vLLM reads C as B and the temporal state as C.
 
-    All pairs of TP sizes up to 8 are right, also where some ranks share a group and others do not.
+    All pairs of TP sizes up to 8 are tried, also if only some ranks share a group.
     """
     for producer in (1, 2, 4, 8):
         for consumer in (1, 2, 4, 8):
@@ -122,7 +124,7 @@ def test_bug_3_mamba2_with_fewer_groups_than_ranks(n_groups: int) -> None:
 
 
 def packed(heads: int, layout: str) -> tuple[KVCacheConfig, Any]:
-    """Return a rank of two layers whose backend gives K and V a head slot each, and its tensors."""
+    """Return a rank of two layers whose backend has a head slot for K and one for V."""
     spec = FullAttentionSpec(
         block_size=16,
         num_kv_heads=heads,
@@ -141,11 +143,13 @@ def packed(heads: int, layout: str) -> tuple[KVCacheConfig, Any]:
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-def test_bug_4_keys_and_values_as_two_head_slots(layout: str, sizes: tuple[int, int]) -> None:
-    """Two heads, from 1 rank to 2: vLLM gives one rank all keys and the other all values.
+def test_bug_4_keys_and_values_as_two_head_slots_are_moved(
+    layout: str, sizes: tuple[int, int]
+) -> None:
+    """From 1 rank to 2, vLLM moves all keys to one rank and all values to the other.
 
-    The adapter reads two slots of all heads as planes, so each rank gets its head of both. Checked
-    through the recorded shape [blocks, 2, tokens, heads x size], not through our own regions.
+    The adapter reads the two slots as planes, so each rank receives its head of both. The test uses
+    the recorded shape [blocks, 2, tokens, heads x size], not the regions of kvspec.
     """
     engines, caches, views, kept = [], [], [], []
     for size in sizes:
@@ -193,10 +197,10 @@ def _paint(views: Any, ids: list[int], heads: int, *, check: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "producer", "consumer"), [(1, 1, 2), (2, 1, 4), (2, 2, 4)])
 def test_bug_5_every_replica_is_written(heads: int, producer: int, consumer: int) -> None:
-    """A hybrid of full attention and Mamba, more consumer ranks than heads.
+    """A hybrid of full attention and Mamba has more consumer ranks than heads.
 
-    Pushing, vLLM drops the replicas that it would not read: ranks 1 and 3 complete with nothing.
-    Pulled or pushed, our plan is one set of edges, and every consumer rank has its bytes.
+    When vLLM pushes, it omits replicas: ranks 1 and 3 complete without any bytes. A plan of kvspec
+    has the same edges for pushes and pulls.
     """
     sides = [engine(full(heads), mamba2(1), tp=size) for size in (producer, consumer)]
     plan = kvspec.plan_transfer(*sides)
@@ -209,20 +213,21 @@ def test_bug_5_every_replica_is_written(heads: int, producer: int, consumer: int
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_bug_7_larger_blocks_on_the_producer(layout: str) -> None:
-    """Producer blocks of 32, consumer's of 16, pushed: vLLM asserts when all is written.
+def test_bug_7_larger_blocks_of_the_producer_are_moved(layout: str) -> None:
+    """Blocks of 32 are pushed into blocks of 16, and vLLM fails an assertion at the end.
 
-    With a hit it had sent the wrong end, and half a block of heads is no half of its tokens.
+    With a cached prefix it sends the wrong end. Half of a block of heads is not half of its tokens.
     """
     sides = [engine(full(block_size=size), layout=layout) for size in (32, 16)]
     for cached in (0, 16, 33, 64):
         assert [] == moves(*sides, 70, cached_tokens=cached)
 
 
-def test_bug_8_a_lookahead_block_of_layers_of_own_sizes() -> None:
-    """A latent and indexer keys in one group, blocks of 64, and a block ahead on the producer.
+def test_bug_8_lookahead_block_of_unequal_layers_is_moved() -> None:
+    """A latent and indexer keys are in one group, and the producer has one block more.
 
-    vLLM does not clip such a group's list and pairs from the end, so every block is off by one.
+    vLLM does not shorten the list of such a group and pairs it from the end, so each block is off
+    by one.
     """
     spec = kvspec.UniformTypeKVCacheSpecs(
         specs={"layer.0.attn": latent(64), "layer.0.indexer": latent(64, 4)}
@@ -235,10 +240,10 @@ def test_bug_8_a_lookahead_block_of_layers_of_own_sizes() -> None:
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 128, 129, 300])
-def test_bug_9_context_parallel_with_blocks_of_two_sizes(tokens: int) -> None:
-    """A latent, 65 tokens, from blocks of 64 on 1 rank to blocks of 128 on 2 context ranks.
+def test_bug_9_context_ranks_with_unequal_block_sizes_are_moved(tokens: int) -> None:
+    """A latent moves from blocks of 64 on 1 rank to blocks of 128 on 2 context ranks.
 
-    vLLM matches blocks by number, whatever they hold: tokens 64.. are lost or on another rank.
+    vLLM pairs blocks by their number, so tokens from 64 on are lost or arrive at another rank.
     """
     one = engine(latent(64))
     two = engine(latent(128), tp=2, dcp_size=2, interleave_size=128)
@@ -247,50 +252,53 @@ def test_bug_9_context_parallel_with_blocks_of_two_sizes(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 16), (16, 1), (4, 8), (1, 1)])
-def test_bug_10_an_interleave_that_is_not_the_block_size(ours: int, theirs: int) -> None:
-    """A latent on 2 context ranks that take turns every few tokens: vLLM copies such blocks whole.
+def test_bug_10_interleaves_smaller_than_a_block_are_moved(ours: int, theirs: int) -> None:
+    """The 2 context ranks of a latent alternate every few tokens, but vLLM copies whole blocks.
 
-    The interleave is part of the description here, and two different ones are met token by token.
+    The interleave is part of an engine's description, and two interleaves are compared by token.
     """
     sides = [engine(latent(), tp=2, dcp_size=2, interleave_size=size) for size in (ours, theirs)]
     assert [] == moves(*sides, 75)
     assert [] == moves(sides[0], engine(latent()), 75)
 
 
-def test_bug_11_speculative_rows_of_a_conv_state() -> None:
-    """One side speculates 2 tokens and the other none: their conv states have 5 and 3 rows.
+def test_bug_11_unequal_speculative_rows_are_a_mismatch() -> None:
+    """One side speculates 2 tokens and the other none, so their conv states have 5 and 3 rows.
 
-    vLLM takes the remote offsets from the local rows. It is refused here, with both numbers; the
-    3 rows that both have can be asked for.
+    vLLM computes the remote offsets from the local rows. With `common_states`, kvspec moves the 3
+    common rows.
     """
     sides = engine(mamba2(1, num_speculative_tokens=2)), engine(mamba2(1))
-    with pytest.raises(
-        kvspec.MismatchError, match=r"conv_x\.states: producer 5, consumer 3 .*rows"
-    ):
+    with pytest.raises(kvspec.MismatchError) as caught:
         kvspec.plan_transfer(*sides)
+    assert {(5, 3)} == {(m.producer, m.consumer) for m in caught.value.mismatches}
+    assert all(m.field.endswith(".states") for m in caught.value.mismatches)
+    assert any(m.field.endswith(".conv_x.states") for m in caught.value.mismatches)
     assert [] == moves(*sides, 9, common_states=True)
 
 
-def test_bug_13_a_group_that_is_empty_on_the_consumer() -> None:
-    """All of one group is cached, and its table is empty: vLLM's ``[-0:]`` takes the whole list.
+def test_bug_13_empty_table_of_a_cached_group_moves_nothing() -> None:
+    """A group is fully cached and its table is empty, so vLLM's ``[-0:]`` takes the whole list.
 
-    Nothing of it moves. Where tokens of it are wanted, the empty table is refused.
+    If the request needs tokens of the group, the empty table is an error.
     """
     sides = engine(full(), full(1)), engine(full(), full(1))
     ours = {"group0": [3, 1, 2], "group1": [0, 4, 2]}
     theirs = {"group0": [1, 2, 0], "group1": []}
     cached = {"group1": 40}
     assert [] == moved.moved(*sides, request_of(40, ours, theirs, cached_tokens=cached))
-    with pytest.raises(kvspec.SpecError, match=r"expected blocks for tokens 0\.\.39"):
-        moved.moved(*sides, request_of(40, ours, theirs))
+    call = partial(moved.moved, *sides, request_of(40, ours, theirs))
+    check_rejected(call, "consumer_blocks['group1']", range(0), "0..39")
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC", "BLNHC"])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
-def test_bug_14_padded_pages_cut_by_heads(layout: str, sizes: tuple[int, int]) -> None:
-    """Attention pages padded from 256 or 512 bytes to 600, blocks outermost, TP of two sizes.
+def test_bug_14_padded_pages_with_divided_heads_are_moved(
+    layout: str, sizes: tuple[int, int]
+) -> None:
+    """Attention pages are padded to 600 bytes, and the TP sizes differ.
 
-    vLLM slices the padded row by heads; strides know nothing of a page's end.
+    vLLM divides the padded page by heads, which includes the padding.
     """
     sides = [engine(full(2, page_size_padded=600), tp=size, layout=layout) for size in sizes]
     assert [] == moves(*sides, 50)
@@ -298,9 +306,9 @@ def test_bug_14_padded_pages_cut_by_heads(layout: str, sizes: tuple[int, int]) -
 
 @pytest.mark.parametrize("spec", [latent(), full(2)], ids=["latent", "two heads on 4 ranks"])
 def test_bug_16_identical_bytes_are_moved_once(spec: kvspec.LayerSpec) -> None:
-    """From 4 ranks to 2, a latent or 2 heads: vLLM's producer ranks all write the same bytes.
+    """From 4 ranks to 2, each producer rank of vLLM writes the same bytes of a latent or 2 heads.
 
-    Each consumer rank has one source, so the traffic is the consumer's bytes.
+    In kvspec each consumer rank has one source, so the traffic is the bytes of the consumer.
     """
     sides = [engine(spec, tp=size) for size in (4, 2)]
     plan = kvspec.plan_transfer(*sides)
