@@ -1,4 +1,4 @@
-"""docs/border.py: each page format of each engine is exact or refused by name."""
+"""The script docs/border.py: kvspec moves each page format exactly or rejects it by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSED = {
     ("TensorRT-LLM", "pool, no axes"),
     ("LMCache", "chunk, packed, no axes"),
 }
-"""Pages that are refused whatever the peer is."""
+"""Pages that are always rejected."""
 
 WHOLE = {
     "NVFP4, MSA",
@@ -51,37 +51,37 @@ WHOLE = {
     "UltraQuant",
     "DeepSeek V4 records",
 }
-"""Pages that move whole alone: to equal blocks, and where they have heads to equal TP."""
+"""Pages that can only move whole: to equal block sizes and, if they have heads, to equal TP."""
 
 KINDS = {"RSWASpec", "HiddenStateCacheSpec", "SinkFullAttentionSpec", "CircularBufferSpec", "KDA"}
-"""Kinds that are refused whatever the page is."""
+"""Kinds of layers that are always rejected."""
 
 
-def test_there_is_no_third_verdict(border: Any) -> None:
-    """What is not refused is exact, byte by byte; whole pages that cannot be cut are in between."""
-    found: dict[Any, list[str]] = {}
+def test_page_formats_are_exact_or_rejected(border: Any) -> None:
+    """Pages that can only move whole are exact in some trials and rejected in the others."""
+    verdicts_of: dict[Any, list[str]] = {}
     for row in border.rows():
         verdicts = [border.verdict(row, *trial) for trial in border.TRIALS.values()]
-        assert all(each == "exact" or each.startswith("refused: ") for each in verdicts)
-        found[row.engine, row.page, row.kind] = verdicts
-    for (engine, page, kind), verdicts in found.items():
+        assert all(text == "exact" or text.startswith("refused: ") for text in verdicts)
+        verdicts_of[row.engine, row.page, row.kind] = verdicts
+    for (engine, page, kind), verdicts in verdicts_of.items():
         if (engine, page) in REFUSED or kind in KINDS or (page, kind) == ("slots, DCP 2", "full"):
             assert "exact" not in verdicts
         elif page in WHOLE:
             last = "exact" if kind == "MLA" else "refused"
-            assert ["exact", "refused", last] == [each.partition(":")[0] for each in verdicts]
+            assert ["exact", "refused", last] == [text.partition(":")[0] for text in verdicts]
         else:
             assert ["exact"] * 3 == verdicts
-    assert 44 == sum(verdicts[0] == "exact" for verdicts in found.values())
+    assert 44 == sum(verdicts[0] == "exact" for verdicts in verdicts_of.values())
 
 
 def test_the_command_prints_the_table() -> None:
-    """A line for each page and kind below the names of the trials."""
+    """It has a line for each page and kind, below a line with the trials."""
     command = [sys.executable, str(PATH)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     title, *lines = run.stdout.splitlines()
     assert ["engine", "page", "kind", "as it is", "other blocks", "other TP"] == [
-        each.strip() for each in title.split("  ") if each.strip()
+        column.strip() for column in title.split("  ") if column.strip()
     ]
     assert len(lines) > 40
     assert "exact" in lines[0]

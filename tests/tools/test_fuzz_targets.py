@@ -1,4 +1,4 @@
-"""Fuzz targets do not rot: each runs on fixed inputs, decodes most of them, and can fail."""
+"""Each fuzz target runs on fixed inputs, decodes most of them and finds a planted fault."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ FUZZ = load()
 
 
 def fuzz(target: str, count: int = INPUTS) -> int:
-    """Give *count* fixed inputs to every law of *target*; return how many were decoded."""
+    """Run every law of *target* on *count* fixed inputs and return how many it decodes."""
     laws = FUZZ.laws_of(target).values()
     assert laws
     return sum(law(data) is not None for law in laws for data in FUZZ.inputs(count))
 
 
 @pytest.mark.parametrize("target", FUZZ.TARGETS)
-def test_a_target_runs(target: str) -> None:
-    """Each target holds on the fixed inputs, and more than half of them decode to a case."""
+def test_target_holds_on_fixed_inputs(target: str) -> None:
+    """More than half of the inputs decode to a case."""
     assert fuzz(target) > INPUTS // 2
 
 
 @pytest.mark.parametrize("target", FUZZ.TARGETS)
-def test_a_target_opens_with_its_invariant(target: str) -> None:
-    """The first line of a target is what always holds: one sentence, no heading."""
+def test_target_begins_with_its_invariant(target: str) -> None:
+    """The first line of a target is its invariant, in one sentence."""
     first = (RUN.parent / f"{target}.py").read_text().splitlines()[0]
     assert first.startswith('"""')
     assert first.endswith(".")
@@ -66,8 +66,8 @@ def late_page(patch: pytest.MonkeyPatch) -> None:
 
     def place(*arguments: Any) -> Any:
         members, size = right(*arguments)
-        for each in members[1::2]:
-            each.offset += 1
+        for member in members[1::2]:
+            member.offset += 1
         return members, size + 1
 
     patch.setattr(kvspec.memory.allocation, "place", place)
@@ -84,29 +84,29 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
 
 
 def credulous(patch: pytest.MonkeyPatch) -> None:
-    """Let a table name one block for two places."""
+    """Accept a table that has one block at two places."""
     patch.setattr(kvspec.descriptors.tiles, "_check_once", lambda *_, **__: None)
 
 
 def one_context(patch: pytest.MonkeyPatch) -> None:
-    """Believe that two context ranks share tokens where they have one number."""
-    patch.setattr(kvspec.plan.replica_groups, "meet", lambda one, other: one.rank == other.rank)
+    """Treat two context ranks as sharing tokens only if their numbers are equal."""
+    patch.setattr(kvspec.plan.replica_groups, "meet", lambda ours, theirs: ours.rank == theirs.rank)
 
 
 def trusting(patch: pytest.MonkeyPatch) -> None:
-    """Believe any field of a config to be a number."""
+    """Accept any field of a config as a number."""
     patch.setattr(
         "kvspec.models.fields.ModelConfig.number", lambda self, name: int(self.get(name) or 0)
     )
 
 
 def unread(patch: pytest.MonkeyPatch) -> None:
-    """Let a message that cannot be be the caller's error, not the sender's."""
+    """Raise the caller's error for an impossible message, not the sender's."""
     patch.setattr("kvspec.protocol.wire.refuse", lambda _, error, __: (_ for _ in ()).throw(error))
 
 
 def gullible(patch: pytest.MonkeyPatch) -> None:
-    """Believe what a constructor refuses to be no more than an error of the caller's."""
+    """Raise the error of a constructor unchanged, as if the caller had made it."""
     patch.setattr(
         "kvspec.protocol.decode.refuse", lambda _, error, __: (_ for _ in ()).throw(error)
     )
@@ -125,15 +125,17 @@ def gullible(patch: pytest.MonkeyPatch) -> None:
         ("messages", unread),
     ],
 )
-def test_a_target_can_fail(target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug planted in what a target is about is found within the same inputs."""
+def test_target_finds_a_planted_fault(
+    target: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inputs are the first of the same series."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, TypeError)):
         fuzz(target, 40 * INPUTS)
 
 
-def test_an_input_chooses_its_law() -> None:
-    """The first byte picks one of the laws, and no byte is no case."""
+def test_input_selects_its_law() -> None:
+    """The first byte is the number of the law. An empty input runs none."""
     seen: list[tuple[int, bytes]] = []
     laws = [lambda data, at=at: seen.append((at, data)) for at in range(3)]
     run = FUZZ.one_input(laws)
@@ -142,8 +144,8 @@ def test_an_input_chooses_its_law() -> None:
     assert [(0, b"a"), (1, b"b"), (2, b"")] == seen
 
 
-def test_a_new_corpus_is_made_once(tmp_path: Path) -> None:
-    """A folder that is empty gets seeds; one that is not stays as it is; a file needs none."""
+def test_corpus_gets_seeds_only_once(tmp_path: Path) -> None:
+    """An empty folder gets seeds. A folder with files and a file stay as they are."""
     folder = tmp_path / "corpus"
     assert str(folder) == FUZZ.with_corpus([str(folder)])[-1]
     assert FUZZ.SEEDS == len(list(folder.iterdir()))

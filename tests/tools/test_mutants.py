@@ -1,6 +1,6 @@
-"""What judges mutants does not rot: its tests exist, and what is called equivalent is there.
+"""The list of tests that judge mutants, and the list of equivalent mutants, are current.
 
-cosmic-ray is not needed here, so nothing is planted.
+These tests make no mutants, so they do not need cosmic-ray.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MUTANTS = load()
 
 
 @pytest.mark.parametrize("package", ["first", *MUTANTS.CORE])
-def test_the_judges_are_there(package: str) -> None:
-    """Every package of the core is judged by tests that exist."""
+def test_judges_of_a_package_exist(package: str) -> None:
+    """Each package of the core has judges, which are test files."""
     judges = MUTANTS.JUDGES[package]
     assert judges
     assert [] == [path for path in judges if not (ROOT / path).is_file()]
 
 
-def test_what_is_called_equivalent_has_its_line_and_a_reason() -> None:
-    """The line before is a line, or several, of the file named; it changes, and it is said why."""
+def test_equivalent_mutants_have_their_line_and_a_reason() -> None:
+    """The source still has the line before the change."""
     for (path, before, after), reason in MUTANTS.equivalents().items():
         source = " ".join(line.strip() for line in (ROOT / path).read_text().splitlines())
         assert before in source, f"{path}: {before}"
@@ -44,8 +44,8 @@ def test_what_is_called_equivalent_has_its_line_and_a_reason() -> None:
         assert reason
 
 
-def test_a_change_of_annotations_is_no_fault() -> None:
-    """Annotations and what does not compile are left out; any other change is where it says."""
+def test_change_of_an_annotation_is_not_a_mutant() -> None:
+    """A change that does not compile is not a mutant either."""
     source = "def half(x: int | None) -> int:\n    return x // 2\n"
     assert None is MUTANTS.changed("a.py", source, source.replace("|", "&"))
     assert None is MUTANTS.changed("a.py", source, source.replace("//", "!"))
@@ -53,8 +53,8 @@ def test_a_change_of_annotations_is_no_fault() -> None:
     assert "a.py:2\n- return x // 2\n+ return x * 2" == str(fault)
 
 
-def test_equivalents_do_not_count() -> None:
-    """The score is of those killed among the killed and the survivors."""
+def test_score_excludes_equivalent_mutants() -> None:
+    """The score is the share of killed mutants among killed and surviving ones."""
     faults = [MUTANTS.Mutant("kvspec/a.py", line, "x", "y", "y") for line in range(6)]
     verdicts = ["killed", "killed", "killed", "survived", "equivalent", "equivalent"]
     lines = MUTANTS.report(list(zip(faults, verdicts, strict=True))).splitlines()
