@@ -118,7 +118,6 @@ def call_with_a_list(name: str) -> object:
         "page": lambda: engine().page_size_bytes(value, RankId()),
         "group": lambda: engine().group(value),
         "of_layer": lambda: TWO.of_layer(value),
-        "salt": lambda: kvspec.plan_transfer(engine(), engine(), salt=value),
         "role": lambda: FULL.get_tp_transfer_slices(0, 1, 1, value),
         "excluded": lambda: group(excluded=[value]),
     }
@@ -140,7 +139,7 @@ TABLE: list[Any] = [
     # engines
     row(lambda: kvspec.EngineSpec(groups=()), "groups", ()),
     row(lambda: engine("full"), "groups", "full"),
-    row(lambda: engine(group("l"), group("m")), "groups", "g", "differ"),
+    row(lambda: engine(group("l"), group("m")), "groups", "g", "different"),
     row(lambda: engine(group("l"), group("m", "l", name="h")), "groups['h'].layers", "l"),
     row(lambda: engine().group("h"), "group", "h"),
     # shardings
@@ -189,8 +188,8 @@ TABLE: list[Any] = [
     # values of another type
     *(row(lambda n=name: call_with_a_list(n), field, ["l"])
       for name, field in (
-          ("page", "layer"), ("group", "group"), ("of_layer", "layer"), ("salt", "salt"),
-          ("role", "role"), ("excluded", "groups['g'].excluded"))),
+          ("page", "layer"), ("group", "group"), ("of_layer", "layer"), ("role", "role"),
+          ("excluded", "groups['g'].excluded"))),
     row(lambda: kvspec.KVCacheGroup(name="g", layers=np.array("l"), spec=FULL),
         "layers", np.array("l")),
     row(lambda: kvspec.EngineSpec(groups=range(10**20)), "groups", range(10**20)),  # type: ignore[arg-type]
@@ -199,7 +198,7 @@ TABLE: list[Any] = [
     row(lambda: group("l", ""), "groups['g'].layers", ""),
     row(lambda: kvspec.EngineSpec(groups=None), "groups", None),  # type: ignore[arg-type]
     row(lambda: kvspec.EngineSpec(groups=group()), "groups", group()),  # type: ignore[arg-type]
-    row(lambda: engine(*[group()] * 2), "groups", "g", "differ"),
+    row(lambda: engine(*[group()] * 2), "groups", "g", "different"),
     row(lambda: kvspec.EngineSpec(groups=(group(),), parallel=4), "parallel", 4),  # type: ignore[arg-type]
     row(lambda: kvspec.EngineSpec(groups=(group(),), parallel=None), "parallel", None),  # type: ignore[arg-type]
     row(lambda: kvspec.ParallelConfig(shardings=None), "shardings", None),  # type: ignore[arg-type]
@@ -212,8 +211,6 @@ TABLE: list[Any] = [
     row(lambda: blocks(1, device="tpu"), "device", "tpu"),
     row(lambda: kvspec.allocate("e", RankId(), 1), "engine", "e"),  # type: ignore[arg-type]
     row(lambda: kvspec.mismatches("e", engine()), "producer", "e"),  # type: ignore[arg-type]
-    *(row(lambda s=s: kvspec.plan_transfer(engine(tp_size=8), engine(), salt=s), "salt", s, 0)
-      for s in ("x", 1.5, True)),
     row(lambda: kvspec.plan_transfer(engine(), engine(), common_states=1), "common_states", 1),  # type: ignore[arg-type]
     row(lambda: FULL.get_tp_transfer_slices(0, 4, 2**40), "remote_tp_size", 2**40),
     row(lambda: FULL.page_size_bytes(0, 2**40), "tp_size", 2**40),
@@ -240,11 +237,11 @@ TABLE: list[Any] = [
     row(lambda: group(kernel_block_size=3), "groups['g'].kernel_block_size", 3, 4),
     row(lambda: group(kernel_block_size=8), "groups['g'].kernel_block_size", 8, 4),
     row(lambda: group(spec=PADDED, kernel_block_size=2),
-        "groups['g'].kernel_block_size", 2, "padded"),
+        "groups['g'].kernel_block_size", 2, "page_size_padded"),
     row(lambda: group(spec=state(block_size=4), kernel_block_size=2),
-        "groups['g'].kernel_block_size", 2, "rows"),
+        "groups['g'].kernel_block_size", 2, "row"),
     row(lambda: group(spec=attrs.evolve(FULL, tokens_per_state=2), kernel_block_size=1),
-        "groups['g'].kernel_block_size", 1, "rows"),
+        "groups['g'].kernel_block_size", 1, "row"),
     row(lambda: group("a", "b", excluded=("b", "c")), "groups['g'].excluded", "c"),
     row(lambda: group(excluded="l"), "excluded", "l"),
     row(lambda: group(excluded=None), "excluded", None),

@@ -35,7 +35,6 @@ from kvspec.draw.canvas import (
 )
 from kvspec.testing.case import Case
 from kvspec.testing.strategies import cases, common_cases, sharing_cases, spanning_cases
-from kvspec.testing.world import plan_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
