@@ -70,15 +70,20 @@ def _array(value: object) -> npt.NDArray[Any] | None:
 class BlockTable:
     """The blocks of one request in one group, in token order.
 
-    Block ``i`` holds the tokens ``first_token + i * block_size`` and on; where C context ranks
-    share the tokens, it stands for a virtual block of ``block_size * C`` of them. The table of a
-    group of state layers is the one slot that holds the state; of a longer one, the state is in
-    the block of the last token. *ordered*: its ids in ascending order.
+    Block ``i`` contains ``block_size`` tokens from ``first_token + i * block_size``. If C context
+    ranks share the tokens, it is a virtual block of ``block_size * C`` positions. In a group of
+    state layers, a table of one id is the slot of the state. In a longer table, the block of the
+    last token contains the state.
 
-    >>> import kvspec
-    >>> table = kvspec.BlockTable([7, 3], first_token=32)
-    >>> table.block_ids.tolist(), table.first_token
-    ([7, 3], 32)
+    Attributes:
+        block_ids: Block ids in token order: int64, shape (blocks,), read-only.
+        first_token: Position of the first token in the table.
+        ordered: The block ids in ascending order.
+
+    >>> table = BlockTable([7, 3], first_token=32)
+    >>> table.tokens(16), table.blocks_of(range(50, 60), 16).tolist()
+    (range(32, 64), [3])
+
     """
 
     block_ids: Ids = attrs.field(
@@ -241,23 +246,6 @@ class TransferRequest:
     >>> request.table("producer", "full").block_ids.tolist()
     [9, 4, 5]
 
-    *num_tokens*: position of the first token that the consumer computes itself. *cached_tokens*:
-    leading tokens that the consumer already holds, one count or one for each group; one count is
-    of the prompt's tokens, so of an encoder's none are cached unless its group says so. Tables are
-    keyed by group name, each side's by its own groups; a plain sequence of ids starts at token 0.
-    *encoder_tokens*: the encoder's own count, which cross attention needs. *state_tokens*: how
-    many tokens the producer's recurrent states have seen, `num_tokens` unless given. *known*: what
-    tables found of it, so that it is cut once for all sources.
-
-    >>> import kvspec
-    >>> request = kvspec.TransferRequest(
-    ...     request_id="r",
-    ...     num_tokens=20,
-    ...     producer_blocks={"full": [4, 1]},
-    ...     consumer_blocks={"full": [0, 2]},
-    ... )
-    >>> request.num_tokens
-    20
     """
 
     request_id: str

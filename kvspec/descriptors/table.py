@@ -195,26 +195,6 @@ class DescriptorTable:
     >>> table.unwritten_ranges(request).tolist()
     [[24608, 512]]
 
-    *producer_rows*, *consumer_rows*: uint64 of shape (rows, 5), one row ``(address, length,
-    device, stride, count)``. A descriptor's id counts through the rows' counts in order. All rows
-    of a side lie in one type of memory. *layers*: the only ones whose rows these are.
-    *prefix_multiple*: tokens of which the cached prefixes of its requests are multiples.
-
-    >>> import kvspec
-    >>> spec = kvspec.FullAttentionSpec(
-    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
-    ... )
-    >>> group = kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    >>> engine = kvspec.EngineSpec(groups=[group])
-    >>> cache = kvspec.plan_memory(engine, kvspec.RankId(), 4)
-    >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
-    >>> blocks = {"full": [2]}
-    >>> request = kvspec.TransferRequest(
-    ...     request_id="r", num_tokens=16, producer_blocks=blocks, consumer_blocks=blocks
-    ... )
-    >>> producer_ids, consumer_ids = table.select(request)
-    >>> len(producer_ids) == len(consumer_ids)
-    True
     """
 
     plan: TransferPlan
@@ -441,20 +421,6 @@ def build_table(
     >>> table.producer_rows.tolist()  # Ten blocks of 16 tokens, 2 heads and 16 bytes each.
     [[1048576, 512, 0, 512, 10]]
 
-    The number of rows does not depend on the number of blocks. Raises `MismatchError` if a cache is
-    not one of the plan's, or if the ids of one side would not fit an int32; `SpecError` for a layer
-    that is none of the consumer's. Tables of layers apart together move what one table of all does.
-
-    >>> import kvspec
-    >>> spec = kvspec.FullAttentionSpec(
-    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
-    ... )
-    >>> group = kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    >>> engine = kvspec.EngineSpec(groups=[group])
-    >>> cache = kvspec.plan_memory(engine, kvspec.RankId(), 4)
-    >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
-    >>> table.producer_rows.dtype.name, table.producer_rows.shape[1]
-    ('uint64', 5)
     """
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)

@@ -384,19 +384,6 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     >>> "tp0 reads k+v heads 0..1 of attention from tp0" in picture
     True
 
-    *group*: only this group of the consumer's; all of them unless given. Every rank is a box with
-    the units that it holds, a line runs from the producer rank to each rank that reads it, and a
-    rank that nobody reads is grey and says who tells it to release. A plan that moves nothing is
-    words.
-
-    >>> import kvspec
-    >>> spec = kvspec.FullAttentionSpec(
-    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
-    ... )
-    >>> group = kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    >>> engine = kvspec.EngineSpec(groups=[group])
-    >>> plan_svg(kvspec.plan_transfer(engine, engine)).startswith("<svg")
-    True
     """
     instance("plan", plan, TransferPlan)
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))

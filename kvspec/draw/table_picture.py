@@ -403,21 +403,6 @@ def table_svg(
     >>> "one block of 1 layer: 1 run of 8 KiB, 8 KiB in all" in table_svg(table)
     True
 
-    The first blocks that share tokens of *request*, or the first block of either cache, drawn byte
-    by byte with the runs that move between them. *group*: a group of the consumer's; the first
-    that the two ranks exchange unless given. As many layers and tokens are drawn as fit; of ranks
-    that exchange nothing, words.
-
-    >>> import kvspec
-    >>> spec = kvspec.FullAttentionSpec(
-    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
-    ... )
-    >>> group = kvspec.KVCacheGroup(name="full", layers=["layers.0"], spec=spec)
-    >>> engine = kvspec.EngineSpec(groups=[group])
-    >>> cache = kvspec.plan_memory(engine, kvspec.RankId(), 4)
-    >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
-    >>> table_svg(table).startswith("<svg")
-    True
     """
     instance("table", table, DescriptorTable)
     if request is not None:

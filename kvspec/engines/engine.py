@@ -85,17 +85,6 @@ class EngineSpec:
     >>> engine.layout
     'LBNHC'
 
-    *null_block*: the id that stands in its block tables where no block is, as where a window has
-    passed (vLLM: 0), or None if it has none. It is never read and never written.
-
-    >>> import kvspec
-    >>> spec = kvspec.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
-    >>> group = kvspec.KVCacheGroup(name="latent", layers=["layers.0", "layers.1"], spec=spec)
-    >>> engine = kvspec.EngineSpec(
-    ...     groups=[group], parallel=kvspec.ParallelConfig(pp_size=2), layout="LBHNC"
-    ... )
-    >>> engine.layers_at(group, 1)
-    ('layers.1',)
     """
 
     groups: tuple[KVCacheGroup, ...] = attrs.field(converter=_groups)

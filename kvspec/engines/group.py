@@ -58,20 +58,6 @@ class KVCacheGroup:
     >>> group.kernel_blocks_per_block
     4
 
-    *layers*: their names, the same on both engines. *spec*: one for all, or a uniform-type group.
-    *layout*: this group's own, or None for the engine's. For state layers H before N means that
-    the conv state lies dimension first, N before H that it lies row first. *kernel_block_size*:
-    tokens of a block in memory, where the table's blocks are cut finer; None if they are not.
-    *excluded*: layers of the group that are not transferred (draft layers of one engine).
-    *shardings*: explicit shardings of this group alone, from a part's name to one range of units
-    for each TP rank. *context_sharded*: False where every context rank holds every token, as a
-    draft model does beside a target that shares its tokens.
-
-    >>> import kvspec
-    >>> spec = kvspec.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
-    >>> group = kvspec.KVCacheGroup(name="latent", layers=["layers.0", "layers.1"], spec=spec)
-    >>> group.layers
-    ('layers.0', 'layers.1')
     """
 
     name: str

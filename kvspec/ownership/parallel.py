@@ -43,11 +43,16 @@ from kvspec.ownership.tokens import BlockCyclic
 
 @attrs.frozen(order=True)
 class RankId:
-    """One rank of an engine, as named coordinates: pipeline stage, prefill-context and TP rank.
+    """One rank of an engine, identified by its coordinates.
 
-    >>> import kvspec
-    >>> str(kvspec.RankId(tp=3)), str(kvspec.RankId(pp=1, tp=2))
-    ('tp3', 'pp1.tp2')
+    Attributes:
+        pp: Pipeline stage.
+        pcp: Prefill context rank (vLLM: `get_pcp_group().rank_in_group`).
+        tp: Tensor-parallel rank.
+
+    >>> print(RankId(tp=3), RankId(pp=1, tp=3))
+    tp3 pp1.tp3
+
     """
 
     pp: int = 0
@@ -95,19 +100,31 @@ MAX_RANKS = 2**16
 class ParallelConfig:
     """The parallel sizes of one engine.
 
-    *interleave_size*: tokens stored on one context rank before the next. *shardings*: explicit
-    shardings, from a part's number of units to one range of units for each TP rank; every part with
-    that many units is handed out so, unless its group shards it otherwise. A range is a whole
-    number of the part's `granularity`. *stages*: what
-    each pipeline stage holds, as a range of layer numbers (the first number in a layer's name) or
-    as layer names; unless given, layer numbers are handed out contiguously and evenly.
-    *context_ranks*: for each PCP rank, the context rank of each TP rank; unless given,
-    ``pcp_rank * dcp_size + tp_rank % dcp_size``. All zero is PCP that replicates.
+    Attributes:
+        tp_size: Tensor-parallel ranks (vLLM: `tensor_parallel_size`).
+        pp_size: Pipeline stages (vLLM: `pipeline_parallel_size`).
+        dcp_size: Decode context ranks (vLLM: `decode_context_parallel_size`). They are TP ranks, so
+            they do not add to the number of ranks.
+        pcp_size: Prefill context ranks (vLLM: `prefill_context_parallel_size`).
+        interleave_size: Tokens that one context rank stores before it is the turn of the next rank
+            (vLLM: `cp_kv_cache_interleave_size`).
+        shardings: Explicit shardings. A key is the number of units of a part. Its value is one
+            range of units for each TP rank. It holds for every part with that many units, unless
+            the group of the part has its own sharding. Each range is a whole multiple of the
+            `granularity` of the part. By default, `even_sharding`.
+        stages: Layers of each pipeline stage, as a range of layer numbers or as layer names. The
+            number of a layer is the first number in its name. By default, the layer numbers are
+            divided contiguously and evenly.
+        context_ranks: For each PCP rank, the context rank of each TP rank. By default, it is
+            `pcp_rank * dcp_size + tp_rank % dcp_size`, as in vLLM. If all are zero, every PCP rank
+            holds all tokens.
 
-    >>> import kvspec
-    >>> parallel = kvspec.ParallelConfig(tp_size=2, pp_size=2)
-    >>> [str(rank) for rank in parallel.ranks]
+    >>> sizes = ParallelConfig(tp_size=2, pp_size=2)
+    >>> [str(rank) for rank in sizes.ranks]
     ['tp0', 'tp1', 'pp1.tp0', 'pp1.tp1']
+    >>> ParallelConfig(tp_size=2, shardings={3: [range(0, 2), range(2, 3)]}).sharding(3).ranges
+    (range(0, 2), range(2, 3))
+
     """
 
     tp_size: int = 1

@@ -42,21 +42,32 @@ def _dtype(value: object) -> str | None:
 class Part:
     """One named array of a block: units x states x content bytes.
 
-    *units*: what TP can divide among its ranks (KV heads, SSM heads, conv channels; 1 =
-    never split). *states*: rows of one block. *content_bytes*: bytes of one (unit, state),
-    contiguous in every layout. *granularity*: units are sharded in whole multiples of this.
-    *tokens_per_state*: tokens that one row stands for; 0 for a state that is not indexed by tokens.
-    *dtype*: the type of the content's elements, or None where it is opaque bytes.
-    *tensor*: a page holds its tensors one after the other, each as the layout says; parts of one
-    tensor lie side by side in it: where rows are tokens, packed in the content (k and v) unless the
-    layout has planes; in a state, one part's units after the other's (the channels of a conv
-    state). *whole*: what one rank holds of the part cannot be cut between units (packed formats
-    whose scales span heads). *chunks*: equal chunks in which the content lies in memory; a block
-    has the first chunk of all its rows, then the second.
+    Attributes:
+        name: Name of the part, such as "k" or "conv_x".
+        units: Number of units in the whole model. TP divides the units among ranks. Units are KV
+            heads, SSM heads or conv channels. A part with 1 unit is never divided.
+        states: Rows of one block. For attention with one token in each row, these are the tokens
+            of a block (vLLM: `block_size`).
+        content_bytes: Bytes of one unit of one row. They are contiguous in every layout, unless a
+            page format cuts them into *chunks*.
+        granularity: TP gives whole multiples of this many units to a rank. It is the channels of
+            one head in a conv state.
+        tokens_per_state: Tokens that one row describes. It is 0 for a recurrent state, whose rows
+            are not tokens.
+        dtype: Type of the elements, or None if the content is opaque bytes.
+        tensor: Name of the tensor that contains the part. A page holds its tensors one after the
+            other. Parts of one tensor lie side by side. If rows are tokens, their contents are
+            packed together (k, then v) unless the layout has the letter K. In a recurrent state,
+            the units of one part follow those of the other.
+        whole: Whether the units of one rank can only move together. Some packed formats have
+            scales that span all heads of a rank.
+        chunks: Number of equal chunks into which the content is cut in memory. A block contains
+            the first chunk of all its rows, then the second chunk of all rows, and so on.
 
     >>> import kvspec
     >>> kvspec.Part(name="k", units=8, states=16, content_bytes=128, tokens_per_state=1).units
     8
+
     """
 
     name: str

@@ -128,12 +128,21 @@ def _by_rank(value: object) -> Mapping[RankId, Hashable]:
 
 @attrs.frozen(kw_only=True)
 class Topology:
-    """The node (any name or number) on which each rank of the *producer* and the *consumer* is.
+    """The node of each rank of both engines.
 
-    >>> import kvspec
-    >>> two = kvspec.ParallelConfig(tp_size=2)
-    >>> kvspec.Topology.packed(two, two, ranks_per_node=1).consumer[kvspec.RankId(tp=1)]
-    1
+    A node is any hashable value, such as a host name. Two ranks with equal nodes have the cheapest
+    connection, for example NVLink.
+
+    Attributes:
+        producer: Node of each producer rank.
+        consumer: Node of each consumer rank.
+
+    >>> from kvspec import RankId
+    >>> nodes = {RankId(tp=0): "host-a", RankId(tp=1): "host-b"}
+    >>> topology = Topology(producer=nodes, consumer=nodes)
+    >>> ReplicaPolicy("nearest", topology=topology).name
+    'nearest'
+
     """
 
     producer: Mapping[RankId, Hashable] = attrs.field(converter=_by_rank)
@@ -199,15 +208,6 @@ class ReplicaPolicy:
     >>> ReplicaPolicy("spread", salt=2)
     ReplicaPolicy(name='spread', salt=2, topology=None)
 
-    *name* is the policy's: ``spread`` spreads consumers evenly, ``first`` takes the first,
-    ``stripe`` reads all by turns of blocks, ``nearest`` takes one on the consumer's own node, if
-    any. *salt* rotates the choice among equals, for many consumer engines. *topology*: the nodes,
-    which ``nearest`` needs.
-
-    >>> import kvspec
-    >>> policy = kvspec.ReplicaPolicy("first", salt=1)
-    >>> policy.name, policy.salt
-    ('first', 1)
     """
 
     name: ReplicaPolicyName = attrs.field(default="spread", validator=_policy)

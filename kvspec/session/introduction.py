@@ -85,11 +85,6 @@ def new_remote_id(request_id: str) -> str:
     >>> new_remote_id("request-1").split("#")[0]
     'request-1'
 
-    The id with a nonce that no other request has: two of one id are told apart. The producer's
-    engine makes it once for a request, and tells it to its ranks and to whoever is to read.
-
-    >>> new_remote_id("r") != new_remote_id("r")
-    True
     """
     key = Key(request_id, secrets.token_bytes(_NONCE))
     return f"{key.request_id}#{key.nonce.hex()}"

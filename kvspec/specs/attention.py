@@ -184,19 +184,6 @@ class FullAttentionSpec(AttentionSpec):
     >>> spec.page_size_bytes(tp_rank=0, tp_size=4) == 16 * 2 * (128 + 128) * 2
     True
 
-    *total_num_kv_heads*: KV heads of the model, not of a rank. *head_size*, *head_size_v*:
-    elements of one key and one value (equal unless given). *scale_dtype*: if given, each head of
-    each token has scales of this type, in tensors of their own: the page is keys, their scales,
-    values, theirs. *elements_per_scale*: elements of *dtype* that share a scale, all of a head
-    unless given (NVFP4: 8 bytes of two elements each; MXFP8: 32). *tokens_per_scale*: tokens whose
-    scales lie in one row, in whatever order (NVFP4 as FlashInfer keeps it: 4).
-
-    >>> import kvspec
-    >>> spec = kvspec.FullAttentionSpec(
-    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
-    ... )
-    >>> [part.name for part in spec.parts], spec.page_size_bytes()
-    (['k', 'v'], 32768)
     """
 
     total_num_kv_heads: int = attrs.field(validator=is_size)
@@ -255,7 +242,9 @@ class FullAttentionSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class CrossAttentionSpec(FullAttentionSpec):
-    """Keys and values of the encoder's tokens; `live_tokens` takes the encoder's own count.
+    """Keys and values of the tokens of an encoder.
+
+    Pass the number of encoder tokens to `live_tokens`, and to the request as `encoder_tokens`.
 
     >>> import kvspec
     >>> spec = kvspec.CrossAttentionSpec(
@@ -293,14 +282,6 @@ class SlidingWindowSpec(FullAttentionSpec):
     >>> spec.live_tokens(10)  # The query at position 10 reads 7, 8, 9 and itself.
     range(7, 10)
 
-    *extra_retained_tokens*: positions kept before the window, for speculative decoding.
-
-    >>> import kvspec
-    >>> spec = kvspec.SlidingWindowSpec(
-    ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16", sliding_window=4
-    ... )
-    >>> spec.live_tokens(10)
-    range(7, 10)
     """
 
     sliding_window: int = attrs.field(validator=is_size)
@@ -317,18 +298,16 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
-    """Full attention within chunks of *attention_chunk_size* tokens.
+    """Attention within chunks of tokens, as in Llama 4.
 
-    >>> import kvspec
-    >>> spec = kvspec.ChunkedLocalAttentionSpec(
-    ...     block_size=16,
-    ...     total_num_kv_heads=8,
-    ...     head_size=64,
-    ...     dtype="bfloat16",
-    ...     attention_chunk_size=8,
-    ... )
-    >>> spec.live_tokens(10)
-    range(8, 10)
+    Attributes:
+        attention_chunk_size: Tokens of one chunk. A query reads only tokens of its own chunk.
+
+    >>> spec = ChunkedLocalAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128,
+    ...                                  dtype="bfloat16", attention_chunk_size=8)
+    >>> spec.live_tokens(10), spec.live_tokens(16)
+    (range(8, 10), range(0, 0))
+
     """
 
     attention_chunk_size: int = attrs.field(validator=is_size)
@@ -344,12 +323,14 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class MLAAttentionSpec(AttentionSpec):
-    """One latent vector of *head_size* elements a token; one unit, so every rank is a replica.
+    """One latent vector of *head_size* elements for each token (multi-head latent attention).
 
-    >>> import kvspec
-    >>> spec = kvspec.MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16")
-    >>> [part.name for part in spec.parts], spec.page_size_bytes()
-    (['latent'], 18432)
+    There is one unit, so every TP rank holds all of it. vLLM describes it as one KV head.
+
+    >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
+    >>> spec.page_size_bytes(tp_rank=3, tp_size=8) == 64 * 576 * 2
+    True
+
     """
 
     @cached_property
@@ -360,7 +341,11 @@ class MLAAttentionSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True, slots=False)
 class SlidingWindowMLASpec(MLAAttentionSpec):
-    """Multi-head latent attention that looks back *sliding_window* tokens.
+    """Multi-head latent attention to the last *sliding_window* tokens.
+
+    Attributes:
+        sliding_window: Tokens that a query reads, including its own token.
+        extra_retained_tokens: Tokens before the window that the engine keeps as well.
 
     >>> import kvspec
     >>> spec = kvspec.SlidingWindowMLASpec(
@@ -368,6 +353,7 @@ class SlidingWindowMLASpec(MLAAttentionSpec):
     ... )
     >>> spec.live_tokens(10)
     range(7, 10)
+
     """
 
     sliding_window: int = attrs.field(validator=is_size)

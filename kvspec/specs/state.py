@@ -79,16 +79,11 @@ class MambaSpec(LayerSpec):
         block_size: Tokens of one block. A table may also contain only the id of the last state.
         page_size_padded: Bytes to which a page is padded, or None.
 
-    Build one with `mamba1`, `mamba2`, `gated_delta_net`, `short_conv` or `replicated_state`. Their
-    arguments are the model's own sizes, before TP; *dtype* is that of the conv state, *ssm_dtype*
-    (the same unless given) that of the temporal state. The conv state has
-    ``conv_kernel - 1 + num_speculative_tokens`` rows. Both dtypes are None where *state_parts* are
-    made by hand and do not say.
-
     >>> import kvspec
     >>> spec = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="bfloat16")
     >>> [(part.name, part.units, part.states) for part in spec.parts]
     [('conv_x', 4, 2)]
+
     """
 
     block_size: int = attrs.field(default=1, validator=is_size)

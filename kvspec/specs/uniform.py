@@ -56,15 +56,6 @@ class UniformTypeKVCacheSpecs(LayerSpec):
     >>> [(part.name, part.content_bytes) for part in group.parts]
     [('latent/latent', 1152), ('indexer/latent', 128)]
 
-    *specs*: the spec of each layer, by name. They have one class, block size and window.
-
-    >>> import kvspec
-    >>> wide, narrow = (
-    ...     kvspec.MLAAttentionSpec(block_size=16, head_size=size, dtype="bfloat16")
-    ...     for size in (576, 128)
-    ... )
-    >>> kvspec.UniformTypeKVCacheSpecs(specs={"latent": wide, "keys": narrow}).layers
-    ('latent', 'keys')
     """
 
     block_size: int = attrs.field(init=False)

@@ -331,10 +331,6 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
     Raises:
         ValueError: If the storage has another size, or the layout is impossible for the group.
 
-    *storage* is one flat uint8 array a group, or one that all groups share from its first byte. Cut
-    only from the layout letters, outermost first. B and N count blocks in memory and their rows:
-    the kernel's, where tables' blocks are cut finer.
-
     >>> import kvspec
     >>> spec = kvspec.FullAttentionSpec(
     ...     block_size=16, total_num_kv_heads=8, head_size=64, dtype="bfloat16"
@@ -345,6 +341,7 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
     >>> views = logical_views(engine, kvspec.RankId(), storage, {"full": 4})
     >>> sorted(views), views["full", "layers.0", "k"].shape
     ([('full', 'layers.0', 'k'), ('full', 'layers.0', 'v')], (4, 8, 16, 128))
+
     """
     views: Views = {}
     shared = len({id(flat) for flat in storage.values()}) < len(storage)

@@ -58,26 +58,21 @@ PROVISIONAL = """
 """Names that may change before version 1.0."""
 
 WITHOUT_EXAMPLE = {
-    "is a base class or a protocol": "kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel "
-    "kvspec.testing.laws.System",
-    "needs a second process or NIXL": "kvspec.nixl.NixlRank kvspec.nixl.Staging "
-    "kvspec.nixl.Transfer kvspec.nixl.explain_cost kvspec.session.Prompts kvspec.session.Session "
-    "kvspec.session.SessionLoad kvspec.session.TcpChannel kvspec.testing.FakeNixl "
-    "kvspec.testing.laws.PreparedLists",
-    "needs the objects of an engine": "kvspec.adapters.sglang.block_tables "
-    "kvspec.adapters.sglang.engine_spec kvspec.adapters.sglang.parallel_config "
-    "kvspec.adapters.sglang.rank_cache kvspec.adapters.vllm.block_tables "
-    "kvspec.adapters.vllm.engine_spec kvspec.adapters.vllm.from_vllm "
-    "kvspec.adapters.vllm.loses_a_token kvspec.adapters.vllm.rank_cache "
-    "kvspec.adapters.vllm.whole_engine kvspec.adapters.vllm.worker_rank "
-    "kvspec.protocol.register kvspec.session.content_of",
-    "is a result or a plain value that another name returns": "kvspec.adapters.vllm.WorkerInfo "
-    "kvspec.analysis.Simulation kvspec.check.digests.wanted kvspec.nixl.Costs "
-    "kvspec.session.PrefillTicket kvspec.testing.Case kvspec.testing.laws.Move",
-    "returns a strategy of hypothesis, or is called by tests only": "kvspec.testing.fill "
-    "kvspec.testing.laws.broken kvspec.testing.strategies.cases "
-    "kvspec.testing.strategies.engine_pairs kvspec.testing.strategies.engines "
-    "kvspec.testing.strategies.requests kvspec.testing.strategies.specs",
+    "is a base class or a protocol": ("kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel"),
+    "needs NIXL or a second process": (
+        "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer kvspec.nixl.explain_cost "
+        "kvspec.session.Prompts kvspec.session.Session kvspec.session.SessionLoad"
+    ),
+    "needs vLLM, or a caller's own kind of layer": (
+        "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.protocol.register"
+    ),
+    "is a value that another public name returns or accepts": (
+        "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.nixl.Costs "
+        "kvspec.session.PrefillTicket"
+    ),
+    "is part of a larger check, which has an example": (
+        "kvspec.check.digests.wanted kvspec.testing.fill kvspec.testing.laws.broken"
+    ),
 }
 """Public classes and functions without an example in their docstring, by the reason."""
 
