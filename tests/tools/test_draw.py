@@ -35,6 +35,7 @@ from kvspec.draw.canvas import (
 )
 from kvspec.testing.case import Case
 from kvspec.testing.strategies import cases, common_cases, sharing_cases, spanning_cases
+from kvspec.testing.world import plan_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -447,8 +448,7 @@ def check_picture(text: str) -> None:
 @given(cases() | common_cases() | sharing_cases() | spanning_cases(), st.booleans())
 def test_every_plan_and_table_has_a_picture(case: Case, one_block: bool) -> None:
     """The cases are those of the laws. Their pools may have one block besides the null block."""
-    options = {"salt": case.salt, "common_states": case.common_states}
-    plan = kvspec.plan_transfer(case.producer, case.consumer, case.replica_policy, **options)
+    plan = plan_of(case)
     check_picture(plan_svg(plan))
     pairs = list(dict.fromkeys((edge.producer, edge.consumer) for edge in plan.edges))
     pools: Any = (case.producer_pool, case.consumer_pool)

@@ -52,7 +52,7 @@ def test_target_begins_with_its_invariant(target: str) -> None:
 
 
 def crowding(patch: pytest.MonkeyPatch) -> None:
-    """Send every consumer to the first replica, whatever the policy."""
+    """Send every consumer to the first replica under every policy."""
 
     def first(_self: object, _reader: int, equal: Any) -> Any:
         return equal, ((equal.replicas[0], Stripe()),)
