@@ -120,3 +120,13 @@ def test_compare_rejects_a_folder_without_kvspec(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
         compare(str(tmp_path))
     assert "checkout" in caught.value.stderr
+
+
+def test_compare_runs_a_checkout_that_has_the_old_name_of_plan_memory(tmp_path: Path) -> None:
+    """Checkouts before 0.1.0 call it `lay_out`."""
+    shutil.copytree(BENCH.parent / "kvspec", tmp_path / "kvspec")
+    with (tmp_path / "kvspec" / "__init__.py").open("a") as module:
+        module.write("lay_out = plan_memory\ndel plan_memory\n")
+    _, *rows = compare(str(tmp_path), "--rounds", "1", "--only", ", W3")
+    assert len(rows) == 4
+    assert not [row for row in rows if "cannot" in row]
