@@ -3,9 +3,9 @@
 The adapters import nothing of vLLM or SGLang. So an object may come from any version of the
 engine, and may have any fields.
 
-Invariant: a field that is missing or has an unexpected value raises `SpecError`, and the error
-names the path to the field. An exception in a property or method of the engine becomes such an
-error, too.
+Invariant: an unexpected value raises `SpecError`, and the error names the path to the field. An
+exception in a property or method of the engine becomes such an error, too. The value of a missing
+field is None. `get` returns it. The methods that convert it raise, unless they allow None.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class FieldReader:
     value: Any
 
     def get(self, name: str) -> FieldReader:
-        """Return the field called *name*."""
+        """Return the field called *name*. Its value is None if the field is missing."""
         path = f"{self.path}.{name}" if self.path else name
         try:
+            # `getattr` also returns None if a property of the engine raises AttributeError.
             return FieldReader(path, getattr(self.value, name, None))
         except Exception as error:  # A property of the engine may raise anything.
             message = f"{type(error).__name__}: {error}"
@@ -83,7 +84,7 @@ class FieldReader:
         return numbers
 
     def dtype(self) -> str:
-        """Return the name of the dtype that the value is."""
+        """Return the value as the name of a dtype."""
         return dtype_name(self.value, self.path)
 
     def members(self, expected: str) -> tuple[FieldReader, ...]:
@@ -97,7 +98,7 @@ class FieldReader:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Prefix the field of a `SpecError` that is raised inside with this path."""
+        """Put this path before the field of a `SpecError` that the `with` block raises."""
         try:
             yield
         except SpecError as error:

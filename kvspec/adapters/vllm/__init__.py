@@ -2,11 +2,11 @@
 
 How it works:
     vLLM describes the cache of each rank by a `KVCacheConfig`: groups of layers, each with a spec.
-    Three functions read the three things that a transfer needs:
+    A transfer needs three things, and each has its function:
 
-        `engine_spec`, `from_vllm`    the specs, multiplied back to the sizes of the model
-        `rank_cache`                  the addresses and strides of the tensors of one rank
-        `block_tables`                the block ids of one request
+        `engine_spec`     the specs of the engine, with the sizes of the model
+        `rank_cache`      the addresses and strides of the tensors of one rank
+        `block_tables`    the block ids of one request
 
     This is rank 1 of an engine with TP 2. Its model has one layer with 4 KV heads, 2 on each rank.
     vLLM's classes are recognised by their names, so any class of that name will do here:
@@ -19,7 +19,7 @@ How it works:
     >>> config = SimpleNamespace(num_blocks=10, kv_cache_groups=[group])
 
     A rank with 2 heads may belong to a model with 2 heads or with 4. And the order of the elements
-    inside a page depends on the attention backend. So both must be passed:
+    inside a page depends on the attention backend. So the caller passes the heads and the backend:
 
     >>> import kvspec
     >>> engine = engine_spec(
@@ -33,8 +33,8 @@ How it works:
     >>> spec.total_num_kv_heads, spec.head_size, spec.block_size
     (4, 64, 16)
 
-    In a worker, `from_vllm` reads both from vLLM's configuration. The tensor of the layer has the
-    shape [blocks, heads, tokens, content]. The content is a key and its value:
+    In a worker, use `from_vllm` instead: it reads the heads and the backend from vLLM. The tensor
+    of the layer has the shape [blocks, heads, tokens, content]. The content is a key and its value:
 
     >>> import numpy
     >>> tensor = numpy.zeros((10, 2, 16, 128), numpy.float16)

@@ -3,12 +3,12 @@
 Neither a spec nor the shape and strides of a tensor determine that order. Two backends may give a
 tensor the same shape and write different orders into it.
 
-Invariant: a page has a known order only if `FORMATS` has its backend. An unknown or missing backend
-is refused by name. The slots and bytes that a spec reports must be those that the backend's format
+Invariant: a page has a known order only if `FORMATS` has its backend. Another backend, or none, is
+refused. The slots and bytes that a spec reports must be those that the backend's format
 needs for the heads.
 
 How it works:
-    A backend's name leads to a format. Some backends have several formats: then fields of the spec
+    A backend's name leads to a format. Some backends have several formats. Then fields of the spec
     decide (`_for_spec`), or a property of the layer that the caller passes as a variant. The format
     determines the letters of the layout (`layout_of`) and some fields of our spec (`packing`).
     In vLLM's layout LBHNC, a rank has 4 heads of 64 float16 elements in blocks of 16 tokens:
@@ -142,7 +142,7 @@ class Backends:
         """Return the format for the caller's variant of the backend called *name*."""
         variant = self._of(self.variants, layer)
         if not isinstance(variant, str) or variant not in known:
-            wanted = f"one of {', '.join(known)}, which {name.rpartition('.')[2]} leaves open"
+            wanted = f"one of {', '.join(known)}: the variants of {name.rpartition('.')[2]}"
             raise SpecError(f"variants[{layer!r}]", variant, wanted)
         return known[variant]
 
@@ -175,7 +175,7 @@ def quantization(spec: FieldReader) -> str:
 
 
 def _for_spec(form: str, spec: FieldReader) -> str:
-    """Return the format in which the backend keeps *spec*, if the spec decides between two."""
+    """Return the format for *spec* if the spec decides between two. Otherwise return *form*."""
     # AITER reports head slots only if it shuffles the page.
     if form == "AITER's":
         return "opaque:aiter" if spec.get("num_head_slots").value else ROWS
@@ -201,9 +201,9 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
     if form == ROWS and str(getattr(role, "name", role)).upper() == "INDEXER":
         wanted = f"a backend that keeps an indexer's keys, as {spec.path} requires"
         raise SpecError(field, name, wanted)
-    # Two slots hold all keys and all values of a rank. A transfer that cuts the slots at the head
-    # ratio gives one rank all keys and the other all values, and every length check passes. From
-    # reading, vLLM 0.33 does that between unequal TP.
+    # The two slots are all keys and all values of a rank, not two heads. If TP differs, a transfer
+    # that divides the slots like heads sends one rank only keys and the other only values. No
+    # length check finds this error. By its source, vLLM 0.33 makes it (we have not run it).
     if form in ("planes", "x-packed") and slots != 2:  # noqa: PLR2004 - keys and values
         raise SpecError(field, name, f"2 head slots in {spec.path}, keys and values, not {slots}")
     if form == "opaque:msa" and (heads is None or slots != 2 * heads):
@@ -213,15 +213,15 @@ def _check(field: str, name: str, form: str, spec: FieldReader) -> None:
 # Formats with two head slots: the keys of all heads of a rank, and the values of all heads.
 PLANES = ("planes", "x-packed", "opaque:aiter")
 
-# Formats whose rows are packed bytes. They need names of their own, because rows of equal length
-# may have different content: UltraQuant's rows are as long as int4's rows of a scale and codes.
+# Formats whose rows are packed bytes. Each has a name of its own, because the length of a row does
+# not identify the content: UltraQuant's rows are as long as int4's rows of a scale and codes.
 PACKED = ("opaque:turboquant", "opaque:ultraquant")
 
 
 def packing(rank_spec: FieldReader, page_format: str) -> dict[str, Any]:
     """Return the fields of our spec that describe how *page_format* packs the heads.
 
-    No fields if each key lies beside its value.
+    Empty if each key lies beside its value in plain elements, or in planes of plain elements.
     """
     content = rank_spec.get("state_content_bytes").size_or_none()
     local, width = rank_spec.get("num_kv_heads").size(), itemsize(rank_spec.get("dtype").dtype())
@@ -282,11 +282,11 @@ def layout_of(layout: str, page_format: str) -> str:
     if page_format in ("planes", "x-packed", "keys-transposed"):
         if "K" in layout:
             raise SpecError("layout", layout, f"letters without K for pages that are {page_format}")
-        # A head has all its keys before its values.
+        # The keys of all tokens of a block lie before their values, so K is just outside N.
         if page_format == "keys-transposed":
             return layout.replace("N", "KN")
-        # vLLM's axis H counts the two slots, so it becomes the axis of planes. The heads lie inside
-        # a row, or outside the rows if heads are split into chunks.
+        # vLLM's axis H counts the two slots, so it becomes K. In "planes", a row has all heads, so
+        # H is inside N. In "x-packed", each head has its own rows, so H is outside N.
         planes = layout.replace("H", "K")
         return planes.replace("C", "HC") if page_format == "planes" else planes.replace("N", "HN")
     whole = page_format == "scaled planes" or is_opaque(page_format)

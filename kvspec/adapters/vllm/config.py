@@ -58,7 +58,7 @@ class Tensor:
     """One of `kv_cache_tensors`. All sizes are in bytes.
 
     If *block_stride* is 0, the tensor is an allocation of its own. Otherwise all such tensors share
-    one allocation. There the page of block b of the l-th layer begins at
+    one allocation. There the page of block b of ``layers[l]`` begins at
     ``offset + l * layer_stride + b * block_stride``.
     """
 

@@ -6,8 +6,8 @@
 Invariant: an error fails one request and never the engine. The log names the request.
 
 How it works:
-    vLLM constructs the connector once in its scheduler and once in each worker, and calls other
-    methods in each. This class decides nothing. It only joins two classes with vLLM's base class,
+    vLLM constructs the connector once in its scheduler and once in each worker. The two call
+    different methods. This class decides nothing. It only joins two classes with vLLM's base class,
     and so it is the only module of kvspec that needs vLLM:
 
         `Scheduling` in the scheduler             `Serving` in a worker
@@ -56,7 +56,7 @@ class KvspecConnector(Scheduling, Serving, base.KVConnectorBase_V1, base.Support
         self.begin(self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
-        """Return the requests that were sent, that were received or failed, and that failed."""
+        """Return three sets of requests: sent, received or failed, and failed."""
         return base.KVConnectorTransferResults(*self.settle())
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -2,10 +2,10 @@
 
 See `kvspec.adapters.vllm` for how this works, with an example.
 
-Invariant: nothing is guessed. vLLM's classes are recognised by name. The sizes of a rank are
-multiplied back to the sizes of the model, and the share that kvspec then computes for the rank must
-equal the rank's own. Each page must have as many bytes as vLLM reports. Otherwise `SpecError` names
-the layer.
+Invariant: nothing is guessed. vLLM's classes are recognised by name. The sizes of the model are
+computed from those of a rank. Then kvspec computes the rank's share of the model, which must equal
+the sizes that vLLM reports. Each page must have as many bytes as vLLM reports. Otherwise
+`SpecError` names the layer.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def engine_spec(
         variants: The property that a backend's name leaves open, by layer name, or one for all
             layers. CPU attention: the layer's ``isa``. Indexers: ``shuffled`` if
             `uses_shuffled_layout` is True, else ``rows``. TurboQuant: ``scales apart`` if
-            `_soa_store` is True, ``e4b15`` if the keys have that type, else ``rows``. Recurrent
-            states, only by layer name: the type of device whose kernels write the state,
-            ``cuda`` by default.
+            `_soa_store` is True. If not, ``e4b15`` if the keys have that type, else ``rows``.
+            Recurrent states, only by layer name: the type of device whose kernels write the
+            state, ``cuda`` by default.
         fp8_dtype: The element type of caches that a spec describes as fp8 and ``uint8``, such as
             ``float8_e4m3fn``. One name, or one for each layer.
 
@@ -144,8 +144,9 @@ def _groups(
     for index in range(max(len(config.groups) for config in configs)):
         members = [config.groups[index] for config in configs if index < len(config.groups)]
         group = _group(f"group{index}", members, specs, excluded)
-        # A group without a cache keeps its number, so the names of later groups do not shift.
-        groups += [group] if group is not None else []
+        # A group without a cache is left out, and no other group gets its number.
+        if group is not None:
+            groups.append(group)
     return tuple(groups)
 
 
@@ -164,7 +165,8 @@ def _group(
             if left_out and not specs.knows(layer, spec):
                 continue
             layers[layer] = specs.read(layer, spec)
-            excluded_here += [layer] if left_out else []
+            if left_out:
+                excluded_here.append(layer)
     if not layers:
         return None
 
@@ -192,6 +194,6 @@ def _same(name: str, field: str, values: Mapping[str, T]) -> T:
     first_layer, first = next(iter(values.items()))
     for layer, value in values.items():
         if value != first:
-            wanted = f"{first!r}, as {first_layer} has: one {field} in a group"
+            wanted = f"{first!r}, as {first_layer} has in the same group"
             raise SpecError(f"{name}[{layer!r}].{field}", value, wanted)
     return first

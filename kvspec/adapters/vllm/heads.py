@@ -3,20 +3,23 @@
 vLLM has one number of KV heads for a whole model. Layers may differ, and a draft model has a number
 of its own. If a rank has one head of a layer, any number of heads that divides the TP size fits.
 
-Invariant: a layer gets vLLM's number only if nothing in the configuration contradicts it. Otherwise
-the caller must pass `total_num_kv_heads`.
+Invariant: a layer gets vLLM's number only if the checks below pass. Otherwise the caller must pass
+`total_num_kv_heads`.
 
 How it works:
-    For example, TP is 4 and each rank has 1 KV head in all layers. vLLM's number is 4. But the
-    model's own config has `num_global_key_value_heads` = 2, so some layers have 2 heads, each held
-    by two ranks. The specs of both kinds of layers are equal, so the number is refused.
+    For example, TP is 4 and each rank has 1 KV head in all layers. vLLM's number is 4. But
+    `hf_text_config`, the model's own config, has `num_global_key_value_heads` = 2. So some layers
+    have 2 heads, each held by two ranks. The specs of both kinds of layers are equal, so the number
+    is refused.
 
     For each layer, in this order:
 
-    1. Find its model: the target, the draft, or possibly either (`_models_of`).
-    2. If the model's config has an entry for each layer, take the number of that entry. If it has
-       no overrides for layers and a rank has one head, check the model's own config, as above.
-    3. Otherwise take the one number of the model, unless its layers differ in heads on a rank.
+    1. Find the models that it may belong to: the target, the draft, or both (`_models_of`).
+    2. If vLLM's `model_arch_config` has an entry for each layer, take the number of that entry. If
+       no entry differs from the others (`per_layer_overrides` is empty) and a rank has one head,
+       check `hf_text_config`, as above.
+    3. Otherwise take vLLM's one number of the model, without a look at `hf_text_config`. Refuse it
+       if these layers differ in heads on a rank. Layers of target and draft are compared, too.
     4. If target and draft are both possible, their numbers must be equal.
 """
 
@@ -51,16 +54,15 @@ def heads_of(
     layers_by_heads: dict[int, str] = {}
     for config in configs:
         for at, group in enumerate(config.groups):
-            only = (
-                sum(len(stage.groups[at].layers) for stage in configs if at < len(stage.groups))
-                == 1
+            layers_of_group = sum(
+                len(stage.groups[at].layers) for stage in configs if at < len(stage.groups)
             )
             for layer in group.layers:
                 spec = group.spec_of(layer)
                 kind = type(spec.value).__name__
                 if kind not in KINDS or "MLA" in kind or kind == "MambaSpec":
                     continue
-                models = _models_of(fields, group, layer, only=only)
+                models = _models_of(fields, group, layer, single=layers_of_group == 1)
                 counts = [_count(model, layer, spec, layers_by_heads) for model in models]
                 if min(counts) != max(counts):
                     wanted = "one number for each layer: "
@@ -86,8 +88,8 @@ def _count(
 ) -> int:
     """Return the KV heads of *layer*, which belongs to *model*.
 
-    *layers_by_heads* collects one layer for each number of heads on a rank, among the layers whose
-    model has only one number. Two entries mean that the layers differ.
+    *layers_by_heads* collects one layer for each number of heads on a rank. It contains only layers
+    whose model has no entries for layers. Two entries mean that these layers differ.
     """
     by_layer, number = model.get("model_arch_config"), number_of(layer)
     local = spec.get("num_kv_heads").size()
@@ -99,7 +101,7 @@ def _count(
         if local == 1 and not by_layer.get("per_layer_overrides").value:
             _check_same_heads(model, layer, count)
         return count
-    other = layers_by_heads.setdefault(local, layer)
+    layers_by_heads.setdefault(local, layer)
     if len(layers_by_heads) > 1:
         other = next(name for count, name in layers_by_heads.items() if count != local)
         wanted = f"one number for each layer: {layer!r} and {other!r} differ"
@@ -148,11 +150,11 @@ def _item(place: FieldReader, number: int) -> object:
 
 
 def _models_of(
-    fields: FieldReader, group: Group, layer: str, *, only: bool
+    fields: FieldReader, group: Group, layer: str, *, single: bool
 ) -> tuple[FieldReader, ...]:
-    """Return the config of the model of *layer*: the target, the draft, or both if unknown.
+    """Return the configs of the models that *layer* may belong to: target, draft, or both.
 
-    *only*: whether the group has just one layer, on all stages together.
+    *single*: whether the group has just one layer, on all stages together.
     """
     draft, target = fields.get("speculative_config"), fields.get("model_config")
     if draft.value is None:
@@ -163,6 +165,6 @@ def _models_of(
     marked = group.spec_of(layer).get("is_draft").value or layer.startswith("draft")
     # vLLM marks a whole group if one of its layers belongs to the draft. So a mark is certain only
     # for the single layer of a group.
-    if marked or beyond or (group.eagle and only):
+    if marked or beyond or (group.eagle and single):
         return (draft.get("draft_model_config"),)
     return (target, draft.get("draft_model_config")) if group.eagle else (target,)

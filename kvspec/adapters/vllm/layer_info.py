@@ -1,11 +1,12 @@
-"""Read how pages are written from the layer objects that a vLLM worker has constructed.
+"""Read properties of pages from the layer objects that a vLLM worker has constructed.
 
 Some properties are in neither the spec nor the name of the attention backend: the instruction set
 of CPU attention, a shuffled page, or the type behind ``fp8``. Only the layer and its platform know
 them.
 
-Invariant: only the layer and its platform are read. If they do not determine a property, the result
-lacks the layer. Then `engine_spec` requires the property from the caller.
+Invariant: only the layer, its platform and its device are read. If they do not determine a
+property, the result lacks the layer or has None for it. Then `engine_spec` requires the property
+from the caller.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def backends_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any
 
 
 def variants_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, Any]:
-    """Return the variant of each layer that the worker has constructed (see `engine_spec`)."""
+    """Return the variant of each layer that the worker has constructed (see `engine_spec`).
+
+    It is None for a layer without a variant.
+    """
     variants: dict[str, Any] = {}
     device = fields.get("device_config").get("device_type").value
     for name, layer in constructed_layers(fields, configs).items():
@@ -82,8 +86,8 @@ def _turboquant(layer: FieldReader) -> str | None:
 def fp8_dtypes_of(fields: FieldReader, configs: Sequence[Config]) -> dict[str, str]:
     """Return the fp8 type of each layer with an fp8 cache.
 
-    The result is empty if vLLM's platform is not loaded. It lacks a layer whose cache type has
-    another meaning on the platform.
+    The result is empty if vLLM's platform is not loaded. It lacks each layer whose fp8 type is not
+    known on the platform, such as ``fp8_e5m2`` on older AMD GPUs.
     """
     platform = _platform()
     if platform.value is None:

@@ -199,7 +199,8 @@ def read_state(
         The spec in the model, and ``DS`` or ``SD``.
 
     Raises:
-        SpecError: If the type is unknown, the shapes do not fit the type, or both orders fit.
+        SpecError: If the type is unknown, or the shapes do not fit the type. If both orders fit
+            and lead to different specs.
 
     """
     kind = rank_spec.get("mamba_type").value
@@ -208,7 +209,7 @@ def read_state(
         raise SpecError(f"{rank_spec.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
     replicated = rank_spec.get("tp_replicated")
     whole = replicated.value is not None and flag(replicated.path, replicated.value)
-    # A replicated state is read as the only one of an engine without TP.
+    # A replicated state has the sizes of the model on each rank, as in an engine without TP.
     own = (ParallelConfig(), 0, None) if whole else (parallel, tp_rank, n_groups)
     state = _state(rank_spec, *own)
     specs: dict[str, MambaSpec] = {}
@@ -219,7 +220,7 @@ def read_state(
         except SpecError as error:
             errors.append(error)
     if not specs:
-        # In an order that fails for `n_groups`, the shapes fit. The other order is just wrong.
+        # An order that fails only for `n_groups` fits the shapes. The other order does not fit.
         raise next((error for error in errors if error.field == "n_groups"), errors[0])
     order, spec = next(iter(specs.items()))
     if any(spec_of_order != spec for spec_of_order in specs.values()):

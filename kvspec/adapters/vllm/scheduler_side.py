@@ -5,9 +5,10 @@ outcome exactly once. Parameters from a router are validated: if they are not a 
 about this very prompt, the prompt is computed here, as if they had not come.
 
 How it works:
-    A request passes through the methods of two schedulers:
+    A request passes through the methods of two schedulers. `held`, `fetched` and `declined` are the
+    lists of `EngineStep` to which a method adds the request:
 
-        producer    on_new_request                 takes the last token off if it would be lost
+        producer    on_new_request                 removes the last token if `loses_a_token`
         producer    request_finished_all_groups    `held`, and returns a `PrefillTicket` as params
         consumer    on_new_request                 validates the ticket and keeps it
         consumer    get_num_new_matched_tokens     returns the number of tokens to fetch
@@ -81,7 +82,7 @@ class Scheduling:
     def __init__(self, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
         self._ranks: tuple[Served, ...] = ()
-        self._prompts: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
+        self._tickets: dict[str, PrefillTicket] = {}  # Tickets not yet used or declined.
         self._next = EngineStep()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Served]) -> None:
@@ -93,10 +94,10 @@ class Scheduling:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             try:
-                prompt = PrefillTicket.from_params(params)
+                ticket = PrefillTicket.from_params(params)
                 # A router may mix up two prompts. The ticket has a digest of its tokens.
-                prompt.check(request.prompt_token_ids or ())
-                self._prompts[request.request_id] = prompt
+                ticket.check(request.prompt_token_ids or ())
+                self._tickets[request.request_id] = ticket
             except SpecError as error:
                 log.warning("%s is computed here: %s", request.request_id, error)
         elif params.get("do_remote_decode") and self._ranks:
@@ -106,8 +107,8 @@ class Scheduling:
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return the number of tokens to fetch, and whether the request waits for them."""
-        prompt = self._prompts.get(request.request_id)
-        count = max(0, _end(request, prompt) - num_computed_tokens) if prompt else 0
+        ticket = self._tickets.get(request.request_id)
+        count = max(0, _end(request, ticket) - num_computed_tokens) if ticket else 0
         return count, count > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002
@@ -116,21 +117,21 @@ class Scheduling:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Fetch a request into its blocks, or decline its ticket if no token is missing."""
-        prompt, name = self._prompts.pop(request.request_id, None), request.request_id
-        if prompt is None:
+        ticket, name = self._tickets.pop(request.request_id, None), request.request_id
+        if ticket is None:
             return
         if not num_external_tokens:
-            self._next.declined.append(prompt)
+            self._next.declined.append(ticket)
             return
-        end = _end(request, prompt)
+        end = _end(request, ticket)
         try:
             tables = self._tables(blocks.get_block_ids(), end)
-            transfer = prompt.request(name, end, tables, end - num_external_tokens)
-            self._next.fetched.append((prompt, transfer))
+            transfer = ticket.request(name, end, tables, end - num_external_tokens)
+            self._next.fetched.append((ticket, transfer))
         except SpecError as error:  # One request fails, and the engine goes on.
             log.error("%s: %s", name, error)  # noqa: TRY400
             self._next.failed.append(name)
-            self._next.declined.append(prompt)
+            self._next.declined.append(ticket)
 
     def build_connector_meta(self, scheduler_output: Any) -> EngineStep:  # noqa: ARG002
         """Return the work since the last step."""
@@ -142,9 +143,9 @@ class Scheduling:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether vLLM must keep the blocks for a peer, and the parameters for the peer."""
         # A request that ends with an unused ticket was aborted before it was scheduled.
-        prompt = self._prompts.pop(request.request_id, None)
-        if prompt is not None:
-            self._next.declined.append(prompt)
+        ticket = self._tickets.pop(request.request_id, None)
+        if ticket is not None:
+            self._next.declined.append(ticket)
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or request.status.name not in FINISHED:
             return False, None
@@ -173,13 +174,13 @@ class Scheduling:
         return block_tables(self._ranks[0].engine, self._kv_cache_config, block_ids, num_tokens)
 
 
-def _end(request: Any, prompt: PrefillTicket) -> int:
+def _end(request: Any, ticket: PrefillTicket) -> int:
     """Return the token before which fetching stops. vLLM computes the last token itself."""
-    return int(min(request.num_tokens - 1, prompt.num_tokens))
+    return int(min(request.num_tokens - 1, ticket.num_tokens))
 
 
 def _shorten(request: Any, engine: EngineSpec) -> None:
-    """Take the last token off a prompt for which `loses_a_token` is True."""
+    """Remove the last token of a prompt for which `loses_a_token` is True."""
     # vLLM's NIXL connector does the same for models with recurrent states. vLLM has no public way,
     # so both lists of the request change. One token is generated, as for any prefill.
     known = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None

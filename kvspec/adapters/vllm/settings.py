@@ -41,8 +41,8 @@ def from_vllm(
 ) -> EngineSpec:
     """Return the engine that a vLLM worker belongs to.
 
-    The interleave size is read as vLLM sets it once its caches are known. So the result is the same
-    before and after vLLM has done that.
+    vLLM may change its interleave size after the caches are known. This function applies the same
+    rule, so it returns the same engine before and after that change.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
@@ -115,8 +115,8 @@ def worker_rank(vllm_config: Any) -> RankId:  # noqa: ANN401 - vLLM's class, not
 def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple[range, ...]:
     """Return the layer numbers of each pipeline stage, by vLLM's rule.
 
-    If the layers do not divide evenly, the stages before the last one get one more layer each,
-    beginning with the second last.
+    If the layers do not divide evenly, some stages get one more layer: the second last stage, then
+    the one before it, and so on. The last stage gets none.
 
     Args:
         num_layers: The layers of the model.
@@ -134,7 +134,7 @@ def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple
     (range(0, 2), range(2, 5), range(5, 7))
 
     """
-    # The last stage gets no extra layer: it often has the final norm, so vLLM leaves it out.
+    # vLLM gives the last stage no extra layer, because that stage often has the final norm.
     least, rest = divmod(positive_int("num_layers", num_layers), positive_int("pp_size", pp_size))
     counts = [least + (pp_size - 1 - rest <= stage < pp_size - 1) for stage in range(pp_size)]
     if partition is not None:

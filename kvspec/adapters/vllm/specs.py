@@ -1,7 +1,7 @@
 """Read vLLM's spec of one layer on one rank as the spec of that layer in the model.
 
 Invariant: the sizes of a rank are never taken for those of the model. The totals come from the
-caller, or from sizes that have only one meaning. The share of the rank that follows from the totals
+caller, or from sizes that fit only one model. The share of the rank that follows from the totals
 must equal the share that vLLM reports.
 
 How it works:
@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Mapping[str, int | None]]] = {
 # vLLM's classes that kvspec does not move, and why. The caller can exclude their layers.
 NOT_MOVED = {
     "EncoderOnlyAttentionSpec": "it keeps nothing between steps",
-    "SinkFullAttentionSpec": "sink tokens stand in no request's block table",
+    "SinkFullAttentionSpec": "no block table of a request contains sink tokens",
     "CircularBufferSpec": "scratch space is not cache",
     "RSWASpec": "its table has a gap in the middle, which no window describes",
     "HiddenStateCacheSpec": "hidden states are not keys and values",
@@ -163,9 +163,8 @@ class RankSpecs:
                 self.n_groups,
                 self.backends.device_of(layer),
             )
-            return self._layer(
-                layer, state, rank_spec, outer(self.layout) + ("HNC", "NHC")[order == "SD"]
-            )
+            inner = "NHC" if order == "SD" else "HNC"
+            return self._layer(layer, state, rank_spec, outer(self.layout) + inner)
         if "MLA" in name:
             spec = self._latent(name, layer, rank_spec, page_format)
         else:
@@ -189,7 +188,7 @@ class RankSpecs:
         )
 
     def _kernel_block(self, layer: str, block_size: int) -> int | None:
-        """Return the tokens of a block in memory, or None if the block table has the same size."""
+        """Return the tokens of a block in memory, or None if not fewer than *block_size*."""
         sizes = self.kernel_block_size
         size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
         return size if size is not None and size < block_size else None
@@ -203,8 +202,8 @@ class RankSpecs:
         size = fields["head_size"] * itemsize(fields["dtype"])
         rows = fields["block_size"] // fields["tokens_per_state"]
         content = rank_spec.get("state_content_bytes").size_or_none()
-        # Some specs of packed latents (data and scales in one row) contain no bytes of a row. Their
-        # page is larger than the elements, so the bytes of a row follow from the page.
+        # A packed latent has data and scales in one row. Some specs of such latents lack the size
+        # of a row. It is then the size of the page, divided by the rows.
         if content is None:
             page = real_page(rank_spec)
             if rows and page is not None and page != rows * size and page % rows == 0:
@@ -272,7 +271,7 @@ class RankSpecs:
         return total
 
     def _paged(self, spec: LayerSpec, rank_spec: FieldReader) -> LayerSpec:
-        """Return *spec* with vLLM's padding. Raise `SpecError` if the pages differ in size."""
+        """Return *spec* with vLLM's padding. Raise if vLLM's page has another size."""
 
         def local(part: Part) -> int:
             return len(self.parallel.sharding(part.units, part.granularity).ranges[self.tp_rank])
@@ -295,7 +294,8 @@ class RankSpecs:
 def _context_sharded(spec: LayerSpec, rank_spec: FieldReader) -> bool:
     """Whether vLLM shards the tokens of a layer among context ranks."""
     # Older versions of vLLM shard every layer and have no such field. In newer ones, a draft model
-    # may run whole while its target is sharded.
+    # may run whole while its target is sharded. A recurrent state has no tokens to
+    # shard, and gets the default.
     sharded = rank_spec.get("dcp_sharded")
     if sharded.value is None or not spec.parts[0].per_token:
         return True

@@ -12,17 +12,19 @@ How it works:
         group2, recurrent, mode "align"    [2, 5, 8]    states after 16, 32 and 40 tokens
 
     The tables of the first two groups have the same ids. The table of the third has only block 8.
-    In the other modes of recurrent states, the first block holds the state.
+    In mode "none", which is the default, the first block holds the state. Other modes are refused.
 
     A consumer computes the last token of a prompt itself, so it needs the tokens before the last
-    one. But after N tokens, vLLM keeps what the query of token N reads. Sometimes that frees a
-    block that the query of token N - 1 still reads. Here a prompt has 48 tokens:
+    one. Tokens are counted from 0, so a prompt of N tokens ends with token N - 1. But after N
+    tokens, vLLM keeps what the next query, of token N, reads. Sometimes that frees a block that the
+    query of the last token reads. The window is 16 again, and a prompt has 48 tokens:
 
-        query of token 48 reads tokens 33-48: vLLM keeps blocks from token 32 on
-        query of token 47 reads tokens 32-47: nothing is missing
+        query of token 48, the next one, reads tokens 33-48: vLLM keeps blocks from token 32 on
+        query of token 47, the last one, reads tokens 32-47: nothing is missing
 
-    With 47 tokens, the query of token 46 reads token 31, and vLLM has freed block 16-31. A
-    producer must stop such a prompt one token early (`loses_a_token`).
+    With 47 tokens, the query of token 46 reads tokens 31-46. The next query reads tokens 32-47, so
+    vLLM has freed the block of tokens 16-31. A producer must stop such a prompt one token early
+    (`loses_a_token`).
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def block_tables(
 
 
 def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
-    """Whether vLLM lacks a part of the cache for the last token after computing *num_tokens*.
+    """Whether vLLM, after a prompt of *num_tokens*, lacks cache that the last token needs.
 
     A consumer computes the last token of a prompt itself. For that it needs recurrent states that
     have not seen the last token, and all tokens that the query of the last token reads. After
@@ -129,14 +131,14 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
         spec, block = group.spec, engine.virtual_block(group)
         live, needed = spec.live_tokens(num_tokens), spec.live_tokens(num_tokens - 1)
         # vLLM frees whole blocks, and all blocks if the next query reads nothing.
-        kept = (live.start if live else num_tokens) // block * block
-        if not spec.parts[0].per_token or (needed and needed.start < kept):
+        first_kept = (live.start if live else num_tokens) // block * block
+        if not spec.parts[0].per_token or (needed and needed.start < first_kept):
             return True
     return False
 
 
 def _check_whole(engine: EngineSpec, name: str, table: BlockTable, num_tokens: int) -> None:
-    """Raise `SpecError` if a list is too short, as it is if its null blocks were removed."""
+    """Raise `SpecError` if a list is too short: the caller may have removed its null blocks."""
     group = engine.group(name)
     if group.spec.counts_prompt and set(group.layers) - set(group.excluded):
         count = -(-num_tokens // engine.virtual_block(group))

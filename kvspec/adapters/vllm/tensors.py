@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 # of chunks.
 _AXES = {3: "BHC", 4: "BHNC", 5: "BHPNC"}
 
-# Numbers of dimensions: separate planes of keys and values, tokens by head, one latent for a token.
-_FIVE, _TOKENS, _LATENT = 5, 4, 3
+# The number of dimensions of a tensor with planes of keys and values, of a tensor with heads and
+# tokens, and of a tensor with one latent for each token.
+_WITH_PLANES, _WITH_HEADS, _WITH_LATENTS = 5, 4, 3
 
 
 def rank_cache(
@@ -145,8 +146,8 @@ def _check_blocks(layer: str, views: Mapping[str, Any], blocks: int) -> None:
 
 def owned(engine: EngineSpec, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return *tensors* without the layers that read the cache of another layer."""
-    # vLLM registers such a layer under its own name, with the other layer's tensor object. It is in
-    # no group. Before this filter, engines of such models could not register their caches.
+    # vLLM registers such a layer under its own name, with the other layer's tensor object. No group
+    # contains the layer, so `check_layers` would refuse it.
     if not isinstance(tensors, Mapping):
         return tensors
     owned = {id(tensor) for layer, tensor in tensors.items() if layer in engine.stage_of}
@@ -158,7 +159,7 @@ def owned(engine: EngineSpec, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Layer:
-    """The views of one layer's tensors on one rank. *units* counts the heads of each part."""
+    """The views of one layer's tensors. `units` has, for each part, its units on the rank."""
 
     def __init__(self, engine: EngineSpec, group: KVCacheGroup, rank: RankId, layer: str) -> None:
         self.field = f"tensors[{layer!r}]"
@@ -185,15 +186,18 @@ class _Layer:
             yield from self._one_after_the_other(tensors)
             return
         for part, view in zip(self.parts, self._tokens(tensors), strict=True):
-            # Keys and values get an axis of one chunk, which the letters BHPNC contain.
+            # Views of keys and values have the axes BHPNC. Here P has one chunk.
             yield part.name, view[:, :, None] if part.name in ("k", "v") else view
 
     def _one_after_the_other(self, tensor: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-        """Yield views of parts that follow one another in a page. The shape inside is ignored."""
+        """Yield views of parts that follow one another in a page.
+
+        Only the number of bytes in a page counts, not the shape of the page.
+        """
         counted_parts = list(zip(self.parts, self.units, strict=True))
         sizes = [units * part.states * part.content_bytes for part, units in counted_parts]
         shape, start = tuple(tensor.shape), 0
-        if len(shape) != _TOKENS or itemsize(tensor) != 1 or prod(shape[1:]) != sum(sizes):
+        if len(shape) != _WITH_HEADS or itemsize(tensor) != 1 or prod(shape[1:]) != sum(sizes):
             wanted = f"pages of {sum(sizes)} bytes: {', '.join(part.name for part in self.parts)}"
             raise SpecError(f"{self.field}.shape", shape, wanted)
         whole = flat(self.field, tensor, (shape[0], sum(sizes)))
@@ -229,15 +233,16 @@ class _Layer:
         """Return a view [blocks, heads, rows, content] of every part."""
         heads, part = self.units[0], self.parts[0]
         shape = tuple(tensor.shape)
-        if part.whole and len(shape) == _TOKENS:
+        if part.whole and len(shape) == _WITH_HEADS:
             # A page that moves whole: only its number of bytes counts.
-            page, (size, rest) = prod(shape[1:]), divmod(prod(shape[1:]), heads)
+            page = prod(shape[1:])
+            size, rest = divmod(page, heads)
             if not rest and page * itemsize(tensor) == heads * part.states * part.content_bytes:
                 return [flat(self.field, tensor, (shape[0], heads, 1, size))]
         if "K" in self.letters:
             return self._planes(tensor, heads, part)
         content = sum(part.content_bytes for part in self.parts)
-        if heads == 1 and len(shape) == _LATENT:
+        if heads == 1 and len(shape) == _WITH_LATENTS:
             tensor = tensor[:, None]
         if tuple(tensor.shape)[1:3] != (heads, part.states) or not has(tensor, content):
             expected = f"[blocks, {heads}, {part.states}, {content} bytes]"
@@ -261,7 +266,8 @@ class _Layer:
         """Return the views of keys and values that lie in separate planes."""
         shape, field = tuple(tensor.shape), f"{self.field}.shape"
         size, planes = part.content_bytes, len(self.parts)
-        slots = len(shape) == _TOKENS and shape[1:3] == (planes, part.states)
+        # A backend with two head slots has the shape [blocks, 2, tokens, heads * size].
+        slots = len(shape) == _WITH_HEADS and shape[1:3] == (planes, part.states)
         if slots and has(tensor, heads * size):
             inner = (shape[0], planes, part.states, heads, size // itemsize(tensor))
             tensor = flat(self.field, tensor, inner)
@@ -273,7 +279,7 @@ class _Layer:
         fits = [
             order
             for order in orders
-            if len(shape) == _FIVE
+            if len(shape) == _WITH_PLANES
             and has(tensor, size)
             and all(shape[order.index(axis)] == count for axis, count in sizes.items())
         ]
@@ -337,7 +343,9 @@ class _Layer:
             extents = self._extents(name, parts)
             if prod(extents) != sizes[name]:
                 names = ", ".join(part.name for part, _ in parts)
-                raise SpecError(f"{self.field}[{name!r}]", names, "parts with equal rows")
+                raise SpecError(
+                    f"{self.field}[{name!r}]", names, "parts with the same number and size of rows"
+                )
             yield name, self._units_first(part_view.reshape((shape[0], *extents)))
             start += sizes[name]
 
@@ -351,7 +359,7 @@ class _Layer:
 
     def _units_first(self, view: Any) -> Any:  # noqa: ANN401
         """Return the view of a state with its units before its rows, if it has rows."""
-        return ordered(view, (0, 2, 1, 3)) if view.ndim == _TOKENS and self._row_first else view
+        return ordered(view, (0, 2, 1, 3)) if view.ndim == _WITH_HEADS and self._row_first else view
 
     @property
     def _row_first(self) -> bool:
@@ -461,7 +469,7 @@ def several(given: Any) -> bool:  # noqa: ANN401
 def is_raw(tensor: Any) -> bool:  # noqa: ANN401
     """Whether a tensor has raw bytes as elements, and the shape ``[blocks, 1, 1, bytes]``."""
     shape = tuple(tensor.shape)
-    return len(shape) == _TOKENS and shape[1:3] == (1, 1) and itemsize(tensor) == 1
+    return len(shape) == _WITH_HEADS and shape[1:3] == (1, 1) and itemsize(tensor) == 1
 
 
 def has(tensor: Any, content: int) -> bool:  # noqa: ANN401

@@ -31,15 +31,15 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def _fits(_: object, at: attrs.Attribute[Any], value: object) -> None:
+def _fits(_: object, setting: attrs.Attribute[Any], value: object) -> None:
     """Raise `SpecError` for a wrong setting. The type of its default determines the check."""
     # A float is a time in seconds and an int a size in MiB. A text may be None if its default is.
-    field = f"kv_connector_extra_config[{at.name!r}]"
-    if isinstance(at.default, float):
+    field = f"kv_connector_extra_config[{setting.name!r}]"
+    if isinstance(setting.default, float):
         seconds(field, value)
-    elif isinstance(at.default, int):
+    elif isinstance(setting.default, int):
         positive_int(field, value, least=0, most=1 << 20)
-    elif value is not None or at.default is not None:
+    elif value is not None or setting.default is not None:
         is_name(field, value)
 
 
@@ -159,14 +159,14 @@ class Serving:
                 # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
                 self._sent.add(request_id)
-        for prompt in step.declined:
-            self._reads.decline(prompt)
-        for prompt, request in step.fetched:
-            self._loads[request.request_id] = self._reads.load(prompt, request)
+        for ticket in step.declined:
+            self._reads.decline(ticket)
+        for ticket, request in step.fetched:
+            self._loads[request.request_id] = self._reads.load(ticket, request)
         self._failed.update(step.failed)
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests that were sent, that were received or failed, and that failed.
+        """Return three sets of requests: sent, received or failed, and failed.
 
         Each request is returned once, when none of its blocks is read or written any more.
         """
