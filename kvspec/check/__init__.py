@@ -1,6 +1,7 @@
 """Check that a transfer is right: `verify`, digests, a reference copy and an exhaustive proof.
 
-Invariant: the checkers go through what should arrive, and share no code with what they check.
+Invariant: each checker goes through the bytes that should arrive. No checker uses the runs and rows
+of the descriptor table to decide which bytes are right.
 """
 
 from importlib import import_module

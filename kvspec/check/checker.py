@@ -30,8 +30,8 @@ How it works:
         104..106        1            right, if row 1 reads from byte 4 of the content
         106..108        0            missing: the counter-example is byte 6
 
-    `first_fault` passes the first byte of each suspect segment to `judge`. So the vectors only
-    select, and the definition decides. `tests/laws/test_verify_laws.py` compares the two.
+    `first_fault` passes the first byte of each suspect segment to `judge`. So `suspects` only
+    selects bytes, and `judge` decides. `tests/laws/test_verify_laws.py` compares the two methods.
 
     Afterwards, `_unwanted` finds bytes that were written outside the request's blocks, and
     `_foreign` finds bytes that were read outside of them.
@@ -110,10 +110,10 @@ class CounterExample:
         senders = " or ".join(map(str, self.wanted_from))
         fault = {
             "missing": f"missing; producer {senders} should have sent it",
-            "double": f"written twice; producer {senders} should have sent it once",
+            "double": f"written more than once; producer {senders} should have sent it once",
             "wrong source": f"read from other bytes; producer {senders} holds the right ones",
             "unwanted": "written, although the request does not want it",
-            "foreign": "another request's block",
+            "foreign": "read, although the block is not the request's",
         }[self.kind]
         return (
             f"{who}, layer {self.layer}, part {self.part}, unit {self.unit}, "
@@ -121,7 +121,7 @@ class CounterExample:
         )
 
 
-# Contents of one grid, about. Larger grids need more memory, smaller ones more time.
+# A grid has about this many contents. Larger grids need more memory, smaller ones more time.
 AT_ONCE = 2**18
 
 
@@ -129,7 +129,7 @@ AT_ONCE = 2**18
 class Moving:
     """One part of one layer that moves to the rank.
 
-    *part* of a state has only the rows that both sides have.
+    If the part is a state, *part* counts only the rows that both engines have.
     """
 
     group: KVCacheGroup
@@ -141,7 +141,9 @@ class Moving:
 
 @attrs.frozen(eq=False)
 class Grid:
-    """A chunk of some contents of one part, rows x units, and their addresses at the consumer.
+    """Some contents of one part, rows x units, and where the consumer keeps one chunk of each.
+
+    All contents of the grid have the same chunk: *size* bytes from *byte* on.
 
     Attributes:
         moving: The part.
@@ -174,9 +176,9 @@ class Checker:
         producers: Places of every producer rank.
         consumer: Places of the consumer rank.
         excluded: Layers that do not move.
-        sources: The producer ranks that the rows read from.
-        table: The rows, of shape (rows, 3): producer address, consumer address, length.
-        numbers: For each row, the index of its producer rank in *sources*.
+        sources: The producer ranks that the transfer rows read from.
+        table: The transfer rows, of shape (rows, 3): producer address, consumer address, length.
+        numbers: For each transfer row, the index of its producer rank in *sources*.
 
     """
 
@@ -229,7 +231,7 @@ class Checker:
             for all_rows in (wanted, cached):
                 for at in range(0, len(all_rows), step):
                     rows = all_rows[at : at + step]
-                    first = self._first(self.consumer, moving.group, moving, rows)[:, None]
+                    first = self._row_addresses(self.consumer, moving.group, moving, rows)[:, None]
                     begins = np.where(first < 0, -1, first + strides).ravel()
                     for byte in range(0, moving.part.content_bytes, size):
                         offset = self.consumer.chunk_offset(moving.layer, moving.part, byte)
@@ -259,7 +261,7 @@ class Checker:
         held = ~moves & (rows < cached - first)
         return rows[moves] + first, rows[held] + first
 
-    def _first(self, side: Places, group: KVCacheGroup, moving: Moving, rows: Ints) -> Ints:
+    def _row_addresses(self, side: Places, group: KVCacheGroup, moving: Moving, rows: Ints) -> Ints:
         """Return the address of unit 0 of each row on one *side*, or -1 if it lacks the row."""
         region = side.regions.get((moving.layer, moving.part.name))
         if region is None:
@@ -290,8 +292,8 @@ class Checker:
             return "unwanted" if len(writers) else None
         if len(writers) != 1:
             return "double" if len(writers) else "missing"
-        (row,) = self.table[writers].tolist()
-        read = row[0] + address - row[1]
+        ((reads, writes, _),) = self.table[writers].tolist()
+        read = reads + address - writes
         source = self._source(grid, np.array([content]), self.numbers[writers]).item()
         return None if source >= 0 and source + byte == read else "wrong source"
 
@@ -326,7 +328,7 @@ class Checker:
             if held.stop <= grid.units.start or grid.units.stop <= held.start:
                 continue
             here = np.flatnonzero((number == index) & (unit >= held.start) & (unit < held.stop))
-            first = self._first(side, group, moving, grid.rows)[row[here]]
+            first = self._row_addresses(side, group, moving, grid.rows)[row[here]]
             begin = first + (unit[here] - held.start) * side.unit_stride(moving.layer, moving.part)
             offset = side.chunk_offset(moving.layer, moving.part, grid.byte)
             address[here] = np.where(first < 0, -1, begin + offset)
@@ -350,7 +352,7 @@ class Checker:
         return None if outside is None else self._at("unwanted", self.consumer.cache, outside[1])
 
     def _foreign(self) -> CounterExample | None:
-        """Return a byte that is read outside the request's own blocks of its source."""
+        """Return a byte that is read outside the request's blocks on its producer rank."""
         for number, rank in enumerate(self.sources):
             reads, side = self.table[self.numbers == number], self.producers[rank]
             outside = side.own.first_outside(reads[:, 0], reads[:, 2])

@@ -34,7 +34,7 @@ class Coverage:
     ([-1, 0, 4, 6, 8, 12], [0, 1, 2, 1, 1, 0])
     >>> writes.span[3:5].tolist()
     [0, 2]
-    >>> writes.first_outside(np.array([6]), np.array([8]))
+    >>> writes.first_outside(np.array([6]), np.array([8]))  # addresses 6..14
     (0, 12)
 
     Attributes:
@@ -47,19 +47,19 @@ class Coverage:
 
     def __init__(self, start: Ints, length: Ints) -> None:
         """Count the spans, which have first addresses and lengths in bytes."""
-        full = np.flatnonzero(length > 0)
-        if len(full) < len(start):
-            start, length = start[full], length[full]
+        nonempty = np.flatnonzero(length > 0)
+        if len(nonempty) < len(start):
+            start, length = start[nonempty], length[nonempty]
         ends = np.concatenate([[-1], start, start + length])
         order = np.argsort(ends, kind="stable")
         ends = ends[order]
         last = np.append(ends[1:] != ends[:-1], [True])
         self.cuts: Ints = ends[last]
         del ends  # A large request has millions of spans, so free the array before the sums.
-        self.times = _running(np.ones(len(full), np.int32), order)[last]
+        self.times = _running(np.ones(len(nonempty), np.int32), order)[last]
         # This is the sum of the indices of all spans that touch a segment. If only one span touches
         # it, the sum is the index of that span.
-        self.span = _running(full.astype(np.int32), order)[last]
+        self.span = _running(nonempty.astype(np.int32), order)[last]
 
     def segments(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
         """Return each pair of a range and a segment that overlap, in order.
@@ -83,7 +83,16 @@ class Coverage:
         return index, np.arange(len(index)) + (first - before)[index]
 
     def first_outside(self, start: Ints, length: Ints) -> tuple[int, int] | None:
-        """Return (range, address) of the first byte of the ranges that no span touches."""
+        """Return where the ranges first have a byte that no span touches, or None.
+
+        Args:
+            start: First address of each range.
+            length: Bytes of each range.
+
+        Returns:
+            The index of the range, and the address of the byte.
+
+        """
         for at in range(0, len(start), AT_ONCE):
             begins, lengths = start[at : at + AT_ONCE], length[at : at + AT_ONCE]
             outside = self._untouched_before(begins + lengths) > self._untouched_before(begins)
@@ -91,8 +100,8 @@ class Coverage:
                 index = int(np.argmax(outside))
                 begin = begins[index : index + 1]
                 _, segment = self.segments(begin, begin + lengths[index])
-                bare = segment[self.times[segment] == 0][0]
-                return at + index, max(int(begin[0]), int(self.cuts[bare]))
+                untouched = segment[self.times[segment] == 0][0]
+                return at + index, max(int(begin[0]), int(self.cuts[untouched]))
         return None
 
     def _untouched_before(self, address: Ints) -> Ints:
@@ -104,8 +113,8 @@ class Coverage:
     @cached_property
     def _untouched(self) -> Ints:
         """The number of bytes before each cut that no span touches."""
-        bare = np.diff(self.cuts) * (self.times[:-1] == 0)
-        return np.concatenate([[0], np.cumsum(bare)])
+        untouched = np.diff(self.cuts) * (self.times[:-1] == 0)
+        return np.concatenate([[0], np.cumsum(untouched)])
 
 
 def _running(value: Small, order: Ints) -> Small:
@@ -140,7 +149,8 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
         for rank in (one, other):
             for group in real[rank].engine.groups:
                 kernel_blocks_per_block[f"{rank} {group.name}"] = group.kernel_blocks_per_block
-            # `meetings` compares by group, so each rank's groups get a name of their own.
+            # `meetings` looks up the kernel blocks by group name, and both ranks may use the same
+            # names. So the rank becomes part of the name.
             regions += (
                 attrs.evolve(region, group=f"{rank} {region.group}")
                 for region in real[rank].regions

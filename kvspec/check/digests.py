@@ -8,16 +8,17 @@ unit and token.
 How it works:
     A content is the bytes of one row of one unit, padded with zeros to 8-byte words:
 
-        word of the content = sum over places of weight * fold(weight * word at the place)
-        digest              = sum over rows of mix(word of the content ^ name of the row)
-        name of a row       = mix(row ^ hash of layer, part and unit)
+        content sum      = sum over the words of the content of weight * fold(weight * word)
+        digest           = sum over rows of mix(content sum ^ name of the row)
+        name of a row    = mix(row ^ hash of layer, part and unit)
 
-    All of it modulo 2**64. Each place has an odd *weight* of its own, and fold(x) = x ^ (x >> 47).
+    All numbers are modulo 2**64. Each position of a word in the content has an odd *weight* of its
+    own, and fold(x) = x ^ (x >> 47).
     *row* is the first token of the row, or the number of a state's row.
 
-    The fold between two multiplications matters. Without it, a change of bit 63 adds 2**63 at any
-    place, so an even number of flipped signs cancels. With it, the same change adds
-    weight * (2**63 +- 2**16). The sign depends on the content, and the weight on the place.
+    The fold between two multiplications matters. Without it, a change of bit 63 adds 2**63 in any
+    word, so an even number of flipped signs cancels. With it, the same change adds
+    weight * (2**63 +- 2**16). The sign depends on the content, and the weight on the position.
 
     Every step is a bijection of the word, so a single changed word always changes the digest.
     More changes cancel only by chance. The digest finds accidents, not forgers: an attacker who
@@ -203,8 +204,8 @@ def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tupl
 
     Args:
         producers: The digests of all producer ranks. If both engines shard their tokens in the same
-            way, the digests of the ranks of one context rank are enough.
-        consumers: The digests of the same ranks of the consumer engine.
+            way, the ranks of one context rank can be compared alone.
+        consumers: The digests of all consumer ranks, or of the same context rank.
 
     Returns:
         (layer, part, unit) of each difference, sorted. If the replicas of one engine differ from
@@ -317,13 +318,13 @@ def partial_sums(
     key = _key(region.layer, region.part, unit)
     for at in range(0, len(block), many):
         here = slice(at, at + many)
-        content = _word([chunk[block[here], own, row[here]] for chunk in chunks])
+        content = _content_sum([chunk[block[here], own, row[here]] for chunk in chunks])
         name = _mix(number[here].astype(np.uint64) ^ key)
         yield int(_mix(content ^ name).sum(dtype=np.uint64))
 
 
-def _word(chunks: list[npt.NDArray[np.uint8]]) -> Words:
-    """Return the word of each content. The module docstring has the formula.
+def _content_sum(chunks: list[npt.NDArray[np.uint8]]) -> Words:
+    """Return the content sum of each content. The module docstring has the formula.
 
     Each of *chunks* is an array of shape (contents, bytes of the chunk).
     """

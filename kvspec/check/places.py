@@ -155,10 +155,10 @@ class Places:
     def rows(self, group: KVCacheGroup, region: Region, part: Part, tokens: Ints) -> Ints:
         """Return the address of unit 0 of each row of *region*, by the first token of the row."""
         table, stored = self.tables[group.name], self.owners.stored(group, self.rank)
-        block, place = np.divmod(tokens - table.first_token, self.virtual_block(group))
-        token = np.minimum(np.searchsorted(stored, place), len(stored) - 1)
-        # `searchsorted` returns a neighbour if the rank does not store the place.
-        inside = (stored[token] == place) & (block >= 0) & (block < len(table.block_ids))
+        block, offset = np.divmod(tokens - table.first_token, self.virtual_block(group))
+        token = np.minimum(np.searchsorted(stored, offset), len(stored) - 1)
+        # `searchsorted` returns a neighbour if the rank does not store the token.
+        inside = (stored[token] == offset) & (block >= 0) & (block < len(table.block_ids))
         # The last id, -1, is in no pool.
         ids = np.append(table.block_ids, -1)[np.where(inside, block, -1)]
         inside = self._in_pool(group, region, ids)
@@ -186,9 +186,10 @@ class Places:
     def contents(
         self, group: KVCacheGroup, regions: Iterable[tuple[Region, int]], ids: Ints
     ) -> Iterator[Contents]:
-        """Yield the contents of the blocks *ids* of *group*, as addresses and lengths.
+        """Yield the spans of all contents in the blocks *ids* of *group*.
 
-        Each region is paired with its number of rows, and only its first rows are included.
+        *regions* are pairs of a region and a number of rows. Only so many rows of each unit are
+        included, from the first on. Adjacent contents are merged into one span.
         """
         # Regions with equal block strides repeat together. So the contents of their first block
         # are merged once, and shifted to each block.
@@ -210,7 +211,7 @@ class Places:
 
     @cached_property
     def own(self) -> Coverage:
-        """All bytes of the request's own blocks, of any token."""
+        """The bytes of all contents in the request's blocks, whether they move or not."""
         own: list[Contents] = []
         for group in self.owners.engine.groups:
             if group.name in self.tables:

@@ -4,8 +4,8 @@ Invariant: for every consumer rank, the slices tile its heads exactly once. Each
 rank that owns those heads. The numbers of readers of two replicas differ by at most one.
 
 How it works:
-    For each triple (producer TP, consumer TP, heads) the proof counts the heads out to the ranks
-    one by one (`owned_heads`). Then it calls the planner's own slicing for every consumer rank and
+    For each triple (producer TP, consumer TP, heads) the proof gives the heads to the ranks one by
+    one (`owned_heads`). Then it calls the planner's own slicing for every consumer rank and
     compares. For example, with 3 heads and TP 2 -> 3:
 
         rank        producer                    consumer
@@ -196,19 +196,18 @@ def _fault(
     reads: dict[tuple[int, ...], list[int]] = {}
     for rank, (start, stop) in enumerate(wanted):
         reached = start
-        for source, first, last, stripe, equals in _whole(
-            consumer_unit_ranges(consumer, producer, rank, chooser)
-        ):
-            if first != reached or last <= first:
-                return f"rank {rank}: heads {reached}.. missing or double at {first}..{last - 1}"
-            if last > stop:
-                over = f"heads {max(first, stop)}..{last - 1} read, although not its own"
+        unit_ranges = consumer_unit_ranges(consumer, producer, rank, chooser)
+        for source, first, end, stripe, replicas in _joined_stripes(unit_ranges):
+            if first != reached or end <= first:
+                return f"rank {rank}: heads {reached}.. missing or double at {first}..{end - 1}"
+            if end > stop:
+                over = f"heads {max(first, stop)}..{end - 1} read, although not its own"
                 return f"rank {rank}: {over}"
-            if not held[source][0] <= first < last <= held[source][1]:
-                return f"rank {rank}: producer {source} does not own heads {first}..{last - 1}"
+            if not held[source][0] <= first < end <= held[source][1]:
+                return f"rank {rank}: producer {source} does not own heads {first}..{end - 1}"
             if stripe.whole:
-                reads.setdefault(equals, []).append(source)
-            reached = last
+                reads.setdefault(replicas, []).append(source)
+            reached = end
         if reached != stop:
             return f"rank {rank}: heads {reached}..{stop - 1} missing"
     if len(set(held)) == len(held):
@@ -226,22 +225,26 @@ def _unfair(held: Owned, reads: dict[tuple[int, ...], list[int]], *, everybody: 
         sources_read = [rank for sources in reads.values() for rank in sources]
         owners = {heads: [r for r, own in enumerate(held) if own == heads] for heads in set(held)}
         reads = {tuple(ranks): [r for r in sources_read if r in ranks] for ranks in owners.values()}
-    for equals, sources in reads.items():
-        counts = [sources.count(rank) for rank in equals]
+    for replicas, sources in reads.items():
+        counts = [sources.count(rank) for rank in replicas]
         if max(counts) - min(counts) > 1:
-            return f"replicas of heads {held[equals[0]]} are read {counts} times"
+            return f"replicas of heads {held[replicas[0]]} are read {counts} times"
     return None
 
 
-def _whole(unit_ranges: list[UnitRange]) -> Iterable[UnitRange]:
-    """Return the ranges, with those whose stripes together cover each virtual block once joined."""
+def _joined_stripes(unit_ranges: list[UnitRange]) -> Iterable[UnitRange]:
+    """Return one range for each set of equal ranges, which differ only in their stripes.
+
+    A set is left out unless its stripes together cover each virtual block exactly once. Then the
+    caller finds that its heads are missing.
+    """
     if all(unit_range.stripe.whole for unit_range in unit_ranges):
         return unit_ranges
-    ways: dict[tuple[int, int], list[UnitRange]] = {}
+    same_heads: dict[tuple[int, int], list[UnitRange]] = {}
     for unit_range in unit_ranges:
-        ways.setdefault((unit_range.start, unit_range.stop), []).append(unit_range)
+        same_heads.setdefault((unit_range.start, unit_range.stop), []).append(unit_range)
     return [
         unit_ranges[0]
-        for unit_ranges in ways.values()
+        for unit_ranges in same_heads.values()
         if times_held(unit_range.stripe for unit_range in unit_ranges) == 1
     ]

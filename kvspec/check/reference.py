@@ -134,13 +134,13 @@ def _moves(
                 for part in (part for part in spec.parts if part.name in slice_.parts):
                     held = producers[edge.producer], consumers[edge.consumer]
                     regions = [cache.region(layer, part.name) for cache, _ in held]
-                    places = [
-                        _Place(side, group, context, null, region.num_blocks)
+                    move_sides = [
+                        _MoveSide(side, group, context, null, region.num_blocks)
                         for side, (group, context, null), region in zip(
                             _SIDES, groups, regions, strict=True
                         )
                     ]
-                    rows = _rows(request, slice_, spec, part, places)
+                    rows = _rows(request, slice_, spec, part, move_sides)
                     size, chunks = common_chunks(*regions)
                     for byte in chunks:
                         source, target = (
@@ -154,7 +154,7 @@ _SIDES: tuple[Role, Role] = ("producer", "consumer")
 
 
 @attrs.frozen
-class _Place:
+class _MoveSide:
     """One side of a move: its group, context, null block and number of kernel blocks."""
 
     side: Role
@@ -210,24 +210,24 @@ def _rows(
     slice_: TPTransferSlice,
     spec: LayerSpec,
     part: Part,
-    places: list[_Place],
+    move_sides: list[_MoveSide],
 ) -> list[torch.Tensor]:
     """Return the index tensors of all rows that move. See `How it works` above."""
     import torch  # noqa: PLC0415
 
-    producer, consumer = places
+    producer, consumer = move_sides
     wanted = request.wanted(consumer.group.name, spec)
-    tables = [request.table(place.side, place.group.name) for place in places]
+    tables = [request.table(move_side.side, move_side.group.name) for move_side in move_sides]
     virtual = spec.block_size * consumer.context.size
     if not part.per_token:
         if not wanted or not slice_.stripe.holds(wanted.start // virtual):
             return [torch.zeros(0, dtype=torch.int64)] * 4
         rows = np.arange(part.states)
-        slots = [
-            np.full(len(rows), _slot(table, place, wanted))
-            for table, place in zip(tables, places, strict=True)
+        blocks = [
+            np.full(len(rows), _state_block(table, move_side, wanted))
+            for table, move_side in zip(tables, move_sides, strict=True)
         ]
-        columns = [slots[0], rows, slots[1], rows]
+        columns = [blocks[0], rows, blocks[1], rows]
     else:
         tokens = np.arange(wanted.start, wanted.stop)
         tokens = tokens[slice_.stripe.holds(tokens // virtual)]
@@ -236,26 +236,27 @@ def _rows(
         tokens = tokens[producer.context.owns(tokens) & consumer.context.owns(tokens)]
         columns = [
             column
-            for table, place in zip(tables, places, strict=True)
-            for column in _placed(table, tokens, place, part, wanted)
+            for table, move_side in zip(tables, move_sides, strict=True)
+            for column in _token_rows(table, tokens, move_side, part, wanted)
         ]
     return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
 
 
-def _slot(table: BlockTable, place: _Place, wanted: range) -> int:
-    """Return the id of the block that holds the state after the first *wanted* token."""
-    field, size = f"{place.side}_blocks[{place.group.name!r}]", place.group.spec.block_size
-    at = table.state_block(field, size, wanted.start)
+def _state_block(table: BlockTable, move_side: _MoveSide, wanted: range) -> int:
+    """Return the id of the block that holds the state after the only *wanted* token."""
+    group = move_side.group
+    field = f"{move_side.side}_blocks[{group.name!r}]"
+    at = table.state_block(field, group.spec.block_size, wanted.start)
     ids = table.block_ids[at : at + 1]
-    place.check_ids(ids, np.array(wanted[:1]), wanted)
+    move_side.check_ids(ids, np.array(wanted[:1]), wanted)
     return int(ids[0])
 
 
-def _placed(
-    table: BlockTable, tokens: Ids, place: _Place, part: Part, wanted: range
+def _token_rows(
+    table: BlockTable, tokens: Ids, move_side: _MoveSide, part: Part, wanted: range
 ) -> tuple[Ids, Ids]:
     """Return the kernel block of each row and the row in it. *tokens* are the first of each row."""
-    group, context = place.group, place.context
+    group, context = move_side.group, move_side.context
     held = table.tokens(group.spec.block_size * context.size)
     if len(tokens) and not (held.start <= tokens[0] and tokens[-1] < held.stop):
         why = "the table does not hold every token that is wanted"
@@ -265,5 +266,5 @@ def _placed(
         )
     index, kernel_block, token = token_places(group, context, table, tokens)
     ids = table.block_ids[index]
-    place.check_ids(ids, tokens, wanted)
+    move_side.check_ids(ids, tokens, wanted)
     return ids * group.kernel_blocks_per_block + kernel_block, token // part.tokens_per_state

@@ -50,8 +50,8 @@ def verify(
 ) -> CounterExample | None:
     """Return the first byte of *request* that descriptors would transfer wrongly.
 
-    Only the two engines of the plan are used. Its edges, runs and rows are not, because they are
-    what is verified. No memory is read or written.
+    Only the two engines of the *plan* decide which bytes are right. The edges, runs and rows are
+    not used for this, because they are verified. No memory is read or written.
 
     Args:
         plan: The transfer plan of the two engines.
@@ -97,24 +97,24 @@ def verify(
         "producer": kind(plan.producer),
         "consumer": kind(plan.consumer),
     }
-    _check_given(plan, producers, consumers, request, owners)
+    _check_arguments(plan, producers, consumers, request, owners)
     if not flag("separate_processes", separate_processes):
         check_ranks_separate("consumers", consumers)
-    given = None if descriptors is None else _given(plan, descriptors)
+    given = None if descriptors is None else _checked_descriptors(plan, descriptors)
     excluded = frozenset([*plan.producer.excluded, *plan.consumer.excluded])
     senders = {
         rank: Places(owners["producer"], producers[rank], request.producer_blocks)
         for rank in plan.producer.parallel.ranks
     }
     for rank, cache in consumers.items():
-        own = Places(owners["consumer"], cache, request.consumer_blocks)
-        for only in (None,) if given is not None else _some_layers(own, request):
+        places = Places(owners["consumer"], cache, request.consumer_blocks)
+        for only in (None,) if given is not None else _some_layers(places, request):
             if given is None:
-                writes = _writes(_own(plan, producers, cache, request, only))
+                writes = _writes(_own_descriptors(plan, producers, cache, request, only))
             else:
                 moved = {source: rows for (source, to), rows in given.items() if to == rank}
                 writes = _writes(moved)
-            consumer = attrs.evolve(own, only=only)
+            consumer = attrs.evolve(places, only=only)
             checker = Checker(request, plan.producer, senders, consumer, excluded, *writes)
             fault = checker.first()
             if fault is not None:
@@ -149,7 +149,7 @@ def _some_layers(places: Places, request: TransferRequest) -> Iterator[frozenset
     yield frozenset(layers)
 
 
-def _own(
+def _own_descriptors(
     plan: TransferPlan,
     producers: Mapping[RankId, RankCache],
     consumer: RankCache,
@@ -178,7 +178,9 @@ def _writes(moved: dict[RankId, Ints]) -> tuple[tuple[RankId, ...], Ints, Small]
     return sources, table[order], numbers[order]
 
 
-def _given(plan: TransferPlan, descriptors: object) -> dict[tuple[RankId, RankId], Ints]:
+def _checked_descriptors(
+    plan: TransferPlan, descriptors: object
+) -> dict[tuple[RankId, RankId], Ints]:
     """Return the checked descriptors of the caller, by pair of ranks of the plan."""
     expected = "(producer RankId, consumer RankId) to rows"
     given = mapping("descriptors", descriptors, expected)
@@ -227,7 +229,7 @@ def _check_caches(field: str, given: Mapping[RankId, RankCache], engine: EngineS
         check_engine(f"{name}.engine", engine, cache.engine)
 
 
-def _check_given(
+def _check_arguments(
     plan: TransferPlan,
     producers: Mapping[RankId, RankCache],
     consumers: Mapping[RankId, RankCache],

@@ -21,7 +21,7 @@ from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 
-# Blocks of every group's block tables, or of each group by name.
+# The number of blocks in every group's block tables, or one number for each group by name.
 Blocks = int | Mapping[str, int]
 
 
@@ -45,9 +45,9 @@ def allocate(
             id then belongs to one group at a time.
 
     Returns:
-        The cache, and its storage by group name. The storage of a group is a flat array of zeroed
-        bytes: numpy ``uint8`` on ``"cpu"``, a torch ``uint8`` tensor on a GPU. If the memory is
-        shared, all groups have the same array.
+        The cache, and its storage by group name. A group without layers on the rank has no storage.
+        The storage of a group is a flat array of zeroed bytes: numpy ``uint8`` on ``"cpu"``, a
+        torch ``uint8`` tensor on a GPU. If the memory is shared, all groups have the same array.
 
     Raises:
         SpecError: If the memory cannot be allocated, or the groups cannot share memory.
@@ -69,7 +69,7 @@ def allocate(
         return memory
 
     flag("shared", shared)
-    cache, groups = _planned(engine, rank, num_blocks, obtain, shared=shared)
+    cache, groups = _make_cache(engine, rank, num_blocks, obtain, shared=shared)
     group_arrays = arrays * len(groups) if shared else arrays
     return cache, dict(zip(groups, group_arrays, strict=True))
 
@@ -92,7 +92,8 @@ def plan_memory(
         shared: Whether all groups lie in the same bytes, as for `allocate`.
 
     Returns:
-        The cache. It can be planned with and drawn, whatever its size.
+        The cache, of any size. It has addresses but no bytes, so it can be drawn and passed to
+        `build_table` and `verify`, but not transferred.
 
     Raises:
         SpecError: If the groups cannot share memory, or an address exceeds 63 bits.
@@ -114,20 +115,20 @@ def plan_memory(
         next_address += size
         return Memory(next_address - size, size)
 
-    return _planned(engine, rank, num_blocks, obtain, shared=shared)[0]
+    return _make_cache(engine, rank, num_blocks, obtain, shared=shared)[0]
 
 
 @attrs.frozen
-class _Plan:
-    """The placement of one group: *count* kernel blocks in *size* bytes."""
+class _PlacedGroup:
+    """One group in memory: its placements, and *count* kernel blocks in *size* bytes."""
 
     group: KVCacheGroup
-    placed: list[Placement]
+    placements: list[Placement]
     size: int
     count: int
 
 
-def _planned(
+def _make_cache(
     engine: EngineSpec,
     rank: RankId,
     num_blocks: Blocks,
@@ -137,52 +138,60 @@ def _planned(
 ) -> tuple[RankCache, list[str]]:
     """Return a rank's cache and the names of its groups.
 
-    *obtain* returns memory of so many bytes. It is called once for each group, or once if *shared*.
+    *obtain* receives a number of bytes and returns memory of that size. It is called once for each
+    group, or once in total if *shared*.
     """
-    plans = _plans(engine, rank, num_blocks)
+    placed_groups = _placed_groups(engine, rank, num_blocks)
     if shared:
-        _check_shared(plans)
+        _check_shared(placed_groups)
     regions: list[Region] = []
     memory: list[Memory] = []
-    for plan in plans:
+    for placed in placed_groups:
         if not shared or not memory:
-            size = max(plan.size for plan in plans) if shared else plan.size
+            size = max(member.size for member in placed_groups) if shared else placed.size
             # A rank may hold no units of any part. Its memory still needs an address.
             memory.append(obtain(max(size, 1)))
-        held = (placed for placed in plan.placed if placed.units)
-        regions += (_region(plan.group.name, placed, plan.count, memory[-1]) for placed in held)
+        regions += (
+            _region(placed.group.name, placement, placed.count, memory[-1])
+            for placement in placed.placements
+            if placement.units
+        )
     cache = RankCache(engine, rank, tuple(regions), tuple(memory))
-    return cache, [plan.group.name for plan in plans]
+    return cache, [placed.group.name for placed in placed_groups]
 
 
-def _plans(engine: EngineSpec, rank: RankId, num_blocks: Blocks) -> list[_Plan]:
-    """Return the placement of each group of which *rank* holds a layer."""
+def _placed_groups(engine: EngineSpec, rank: RankId, num_blocks: Blocks) -> list[_PlacedGroup]:
+    """Place each group of which *rank* holds a layer."""
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     if isinstance(num_blocks, Mapping):
         names = [group.name for group in engine.groups]
         unknown = sorted(set(num_blocks) - set(names), key=repr)
         if unknown:
             raise SpecError("num_blocks", unknown, f"groups of the engine: {', '.join(names)}")
-    plans: list[_Plan] = []
+    placed_groups: list[_PlacedGroup] = []
     for group in engine.groups:
         layers = engine.layers_at(group, rank.pp)
         count = num_blocks.get(group.name) if isinstance(num_blocks, Mapping) else num_blocks
         count = positive_int(f"num_blocks[{group.name!r}]", count) * group.kernel_blocks_per_block
         if layers:
-            plans.append(_Plan(group, *_placed(engine, group, layers, rank, count), count))
-    return plans
+            placements, size = _place_layers(engine, group, layers, rank, count)
+            placed_groups.append(_PlacedGroup(group, placements, size, count))
+    return placed_groups
 
 
-def _check_shared(plans: list[_Plan]) -> None:
-    """Check that block i of one group coincides with block i of each other group."""
+def _check_shared(placed_groups: list[_PlacedGroup]) -> None:
+    """Check that all groups have one block stride and one number of blocks.
+
+    Then block i of a group shares bytes only with block i of the other groups.
+    """
     strides = {
         (
-            placed.block_stride * plan.group.kernel_blocks_per_block,
-            plan.count // plan.group.kernel_blocks_per_block,
+            placement.block_stride * placed.group.kernel_blocks_per_block,
+            placed.count // placed.group.kernel_blocks_per_block,
         )
-        for plan in plans
-        for placed in plan.placed
-        if placed.units
+        for placed in placed_groups
+        for placement in placed.placements
+        if placement.units
     }
     if len(strides) > 1:
         differing = ", ".join(f"{stride} bytes x {count}" for stride, count in sorted(strides))
@@ -210,7 +219,7 @@ def _region(group: str, placed: Placement, count: int, memory: Memory) -> Region
     )
 
 
-def _placed(
+def _place_layers(
     engine: EngineSpec, group: KVCacheGroup, layers: tuple[str, ...], rank: RankId, count: int
 ) -> tuple[list[Placement], int]:
     def local_units(part: Part) -> int:

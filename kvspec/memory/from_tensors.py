@@ -15,8 +15,9 @@ How it works:
     4. `_Reader` checks the sizes and strides, and returns one region for each part.
 
     A shape alone does not identify its axes. If the caller passes no *axes*, the shape must fit
-    only one order of axes (`check_one_reading`). A tensor may have fewer dimensions than the layout
-    has letters. Then the error message suggests each reading that fits (`folded_readings`).
+    only one order of axes (`check_one_reading`). Without *axes*, a tensor with fewer dimensions
+    than the layout has letters is refused. The error suggests each reading that fits
+    (`folded_readings`).
 """
 
 from __future__ import annotations
@@ -181,14 +182,14 @@ def dimensions(axes: object) -> Dims:
         letters = "".join(dims)
         before = letters.rstrip("C")
         once = set(before) <= set("BKHNP") and len(set(before)) == len(before)
-        # If several dimensions are C, each of them has a size, so no C can share a dimension: the
-        # sizes of the part do not determine how to divide it.
+        # If several dimensions are C, no C may share a dimension with another letter. Only the
+        # product of all C is known, so it is not known how to divide the shared dimension.
         shares_dimension = any("C" in dim and len(dim) > 1 for dim in dims)
         if once and (letters.count("C") < 2 or not shares_dimension):  # noqa: PLR2004 - several
             return dims
     expected = (
-        "the letters B, K, H, N, P, C of the dimensions, each once (C: the last ones), those of "
-        "one dimension in brackets"
+        "each of B, K, H, N, P at most once, then C once or repeated, with brackets around the "
+        "letters of one dimension"
     )
     raise SpecError("axes", axes, expected)
 
@@ -254,7 +255,7 @@ def unfolded(field: str, array: Array, dims: Dims, parts: Mapping[Part, int]) ->
             raise SpecError(f"{field}.shape", array.shape, _product(letters, lengths))
         inner = [blocks if x == "B" else lengths[x] // (step if x == "C" else 1) for x in letters]
         shape += inner
-        strides += [stride * prod(inner[place + 1 :]) for place in range(len(inner))]
+        strides += [stride * prod(inner[index + 1 :]) for index in range(len(inner))]
     return attrs.evolve(array, shape=tuple(shape), strides=tuple(strides))
 
 
@@ -289,17 +290,17 @@ def folded_readings(order: str, array: Array, parts: Mapping[Part, int]) -> Iter
     (48, 8) (BNH)C (BHN)C (HBN)C
     (6, 63)
     """
-    rank = len(array.shape)
+    num_dims = len(array.shape)
     readings: dict[str, None] = {}  # ordered, and each reading once
     for letters in (order, *_ORDERS):
-        # Whether the parts are planes (K) or packed in the content is open. All else is known.
+        # The parts may be planes (K) or packed in the content. All other letters must be equal.
         if set(letters) - {"K"} != set(order) - {"K"} or not _side_by_side(letters, parts):
             continue
         lengths = _lengths(letters, parts)
         visible = "".join(x for x in letters if x == "B" or lengths[x] > 1)
-        for cuts in combinations(range(1, len(visible)), max(rank - 1, 0)):
+        for cuts in combinations(range(1, len(visible)), max(num_dims - 1, 0)):
             dims = tuple(visible[a:b] for a, b in pairwise((0, *cuts, len(visible))))
-            if len(dims) == rank and _fits(dims, array, lengths):
+            if len(dims) == num_dims and _fits(dims, array, lengths):
                 readings.setdefault(said(dims))
     yield from readings
 
@@ -385,7 +386,7 @@ def _check_names(axes: Mapping[str, str], given: Given) -> None:
             raise SpecError("axes", key, expected)
         by_group = any(group == key and name not in axes for group, name in tensors)
         if by_group and any(name == key for _, name in tensors):
-            raise SpecError("axes", key, "a name of a group or of tensors, and it is of both")
+            raise SpecError("axes", key, "a name that only a group or only tensors have")
 
 
 def _joined(memory: Iterable[Memory]) -> tuple[Memory, ...]:
@@ -543,7 +544,9 @@ class _Reader:
                 break
             # The stride of a dimension of size 1 is arbitrary.
             if count > 1 and stride != step:
-                raise SpecError(f"{self.field}.stride", stride, f"contiguous content, {step} bytes")
+                raise SpecError(
+                    f"{self.field}.stride", stride, f"{step}, because content is contiguous"
+                )
             step *= count
 
     def _check_order(self) -> None:

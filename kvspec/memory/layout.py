@@ -14,7 +14,8 @@ How it works:
     the offsets of its members.
 
     For example, one layer has keys and values of 2 heads, 4 tokens a block and 8 bytes of content.
-    There are 3 blocks. The layout LKBNHC is blocks of planes, LBNKHC is keys beside values:
+    There are 3 blocks. In LKBNHC, all blocks of keys precede all blocks of values. In LBNKHC, the
+    keys of a token are just before its values:
 
         layout    order of boxes    block    token    head    offset of v    bytes
         LKBNHC    L K B T N H C     64       16       8       192            384
@@ -160,11 +161,12 @@ class _Boxes:
     num_blocks: int
 
     def whole_pages(self, members: Sequence[Placement]) -> bool:
-        """Return whether a page is contiguous: no axis outside of it, except L and B, repeats."""
+        """Return whether a page is contiguous: no axis around L or B has more than one member."""
         outside = (axis for axis in self.axes[: self.page_depth] if axis not in "LB")
         return all(self._single(axis, members) for axis in outside)
 
     def _single(self, axis: str, members: Sequence[Placement]) -> bool:
+        """Return whether the box of *axis* contains only one box."""
         if axis == "K":
             return len({member.part.name for member in members}) == 1
         return all(self._count(axis, member) == 1 for member in members)

@@ -25,7 +25,7 @@ __all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]
 
 
 def _check_region(region: Region, expected: HeldPart) -> None:
-    """Check that *region* has the sizes of the engine's part, and plain counts and strides."""
+    """Check that *region* has the sizes of the engine's part, and that all numbers are ints."""
     if region.group != expected.group:
         field = f"regions['{region.layer}.{region.part}'].group"
         raise SpecError(field, region.group, f"{expected.group!r}, the layer's group")
@@ -41,14 +41,15 @@ def _check_region(region: Region, expected: HeldPart) -> None:
         expected.chunks,
     )
     strides = (region.block_stride, region.unit_stride, region.state_stride, region.chunk_stride)
-    counts = (region.base, *strides)
-    plain = set(map(type, (*sizes, *counts, region.num_blocks))) == {int}
+    distances = (region.base, *strides)
+    only_ints = set(map(type, (*sizes, *distances, region.num_blocks))) == {int}
     # An engine has thousands of regions, and nearly all are valid. So the field names and messages
     # below are made only after this single test has failed.
     if (
-        plain
+        only_ints
         and sizes == expected_sizes
-        and min(counts) >= 0 < region.num_blocks <= MOST >= max(counts)
+        and 0 <= min(distances) <= max(distances) <= MOST
+        and 0 < region.num_blocks <= MOST
     ):
         return
     for name in ("content_bytes", "units", "states", "chunks"):

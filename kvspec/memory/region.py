@@ -1,7 +1,7 @@
 """Describe one part of one layer in memory, and the memory that contains it.
 
-Invariant: a `Region` is a base address, four strides and four counts. Nothing else about memory
-affects the rows of a transfer.
+Invariant: a `Region` has a base address, the bytes of a content, four strides and four counts
+(blocks, units, states, chunks). Besides its kind of memory, nothing else affects transfer rows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Region:
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """Everything that affects descriptor rows, except the base address and the units."""
+        """All fields that affect descriptor rows, except the base address and the units."""
         strides = (self.num_blocks, self.block_stride, self.unit_stride, self.state_stride)
         sizes = (self.content_bytes, self.states, self.chunks, self.chunk_stride)
         return (*strides, *sizes, self.memory_type, self.device)
