@@ -53,7 +53,7 @@ How it works:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from kvspec.errors import SpecError
@@ -244,7 +244,9 @@ def _sharing(boxes: list[_Box]) -> Iterator[tuple[_Box, _Box]]:
             origin = min(box.start for box in near)
             yield from _sharing([part for box in near for part in _within_one_period(box, origin)])
         elif sum(box.axes[0].times for box in repeating) > MOST_COPIES:
-            yield near[0], near[1]
+            # Every neighbour, because a caller may ignore pairs of one region or of one rank.
+            # `single` marks that it is unknown which blocks share bytes, so groups are refused.
+            yield from ((box._replace(single=True), later) for box, later in pairwise(near))
         else:
             others = [box for box in near if box not in repeating]
             copies = [copy for box in repeating for copy in _copies(box)]

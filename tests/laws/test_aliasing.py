@@ -234,6 +234,27 @@ def test_rank_cache_rejects_regions_with_too_many_blocks_to_compare() -> None:
     assert "a.k and a.v" == rejected_pair(engine(1), [keys, values])
 
 
+@pytest.mark.parametrize("blocks", [2**16, 2**16 + 1, 10**5])
+def test_rank_cache_rejects_groups_with_too_many_blocks_to_compare(blocks: int) -> None:
+    """Blocks of 12 and of 10 bytes share bytes, whether they are compared or not."""
+    groups = [
+        kvspec.KVCacheGroup(
+            name=name,
+            layers=[f"{name}.0"],
+            spec=kvspec.MLAAttentionSpec(
+                block_size=1, head_size=8, dtype="uint8", page_size_padded=page
+            ),
+        )
+        for name, page in (("a", 12), ("b", 10))
+    ]
+    both = kvspec.EngineSpec(groups=groups)
+    planned = kvspec.plan_memory(both, RankId(), num_blocks=blocks)
+    at_zero = [attrs.evolve(each, base=0) for each in planned.regions]
+    memory = (kvspec.Memory(0, 12 * blocks),)
+    error = refusal(lambda: kvspec.RankCache(both, RankId(), at_zero, memory))
+    assert ("tensors", "a.0.latent and b.0.latent") == (error.field, error.value)
+
+
 @pytest.mark.parametrize("step", [1, -1])
 def test_rank_cache_rejects_groups_whose_blocks_and_heads_are_exchanged(step: int) -> None:
     """Block 0, head 1 of group a lies at address 4. So does block 1, head 0 of group b."""
