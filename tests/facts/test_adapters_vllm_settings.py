@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +245,7 @@ UNEQUAL_LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, "swa_num_key_value_heads is 8"),
     ({"other": {"num_attention_groups": 8}}, "other.num_attention_groups is 8"),
     ({"block_configs": shared(2, 2, 4)}, "block_configs[2].attention.n_heads_in_group is 4"),
+    ({"num_global_key_value_heads": 2}, "num_global_key_value_heads is 2"),
 ]
 
 EQUAL_LAYERS: list[dict[str, Any]] = [
@@ -253,16 +255,21 @@ EQUAL_LAYERS: list[dict[str, Any]] = [
 ]
 
 
+# In some versions of vLLM the architecture's config has no index. In both the model has one number.
+VERSIONS = pytest.mark.parametrize("model", [arch, Model], ids=["indexed", "not indexed"])
+
+
+@VERSIONS
 @pytest.mark.parametrize(("text", "contradiction"), UNEQUAL_LAYERS)
 def test_from_vllm_rejects_one_number_of_heads_for_unequal_layers(
-    text: dict[str, Any], contradiction: str
+    model: Callable[..., Model], text: dict[str, Any], contradiction: str
 ) -> None:
     """One head on each of 8 ranks may be 8 heads, or 4 heads that are replicated.
 
     The model's own config contains the second number, for example for the layers with a window.
     """
     names = ["layers.0.attn", "layers.1.attn"]
-    vllm_config = configured(*names, model=arch(4, **text), tensor_parallel_size=8)
+    vllm_config = configured(*names, model=model(4, **text), tensor_parallel_size=8)
     both = cached((names[:1], ONE_HEAD), (names[1:], ONE_HEAD))
     error = refusal(lambda: vllm.from_vllm(vllm_config, both))
     assert ("total_num_kv_heads", None) == (error.field, error.value)
@@ -271,12 +278,49 @@ def test_from_vllm_rejects_one_number_of_heads_for_unequal_layers(
     assert by_hand == heads_of(vllm.from_vllm(vllm_config, both, total_num_kv_heads=by_hand))
 
 
+@VERSIONS
 @pytest.mark.parametrize("text", EQUAL_LAYERS)
-def test_from_vllm_reads_one_number_of_heads_for_equal_layers(text: dict[str, Any]) -> None:
+def test_from_vllm_reads_one_number_of_heads_for_equal_layers(
+    model: Callable[..., Model], text: dict[str, Any]
+) -> None:
     """The model's own config contains no second number of KV heads."""
-    vllm_config = configured("layers.0.attn", model=arch(4, **text), tensor_parallel_size=8)
+    vllm_config = configured("layers.0.attn", model=model(4, **text), tensor_parallel_size=8)
     engine = vllm.from_vllm(vllm_config, cached((["layers.0.attn"], ONE_HEAD)))
     assert {"layers.0.attn": 4} == heads_of(engine)
+
+
+@VERSIONS
+def test_from_vllm_ignores_numbers_of_model_if_ranks_have_several_heads(
+    model: Callable[..., Model],
+) -> None:
+    """2 heads on each of 2 ranks are 4 heads, whatever other number the model's config has."""
+    text = {"num_global_key_value_heads": 2}
+    vllm_config = configured("layers.0.attn", model=model(4, **text), tensor_parallel_size=2)
+    engine = vllm.from_vllm(vllm_config, cached((["layers.0.attn"], FULL)))
+    assert {"layers.0.attn": 4} == heads_of(engine)
+
+
+def test_heads_of_layer_with_overrides_are_not_compared_with_the_model() -> None:
+    """An entry with overrides is the number of its own layer, so another number is no error."""
+    model = arch(4, num_global_key_value_heads=2)
+    model.model_arch_config.per_layer_overrides = {1: {}}  # type: ignore[attr-defined]
+    vllm_config = configured("layers.0.attn", model=model, tensor_parallel_size=8)
+    engine = vllm.from_vllm(vllm_config, cached((["layers.0.attn"], ONE_HEAD)))
+    assert {"layers.0.attn": 4} == heads_of(engine)
+
+
+def test_draft_is_compared_with_its_own_config() -> None:
+    """Target and draft have unequal numbers of heads, and each config contains its own."""
+    names = "layers.0.attn", "layers.2.attn"
+    draft = SimpleNamespace(draft_model_config=Model(heads=2, num_key_value_heads=2))
+    vllm_config = configured(
+        *names,
+        model=Model(heads=8, num_key_value_heads=8),
+        tensor_parallel_size=8,
+        speculative_config=draft,
+    )
+    both = cached((names[:1], ONE_HEAD), (names[1:], ONE_HEAD))
+    assert dict(zip(names, (8, 2), strict=True)) == heads_of(vllm.from_vllm(vllm_config, both))
 
 
 def test_from_vllm_rejects_marked_group_of_draft_and_target_with_unequal_heads() -> None:

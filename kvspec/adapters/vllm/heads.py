@@ -7,20 +7,19 @@ Invariant: a layer gets vLLM's number only if the checks below pass. Otherwise t
 `total_num_kv_heads`.
 
 How it works:
-    For example, TP is 4 and each rank has 1 KV head in all layers. vLLM's number is 4. But
-    `hf_text_config`, the model's own config, has `num_global_key_value_heads` = 2. So some layers
-    have 2 heads, each held by two ranks. The specs of both kinds of layers are equal, so the number
-    is refused.
+    For example, TP is 4 and each rank has 1 KV head in all layers. vLLM's number is 4. But the
+    model's own config, `hf_text_config`, has `num_global_key_value_heads` = 2, so some layers have
+    2 heads, each held by two ranks. The specs of both kinds of layers are equal, so the number is
+    refused.
 
     For each layer, in this order:
 
-    1. Find the models that it may belong to: the target, the draft, or both (`_models_of`).
-    2. If vLLM's `model_arch_config` has an entry for each layer, take the number of that entry. If
-       no entry differs from the others (`per_layer_overrides` is empty) and a rank has one head,
-       check `hf_text_config`, as above.
-    3. Otherwise take vLLM's one number of the model, without a look at `hf_text_config`. Refuse it
-       if these layers differ in heads on a rank. Layers of target and draft are compared, too.
-    4. If target and draft are both possible, their numbers must be equal.
+    1. Find its model: the target, the draft, or possibly either (`_models_of`).
+    2. If `model_arch_config` has an entry for each layer, take the number of that entry.
+    3. Otherwise take the one number of the model, unless its layers differ in heads on a rank.
+    4. If a rank has one head, compare the number with `hf_text_config`, as above. Only an entry of
+       a `model_arch_config` with overrides for layers is not compared.
+    5. If target and draft are both possible, their numbers must be equal.
 """
 
 from __future__ import annotations
@@ -97,16 +96,20 @@ def _count(
     if hasattr(type(by_layer.value), "__getitem__") and number is not None:
         own = FieldReader(f"{by_layer.path}[{number}]", _item(by_layer, number))
         count = own.get("total_num_kv_heads").size()
+        if by_layer.get("per_layer_overrides").value:
+            return count
         # Without overrides, the entries just repeat the one number of the model.
-        if local == 1 and not by_layer.get("per_layer_overrides").value:
-            _check_same_heads(model, layer, count)
-        return count
-    layers_by_heads.setdefault(local, layer)
-    if len(layers_by_heads) > 1:
-        other = next(name for count, name in layers_by_heads.items() if count != local)
-        wanted = f"one number for each layer: {layer!r} and {other!r} differ"
-        raise SpecError("total_num_kv_heads", None, wanted)
-    return model.call("get_total_num_kv_heads").size()
+    else:
+        layers_by_heads.setdefault(local, layer)
+        if len(layers_by_heads) > 1:
+            other = next(name for heads, name in layers_by_heads.items() if heads != local)
+            wanted = f"one number for each layer: {layer!r} and {other!r} differ"
+            raise SpecError("total_num_kv_heads", None, wanted)
+        count = model.call("get_total_num_kv_heads").size()
+    # Several heads on a rank determine the heads of the model. One head does not.
+    if local == 1:
+        _check_same_heads(model, layer, count)
+    return count
 
 
 def _check_same_heads(model: FieldReader, layer: str, count: int) -> None:
