@@ -431,6 +431,49 @@ def test_conv_state_layout_follows_from_its_shape() -> None:
     assert 3 == len(layer_spec(state("gdn_attn", ((3, 64), (8, 4, 4)))).parts) - 1
 
 
+SQUARES = [
+    ("short_conv", ((4, 4),)),
+    ("mamba1", ((4, 4), (4, 16))),
+    ("mamba2", ((12, 12), (2, 2, 4))),
+    ("gdn_attn", ((12, 12), (2, 2, 4))),
+]
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize(("kind", "shapes"), SQUARES)
+def test_engine_spec_requires_conv_layout_for_square_conv_state(
+    kind: str, shapes: Any, *, replicated: bool
+) -> None:
+    """Both orders give the same spec, but the channels lie at other addresses."""
+    theirs = config((["l.0"], state(kind, shapes, tp_replicated=replicated)))
+    error = refusal(lambda: engine_spec(theirs))
+    assert ("conv_layout", None) == (error.field, error.value)
+    assert str(shapes[0]) in error.expected
+    tensors = {"l.0": [zeros((6, *shape), np.uint8) for shape in shapes]}
+    specs, steps = [], []
+    for order in ("DS", "SD"):
+        engine = engine_spec(theirs, conv_layout=order)
+        specs.append(engine.groups[0].spec)
+        steps.append(vllm.rank_cache(engine, ONE, tensors).regions[0].unit_stride)
+    assert specs[0] == specs[1]
+    assert [shapes[0][1], 1] == steps
+
+
+def test_linear_state_needs_no_conv_layout() -> None:
+    """A linear state has no conv state, so its shape may be square."""
+    assert 4 == layer_spec(state("linear", ((4, 4),))).parts[0].units
+
+
+def test_engine_spec_requires_conv_layout_if_other_order_lacks_only_n_groups() -> None:
+    """With 40 channels a rank has one group. With 48 channels it has two."""
+    theirs = state("mamba2", ((40, 48), (4, 8, 4)))
+    error = refusal(lambda: layer_spec(theirs, parallel=tp(2)))
+    assert ("conv_layout", None) == (error.field, error.value)
+    for order, groups, channels in (("DS", 1, 4), ("DS", 2, 8), ("SD", None, 16)):
+        spec = layer_spec(theirs, parallel=tp(2), conv_layout=order, n_groups=groups)
+        assert channels == spec.parts[1].units
+
+
 def test_replicated_state_moves_whole_to_every_rank() -> None:
     """With `tp_replicated` the shapes are those of the model."""
     spec = state("short_conv", ((32, 2),), tp_replicated=True)

@@ -20,7 +20,13 @@ How it works:
 
     The shape (96, 3) may have the channels first (``DS``) or the rows first (``SD``). Both orders
     are tried unless the caller passes one. If exactly one order divides without remainder, it is
-    taken.
+    taken. If both do, the caller must pass the order, even if both give the same spec. A conv state
+    (4, 4) has 4 channels and 4 rows in both orders, but channel 1 is at other addresses:
+
+        DS    bytes 4, 5, 6, 7
+        SD    bytes 1, 5, 9, 13
+
+    A rank with 2 of the 4 channels would then receive bytes of the other 2.
 """
 
 from __future__ import annotations
@@ -199,8 +205,8 @@ def read_state(
         The spec in the model, and ``DS`` or ``SD``.
 
     Raises:
-        SpecError: If the type is unknown, or the shapes do not fit the type. If both orders fit
-            and lead to different specs.
+        SpecError: If the type is unknown, the shapes do not fit the type, both orders fit, or
+            `n_groups` is required.
 
     """
     kind = rank_spec.get("mamba_type").value
@@ -212,20 +218,26 @@ def read_state(
     # A replicated state has the sizes of the model on each rank, as in an engine without TP.
     own = (ParallelConfig(), 0, None) if whole else (parallel, tp_rank, n_groups)
     state = _state(rank_spec, *own)
+    orders = ("DS", "SD") if conv_layout is None else (conv_layout,)
+    if TYPES[name] is _linear:  # It has no conv state, so the order has no effect.
+        orders = orders[:1]
     specs: dict[str, MambaSpec] = {}
     errors: list[SpecError] = []
-    for order in ("DS", "SD") if conv_layout is None else (conv_layout,):
+    for order in orders:
         try:
             specs[order] = TYPES[name](_ordered(state, name, order))
         except SpecError as error:
             errors.append(error)
+    # In an order that fails for `n_groups`, the shapes fit. The other order is just wrong.
+    lacking = [error for error in errors if error.field == "n_groups"]
     if not specs:
-        # An order that fails only for `n_groups` fits the shapes. The other order does not fit.
-        raise next((error for error in errors if error.field == "n_groups"), errors[0])
-    order, spec = next(iter(specs.items()))
-    if any(spec_of_order != spec for spec_of_order in specs.values()):
+        raise (lacking or errors)[0]
+    # Equal specs are no reason to accept both orders: the channels have other addresses. And an
+    # order that lacks only `n_groups` fits with some number of groups.
+    if len(specs) > 1 or any(error.value is None for error in lacking):
         wanted = f"'DS' or 'SD': {state.shapes[0]} may be dimension first or row first"
         raise SpecError("conv_layout", None, wanted)
+    ((order, spec),) = specs.items()
     # vLLM's shapes are the same on all devices, but its CPU kernels write [keys, values] under the
     # shape [values, keys].
     if TYPES[name] is _gated_delta_net and device not in (None, "cuda"):
