@@ -114,6 +114,21 @@ def test_broken_lists_no_law_for_kvspec() -> None:
         assert [] == laws.broken(KVSPEC, *pair)
 
 
+@pytest.mark.parametrize(
+    "system",
+    [
+        System(name="silent"),
+        System(name="only tells", tells=KVSPEC.tells),
+        System(name="only steps", steps=KVSPEC.steps),
+        System(name="only moves", moves=KVSPEC.moves),
+    ],
+)
+def test_broken_lists_no_law_about_questions_without_answer(system: System) -> None:
+    """A question that a system does not answer is not judged."""
+    for pair in (TWIN, ALONE, CROWD):
+        assert [] == laws.broken(system, *pair)
+
+
 def test_law_6_counts_readers_of_long_interleaves() -> None:
     """The shardings repeat after 56 and 96 positions, so each pair of contexts meets within 672."""
     contexts = (*range(1, 7), *range(6))
