@@ -123,8 +123,8 @@ class RankCache:
             seen.add(key)
             _check_region(region, held_parts[key])
             self._check_null_block(region)
-        for key in held_parts.keys() - seen:
-            if key[0] not in excluded:
+        for key in held_parts:
+            if key not in seen and key[0] not in excluded:
                 expected = f"a region for each part that {self.rank} has, {'.'.join(key)} too"
                 raise SpecError("regions", sorted(map(".".join, seen)), expected)
         self._check_inside()
