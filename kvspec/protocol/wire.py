@@ -223,10 +223,14 @@ def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        told, _, path = str(error).partition(" - at `")
-        wanted, _, value = told.partition(", got ")
+        problem, _, path = str(error).partition(" - at `")
+        requirement, _, value = problem.partition(", got ")
         where = path.rstrip("`").removeprefix("$.") or "message"
-        raise WireError(where, value or "another", wanted) from None
+        # msgspec writes either "Expected <what>" or a sentence, such as "Object contains ...".
+        expected = requirement.removeprefix("Expected ")
+        if expected == requirement:
+            raise WireError(where, "another object", rule=requirement) from None
+        raise WireError(where, value or "another value", expected) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError("message", str(error), "complete MessagePack") from None
 
