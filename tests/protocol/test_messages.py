@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import words
+from refused import refusal
 
 import kvspec
 from kvspec.errors import TransferState
@@ -173,72 +173,78 @@ def wrote(at: int, value: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "wanted"),
+    ("data", "path", "value"),
     [
-        ("text", "message: got 'str', expected what encode_message returned"),
-        (b"", "message: got b'', expected what encode_message returned"),
-        (encode_message(said("heartbeat"))[:-1], "message: got 'Input data was truncated'"),
-        (encode_message(said("heartbeat")) + b"x", "message: got"),
-        (encode_message(said("heartbeat")) + bytes(9000), "expected what encode_message returned"),
-        (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "returned, of version 6"),
-        (HEARTBEAT[:HEAD] + b"\x91" * 5000, "message: got"),
-        (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message: got"),
-        (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]: got"),
-        (changed(KIND, "shout"), "message.kind: got 'shout', expected one of heartbeat, done"),
-        (changed(ID, ""), "message.request_id: got '', expected a text of 1 to 1024 bytes"),
-        (changed(ID, b"x"), "$[1]: got '`bytes`', expected Expected `str`"),
-        (changed(NONCE, b"short"), "message.nonce: got b'short', expected 8 to 64 bytes"),
-        (changed(BY, ["decode", -1, [0, 0, 0]]), "$[3][1]: got"),
-        (changed(TO, ["", 1, [0, 0, 0]]), "message.engine_id: got ''"),
-        (changed(ATTEMPT, 2**64 - 1), "$[5]: got"),
-        (changed(SAMPLE, 2**21), "message.sample: got 2097152, expected less than 1048576"),
-        (changed(EXPECTED, 0), "message.expected: got 0, expected an int >= 1"),
-        (changed(EXPECTED, 2**20 + 1), "message.expected: got 1048577, expected at most 1048576"),
-        (changed(LEASE, float("nan")), "message.lease: got nan, expected finite seconds"),
-        (changed(LEASE, 1.0), "message.lease: got 1.0, expected 0.0, but of a 'lease'"),
-        (changed(LAYER, "x"), "message.layer: got 'x', expected '', but of a 'progress'"),
-        (changed(UPTO, 1), "message.upto: got 1, expected 0, but of a 'progress'"),
-        (changed(TOTAL, bytes(8)), "expected b'', but of a 'checksum'"),
-        (changed(TOTAL, bytes(9)), "$[14]: got"),
-        (changed(KIND, "checksum_request"), "message.expected: got 2, expected at most 0"),
-        (changed(PUSHED, [1, 0, 0, bytes(16), bytes(16)]), "expected None, but of a 'pushed'"),
-        (wrote(0, -1), "$[15][0]: got"),
+        ("text", "message", "str"),
+        (b"", "message", b""),
+        (HEARTBEAT[:-1], "message", "Input data was truncated"),
+        (HEARTBEAT + b"x", "message", ...),
+        (HEARTBEAT + bytes(9000), "message", HEARTBEAT[:HEAD]),
+        (b"kvspec-message\n\0\2" + HEARTBEAT[HEAD:], "message", b"kvspec-message\n\0\2"),
+        (HEARTBEAT[:HEAD] + b"\x91" * 5000, "message", "1"),
+        (HEARTBEAT[:HEAD] + b"\xdd\xff\xff\xff\xff", "message", "Input data was truncated"),
+        (changed(BY, ["decode", 1, [[[0]], 0, 0]]), "$[3][2][0]", "`array`"),
+        (changed(KIND, "shout"), "message.kind", "shout"),
+        (changed(ID, ""), "message.request_id", ""),
+        (changed(ID, b"x"), "$[1]", "`bytes`"),
+        (changed(NONCE, b"short"), "message.nonce", b"short"),
+        (changed(BY, ["decode", -1, [0, 0, 0]]), "$[3][1]", ...),
+        (changed(TO, ["", 1, [0, 0, 0]]), "message.engine_id", ""),
+        (changed(ATTEMPT, 2**64 - 1), "$[5]", ...),
+        (changed(SAMPLE, 2**21), "message.sample", 2**21),
+        (changed(EXPECTED, 0), "message.expected", 0),
+        (changed(EXPECTED, 2**20 + 1), "message.expected", 2**20 + 1),
+        (changed(LEASE, float("nan")), "message.lease", ...),
+        (changed(LEASE, 1.0), "message.lease", 1.0),
+        (changed(LAYER, "x"), "message.layer", "x"),
+        (changed(UPTO, 1), "message.upto", 1),
+        (changed(TOTAL, bytes(8)), "message.total", bytes(8)),
+        (changed(TOTAL, bytes(9)), "$[14]", ...),
+        (changed(KIND, "checksum_request"), "message.expected", 2),
         (
-            wrote(1, 2**63 - 1),
-            "message.pushed.encoder_tokens: got 9223372036854775807, expected at",
+            changed(PUSHED, [1, 0, 0, bytes(16), bytes(16)]),
+            "message.pushed",
+            Pushed(1, 0, 0, bytes(16), bytes(16)),
         ),
-        (wrote(2, 1.0), "$[15][2]: got"),
-        (wrote(3, bytes(15)), "message.pushed.cached: got"),
-        (wrote(4, bytes(17)), "$[15][4]: got"),
-        (asked(0, []), "message.layers: got (), expected at least one name, each once"),
-        (asked(0, ["l.0", "l.0"]), "expected at least one name, each once"),
-        (asked(0, ["é" * 1024]), "expected a text of 1 to 1024 bytes"),
-        (asked(0, ["x" * 1000 + str(n) for n in range(5)]), "message.layers: got '5006 bytes'"),
-        (asked(1, [""] * 5000), "$[13][1]: got"),
-        (asked(2, [2, 2]), "message.units: got range(2, 2), expected a range of at least 1"),
-        (asked(3, [0, 2**63 - 1]), "message.tokens: got range(0, 9223372036854775807), expected"),
-        (asked(3, [9, 0]), "message.tokens: got range(9, 0), expected a range of at least 1"),
-        (asked(4, [1, 0]), "message.rows: got range(1, 0), expected a range of at least 0"),
-        (asked(5, [0, 0, 1]), "message.producer.size: got 0, expected an int >= 1"),
-        (asked(6, [0, 1, 0]), "message.consumer.interleave: got 0, expected an int >= 1"),
-        (asked(7, [1, 1]), "message.stripe.first: got 1, expected less than step=1"),
-        (asked(8, 0), "message.block: got 0, expected an int >= 1"),
-        (asked(8, -1), "$[13][8]: got"),
+        (wrote(0, -1), "$[15][0]", ...),
+        (wrote(1, 2**63 - 1), "message.pushed.encoder_tokens", 2**63 - 1),
+        (wrote(2, 1.0), "$[15][2]", "`float`"),
+        (wrote(3, bytes(15)), "message.pushed.cached", bytes(15)),
+        (wrote(4, bytes(17)), "$[15][4]", ...),
+        (asked(0, []), "message.layers", ()),
+        (asked(0, ["l.0", "l.0"]), "message.layers", ("l.0", "l.0")),
+        (asked(0, ["é" * 1024]), "message.layers", "é" * 1024),
+        (asked(0, ["x" * 1000 + str(n) for n in range(5)]), "message.layers", "5006 bytes"),
+        (asked(1, [""] * 5000), "$[13][1]", ...),
+        (asked(2, [2, 2]), "message.units", range(2, 2)),
+        (asked(3, [0, 2**63 - 1]), "message.tokens", range(2**63 - 1)),
+        (asked(3, [9, 0]), "message.tokens", range(9, 0)),
+        (asked(4, [1, 0]), "message.rows", range(1, 0)),
+        (asked(5, [0, 0, 1]), "message.producer.size", 0),
+        (asked(6, [0, 1, 0]), "message.consumer.interleave", 0),
+        (asked(7, [1, 1]), "message.stripe.first", 1),
+        (asked(8, 0), "message.block", 0),
+        (asked(8, -1), "$[13][8]", ...),
     ],
 )
-def test_other_bytes_are_refused(data: Any, wanted: str) -> None:
-    """Truncated, too long, of other types, out of bounds, or of fields that do not belong."""
-    assert wanted in words(lambda: decode_message(data), kvspec.WireError)
+def test_decode_message_rejects_malformed_bytes(data: Any, path: str, value: Any) -> None:
+    """Truncated, too long, of other types, out of bounds, or of fields that do not belong.
+
+    A value of `...` is not compared: msgspec does not report it, or it is NaN.
+    """
+    error = refusal(lambda: decode_message(data), kvspec.WireError)
+    assert path == error.path
+    assert value is ... or (type(value), value) == (type(error.value), error.value)
 
 
 def test_a_message_that_cannot_be_sent_is_refused() -> None:
     """Ids that are empty, huge or binary; parties that are no ranks."""
     for name in ("", "x" * 1025, b"x", 7):
-        with pytest.raises(
-            kvspec.SpecError, match=r"request_id=.*expected a text of 1 to 1024 bytes"
-        ):
-            Key(name, b"8 bytes!")
-    assert "rank.tp=-1" in words(lambda: RankAddress("x", 0, kvspec.RankId(tp=-1)))
+        error = refusal(lambda name=name: Key(name, b"8 bytes!"))
+        assert ("request_id", name) == (error.field, error.value)
+        assert "1024" in error.expected
+    error = refusal(lambda: RankAddress("x", 0, kvspec.RankId(tp=-1)))
+    assert ("rank.tp", -1) == (error.field, error.value)
     long = said("progress", key=Key("x" * 1024, bytes(64)), group="g" * 1024, layer="l" * 1024)
     far = [attrs.evolve(address, engine_id="e" * 255, epoch=2**62) for address in (P[0], D[0])]
     data = encode_message(attrs.evolve(long, by=far[0], to=far[1]))
@@ -286,7 +292,7 @@ def test_what_was_valid_for_one_load_is_not_for_the_next() -> None:
     assert ["valid"] == kinds(ledger.receive(said("done", 1), 2.0))
     (late,) = ledger.receive(said("done", number=2), 2.0)
     assert isinstance(late, Refused)
-    assert "of before what it said last" in late.why
+    assert "older" in late.why
     assert (KEY.request_id,) == ledger.held, "what was granted is freed"
     assert ["valid", "Free"] == kinds(ledger.receive(said("done", number=4), 3.0))
     assert ["valid"] == kinds(ledger.receive(said("done", number=4), 3.0))
@@ -371,7 +377,7 @@ def test_readers_that_contradict_each_other_leave_the_lease() -> None:
     ledger.receive(said("heartbeat"), 1.0)
     (refused,) = ledger.receive(said("done", 1, expected=1), 1.0)
     assert isinstance(refused, Refused)
-    assert "it expects 1 readers, others 2" == refused.why
+    assert "expects" in refused.why
     assert ["valid", "valid"] == kinds(
         ledger.receive(said("done"), 2.0) + ledger.receive(said("done", 1), 2.0)
     )
@@ -399,7 +405,8 @@ def test_messages_that_are_not_for_it_change_nothing() -> None:
         said("valid"),
     ):
         assert ["Refused"] == kinds(ledger.receive(message, 2.0))
-    assert "epoch=0: expected an int >= 1" == words(lambda: ledger.connect("decode", 0))
+    error = refusal(lambda: ledger.connect("decode", 0))
+    assert ("epoch", 0) == (error.field, error.value)
     ledger.disconnect("decode")
     ledger.connect("decode", 0)
 
@@ -413,7 +420,7 @@ def test_starts_that_read_one_request_are_bounded() -> None:
     more = attrs.evolve(said("done"), by=attrs.evolve(D[0], epoch=99))
     (refused,) = ledger.receive(more, 1.0)
     assert isinstance(refused, Refused)
-    assert "16 starts of engines" in refused.why
+    assert "16" in refused.why
 
 
 def test_a_flood_of_unknown_requests_is_bounded() -> None:
@@ -433,13 +440,15 @@ def test_a_request_is_admitted_once() -> None:
     """An id that is held, or a nonce that was used, is an error; time does not go back."""
     ledger = held()
     for key in (KEY, Key(KEY.request_id, b"another nonce")):
-        told = words(lambda key=key: ledger.admit(key.request_id, key.nonce, 1.0))
-        assert "one that is not held, and a new nonce" in told
-    assert "upto=1" in words(lambda: _back(ledger))
-    assert "one that is held" in words(lambda: ledger.record_progress("other", "g", "l", 1, 1.0))
+        error = refusal(lambda key=key: ledger.admit(key.request_id, key.nonce, 1.0))
+        assert ("request_id", key.request_id) == (error.field, error.value)
+    error = refusal(lambda: _back(ledger))
+    assert ("upto", 1) == (error.field, error.value)
+    error = refusal(lambda: ledger.record_progress("other", "g", "l", 1, 1.0))
+    assert ("request_id", "other") == (error.field, error.value)
     ledger.tick(9.0)
     assert [] == ledger.tick(1.0)
-    assert "now=nan" in words(lambda: ledger.tick(float("nan")))
+    assert "now" == refusal(lambda: ledger.tick(float("nan"))).field
 
 
 def _back(ledger: ProducerLedger) -> None:
@@ -592,8 +601,12 @@ def test_a_restarted_producer_fails_what_it_had() -> None:
     failed = Failed("mine", "prefill was restarted", TransferState.GONE)
     assert [failed, Release("mine")] == actions[:2]
     assert ["Closed"] == kinds(actions[2:])
-    assert "epoch=1" in words(lambda: ledger.expect(reads(), 2.0, 9.0))
-    assert "epoch=1" in words(lambda: ledger.connect("prefill", 1, 2.0))
+    for call in (
+        lambda: ledger.expect(reads(), 2.0, 9.0),
+        lambda: ledger.connect("prefill", 1, 2.0),
+    ):
+        error = refusal(call)
+        assert ("epoch", 1) == (error.field, error.value)
     ledger.disconnect("prefill")
     assert ["heartbeat", "heartbeat"] == kinds(ledger.expect(reads(), 2.0, 9.0))
 
@@ -603,37 +616,44 @@ def test_frontiers_move_once_and_after_they_are_written() -> None:
     ledger = moving(partial=True)
     source = P[0].rank
     assert {} == ledger.readable("mine")
-    assert "at most 0" in words(lambda: ledger.start("mine", source, "full"))
+    error = refusal(lambda: ledger.start("mine", source, "full"))
+    assert ("upto", 8) == (error.field, error.value)
     wrote = said("progress", group=PLACE[0], layer=PLACE[1], upto=5)
     assert [] == ledger.receive(wrote, 1.0)
     assert {source: {PLACE: 5}} == ledger.readable("mine")
     first = ledger.start("mine", source, "full", ["layers.0"], 5)
     assert {} == ledger.readable("mine")
-    assert "more than 5" in words(lambda: ledger.start("mine", source, "full", None, 5))
+    error = refusal(lambda: ledger.start("mine", source, "full", None, 5))
+    assert ("upto", 5) == (error.field, error.value)
     ledger.receive(attrs.evolve(wrote, upto=99), 2.0)
     last = ledger.start("mine", source, "full")
     assert [] == ledger.finish(last, 3.0)
     assert ["done", "done"] == kinds(ledger.finish(first, 3.0))
 
 
-def test_what_is_no_order_is_refused() -> None:
-    """Ranks that are read and not told, steps of nothing, orders that are open already."""
-    assert "ranks that are told" in words(lambda: reads(expected={P[1].rank: 1}))
-    assert "request_id=''" in words(lambda: reads(request_id=""))
+def test_consumer_ledger_rejects_invalid_plans_and_steps() -> None:
+    """Ranks that are read and do not count readers, steps of nothing, plans that are open."""
     ledger = moving()
-    assert "not open" in words(lambda: ledger.expect(reads(), 0.0, 1.0))
-    assert "another attempt or sample" in words(
-        lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0)
-    )
-    for call in (
-        lambda: ledger.start("other", P[0].rank, "full"),
-        lambda: ledger.start("mine", P[1].rank, "full"),
-        lambda: ledger.start("mine", P[0].rank, "other"),
-        lambda: ledger.start("mine", P[0].rank, "full", ["layers.9"]),
-        lambda: ledger.finish(99, 0.0),
-        lambda: ledger.fail(99, "why", 0.0, quiet=False),
-    ):
-        assert words(call)
+    source = P[0].rank
+    calls: list[tuple[Any, str, Any]] = [
+        (lambda: reads(expected={P[1].rank: 1}), "sources", "tp0"),
+        (lambda: reads(request_id=""), "request_id", ""),
+        (lambda: ledger.expect(reads(), 0.0, 1.0), "request_id", "mine"),
+        (lambda: ledger.expect(reads(request_id="other"), 0.0, 1.0), "key", KEY),
+        (lambda: ledger.start("other", source, "full"), "request_id", "other"),
+        (lambda: ledger.start("mine", P[1].rank, "full"), "request_id", "mine"),
+        (lambda: ledger.start("mine", source, "other"), "group", "other"),
+        (
+            lambda: ledger.start("mine", source, "full", ["layers.9"]),
+            "layers",
+            ("full", "layers.9"),
+        ),
+        (lambda: ledger.finish(99, 0.0), "step", 99),
+        (lambda: ledger.fail(99, "why", 0.0, quiet=False), "step", 99),
+    ]
+    for call, field, value in calls:
+        error = refusal(call)
+        assert (field, value) == (error.field, error.value)
     assert [] == ledger.cancel("other", 0.0)
     assert {} == ledger.readable("other")
     heartbeat = attrs.evolve(said("lease", number=1), kind="done", expected=1)
