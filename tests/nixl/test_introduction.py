@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 from pathlib import Path
 
 import attrs
@@ -64,8 +65,9 @@ def test_any_change_shows() -> None:
                 for n in range(len(metadata))
             ),
         ):
-            with pytest.raises(WireError, match=r"metadata.*expected"):
+            with pytest.raises(WireError) as caught:
                 near.connect(damaged)
+            assert caught.value.path.startswith("metadata")
         assert () == near.peers
         assert far.name == near.connect(metadata)
 
@@ -78,7 +80,7 @@ def test_only_who_knows_the_secret_introduces() -> None:
         NixlRank(secret=b"") as open_rank,
     ):
         for one, two in ((near, other), (other, near), (near, open_rank), (open_rank, other)):
-            with pytest.raises(WireError, match="damaged or of another secret"):
+            with pytest.raises(WireError, match="secret"):
                 one.connect(two.metadata())
             assert () == one.peers
 
@@ -94,7 +96,7 @@ def test_no_secret_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who neither has a secret nor says that the channel is trusted is told what that means."""
     monkeypatch.delenv("KVSPEC_SECRET")
     with NixlRank(polled=True) as near, NixlRank(secret=b"") as far:
-        with pytest.warns(RuntimeWarning, match=r"not authenticated.*KVSPEC_SECRET"):
+        with pytest.warns(RuntimeWarning, match="KVSPEC_SECRET"):
             near.connect(far.metadata())
         assert (far.name,) == near.peers
 
@@ -127,60 +129,72 @@ def test_no_secret_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secret", ["", "short", b"fifteen bytes..", 7, ["x"]])
 def test_a_secret_is_long_and_not_shown(secret: object) -> None:
     """A secret that can be guessed is refused, and no message repeats it."""
-    with pytest.raises(SpecError, match="secret=") as caught:
+    with pytest.raises(SpecError) as caught:
         NixlRank(secret=secret)
+    assert "secret" == caught.value.field
     assert "short" not in str(caught.value)
     assert "fifteen" not in str(caught.value)
 
 
-BAD: dict[str, tuple[Callable[[Envelope], Envelope], str]] = {
+# Each case: a change of the metadata, and the path and the value of the error. A value of `...` is
+# not compared, because it is an excerpt.
+BAD: dict[str, tuple[Callable[[Envelope], Envelope], str, Any]] = {
     "another agent's bytes": (
         lambda good: attrs.evolve(good, name="somebody"),
-        r"metadata.agent: got b'far', expected 'somebody', as on the envelope",
+        "metadata.agent",
+        b"far",
     ),
     "an agent of a longer name": (
         lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far away")),
-        r"metadata.agent: got b'far away', expected 'far'",
+        "metadata.agent",
+        b"far away",
     ),
-    "not nixl's": (
-        lambda good: attrs.evolve(good, metadata=b"not nixl's"),
-        r"metadata.agent: .* expected metadata of a NIXL agent",
-    ),
-    "empty": (lambda good: attrs.evolve(good, metadata=b""), "metadata of a NIXL agent"),
+    "not nixl's": (lambda good: attrs.evolve(good, metadata=b"not nixl's"), "metadata.agent", ...),
+    "empty": (lambda good: attrs.evolve(good, metadata=b""), "metadata.agent", ...),
     "a name past the end": (
         lambda good: attrs.evolve(good, metadata=nixl_bytes(b"far", b"")[:-1]),
-        "metadata of a NIXL agent",
+        "metadata.agent",
+        ...,
     ),
-    "no name": (lambda good: attrs.evolve(good, name=""), "metadata.name: .*1 to 255 bytes"),
+    "no name": (lambda good: attrs.evolve(good, name=""), "metadata.name", ...),
     "a long name": (
         lambda good: attrs.evolve(good, name="x" * 10**6),
-        "metadata.name: got '1000000 bytes', expected 1 to 255 bytes",
+        "metadata.name",
+        "1000000 bytes",
     ),
     "bytes of a long name": (
         lambda good: attrs.evolve(good, metadata=nixl_bytes(b"x" * 10**6)),
-        "metadata.agent: got b'xxx",
+        "metadata.agent",
+        ...,
     ),
-    "no probe": (lambda good: attrs.evolve(good, probe=0), "metadata.probe: got 0"),
+    "no probe": (lambda good: attrs.evolve(good, probe=0), "metadata.probe", 0),
     "a probe that ends at 2**63": (
         lambda good: attrs.evolve(good, probe=2**63 - 1),
-        "metadata.probe: got 9223372036854775807",
+        "metadata.probe",
+        2**63 - 1,
     ),
-    "a probe of 64 bits": (lambda good: attrs.evolve(good, probe=2**64 - 1), "metadata.probe"),
+    "a probe of 64 bits": (
+        lambda good: attrs.evolve(good, probe=2**64 - 1),
+        "metadata.probe",
+        2**64 - 1,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_contradicts_itself_is_refused_and_hurts_nobody(case: str) -> None:
     """Sealed by who knows the secret, and wrong: refused by name; the good peer stays good."""
-    change, words = BAD[case]
+    change, path, value = BAD[case]
     with (
         NixlRank("near", polled=True, secret=SECRET) as near,
         NixlRank("far", secret=SECRET) as far,
     ):
         ranks = Pair(near, far)
         bad = change(opened(far.metadata(), SECRET)).seal(SECRET)
-        with pytest.raises(WireError, match=words) as caught:
+        with pytest.raises(WireError) as caught:
             near.connect(bad)
+        assert path == caught.value.path
+        assert value is ... or value == caught.value.value
         assert len(str(caught.value)) < 600
         assert ("far",) == near.peers
         ranks.read(0, 9).wait()
@@ -191,8 +205,9 @@ def test_a_name_that_is_no_text_is_refused() -> None:
     """A name is UTF-8."""
     body = envelope._HEAD.pack(1, 8) + b"\xff" + nixl_bytes(b"\xff")
     sealed = Secret(SECRET).seal(envelope._MAGIC, body)
-    with pytest.raises(WireError, match=r"metadata.name: got b'\\xff', expected UTF-8"):
+    with pytest.raises(WireError, match="UTF-8") as caught:
         opened(sealed, SECRET)
+    assert ("metadata.name", b"\xff") == (caught.value.path, caught.value.value)
 
 
 def test_rubbish_after_the_name_is_nixls_to_refuse() -> None:
@@ -200,7 +215,7 @@ def test_rubbish_after_the_name_is_nixls_to_refuse() -> None:
     with NixlRank("near", polled=True) as near, NixlRank("far") as far:
         good = opened(far.metadata(), near.secret.key)
         bad = attrs.evolve(good, metadata=nixl_bytes(b"far"))
-        with pytest.raises(TransferError, match="connect failed: Mismatch") as caught:
+        with pytest.raises(TransferError, match="Mismatch") as caught:
             near.connect(bad.seal(near.secret.key))
         assert "stale_peer" == caught.value.state
         assert () == near.peers

@@ -61,7 +61,7 @@ def pumped(rank: NixlRank, *polled: NixlRank, count: int = 1) -> list[Event]:
 
 def refused(start: Callable[[], object], by: str) -> None:
     """Check that the transfer *by* is named as the reason not to *start*."""
-    with pytest.raises(TransferError, match=f"moved by <Transfer READ '{by}'") as caught:
+    with pytest.raises(TransferError, match=f"READ '{by}'") as caught:
         start()
     assert "busy" == caught.value.state
 
@@ -102,11 +102,12 @@ def test_bytes_in_quarantine_are_nobody_elses(slow: Pair) -> None:
 def test_a_source_in_flight_is_not_written(slow: Pair) -> None:
     """What a write under way still reads is refused to a read."""
     write = written(slow, 10, 10)()
-    with pytest.raises(TransferError, match="moved by <Transfer WRITE 'w'") as caught:
+    with pytest.raises(TransferError, match="WRITE 'w'") as caught:
         slow.read(15, 1)
     assert "busy" == caught.value.state
-    with pytest.raises(TransferError, match="moved by <Transfer WRITE 'w'"):
+    with pytest.raises(TransferError, match="WRITE 'w'") as caught:
         written(slow, 19, 3)()  # the same bytes of the peer
+    assert "busy" == caught.value.state
     until(lambda: write.poll() == "DONE", slow.far)
     slow.read(15, 1)
 
@@ -200,10 +201,10 @@ def test_a_pump_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_is_seconds(budget: float) -> None:
     """The budget of a pump and the drain of a close are finite."""
     with NixlRank(polled=True) as rank:
-        with pytest.raises(SpecError, match="budget="):
-            rank.pump(budget)
-        with pytest.raises(SpecError, match="drain="):
-            rank.close(budget)
+        for call, field in ((rank.pump, "budget"), (rank.close, "drain")):
+            with pytest.raises(SpecError) as caught:
+                call(budget)
+            assert field == caught.value.field
 
 
 def test_a_pump_waits_no_longer_than_its_budget() -> None:
@@ -295,8 +296,9 @@ def test_no_peer_fills_the_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hears(rank: NixlRank) -> bool:
     """Let *rank* receive what came, and take none of it."""
-    with pytest.raises(TransferError, match="no notification"):
+    with pytest.raises(TransferError, match="never") as caught:
         rank.wait_notification(b"never", 0.01)
+    assert "timeout" == caught.value.state
     return False
 
 
@@ -321,5 +323,6 @@ def test_strangers_are_heard_once_they_are_introduced(monkeypatch: pytest.Monkey
         one.notify(far.name, b"not any more")
         until(lambda: far.stats().notifications or hears(far))
         assert [] == far.notifications()
-        with pytest.raises(TransferError, match="is not connected"):
+        with pytest.raises(TransferError, match="connected") as caught:
             far.disconnect(one.name)
+        assert "stale_peer" == caught.value.state

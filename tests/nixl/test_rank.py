@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvspec
-from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
+from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import Memory
 from kvspec.nixl import NixlRank, batches
 from kvspec.nixl import agent as nixl_agent
@@ -203,33 +204,35 @@ def test_ids_may_be_any_integers(ranks: Pair, dtype: type) -> None:
     assert not ranks.local[512:1024].any()
 
 
-BAD_IDS = {
-    "wraps to 1 in 32 bits": (np.array([2**32 + 1]), r"local_ids\[0\]=4294967297: .*\[0, 4\)"),
-    "wraps to 1 in 64 bits": (np.array([2**64 - 1], np.uint64), r"\[0\]=18446744073709551615"),
-    "one too many": (np.array([0, 4]), r"local_ids\[1\]=4: expected an id in \[0, 4\)"),
-    "negative": (np.array([1, 2, -1]), r"local_ids\[2\]=-1"),
-    "floats": (np.array([1.7]), r"local_ids='float64\(1,\)': expected a one-dim.* integers"),
-    "bools": (np.array([True]), "bool"),
-    "behind a mask": (np.ma.array([1, 9], mask=[False, True]), r"int64\(2,\)': expected a one-dim"),
-    "a square": (np.array([[1]]), r"int64\(1, 1\)"),
-    "a list": ([1], "list"),
-    "another number": (np.array([0, 1]), "local_ids=2: expected as many as remote_ids, 1"),
-    "twice": (np.array([1, 1]), "runs from 1 and 1.*no byte written twice"),
-    "the other row's bytes": (np.array([0, 3]), "runs from 0 and 3.*no byte written twice"),
-    "another length": (np.array([2]), r"local_ids\[0\]='2 \(64 B\)': .* 512 B of remote id 0"),
+# Each case: the local ids, and the field and the value of the error.
+BAD_IDS: dict[str, tuple[Any, str, object]] = {
+    "wraps to 1 in 32 bits": (np.array([2**32 + 1]), "local_ids[0]", 2**32 + 1),
+    "wraps to 1 in 64 bits": (np.array([2**64 - 1], np.uint64), "local_ids[0]", 2**64 - 1),
+    "one too many": (np.array([0, 4]), "local_ids[1]", 4),
+    "negative": (np.array([1, 2, -1]), "local_ids[2]", -1),
+    "floats": (np.array([1.7]), "local_ids", "float64(1,)"),
+    "bools": (np.array([True]), "local_ids", "bool(1,)"),
+    "behind a mask": (np.ma.array([1, 9], mask=[False, True]), "local_ids", "int64(2,)"),
+    "a square": (np.array([[1]]), "local_ids", "int64(1, 1)"),
+    "a list": ([1], "local_ids", "list"),
+    "another number": (np.array([0, 1]), "local_ids", 2),
+    "twice": (np.array([1, 1]), "local_ids", "runs from 1 and 1"),
+    "the other row's bytes": (np.array([0, 3]), "local_ids", "runs from 0 and 3"),
+    "another length": (np.array([2]), "local_ids[0]", "2 (64 B)"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_IDS)
 def test_bad_ids_are_refused_before_anything_is_posted(ranks: Pair, case: str) -> None:
     """What nixl would truncate, wrap or overwrite in any order is a `SpecError` with the value."""
-    ids, words = BAD_IDS[case]
+    ids, field, value = BAD_IDS[case]
     local, remote = ranks.lists(
         [(0, 512, 512, 2), (8192, 64, 64, 1), (256, 512, 512, 1)], [(0, 512, 512, 9)]
     )
     count = 1 if case == "another number" else len(ids)
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError) as caught:
         ranks.near.read(local, ids, remote, np.arange(count), request="r", timeout=1)
+    assert (field, value) == (caught.value.field, caught.value.value)
     assert not ranks.local.any()
     assert ranks.near.live_handles == 0
 
@@ -241,16 +244,18 @@ def test_what_is_neither_read_nor_written_is_refused(ranks: Pair, operation: Any
     local, remote = ranks.local.copy(), ranks.remote.copy()
     pair = sides[0], np.arange(4), sides[1], np.arange(4)
     for pairs in ([pair], []):
-        with pytest.raises(SpecError, match=f"operation={operation!r}: expected READ or WRITE"):
+        with pytest.raises(SpecError) as caught:
             ranks.near.move(operation, pairs, request="r", timeout=5)
+        assert ("operation", operation) == (caught.value.field, caught.value.value)
     assert (local.tobytes(), remote.tobytes()) == (ranks.local.tobytes(), ranks.remote.tobytes())
 
 
 @pytest.mark.parametrize("pairs", [None, 3, [3], [()], ["four"], [(1, 2, 3)]])
 def test_what_are_no_pairs_are_refused(ranks: Pair, pairs: Any) -> None:
     """Of each, all four."""
-    with pytest.raises(SpecError, match=r"pairs=.*a local list, ids, a remote list and ids"):
+    with pytest.raises(SpecError) as caught:
         ranks.near.move("READ", pairs, request="r", timeout=5)
+    assert "pairs" == caught.value.field
 
 
 def test_a_source_may_be_named_twice(ranks: Pair) -> None:
@@ -259,8 +264,9 @@ def test_a_source_may_be_named_twice(ranks: Pair) -> None:
     one, other = np.array([1, 1]), np.array([2, 3])
     ranks.near.write(local, one, remote, other, request="w", timeout=5).wait()
     ranks.near.read(local, other, remote, one, request="r", timeout=5).wait()
-    with pytest.raises(SpecError, match="remote_ids='runs from 1 and 1'"):
+    with pytest.raises(SpecError) as caught:
         ranks.near.write(local, other, remote, one, request="w", timeout=5)
+    assert ("remote_ids", "runs from 1 and 1") == (caught.value.field, caught.value.value)
 
 
 @pytest.mark.parametrize("rows", [[(0, 512, 512, 4)], []])
@@ -279,16 +285,16 @@ def test_no_ids_are_done_at_once(ranks: Pair, rows: list[tuple[int, ...]]) -> No
 
 HIGH = 2**63
 BAD_ROWS = {
-    "no length": ((8, 0, 0, 8, 1), "expected length >= 1"),
-    "no count": ((8, 8, 0, 8, 0), "expected 1 <= count"),
-    "count of 2**31": ((8, 8, 0, 8, 2**31), "expected 1 <= count"),
-    "stride under length": ((8, 8, 0, 7, 2), "expected stride >= length where count > 1"),
-    "device": ((8, 8, 2**31, 8, 1), r"expected device < 2\*\*31"),
-    "end at 2**63": ((HIGH - 8, 8, 0, 8, 1), r"below 2\*\*63"),
-    "end wraps at 2**64": ((2**64 - 8, 16, 0, 16, 1), r"below 2\*\*63"),
-    "length wraps at 2**64": ((4096, 2**64 - 8, 0, 2**64 - 8, 1), r"below 2\*\*63"),
-    "strides wrap at 2**64": ((4096, 8, 0, 2**33, 2**31 - 1), r"2147483647 x 8 B from 0x1000 e"),
-    "one stride wraps": ((4096, 8, 0, 2**64 - 4096, 2), r"rows\[1\]=.*below 2\*\*63"),
+    "no length": ((8, 0, 0, 8, 1), "length"),
+    "no count": ((8, 8, 0, 8, 0), "count"),
+    "count of 2**31": ((8, 8, 0, 8, 2**31), "count"),
+    "stride under length": ((8, 8, 0, 7, 2), "stride"),
+    "device": ((8, 8, 2**31, 8, 1), "device"),
+    "end at 2**63": ((HIGH - 8, 8, 0, 8, 1), "2**63"),
+    "end wraps at 2**64": ((2**64 - 8, 16, 0, 16, 1), "2**63"),
+    "length wraps at 2**64": ((4096, 2**64 - 8, 0, 2**64 - 8, 1), "2**63"),
+    "strides wrap at 2**64": ((4096, 8, 0, 2**33, 2**31 - 1), "0x1000"),
+    "one stride wraps": ((4096, 8, 0, 2**64 - 4096, 2), "2**63"),
 }
 
 
@@ -296,9 +302,9 @@ BAD_ROWS = {
 @pytest.mark.parametrize("side", ["local", "remote"])
 def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None:
     """Each wrong number of a row is found on either side, wherever the row stands."""
-    row, words = BAD_ROWS[case]
+    row, word = BAD_ROWS[case]
     good = (ranks.local.ctypes.data, 8, 0, 8, 1)
-    with pytest.raises(SpecError, match=words) as caught:
+    with pytest.raises(SpecError, match=re.escape(word)) as caught:
         ranks.near.prepare(
             np.array([good, row], np.uint64), peer=ranks.peer if side == "remote" else None
         )
@@ -308,17 +314,19 @@ def test_bad_rows_are_refused_by_name(ranks: Pair, case: str, side: str) -> None
 def test_rows_are_nothing_but_an_n_by_5_array_of_uint64(ranks: Pair) -> None:
     """Other dtypes, shapes and types, unknown memory types and 2**31 ids are refused."""
     good = table(ranks.local.ctypes.data, [(0, 8, 8, 1)])
-    for bad, words in (
-        (good.astype(np.int64), "rows='int64'"),
-        (good[:, :3], r"rows=\(1, 3\)"),
-        (good[0], r"rows=\(5,\)"),
-        (good.tolist(), "rows='list'"),
+    for bad, value in (
+        (good.astype(np.int64), "int64"),
+        (good[:, :3], (1, 3)),
+        (good[0], (5,)),
+        (good.tolist(), "list"),
         (np.array([(8, 1, 0, 1, 2**30)] * 2, np.uint64), "2147483648 ids"),
     ):
-        with pytest.raises(SpecError, match=words):
+        with pytest.raises(SpecError) as caught:
             ranks.near.prepare(bad)
-    with pytest.raises(SpecError, match="memory_type='HBM': expected DRAM or VRAM"):
+        assert ("rows", value) == (caught.value.field, caught.value.value)
+    with pytest.raises(SpecError) as caught:
         ranks.near.prepare(good, "HBM")
+    assert ("memory_type", "HBM") == (caught.value.field, caught.value.value)
 
 
 def test_prepared_rows_do_not_follow_the_callers_array(ranks: Pair) -> None:
@@ -333,7 +341,7 @@ def test_the_nearest_memory_is_the_one_with_the_smallest_gap() -> None:
     """A row that begins in one memory and ends outside it, just before another begins."""
     rows = checked_rows(np.array([(0x1FF8, 16, 0, 16, 1)], np.uint64))
     memories = [Memory(0x1000, 0x1000), Memory(0x2010, 0x1000)]
-    with pytest.raises(TransferError, match=r"nearest: DRAM \[0x1000, 0x2000\)"):
+    with pytest.raises(TransferError, match=r"\[0x1000, 0x2000\)"):
         check_inside(rows, "DRAM", memories[::-1])
 
 
@@ -361,15 +369,18 @@ def test_row_one_byte_beyond_a_memory_is_refused(address: int, length: int, insi
 def test_rows_outside_registered_memory_are_refused(ranks: Pair, row: tuple[int, ...]) -> None:
     """Of this rank's rows the row and the nearest region are named, of a peer's what to do."""
     base = ranks.local.ctypes.data
-    words = rf"rows\[1\].* from {base + row[0]:#x} .*nearest: DRAM \[{base:#x}"
-    with pytest.raises(TransferError, match=words) as caught:
+    with pytest.raises(TransferError) as caught:
         ranks.near.prepare(table(base, [(0, 8, 8, 1), row]))
     assert caught.value.state == "not_registered"
-    with pytest.raises(TransferError, match="prepare failed: NotFound") as caught:
+    # The message has the number and the address of the row, and the nearest registered memory.
+    for fact in ("rows[1]", f"{base + row[0]:#x}", f"[{base:#x}"):
+        assert fact in caught.value.message
+    with pytest.raises(TransferError, match="NotFound") as caught:
         ranks.near.prepare(table(ranks.remote.ctypes.data, [row]), peer=ranks.peer)
     assert ("not_registered", ranks.peer) == (caught.value.state, caught.value.rank)
-    with pytest.raises(TransferError, match="not inside registered VRAM memory; nearest: nothing"):
+    with pytest.raises(TransferError, match="VRAM") as caught:
         ranks.near.prepare(table(base, [(0, 8, 8, 1)]), "VRAM")
+    assert caught.value.state == "not_registered"
 
 
 def test_each_byte_is_registered_once() -> None:
@@ -385,40 +396,46 @@ def test_each_byte_is_registered_once() -> None:
         rank.register([Memory(at + 4096, 64)])
         assert 3 == len(rank._held.memories) == len(rank._registered)  # one is the probe
         for start, length in ((4000, 97), (0, 8192), (-8, 16), (4100, 64)):
-            with pytest.raises(SpecError, match=r"memories=.*expected no overlap with"):
+            with pytest.raises(SpecError, match="overlap") as caught:
                 rank.register([Memory(at + start, length)])
+            assert "memories" == caught.value.field
         assert 3 == len(rank._held.memories)
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("bad", "field", "value"),
     [
-        ((0, 8), r"memories\[0\].address=0: expected an int >= 1"),
-        ((8, 0), r"memories\[0\].length=0: expected an int >= 1"),
-        ((2**63 - 8, 8), "length=8: expected an end of at most"),
-        ((8, np.True_), r"length=np.True_: expected an int"),
-        ((8, 8, "HBM"), "memory_type='HBM'"),
-        ((8, 8, "DRAM", -1), "device=-1"),
-        ((8, 8, "VRAM", 2**31), r"memories\[0\].device=2147483648: expected at most"),
+        ((0, 8), "memories[0].address", 0),
+        ((8, 0), "memories[0].length", 0),
+        ((2**63 - 8, 8), "length", 8),
+        ((8, np.True_), "length", np.True_),
+        ((8, 8, "HBM"), "memory_type", "HBM"),
+        ((8, 8, "DRAM", -1), "device", -1),
+        ((8, 8, "VRAM", 2**31), "memories[0].device", 2**31),
     ],
 )
-def test_impossible_memory_is_refused(ranks: Pair, bad: tuple[Any, ...], words: str) -> None:
+def test_register_rejects_impossible_memory(
+    ranks: Pair, bad: tuple[Any, ...], field: str, value: object
+) -> None:
     """Addresses, lengths, types and devices are checked before nixl sees them."""
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError) as caught:
         ranks.near.register([Memory(*bad)])
+    assert (field, value) == (caught.value.field, caught.value.value)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, Memory(4096, 4096)])
 def test_memories_are_several(ranks: Pair, wrong: Any) -> None:
     """One is a list of one."""
-    with pytest.raises(SpecError, match=r"memories=.*expected a sequence of Memories"):
+    with pytest.raises(SpecError) as caught:
         ranks.near.register(wrong)
+    assert ("memories", wrong) == (caught.value.field, caught.value.value)
 
 
 def test_what_is_no_memory_is_refused(ranks: Pair) -> None:
     """Only a `Memory`, whose numbers were checked, is registered."""
-    with pytest.raises(SpecError, match=r"memories\[0\]=\(8, 8\): expected a Memory"):
+    with pytest.raises(SpecError) as caught:
         ranks.near.register([(8, 8)])
+    assert ("memories[0]", (8, 8)) == (caught.value.field, caught.value.value)
 
 
 def test_the_owner_of_memory_lives_until_the_rank_is_closed() -> None:
@@ -455,7 +472,7 @@ def test_metadata_registered_later_is_added_by_connecting_again(ranks: Pair) -> 
 
 def test_a_rank_does_not_connect_to_itself(ranks: Pair) -> None:
     """Its own metadata is told from a peer's."""
-    with pytest.raises(TransferError, match=r"own name.*not of a peer") as caught:
+    with pytest.raises(TransferError, match="own") as caught:
         ranks.near.connect(ranks.near.metadata())
     assert caught.value.state == "stale_peer"
 
@@ -464,25 +481,23 @@ def test_names_are_unique_while_they_live() -> None:
     """A name is free again after `close`; default names never meet."""
     with NixlRank("one", polled=True), NixlRank(prefix="p-", polled=True) as other:
         assert other.name.startswith("p-")
-        with pytest.raises(SpecError, match=r"name='one'.*live rank"):
+        with pytest.raises(SpecError, match="live") as caught:
             NixlRank("one", polled=True)
-        for bad, words in (
-            ({"name": ""}, "1 to 255 bytes"),
-            ({"name": "x" * 256}, "1 to 255 bytes"),
-            ({"prefix": "y" * 256}, "1 to 255 bytes"),
-            ({"name": "\ud800"}, "1 to 255 bytes"),
-            ({"name": 7}, "expected a str"),
-            ({"name": "x", "prefix": "y"}, "not both"),
+        assert ("name", "one") == (caught.value.field, caught.value.value)
+        for bad, field, word in (
+            ({"name": ""}, "name", "255"),
+            ({"name": "x" * 256}, "name", "255"),
+            ({"prefix": "y" * 256}, "name", "255"),
+            ({"name": "\ud800"}, "name", "255"),
+            ({"name": 7}, "name", "str"),
+            ({"name": "x", "prefix": "y"}, "name", "prefix"),
+            ({"prefix": 3}, "prefix", "str"),
+            ({"polled": 1}, "polled", "True"),
+            ({"telemetry": "no"}, "telemetry", "True"),
         ):
-            with pytest.raises(SpecError, match=f"name=.*{words}"):
+            with pytest.raises(SpecError, match=word) as caught:
                 NixlRank(**bad)
-        for bad, words in (
-            ({"prefix": 3}, "prefix=3: expected a str"),
-            ({"polled": 1}, "polled=1: expected True or False"),
-            ({"telemetry": "no"}, "telemetry='no': expected True or False"),
-        ):
-            with pytest.raises(SpecError, match=words):
-                NixlRank(**bad)
+            assert field == caught.value.field
     NixlRank("one", polled=True).close()
 
 
@@ -491,7 +506,7 @@ def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     ranks.near.disconnect(ranks.peer)
-    with pytest.raises(TransferError, match="was released") as caught:
+    with pytest.raises(TransferError, match="released") as caught:
         ranks.near.read(local, ids, remote, ids, request="r", timeout=1)
     assert caught.value.state == "closed"
     for use in (
@@ -499,7 +514,7 @@ def test_disconnecting_ends_the_peers_lists(ranks: Pair) -> None:
         lambda: ranks.near.notify(ranks.peer, b"x"),
         lambda: ranks.near.prepare(table(8, [(0, 8, 8, 1)]), peer=ranks.peer),
     ):
-        with pytest.raises(TransferError, match="is not connected") as caught:
+        with pytest.raises(TransferError, match="connected") as caught:
             use()
         assert caught.value.state == "stale_peer"
     ranks.near.connect(ranks.far.metadata())
@@ -513,14 +528,17 @@ def test_lists_keep_to_their_side_and_rank(ranks: Pair) -> None:
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
     foreign = ranks.far.prepare(table(ranks.remote.ctypes.data, [(0, 512, 512, 4)]))
-    for sides, words in (
-        ((remote, local), "expected a list prepared for the local side"),
-        ((local, local), "expected a list prepared for the remote side"),
-        ((local, None), "remote=None"),
-        ((foreign, remote), "the list of .* was given to"),
+    for sides, field in (
+        ((remote, local), "local"),
+        ((local, local), "remote"),
+        ((local, None), "remote"),
     ):
-        with pytest.raises(KVSpecError, match=words):
+        with pytest.raises(SpecError) as caught:
             ranks.near.read(sides[0], ids, sides[1], ids, request="r", timeout=1)
+        assert field == caught.value.field
+    with pytest.raises(TransferError, match="list") as failed:
+        ranks.near.read(foreign, ids, remote, ids, request="r", timeout=1)
+    assert ("bug", ranks.near.name) == (failed.value.state, failed.value.rank)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), True, "1", None])
@@ -528,12 +546,14 @@ def test_a_timeout_is_finite_seconds(ranks: Pair, timeout: object) -> None:
     """No wait is for ever."""
     ids = np.arange(4)
     local, remote = ranks.lists([(0, 512, 512, 4)], [(0, 512, 512, 4)])
-    with pytest.raises(SpecError, match="timeout"):
-        ranks.near.read(local, ids, remote, ids, request="r", timeout=timeout)
-    with pytest.raises(SpecError, match="request=7: expected a str"):
-        ranks.near.read(local, ids, remote, ids, request=7, timeout=1)
-    with pytest.raises(SpecError, match="timeout"):
-        ranks.near.wait_notification(b"x", timeout)
+    for call, field in (
+        (lambda: ranks.near.read(local, ids, remote, ids, request="r", timeout=timeout), "timeout"),
+        (lambda: ranks.near.read(local, ids, remote, ids, request=7, timeout=1), "request"),
+        (lambda: ranks.near.wait_notification(b"x", timeout), "timeout"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            call()
+        assert field == caught.value.field
 
 
 def test_a_transfer_that_is_late_posts_no_more(
@@ -544,7 +564,7 @@ def test_a_transfer_that_is_late_posts_no_more(
     ids = np.arange(100)
     lists = ranks.lists([(0, 512, 1024, 100)], [(0, 512, 1024, 100)])
     transfer = ranks.near.read(lists[0], ids, lists[1], ids, request="late", timeout=0)
-    with pytest.raises(TransferError, match=r"not done after 0.0 s: .* of 100 batches") as caught:
+    with pytest.raises(TransferError, match="100 batches") as caught:
         transfer.wait()
     assert ("late", "timeout") == (caught.value.request, caught.value.state)
     assert not ranks.local[-1024 * 50 :].any()
@@ -567,7 +587,7 @@ def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
         while len(rest) < 4:
             rest += far.notifications()
         assert [(near, each) for each in (b"plan 1", b"plan 10", b"", b"plan 1")] == rest
-        with pytest.raises(TransferError, match=r"no notification b'plan 2' in 0.05 s") as caught:
+        with pytest.raises(TransferError, match="plan 2") as caught:
             far.wait_notification(b"plan 2", 0.05)
         assert caught.value.state == "timeout"
         assert far.notifications() == []
@@ -575,13 +595,10 @@ def test_notifications_are_exact_and_none_is_lost(ranks: Pair) -> None:
 
 def test_a_notification_is_a_few_bytes(ranks: Pair) -> None:
     """Text, too many bytes and the greeting's own bytes are refused."""
-    for bad, words in (
-        ("text", "payload='str': expected bytes"),
-        (bytes(65537), "payload='65537 bytes'"),
-        (HELLO, "and not b'kvspec"),
-    ):
-        with pytest.raises(SpecError, match=words):
+    for bad, word in (("text", "bytes"), (bytes(65537), "65537"), (HELLO, "kvspec")):
+        with pytest.raises(SpecError, match=word) as caught:
             ranks.near.notify(ranks.peer, bad)
+        assert "payload" == caught.value.field
 
 
 def test_a_closed_rank_says_so(ranks: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -698,9 +715,7 @@ def test_the_package_follows_the_environment_and_torch(monkeypatch: pytest.Monke
         monkeypatch.setitem(sys.modules, "torch", type("torch", (), {"version": version}))
         assert names == nixl_agent.package_names()
     monkeypatch.setenv("KVSPEC_NIXL_PACKAGE", "nixl_nowhere")
-    with pytest.raises(
-        TransferError, match=r"nixl_nowhere.*pip install 'kvspec\[nixl\]'"
-    ) as caught:
+    with pytest.raises(TransferError, match="nixl_nowhere") as caught:
         NixlRank("never made")
     assert caught.value.state == "unavailable"
     monkeypatch.delenv("KVSPEC_NIXL_PACKAGE")

@@ -172,8 +172,9 @@ def test_a_write_that_fails_writes_whole_slots_only(net: FakeNixl) -> None:
     in_air(net).land()
     transfer.poll()
     in_air(net).fail()
-    with pytest.raises(TransferError, match="died"):
+    with pytest.raises(TransferError) as caught:
         transfer.wait()
+    assert "peer_lost" == caught.value.state
     wanted = before.copy()
     wanted[: 64 * RUN] = 7
     assert wanted.tobytes() == pair.remote.tobytes()
@@ -235,42 +236,36 @@ READ_ONLY.flags.writeable = False
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "field", "value"),
     [
-        ({"buffer": 4095}, "staging.buffer=4095: expected an int >= 4096"),
-        ({"buffer": True}, "staging.buffer"),
-        (
-            {"buffer": "1 MiB"},
-            "staging.buffer='1 MiB': expected a number of bytes, or a numpy array",
-        ),
-        ({"buffer": np.zeros(SLOT_BYTES - 1, np.uint8)}, r"uint8\(4095,\).*at least 4096 bytes"),
-        ({"buffer": np.zeros((2, SLOT_BYTES), np.uint8)}, "one dimension"),
-        ({"buffer": np.zeros(2 * SLOT_BYTES, np.uint8)[::2]}, "no gaps"),
-        ({"buffer": READ_ONLY}, "writable"),
-        (
-            {"buffer": np.empty(SLOT_BYTES, object)},
-            r"staging.buffer.dtype='object': expected plain bytes",
-        ),
-        (
-            {"buffer": SimpleNamespace(data_ptr=None)},
-            "SimpleNamespace': expected a torch",
-        ),
-        ({"slot_bytes": 0}, "staging.slot_bytes=0"),
-        ({"costs": 3}, "staging.costs=3: expected a Costs"),
-        ({"always": 1}, "staging.always=1: expected True or False"),
+        ({"buffer": 4095}, "staging.buffer", 4095),
+        ({"buffer": True}, "staging.buffer", True),
+        ({"buffer": "1 MiB"}, "staging.buffer", "1 MiB"),
+        ({"buffer": np.zeros(SLOT_BYTES - 1, np.uint8)}, "staging.buffer", "uint8(4095,)"),
+        ({"buffer": np.zeros((2, SLOT_BYTES), np.uint8)}, "staging.buffer", "uint8(2, 4096)"),
+        ({"buffer": np.zeros(2 * SLOT_BYTES, np.uint8)[::2]}, "staging.buffer", "uint8(4096,)"),
+        ({"buffer": READ_ONLY}, "staging.buffer", ...),
+        ({"buffer": np.empty(SLOT_BYTES, object)}, "staging.buffer.dtype", "object"),
+        ({"buffer": SimpleNamespace(data_ptr=None)}, "staging.buffer", "SimpleNamespace"),
+        ({"slot_bytes": 0}, "staging.slot_bytes", 0),
+        ({"costs": 3}, "staging.costs", 3),
+        ({"always": 1}, "staging.always", 1),
     ],
 )
-def test_wrong_settings_are_refused(more: dict[str, Any], words: str) -> None:
-    """Before a rank is made; the value is named."""
-    with pytest.raises(SpecError, match=words):
+def test_staging_rejects_wrong_settings(more: dict[str, Any], field: str, value: Any) -> None:
+    """The error comes before a rank is made."""
+    with pytest.raises(SpecError) as caught:
         Staging(**more)
+    assert field == caught.value.field
+    assert value is ... or value == caught.value.value
 
 
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf"), "1 us", True, 1e3])
 def test_nonsense_costs_are_refused(value: Any) -> None:
     """Seconds are finite, not negative and fewer than a thousand."""
-    with pytest.raises(SpecError, match="descriptor="):
+    with pytest.raises(SpecError) as caught:
         Costs(descriptor=value)
+    assert caught.value.field.endswith("descriptor")
 
 
 def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
@@ -281,8 +276,9 @@ def test_memory_that_is_given_is_the_area(net: FakeNixl) -> None:
     assert pair.right(LONG)
     assert area.any()
     memory = Memory(area.ctypes.data + 8, 8)
-    with pytest.raises(SpecError, match="expected no staging buffer"):
+    with pytest.raises(SpecError, match="staging") as caught:
         pair.near.register([memory])
+    assert "memories" == caught.value.field
 
 
 def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
@@ -290,10 +286,9 @@ def test_no_two_ranks_share_an_area(net: FakeNixl) -> None:
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     first = Pair(buffer=area)
     for part in (area, area[SLOT_BYTES:], area.view(np.uint16)):
-        with pytest.raises(
-            SpecError, match=r"staging.buffer='DRAM .*expected memory that no other"
-        ):
+        with pytest.raises(SpecError, match="another rank") as caught:
             NixlRank(secret=b"", staging=Staging(buffer=part))
+        assert "staging.buffer" == caught.value.field
     first.near.close()
     NixlRank(secret=b"", staging=Staging(buffer=area)).close()
 
@@ -314,22 +309,24 @@ def test_no_area_is_a_cache(net: FakeNixl) -> None:
     area = np.zeros(2 * SLOT_BYTES, np.uint8)
     pair = Pair(buffer=area)
     for rank in (pair.near, pair.far):
-        with pytest.raises(SpecError, match="expected no staging buffer"):
+        with pytest.raises(SpecError, match="staging") as caught:
             rank.register([Memory(area.ctypes.data, SLOT_BYTES)])
-    with pytest.raises(SpecError, match="expected memory that no other rank has"):
+        assert "memories" == caught.value.field
+    with pytest.raises(SpecError, match="another rank") as caught:
         NixlRank(secret=b"", staging=Staging(buffer=pair.remote))
+    assert "staging.buffer" == caught.value.field
     rows = np.array([(area.ctypes.data, RUN, 0, RUN, 4)], np.uint64)
-    with pytest.raises(TransferError, match="is not inside registered DRAM memory"):
+    with pytest.raises(TransferError, match="DRAM") as outside:
         pair.near.prepare(rows)
+    assert "not_registered" == outside.value.state
 
 
 def test_an_area_that_does_not_fit_is_refused(net: FakeNixl) -> None:
     """By name, when it is first needed; nothing is posted."""
     pair = Pair(buffer=1 << 60)
-    with pytest.raises(
-        SpecError, match=r"staging.buffer='1152921504606846976 bytes': expected what"
-    ):
+    with pytest.raises(SpecError) as caught:
         pair.move(LONG)
+    assert ("staging.buffer", f"{1 << 60} bytes") == (caught.value.field, caught.value.value)
     assert (0, True) == (pair.near.live_handles, pair.right())
 
 
@@ -340,10 +337,9 @@ def test_an_area_of_another_device_is_refused(net: FakeNixl) -> None:
     pair.near.register([Memory(array.ctypes.data, SIZE, "VRAM", 3)], owner=array)
     rows = np.array([(array.ctypes.data, RUN, 3, 2 * RUN, RUNS)], np.uint64)
     pair.lists[0] = pair.near.prepare(rows, "VRAM")
-    with pytest.raises(
-        SpecError, match=r"staging.buffer='DRAM of device 0': expected VRAM of device 3"
-    ):
+    with pytest.raises(SpecError, match="device 3") as caught:
         pair.move(LONG)
+    assert ("staging.buffer", "DRAM of device 0") == (caught.value.field, caught.value.value)
 
 
 def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
@@ -356,12 +352,11 @@ def test_an_area_that_its_owner_freed_is_noticed(net: FakeNixl) -> None:
     transfer = pair.move(OTHER)
     in_air(net).land()
     area.untyped_storage().resize_(0)
-    with pytest.raises(TransferError, match="freed or moved while in use"):
+    with pytest.raises(TransferError, match="freed"):
         transfer.wait()
-    with pytest.raises(
-        SpecError, match=r"staging.buffer='0 bytes': expected 8192 bytes, not freed"
-    ):
+    with pytest.raises(SpecError, match="8192") as caught:
         pair.move(OTHER, name="s")
+    assert ("staging.buffer", "0 bytes") == (caught.value.field, caught.value.value)
     assert (True, 0) == (pair.right(ONE), pair.near.live_handles)
     pair.near.close()  # or whoever is given that memory next could not register it
 
