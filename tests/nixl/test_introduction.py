@@ -7,8 +7,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
