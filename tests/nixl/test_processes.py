@@ -185,7 +185,7 @@ def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> No
         rank.notify(side.peer, b"x")  # from here on, reads wait for the peer's progress
         began = time.monotonic()
         transfer = side.read(0.5, "late")
-        with pytest.raises(TransferError, match=r"not done after 0.5 s.*quarantine") as caught:
+        with pytest.raises(TransferError, match="quarantine") as caught:
             transfer.wait()
         assert 0.4 < time.monotonic() - began < 5
         error = caught.value
@@ -193,9 +193,10 @@ def test_a_stopped_peer_ends_in_quarantine_and_is_reaped_once_it_goes_on() -> No
         assert (transfer,) == rank.quarantined
         assert (1, 1) == (rank.live_handles, transfer.live_handles)
         assert () == rank.reap()
-        with pytest.raises(TransferError, match="not done after"):
+        with pytest.raises(TransferError) as caught:
             transfer.poll()
-        with pytest.raises(TransferError, match=r"late.*not over") as caught:
+        assert ("late", "timeout") == (caught.value.request, caught.value.state)
+        with pytest.raises(TransferError, match="late") as caught:
             rank.disconnect(side.peer)
         assert "busy" == caught.value.state
         child.go_on()
@@ -226,8 +227,9 @@ def test_a_stopped_peer_never_writes_a_staged_cache(tcp: str) -> None:
         side.read_blocks(0, 1, "warm").wait()
         child.stop()
         late = side.read(0.3, "late")
-        with pytest.raises(TransferError, match="not done after"):
+        with pytest.raises(TransferError) as caught:
             late.wait()
+        assert "timeout" == caught.value.state
         before = side.storage.copy()
         assert late.live_handles
         child.go_on()
@@ -242,7 +244,7 @@ def test_a_polled_rank_proves_the_connection_or_says_that_it_does_not_stand() ->
     with worker() as child, NixlRank(polled=True) as rank:
         metadata, _ = child.introduce()
         child.stop()
-        with pytest.raises(TransferError, match=r"not done after 0.3 s") as caught:
+        with pytest.raises(TransferError) as caught:
             rank.connect(metadata, timeout=0.3)
         peer = caught.value.rank
         assert ("connect", "timeout") == (caught.value.request, caught.value.state)
@@ -302,7 +304,7 @@ def test_a_killed_peer_is_lost_at_once_and_replaced_by_its_successor() -> None:
             error = caught.value
             assert (side.peer, "dead", "peer_lost") == (error.rank, error.request, error.state)
             assert ((), 0) == (rank.quarantined, rank.live_handles)
-            with pytest.raises(TransferError, match="notify failed") as caught:
+            with pytest.raises(TransferError, match="notify") as caught:
                 rank.notify(side.peer, b"hello?")
             assert "peer_lost" == caught.value.state
             rank.disconnect(side.peer)
@@ -332,7 +334,7 @@ def test_two_peers_of_one_name_collide_until_the_first_is_disconnected() -> None
     with worker(1, "twin") as one, worker(2, "twin") as two, NixlRank() as rank:
         first, second = one.introduce(), two.introduce()
         side = Side(rank, *first)
-        with pytest.raises(TransferError, match=r"NotAllowed.*no longer") as caught:
+        with pytest.raises(TransferError, match="NotAllowed") as caught:
             rank.connect(second[0])
         assert "stale_peer" == caught.value.state
         side.read().wait()

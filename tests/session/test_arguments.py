@@ -155,20 +155,19 @@ def test_readers_are_counted(pair: tuple[Side, Side]) -> None:
 
 def test_an_address_is_a_rank_s(pair: tuple[Side, Side]) -> None:
     """Asked once: who is asked twice at once would answer once."""
-    for wrong, words in (
-        (pair[0].addresses * 2, "expected each rank's once"),
-        (pair[0].addresses[0], "expected a sequence of texts"),
-        ([3], "addresses=3: expected a str"),
-    ):
-        with pytest.raises(SpecError, match=words):
+    address = pair[0].addresses[0]
+    for wrong, value in ((pair[0].addresses * 2, address), (address, address), ([3], 3)):
+        with pytest.raises(SpecError) as caught:
             first(pair[1]).fetch(wrong)
+        assert ("addresses", value) == (caught.value.field, caught.value.value)
 
 
 def test_meeting_takes_seconds(pair: tuple[Side, Side]) -> None:
     """Also where it would not have waited."""
     for wrong in (-1, None, float("nan")):
-        with pytest.raises(SpecError, match="timeout="):
+        with pytest.raises(SpecError) as caught:
             first(pair[1]).connect(pair[0].introductions, timeout=wrong)
+        assert "timeout" == caught.value.field
 
 
 def test_a_closed_session_does_nothing_any_more(pair: tuple[Side, Side]) -> None:

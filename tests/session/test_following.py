@@ -305,8 +305,9 @@ def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> Non
     for field, remote_id, upto, layers in wrong:
         with pytest.raises(SpecError, match=field):
             ledger.record_progress(remote_id, upto, layers)
-    with pytest.raises(SpecError, match="follow=True: expected False, of what is pushed"):
+    with pytest.raises(SpecError, match="pushed") as caught:
         follow(consumer, prefill, pushed=True)
+    assert ("follow", True) == (caught.value.field, caught.value.value)
     short = request(tokens=14, consumer_blocks={"full": [1], "window": [1]})
     with pytest.raises(SpecError, match="consumer_blocks"):
         consumer.load(short, prefill.remote_id, follow=True)
@@ -320,8 +321,9 @@ def test_a_frontier_that_goes_back_moves_no_other(pair: tuple[Side, Side]) -> No
     (ledger, *_) = (session.ledger for session in producer.sessions.values())
     ledger.record_progress(prefill.remote_id, 9, ["w.0"])
     for layers in (["l.0", "w.0"], None):
-        with pytest.raises(SpecError, match=r"upto=8: expected at least 9, as w.0 has it"):
+        with pytest.raises(SpecError, match=r"w\.0") as caught:
             ledger.record_progress(prefill.remote_id, 8, layers)
+        assert ("upto", 8) == (caught.value.field, caught.value.value)
     ledger.record_progress(prefill.remote_id, 1, ["l.0"])
     for load in loads:
         load.cancel()

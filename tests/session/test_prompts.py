@@ -78,8 +78,13 @@ def test_what_was_changed_on_the_way_is_refused(name: str, secret: bytes | None)
     PrefillTicket.from_params(said, secret)
     for changed in (LEGAL[name], held(num_tokens=9).to_params(secret)[name]):
         if changed != said[name]:
-            with pytest.raises(SpecError, match=r"remote_seal='.*what the producer sealed"):
-                PrefillTicket.from_params(said | {name: changed}, secret)
+            params = said | {name: changed}
+            with pytest.raises(SpecError) as caught:
+                PrefillTicket.from_params(params, secret)
+            assert ("remote_seal", params["remote_seal"]) == (
+                caught.value.field,
+                caught.value.value,
+            )
 
 
 def test_who_does_not_know_the_secret_is_not_believed() -> None:
@@ -99,8 +104,9 @@ def test_another_prompt_is_refused() -> None:
     prompt.check([*tokens[:7], 7])
     held().check([])
     for wrong in ([0, *tokens[1:]], [*tokens[:6], 0], tokens[:6], []):
-        with pytest.raises(SpecError, match=r"remote_content='.*of the prompt that is asked for"):
+        with pytest.raises(SpecError) as caught:
             prompt.check(wrong)
+        assert ("remote_content", prompt.content) == (caught.value.field, caught.value.value)
 
 
 def test_a_request_names_what_moves() -> None:
@@ -115,8 +121,9 @@ def test_no_more_is_asked_for_than_is_held() -> None:
     """What lies behind a prompt's last token was never computed."""
     tables = {"full": kvspec.BlockTable([9, 8])}
     assert 14 == held().request("d-1", 14, tables).num_tokens
-    with pytest.raises(SpecError, match="num_tokens=15: expected at most 14, as are held"):
+    with pytest.raises(SpecError, match="14") as caught:
         held().request("d-1", 15, tables)
+    assert ("num_tokens", 15) == (caught.value.field, caught.value.value)
 
 
 def test_what_is_held_does_not_change() -> None:
@@ -146,8 +153,9 @@ def test_what_cannot_be_held_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("given", [None, [], "x", 3, [("remote_num_tokens", 3)]], ids=repr)
 def test_what_is_no_mapping_was_said_by_nobody(given: Any) -> None:
     """Whatever a router passes on."""
-    with pytest.raises(SpecError, match="expected a mapping from names to what a producer said"):
+    with pytest.raises(SpecError, match="mapping") as caught:
         PrefillTicket.from_params(given)
+    assert ("remote", given) == (caught.value.field, caught.value.value)
 
 
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], None, 3, [2**70], [[1, 2], [3, 4]], [[1], []]])
@@ -244,8 +252,9 @@ def test_who_was_not_met_yet_is_not_met_after_the_end(sides: tuple[Side, Side]) 
     third = prompts.load(held(), asked)
     for late in (second, third):
         assert "failed" == late.poll()
-        with pytest.raises(TransferError, match=r"not met any more.*request=r, state=closed"):
+        with pytest.raises(TransferError) as caught:
             late.wait()
+        assert ("r", "closed") == (caught.value.request, caught.value.state)
     until(lambda: first.poll() == "failed")
 
 
@@ -384,17 +393,14 @@ def test_a_prompt_is_waited_for_or_given_up(sides: tuple[Side, Side]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "field"),
     [
-        (
-            {"producer_blocks": BLOCKS | {"full": [1, 2, 3, 5]}},
-            r"producer_blocks\['full'\]=.*of the prompt that is held",
-        ),
-        ({"num_tokens": 15}, "num_tokens=15: expected at most 14, as are held"),
+        ({"producer_blocks": BLOCKS | {"full": [1, 2, 3, 5]}}, "producer_blocks['full']"),
+        ({"num_tokens": 15}, "num_tokens"),
     ],
 )
 def test_a_request_of_another_prompt_is_not_read(
-    sides: tuple[Side, Side], changed: dict[str, Any], words: str
+    sides: tuple[Side, Side], changed: dict[str, Any], field: str
 ) -> None:
     """It would be done, with another prompt's bytes; the producer is told that none is read."""
     producer, consumer = sides
@@ -407,8 +413,9 @@ def test_a_request_of_another_prompt_is_not_read(
     loads = [reader.load(prompt, attrs.evolve(asked, **changed)) for reader in readers]
     until(lambda: all(load.poll() == "failed" for load in loads), producer)
     for load in loads:
-        with pytest.raises(SpecError, match=words):
+        with pytest.raises(SpecError) as caught:
             load.wait()
+        assert field == caught.value.field
     for rank, storage in consumer.storage.items():
         for name, flat in storage.items():
             assert consumer.before[rank][name].tobytes() == flat.tobytes()

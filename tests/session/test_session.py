@@ -164,12 +164,12 @@ def test_a_promise_of_whole_blocks_makes_fewer_rows(pair: tuple[Side, Side]) -> 
     loads = consumer.load(asked, remote_id)
     assert ["done", "done"] == ended(loads, producer, consumer)
     assert [] == consumer.wrong(asked)
-    with pytest.raises(
-        SpecError, match="cached_tokens=7: expected a multiple of prefix_multiple=4"
-    ):
+    with pytest.raises(SpecError, match="prefix_multiple=4") as caught:
         session.load(request(cached=7), remote_id=new_remote_id("r"), timeout=1.0)
-    with pytest.raises(SpecError, match="prefix_multiple=0"):
+    assert ("cached_tokens", 7) == (caught.value.field, caught.value.value)
+    with pytest.raises(SpecError) as caught:
         session.connect(producer.introductions, prefix_multiple=0)
+    assert ("prefix_multiple", 0) == (caught.value.field, caught.value.value)
     quiet(producer, consumer)
     session.connect(producer.introductions)
     assert plain == rows()
@@ -242,10 +242,10 @@ def test_all_is_checked_before_anything_moves(pair: tuple[Side, Side]) -> None:
     bad = attrs.evolve(good, consumer_blocks={"full": [1, 2, 3, 77], "window": [1, 2, 3, 4]})
     for asked, more, error, words in (
         (bad, {}, SpecError, "consumer_blocks"),
-        (good, {"remote_id": "r"}, SpecError, "what new_remote_id returned"),
-        (good, {"remote_id": "r#zz"}, SpecError, "what new_remote_id returned"),
+        (good, {"remote_id": "r"}, SpecError, "new_remote_id"),
+        (good, {"remote_id": "r#zz"}, SpecError, "new_remote_id"),
         (good, {"remote_id": b"r"}, SpecError, "remote_id"),
-        (good, {"engine_id": "Q"}, SpecError, "connected producers: P"),
+        (good, {"engine_id": "Q"}, SpecError, "engine_id"),
         (good, {"timeout": float("nan")}, SpecError, "timeout"),
         (good, {"attempt": -1}, SpecError, "attempt"),
     ):
@@ -254,7 +254,7 @@ def test_all_is_checked_before_anything_moves(pair: tuple[Side, Side]) -> None:
             session.load(asked, **given)
         assert 0 == session.stats().loads == session.nixl.stats().transfers
     load = session.load(good, remote_id=remote_id, timeout=9.0)
-    with pytest.raises(SpecError, match="a request that is not open"):
+    with pytest.raises(SpecError, match="open"):
         session.load(good, remote_id=new_remote_id("r"), timeout=9.0)
     load.cancel()
 
@@ -286,10 +286,10 @@ def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
     ledger = next(iter(pair[0].sessions.values())).ledger
     remote_id = new_remote_id("r")
     ledger.hold(remote_id)
-    with pytest.raises(SpecError, match="one that is not held"):
-        ledger.hold(remote_id)
-    with pytest.raises(SpecError, match="one that is not held"):
-        ledger.hold(new_remote_id("r"))
+    for again in (remote_id, new_remote_id("r")):
+        with pytest.raises(SpecError, match="held") as caught:
+            ledger.hold(again)
+        assert ("request_id", "r") == (caught.value.field, caught.value.value)
     ledger.abort(new_remote_id("r"))
     assert ("r",) == ledger.held
     for name in ("", "x" * 1025, "\ud800", b"binary", None):
@@ -327,17 +327,17 @@ def test_who_does_not_fit_is_refused_by_name(pair: tuple[Side, Side]) -> None:
         for body in (b"\0\1P" + other_version, b"\0\1P" + shake[:-1], b"\xff\xffP" + shake)
     )
     for introductions, error, words in (
-        ([versioned, *others], WireError, r"version: got 26\d, expected \d; both engines"),
-        ([short, *others], WireError, "message: got 'Input data was truncated'"),
+        ([versioned, *others], WireError, "version"),
+        ([short, *others], WireError, "truncated"),
         ([lying, *others], WireError, "introduction.address"),
-        ([foreign, *others], WireError, "damaged or of another secret"),
+        ([foreign, *others], WireError, "secret"),
         ([good[:-1], *others], WireError, "damaged"),
-        ([b"rubbish", *others], WireError, "what Session.introduction returned"),
-        (others, SpecError, "tp0 too"),
-        ([good, good, *others], SpecError, "each rank once"),
-        ([], SpecError, "one for each rank"),
+        ([b"rubbish", *others], WireError, "Session.introduction"),
+        (others, SpecError, "tp0"),
+        ([good, good, *others], SpecError, "once"),
+        ([], SpecError, "each"),
         (good, SpecError, "introductions"),
-        ([own(first, epoch=2), *others], MismatchError, "some are from before a restart"),
+        ([own(first, epoch=2), *others], MismatchError, "epoch"),
         (older, SpecError, "epoch=0"),
         ([own(s, model="m") for s in producer.sessions.values()], MismatchError, "model"),
         (
@@ -364,8 +364,9 @@ def test_an_epoch_is_shared_by_the_ranks_of_a_start(net: FakeNixl) -> None:
     """An engine of several ranks has to say which; one of one rank need not."""
     cache, storage = kvspec.allocate(engine(2), kvspec.RankId(), num_blocks=2)
     with NixlRank("r", polled=True) as nixl:
-        with pytest.raises(SpecError, match="that the 2 ranks of this start share"):
+        with pytest.raises(SpecError, match="2 ranks") as caught:
             Session(nixl, cache, engine_id="D")
+        assert ("epoch", None) == (caught.value.field, caught.value.value)
         with pytest.raises(SpecError, match="engine_id"):
             Session(nixl, cache, engine_id="", epoch=1)
         with pytest.raises(SpecError, match="a RankCache"):
@@ -417,10 +418,11 @@ def test_introductions_are_fetched_over_the_channel(pair: tuple[Side, Side]) -> 
     finally:
         stop.set()
         thread.join()
-    with pytest.raises(TransferError, match=r"no introduction from 127.0.0.1:9 in 0.1 s"):
-        session.fetch(["127.0.0.1:9"], timeout=0.1)
-    with pytest.raises(TransferError, match=r"from nowhere in 0.1 s: nobody takes a conn"):
-        session.fetch(["nowhere"], timeout=5.0, absent=0.1)
+    # The time in the message is `timeout`, or `absent` if no process accepts connections.
+    for address, seconds in (("127.0.0.1:9", {"timeout": 0.1}), ("nowhere", {"absent": 0.1})):
+        with pytest.raises(TransferError, match=r"0\.1 s") as caught:
+            session.fetch([address], **{"timeout": 5.0, **seconds})
+        assert (address, "timeout") == (caught.value.rank, caught.value.state)
     with pytest.raises(SpecError, match="addresses"):
         session.fetch("127.0.0.1:9")
 
@@ -862,10 +864,11 @@ def test_what_was_given_up_is_not_pushed(net: FakeNixl, pushing: tuple[Side, Sid
     assert ["failed"] == ended([load], producer, consumer)
     assert {"full", "window"} == set(load.undefined_blocks)
     assert "failed" == push.poll()
-    assert "gave it up" in str(push.error)
+    assert "stopped" == push.error.state
     quiet(producer, consumer)
-    with pytest.raises(SpecError, match="holds"):
+    with pytest.raises(SpecError, match="hold") as caught:
         second.push(request(), remote_id=remote_id, timeout=9.0, epoch=1)
+    assert ("remote_id", remote_id) == (caught.value.field, caught.value.value)
 
 
 def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Side]) -> None:
@@ -877,10 +880,12 @@ def test_a_push_that_fails_fails_the_load(net: FakeNixl, pushing: tuple[Side, Si
     (load,) = consumer.load(request(), remote_id, pushed=True)
     asked: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0}
     pushes = [s.push(request(), epoch=1, **asked) for s in producer.sessions.values()]
-    with pytest.raises(SpecError, match="epoch=0: expected 1, the connected incarnation"):
+    with pytest.raises(SpecError) as caught:
         next(iter(producer.sessions.values())).push(request(), epoch=0, **asked)
-    with pytest.raises(SpecError, match="not pushed already"):
+    assert ("epoch", 0) == (caught.value.field, caught.value.value)
+    with pytest.raises(SpecError, match="pushed") as caught:
         list(producer.sessions.values())[1].push(request(), epoch=1, **asked)
+    assert ("remote_id", remote_id) == (caught.value.field, caught.value.value)
     bad, good = net.moving
     bad.fail(0.5)
     good.land()
@@ -990,8 +995,9 @@ def test_who_cannot_be_prepared_for_is_not_met(net: FakeNixl) -> None:
         ((name, life),) = ((name, life) for name, life in net.agents.items() if name[0] == "P")
         kept = list(life.memory)
         life.memory[1:] = []
-        with pytest.raises(TransferError, match="not inside memory that was registered"):
+        with pytest.raises(TransferError) as caught:
             session.connect(producer.introductions)
+        assert "not_registered" == caught.value.state
         assert ((), 0) == (session.nixl.peers, session.stats().engines)
         life.memory[:] = kept
         session.connect(producer.introductions)
