@@ -44,7 +44,6 @@ def dtype_name(dtype: object, field: str = "dtype") -> str:
     >>> import numpy as np
     >>> dtype_name("half"), dtype_name(np.dtype("int8"))
     ('float16', 'int8')
-
     """
     text = str(dtype).removeprefix("torch.")
     name = _ALIASES.get(text, text)

@@ -96,7 +96,6 @@ class SpecError(KVSpecError, ValueError):
     SpecError('block_size=0: expected an int >= 1')
     >>> SpecError("lease", 3.0, rule="only a 'lease' message may carry a lease")
     SpecError("lease=3.0: only a 'lease' message may carry a lease")
-
     """
 
     def __init__(self, field: str, value: object, expected: str = "", *, rule: str = "") -> None:
@@ -124,7 +123,6 @@ class Mismatch:
 
     >>> print(Mismatch("layers.0.dtype", "float16", "bfloat16", "the bytes mean other numbers"))
     layers.0.dtype: producer 'float16', consumer 'bfloat16' (the bytes mean other numbers)
-
     """
 
     field: str
@@ -155,7 +153,6 @@ class MismatchError(KVSpecError):
     ... except MismatchError as error:
     ...     print([(m.field, m.producer, m.consumer) for m in error.mismatches])
     [('l.dtype', 'float16', 'bfloat16')]
-
     """
 
     def __init__(self, mismatches: Iterable[Mismatch]) -> None:
@@ -179,7 +176,6 @@ class WireError(KVSpecError):
 
     >>> WireError("message.rank.tp", -1, "an int >= 0")
     WireError('message.rank.tp: got -1, expected an int >= 0')
-
     """
 
     def __init__(self, path: str, value: object, expected: str = "", *, rule: str = "") -> None:
@@ -215,7 +211,6 @@ class TransferState(enum.StrEnum):
     True
     >>> TransferState.CLOSED.advice
     'the session, the rank or the list is closed; open a new one'
-
     """
 
     meaning: str
@@ -316,7 +311,6 @@ class TransferError(KVSpecError):
 
     >>> TransferError("no answer", rank="tp0", request="r1", state=TransferState.TIMEOUT)
     TransferError('no answer (rank=tp0, request=r1, state=timeout)')
-
     """
 
     def __init__(

@@ -39,7 +39,6 @@ def positive_int(field: str, value: object, *, least: int = 1, most: int = MOST)
 
     >>> positive_int("tp_size", 4)
     4
-
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(field, value, f"an int >= {least}")
@@ -71,7 +70,6 @@ def sequence(field: str, value: object, members: str) -> tuple[Any, ...]:
 
     >>> sequence("layers", ["l.0", "l.1"], "layer names")
     ('l.0', 'l.1')
-
     """
     unordered_or_text = (str, bytes, Mapping, set, frozenset)
     if isinstance(value, unordered_or_text) or not isinstance(value, Iterable):

@@ -34,7 +34,6 @@ class FieldReader:
     >>> config.get("num_blocks").size()
     Traceback (most recent call last):
     kvspec.errors.SpecError: config.num_blocks=0: expected an int >= 1
-
     """
 
     path: str

@@ -41,7 +41,6 @@ class Load:
     Attributes:
         nbytes: Bytes.
         descriptors: Descriptors. One descriptor moves one contiguous range of memory.
-
     """
 
     nbytes: int
@@ -71,7 +70,6 @@ class Link:
         side: Either "producer" or "consumer".
         rank: The rank.
         load: Everything that leaves a producer rank, or enters a consumer rank.
-
     """
 
     side: Role
@@ -91,7 +89,6 @@ class Traffic:
         pairs: Load of each pair of ranks that has an edge, by (producer rank, consumer rank).
         producers: Load that leaves each producer rank.
         consumers: Load that enters each consumer rank.
-
     """
 
     num_tokens: int
@@ -146,7 +143,6 @@ def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
     100 tokens: 115,200 bytes in 2 descriptors
       producer tp0 -> consumer tp0: 115,200 bytes in 2 descriptors
     busiest link: producer tp0: 115,200 bytes in 2 descriptors
-
     """
     edge_flows = flows(plan, num_tokens)
     producers, consumers = plan.producer.parallel.ranks, plan.consumer.parallel.ranks

@@ -75,7 +75,6 @@ def explain(
       latent unit 0
     consumer tp0 notifies producer tp0
     consumer tp0 notifies producer tp1, which no consumer rank reads
-
     """
     if isinstance(subject, TransferPlan):
         for field, value in (("consumer_id", consumer_id), ("request", request)):

@@ -54,7 +54,6 @@ class Flows:
         class_of: Index of the replica class from which the producer rank was chosen.
         position: Position of the producer rank in that class.
         replica_classes: Sets of producer ranks with the same content, as indices.
-
     """
 
     ranks: tuple[int, int]
@@ -84,7 +83,6 @@ class Flows:
 
         Raises:
             SpecError: If all links together carry more bytes than a signed 64-bit integer holds.
-
         """
         total = int(self.moved.sum())
         if total * engines > MOST:
@@ -122,7 +120,6 @@ def flows(plan: TransferPlan, num_tokens: int) -> Flows:
     >>> engine = EngineSpec(groups=[KVCacheGroup(name="latent", layers=["l.0"], spec=spec)])
     >>> flows(plan_transfer(engine, engine), 100).moved.tolist()
     [115200]
-
     """
     instance("plan", plan, TransferPlan)
     positive_int("num_tokens", num_tokens, least=0)
@@ -197,7 +194,6 @@ def shared_rows(owners: Iterable[BlockCyclic], live: range, grain: int) -> int:
     [4, 3, 4000]
     >>> shared_rows([BlockCyclic(1, 2, 4)], range(21, 22), 2)
     1
-
     """
     if not live:
         return 0

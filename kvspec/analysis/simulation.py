@@ -57,7 +57,6 @@ class LinkTime:
         rank: The rank.
         load: Bytes that the link carries.
         seconds: Time that the link needs for them.
-
     """
 
     side: Role
@@ -82,7 +81,6 @@ class PolicyLoad:
         into: Bytes into each rank of one consumer engine, as int64. All engines have the same.
         out_seconds: Time of each producer link: *out* divided by its speed.
         into_seconds: Time of each consumer link: *into* divided by its speed.
-
     """
 
     replica_policy: ReplicaPolicyName
@@ -133,7 +131,6 @@ class Simulation:
         num_tokens: Length of the request of each consumer engine.
         consumers: Number of consumer engines.
         policies: One entry for each policy.
-
     """
 
     num_tokens: int
@@ -191,7 +188,6 @@ def simulate(
     >>> {load.replica_policy: load.out.tolist() for load in simulation.policies
     ...     if load.replica_policy != "stripe"}
     {'spread': [2359296, 2359296, 2359296, 2359296], 'first': [9437184, 0, 0, 0]}
-
     """
     producer, consumer = _engines(plan_or_engines)
     positive_int("num_tokens", num_tokens, least=0)

@@ -82,7 +82,6 @@ class CounterExample:
     ...     byte=6, wanted_from=(RankId(tp=1),)))
     consumer tp0, layer layers.0, part k, unit 3, token 17, byte 6: missing; producer tp1 should \
     have sent it
-
     """
 
     kind: Kind
@@ -154,7 +153,6 @@ class Grid:
         size: Bytes of the chunk, which is contiguous in the memory of all ranks.
         address: Address of the chunk of each content, flat and row by row. -1 if the consumer's
             block table has no block for the row.
-
     """
 
     moving: Moving
@@ -179,7 +177,6 @@ class Checker:
         sources: The producer ranks that the transfer rows read from.
         table: The transfer rows, of shape (rows, 3): producer address, consumer address, length.
         numbers: For each transfer row, the index of its producer rank in *sources*.
-
     """
 
     request: TransferRequest

@@ -48,7 +48,6 @@ def shard_units(units: int, tp_size: int, granularity: int = 1) -> list[list[int
 
     >>> shard_units(3, 2), shard_units(2, 4)
     ([[0], [1, 2]], [[0], [0], [1], [1]])
-
     """
     packs = units // granularity
     hands: list[list[int]] = [[] for _ in range(tp_size)]

@@ -42,7 +42,6 @@ class Coverage:
             The last segment has no end.
         times: Number of spans that touch each segment.
         span: Index of the span that touches each segment. It has no meaning unless *times* is 1.
-
     """
 
     def __init__(self, start: Ints, length: Ints) -> None:
@@ -74,7 +73,6 @@ class Coverage:
         >>> writes = Coverage(np.array([0, 4, 8]), np.array([8, 2, 4]))
         >>> [found.tolist() for found in writes.segments(np.array([0, 5]), np.array([4, 9]))]
         [[0, 1, 1, 1], [1, 2, 3, 4]]
-
         """
         first = np.searchsorted(self.cuts, start, "right") - 1
         count = np.searchsorted(self.cuts, stop, "left") - first
@@ -91,7 +89,6 @@ class Coverage:
 
         Returns:
             The index of the range, and the address of the byte.
-
         """
         for at in range(0, len(start), AT_ONCE):
             begins, lengths = start[at : at + AT_ONCE], length[at : at + AT_ONCE]
@@ -140,7 +137,6 @@ def check_ranks_separate(field: str, caches: Mapping[RankId, RankCache]) -> None
 
     Raises:
         SpecError: If the regions of two ranks share a byte.
-
     """
     # A planned cache has no bytes. Its memory begins at address 0 by default.
     real = {rank: cache for rank, cache in caches.items() if all(m.address for m in cache.memory)}

@@ -77,7 +77,6 @@ class Wanted:
 
     >>> Wanted(range(0, 100))
     Wanted(tokens=range(0, 100), rows=0)
-
     """
 
     tokens: range
@@ -93,7 +92,6 @@ def wanted(plan: TransferPlan, request: TransferRequest) -> dict[tuple[str, str]
 
     Returns:
         The rows of each layer and part that moves.
-
     """
     instance("plan", plan, TransferPlan)
     instance("request", request, TransferRequest)
@@ -151,7 +149,6 @@ def digest(
     >>> sums = [digest(cache, {"full": BlockTable([block])}, asked) for block in (0, 3, 1)]
     >>> differing([sums[0]], [sums[1]]), differing([sums[0]], [sums[2]])
     ([], [('l', 'latent', 0)])
-
     """
     engine, rank = instance("cache", cache, RankCache).engine, cache.rank
     sums: dict[tuple[str, str, int, int], int] = {}
@@ -216,7 +213,6 @@ def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tupl
 
     >>> differing([{("l", "k", 0, 0): 5, ("l", "k", 1, 0): 6}], [{("l", "k", 0, 0): 5}])
     [('l', 'k', 1)]
-
     """
     sent, received = _totals("producers", producers), _totals("consumers", consumers)
     keys = sent.keys() | received.keys()
@@ -233,7 +229,6 @@ def first_difference(equal: Callable[[range], bool], tokens: range) -> int | Non
 
     >>> first_difference(lambda tokens: 37 not in tokens, range(100))
     37
-
     """
     if not tokens or equal(tokens):
         return None
@@ -311,7 +306,6 @@ def partial_sums(
         block: Kernel block of each row.
         row: Number of each row in its block.
         number: First token of each row, or the number of a state's row.
-
     """
     many = max(1, MANY_BYTES // region.content_bytes)
     chunks = [_chunk(region, chunk) for chunk in range(region.chunks)]

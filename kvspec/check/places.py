@@ -67,7 +67,6 @@ def token_places(
     >>> places = token_places(group, context, BlockTable([5, 9]), positions)
     >>> [column.tolist() for column in places]
     [[0, 0, 0, 0, 1], [0, 0, 1, 1, 0], [0, 1, 0, 1, 0]]
-
     """
     local = positions
     # This repeats `BlockCyclic.local` on purpose: the descriptor rows are made with that method.
@@ -88,7 +87,6 @@ class Places:
         cache: The rank's cache.
         tables: The request's block table of each group.
         only: Names of the layers to look at. All layers by default.
-
     """
 
     owners: Owners

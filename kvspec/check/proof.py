@@ -50,7 +50,6 @@ class Proof:
         triples: Number of (producer TP, consumer TP, heads) that were tried.
         rank_cases: Number of consumer ranks that were checked, over all triples.
         faults: A description of the first fault of each triple and policy.
-
     """
 
     triples: int
@@ -94,7 +93,6 @@ def prove(
     >>> proof = prove(8, 8)  # doctest: +SKIP
     >>> proof.triples, proof.exact  # doctest: +SKIP
     (512, True)
-
     """
     positive_int("max_tp", max_tp, most=MAX_TP)
     positive_int("max_heads", max_heads, most=MAX_HEADS)

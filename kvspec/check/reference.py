@@ -80,7 +80,6 @@ def copy(plan: TransferPlan, producers: Held, consumers: Held, request: Transfer
     >>> copy(plan_transfer(engine, engine), producers, consumers, request)  # doctest: +SKIP
     >>> bool((consumers[RankId()][1]["full"][:16] == 7).all())  # doctest: +SKIP
     True
-
     """
     instance("plan", plan, TransferPlan)
     instance("request", request, TransferRequest)

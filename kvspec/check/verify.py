@@ -89,7 +89,6 @@ def verify(
     >>> print(verify(plan, caches, caches, request, short))
     consumer tp0, layer l, part latent, unit 0, token 1, byte 7: missing; producer tp0 should \
     have sent it
-
     """
     instance("plan", plan, TransferPlan)
     kind = Counted if flag("independent", independent) else Owners

@@ -53,7 +53,6 @@ class Paging:
         contiguous_across_blocks: Whether the bytes of a row continue from one block in memory into
             the next block.
         null_block: Id that stands for a missing block in block tables, or None.
-
     """
 
     block_size: int
@@ -86,7 +85,6 @@ class Paging:
             The index in the block table, the kernel block in the block, and the period in the
             kernel block. A period is a tile if the rows move whole tiles. The kernel block is None
             if a block has only one, and so is the period if a kernel block has only one.
-
         """
         kernel_block, tile = None, None
         if kind.period < self.memory_block_size:
@@ -149,7 +147,6 @@ class TokenSplit:
         trim_from: The last tile is shortened if it has at least this many dead tokens. 0 if it
             always moves whole.
         prefix_multiple: Cached prefixes are multiples of this many tokens.
-
     """
 
     stripe: Stripe
@@ -196,7 +193,6 @@ def tile_tokens(layer: str, part: Part, producer: Paging, consumer: Paging) -> i
 
     Raises:
         MismatchError: If a tile would cut a state that stands for several tokens.
-
     """
     tile = gcd(producer.memory_block_size, consumer.memory_block_size)
     # Ranks that shard alike own the same tokens, so that interleaves do not cut their own counts.
@@ -253,7 +249,6 @@ class BlockLayout:
         device: Index of the device for `VRAM`.
         span: Tiles that one id covers in a spanning layout. Otherwise 1, also if the row kind moves
             several tiles of one block.
-
     """
 
     num_blocks: int
@@ -335,7 +330,6 @@ class BlockLayout:
 
         Returns:
             Rows (address, length, device, stride, count), shape (runs * `rows_per_run`, 5).
-
         """
         counts = np.array([count for count in self.counts if count], np.int64)
         rows = np.empty((len(address), len(counts), 5), np.uint64)

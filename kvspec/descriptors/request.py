@@ -83,7 +83,6 @@ class BlockTable:
     >>> table = BlockTable([7, 3], first_token=32)
     >>> table.tokens(16), table.blocks_of(range(50, 60), 16).tolist()
     (range(32, 64), [3])
-
     """
 
     block_ids: Ids = attrs.field(
@@ -114,7 +113,6 @@ class BlockTable:
 
         Returns:
             Block ids in token order, a view of `block_ids`.
-
         """
         first = (tokens.start - self.first_token) // block_size
         last = (tokens.stop - 1 - self.first_token) // block_size
@@ -130,7 +128,6 @@ class BlockTable:
 
         Returns:
             Positions in the first null blocks that follow each other. Empty if all blocks are real.
-
         """
         if null_block is None:
             return EMPTY
@@ -166,7 +163,6 @@ class BlockTable:
 
         Raises:
             SpecError: If no block contains the state.
-
         """
         if len(self.block_ids) == 1 and not self.first_token:
             return 0
@@ -245,7 +241,6 @@ class TransferRequest:
     ... )
     >>> request.table("producer", "full").block_ids.tolist()
     [9, 4, 5]
-
     """
 
     request_id: str
@@ -291,7 +286,6 @@ class TransferRequest:
 
         Raises:
             SpecError: If the request has no table for the group.
-
         """
         tables = self.producer_blocks if side == "producer" else self.consumer_blocks
         try:
@@ -320,7 +314,6 @@ class TransferRequest:
 
         Returns:
             The live positions from the first that is not cached.
-
         """
         live = spec.live_tokens(self.total(spec))
         return range(max(live.start, self.cached(group, spec)), live.stop) or EMPTY
@@ -341,7 +334,6 @@ def check_no_null(
     Raises:
         SpecError: For a table of the consumer, which must have a real block for each token.
         MismatchError: For a table of the producer, which has dropped tokens that must move.
-
     """
     if not missing:
         return

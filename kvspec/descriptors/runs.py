@@ -133,7 +133,6 @@ class Boxes:
         consumer: A region with the strides of all boxes on the consumer.
         content: Bytes of one content.
         first: First addresses on the producer and on the consumer, shape (boxes, 2).
-
     """
 
     units: int
@@ -162,7 +161,6 @@ class Boxes:
             first: Producer address, consumer address and length of the first content of each
                 part, shape (parts, 3).
             boundaries: Addresses over which contents are not joined.
-
         """
         source, target, content = coalesce([first], boundaries)
         for length in np.unique(content).tolist():
@@ -174,7 +172,6 @@ class Boxes:
 
         Returns:
             Producer address, consumer address and length, shape (runs, 3).
-
         """
         states = kind.tokens // self.grain if self.grain else self._states
         state_strides = row_stride(self.producer), row_stride(self.consumer)
@@ -242,7 +239,6 @@ def coalesce(runs: Sequence[Ints], boundaries: Boundaries) -> Ints:
     [[0, 100, 16], [16, 200, 8]]
     >>> coalesce([runs], ((8,), ())).T.tolist()
     [[0, 100, 8], [8, 108, 8], [16, 200, 8]]
-
     """
     columns = runs[0].T if len(runs) == 1 else np.concatenate([run.T for run in runs], axis=1)
     source = columns[0]
@@ -276,7 +272,6 @@ class RowSet:
         producer_address: First address of each run on the producer, shape (runs,).
         consumer_address: First address of each run on the consumer, shape (runs,).
         length: Bytes of each run, shape (runs,).
-
     """
 
     token_split: TokenSplit
@@ -434,7 +429,6 @@ def row_sets(
 
     Raises:
         MismatchError: If blocks cut a state that stands for several tokens.
-
     """
     sides = GroupSide(producer, groups[0]), GroupSide(consumer, groups[1])
     boundaries = producer.boundaries, consumer.boundaries

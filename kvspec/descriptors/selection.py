@@ -50,7 +50,6 @@ class Entry:
         rows: The row set.
         producer_first: First id of the row set on the producer.
         consumer_first: First id of the row set on the consumer.
-
     """
 
     edge: Edge
@@ -95,7 +94,6 @@ class Entry:
 
         Returns:
             Producer address, consumer address and length, shape (n, 3).
-
         """
         rows, bunch = self.rows, self.bunch
         columns = np.empty((3, len(rows) // bunch, len(tiles), bunch), np.int64)
@@ -135,7 +133,6 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - It has attributes bes
     ...     consumer_blocks={"full": [7, 5]}))
     >>> producer_ids.tolist(), consumer_ids.tolist()
     ([3, 4], [7, 5])
-
     """
 
     producer_rows: npt.NDArray[np.uint64]
@@ -154,7 +151,6 @@ class Selection(tuple[RowIds, RowIds]):  # noqa: SLOT001 - It has attributes bes
             parts: The row sets and their tiles.
             producer_rows: All rows of the producer in the table.
             consumer_rows: All rows of the consumer in the table.
-
         """
         sizes = [len(entry.rows) * len(picked) for entry, picked in parts]
         ids = np.empty((2, sum(sizes)), np.int32)
@@ -178,7 +174,6 @@ class _Cut:
         tables: Its block tables.
         row_starts: Where its rows begin, for each token split of the group.
         tiles: Its tiles by token split, row kind and `RowSet.id_key`, filled on demand.
-
     """
 
     tables: Tables
@@ -195,7 +190,6 @@ class SplitGroup:
         spec: Spec of the first layer of the edge.
         entries: Token splits and their entries by row kind.
         cut_key: An object that is the same for every `SplitGroup` that cuts each request alike.
-
     """
 
     edge: Edge

@@ -69,7 +69,6 @@ def check_shared(
         request: The request. Blocks before the first live token are not compared, because the
             request may have given them back.
         shared: Sets of groups of the consumer that share memory.
-
     """
     pairs = {pair.consumer.name: pair.layers_by_spec[0][0] for pair in plan.pairs}
     for groups in shared:
@@ -102,7 +101,6 @@ def check_shared_sources(
         plan: The transfer plan of the two engines.
         request: The request. Tables that end early are compared as far as they reach.
         shared: Sets of groups of the producer that share memory.
-
     """
     if not shared:
         return
@@ -124,7 +122,6 @@ def check_read_once(read: Mapping[str, list[Ids]], shared: Iterable[frozenset[st
     Args:
         read: Ids of the blocks that move, by group of the producer.
         shared: Sets of groups of the producer that share memory.
-
     """
     for groups in shared:
         for name, other in combinations(sorted(groups & read.keys()), 2):
@@ -194,7 +191,6 @@ class DescriptorTable:
     ((2, 2), 256)
     >>> table.unwritten_ranges(request).tolist()
     [[24608, 512]]
-
     """
 
     plan: TransferPlan
@@ -249,7 +245,6 @@ class DescriptorTable:
         [[4, 5], [8, 2]]
         >>> [ids.tolist() for ids in table.select(request, tokens=range(0, 40))]
         [[4], [8]]
-
         """
         picked = tuple(self.tiles(request, tokens))
         return Selection.of(picked, self.producer_rows, self.consumer_rows)
@@ -270,7 +265,6 @@ class DescriptorTable:
         Raises:
             SpecError: As `select`.
             MismatchError: As `select`.
-
         """
         addresses = [entry.addresses(chosen) for entry, chosen in self.tiles(request, tokens)]
         if not addresses:
@@ -290,7 +284,6 @@ class DescriptorTable:
 
         Returns:
             The descriptors that NIXL posts for `select`, and the length of `descriptors`.
-
         """
         posted = sum(entry.rows.posted(chosen) for entry, chosen in self.tiles(request))
         return posted, len(self.descriptors(request))
@@ -306,7 +299,6 @@ class DescriptorTable:
 
         Returns:
             The number of bytes.
-
         """
         instance("request", request, TransferRequest)
         return sum(split_group.dead_bytes(request) for split_group in self._split_groups)
@@ -324,7 +316,6 @@ class DescriptorTable:
 
         Returns:
             Address and length in bytes of each range, ascending by address: uint64, shape (n, 2).
-
         """
         pair = Pair(self.plan, self.producer, self.consumer, self.layers)
         return unwritten_ranges(pair, request, self.descriptors(request))
@@ -358,7 +349,6 @@ class DescriptorTable:
         Raises:
             SpecError: As `select`.
             MismatchError: As `select`.
-
         """
         instance("request", request, TransferRequest)
         groups = self._groups
@@ -420,7 +410,6 @@ def build_table(
     ...     kvspec.plan_transfer(engine, engine), *caches, prefix_multiple=16)
     >>> table.producer_rows.tolist()  # Ten blocks of 16 tokens, 2 heads and 16 bytes each.
     [[1048576, 512, 0, 512, 10]]
-
     """
     instance("plan", plan, TransferPlan)
     instance("producer_cache", producer_cache, RankCache)
@@ -497,7 +486,6 @@ def check_engine(field: str, planned: EngineSpec, given: EngineSpec) -> None:
         field: Name of the cache's engine for errors.
         planned: The engine in the plan.
         given: The engine of the cache.
-
     """
     if given is not planned and given != planned:
         why = "the cache was laid out for another engine than the plan's"

@@ -95,7 +95,6 @@ class Tables:
         whole: Whether the group has recurrent states, which move with the last step.
         producer: Block table of the producer.
         consumer: Block table of the consumer.
-
     """
 
     edge: Edge
@@ -154,7 +153,6 @@ class Tables:
         Raises:
             SpecError: If a table is impossible, or the consumer's lacks tokens that move.
             MismatchError: If the producer's table lacks tokens that move.
-
         """
         check = self._check_tokens if token_split.tile else self._check_state
         check(self.sides(token_split))
@@ -258,7 +256,6 @@ class Tiles:
         block: Block in memory.
         tile: Tile in the block.
         ids: Ids, counted from the first id of each run.
-
     """
 
     block: Ints
@@ -281,7 +278,6 @@ def row_starts(request: TransferRequest, tables: Tables, token_split: TokenSplit
     Raises:
         MismatchError: If a recurrent state has seen other tokens than the request has.
         SpecError: If the number of cached tokens would cut a state.
-
     """
     if not token_split.tile:
         return _state(request, tables, token_split)
@@ -318,7 +314,6 @@ def tiles(
 
     Raises:
         SpecError: If a block id is not in the memory.
-
     """
     places = np.zeros((3, 2, len(starts[0])), np.int64)
     block, tile, ids = places[0], places[1], places[2]
@@ -393,7 +388,6 @@ class _Frame:
         block: Tokens of one block of the consumer's table, in this way of counting.
         producer: The tokens that the producer rank owns.
         consumer: The tokens that the consumer rank owns.
-
     """
 
     wanted: range
@@ -560,7 +554,6 @@ def _joined(
 
     Returns:
         The first tokens of the rows, and the number of tiles of each. None stands for one each.
-
     """
     if token_split.spans == 1 or len(tile_starts) < 2:  # noqa: PLR2004 - A pair has two tiles.
         return tile_starts, None

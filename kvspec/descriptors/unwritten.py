@@ -55,7 +55,6 @@ def unwritten_ranges(
 
     Returns:
         Address and length of each range, ascending by address, uint64 of shape (m, 2).
-
     """
     _, start, length = written.astype(np.int64).T
     order = np.argsort(start)

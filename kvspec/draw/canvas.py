@@ -56,7 +56,6 @@ def width_of(text: str, size: float = NORMAL, *, bold: bool = False) -> float:
 
     >>> round(width_of("tp0", 10.0), 1)
     17.4
-
     """
     # The factors are shares of the letter size. They are those of the widest font in `_FONT`.
     em = sum(0.42 if c in _NARROW else 1.01 if c in _WIDE else 0.66 for c in text)
@@ -85,7 +84,6 @@ def unit_noun(part: str) -> str:
 
     >>> unit_noun("k"), unit_noun("layers.0/v_scale"), unit_noun("conv_x")
     ('head', 'head', 'unit')
-
     """
     return "head" if part.rpartition("/")[2].partition("_")[0] in {"k", "v"} else "unit"
 
@@ -95,7 +93,6 @@ def shortened(text: str, longest: int) -> str:
 
     >>> shortened("model.layers.27", 10)
     'model.….27'
-
     """
     if len(text) <= longest:
         return text
@@ -158,7 +155,6 @@ class Canvas:
 
         Returns:
             The baseline of the next line.
-
         """
         line = ""
         for word in words:
@@ -175,7 +171,6 @@ class Canvas:
 
         Returns:
             The top of the next line.
-
         """
         x = MARGIN
         for fill, pattern, meaning in keys:

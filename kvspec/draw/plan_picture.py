@@ -73,7 +73,6 @@ class PartGroup:
         units: Number of units in the model.
         granularity: Units are sharded in multiples of this number.
         per_token: Whether a row of the parts belongs to tokens, not to a recurrent state.
-
     """
 
     name: str
@@ -110,7 +109,6 @@ class Read:
         groups: Names of the consumer's groups.
         layers: Names of the layers of these groups.
         row_bytes: Bytes of the units in all layers: of one token, or of one recurrent state.
-
     """
 
     consumer: RankId
@@ -136,7 +134,6 @@ class Line:
         words: Text behind the cells of the units.
         number: Number of the producer rank among all that are read. None if nothing is read.
         reads: The reads that begin or end at this line.
-
     """
 
     part_group: PartGroup
@@ -183,7 +180,6 @@ def scene(plan: TransferPlan, group: str | None) -> Scene:
 
     Raises:
         SpecError: If the consumer has no *group*, or the plan moves nothing of it.
-
     """
     if group is not None:
         plan.consumer.group(group)
@@ -383,7 +379,6 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     >>> picture = plan_svg(kvspec.plan_transfer(engine, engine))
     >>> "tp0 reads k+v heads 0..1 of attention from tp0" in picture
     True
-
     """
     instance("plan", plan, TransferPlan)
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
@@ -425,7 +420,6 @@ class _Column:
         words: Distance to the texts behind the cells.
         width: Width of each box.
         tops: Top edge of each box.
-
     """
 
     side: EngineColumn

@@ -79,7 +79,6 @@ class Stretch:
         layer: Name of the layer.
         part: Name of the part.
         units: Units of the model, in multiples of the granularity of their sharding.
-
     """
 
     memory: int
@@ -156,7 +155,6 @@ class Axis:
         lefts: Left edge of each stretch, in pixels.
         scale: Pixels a byte.
         omitted: For each stretch but the first, whether the gap before it is omitted.
-
     """
 
     stretches: list[Stretch]
@@ -210,7 +208,6 @@ class Axis:
         Args:
             runs: Rows of (producer address, consumer address, length, number).
             column: The column with the addresses of this side.
-
         """
         chunks = np.array(sorted((chunk.start, chunk.stop) for chunk, _ in self.chunks), np.int64)
         begin, end = runs[:, column], runs[:, column] + runs[:, 2]
@@ -402,7 +399,6 @@ def table_svg(
     >>> table = kvspec.build_table(kvspec.plan_transfer(engine, engine), cache, cache)
     >>> "one block of 1 layer: 1 run of 8 KiB, 8 KiB in all" in table_svg(table)
     True
-
     """
     instance("table", table, DescriptorTable)
     if request is not None:
@@ -448,7 +444,6 @@ class _Pool:
         block_size: Tokens of one block of the request's table.
         blocks: The longest range of block ids without the null block.
         context: The tokens that the rank owns.
-
     """
 
     block_size: int
@@ -539,7 +534,6 @@ def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ..
 
     Returns:
         The windows, the drawn layers, and whether each stretch shows one unit only.
-
     """
 
     def fits(count: int, *, by_unit: bool) -> bool:

@@ -48,7 +48,6 @@ class HeldPart:
         units: Number of units that the rank owns.
         states: Rows of one block in memory.
         chunks: Chunks of the content, see `Part`.
-
     """
 
     group: str
@@ -84,7 +83,6 @@ class EngineSpec:
     ...                     parallel=ParallelConfig(tp_size=8), layout="NHD", null_block=0)
     >>> engine.layout
     'LBNHC'
-
     """
 
     groups: tuple[KVCacheGroup, ...] = attrs.field(converter=_groups)
@@ -149,7 +147,6 @@ class EngineSpec:
         Args:
             group: A group of the engine.
             part: A part of a layer of *group*.
-
         """
         explicit = group.shardings.get(part.name)
         if explicit is None:
@@ -192,7 +189,6 @@ class EngineSpec:
 
         Raises:
             SpecError: If the layer or the rank is unknown, or `page_size_padded` is too small.
-
         """
         self.parallel.check_rank(rank)
         group = self.homes.get(instance("layer", layer, str))

@@ -57,7 +57,6 @@ class KVCacheGroup:
     >>> group = KVCacheGroup(name="full", layers=["l.0", "l.1"], spec=spec, kernel_block_size=16)
     >>> group.kernel_blocks_per_block
     4
-
     """
 
     name: str

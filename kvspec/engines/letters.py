@@ -70,7 +70,6 @@ def layout_letters(layout: object, field: str = "layout") -> str:
 
     >>> layout_letters("HND")
     'LBHNC'
-
     """
     name = without_alias(layout)
     requirement = "the letters L, B, H, N, C, optionally K, each once, outermost first, C last"

@@ -34,7 +34,6 @@ def stages_of(layers: list[str], parallel: ParallelConfig) -> dict[str, int]:
 
     >>> stages_of(["l.0", "l.7"], ParallelConfig(pp_size=2, stages=[range(0, 5), range(5, 8)]))
     {'l.0': 0, 'l.7': 1}
-
     """
     if parallel.pp_size == 1 and parallel.stages is None:
         return dict.fromkeys(layers, 0)

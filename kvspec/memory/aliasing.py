@@ -115,7 +115,6 @@ def check_separate(regions: Iterable[Region], split: Mapping[str, int]) -> None:
 
     Raises:
         SpecError: If two contents of one group share a byte, or two different blocks of two groups.
-
     """
     regions = list(regions)
     for region in regions:
@@ -147,7 +146,6 @@ def meetings(regions: Iterable[Region], split: Mapping[str, int]) -> Iterator[Me
     Yields:
         The two regions in the order of *regions*, and whether only blocks with the same id share
         bytes.
-
     """
     regions = list(regions)
     boxes_by_device: dict[tuple[str, int], list[_Box]] = {}

@@ -59,7 +59,6 @@ def allocate(
     >>> cache, storage = allocate(engine, RankId(), num_blocks=10)
     >>> storage["full"].shape
     (160,)
-
     """
     arrays: list[Any] = []
 
@@ -105,7 +104,6 @@ def plan_memory(
     >>> cache = plan_memory(engine, RankId(), num_blocks=10, address=4096)
     >>> [region.base for region in cache.regions]
     [4096, 4256]
-
     """
     next_address = positive_int("address", address, least=0)
     flag("shared", shared)

@@ -55,7 +55,6 @@ class Array:
         itemsize: Bytes of one element.
         memory: The memory that the tensor's storage occupies.
         dtype: The framework's name of the element type.
-
     """
 
     address: int
@@ -81,7 +80,6 @@ def check_tensor(field: str, tensor: Any, name: str | None = None) -> None:  # n
         SpecError: If a check fails.
 
     >>> check_tensor("cache", np.zeros(4, np.uint8))
-
     """
     name = field if name is None else name
     if isinstance(tensor, np.ndarray):
@@ -173,7 +171,6 @@ def dimensions(axes: object) -> Dims:
 
     >>> dimensions("BK(NHC)")
     ('B', 'K', 'NHC')
-
     """
     if isinstance(axes, str) and re.fullmatch(r"([A-Z]|\([A-Z]+\))*", axes):
         dims = tuple(
@@ -412,7 +409,6 @@ def check_layers(engine: EngineSpec, rank: RankId, tensors: object) -> None:
 
     Raises:
         SpecError: If a layer is missing or belongs to another rank.
-
     """
     if not isinstance(tensors, Mapping):
         expected = "a mapping from layer names to tensors"

@@ -49,7 +49,6 @@ class Placement:
         unit_stride: Bytes from one unit to the next.
         state_stride: Bytes from one row of a block to the next.
         chunk_stride: Bytes from one chunk of a content to the next.
-
     """
 
     layer: str
@@ -91,7 +90,6 @@ def place(
     ...     print(k.block_stride, k.state_stride, k.unit_stride, v.offset, size)
     64 16 8 192 384
     128 32 8 16 384
-
     """
     members = [
         Placement(layer, part, local_units(part), spec.page_size_padded)

@@ -99,7 +99,6 @@ class RankCache:
     (Memory(address=0, length=160, memory_type='DRAM', device=0),)
     >>> [(region.layer, region.part, region.block_stride) for region in cache.regions]
     [('layers.0', 'latent', 16)]
-
     """
 
     engine: EngineSpec
@@ -194,7 +193,6 @@ class RankCache:
 
         Raises:
             SpecError: If the rank does not have that part.
-
         """
         region = self._by_part.get((instance("layer", layer, str), instance("part", part, str)))
         if region is None:
@@ -245,7 +243,6 @@ class RankCache:
         >>> cache = RankCache.from_tensors(engine, RankId(), {"layers.0": tensor}, axes="BNC")
         >>> cache.region("layers.0", "latent").num_blocks
         10
-
         """
         regions, memory = read(engine, rank, tensors, axes)
         return RankCache(engine, rank, regions, memory)

@@ -47,7 +47,6 @@ class Region:
     (1, 1, 2, 5)
     >>> keys.extent
     range(1000, 1256)
-
     """
 
     group: str
@@ -136,7 +135,6 @@ def common_chunks(one: Region, other: Region) -> tuple[int, tuple[int, ...]]:
     >>> rows = attrs.evolve(keys, state_stride=8, chunks=1)
     >>> common_chunks(keys, rows)
     (2, (0, 2, 4, 6))
-
     """
     size = gcd(one.chunk_bytes, other.chunk_bytes)
     return size, tuple(range(0, one.content_bytes, size))
@@ -154,7 +152,6 @@ class Memory:
 
     >>> Memory(4096, 100).end
     4196
-
     """
 
     address: int

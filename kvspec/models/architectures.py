@@ -50,7 +50,6 @@ class State:
         kind: Name of the constructor of `MambaSpec`, such as ``mamba2``.
         fields: The arguments of the constructor. Each is a config key, or a product of keys such as
             ``mamba_expand*hidden_size``.
-
     """
 
     group: str
@@ -75,7 +74,6 @@ class Architecture:
         state: The recurrent layers, or None.
         indexer: Name of the layer that keeps the indexer keys of an MLA layer, or empty.
         defaults: Values that the model class supplies if the config omits them.
-
     """
 
     names: tuple[str, ...] = attrs.field(converter=_split)

@@ -97,7 +97,6 @@ def from_config(
     >>> (group,) = from_config(llama)
     >>> group.name, group.layers[0], group.spec.page_size_bytes()
     ('full', 'model.layers.0.self_attn.attn', 8192)
-
     """
     outer = _load(config)
     row, text, prefix = _resolve(outer)

@@ -48,7 +48,6 @@ def config(name: str) -> dict[str, object]:
 
     >>> config("qwen3-0.6b")["num_key_value_heads"]
     8
-
     """
     # A caller may change the dict, and the entries are cached.
     return copy.deepcopy(_entry(name)[1])

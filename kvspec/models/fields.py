@@ -43,7 +43,6 @@ class ModelConfig:
     Attributes:
         values: The parsed config.
         defaults: Values that the class supplies if the config omits them.
-
     """
 
     values: Mapping[str, object]

@@ -74,7 +74,6 @@ def calibrated(path: str | os.PathLike[str] | None = None) -> Costs:
 
     Raises:
         SpecError: If *path* is given, and it does not contain a calibration of this machine.
-
     """
     if path is not None:
         try:

@@ -77,7 +77,6 @@ def explain_cost(table: DescriptorTable, request: TransferRequest) -> str:
     Raises:
         SpecError: If the block tables of the request are wrong, or a calibration file is.
         MismatchError: If the request does not fit the table.
-
     """
     rows = table.descriptors(request)
     if not len(rows):

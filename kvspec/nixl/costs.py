@@ -37,7 +37,6 @@ class Costs:
         run_byte: Seconds for each byte of a permuted run.
         origin: Where the figures come from. The defaults were measured with NIXL over shared
             memory, on one core.
-
     """
 
     handle: float = attrs.field(default=1e-4, validator=_figure)
@@ -62,7 +61,6 @@ class Costs:
 
         >>> round(1e3 * Costs().direct(65_536, 16 << 20), 1)  # runs of 256 bytes, in ms
         159.3
-
         """
         return handles * self.handle + descriptors * self.descriptor + nbytes * self.byte
 
@@ -81,7 +79,6 @@ class Costs:
 
         >>> round(1e3 * Costs().staged(64, 18 << 20, 65_536, 16 << 20, batches=3), 1)
         11.9
-
         """
         moved = self.direct(ranges, read, batches) + self.order + batches * self.batch
         return moved + runs * self.run + nbytes * self.run_byte

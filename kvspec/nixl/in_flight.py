@@ -31,7 +31,6 @@ class Event:
         peer: Name of the peer.
         transfer: The transfer, or None for a notification. If it failed, it has an `error`.
         payload: Bytes of the notification.
-
     """
 
     kind: Literal["done", "failed", "freed", "notified"]
@@ -52,7 +51,6 @@ class NixlStats:
         peers: Connected peers.
         notifications: Notifications that were not returned yet.
         threads: Threads that wait in a method of the rank.
-
     """
 
     transfers: int = 0

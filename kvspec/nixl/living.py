@@ -38,7 +38,6 @@ class Held:
     Attributes:
         memories: All registered memories.
         buffers: Those of them that are staging buffers.
-
     """
 
     memories: tuple[Memory, ...] = ()

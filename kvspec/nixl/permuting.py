@@ -61,7 +61,6 @@ def copy_runs(
         inward: Copy from the slot to the near side, as a read does. Else copy to the slot.
         place: Memory type and device of both sides.
         scratch: Addresses of `SPARE` unused bytes below and above all slots, or nothing.
-
     """
     memory_type, device = place
     if memory_type == "DRAM":

@@ -59,7 +59,6 @@ class Offsets:
     Attributes:
         columns: An int64 array of shape (4, n): begin in the destination, begin in the source,
             number of the destination memory, number of the source memory.
-
     """
 
     columns: Ints
@@ -148,7 +147,6 @@ class RepeatedRuns:
         every: All runs, in order of the destination.
         begins: The first run of each group.
         pattern: The runs of one group, counted from its first.
-
     """
 
     every: Offsets
@@ -197,7 +195,6 @@ class ProductSpans:
         outer: Each gap is larger than the reach of the inner spans.
         inner: Offsets in ascending order, without overlap.
         nbytes: Bytes of each inner span.
-
     """
 
     outer: Offsets

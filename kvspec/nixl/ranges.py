@@ -66,7 +66,6 @@ class Repeated:
         area: Number of the far memory of each run. Shape (runs,).
         far_tile: Far address of each tile. Shape (tiles,).
         near_tile: Near address of each tile. Shape (tiles,).
-
     """
 
     far: Ints
@@ -95,7 +94,6 @@ class Moves:
         offset: Begin of each run in the slot, in bytes. Shape (runs,).
         near: Near address of each run. Shape (runs,).
         length: Bytes of each run.
-
     """
 
     offset: Ints
@@ -112,7 +110,6 @@ class _Windows:
         first: Number of the first run of each window. Its runs end before the next window's first.
         start: Far address of each window, counted from its tile.
         end: End of each window, counted from its tile.
-
     """
 
     runs: Repeated
@@ -221,7 +218,6 @@ class Batch:
         length: Bytes of each range.
         nbytes: Bytes of all ranges.
         chunks: Which chunks of the transfer are in the batch.
-
     """
 
     address: Ints
@@ -248,7 +244,6 @@ class Ranges:
         _window: For each chunk, its window.
         _tile: For each chunk, its tile.
         _packed: For each chunk, its begin if all ranges lay one after the other.
-
     """
 
     batches: tuple[Batch, ...]
@@ -293,7 +288,6 @@ def ranges_of(repeated_sets: Sequence[Repeated], longest: int, gap: int) -> Rang
 
     Returns:
         The ranges, or None if a run is longer than a slot.
-
     """
     repeated_sets = [runs for runs in repeated_sets if runs.runs]
     if any(int(runs.length.max()) > longest for runs in repeated_sets):

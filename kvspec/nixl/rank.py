@@ -68,7 +68,6 @@ class NixlRank:
     Raises:
         SpecError: If an argument is wrong, or a live rank of this process has or knows *name*.
         TransferError: With state "unavailable" if nixl or its UCX backend is missing.
-
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class NixlRank:
         Raises:
             SpecError: If a memory overlaps a registered one in part, or overlaps a staging buffer
                 of this or another rank.
-
         """
         with self._agent.locked():
             self._agent.owners.append(owner)
@@ -185,7 +183,6 @@ class NixlRank:
 
         Raises:
             WireError: If *metadata* is damaged or was sealed with another secret.
-
         """
         return self._peers.introduce(metadata).name
 
@@ -207,7 +204,6 @@ class NixlRank:
             WireError: If *metadata* is damaged or was sealed with another secret.
             TransferError: With state "stale_peer" if another agent with this name is connected. A
                 polled rank also raises the errors of `read`.
-
         """
         peer = self._peers.introduce(metadata)
         if self._peers.load(peer) and self.polled:
@@ -228,7 +224,6 @@ class NixlRank:
 
         Raises:
             TransferError: With state "busy" while a transfer with the peer is not over.
-
         """
         with self._agent.locked():
             self._in_flight.check_idle(peer)
@@ -255,7 +250,6 @@ class NixlRank:
             SpecError: If the rows are malformed.
             TransferError: With state "not_registered" if a row is outside registered memory, or
                 "stale_peer" if *peer* is not connected.
-
         """
         check_memory_type(memory_type)
         checked = checked_rows(rows)
@@ -296,7 +290,6 @@ class NixlRank:
         Raises:
             SpecError: If the ids are wrong, or a destination byte is named twice.
             TransferError: With state "busy" if another transfer moves some of the same bytes.
-
         """
         pairs = [(local, local_ids, remote, remote_ids)]
         return self.move("READ", pairs, request=request, timeout=timeout)[0]
@@ -332,7 +325,6 @@ class NixlRank:
         Raises:
             SpecError: As in `read`.
             TransferError: As in `read`.
-
         """
         found = specs_of(self._agent, operation, pairs, self._buffers, request, timeout)
         return self._in_flight.start(found)
@@ -342,7 +334,6 @@ class NixlRank:
 
         Returns:
             The transfers whose blocks are free again.
-
         """
         return self._in_flight.reap()
 
@@ -356,7 +347,6 @@ class NixlRank:
 
         Returns:
             The events.
-
         """
         return self._in_flight.pump(budget)
 
@@ -366,7 +356,6 @@ class NixlRank:
         Raises:
             SpecError: If *payload* is not bytes, or longer than 64 KiB.
             TransferError: With state "stale_peer" if *peer* is not connected.
-
         """
         check_payload(payload)
         with self._agent.locked():
@@ -390,7 +379,6 @@ class NixlRank:
 
         Raises:
             TransferError: With state "timeout" if none arrived in time.
-
         """
         return self._inbox.wait(payload, timeout, peer)
 

@@ -61,7 +61,6 @@ class _Part:
         posted: The first tile of each descriptor that NIXL posts for one run, in the order of ids.
         tiles: Number of tiles.
         size: Bytes of one tile.
-
     """
 
     runs: RepeatedRuns
@@ -87,7 +86,6 @@ def pair_selection(
         rows: The rows of both sides.
         target: The side that is written.
         local: The side of this rank.
-
     """
     picked = selection.parts
     worked_out = _alone(*picked[0]) if len(picked) == 1 else None

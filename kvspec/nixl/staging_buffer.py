@@ -67,7 +67,6 @@ class Staging:
 
     Raises:
         SpecError: If an attribute is wrong.
-
     """
 
     buffer: Any = BUFFER
@@ -154,7 +153,6 @@ class User(Protocol):
     Attributes:
         buffer: The buffer of the transfer, or None.
         ticket: The ticket of the transfer if it waits for a slot, else None.
-
     """
 
     buffer: StagingBuffer | None
@@ -181,7 +179,6 @@ class StagingBuffer:
         scratch: Addresses of the unused bytes below and above all slots, or nothing. `copy_runs`
             writes there.
         slots: Number of slots.
-
     """
 
     def __init__(
@@ -247,7 +244,6 @@ class Buffers:
 
     Attributes:
         staging: The settings, or None if nothing is staged.
-
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class Transfer:
             telemetry.
         error: The `TransferError` if the transfer failed, else None.
         staged: Whether the transfer moves through the staging buffer.
-
     """
 
     def __init__(self, agent: Agent, spec: TransferSpec) -> None:
@@ -98,7 +97,6 @@ class Transfer:
 
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
-
         """
         with self._agent.locked():
             self.step()
@@ -117,7 +115,6 @@ class Transfer:
 
         Raises:
             TransferError: If the transfer failed, or its deadline is over.
-
         """
         rest, settled = FIRST_WAIT, self._settled
         with self._agent.waiting():

@@ -34,7 +34,6 @@ class Prepared:
 
     Attributes:
         peer: Name of the peer that has the memory, or None for memory of this rank.
-
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class CoverFault:
         kind: "missing" if no interval contains the place, "double" if two do, "outside" if an
             interval leaves the target.
         where: The integers of that place.
-
     """
 
     kind: Literal["missing", "double", "outside"]
@@ -57,7 +56,6 @@ def cover_fault(intervals: Iterable[range], target: range) -> CoverFault | None:
     CoverFault(kind='missing', where=range(2, 3))
     >>> cover_fault([range(0, 3), range(2, 4)], range(4))
     CoverFault(kind='double', where=range(2, 3))
-
     """
     reached = target.start
     for interval in sorted(intervals, key=lambda r: (r.start, r.stop)):

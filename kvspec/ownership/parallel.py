@@ -52,7 +52,6 @@ class RankId:
 
     >>> print(RankId(tp=3), RankId(pp=1, tp=3))
     tp3 pp1.tp3
-
     """
 
     pp: int = 0
@@ -124,7 +123,6 @@ class ParallelConfig:
     ['tp0', 'tp1', 'pp1.tp0', 'pp1.tp1']
     >>> ParallelConfig(tp_size=2, shardings={3: [range(0, 2), range(2, 3)]}).sharding(3).ranges
     (range(0, 2), range(2, 3))
-
     """
 
     tp_size: int = 1
@@ -225,7 +223,6 @@ class ParallelConfig:
 
         Returns:
             The explicit sharding for that many units, or the even one.
-
         """
         explicit = self._checked_shardings.get(units)
         if explicit is None:

@@ -67,7 +67,6 @@ class Part:
     >>> import kvspec
     >>> kvspec.Part(name="k", units=8, states=16, content_bytes=128, tokens_per_state=1).units
     8
-
     """
 
     name: str

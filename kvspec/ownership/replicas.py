@@ -62,7 +62,6 @@ class ReplicaClass:
     Attributes:
         replicas: Indices of the producer ranks, in ascending order.
         consumers: Indices of the consumer ranks, in ascending order.
-
     """
 
     replicas: tuple[int, ...]
@@ -95,7 +94,6 @@ class PolicyRule:
             candidates differ by at most one.
         striped: Whether each reader reads all its candidates in turns of blocks.
         topology: Whether the policy needs the nodes of the ranks.
-
     """
 
     candidates: Candidates | None = None
@@ -142,7 +140,6 @@ class Topology:
     >>> topology = Topology(producer=nodes, consumer=nodes)
     >>> ReplicaPolicy("nearest", topology=topology).name
     'nearest'
-
     """
 
     producer: Mapping[RankId, Hashable] = attrs.field(converter=_by_rank)
@@ -163,7 +160,6 @@ class Topology:
         >>> two = ParallelConfig(tp_size=2)
         >>> list(Topology.packed(two, two, ranks_per_node=1).consumer.values())
         [0, 1]
-
         """
         positive_int("ranks_per_node", ranks_per_node)
         sides = (
@@ -207,7 +203,6 @@ class ReplicaPolicy:
 
     >>> ReplicaPolicy("spread", salt=2)
     ReplicaPolicy(name='spread', salt=2, topology=None)
-
     """
 
     name: ReplicaPolicyName = attrs.field(default="spread", validator=_policy)
@@ -257,7 +252,6 @@ class ReplicaChooser:
         policy: Definition of the policy.
         salt: Rotation of the choice.
         nodes: Node of each producer rank and of each consumer rank, or empty tuples.
-
     """
 
     policy: PolicyRule
@@ -293,7 +287,6 @@ class ReplicaChooser:
 
         Raises:
             SpecError: If `stripe` would make more than `MAX_STRIPES` pairs of ranks.
-
         """
         among = self._among(reader, replica_class)
         number, consumers, replicas = (

@@ -44,7 +44,6 @@ class Sharding:
     >>> sharding = Sharding(4, (range(0, 2), range(0, 2), range(2, 4)))
     >>> sharding.ranks_of(range(1, 3))
     (0, 1, 2)
-
     """
 
     units: int
@@ -107,7 +106,6 @@ def even_sharding(units: int, tp_size: int, granularity: int = 1) -> Sharding:
     (range(0, 2), range(2, 5), range(5, 8))
     >>> even_sharding(2, 4).ranges
     (range(0, 1), range(0, 1), range(1, 2), range(1, 2))
-
     """
     for field, size in (("units", units), ("tp_size", tp_size), ("granularity", granularity)):
         positive_int(field, size)
@@ -134,7 +132,6 @@ def explicit_shardings(value: object, keys: str) -> Frozen[Any, Ranges]:
     Args:
         value: The mapping from the user.
         keys: Description of its keys for the error, such as "part names".
-
     """
     shardings = mapping("shardings", value, f"{keys} to one range for each TP rank")
     return Frozen(
@@ -160,7 +157,6 @@ def explicit_sharding(field: str, units: int, ranges: object, tp_size: int) -> S
 
     >>> explicit_sharding("shardings[3]", 3, (range(0, 2), range(2, 3)), 2).holders
     ((0,), (1,))
-
     """
     if not isinstance(ranges, tuple) or len(ranges) != tp_size:
         raise SpecError(field, ranges, f"one range for each of the {tp_size} TP ranks")

@@ -54,7 +54,6 @@ class TPTransferSlice:
         remote_range: The same units, as places among the units that the remote rank owns.
         layers: Names of the layers. It is empty if the slice holds for each layer of a spec.
         stripe: Virtual blocks of a request that move between the two ranks.
-
     """
 
     remote_rank: int
@@ -79,7 +78,6 @@ class UnitRange(NamedTuple):
         stop: First unit after the range.
         stripe: Virtual blocks that move from this producer rank.
         replicas: Producer ranks among which *producer* was chosen.
-
     """
 
     producer: int
@@ -144,7 +142,6 @@ def transfer_slices(
     Returns:
         One slice for each remote rank and range of units. Parts with equal units and granularity
         have common slices.
-
     """
     slices = []
     for part, names in _names_by_units(parts):

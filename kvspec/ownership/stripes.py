@@ -36,7 +36,6 @@ class Stripe:
 
     >>> [block for block in range(7) if Stripe(1, 3).holds(block)]
     [1, 4]
-
     """
 
     first: int = 0
@@ -82,7 +81,6 @@ def times_held(stripes: Iterable[Stripe]) -> int:
     >>> halves = Stripe(0, 2), Stripe(1, 2)
     >>> times_held(halves), times_held(halves[:1]), times_held([WHOLE, *halves[1:]])
     (1, 0, 2)
-
     """
     all_stripes = tuple(stripes)
     period = max((stripe.step for stripe in all_stripes), default=1)

@@ -48,7 +48,6 @@ class BlockCyclic:
 
     >>> BlockCyclic(rank=0, size=2, interleave=2).owns(np.arange(6)).tolist()
     [True, True, False, False, True, True]
-
     """
 
     rank: int = 0

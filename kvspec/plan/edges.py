@@ -56,7 +56,6 @@ class Edge:
     >>> edge = kvspec.plan_transfer(producer, consumer).edges[1]
     >>> str(edge.producer), str(edge.consumer), edge.slices[0].global_range
     ('tp2', 'tp0', range(1, 2))
-
     """
 
     producer: RankId
@@ -76,7 +75,6 @@ class Assignment:
         reader: Index of the consumer rank in `ParallelConfig.ranks`.
         layers: The layers of the replica group that are in the consumer rank's pipeline stage.
         unit_range: The units and the chosen producer rank, as an index too.
-
     """
 
     replica_group: ReplicaGroup

@@ -49,7 +49,6 @@ def mismatches(producer: EngineSpec, consumer: EngineSpec) -> tuple[Mismatch, ..
     >>> found = mismatches(producer, consumer)
     >>> [(mismatch.field, mismatch.producer, mismatch.consumer) for mismatch in found]
     [('l.0 and 1 more.head_size', 64, 128)]
-
     """
     instance("producer", producer, EngineSpec)
     instance("consumer", consumer, EngineSpec)

@@ -63,7 +63,6 @@ class TransferPlan:
     >>> plan = kvspec.plan_transfer(engine, engine)
     >>> [str(rank) for rank in plan.sources(kvspec.RankId())]
     ['tp0']
-
     """
 
     producer: EngineSpec
@@ -105,7 +104,6 @@ class TransferPlan:
 
         Raises:
             SpecError: If *edge* is not an edge of this plan.
-
         """
         instance("edge", edge, Edge)
         pair = self._pairs.get((edge.producer_group, edge.group))
@@ -122,7 +120,6 @@ class TransferPlan:
 
         Raises:
             SpecError: If an engine does not have the rank.
-
         """
         self.producer.parallel.check_rank(producer, "producer")
         self.consumer.parallel.check_rank(consumer, "consumer")
@@ -249,7 +246,6 @@ def plan_transfer(
     ['tp4', 'tp6']
     >>> [str(rank) for rank in plan.notifies(RankId(tp=1))]
     ['tp4', 'tp5', 'tp6', 'tp7']
-
     """
     for field, engine in (("producer", producer), ("consumer", consumer)):
         instance(field, engine, EngineSpec)

@@ -46,7 +46,6 @@ class GroupPair:
         producer: The group in the producer's description.
         consumer: The group in the consumer's description.
         layers: Names of the shared layers that neither side excludes.
-
     """
 
     producer: KVCacheGroup
@@ -102,7 +101,6 @@ class ReplicaGroup:
         producer_sharding: The units of each producer rank, in the order of `ParallelConfig.ranks`.
             A rank outside the replica group owns no units here.
         consumer_sharding: The same for the consumer ranks.
-
     """
 
     pair: GroupPair

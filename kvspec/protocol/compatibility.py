@@ -48,7 +48,6 @@ def compatibility_hash(engine: EngineSpec, excluded: Iterable[str] = ()) -> str:
     True
     >>> compatibility_hash(engine(16, 4)) == compatibility_hash(engine(16, 4, head_size=64))
     False
-
     """
     instance("engine", engine, EngineSpec)
     without = {*engine.excluded, *texts("excluded", excluded, "layer names")}

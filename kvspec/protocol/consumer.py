@@ -48,7 +48,6 @@ class ConsumerLedger:
         heartbeat: Seconds between heartbeats, and between repeats of unanswered messages. It must
             be less than half of the producer's lease.
         patience: Seconds for which messages to a silent producer are repeated.
-
     """
 
     def __init__(self, me: RankAddress, *, heartbeat: float = 5.0, patience: float = 60.0) -> None:
@@ -84,7 +83,6 @@ class ConsumerLedger:
         Raises:
             SpecError: If the request is open already, or the producer's incarnation is not the
                 connected one.
-
         """
         if plan.request_id in self._loads:
             raise SpecError("request_id", plan.request_id, "the id of no open request")
@@ -98,7 +96,6 @@ class ConsumerLedger:
 
         Returns:
             Actions. A request that moves no data is ready at once.
-
         """
         self.check(plan)
         most = seconds("timeout", timeout)
@@ -129,7 +126,6 @@ class ConsumerLedger:
 
         Returns:
             By source and layer, the position up to which it is written.
-
         """
         load = self._loads.get(request_id)
         if load is None or load.state != "moving":
@@ -163,7 +159,6 @@ class ConsumerLedger:
         Raises:
             SpecError: If the request does not move, or the step would move data twice or before it
                 was written.
-
         """
         return self._whole(
             self._now, request_id, lambda: self._start(request_id, source, group, layers, upto)
@@ -217,7 +212,6 @@ class ConsumerLedger:
             now: Time in seconds.
             quiet: Whether the step can write no more. If not, call `finish` or `fail` again later.
             state: State of the error, if this is the first fault of the request.
-
         """
         return self._whole(
             now, self._reads(step), lambda: self._fail(step, why, now, state, quiet=quiet)

@@ -57,7 +57,6 @@ def register(kind: Kind) -> Kind:
 
     Raises:
         SpecError: If *kind* is not an attrs class, or another class has its name.
-
     """
     given: object = kind
     if not isinstance(given, type) or not attrs.has(given):

@@ -62,7 +62,6 @@ class Extent:
         consumer: Tokens that the consumer's context rank owns.
         stripe: Blocks of this producer rank, if replicas share the work.
         block: Tokens of one block of the stripe.
-
     """
 
     layers: tuple[str, ...] = attrs.field(converter=_layers)

@@ -64,7 +64,6 @@ class Handshake:
         model: The caller's name of the weights. Both engines must have the same.
         revision: The caller's revision of the weights. Both engines must have the same.
         library: Version of kvspec that wrote the handshake. By default, this version.
-
     """
 
     engine_id: str = attrs.field(validator=_name)
@@ -122,7 +121,6 @@ def disagreements(producer: Handshake, consumer: Handshake) -> tuple[Mismatch, .
 
     Returns:
         The differences. Empty if the engines can exchange data.
-
     """
     instance("producer", producer, Handshake)
     instance("consumer", consumer, Handshake)
@@ -150,7 +148,6 @@ def one_engine(handshakes: Iterable[Handshake]) -> dict[RankId, Handshake]:
     Raises:
         MismatchError: If engines, epochs, models or replica policies differ.
         SpecError: If a rank is missing or occurs twice.
-
     """
     given = sequence("handshakes", handshakes, "Handshakes, one for each rank of an engine")
     if not given:

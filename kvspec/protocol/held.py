@@ -92,7 +92,6 @@ class Request:
         starts: Incarnations of reading engines.
         early: Messages that came before the request was admitted.
         written: Written tokens by group and layer.
-
     """
 
     key: Key

@@ -51,7 +51,6 @@ class LoadPlan:
         sample: As in `Message`.
         partial: Whether to read only written data. Else all data is written already.
         again: Whether another attempt follows if this one fails. Then a failure is not sent.
-
     """
 
     request_id: str
@@ -121,7 +120,6 @@ class LoadPlan:
 
         Returns:
             The load.
-
         """
         sources: dict[RankId, dict[Place, int]] = {}
         for producer in plan.sources(rank):

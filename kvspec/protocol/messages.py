@@ -118,7 +118,6 @@ class Message:
         extent: In a `checksum_request`, the contents.
         total: In a `checksum`, its 8 bytes.
         pushed: In messages about pushes, the written data.
-
     """
 
     kind: str

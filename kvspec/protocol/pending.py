@@ -22,7 +22,6 @@ class Source:
         frontiers: How far each layer has moved.
         whole: Whether the last byte has arrived.
         valid: Whether the producer answered, after that, that it still held the request.
-
     """
 
     frontiers: Frontiers

@@ -37,7 +37,6 @@ class ProducerLedger:
             reader. A freed or unknown request is remembered as long.
         longest: Seconds after which heartbeats no longer extend the lease.
         most_early: Number of messages to keep for requests that are not admitted yet.
-
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class ProducerLedger:
 
         Raises:
             SpecError: If the id is held already, or the nonce was used before.
-
         """
         actions = self.tick(now)
         key = Key(request_id, nonce)
@@ -177,7 +175,6 @@ class ProducerLedger:
 
         Raises:
             SpecError: If *epoch* is less than before.
-
         """
         self._present.connect(engine_id, epoch)
 

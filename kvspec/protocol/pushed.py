@@ -26,7 +26,6 @@ class Pushed:
         state_tokens: Tokens that a recurrent state has seen, or 0 if none is written.
         cached: Checksum, 16 bytes, of the first position of each group.
         blocks: Checksum, 16 bytes, of the blocks of each group.
-
     """
 
     num_tokens: int

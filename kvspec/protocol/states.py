@@ -17,7 +17,6 @@ class Row:
         state: The next state.
         done: What the ledger does.
         why: Why that is right.
-
     """
 
     state: str

@@ -128,7 +128,6 @@ def encode_handshake(handshake: Handshake) -> bytes:
 
     Raises:
         SpecError: If a peer could not decode it.
-
     """
     shake = instance("handshake", handshake, Handshake)
     encoder = Encoder()
@@ -172,7 +171,6 @@ def decode_handshake(data: bytes) -> Handshake:
 
     Raises:
         WireError: If *data* is not a handshake of this version.
-
     """
     fields = _fields(data)
     decoder = Decoder()
@@ -264,7 +262,6 @@ def decode_message(data: bytes) -> Message:
 
     Raises:
         WireError: If *data* is not a message of this version.
-
     """
     if not isinstance(data, bytes) or len(data) > MAX_MESSAGE or not data.startswith(_MESSAGE):
         shown = data[: len(_MESSAGE)] if isinstance(data, bytes) else type(data).__name__

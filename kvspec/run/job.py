@@ -59,7 +59,6 @@ class Job:
 
     Raises:
         SpecError: If an attribute is wrong.
-
     """
 
     producer: EngineSpec

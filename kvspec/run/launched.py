@@ -56,7 +56,6 @@ class Place:
         local: Number of this process on its machine.
         address: Host of the store.
         port: Port of the store.
-
     """
 
     number: int
@@ -71,7 +70,6 @@ class Place:
 
         Raises:
             SpecError: If a variable is missing, or the number of processes is not that of *job*.
-
         """
         if launcher not in LAUNCHERS:
             raise SpecError("launcher", launcher, f"one of {', '.join(LAUNCHERS)}")
@@ -116,7 +114,6 @@ def run_launched(job: Job, place: Place, progress: Progress | None = None) -> Re
 
     Raises:
         GoneError: If the run failed, on all processes but the first.
-
     """
     began = time.monotonic()
     _ = job.plan  # planning is a check

@@ -79,7 +79,6 @@ def check_job(job: Job) -> int:
     Raises:
         SpecError: If the job needs more than the machine has.
         MismatchError: If the engines do not fit.
-
     """
     _ = job.plan  # planning is a check
     check_memory(job.cache_bytes())
@@ -101,7 +100,6 @@ def run_transfer(job: Job, progress: Progress | None = None) -> Report:
     Raises:
         SpecError: If the job cannot run. Then nothing has started.
         MismatchError: If the engines do not fit. Then nothing has started.
-
     """
     devices = check_job(job)
     deadline, seconds = time.monotonic() + job.timeout, dict[str, float]()

@@ -27,7 +27,6 @@ def check_kills(job: Job, kills: int) -> list[Job]:
 
     Raises:
         SpecError: If the job cannot run with so many *kills*.
-
     """
     if positive_int("kill", kills, least=0) > job.requests:
         raise SpecError("kill", kills, f"at most requests={job.requests}, one kill for each")
@@ -69,7 +68,6 @@ def run_recovery(
     Raises:
         SpecError: If the job cannot run. Then nothing has started.
         MismatchError: If the engines do not fit. Then nothing has started.
-
     """
     drawn = random.Random(job.seed)  # noqa: S311 - no secret
     faults = [drawn.choice(KILLS) for _ in range(kills)]

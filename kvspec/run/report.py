@@ -39,7 +39,6 @@ class Compared:
         free: Number of bytes that may have any value.
         wrong: Number of wrong bytes.
         lines: The first wrong bytes, one line each.
-
     """
 
     judged: int
@@ -62,7 +61,6 @@ class RankReport:
         finished: Number of requests with all notifications.
         compared: The comparison of the cache.
         torch: Whether the process imported torch.
-
     """
 
     side: Side
@@ -99,7 +97,6 @@ class Report:
         stages: Seconds of each stage, in order.
         sending: Finished and expected numbers of (rank, request) pairs of the active side.
         receiving: The same numbers of the other side.
-
     """
 
     ranks: tuple[RankReport, ...]
@@ -202,7 +199,6 @@ class Figures:
         leaked: Objects that are left at the end.
         seconds: Seconds of the run.
         died: Rank that ended the run, because it died without a kill or gave no answer.
-
     """
 
     requests: int = 0

@@ -106,7 +106,6 @@ class TcpChannel:
     >>> with closing(TcpChannel("127.0.0.1")) as channel:
     ...     channel.address.startswith("127.0.0.1:")
     True
-
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, public: str = "") -> None:

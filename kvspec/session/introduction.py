@@ -84,7 +84,6 @@ def new_remote_id(request_id: str) -> str:
 
     >>> new_remote_id("request-1").split("#")[0]
     'request-1'
-
     """
     key = Key(request_id, secrets.token_bytes(_NONCE))
     return f"{key.request_id}#{key.nonce.hex()}"

@@ -35,7 +35,6 @@ class Settled:
         expired: Ids of requests whose lease ended, or that were aborted. A later reader receives
             `gone`.
         foreign: The last few messages that changed nothing, each with the reason.
-
     """
 
     done: tuple[str, ...] = ()
@@ -92,7 +91,6 @@ class Ledger:
 
         Raises:
             SpecError: If the request is held already, or *blocks* do not fit the engine.
-
         """
         key, tables = key_of(remote_id), tables_of("blocks", {} if blocks is None else blocks)
         if readers is not None:
@@ -122,7 +120,6 @@ class Ledger:
 
         Raises:
             SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
-
         """
         key, homes = key_of(remote_id), self._engine.homes
         named = sequence("layers", tuple(homes) if layers is None else layers, "names of layers")

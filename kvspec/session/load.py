@@ -64,7 +64,6 @@ class Progress:
         remote_id: Name of the request, from `new_remote_id`.
         state: "moving", "done" or "failed".
         error: The first error, or None. It is set before the state becomes "failed".
-
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Progress:
         Raises:
             TransferError: The `error` if it failed. With state "closed" if the session was closed
                 before.
-
         """
         rest = FIRST_WAIT
         while self.poll() == "moving":
@@ -233,7 +231,6 @@ class SessionLoad(Progress):
 
         Returns:
             A uint64 array of shape (ranges, 2): address and length in bytes.
-
         """
         lanes = self.remote.tables.values()
         left = [table.unwritten_ranges(self.request) for table in lanes]

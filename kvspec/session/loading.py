@@ -69,7 +69,6 @@ class Loading:
 
     Attributes:
         recorded: Actions of the ledger that are still to be carried out, in order.
-
     """
 
     book: ConsumerLedger

@@ -59,7 +59,6 @@ class PromptLoad:
     Attributes:
         request: The request.
         load: The `SessionLoad` after the producer is connected, else None.
-
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class PromptLoad:
 
         Raises:
             KVSpecError: The `error` if the load failed, or the session was closed before.
-
         """
         while self.poll() == "moving":
             if self.load is not None and self.load.remote.unheard:
@@ -161,7 +159,6 @@ class Prompts:
             producer is connected meanwhile.
         most: Number of producers that stay connected. Beyond it, the least recently used is
             disconnected, so that producers that are gone for good use no memory.
-
     """
 
     def __init__(
@@ -193,7 +190,6 @@ class Prompts:
 
         Returns:
             The load.
-
         """
         instance("prompt", prompt, PrefillTicket)
 

@@ -35,7 +35,6 @@ class ReadOptions:
         again: Whether another attempt follows if this one fails.
         sample: Which of the equal requests of one prompt reads.
         samples: How many equal requests the prompt has.
-
     """
 
     attempt: int = 0

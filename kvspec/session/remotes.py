@@ -57,7 +57,6 @@ def judged(
         WireError: If an introduction is damaged or was sealed with another secret.
         SpecError: If a rank is missing or occurs twice.
         MismatchError: If engines, models, replica policies or epochs do not fit.
-
     """
     if not isinstance(role, str) or role not in ("producer", "consumer"):
         raise SpecError("role", role, "'producer' or 'consumer'")

@@ -67,7 +67,6 @@ class Session:
     Raises:
         SpecError: If an argument is wrong.
         TransferError: If *nixl* is closed, or the default channel cannot listen.
-
     """
 
     def __init__(
@@ -146,7 +145,6 @@ class Session:
 
         Raises:
             TransferError: With state "timeout". Its `rank` is the address that did not answer.
-
         """
         with self._connecting.held:
             most = seconds("timeout", timeout)
@@ -181,7 +179,6 @@ class Session:
                 connected one.
             MismatchError: If engines, models, replica policies or epochs do not fit.
             TransferError: If a connection fails, or the session is closed.
-
         """
         with self._connecting.held:
             most = seconds("timeout", timeout)
@@ -246,7 +243,6 @@ class Session:
             SpecError: As `DescriptorTable.select`, or for wrong arguments.
             MismatchError: As `DescriptorTable.select`.
             TransferError: With state "busy" if an unfinished load writes the same blocks.
-
         """
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
@@ -295,7 +291,6 @@ class Session:
             SpecError: As in `load`, or if the request is not held or was pushed before.
             MismatchError: As in `load`.
             TransferError: As in `load`.
-
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)

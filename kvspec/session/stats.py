@@ -26,7 +26,6 @@ class SessionStats:
         engines: Connected engines.
         leaving: Old engines whose connections still exist.
         sums: Checksums that readers wait for.
-
     """
 
     loads: int = 0

@@ -62,7 +62,6 @@ class PrefillTicket:
         num_tokens: Number of tokens that the producer has computed.
         tables: Block tables of the producer, by group.
         content: Checksum of these tokens from `content_of`, or "".
-
     """
 
     engine_id: str
@@ -83,7 +82,6 @@ class PrefillTicket:
 
         Raises:
             SpecError: If the ticket is of another prompt.
-
         """
         own = _sum(_tokens(token_ids)[: self.num_tokens])
         if self.content not in ("", own):
@@ -96,7 +94,6 @@ class PrefillTicket:
 
         Raises:
             SpecError: If it asks for others.
-
         """
         self._check_count(request.num_tokens)
         asked = request.producer_blocks
@@ -122,7 +119,6 @@ class PrefillTicket:
 
         Returns:
             The parameters for `from_params`.
-
         """
         return {**self._said(), "remote_seal": self._mac(secret).hex()}
 
@@ -151,7 +147,6 @@ class PrefillTicket:
 
         Raises:
             SpecError: If a field is missing or malformed, or the seal is wrong.
-
         """
         told = mapping("remote", given, "parameter names to values")
         said: dict[str, Any] = {field: told.get(name) for field, name in _SAID.items()}
@@ -187,7 +182,6 @@ class PrefillTicket:
 
         Raises:
             SpecError: As `TransferRequest`, or if the ticket has fewer tokens.
-
         """
         self._check_count(num_tokens)
         return TransferRequest(
@@ -214,7 +208,6 @@ def content_of(token_ids: Sequence[int]) -> str:
 
     >>> content_of([1, 2, 3]) == content_of((1, 2, 3)) != content_of([1, 2])
     True
-
     """
     return _sum(_tokens(token_ids))
 

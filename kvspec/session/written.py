@@ -40,7 +40,6 @@ def placed(
 
     Raises:
         SpecError: If the consumer's table has no blocks for them.
-
     """
     size = plan.consumer.virtual_block(group)
     for spec in _moving(plan, group):

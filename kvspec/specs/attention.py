@@ -64,7 +64,6 @@ class AttentionSpec(LayerSpec):
             as a whole.
         page_block_size: Tokens of one opaque page, or None for a whole block. It is the kernel's
             block size if a block of the table consists of several kernel blocks.
-
     """
 
     head_size: int = attrs.field(validator=is_size)
@@ -183,7 +182,6 @@ class FullAttentionSpec(AttentionSpec):
     ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> spec.page_size_bytes(tp_rank=0, tp_size=4) == 16 * 2 * (128 + 128) * 2
     True
-
     """
 
     total_num_kv_heads: int = attrs.field(validator=is_size)
@@ -281,7 +279,6 @@ class SlidingWindowSpec(FullAttentionSpec):
     ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16", sliding_window=4)
     >>> spec.live_tokens(10)  # The query at position 10 reads 7, 8, 9 and itself.
     range(7, 10)
-
     """
 
     sliding_window: int = attrs.field(validator=is_size)
@@ -307,7 +304,6 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
     ...                                  dtype="bfloat16", attention_chunk_size=8)
     >>> spec.live_tokens(10), spec.live_tokens(16)
     (range(8, 10), range(0, 0))
-
     """
 
     attention_chunk_size: int = attrs.field(validator=is_size)
@@ -330,7 +326,6 @@ class MLAAttentionSpec(AttentionSpec):
     >>> spec = MLAAttentionSpec(block_size=64, head_size=576, dtype="bfloat16")
     >>> spec.page_size_bytes(tp_rank=3, tp_size=8) == 64 * 576 * 2
     True
-
     """
 
     @cached_property
@@ -353,7 +348,6 @@ class SlidingWindowMLASpec(MLAAttentionSpec):
     ... )
     >>> spec.live_tokens(10)
     range(7, 10)
-
     """
 
     sliding_window: int = attrs.field(validator=is_size)

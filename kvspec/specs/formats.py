@@ -80,7 +80,6 @@ def chunks_of(name: str, part: str, content: int, dtype: str | None) -> int:
 
     >>> chunks_of("x-packed", "k", 256, "bfloat16"), chunks_of("x-packed", "v", 256, "bfloat16")
     (16, 128)
-
     """
     sizes = _CHUNK_BYTES.get(name, {})
     if part not in sizes:

@@ -83,7 +83,6 @@ def meaning(spec: LayerSpec, field: str) -> object:
     ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> spec.head_size_v, meaning(spec, "head_size_v")
     (None, 128)
-
     """
     value = getattr(spec, field)
     if field == "page_format":
@@ -120,7 +119,6 @@ class LayerSpec:
         block_size: Tokens of one block (vLLM: `block_size`).
         page_size_padded: Bytes to which the engine pads a page, or None. A page is one block of one
             layer on one rank (vLLM: `page_size_padded`).
-
     """
 
     block_size: int = attrs.field(validator=is_size)
@@ -151,7 +149,6 @@ class LayerSpec:
         Args:
             num_tokens: Tokens of the prompt.
             encoder_tokens: Tokens of the encoder, or None.
-
         """
         return num_tokens
 
@@ -175,7 +172,6 @@ class LayerSpec:
         >>> FullAttentionSpec(block_size=16, total_num_kv_heads=8, head_size=128,
         ...                   dtype="bfloat16").page_size_bytes()
         65536
-
         """
         _check_rank("tp_rank", tp_rank, "tp_size", tp_size)
         real = 0
@@ -225,7 +221,6 @@ class LayerSpec:
         ...     block_size=16, total_num_kv_heads=8, head_size=128, dtype="bfloat16")
         >>> [(s.remote_rank, s.global_range) for s in spec.get_tp_transfer_slices(1, 3, 2)]
         [(0, range(2, 4)), (1, range(4, 5))]
-
         """
         _check_rank("local_tp_rank", local_tp_rank, "local_tp_size", local_tp_size)
         positive_int("remote_tp_size", remote_tp_size, most=MAX_RANKS)

@@ -83,7 +83,6 @@ class MambaSpec(LayerSpec):
     >>> spec = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=3, dtype="bfloat16")
     >>> [(part.name, part.units, part.states) for part in spec.parts]
     [('conv_x', 4, 2)]
-
     """
 
     block_size: int = attrs.field(default=1, validator=is_size)
@@ -156,7 +155,6 @@ class MambaSpec(LayerSpec):
         ...     intermediate_size=8192, state_size=16, conv_kernel=4, dtype="bfloat16")
         >>> [(part.name, part.units, part.states, part.content_bytes) for part in spec.parts]
         [('conv_x', 8192, 3, 2), ('ssm', 8192, 1, 32)]
-
         """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("state_size", state_size)
@@ -208,7 +206,6 @@ class MambaSpec(LayerSpec):
 
         Raises:
             SpecError: If a size or a dtype is not valid.
-
         """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("state_size", state_size)
@@ -267,7 +264,6 @@ class MambaSpec(LayerSpec):
         ...     dtype="bfloat16", ssm_dtype="float32")
         >>> [(part.name, part.units, part.content_bytes) for part in spec.parts]
         [('conv_q', 2048, 2), ('conv_k', 2048, 2), ('conv_v', 4096, 2), ('ssm', 32, 65536)]
-
         """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         positive_int("head_k_dim", head_k_dim)
@@ -314,7 +310,6 @@ class MambaSpec(LayerSpec):
         >>> spec = MambaSpec.short_conv(conv_dim=2048, conv_kernel=3, dtype="bfloat16")
         >>> spec.page_size_bytes(tp_rank=0, tp_size=2) == 2 * 1024 * 2
         True
-
         """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         parts = (_conv("conv_x", "conv_dim", conv_dim, 1, rows, dtype),)
@@ -361,7 +356,6 @@ def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
     >>> spec = MambaSpec.short_conv(num_speculative_tokens=2, **sizes)
     >>> [s.parts[0].states for s in (spec, common_rows(spec, MambaSpec.short_conv(**sizes)))]
     [5, 3]
-
     """
     if not isinstance(spec, MambaSpec):
         return spec

@@ -55,7 +55,6 @@ class UniformTypeKVCacheSpecs(LayerSpec):
     ...     "indexer": MLAAttentionSpec(block_size=64, head_size=128, dtype="uint8")})
     >>> [(part.name, part.content_bytes) for part in group.parts]
     [('latent/latent', 1152), ('indexer/latent', 128)]
-
     """
 
     block_size: int = attrs.field(init=False)

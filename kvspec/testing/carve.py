@@ -74,7 +74,6 @@ class Ordered:
         order: Array of shape (N, C): the place of each byte of each row in the page.
         together: Number of adjacent bytes of a row.
         shape: (B, H, N, C).
-
     """
 
     def __init__(self, pages: Bytes, order: NDArray[np.int64], together: int) -> None:
@@ -341,7 +340,6 @@ def logical_views(engine: EngineSpec, rank: RankId, storage: Storage, num_blocks
     >>> views = logical_views(engine, kvspec.RankId(), storage, {"full": 4})
     >>> sorted(views), views["full", "layers.0", "k"].shape
     ([('full', 'layers.0', 'k'), ('full', 'layers.0', 'v')], (4, 8, 16, 128))
-
     """
     views: Views = {}
     shared = len({id(flat) for flat in storage.values()}) < len(storage)

@@ -48,7 +48,6 @@ class Case:
     ... )
     >>> case.replica_policy.name
     'spread'
-
     """
 
     producer: EngineSpec

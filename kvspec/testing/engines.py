@@ -63,7 +63,6 @@ def layouts(spec: LayerSpec) -> st.SearchStrategy[str]:
     >>> spec = kvspec.MLAAttentionSpec(block_size=4, head_size=2, dtype="uint8")
     >>> find(layouts(spec), lambda layout: layout.startswith("B"))[-1]
     'C'
-
     """
     if is_state(spec):
         return _ANY
@@ -108,7 +107,6 @@ def groups(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[KVCach
     >>> from hypothesis import find
     >>> [group.layers for group in find(groups(["MLA"]), lambda _: True)]
     [('MLA.0',)]
-
     """
     names = draw(st.lists(st.sampled_from(tuple(kinds)), min_size=1, max_size=3, unique=True))
     model = []
@@ -142,7 +140,6 @@ def engines(
     >>> model = find(groups(["MLA"]), lambda _: True)
     >>> find(engines(model), lambda engine: engine.parallel.pp_size == 2).parallel.tp_size
     1
-
     """
     model = [attrs.evolve(group, kernel_block_size=None) for group in model]
     shape = shape or draw(shapes())[0]

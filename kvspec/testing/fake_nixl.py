@@ -69,7 +69,6 @@ class FakeLife:
 
     >>> FakeLife("worker", 1).alive
     True
-
     """
 
     name: str
@@ -97,7 +96,6 @@ class FakeFlight:
 
     >>> FakeFlight((FakeLife("here", 1), FakeLife("there", 2)), []).state
     'made'
-
     """
 
     between: tuple[FakeLife, FakeLife]
@@ -145,7 +143,6 @@ class FakeNixl:
     >>> with FakeNixl() as net:
     ...     net.moving
     []
-
     """
 
     def __init__(self, fate: Callable[[FakeFlight], None] = FakeFlight.land) -> None:

@@ -101,7 +101,6 @@ def content(
 
     >>> content("layers.0", "k", [0, 1], [5], 2).shape
     (2, 1, 2)
-
     """
     name = "\0".join((str(seed), layer, part, str(seen))).encode()
     key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
@@ -155,7 +154,6 @@ def fill(
         tables: The block tables of the producer.
         request: The request.
         seed: Changes all bytes. Use one seed for a whole transfer.
-
     """
     _random(storage, rank, seed + 1)
     views = _views(engine, rank, storage, num_blocks)
@@ -186,7 +184,6 @@ def spoil(
         tables: The block tables of the consumer.
         request: The request.
         seed: The seed of `fill`.
-
     """
     _random(storage, rank, seed + 2)
     views = _views(engine, rank, storage, num_blocks)
@@ -222,7 +219,6 @@ def expected(
         The bytes, and a mask that is 1 for each byte that may have any value. Only live
         bytes differ from *before*. Both are flat arrays by group. Groups that share one storage
         share one array.
-
     """
     must = each_array(before, np.copy)
     may = each_array(before, np.zeros_like)
@@ -265,7 +261,6 @@ def check(
     Returns:
         A line for each wrong byte, which names rank, group, layer, part, unit, token, block and
         byte, and both values. Empty if the storage is right.
-
     """
     right = expected(engine, rank, before, num_blocks, tables, request, seed=seed, source=source)
     return compare(

@@ -143,7 +143,6 @@ def engine_pairs(
     ... def test_engines_are_small(pair: tuple[EngineSpec, EngineSpec]) -> None:
     ...     assert pair[0].parallel.tp_size <= 4
     >>> test_engines_are_small()
-
     """
     model = draw(groups(kinds))
     # Some errors need many ranks. Drawing them always would make each case slow.

@@ -35,7 +35,6 @@ class Shape:
         pcp_size: Prefill context-parallel size.
         sharded: Whether context ranks divide the tokens among them, if the model allows it.
         rows: The block sizes to draw from, in rows. None allows any size, also that of the model.
-
     """
 
     pp_size: int = 1
@@ -107,7 +106,6 @@ def tp_sizes(largest: int = 16) -> st.SearchStrategy[int]:
     >>> from hypothesis import find
     >>> find(tp_sizes(largest=3), lambda size: size > 2)
     3
-
     """
     return st.integers(1, largest)
 
@@ -140,7 +138,6 @@ def explicit_shardings(
     >>> from hypothesis import find
     >>> find(explicit_shardings(4, 1, 2), lambda ranges: len(ranges[0]) == 1)
     (range(0, 1), range(1, 4))
-
     """
     packs = units // granularity
     count = draw(st.integers(1, min(packs, tp_size)))
@@ -195,7 +192,6 @@ def parallels(
     >>> group = KVCacheGroup(name="g", layers=["l"], spec=spec)
     >>> find(parallels([group], largest=4), lambda drawn: drawn.dcp_size > 1).tp_size
     2
-
     """
     shape = shape or draw(shapes())[0]
     pp_size, pcp_size, sharded = shape.pp_size, shape.pcp_size, shape.sharded

@@ -83,7 +83,6 @@ class Rows:
             change.
         seen: For a recurrent state, the number of tokens that it has seen. Its content depends on
             it.
-
     """
 
     key: tuple[str, str, str]
@@ -121,7 +120,6 @@ def rows_of(
 
     Yields:
         The rows of one part of one layer.
-
     """
     excluded = excluded_layers(engine) | excluded_layers(source)
     for group in engine.groups:

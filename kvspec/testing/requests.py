@@ -61,7 +61,6 @@ def length_of(group: KVCacheGroup, request: TransferRequest) -> int:
     ... )
     >>> length_of(group, request)
     14
-
     """
     cross = isinstance(group.spec, CrossAttentionSpec) and request.encoder_tokens is not None
     return int(request.encoder_tokens or 0) if cross else request.num_tokens
@@ -91,7 +90,6 @@ def needed(
     ... )
     >>> needed(group, request)
     range(9, 14)
-
     """
     cached = cached_tokens_of(request, group)
     tokens = [
@@ -237,7 +235,6 @@ def tables(
     >>> drawn, pools = find(tables(engine, request), lambda _: True)
     >>> drawn["g"].block_ids, pools
     (array([0, 1]), {'g': 2})
-
     """
     drawn = {group.name: draw(_table(engine, group, request, reader)) for group in engine.groups}
     excluded = {group.name for group in engine.groups if set(group.layers) == set(group.excluded)}
@@ -322,7 +319,6 @@ def requests(
     >>> request, _, _ = find(requests(engine, engine), lambda drawn: drawn[0].num_tokens > 4)
     >>> len(request.producer_blocks["g"].block_ids)
     2
-
     """
     excluded = excluded_layers(producer) | excluded_layers(consumer)
     moving = [group for group in consumer.groups if not excluded.issuperset(group.layers)]

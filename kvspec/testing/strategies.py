@@ -98,7 +98,6 @@ def twins(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS)) -> tuple[Case, C
     ... def test_lengths_are_equal(pair: tuple[Case, Case]) -> None:
     ...     assert pair[0].request.num_tokens == pair[1].request.num_tokens
     >>> test_lengths_are_equal()
-
     """
     case = draw(cases(kinds))
     # These engines have at most 4 ranks, since a law moves the bytes of both cases.
@@ -182,7 +181,6 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
     ... def test_engines_are_small(case: Case) -> None:
     ...     assert case.producer.parallel.tp_size <= 4
     >>> test_engines_are_small()
-
     """
     return engine_pairs(kinds, largest).flatmap(_case)
 

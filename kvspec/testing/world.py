@@ -79,7 +79,6 @@ class PreparedLists:
     >>> ids = np.array([1], np.int32), np.array([0], np.int32)
     >>> PreparedLists(producer_rows, consumer_rows, *ids).copies()
     [(1100, 5000, 8)]
-
     """
 
     producer_rows: npt.NDArray[np.uint64]
@@ -92,7 +91,6 @@ class PreparedLists:
 
         Raises:
             AssertionError: If an id is not in any row, or two lengths differ.
-
         """
         sources, lengths = _picked(self.producer_rows, self.producer_ids)
         targets, consumer_lengths = _picked(self.consumer_rows, self.consumer_ids)
@@ -141,7 +139,6 @@ def inside(storage: Mapping[str, Bytes], address: int, length: int) -> tuple[str
 
     Raises:
         AssertionError: If the bytes do not lie in the storage of one group.
-
     """
     for name, flat in storage.items():
         offset = address - flat.__array_interface__["data"][0]
@@ -187,7 +184,6 @@ class World:
         producers: Cache and storage of each producer rank.
         consumers: Cache and storage of each consumer rank.
         before: A copy of the consumers' storage before the transfer.
-
     """
 
     case: Case
@@ -303,7 +299,6 @@ def world(case: Case, producers: Held | None = None) -> World:
 
     Returns:
         The world.
-
     """
     request = case.request
     if producers is None:

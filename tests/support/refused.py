@@ -50,7 +50,6 @@ def check_rejected(
         value: The value of the error.
         word: One word, name or number of the requirement, if the field and the value do not
             show which requirement the call breaks.
-
     """
     error: kvspec.SpecError = refusal(call)
     # Compare values by repr: 1, 1.0 and True are equal, and arrays have no single truth value.

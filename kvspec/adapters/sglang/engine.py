@@ -76,7 +76,6 @@ def parallel_config(
 
     >>> parallel_config(8, attn_dp_size=4).tp_size
     2
-
     """
     return ParallelConfig(
         tp_size=_attention_tp(tp_size, attn_dp_size), pp_size=pp_size, dcp_size=dcp_size
@@ -102,7 +101,6 @@ def worker_rank(
 
     >>> worker_rank(5, tp_size=8, attn_dp_size=4)
     (2, RankId(pp=0, pcp=0, tp=1))
-
     """
     size = _attention_tp(tp_size, attn_dp_size)
     if positive_int("tp_rank", tp_rank, least=0) >= tp_size:
@@ -165,7 +163,6 @@ def engine_spec(
     >>> engine = engine_spec(MLATokenToKVPool(), layer_name="model.layers.{}.self_attn.attn")
     >>> engine.group("full").layers
     ('model.layers.0.self_attn.attn', 'model.layers.1.self_attn.attn')
-
     """
     parallel = instance("parallel", ParallelConfig() if parallel is None else parallel,
                         ParallelConfig)  # fmt: skip
@@ -293,7 +290,6 @@ class TokenPool:
         dtype: The type of the elements.
         layers: The numbers of the layers in the model.
         buffers: For each layer, in the same order, the tensors by the name of their part.
-
     """
 
     path: str

@@ -57,7 +57,6 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     >>> slots = [0, 0, 0, 0, 20, 21, 22, 23, 8, 9]
     >>> block_tables(engine_spec(MLATokenToKVPool()), slots)["full"].block_ids.tolist()
     [0, 5, 2]
-
     """
     instance("engine", engine, EngineSpec)
     names = [group.name for group in engine.groups]

@@ -48,7 +48,6 @@ def rank_cache(
     >>> cache = rank_cache(engine_spec(pool), RankId(), pool)
     >>> [(region.part, region.num_blocks, region.block_stride) for region in cache.regions]
     [('latent', 4, 9216)]
-
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     pools = list(read_pools("pool", pool, FULL))

@@ -119,7 +119,6 @@ class Backends:
     Attributes:
         by_layer: A backend for each layer name, or one backend for all layers.
         variants: A variant for each layer name, or one for all layers.
-
     """
 
     by_layer: Any
@@ -277,7 +276,6 @@ def layout_of(layout: str, page_format: str) -> str:
 
     >>> layout_of("LBHNC", "planes"), layout_of("LBHNC", "keys-transposed")
     ('LBKNHC', 'LBHKNC')
-
     """
     if page_format in ("planes", "x-packed", "keys-transposed"):
         if "K" in layout:

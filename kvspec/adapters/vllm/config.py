@@ -29,7 +29,6 @@ class Group:
         spec: The group's spec.
         transferred: Whether vLLM transfers the group. True for versions of vLLM without the field.
         eagle: Whether vLLM marks the group because it has at least one layer of a draft model.
-
     """
 
     layers: tuple[str, ...]

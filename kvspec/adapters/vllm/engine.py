@@ -105,7 +105,6 @@ def engine_spec(
     >>> engine = engine_spec(KVCacheConfig(), backends=backend)
     >>> [(part.name, part.content_bytes) for part in engine.group("group0").spec.parts]
     [('latent', 1024)]
-
     """
     parallel = ParallelConfig() if parallel is None else parallel
     configs = read_configs(config, instance("parallel", parallel, ParallelConfig))

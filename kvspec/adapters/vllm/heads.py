@@ -76,7 +76,6 @@ def number_of(layer: str) -> int | None:
 
     >>> number_of("model.layers.12.self_attn.attn")
     12
-
     """
     match = re.search(r"\.(\d+)\.", f".{layer}.")
     return int(match.group(1)) if match else None

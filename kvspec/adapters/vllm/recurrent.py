@@ -207,7 +207,6 @@ def read_state(
     Raises:
         SpecError: If the type is unknown, the shapes do not fit the type, both orders fit, or
             `n_groups` is required.
-
     """
     kind = rank_spec.get("mamba_type").value
     name = str(getattr(kind, "name", kind)).upper()

@@ -47,7 +47,6 @@ class Served:
         engine: The engine of the rank.
         engine_id: The name of the engine.
         address: The address of the rank's channel.
-
     """
 
     engine: EngineSpec
@@ -64,7 +63,6 @@ class EngineStep:
         fetched: Transfers to begin: the producer's ticket and the request.
         declined: Tickets that are not used. Their producers may free the blocks.
         failed: Ids of requests that cannot be fetched.
-
     """
 
     held: list[tuple[str, str]] = attrs.field(factory=list)

@@ -62,7 +62,6 @@ def from_vllm(
 
     Raises:
         SpecError: If a field is missing or unexpected, or a layer cannot be described exactly.
-
     """
     fields = FieldReader("vllm_config", vllm_config)
     sizes = fields.get("parallel_config")
@@ -104,7 +103,6 @@ def worker_rank(vllm_config: Any) -> RankId:  # noqa: ANN401 - vLLM's class, not
     >>> sizes = SimpleNamespace(rank=5, tensor_parallel_size=4)
     >>> worker_rank(SimpleNamespace(parallel_config=sizes))
     RankId(pp=1, pcp=0, tp=1)
-
     """
     sizes = FieldReader("vllm_config", vllm_config).get("parallel_config")
     rest, tp = divmod(sizes.get("rank").size(0, least=0), sizes.get("tensor_parallel_size").size())
@@ -132,7 +130,6 @@ def stages(num_layers: int, pp_size: int, partition: str | None = None) -> tuple
 
     >>> stages(7, 3)
     (range(0, 2), range(2, 5), range(5, 7))
-
     """
     # vLLM gives the last stage no extra layer, because that stage often has the final norm.
     least, rest = divmod(positive_int("num_layers", num_layers), positive_int("pp_size", pp_size))

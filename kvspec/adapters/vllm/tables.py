@@ -75,7 +75,6 @@ def block_tables(
     ... )
     >>> block_tables(engine, config, [[7, 3, 9]], num_tokens=40)["group0"].block_ids.tolist()
     [7, 3, 9]
-
     """
     instance("engine", engine, EngineSpec)
     groups = read_config(FieldReader("kv_cache_config", kv_cache_config)).groups
@@ -124,7 +123,6 @@ def loses_a_token(engine: EngineSpec, num_tokens: int) -> bool:
     >>> engine = kvspec.EngineSpec(groups=[group], layout="LBHNC")
     >>> loses_a_token(engine, 47), loses_a_token(engine, 48)
     (True, False)
-
     """
     positive_int("num_tokens", num_tokens)
     for group in instance("engine", engine, EngineSpec).groups:

@@ -103,7 +103,6 @@ def rank_cache(
     >>> cache = rank_cache(engine, RankId(), {"layers.0": tensor})
     >>> [(region.part, region.num_blocks, region.unit_stride) for region in cache.regions]
     [('k', 10, 4096), ('v', 10, 4096)]
-
     """
     instance("engine", engine, EngineSpec).parallel.check_rank(rank)
     tensors = owned(engine, tensors)
@@ -521,7 +520,6 @@ def zero(tensors: Iterable[Any], places: npt.NDArray[np.uint64]) -> None:
     Args:
         tensors: torch tensors whose storages contain all places.
         places: Rows (address, length), shape (rows, 2).
-
     """
     import torch  # noqa: PLC0415 - a caller with torch tensors has loaded it
 

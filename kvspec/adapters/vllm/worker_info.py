@@ -34,7 +34,6 @@ class WorkerInfo:
         backends: The ``full_cls_name()`` of the attention backend, by layer.
         variants: The variants, by layer (see `engine_spec`).
         fp8_dtypes: The fp8 types, by layer (see `engine_spec`).
-
     """
 
     config: Any
@@ -80,7 +79,6 @@ def whole_engine(
     Raises:
         SpecError: If *workers* has another length than the engine has workers, or for the reasons
             of `from_vllm`.
-
     """
     sizes, rank = (
         FieldReader("vllm_config", vllm_config).get("parallel_config"),

@@ -56,7 +56,6 @@ class Settings:
         lease: Seconds for which it is held after the last message of a reader.
         timeout: Seconds within which a prompt must be read.
         staging: MiB of host memory through which short runs move if that is cheaper. 0 for none.
-
     """
 
     host: str = attrs.field(default="127.0.0.1", validator=_fits)

@@ -81,7 +81,6 @@ class Law:
 
     >>> print(LAWS[4])
     law 5, identity
-
     """
 
     number: int
@@ -97,7 +96,6 @@ class Law:
             system: The system to judge.
             case: The transfer.
             other: The same request with other engines. Without it, comparisons are skipped.
-
         """
         return self.look(*_trials(system, case, other))
 
@@ -233,7 +231,6 @@ def broken(
 
     Raises:
         MismatchError: If the system refuses the case.
-
     """
     # The laws share the trials, so memory is allocated and each question is asked only once.
     trials = _trials(system, case, other)

@@ -99,7 +99,6 @@ class CountedReplicas:
         units: The units.
         replicas: The producer ranks that hold exactly these units at the same positions.
         consumers: The consumer ranks that need any of them.
-
     """
 
     layers: tuple[str, ...]

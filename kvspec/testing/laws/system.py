@@ -65,7 +65,6 @@ class Move:
     ...     producer_units=range(0, 1), consumer_units=range(1, 2),
     ... ).stripe
     (0, 1)
-
     """
 
     producer: RankId
@@ -103,7 +102,6 @@ class System:
     >>> idle = System(name="idle", descriptors=lambda world, producer, consumer: [])
     >>> [name for name, _ in idle.ways()]
     ['descriptors']
-
     """
 
     name: str
@@ -137,7 +135,6 @@ class Trial:
     Attributes:
         system: The system to judge.
         case: The transfer.
-
     """
 
     system: System
