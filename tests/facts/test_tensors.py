@@ -418,7 +418,7 @@ def test_from_tensors_rejects_axes_with_ambiguous_key() -> None:
             lambda axes=axes: kvspec.RankCache.from_tensors(described, RANK, tensors, axes)
         )
         assert ("axes", "k") == (error.field, error.value)
-        assert "both" in error.expected
+        assert "only" in error.expected
     own = {"k": "BHNC", "v": "BHNC", "kv": "BHNC"}
     assert 3 == len(kvspec.RankCache.from_tensors(described, RANK, tensors, own).regions)
 
