@@ -318,11 +318,10 @@ class ConsumerLedger:
 
         *act* may change the request *request_id*, and every request once `tick` is due at *now*.
         """
-        if now >= self._due:
-            copied = {name: load.copied() for name, load in self._loads.items()}
-        else:
-            load = self._loads.get(request_id) if request_id is not None else None
-            copied = {} if load is None else {load.plan.request_id: load.copied()}
+        due = now >= self._due
+        copied = {
+            name: load.copied() for name, load in self._loads.items() if due or name == request_id
+        }
         # The order of requests stays, since `tick` tells of them in this order.
         loads = {name: copied.get(name, load) for name, load in self._loads.items()}
         names, steps = dict(self._names), dict(self._steps)

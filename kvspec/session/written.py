@@ -73,7 +73,8 @@ def blocks_of(plan: TransferPlan, request: TransferRequest) -> Blocks:
     A group without a table, or of which every layer is excluded, has none. Its table is not read,
     so that it may be short: a draft's table usually is.
     """
-    found, null = {}, plan.consumer.null_block
+    found: dict[str, Ids] = {}
+    null = plan.consumer.null_block
     for group in plan.consumer.groups:
         if group.name in request.consumer_blocks:
             some = [ids for _, ids in placed(plan, group, request)]
