@@ -465,3 +465,10 @@ def test_positions_of_bytes_are_no_mismatch() -> None:
     )
     assert () == kvspec.mismatches(ours, theirs)
     kvspec.plan_transfer(ours, theirs)
+
+
+def test_page_size_bytes_rejects_rank_of_another_engine() -> None:
+    """The engine has one rank, and its layer exists on it."""
+    outside = RankId(tp=1)
+    error = refusal(lambda: engine().page_size_bytes("l", outside))
+    assert ("rank", outside) == (error.field, error.value)
