@@ -25,7 +25,6 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.selection import Entry
 from kvspec.descriptors.table import DescriptorTable
 from kvspec.errors import SpecError, counted
-from kvspec.inputs import instance
 from kvspec.memory.rank_cache import Region
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.replicas import Role
@@ -81,7 +80,9 @@ def explain(
             if value is not None:
                 raise SpecError(field, value, rule="can only be used with a DescriptorTable")
         return "\n".join(_plan_lines(subject))
-    table = instance("subject", subject, DescriptorTable)
+    if not isinstance(subject, DescriptorTable):
+        raise SpecError("subject", subject, "a TransferPlan or a DescriptorTable")
+    table = subject
     if consumer_id is None:
         return _summary(table, request)
     return _describe(table, consumer_id, request)

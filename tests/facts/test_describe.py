@@ -215,3 +215,10 @@ def test_explain_rejects_unknown_id(wrong: object) -> None:
     table = kvspec.build_table(plan, *caches)
     error = refusal(lambda: kvspec.explain(table, consumer_id=wrong))  # type: ignore[arg-type]
     assert ("consumer_id", wrong) == (error.field, error.value)
+
+
+def test_explain_rejects_other_subjects() -> None:
+    """Only plans and tables can be explained."""
+    with pytest.raises(kvspec.SpecError, match="TransferPlan") as caught:
+        kvspec.explain("x")  # type: ignore[arg-type]
+    assert ("subject", "x") == (caught.value.field, caught.value.value)
