@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `default`, repeatable `ci` (CI=true), the shorter `mutants`, and `long`."""
+"""Hypothesis profiles: `default`, repeatable `ci` (CI=true), shorter ones, and `long`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ settings.register_profile(
     max_examples=20,
     phases=[Phase.explicit, Phase.generate],
 )
+# Coverage doubles the time of each law. Eight cases of each law still reach every branch that the
+# other tests leave.
+settings.register_profile("covered", settings.get_profile("mutants"), max_examples=8)
 # Ranks refuse to connect without a secret. Processes that tests start inherit this one.
 os.environ.setdefault("KVSPEC_SECRET", "the secret of all tests")
 # A calibration file of this machine would change which transfers are staged. Without one, the
