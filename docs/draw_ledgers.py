@@ -1,11 +1,11 @@
-"""Write ledgers.md from the tables of kvspec/protocol/states.py, with a picture and each reason."""
+"""Write ledgers.md from the tables of the ledgers, with a picture and each reason."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kvspec.protocol.messages import MESSAGES
-from kvspec.protocol.states import CONSUMER, PRODUCER, Row
+from kvspec.completion.states import CONSUMER, PRODUCER, Row
+from kvspec.wire.messages import MESSAGES
 
 PAGE = Path(__file__).with_name("ledgers.md")
 HEAD = """\
@@ -19,8 +19,8 @@ The ledgers keep law 12. Each producer rank frees each request exactly once: aft
 is done, or when the lease ends. A reader that comes later receives `gone`. A load that has failed
 never becomes ready.
 
-`python docs/draw_ledgers.py` writes this page from the tables in `kvspec/protocol/states.py`, which
-the ledgers execute. [The wire format](wire.md) describes the bytes of each message.
+`python docs/draw_ledgers.py` writes this page from the tables in `kvspec/completion/states.py`. The
+ledgers execute these tables. [The wire format](wire.md) describes the bytes of each message.
 
 ## Messages
 

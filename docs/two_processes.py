@@ -48,7 +48,7 @@ def producer(router: Connection) -> None:
     sessions = [open_session("prefill", own, rank, epoch) for rank in own.parallel.ranks]
     remote_id = new_remote_id("cmpl-1")
     for session in sessions:  # The prompt has been computed.
-        session.ledger.hold(remote_id, lease=30)
+        session.hold(remote_id, lease=30)
     ticket = PrefillTicket(
         engine_id="prefill",
         addresses=tuple(session.channel.address for session in sessions),
@@ -58,9 +58,9 @@ def producer(router: Connection) -> None:
     )
     router.send(json.dumps(ticket.to_params()))
     for session in sessions:
-        while session.ledger.held:  # An engine calls poll() in each step instead.
+        while session.held:  # An engine calls poll() in each step instead.
             time.sleep(0.001)
-        print("producer, freed:", "done" if session.ledger.poll().done else "expired", flush=True)
+        print("producer, freed:", "done" if session.settled().done else "expired", flush=True)
     for session in sessions:
         session.close()
         session.nixl.close()

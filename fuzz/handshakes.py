@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.wire import decode_handshake, encode_handshake
+from kvspec.wire.codec import decode_handshake, encode_handshake
+from kvspec.wire.handshake import Handshake
 
 DRAWN = st.randoms(use_true_random=False)
 # Numbers at the edges of the limits and of 64 bits, then values of other types, names of wire

@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.load_plan import LoadPlan
-from kvspec.protocol.messages import Key, Message, RankAddress, Tell
-from kvspec.protocol.producer import ProducerLedger
-from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.wire import decode_message, encode_message
+from kvspec.completion.actions import Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.producer import ProducerLedger
+from kvspec.wire.codec import decode_message, encode_message
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import Key, Message, RankAddress
+from kvspec.wire.pushed import Pushed
 
 DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]

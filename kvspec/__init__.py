@@ -119,7 +119,7 @@ ON_DEMAND = frozenset(
         "draw",
         "models",
         "nixl",
-        "protocol",
+        "wire",
         "session",
         "testing",
         "testing.laws",

@@ -266,7 +266,7 @@ class TransferState(enum.StrEnum):
     UNVERIFIED = (
         "unverified",
         "the data arrived, but could not be compared with the data of the producer",
-        "pass `blocks` to the producer's `ledger.hold`, or load without `digest`",
+        "pass `blocks` to the producer's `hold`, or load without `digest`",
     )
     CLOSED = (
         "closed",

@@ -1,6 +1,6 @@
 """The version of the library.
 
-`kvspec.protocol` sends the version, and importing `kvspec` there would be a circular import.
+`kvspec.wire` sends the version, and importing `kvspec` there would be a circular import.
 """
 
 __version__ = "0.1.0"

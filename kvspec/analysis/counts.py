@@ -35,7 +35,7 @@ Pair = tuple[RankId, RankId]
 
 
 @attrs.frozen
-class Load:
+class Amount:
     """A number of bytes and of the descriptors that move them.
 
     Attributes:
@@ -47,14 +47,14 @@ class Load:
     descriptors: int
 
     @staticmethod
-    def total(loads: Iterable[Load]) -> Load:
+    def total(loads: Iterable[Amount]) -> Amount:
         """Return the sum of *loads*.
 
-        >>> print(Load.total([Load(1000, 1), Load(24, 2)]))
+        >>> print(Amount.total([Amount(1000, 1), Amount(24, 2)]))
         1,024 bytes in 3 descriptors
         """
         summands = tuple(loads)
-        return Load(
+        return Amount(
             sum(load.nbytes for load in summands), sum(load.descriptors for load in summands)
         )
 
@@ -74,7 +74,7 @@ class Link:
 
     side: Role
     rank: RankId
-    load: Load
+    load: Amount
 
     def __str__(self) -> str:
         return f"{self.side} {self.rank}: {self.load}"
@@ -86,20 +86,20 @@ class Traffic:
 
     Attributes:
         num_tokens: Length of the request. The consumer has cached none of it.
-        pairs: Load of each pair of ranks that has an edge, by (producer rank, consumer rank).
-        producers: Load that leaves each producer rank.
-        consumers: Load that enters each consumer rank.
+        pairs: Amount of each pair of ranks that has an edge, by (producer rank, consumer rank).
+        producers: Amount that leaves each producer rank.
+        consumers: Amount that enters each consumer rank.
     """
 
     num_tokens: int
-    pairs: dict[Pair, Load]
-    producers: dict[RankId, Load]
-    consumers: dict[RankId, Load]
+    pairs: dict[Pair, Amount]
+    producers: dict[RankId, Amount]
+    consumers: dict[RankId, Amount]
 
     @property
-    def total(self) -> Load:
+    def total(self) -> Amount:
         """The load of all pairs together."""
-        return Load.total(self.pairs.values())
+        return Amount.total(self.pairs.values())
 
     @property
     def busiest(self) -> Link:
@@ -152,7 +152,7 @@ def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
         pair = producers[producer], consumers[consumer]
         pair_bytes[pair] = pair_bytes.get(pair, 0) + nbytes
     counter = _DescriptorCounter(plan, num_tokens)
-    pairs = {pair: Load(nbytes, counter.count(*pair)) for pair, nbytes in pair_bytes.items()}
+    pairs = {pair: Amount(nbytes, counter.count(*pair)) for pair, nbytes in pair_bytes.items()}
     return Traffic(
         num_tokens=num_tokens,
         pairs=pairs,
@@ -161,11 +161,13 @@ def traffic(plan: TransferPlan, num_tokens: int) -> Traffic:
     )
 
 
-def _by_rank(ranks: tuple[RankId, ...], pairs: dict[Pair, Load], side: int) -> dict[RankId, Load]:
-    loads: dict[RankId, list[Load]] = {rank: [] for rank in ranks}
+def _by_rank(
+    ranks: tuple[RankId, ...], pairs: dict[Pair, Amount], side: int
+) -> dict[RankId, Amount]:
+    loads: dict[RankId, list[Amount]] = {rank: [] for rank in ranks}
     for pair, load in pairs.items():
         loads[pair[side]].append(load)
-    return {rank: Load.total(rank_loads) for rank, rank_loads in loads.items()}
+    return {rank: Amount.total(rank_loads) for rank, rank_loads in loads.items()}
 
 
 class _DescriptorCounter:

@@ -21,7 +21,7 @@ import attrs
 
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, instance
-from kvspec.protocol.seal import Secret
+from kvspec.wire.seal import Secret
 
 MAX_NAME = 255  # bytes
 MIN_SECRET = 16  # bytes

@@ -34,7 +34,7 @@ from kvspec.nixl.staged import specs_of
 from kvspec.nixl.staging_buffer import Buffers, Staging
 from kvspec.nixl.transfer import Transfer
 from kvspec.nixl.transfer_spec import Operation, Prepared, Sides
-from kvspec.protocol.seal import Secret
+from kvspec.wire.seal import Secret
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,12 +19,12 @@ import attrs
 
 from kvspec.errors import KVSpecError, SpecError, WireError
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.wire import decode_handshake, encode_handshake
 from kvspec.run.job import Job
 from kvspec.run.limits import check_device
 from kvspec.run.report import Compared, Failure, Moved, RankReport, Report
 from kvspec.run.worker import STAGES, Introduction, RankRun, let_through, words_of
+from kvspec.wire.codec import decode_handshake, encode_handshake
+from kvspec.wire.handshake import Handshake
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, how many ranks are through it, and how many there are."""

@@ -30,7 +30,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.run.contents import RUBBISH, in_memory, truth
 from kvspec.run.worker import prepare, words_of
-from kvspec.session import Session, SessionLoad, TcpChannel
+from kvspec.session import Load, Session, TcpChannel
 from kvspec.session.load import LoadState
 from kvspec.session.stats import SessionStats
 from kvspec.testing import logical_views
@@ -120,7 +120,7 @@ class RankServer:
             patience=start.patience,
         )
         self.held: dict[str, TransferRequest] = {}
-        self.loads: dict[str, tuple[SessionLoad, int]] = {}
+        self.loads: dict[str, tuple[Load, int]] = {}
 
     def introduce(self) -> bytes:
         """Return what others meet this rank by."""
@@ -137,16 +137,16 @@ class RankServer:
         given = self.engine, self.rank, request.producer_blocks, request, seed
         for key, ids, right, _ in truth(*given, producer=True):
             self.views[key][0][ids] = right
-        self.session.ledger.hold(remote_id, lease=lease, blocks=request.producer_blocks)
+        self.session.hold(remote_id, lease=lease, blocks=request.producer_blocks)
         self.held[remote_id.rpartition("#")[0]] = request
 
     def abort(self, remote_id: str) -> None:
         """Abort a request."""
-        self.session.ledger.abort(remote_id)
+        self.session.abort(remote_id)
 
     def settled(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what is free, as done and as expired, and put rubbish there."""
-        settled = self.session.ledger.poll()
+        settled = self.session.settled()
         for name in (*settled.done, *settled.expired):
             self._spoil(self.held.pop(name).producer_blocks)
         return settled.done, settled.expired

@@ -12,18 +12,18 @@ from collections.abc import Callable
 
 import attrs
 
+from kvspec.completion.load_plan import Name
+from kvspec.completion.pending import message_of
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.load_plan import Name
-from kvspec.protocol.messages import Message, RankAddress
-from kvspec.protocol.pending import message_of
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.summing import Work
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import Message, RankAddress
 
 _NUMBERS = itertools.count(1)
 """Of questions: an answer to one of an earlier load is none to a later one's."""
@@ -119,7 +119,7 @@ class Audit:
         if message.kind == "checksum":
             question.answer = int.from_bytes(message.total, "little")
         else:
-            self._refused = f"{message.by} cannot sum it: `ledger.hold` it with `blocks`"
+            self._refused = f"{message.by} cannot sum it: `hold` it with `blocks`"
         return True
 
     def _begun(self) -> dict[int, Question]:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from kvspec.completion.load_plan import Place
 from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.nixl.transfer_spec import Sides
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.load_plan import Place
-from kvspec.session.load import SessionLoad
+from kvspec.session.load import Load
 
 Frontiers = dict[tuple[RankId, Place], int]
 """By rank, group and layer: up to where it was asked for."""
@@ -38,7 +38,7 @@ class Advance:
         return ((self.rank, (self.group, layer)) for layer in self.layers)
 
 
-def ends_of(load: SessionLoad) -> dict[RankId, Ends]:
+def ends_of(load: Load) -> dict[RankId, Ends]:
     """Return up to where each layer of a load moves, of each rank that anything comes from.
 
     Raises as `DescriptorTable.select` does: of tables that a load follows, all is known before.
@@ -78,7 +78,7 @@ def advances(readable: Mapping[RankId, Ends], frontiers: Frontiers) -> Iterator[
                         yield Advance(rank, group, (layer,), tokens, whole=False)
 
 
-def start(nixl: NixlRank, load: SessionLoad, advance: Advance, timeout: float) -> Transfer | None:
+def start(nixl: NixlRank, load: Load, advance: Advance, timeout: float) -> Transfer | None:
     """Start to read one step; None where nothing of it is this rank's.
 
     Whatever is wrong is a `TransferError`: the load fails, not the session.

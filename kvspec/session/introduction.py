@@ -6,7 +6,6 @@ all of it.
 
 from __future__ import annotations
 
-import secrets
 import time
 
 import attrs
@@ -15,13 +14,12 @@ from kvspec.errors import SpecError, WireError
 from kvspec.inputs import instance
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.handshake import MAX_NAME, Handshake
-from kvspec.protocol.messages import Key
-from kvspec.protocol.seal import Secret
-from kvspec.protocol.wire import decode_handshake, encode_handshake
+from kvspec.wire.codec import decode_handshake, encode_handshake
+from kvspec.wire.handshake import MAX_NAME, Handshake
+from kvspec.wire.seal import Secret
 
 INTRODUCTION = b"kvspec-introduction-1\n"
-_NONCE = 16  # bytes
+
 _SIZE = 2  # bytes that tell the address's length
 
 
@@ -68,31 +66,3 @@ def introduced(sealed: object, secret: Secret) -> Introduced:
     if not 0 < size <= MAX_NAME or not name.isprintable():
         raise WireError("introduction.address", name, f"a text of 1 to {MAX_NAME} bytes")
     return Introduced(handshake=decode_handshake(handshake), address=name)
-
-
-def new_remote_id(request_id: str) -> str:
-    """Return a new name of the producer's request *request_id*, for all ranks of both engines.
-
-    The producer's engine calls this once for each request, and sends the name to its own ranks and
-    to the consumer. The name contains a random part, so that two requests of one id differ.
-
-    Args:
-        request_id: Id of the request in the producer's engine.
-
-    Returns:
-        The name, of the form `id#digits`.
-
-    >>> new_remote_id("request-1").split("#")[0]
-    'request-1'
-    """
-    key = Key(request_id, secrets.token_bytes(_NONCE))
-    return f"{key.request_id}#{key.nonce.hex()}"
-
-
-def key_of(remote_id: object) -> Key:
-    """Return the request that *remote_id* stands for."""
-    request_id, _, nonce = instance("remote_id", remote_id, str).rpartition("#")
-    try:
-        return Key(request_id, bytes.fromhex(nonce))
-    except ValueError:  # no hexadecimal digits; or a SpecError
-        raise SpecError("remote_id", remote_id, "a str that new_remote_id returned") from None

@@ -12,15 +12,15 @@ from functools import partial
 
 import attrs
 
+from kvspec.completion.actions import Action, Free, Refused, Tell
+from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import Tables, tables_of
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
-from kvspec.protocol.messages import MAX_READERS, Action, Free, Message, Refused, Tell
-from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import SessionLock
-from kvspec.session.introduction import key_of
 from kvspec.session.summing import Summing
+from kvspec.wire.messages import MAX_READERS, Message, key_of
 
 MAX_FOREIGN = 256
 """Messages that changed nothing, of which is remembered why."""

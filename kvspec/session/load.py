@@ -17,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvspec.analysis.explanation import carried
+from kvspec.completion.load_plan import LoadPlan, Name, Place
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import TransferError, TransferState
 from kvspec.inputs import instance
 from kvspec.nixl import Transfer
 from kvspec.nixl.notifications import FIRST_WAIT, LAST_WAIT
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.load_plan import LoadPlan, Name, Place
-from kvspec.protocol.messages import Message
-from kvspec.protocol.pushed import Pushed
 from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.written import Blocks, blocks_of
+from kvspec.wire.messages import Message
+from kvspec.wire.pushed import Pushed
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
@@ -139,11 +139,11 @@ class Progress:
         return "; ".join(told)
 
 
-class SessionPush(Progress):
+class Push(Progress):
     """The part of a request that one producer rank writes. `Session.push` returns it."""
 
 
-class SessionLoad(Progress):
+class Load(Progress):
     """A request that one consumer rank reads from its producer ranks. `Session.load` returns it.
 
     `undefined_blocks` are the blocks to compute again after a failure. `unwritten_ranges` are the

@@ -18,30 +18,22 @@ from collections.abc import Callable
 
 import attrs
 
+from kvspec.completion.actions import Action, Closed, Failed, Ready, Refused, Release, Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.pending import message_of, name_of
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.load_plan import LoadPlan
-from kvspec.protocol.messages import (
-    Action,
-    Closed,
-    Failed,
-    Message,
-    Ready,
-    Refused,
-    Release,
-    Tell,
-)
-from kvspec.protocol.pending import message_of, name_of
 from kvspec.session.audit import Audit
 from kvspec.session.following import Frontiers, advances, ends_of, start
 from kvspec.session.ledger import refusal
-from kvspec.session.load import LOST, InFlight, SessionLoad
+from kvspec.session.load import LOST, InFlight, Load
 from kvspec.session.remote import ReadOptions
 from kvspec.session.written import BlockLocks, Blocks, pushed_of
+from kvspec.wire.messages import Message
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 
@@ -77,7 +69,7 @@ class Loading:
     now: Callable[[], float]
     tell: Callable[[Message], None]
     note: Callable[[str], None]
-    loads: dict[str, SessionLoad] = attrs.field(factory=dict)
+    loads: dict[str, Load] = attrs.field(factory=dict)
     recorded: deque[Action] = attrs.field(factory=deque)
     _orphans: list[Orphan] = attrs.field(factory=list)
     _turn: int = 0
@@ -91,7 +83,7 @@ class Loading:
 
     def begin(
         self,
-        load: SessionLoad,
+        load: Load,
         timeout: float,
         options: ReadOptions,
         *,
@@ -131,7 +123,7 @@ class Loading:
             load.in_flight[rank] = InFlight(rank, moved.get(rank), steps, pushes.get(rank))
         self._know(load, told)
 
-    def _know(self, load: SessionLoad, told: list[Action]) -> None:
+    def _know(self, load: Load, told: list[Action]) -> None:
         """Let polls move *load* on from now, and carry out what beginning it *told*."""
         name = load.request.request_id
         self.recorded.extend(told)  # first: actions of a load that nobody knows are skipped
@@ -144,7 +136,7 @@ class Loading:
         self.recorded.extend(self.book.tick(now))
         return self.book.expect(load_plan, now, timeout)
 
-    def give_up(self, load: SessionLoad) -> None:
+    def give_up(self, load: Load) -> None:
         """Undo the beginning of a load that its caller never received.
 
         The beginning was refused, or interrupted at any line. A load that polls already know is
@@ -178,13 +170,13 @@ class Loading:
                 self._locks.release(orphan.owner, orphan.blocks)
                 self._orphans.remove(orphan)
 
-    def _own(self, load: SessionLoad, load_plan: LoadPlan) -> None:
+    def _own(self, load: Load, load_plan: LoadPlan) -> None:
         """Let its blocks belong to *load*, if it may begin and no other load is to write them."""
         self.book.check(load_plan)
         load.load_plan, load.name = load_plan, load_plan.name
         load.owner = self._locks.acquire(load.request.request_id, load.blocks)
 
-    def _begin_following(self, load: SessionLoad, timeout: float, options: ReadOptions) -> None:
+    def _begin_following(self, load: Load, timeout: float, options: ReadOptions) -> None:
         request, ends = load.request, ends_of(load)
         load_plan = load.remote.load_plan(
             self.book.me.rank, load.remote_id, request.request_id, options
@@ -194,7 +186,7 @@ class Loading:
         load.follow(ends, self.now() + timeout)
         self._know(load, self._expect(load_plan, timeout))
 
-    def _follow(self, load: SessionLoad, frontiers: Frontiers) -> None:
+    def _follow(self, load: Load, frontiers: Frontiers) -> None:
         """Start to read what was written since the last time."""
         name = load.request.request_id
         try:
@@ -218,7 +210,7 @@ class Loading:
             raise
         self.act()
 
-    def _adopt(self, load: SessionLoad) -> None:
+    def _adopt(self, load: Load) -> None:
         """Fail *load* if an interrupt left a step of it that no flight ends.
 
         At most one step was being started. If its transfer was begun, the step ends with it.
@@ -316,15 +308,13 @@ class Loading:
                 for rank in [r for r, flight in load.in_flight.items() if flight.transfer is None]:
                     self._end(load, rank, f"{engine_id} is gone", TransferState.GONE)
 
-    def _stop(self, load: SessionLoad) -> None:
+    def _stop(self, load: Load) -> None:
         """Ask the producers that push to stop, again and again until they answer."""
         load.asked = self.now() + self.book.heartbeat
         for flight in load.in_flight.values():
             self.tell(message_of(load.name, "stop", self.book.me, flight.rank))
 
-    def _settle(
-        self, load: SessionLoad, key: RankId | int, flight: InFlight, transfer: Transfer
-    ) -> None:
+    def _settle(self, load: Load, key: RankId | int, flight: InFlight, transfer: Transfer) -> None:
         """Tell the ledger what became of one transfer, once nothing of it can move."""
         why, state = "", TransferState.GONE
         try:
@@ -344,7 +334,7 @@ class Loading:
         load.written |= transfer.handles > 0
         self._end(load, key, why, state)
 
-    def _end(self, load: SessionLoad, key: RankId | int, why: str, state: TransferState) -> None:
+    def _end(self, load: Load, key: RankId | int, why: str, state: TransferState) -> None:
         """Tell the ledger that nothing of a flight comes any more: all is there, or *why* not."""
         flight = load.in_flight[key]
         load.written |= flight.transfer is None
@@ -356,7 +346,7 @@ class Loading:
         load.in_flight.pop(key, None)
         self.act()
 
-    def _arrived(self, load: SessionLoad, steps: tuple[int, ...]) -> None:
+    def _arrived(self, load: Load, steps: tuple[int, ...]) -> None:
         """Tell the ledger that all of some steps is there; of what is compared, after that."""
         if load.audit is not None and load.error is None:
             load.audit.steps += tuple(step for step in steps if step not in load.audit.steps)
@@ -365,7 +355,7 @@ class Loading:
 
     def _close(
         self,
-        load: SessionLoad,
+        load: Load,
         steps: tuple[int, ...],
         why: str = "",
         state: TransferState = TransferState.GONE,
@@ -380,7 +370,7 @@ class Loading:
                 else:
                     self.recorded.extend(self.book.finish(step, now))
 
-    def _compare(self, load: SessionLoad, end: float) -> None:
+    def _compare(self, load: Load, end: float) -> None:
         """Compare what arrived with what its producers hold, once all of it has."""
         if load.audit is None or load.in_flight or load.frontiers != load.ends:
             return
@@ -415,7 +405,7 @@ class Loading:
                 self._change(load, action)
             self.recorded.popleft()  # last: an interrupted change is made again
 
-    def _change(self, load: SessionLoad, action: Action) -> None:
+    def _change(self, load: Load, action: Action) -> None:
         if isinstance(action, Ready | Release):
             self._locks.release(load.owner, load.blocks)
         if isinstance(action, Ready):

@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvspec.errors import SpecError, TransferError, TransferState, WireError
 from kvspec.inputs import instance, sequence
-from kvspec.protocol.messages import Message, RankAddress
-from kvspec.protocol.seal import Secret
-from kvspec.protocol.wire import VERSION, decode_message, encode_message
 from kvspec.session.background import SessionLock
 from kvspec.session.channel import Channel
 from kvspec.session.introduction import INTRODUCTION, Introduced
+from kvspec.wire.codec import VERSION, decode_message, encode_message
+from kvspec.wire.messages import Message, RankAddress
+from kvspec.wire.seal import Secret
 
 MESSAGE = b"kvspec-message-1\n"
 QUESTION = b"kvspec-question-2\n"

@@ -23,7 +23,7 @@ from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import KVSpecError, TransferError, TransferState
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.nixl.notifications import LAST_WAIT
-from kvspec.session.load import LoadState, SessionLoad
+from kvspec.session.load import Load, LoadState
 from kvspec.session.session import Session
 from kvspec.session.ticket import PrefillTicket
 
@@ -58,19 +58,19 @@ class PromptLoad:
 
     Attributes:
         request: The request.
-        load: The `SessionLoad` after the producer is connected, else None.
+        load: The `Load` after the producer is connected, else None.
     """
 
     def __init__(
         self,
         request: TransferRequest,
         connection: Future[object],
-        begin: Callable[[], SessionLoad],
+        begin: Callable[[], Load],
         decline: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self.request = request
-        self.load: SessionLoad | None = None
+        self.load: Load | None = None
         self._refused: Exception | None = None
         self._begin, self._decline, self._failed = begin, decline, failed
         self._lock = threading.Lock()
@@ -83,12 +83,12 @@ class PromptLoad:
 
     @property
     def undefined_blocks(self) -> dict[str, tuple[int, ...]]:
-        """As in `SessionLoad`. Empty if the load did not begin."""
+        """As in `Load`. Empty if the load did not begin."""
         return {} if self.load is None else self.load.undefined_blocks
 
     @property
     def unwritten_ranges(self) -> npt.NDArray[np.uint64]:
-        """As in `SessionLoad`. Empty if the load did not begin."""
+        """As in `Load`. Empty if the load did not begin."""
         return np.empty((0, 2), np.uint64) if self.load is None else self.load.unwritten_ranges
 
     @property
@@ -193,7 +193,7 @@ class Prompts:
         """
         instance("prompt", prompt, PrefillTicket)
 
-        def begin() -> SessionLoad:
+        def begin() -> Load:
             try:
                 prompt.check_held(instance("request", request, TransferRequest))
                 return self.session.load(

@@ -33,15 +33,14 @@ from collections.abc import Callable
 
 import attrs
 
+from kvspec.completion.producer import ProducerLedger
 from kvspec.errors import KVSpecError, SpecError, TransferError, TransferState
 from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank, Transfer
-from kvspec.protocol.messages import MAX_READERS, Key, Message, RankAddress
-from kvspec.protocol.producer import ProducerLedger
-from kvspec.protocol.pushed import Pushed
-from kvspec.session.introduction import key_of
-from kvspec.session.load import LOST, SessionPush
+from kvspec.session.load import LOST, Push
 from kvspec.session.written import pushed_of
+from kvspec.wire.messages import MAX_READERS, Key, Message, RankAddress, key_of
+from kvspec.wire.pushed import Pushed
 
 # A request, attempt and sample, and the rank that reads it.
 Reader = tuple[Key, int, int, RankAddress]
@@ -54,7 +53,7 @@ MAX_FENCES = 1 << 16
 class Writing:
     """One write to one reader. *told*: the outcome that was sent to the reader, or ""."""
 
-    push: SessionPush
+    push: Push
     transfer: Transfer | None
     pushed: Pushed
     told: str = ""
@@ -76,7 +75,7 @@ class Pushing:
         """Whether a write is in flight."""
         return any(not each.told for each in self.writing.values())
 
-    def begin(self, push: SessionPush, timeout: float, attempt: int, sample: int) -> None:
+    def begin(self, push: Push, timeout: float, attempt: int, sample: int) -> None:
         """Start *push*. Everything is checked before anything is posted.
 
         If it is refused, its readers receive `stopped`, and this attempt can never be pushed.
@@ -85,9 +84,7 @@ class Pushing:
         positive_int("attempt", attempt, least=0)
         positive_int("sample", sample, least=0, most=MAX_READERS - 1)
         if not self.book.holds(key):
-            raise SpecError(
-                "remote_id", push.remote_id, "a request that `ledger.hold` has registered"
-            )
+            raise SpecError("remote_id", push.remote_id, "a request that `hold` has registered")
         readers = {
             rank: (key, attempt, sample, RankAddress(*remote.start, rank)) for rank in remote.lanes
         }
@@ -176,7 +173,7 @@ class Pushing:
         self._tell(reader, each.told, each)
         self._conclude(push)
 
-    def _conclude(self, push: SessionPush) -> None:
+    def _conclude(self, push: Push) -> None:
         """End a push of which nothing moves."""
         if all(each.told for each in self.writing.values() if each.push is push):
             push.state = "done" if push.error is None else "failed"

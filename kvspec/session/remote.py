@@ -12,6 +12,7 @@ from functools import cached_property
 
 import attrs
 
+from kvspec.completion.load_plan import LoadPlan, Place
 from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable, build_table
 from kvspec.descriptors.tiles import Positions
@@ -21,9 +22,9 @@ from kvspec.nixl.transfer_spec import Prepared, Sides
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import TransferPlan
-from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.load_plan import LoadPlan, Place
-from kvspec.session.introduction import Introduced, key_of
+from kvspec.session.introduction import Introduced
+from kvspec.wire.handshake import Handshake
+from kvspec.wire.messages import key_of
 
 
 @attrs.frozen(kw_only=True)

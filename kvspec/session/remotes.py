@@ -38,10 +38,10 @@ from kvspec.inputs import positive_int, sequence
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import Role
 from kvspec.plan.plan import plan_transfer
-from kvspec.protocol.handshake import disagreements, one_engine
 from kvspec.session.background import SessionLock
 from kvspec.session.introduction import Introduced, introduced
 from kvspec.session.remote import RemoteEngine
+from kvspec.wire.handshake import disagreements, one_engine
 
 
 def judged(

@@ -15,22 +15,20 @@ from typing import Self
 
 import attrs
 
-from kvspec.descriptors.request import TransferRequest
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.producer import ProducerLedger
+from kvspec.descriptors.request import Tables, TransferRequest
 from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.rank_cache import RankCache
 from kvspec.nixl import NixlRank
 from kvspec.ownership.replicas import ReplicaPolicy, Role
 from kvspec.plan.plan import TransferPlan
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.messages import READERS, Message, RankAddress
-from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.background import BUSY, Background, SessionLock
 from kvspec.session.channel import Channel, TcpChannel, check_channel
 from kvspec.session.clock import since_boot
 from kvspec.session.introduction import Introduced, epoch_of
-from kvspec.session.ledger import MAX_FOREIGN, Ledger
-from kvspec.session.load import SessionLoad, SessionPush
+from kvspec.session.ledger import MAX_FOREIGN, Ledger, Settled
+from kvspec.session.load import Load, Push
 from kvspec.session.loading import Loading
 from kvspec.session.mailbox import Messages
 from kvspec.session.pushing import Pushing
@@ -38,6 +36,8 @@ from kvspec.session.remote import ReadOptions
 from kvspec.session.remotes import Remotes, judged
 from kvspec.session.stats import SessionStats, stats_of
 from kvspec.session.summing import Summing
+from kvspec.wire.handshake import Handshake
+from kvspec.wire.messages import READERS, Message, RankAddress
 
 
 class Session:
@@ -110,7 +110,9 @@ class Session:
         self._messages = Messages(self.channel, nixl.secret, self._own, foreign.append)
         tell = self._messages.tell
         self._summing = Summing(book, cache, owner, tell, foreign.append)
-        self.ledger = Ledger(book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl)
+        self._ledger = Ledger(
+            book, self._lock, clock, tell, self.poll, foreign, self._summing, nixl
+        )
         self._loading = Loading(reader, nixl, cache, clock, tell, foreign.append)
         self._pushing, self._book = Pushing(book, nixl, clock, tell), book
         self._remotes, self._count = Remotes(nixl, self._lock), itertools.count()
@@ -217,7 +219,7 @@ class Session:
         again: bool = False,
         sample: int = 0,
         samples: int = 1,
-    ) -> SessionLoad:
+    ) -> Load:
         """Start reading *request* from all ranks that hold it, or wait for pushed data.
 
         Nothing is posted if the call raises. Later errors are in the `error` of the load.
@@ -246,7 +248,7 @@ class Session:
         """
         with self._lock.held:
             remote = self._remotes.find("producer", engine_id)
-            load = SessionLoad(request, remote_id, remote, self.poll, self._cancel)
+            load = Load(request, remote_id, remote, self.poll, self._cancel)
             more = ReadOptions(attempt=attempt, again=again, sample=sample, samples=samples)
             try:
                 self._loading.begin(
@@ -268,7 +270,7 @@ class Session:
         engine_id: str | None = None,
         attempt: int = 0,
         sample: int = 0,
-    ) -> SessionPush:
+    ) -> Push:
         """Start writing this rank's part of *request* into the blocks of all consumer ranks.
 
         The ledger must hold the request. All ranks of the consumer must `load` the same request
@@ -294,7 +296,7 @@ class Session:
         """
         with self._lock.held:
             remote = self._remotes.find("consumer", engine_id, epoch)
-            push = SessionPush(request, remote_id, remote, self.poll)
+            push = Push(request, remote_id, remote, self.poll)
             self._pushing.begin(push, seconds("timeout", timeout), attempt, sample)
         return push
 
@@ -318,10 +320,68 @@ class Session:
             self._loading.recorded.extend(self._loading.book.expect(plan, self._clock(), 0.0))
             self._loading.act()
 
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the held requests, whose blocks are not free."""
+        return self._ledger.held
+
+    def hold(
+        self,
+        remote_id: str,
+        *,
+        lease: float | None = None,
+        readers: int | None = None,
+        blocks: Tables | None = None,
+    ) -> None:
+        """Hold a request until all its readers are done.
+
+        Call it when the data is computed, or just before: the lease runs from this call.
+
+        Args:
+            remote_id: Name from `new_remote_id`, the same on all ranks.
+            lease: Seconds in which the first reader must send a heartbeat. Each heartbeat extends
+                it. By default, the lease of the session.
+            readers: Number of consumer ranks that will read from this rank, if the engine knows it.
+            blocks: The block tables of the request, by group. Loads with `digest` need them.
+
+        Raises:
+            SpecError: If the request is held already, or *blocks* do not fit the engine.
+        """
+        self._ledger.hold(remote_id, lease=lease, readers=readers, blocks=blocks)
+
+    def record_progress(
+        self, remote_id: str, upto: int, layers: Iterable[str] | None = None
+    ) -> None:
+        """Record that *layers* are written up to position *upto*.
+
+        Loads that follow the request then read so far. For a recurrent state, only `num_tokens`
+        counts as written. For encoder tokens, positions count these tokens.
+
+        Args:
+            remote_id: A request that is held.
+            upto: Number of written tokens.
+            layers: Names of layers. All layers by default.
+
+        Raises:
+            SpecError: If *upto* is less than before for one of the layers. Then no layer changes.
+        """
+        self._ledger.record_progress(remote_id, upto, layers)
+
+    def abort(self, remote_id: str) -> None:
+        """Give up a held request. Its readers receive `gone`.
+
+        Its blocks are free when the readers have stopped, or the lease is over.
+        """
+        self._ledger.abort(remote_id)
+
+    def settled(self) -> Settled:
+        """Make progress on the session. Return the held requests that ended since the last call."""
+        return self._ledger.poll()
+
     def poll(self) -> None:
         """Make progress on everything: messages, transfers and deadlines. Never waits."""
         with self._lock.held:
-            self.ledger.tick()
+            self._ledger.tick()
             for message in self._messages.receive():
                 self._deliver(message)
             self._loading.move()
@@ -368,8 +428,8 @@ class Session:
         elif message.kind in (*READERS, "stop"):
             self._pushing.deliver(message)
             if message.kind != "stop":
-                self.ledger.recorded.extend(self._book.receive(message, self._clock()))
-                self.ledger.act()
+                self._ledger.recorded.extend(self._book.receive(message, self._clock()))
+                self._ledger.act()
         else:
             self._loading.receive(message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvspec.protocol.producer import ProducerLedger
+from kvspec.completion.producer import ProducerLedger
 from kvspec.session.loading import Loading
 from kvspec.session.pushing import Pushing
 from kvspec.session.remotes import Remotes

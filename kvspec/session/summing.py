@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
+from kvspec.completion.producer import ProducerLedger
 from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.memory.rank_cache import RankCache
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import SUM, Key, Message
-from kvspec.protocol.producer import ProducerLedger
 from kvspec.session.extents import sums_of
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import SUM, Key, Message
 
 TURN = 0.02  # seconds that a poll sums, and some hundred kilobytes more
 MAX_ASKED, MAX_KNOWN = 4096, 512

@@ -21,9 +21,9 @@ from kvspec.descriptors.request import BlockTable, Tables, TransferRequest, tabl
 from kvspec.errors import SpecError
 from kvspec.inputs import instance, mapping, positive_int, sequence
 from kvspec.nixl.envelope import secret_of
-from kvspec.protocol.handshake import is_name
-from kvspec.protocol.seal import MAC, Secret
-from kvspec.session.introduction import key_of
+from kvspec.wire.handshake import is_name
+from kvspec.wire.messages import key_of
+from kvspec.wire.seal import MAC, Secret
 
 _SAID = {
     "engine_id": "remote_engine_id",

@@ -18,8 +18,8 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.plan.plan import TransferPlan
-from kvspec.protocol.pushed import SUM, Pushed
 from kvspec.specs import LayerSpec
+from kvspec.wire.pushed import SUM, Pushed
 
 Blocks = Mapping[str, Ids]
 """By group, the ids of blocks, in any order."""

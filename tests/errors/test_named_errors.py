@@ -12,9 +12,9 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.protocol.compatibility import compatibility_hash
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import Key, Message, RankAddress
+from kvspec.wire.compatibility import compatibility_hash
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import Key, Message, RankAddress
 
 RANK = RankId()
 ENGINE = builders.engine(builders.gqa(), layers=("l", "m"))

@@ -11,7 +11,7 @@ from refused import refusal
 
 import kvspec
 from kvspec import RankId
-from kvspec.analysis.counts import Link, Load
+from kvspec.analysis.counts import Amount, Link
 from kvspec.testing import strategies
 from kvspec.testing.parallels import is_state
 
@@ -63,8 +63,8 @@ def test_traffic_equals_that_of_tables(case: strategies.Case) -> None:
             assert load.descriptors == sum(other.descriptors for other in of_rank)
     links = [*traffic.producers.values(), *traffic.consumers.values()]
     assert max(load.nbytes for load in links) == traffic.busiest.load.nbytes
-    assert traffic.total == Load.total(traffic.producers.values())
-    assert traffic.total == Load.total(traffic.consumers.values())
+    assert traffic.total == Amount.total(traffic.producers.values())
+    assert traffic.total == Amount.total(traffic.consumers.values())
 
 
 def plan_of(first: str = "LBHNC") -> kvspec.TransferPlan:
@@ -81,11 +81,11 @@ def test_traffic_of_three_tokens() -> None:
     """Three tokens are two blocks. In each block a head of one layer is one chunk of 16 bytes."""
     traffic = kvspec.traffic(plan_of(), 3)
     tp0, tp1 = RankId(tp=0), RankId(tp=1)
-    load = Load(nbytes=2 * 3 * 8, descriptors=2 * 2)
+    load = Amount(nbytes=2 * 3 * 8, descriptors=2 * 2)
     assert {(tp0, tp0): load, (tp1, tp0): load} == traffic.pairs
     assert {tp0: load, tp1: load} == traffic.producers
-    assert {tp0: Load(96, 8)} == traffic.consumers
-    assert Link("consumer", tp0, Load(96, 8)) == traffic.busiest
+    assert {tp0: Amount(96, 8)} == traffic.consumers
+    assert Link("consumer", tp0, Amount(96, 8)) == traffic.busiest
 
 
 def test_traffic_text_lists_total_pairs_and_busiest_link() -> None:
@@ -99,7 +99,7 @@ def test_traffic_text_lists_total_pairs_and_busiest_link() -> None:
 
 def test_separate_planes_need_more_descriptors() -> None:
     """K and V are separate planes on one side and packed on the other, so each token is a chunk."""
-    assert Load(96, 2 * 2 * 2 * 3) == kvspec.traffic(plan_of("LKBHNC"), 3).total
+    assert Amount(96, 2 * 2 * 2 * 3) == kvspec.traffic(plan_of("LKBHNC"), 3).total
 
 
 def test_busiest_link_is_the_producers_if_loads_are_equal() -> None:
@@ -118,4 +118,4 @@ def test_traffic_rejects_too_many_blocks() -> None:
 def test_traffic_of_no_tokens_is_zero() -> None:
     """The pairs are listed with empty loads."""
     traffic = kvspec.traffic(plan_of(), 0)
-    assert [Load(0, 0)] * 2 == list(traffic.pairs.values())
+    assert [Amount(0, 0)] * 2 == list(traffic.pairs.values())

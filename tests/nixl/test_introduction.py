@@ -17,7 +17,7 @@ import pytest
 from kvspec.errors import SpecError, TransferError, WireError
 from kvspec.nixl import envelope
 from kvspec.nixl.envelope import Envelope, opened
-from kvspec.protocol.seal import Secret
+from kvspec.wire.seal import Secret
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 pytest.importorskip("nixl_cu13", reason="needs nixl")

@@ -13,8 +13,8 @@ from strange import STRANGE
 import kvspec
 from kvspec.errors import KVSpecError, SpecError, TransferError
 from kvspec.nixl import NixlRank
-from kvspec.session import Session, SessionLoad, TcpChannel
-from kvspec.session.load import SessionPush
+from kvspec.session import Load, Session, TcpChannel
+from kvspec.session.load import Push
 from kvspec.testing import FakeNixl
 
 
@@ -140,7 +140,7 @@ def test_a_channel_hands_on_bytes(kind: Any) -> None:
         producer.hold(remote_id)
         (load,) = consumer.load(asked, remote_id, timeout=1.0)
         until(lambda: load.poll() != "moving", producer)
-        foreign = " ".join(first(consumer).ledger.poll().foreign)
+        foreign = " ".join(first(consumer).settled().foreign)
         right = kind in (bytearray, memoryview)
         assert ("done" if right else "failed") == load.state
         assert right != ("expected bytes from the channel's" in foreign)
@@ -150,7 +150,7 @@ def test_readers_are_counted(pair: tuple[Side, Side]) -> None:
     """By the name that they were given by."""
     for wrong in (0, True, 1.0):
         with pytest.raises(SpecError, match=f"readers={wrong}: expected an int >= 1"):
-            first(pair[0]).ledger.hold(new_remote_id("r"), readers=wrong)
+            first(pair[0]).hold(new_remote_id("r"), readers=wrong)
 
 
 def test_an_address_is_a_rank_s(pair: tuple[Side, Side]) -> None:
@@ -241,16 +241,16 @@ class Asking:
             "readers": 1,
             "blocks": {},
         }
-        return self.producer.ledger.hold, given
+        return self.producer.hold, given
 
     def record_progress(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
         given = {"remote_id": self.held(), "upto": 3, "layers": ["l.0"]}
-        return self.producer.ledger.record_progress, given
+        return self.producer.record_progress, given
 
     def abort(self) -> tuple[Any, dict[str, Any]]:
         """Of a producer."""
-        return self.producer.ledger.abort, {"remote_id": self.held()}
+        return self.producer.abort, {"remote_id": self.held()}
 
 
 CALLS = (
@@ -277,8 +277,8 @@ def test_whatever_is_given_is_taken_or_refused(pair: tuple[Side, Side], name: st
                 made = call(**given | {argument: value})
             except KVSpecError:
                 continue
-            if isinstance(made, SessionLoad | SessionPush):
-                if isinstance(made, SessionLoad):
+            if isinstance(made, Load | Push):
+                if isinstance(made, Load):
                     made.cancel()
                 until(lambda made=made: made.poll() != "moving", *pair)
     asked, remote_id = request("last"), asking.held()

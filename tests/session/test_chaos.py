@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from session_world import MODES, PAIRS, Mode, World
 
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.load_plan import Frontiers
 from kvspec.descriptors.tiles import Tables
 from kvspec.nixl import Transfer
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.load_plan import Frontiers
-from kvspec.protocol.messages import Message
-from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.seal import MAC, Secret
-from kvspec.session import SessionLoad
+from kvspec.session import Load
 from kvspec.session.audit import Audit
 from kvspec.session.extents import extents_of
 from kvspec.session.ledger import Ledger
 from kvspec.session.loading import Loading
 from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeNixl
+from kvspec.wire.messages import Message
+from kvspec.wire.pushed import Pushed
+from kvspec.wire.seal import MAC, Secret
 
 AT = st.integers(0, 50)
 LANDS = ("land", "land", "land", "land", "part", "fail", "flip")
@@ -174,13 +174,13 @@ def unasked(patch: pytest.MonkeyPatch) -> None:
 
 def hasty(patch: pytest.MonkeyPatch) -> None:
     """Be over as soon as it has failed."""
-    fail = SessionLoad.fail
+    fail = Load.fail
 
     def at_once(self: Any, *why: Any) -> None:
         fail(self, *why)
         self.state = "failed"
 
-    patch.setattr(SessionLoad, "fail", at_once)
+    patch.setattr(Load, "fail", at_once)
 
 
 def one_source(patch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def unsealed(patch: pytest.MonkeyPatch) -> None:
 
 def unmarked(patch: pytest.MonkeyPatch) -> None:
     """Answer whoever is late that all was valid."""
-    patch.setattr("kvspec.protocol.messages.Message.answer", deceive(Message.answer))
+    patch.setattr("kvspec.wire.messages.Message.answer", deceive(Message.answer))
 
 
 def deceive(answer: Any) -> Any:
@@ -214,7 +214,7 @@ def deceive(answer: Any) -> Any:
 
 def remembering(patch: pytest.MonkeyPatch) -> None:
     """Take what a reader says of another load for what it said of the first."""
-    patch.setattr("kvspec.protocol.producer._again", _was_done)
+    patch.setattr("kvspec.completion.producer._again", _was_done)
 
 
 def _was_done(seen: Any, message: Message) -> bool:

@@ -18,13 +18,12 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import Message, RankAddress
-from kvspec.session import SessionLoad
+from kvspec.session import Load
 from kvspec.session.extents import sums_of
-from kvspec.session.introduction import key_of
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import Message, RankAddress, key_of
 
 SIZES = {
     "two of four": (engine(4, state=True), engine(2, state=True)),
@@ -67,7 +66,7 @@ def asked_of(sides: tuple[Side, Side], tokens: int = 14, cached: int = 3) -> Any
     )
 
 
-def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[SessionLoad]]:
+def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[Load]]:
     """Hold and load a request."""
     producer, consumer = sides
     asked, remote_id = asked_of(sides), new_remote_id("r")
@@ -77,7 +76,7 @@ def begin(sides: tuple[Side, Side], **more: Any) -> tuple[Any, list[SessionLoad]
     return asked, consumer.load(asked, remote_id, digest=True, **more)
 
 
-def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+def ended(loads: list[Load], *sides: Side) -> list[str]:
     """Wait until all of *loads* ended, and return how; then nothing is summed any more."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     sessions = [session for side in sides for session in side.sessions.values()]
@@ -96,7 +95,7 @@ def test_what_arrived_whole_is_done(nixl: None, sizes: str) -> None:
         assert [] == consumer.wrong(asked)
         spent = [load.digest_seconds for load in loads]
         assert (True, True) == (min(spent) > 0, sum(spent) < time.monotonic() - began)
-        assert [()] * len(loads) == [s.ledger.poll().foreign for s in consumer.sessions.values()]
+        assert [()] * len(loads) == [s.settled().foreign for s in consumer.sessions.values()]
         done: list[str] = []
         until(lambda: done.extend(producer.settled()[0]) or len(done) == len(producer.sessions))
         producer.poll()
@@ -180,16 +179,16 @@ def test_who_cannot_be_asked_fails_the_load() -> None:
             producer.hold(remote_id, **told)
             loads = consumer.load(asked, remote_id, digest=True)
             assert ["failed"] * 2 == ended(loads, *sides)
-            assert all("cannot sum it: `ledger.hold` it with `blocks`" in str(load.error)
+            assert all("cannot sum it: `hold` it with `blocks`" in str(load.error)
                        for load in loads)  # fmt: skip
-            until(lambda: not any(s.ledger.held for s in producer.sessions.values()), *sides)
+            until(lambda: not any(s.held for s in producer.sessions.values()), *sides)
         loads = consumer.load(asked, new_remote_id("r"), digest=True, timeout=0.2)
         until(lambda: all(load.state == "failed" for load in loads), consumer)
         assert {"timeout"} == {load.error.state for load in loads if load.error}
         session = next(iter(producer.sessions.values()))
         for blocks, words in (({"else": [1]}, "block tables of the engine's"), ([1], "mapping")):
             with pytest.raises(SpecError, match=words):
-                session.ledger.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
+                session.hold(new_remote_id("r"), blocks=blocks)  # type: ignore[arg-type]
         with pytest.raises(SpecError, match="digest=7"):
             consumer.load(asked, new_remote_id("r"), digest=7)
 
@@ -228,7 +227,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
     with FakeNixl(), Side("P", one, polled=False) as producer:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
-        session.ledger.hold(remote_id, blocks={"s": [1]})
+        session.hold(remote_id, blocks={"s": [1]})
         question = Message(
             kind="checksum_request", key=key_of(remote_id), by=RankAddress("D", 1, session.me.rank),
             to=session.me,
@@ -236,7 +235,7 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
         )  # fmt: skip
         session._summing.deliver(question)
         session.poll()
-        (why,) = session.ledger.poll().foreign
+        (why,) = session.settled().foreign
         assert "rows=range(0, 3): expected rows below 1, the rows of ssm" in why
         assert 0 == session.stats().sums
 
@@ -312,7 +311,7 @@ def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
         assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [message.number for message in asked])
         by = next(iter(producer.sessions.values())).me
         session._deliver(attrs.evolve(asked[0].answer("checksum", total=bytes(8)), number=0, by=by))
-        assert "no question is open for it" in session.ledger.poll().foreign[-1]
+        assert "no question is open for it" in session.settled().foreign[-1]
         load.audit.tell = tell
         now = 4.0
         assert {"done"} == set(ended(loads, *sides))
@@ -392,10 +391,10 @@ def test_what_follows_or_is_pushed_is_compared_too(how: str) -> None:
                     remote_id = loads[0].remote_id
                     session.push(asked, remote_id=remote_id, timeout=9.0, epoch=1)
                 else:
-                    session.ledger.record_progress(loads[0].remote_id, 7)
+                    session.record_progress(loads[0].remote_id, 7)
                     producer.poll()
                     consumer.poll()
-                    session.ledger.record_progress(loads[0].remote_id, 14)
+                    session.record_progress(loads[0].remote_id, 14)
             assert [["done", "done"], ["failed", "failed"]][broken] == ended(loads, *sides)
             assert broken == any(load.error for load in loads)
             assert broken or [] == consumer.wrong(asked)

@@ -17,11 +17,10 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol.messages import Message
-from kvspec.session import SessionLoad
-from kvspec.session.introduction import key_of
+from kvspec.session import Load
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.positions import rows_of
+from kvspec.wire.messages import Message, key_of
 
 LAYERS = ("l.0", "l.1", "w.0")
 
@@ -72,15 +71,15 @@ class Prefill:
                 later = rows.token >= self.upto[rows.key[1]]
                 views[rows.key][rows.block[later], :, rows.row[later]] ^= 255
         for session in self.side.sessions.values():
-            session.ledger.record_progress(self.remote_id, upto, layers)
+            session.record_progress(self.remote_id, upto, layers)
 
 
-def follow(consumer: Side, prefill: Prefill, **more: Any) -> list[SessionLoad]:
+def follow(consumer: Side, prefill: Prefill, **more: Any) -> list[Load]:
     """Follow a request on every rank."""
     return consumer.load(prefill.asked, prefill.remote_id, follow=True, **more)
 
 
-def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+def ended(loads: list[Load], *sides: Side) -> list[str]:
     """Wait until all of *loads* ended, and return how."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     return [load.state for load in loads]
@@ -292,8 +291,8 @@ def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> Non
     producer, consumer = pair
     asked = request(tokens=14)
     prefill = Prefill(producer, asked, new_remote_id("r"))
-    ledger = next(iter(producer.sessions.values())).ledger
-    ledger.record_progress(prefill.remote_id, 9)
+    session = next(iter(producer.sessions.values()))
+    session.record_progress(prefill.remote_id, 9)
     wrong: list[tuple[str, Any, Any, Any]] = [
         ("upto", prefill.remote_id, 4, None),
         ("upto", prefill.remote_id, -1, None),
@@ -304,7 +303,7 @@ def test_wrong_words_about_frontiers_are_refused(pair: tuple[Side, Side]) -> Non
     ]
     for field, remote_id, upto, layers in wrong:
         with pytest.raises(SpecError, match=field):
-            ledger.record_progress(remote_id, upto, layers)
+            session.record_progress(remote_id, upto, layers)
     with pytest.raises(SpecError, match="pushed") as caught:
         follow(consumer, prefill, pushed=True)
     assert ("follow", True) == (caught.value.field, caught.value.value)
@@ -318,13 +317,13 @@ def test_a_frontier_that_goes_back_moves_no_other(pair: tuple[Side, Side]) -> No
     producer, consumer = pair
     prefill = Prefill(producer, request(tokens=14), new_remote_id("r"))
     loads = follow(consumer, prefill)
-    (ledger, *_) = (session.ledger for session in producer.sessions.values())
-    ledger.record_progress(prefill.remote_id, 9, ["w.0"])
+    session = next(iter(producer.sessions.values()))
+    session.record_progress(prefill.remote_id, 9, ["w.0"])
     for layers in (["l.0", "w.0"], None):
         with pytest.raises(SpecError, match=r"w\.0") as caught:
-            ledger.record_progress(prefill.remote_id, 8, layers)
+            session.record_progress(prefill.remote_id, 8, layers)
         assert ("upto", 8) == (caught.value.field, caught.value.value)
-    ledger.record_progress(prefill.remote_id, 1, ["l.0"])
+    session.record_progress(prefill.remote_id, 1, ["l.0"])
     for load in loads:
         load.cancel()
 

@@ -14,8 +14,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from lines import interrupted_at
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
+from kvspec.completion import consumer, load_plan, pending
 from kvspec.nixl import in_flight, rank, transfer
-from kvspec.protocol import consumer, load_plan, pending
 from kvspec.session import following, ledger, load, loading, session, written
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
@@ -63,7 +63,7 @@ class Pair:
         blocks = self.asked.producer_blocks if more.get("digest") else None
         self.producer.hold(remote_id, blocks=blocks)
         if more.get("follow"):
-            self.other.ledger.record_progress(remote_id, 14)
+            self.other.record_progress(remote_id, 14)
         self.consumer.spoil(self.asked)
         return lambda: self.session.load(self.asked, remote_id=remote_id, timeout=30.0, **more)
 

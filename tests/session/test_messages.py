@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from sessions import Direct, Side, engine, new_remote_id, request
 
 import kvspec
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.messages import MESSAGES, Key, Message, RankAddress
-from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.seal import Secret
-from kvspec.protocol.wire import encode_message
 from kvspec.session import TcpChannel
-from kvspec.session.introduction import INTRODUCTION, key_of
+from kvspec.session.introduction import INTRODUCTION
 from kvspec.session.ledger import MAX_FOREIGN
 from kvspec.session.mailbox import ANSWER, CHALLENGE, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
+from kvspec.wire.codec import encode_message
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import MESSAGES, Key, Message, RankAddress, key_of
+from kvspec.wire.pushed import Pushed
+from kvspec.wire.seal import Secret
 
 REMOTE_ID = new_remote_id("r")
 RANK = kvspec.RankId()
@@ -108,7 +108,7 @@ def test_who_does_not_know_the_secret_learns_nothing() -> None:
         stranger = Direct("stranger")
         stranger.send("P", Secret(b"another secret, as long").seal(QUESTION, b""))
         stranger.send("P", Secret(b"").seal(QUESTION, b""))
-        foreign = producer.sessions[RANK].ledger.poll().foreign
+        foreign = producer.sessions[RANK].settled().foreign
         assert 2 == len([each for each in foreign if "damaged or of another secret" in each])
         assert [] == stranger.receive()
         secret = producer.sessions[RANK].nixl.secret
@@ -253,12 +253,12 @@ def test_rank_answers_no_challenge_of_a_peer_that_it_did_not_ask() -> None:
 def test_of_what_changed_nothing_the_last_is_remembered() -> None:
     """So many, and each is told once."""
     with FakeNixl(), Side("P", engine(1), polled=False, channel=Direct("P")) as producer:
-        stranger, ledger = Direct("stranger"), producer.sessions[RANK].ledger
+        stranger, session = Direct("stranger"), producer.sessions[RANK]
         for number in range(MAX_FOREIGN + 9):
             stranger.send("P", bytes(number))
         producer.poll()
-        foreign = ledger.poll().foreign
-        assert (MAX_FOREIGN, ()) == (len(foreign), ledger.poll().foreign)
+        foreign = session.settled().foreign
+        assert (MAX_FOREIGN, ()) == (len(foreign), session.settled().foreign)
         assert f"{MAX_FOREIGN + 8} bytes" in foreign[-1]
 
 
@@ -283,5 +283,5 @@ def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyP
             heartbeat(at)
         for rank in ranks:
             rank.receive()
-        session.ledger.record_progress(REMOTE_ID, 1, ["l.0"])
+        session.record_progress(REMOTE_ID, 1, ["l.0"])
         assert [1, 0, 1] == [len(rank.receive()) for rank in ranks]

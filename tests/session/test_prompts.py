@@ -451,7 +451,7 @@ def test_a_load_that_moves_is_given_up_when_nothing_writes_it() -> None:
             until(prompts._connection(prompt).connected.done)
             net.fate = lambda _: None
             load = prompts.load(prompt, asked)
-            assert ("moving", "<PromptLoad 'r': <SessionLoad 'r': moving>>") == (
+            assert ("moving", "<PromptLoad 'r': <Load 'r': moving>>") == (
                 load.poll(),
                 repr(load),
             )

@@ -17,12 +17,12 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Direct, Side, engine, new_remote_id, request, until
 
-from kvspec.protocol.messages import Message
-from kvspec.session import SessionLoad
-from kvspec.session.load import SessionPush
+from kvspec.session import Load
+from kvspec.session.load import Push
 from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.wire.messages import Message
 
 
 @contextlib.contextmanager
@@ -45,13 +45,13 @@ def net() -> Iterator[FakeNixl]:
         yield fake
 
 
-def push(side: Side, asked: kvspec.TransferRequest, remote_id: str) -> list[SessionPush]:
+def push(side: Side, asked: kvspec.TransferRequest, remote_id: str) -> list[Push]:
     """Push a request from every rank."""
     given: dict[str, Any] = {"remote_id": remote_id, "timeout": 9.0, "epoch": 1}
     return [session.push(asked, **given) for session in side.sessions.values()]
 
 
-def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+def ended(loads: list[Load], *sides: Side) -> list[str]:
     """Wait until all of *loads* ended, and return how."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     return [load.state for load in loads]

@@ -22,13 +22,13 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 from sessions import Side, engine, new_remote_id, request, until
 
 from kvspec.nixl import NixlRank, Staging
-from kvspec.protocol.messages import Message
-from kvspec.protocol.wire import encode_handshake
-from kvspec.session import Session, SessionLoad, TcpChannel
-from kvspec.session.introduction import INTRODUCTION, introduced, key_of
+from kvspec.session import Load, Session, TcpChannel
+from kvspec.session.introduction import INTRODUCTION, introduced
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
+from kvspec.wire.codec import encode_handshake
+from kvspec.wire.messages import Message, key_of
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def either(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
         yield sides
 
 
-def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+def ended(loads: list[Load], *sides: Side) -> list[str]:
     """Wait until all of *loads* ended, and return how."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     return [load.state for load in loads]
@@ -196,7 +196,7 @@ def test_what_the_producer_let_go_is_not_done(pair: tuple[Side, Side]) -> None:
     producer.hold(late, lease=0.01)
     producer.hold(aborted)
     for session in producer.sessions.values():
-        session.ledger.abort(aborted)
+        session.abort(aborted)
     expired: list[str] = []
     until(lambda: expired.extend(producer.settled()[1]) or len(expired) == 4, producer)
     assert ["late"] * 4 == expired
@@ -271,7 +271,7 @@ def test_load_ignores_tables_of_excluded_group(net: FakeNixl) -> None:
         Side("D", sides[1], polled=True, heartbeat=0.2) as consumer,
     ):
         consumer.connect(producer)
-        loads: list[SessionLoad] = []
+        loads: list[Load] = []
         for name, full_blocks in (("a", [1, 2]), ("b", [3, 4])):
             blocks = {"full": full_blocks, "window": [5]}
             remote_id = new_remote_id(name)
@@ -283,15 +283,15 @@ def test_load_ignores_tables_of_excluded_group(net: FakeNixl) -> None:
 
 def test_a_request_is_held_once(pair: tuple[Side, Side]) -> None:
     """The same request cannot be expected twice; what is dropped has to be what is held."""
-    ledger = next(iter(pair[0].sessions.values())).ledger
+    session = next(iter(pair[0].sessions.values()))
     remote_id = new_remote_id("r")
-    ledger.hold(remote_id)
+    session.hold(remote_id)
     for again in (remote_id, new_remote_id("r")):
         with pytest.raises(SpecError, match="held") as caught:
-            ledger.hold(again)
+            session.hold(again)
         assert ("request_id", "r") == (caught.value.field, caught.value.value)
-    ledger.abort(new_remote_id("r"))
-    assert ("r",) == ledger.held
+    session.abort(new_remote_id("r"))
+    assert ("r",) == session.held
     for name in ("", "x" * 1025, "\ud800", b"binary", None):
         with pytest.raises(SpecError, match="request_id"):
             new_remote_id(name)  # type: ignore[arg-type]
@@ -483,7 +483,7 @@ def test_a_thread_moves_a_session_on(net: FakeNixl) -> None:
         loads = consumer.load(asked, remote_id)
         until(lambda: all(load.state == "done" for load in loads))
         assert [] == consumer.wrong(asked)
-        until(lambda: not producer.sessions[kvspec.RankId()].ledger.held)
+        until(lambda: not producer.sessions[kvspec.RankId()].held)
         assert before + 3 == threading.active_count()
     assert before == threading.active_count()
 
@@ -758,13 +758,13 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
         key = key_of(new_remote_id("r"))
         message = Message(kind=kind, key=key, by=by.me, to=session.me)
         session._deliver(message)
-        (told,) = session.ledger.poll().foreign
+        (told,) = session.settled().foreign
         assert (kind, True) == (told.split()[0], why in told)
     load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
     session._deliver(
         Message(kind="checksum_unavailable", key=load.name[0], by=by.me, to=session.me)
     )
-    assert "no question is open" in session.ledger.poll().foreign[-1]
+    assert "no question is open" in session.settled().foreign[-1]
 
 
 def test_a_killed_producer_fails_its_loads(net: FakeNixl, pair: tuple[Side, Side]) -> None:
@@ -792,7 +792,7 @@ def test_strangers_and_rubbish_change_nothing(net: FakeNixl, pair: tuple[Side, S
 
     def heard() -> bool:
         assert [] == stranger.receive()
-        foreign.extend(session.ledger.poll().foreign)
+        foreign.extend(session.settled().foreign)
         return len(foreign) == 4
 
     until(heard, consumer)
@@ -960,7 +960,7 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
             far.connect(one.introductions, role=role)  # type: ignore[arg-type]
         hang(net)
         asked: dict[str, Any] = {"remote_id": new_remote_id("r"), "timeout": 9.0}
-        far.ledger.hold(asked["remote_id"])
+        far.hold(asked["remote_id"])
         load = near.load(request(), **asked)
         net.moving[0].fail()
         assert ["failed"] == ended([load], one, other)
@@ -971,13 +971,13 @@ def test_one_engine_may_be_both(net: FakeNixl) -> None:
         asked["remote_id"] = new_remote_id("pushed")
         one.fill(request("pushed"))
         other.spoil(request("pushed"))
-        near.ledger.hold(asked["remote_id"])
+        near.hold(asked["remote_id"])
         near.push(request("pushed"), epoch=1, **asked)
         load = far.load(request("pushed"), pushed=True, **asked)
         assert ["done"] == ended([load], one, other)
         assert [] == other.wrong(request("pushed"))
         asked["remote_id"] = new_remote_id("again")
-        far.ledger.hold(asked["remote_id"])
+        far.hold(asked["remote_id"])
         load = near.load(request("again"), **asked)
         assert ["done"] == ended([load], one, other)
         quiet(one, other)
@@ -1120,7 +1120,7 @@ def test_a_fork_does_nothing(net: FakeNixl) -> None:
                 code = 1
                 with contextlib.suppress(BaseException):
                     session.close()
-                    asked = (load.poll, session.poll, session.stats, session.ledger.poll)
+                    asked = (load.poll, session.poll, session.stats, session.settled)
                     code = len({refused(ask) for ask in asked} - {"forked"})
                 os._exit(code)
             assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

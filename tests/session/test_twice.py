@@ -12,7 +12,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 from sessions import Side, engine, new_remote_id, request, until
 
-from kvspec.session import SessionLoad
+from kvspec.session import Load
 from kvspec.testing import FakeNixl
 
 ASKED = request()
@@ -33,7 +33,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
         yield producer, consumer
 
 
-def ended(loads: list[SessionLoad], *sides: Side) -> list[str]:
+def ended(loads: list[Load], *sides: Side) -> list[str]:
     """Wait until all of *loads* are over and their producers told, and return how."""
     until(lambda: all(load.state != "moving" for load in loads), *sides)
     sessions = sides[1].sessions.values()

@@ -25,7 +25,7 @@ from kvspec.errors import SpecError, TransferError
 from kvspec.nixl import NixlRank
 from kvspec.nixl.in_flight import NixlStats
 from kvspec.run.contents import truth
-from kvspec.session import Session, SessionLoad, new_remote_id
+from kvspec.session import Load, Session, new_remote_id
 from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
@@ -114,7 +114,7 @@ class Reader:
     entry: Entry
     rank: Rank
     start: int
-    load: SessionLoad | None
+    load: Load | None
     again: bool
     after: dict[Any, Any] | None = None
 
@@ -268,14 +268,14 @@ class World:
         """Hold a request on one producer rank."""
         if self.to_hold:
             entry, rank = self.to_hold.pop(at % len(self.to_hold))
-            ledger = self.engines["P"].sessions[rank].ledger
-            ledger.hold(
+            session = self.engines["P"].sessions[rank]
+            session.hold(
                 entry.remote_id, blocks=entry.request.producer_blocks if self.digest else None
             )
             entry.held.add(rank)
             for (of, layer), upto in entry.written.items():
                 if of == rank and self.held(entry, rank):
-                    ledger.record_progress(entry.remote_id, upto, [layer])
+                    session.record_progress(entry.remote_id, upto, [layer])
             if self.pushed:
                 self.to_push.append((entry, rank))
 
@@ -292,8 +292,8 @@ class World:
 
     def held(self, entry: Entry, rank: Rank) -> bool:
         """Return whether a producer rank holds a request."""
-        ledger = self.engines["P"].sessions[rank].ledger
-        return entry.remote_id.rpartition("#")[0] in ledger.held
+        session = self.engines["P"].sessions[rank]
+        return entry.remote_id.rpartition("#")[0] in session.held
 
     def fill(self, entry: Entry, rank: Rank, upto: int, *layers: str) -> None:
         """Write *layers* (by default all) of a request up to a position; states at the end."""
@@ -326,7 +326,7 @@ class World:
             self.fill(entry, rank, upto, *layers)
         entry.written |= {(rank, name): upto for name in layers}
         if self.held(entry, rank):
-            self.engines["P"].sessions[rank].ledger.record_progress(entry.remote_id, upto, layers)
+            self.engines["P"].sessions[rank].record_progress(entry.remote_id, upto, layers)
         if upto == end:
             gone = {(id(entry), rank, name) for name in layers}
             self.to_write = [x for x in self.to_write if (id(x[0]), *x[1:]) not in gone]
@@ -461,7 +461,7 @@ class World:
         """Abort a request on every rank of the producer."""
         if self.asked and not (entry := self.asked[at % len(self.asked)]).lost:
             for session in self.engines["P"].sessions.values():
-                session.ledger.abort(entry.remote_id)
+                session.abort(entry.remote_id)
 
     def cancel(self, at: int) -> None:
         """Cancel a load."""
@@ -488,7 +488,7 @@ class World:
         """Reuse the blocks that producer ranks freed; each is freed once and no longer read."""
         side = self.engines["P"]
         for rank, session in side.sessions.items():
-            settled = session.ledger.poll()
+            settled = session.settled()
             for name in (*settled.done, *settled.expired):
                 (entry,) = [a for a in self.asked if a.remote_id.startswith(f"{name}#")]
                 assert rank in entry.held, f"{name} was not held on {rank}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import kvspec
 from kvspec.nixl import NixlRank, Staging
-from kvspec.session import Session, SessionLoad, new_remote_id
+from kvspec.session import Load, Session, new_remote_id
 from kvspec.testing import oracle
 
 if TYPE_CHECKING:
@@ -120,11 +120,9 @@ class Side:
     def hold(self, remote_id: str, **more: Any) -> None:
         """Hold a request on every rank."""
         for session in self.sessions.values():
-            session.ledger.hold(remote_id, **more)
+            session.hold(remote_id, **more)
 
-    def load(
-        self, request: kvspec.TransferRequest, remote_id: str, **more: Any
-    ) -> list[SessionLoad]:
+    def load(self, request: kvspec.TransferRequest, remote_id: str, **more: Any) -> list[Load]:
         """Load a request on every rank."""
         options = {"timeout": 10.0, "remote_id": remote_id} | more
         return [session.load(request, **options) for session in self.sessions.values()]
@@ -160,7 +158,7 @@ class Side:
 
     def settled(self) -> tuple[list[str], list[str]]:
         """Return the requests that any rank has freed: first as done, then as expired."""
-        settled = [session.ledger.poll() for session in self.sessions.values()]
+        settled = [session.settled() for session in self.sessions.values()]
         done, expired = ([*x] for x in zip(*((f.done, f.expired) for f in settled), strict=True))
         return sorted(sum(done, ())), sorted(sum(expired, ()))
 

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import strategies as st
 
 import kvspec
-from kvspec.protocol.handshake import Handshake
 from kvspec.testing import strategies
+from kvspec.wire.handshake import Handshake
 
 # The length of the magic string and of two bytes of the wire version.
 HEAD = len(b"kvspec-handshake\n") + 2

@@ -13,21 +13,12 @@ from typing import Any
 import attrs
 
 import kvspec
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.load_plan import LoadPlan
-from kvspec.protocol.messages import (
-    Closed,
-    Failed,
-    Free,
-    Key,
-    Message,
-    RankAddress,
-    Ready,
-    Release,
-    Tell,
-)
-from kvspec.protocol.producer import ProducerLedger
-from kvspec.protocol.wire import decode_message, encode_message
+from kvspec.completion.actions import Closed, Failed, Free, Ready, Release, Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.producer import ProducerLedger
+from kvspec.wire.codec import decode_message, encode_message
+from kvspec.wire.messages import Key, Message, RankAddress
 
 # Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
 # answer, and `LONGEST` exceeds the timeout of a load.

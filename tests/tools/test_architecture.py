@@ -33,8 +33,8 @@ FOLDERS = (
     "specs",
     "engines",
     "plan memory models",
-    "descriptors protocol",
-    "analysis check nixl",
+    "descriptors wire",
+    "analysis check completion nixl",
     "draw session",
     ".",  # kvspec/__init__.py, which names the public values
     "testing",
@@ -48,7 +48,11 @@ Folders of one layer do not import each other.
 
 LAYER = {name: layer for layer, names in enumerate(FOLDERS) for name in names.split()}
 
-CORE = {name for names in FOLDERS[: FOLDERS.index("analysis check nixl")] for name in names.split()}
+CORE = {
+    name
+    for names in FOLDERS[: FOLDERS.index("analysis check completion nixl")]
+    for name in names.split()
+}
 CORE |= {"analysis", "check", "draw"}
 CORE -= {"models"}
 """The pure part: descriptions in, rows out. `models` reads its catalogue from a file."""

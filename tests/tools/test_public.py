@@ -33,8 +33,8 @@ FROZEN = """
     kvspec.adapters.vllm block_tables engine_spec from_vllm rank_cache
     kvspec.models from_config
     kvspec.nixl NixlRank Staging Transfer
-    kvspec.protocol VERSION
-    kvspec.session Channel PrefillTicket Session SessionLoad TcpChannel new_remote_id
+    kvspec.wire VERSION
+    kvspec.session Channel PrefillTicket Session Load TcpChannel new_remote_id
 """
 """Names that version 1.0 keeps as they are. Each line has a module and its names."""
 
@@ -49,7 +49,7 @@ PROVISIONAL = """
     kvspec.models architectures
     kvspec.models.catalogue config names
     kvspec.nixl Costs explain_cost
-    kvspec.protocol register
+    kvspec.wire register
     kvspec.session Prompts content_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.laws KVSPEC LAWS Move PreparedLists System broken
@@ -61,10 +61,10 @@ WITHOUT_EXAMPLE = {
     "is a base class or a protocol": ("kvspec.KVSpecError kvspec.LayerSpec kvspec.session.Channel"),
     "needs NIXL or a second process": (
         "kvspec.nixl.NixlRank kvspec.nixl.Staging kvspec.nixl.Transfer kvspec.nixl.explain_cost "
-        "kvspec.session.Prompts kvspec.session.Session kvspec.session.SessionLoad"
+        "kvspec.session.Prompts kvspec.session.Session kvspec.session.Load"
     ),
     "needs vLLM, or a caller's own kind of layer": (
-        "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.protocol.register"
+        "kvspec.adapters.vllm.from_vllm kvspec.adapters.vllm.whole_engine kvspec.wire.register"
     ),
     "is a value that another public name returns or accepts": (
         "kvspec.adapters.vllm.WorkerInfo kvspec.analysis.Simulation kvspec.nixl.Costs "

@@ -23,9 +23,9 @@ from kvspec.adapters.vllm.worker_info import WorkerInfo, whole_engine
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
 from kvspec.nixl import NixlRank
-from kvspec.protocol.handshake import is_name
 from kvspec.session import Prompts, Session, TcpChannel
 from kvspec.session.prompts import PromptLoad
+from kvspec.wire.handshake import is_name
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Serving:
         """Begin the work of *step*: hold, decline and fetch requests."""
         for request_id, remote_id in step.held:
             try:
-                self._session.ledger.hold(remote_id, lease=self._settings.hold)
+                self._session.hold(remote_id, lease=self._settings.hold)
             except SpecError as error:
                 # The request ends here. A reader of this remote id receives an error.
                 log.error("%s is not held: %s", request_id, error)  # noqa: TRY400
@@ -171,7 +171,7 @@ class Serving:
         """
         ended = {name for name, load in self._loads.items() if load.poll() != "moving"}
         failed = {name for name in ended if not self._complete(name, self._loads.pop(name))}
-        settled = self._session.ledger.poll()
+        settled = self._session.settled()
         for request_id in settled.expired:
             log.warning("%s was not read within its lease", request_id)
         sent, failed = {*settled.done, *settled.expired, *self._sent}, failed | self._failed

@@ -1,4 +1,4 @@
-"""The messages that two ranks exchange about one request, and the actions of the ledgers.
+"""The messages that two ranks exchange about one request.
 
 Invariant: a message contains the request's id, nonce and attempt, and the incarnations of sender
 and receiver. So it is never taken for a message of another request, attempt or incarnation. Each
@@ -8,14 +8,16 @@ question.
 
 from __future__ import annotations
 
+import secrets
+
 import attrs
 
-from kvspec.errors import SpecError, TransferState
+from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, seconds
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.handshake import is_name
-from kvspec.protocol.pushed import Pushed
+from kvspec.wire.extent import Extent
+from kvspec.wire.handshake import is_name
+from kvspec.wire.pushed import Pushed
 
 MESSAGES = {
     "heartbeat": "the reader is alive and reads, or will read: it requests more time",
@@ -38,6 +40,8 @@ MAX_REQUEST = 1024
 """Bytes of a request's id."""
 NONCE = range(8, 65)
 """Bytes of a nonce."""
+NEW_NONCE = 16
+"""Bytes of the nonces that `new_remote_id` makes."""
 MAX_READERS = 2**20
 SUM = 8
 """Bytes of a sum."""
@@ -193,81 +197,29 @@ class Message:
         )
 
 
-@attrs.frozen
-class Tell:
-    """Action: send *message* to its receiver."""
+def new_remote_id(request_id: str) -> str:
+    """Return a new name of the producer's request *request_id*, for all ranks of both engines.
 
-    message: Message
+    The producer's engine calls this once for each request, and sends the name to its own ranks and
+    to the consumer. The name contains a random part, so that two requests of one id differ.
 
+    Args:
+        request_id: Id of the request in the producer's engine.
 
-@attrs.frozen
-class Refused:
-    """Action: a message changed nothing. *why* is the reason."""
+    Returns:
+        The name, of the form `id#digits`.
 
-    message: Message
-    why: str
-
-
-@attrs.frozen
-class Free:
-    """Action: the producer may reuse the blocks of a request. *why* is sent, expired or aborted."""
-
-    request_id: str
-    why: str
-
-
-@attrs.frozen
-class Ready:
-    """Action: all data of a request arrived and was valid. It can be used."""
-
-    request_id: str
-
-
-@attrs.frozen
-class Failed:
-    """Action: a request has failed. Its blocks are still reserved.
-
-    *state* becomes the state of the `TransferError`.
+    >>> new_remote_id("request-1").split("#")[0]
+    'request-1'
     """
-
-    request_id: str
-    why: str
-    state: TransferState
+    key = Key(request_id, secrets.token_bytes(NEW_NONCE))
+    return f"{key.request_id}#{key.nonce.hex()}"
 
 
-@attrs.frozen
-class Release:
-    """Action: nothing can write the blocks of a failed request any more. They can be reused."""
-
-    request_id: str
-
-
-@attrs.frozen
-class Closed:
-    """Action: a request has ended. It sends and expects no message any more."""
-
-    request_id: str
-
-
-Action = Tell | Refused | Free | Ready | Failed | Release | Closed
-"""What a ledger wants done, in order."""
-
-
-class Present:
-    """The present start of each engine that was met; of an engine that was not, any may be."""
-
-    def __init__(self) -> None:
-        self._epochs: dict[str, int] = {}
-
-    def connect(self, engine_id: str, epoch: int) -> None:
-        """Know a start of an engine; raise `SpecError` where *epoch* goes back."""
-        positive_int("epoch", epoch, least=self._epochs.get(is_name("engine_id", engine_id), 0))
-        self._epochs[engine_id] = epoch
-
-    def disconnect(self, engine_id: str) -> None:
-        """Forget an engine."""
-        self._epochs.pop(engine_id, None)
-
-    def past(self, engine_id: str, epoch: int) -> bool:
-        """Return whether another start than this one is the present one."""
-        return self._epochs.get(engine_id, epoch) != epoch
+def key_of(remote_id: object) -> Key:
+    """Return the request that *remote_id* stands for."""
+    request_id, _, nonce = instance("remote_id", remote_id, str).rpartition("#")
+    try:
+        return Key(request_id, bytes.fromhex(nonce))
+    except ValueError:  # no hexadecimal digits; or a SpecError
+        raise SpecError("remote_id", remote_id, "a str that new_remote_id returned") from None

@@ -20,12 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from two_engines import World
 
 import kvspec
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.messages import Free, Message, Tell
-from kvspec.protocol.pending import name_of
-from kvspec.protocol.producer import ProducerLedger
-from kvspec.protocol.states import CONSUMER, PRODUCER
+from kvspec.completion.actions import Free, Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.pending import name_of
+from kvspec.completion.producer import ProducerLedger
+from kvspec.completion.states import CONSUMER, PRODUCER
 from kvspec.testing import strategies
+from kvspec.wire.messages import Message
 
 AT = st.integers(0, 50)
 FORGED = ("nonce", "id", "epoch", "start", "number", "fewer", "more", "stranger")
@@ -226,7 +227,7 @@ def test_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """No row of a table is there for show, and no other is missed."""
     tables = {"producer.PRODUCER": Taken(PRODUCER), "consumer.CONSUMER": Taken(CONSUMER)}
     for name, table in tables.items():
-        monkeypatch.setattr(f"kvspec.protocol.{name}", table)
+        monkeypatch.setattr(f"kvspec.completion.{name}", table)
     for seed in range(120):
         chaos(seed, steps=400)
     for table in tables.values():

@@ -44,7 +44,7 @@ from kvspec.engines.engine import EngineSpec, HeldPart
 from kvspec.errors import SpecError, WireError
 from kvspec.memory.rank_cache import Memory, RankCache, Region
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.decode import Decoder, refuse
+from kvspec.wire.decode import Decoder, refuse
 
 H = TypeVar("H", bound=Hashable)
 

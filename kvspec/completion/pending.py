@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import attrs
 
+from kvspec.completion.load_plan import Frontiers, LoadPlan, Name
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.load_plan import Frontiers, LoadPlan, Name
-from kvspec.protocol.messages import Message, RankAddress
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import Message, RankAddress
 
 
 @attrs.define(eq=False)

@@ -12,27 +12,17 @@ from hypothesis import strategies as st
 from refused import refusal
 
 import kvspec
+from kvspec.completion.actions import Closed, Failed, Free, Refused, Release, Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.completion.producer import ProducerLedger
 from kvspec.errors import TransferState
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.load_plan import LoadPlan
-from kvspec.protocol.messages import (
-    MESSAGES,
-    Closed,
-    Failed,
-    Free,
-    Key,
-    Message,
-    RankAddress,
-    Refused,
-    Release,
-    Tell,
-)
-from kvspec.protocol.producer import ProducerLedger
-from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.wire import decode_message, encode_message
+from kvspec.wire.codec import decode_message, encode_message
+from kvspec.wire.extent import Extent
+from kvspec.wire.messages import MESSAGES, Key, Message, RankAddress
+from kvspec.wire.pushed import Pushed
 
 P = [RankAddress("prefill", 1, kvspec.RankId(tp=tp)) for tp in range(2)]
 D = [RankAddress("decode", 1, kvspec.RankId(tp=tp)) for tp in range(3)]

@@ -1,6 +1,6 @@
 """docs/wire.md describes the wire format of the code, and its example is exact.
 
-A failure here means that the page or `kvspec.protocol.wire.VERSION` must follow the code.
+A failure here means that the page or `kvspec.wire.codec.VERSION` must follow the code.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hypothesis import given
 from shakes import handshakes
 
 import kvspec
-from kvspec.protocol import wire
-from kvspec.protocol.encode import KINDS
-from kvspec.protocol.extent import Extent
-from kvspec.protocol.handshake import Handshake
-from kvspec.protocol.messages import MESSAGES, OWN, READERS, Message
-from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.seal import MAC, Secret
-from kvspec.protocol.wire import decode_message, encode_handshake, encode_message
 from kvspec.session.extents import sums_of
 from kvspec.session.introduction import introduced
 from kvspec.session.ticket import PrefillTicket, content_of
+from kvspec.wire import codec
+from kvspec.wire.codec import decode_message, encode_handshake, encode_message
+from kvspec.wire.encode import KINDS
+from kvspec.wire.extent import Extent
+from kvspec.wire.handshake import Handshake
+from kvspec.wire.messages import MESSAGES, OWN, READERS, Message
+from kvspec.wire.pushed import Pushed
+from kvspec.wire.seal import MAC, Secret
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ def test_message_of_page_decodes_and_encodes_to_same_bytes(name: str) -> None:
 
 def test_explanations_of_messages_name_every_field_in_order() -> None:
     """Each line of the example names the field that it encodes."""
-    fields = list(wire.MessageFields.__struct_fields__)
+    fields = list(codec.MessageFields.__struct_fields__)
     for name in EXAMPLE_MESSAGES:
         shown = re.findall(r"# (\w+): ", BLOCKS[name])
         assert ["length", *fields] == shown
@@ -172,7 +172,7 @@ def test_explanations_of_messages_name_every_field_in_order() -> None:
 def test_explanations_of_handshake_name_every_field() -> None:
     """The lines of the introduction name the fields in the order of the code."""
     shown = re.findall(r"# (\w+): ", BLOCKS["introduction"])
-    fields = wire.HandshakeFields.__struct_fields__
+    fields = codec.HandshakeFields.__struct_fields__
     assert list(fields) == [name for name in dict.fromkeys(shown) if name in fields]
 
 
@@ -204,8 +204,8 @@ def test_compatibility_hash_follows_from_text_of_page() -> None:
 
 def test_page_lists_every_field_of_handshake_and_message() -> None:
     """The tables of fields have the names and the order of the code."""
-    assert list(wire.HandshakeFields.__struct_fields__) == first_cells("Handshakes", 1)
-    fields = list(wire.MessageFields.__struct_fields__)
+    assert list(codec.HandshakeFields.__struct_fields__) == first_cells("Handshakes", 1)
+    fields = list(codec.MessageFields.__struct_fields__)
     assert fields == first_cells("Messages", 1)
     outside = {"request_id", "nonce"}  # of the key
     assert {each.name for each in attrs.fields(Message)} - {"key"} == set(fields) - outside
@@ -317,7 +317,7 @@ def test_page_lists_every_limit_of_its_modules() -> None:
 
 def test_history_of_page_ends_with_version_of_code() -> None:
     """The history has each version once, and the example has the last one."""
-    assert [str(number + 1) for number in range(wire.VERSION)] == first_cells("Versions")
+    assert [str(number + 1) for number in range(codec.VERSION)] == first_cells("Versions")
     for head in (b"kvspec-handshake\n", b"kvspec-message\n"):
         frame = FRAMES["introduction" if b"handshake" in head else "heartbeat"]
-        assert head + wire.VERSION.to_bytes(2, "big") in frame
+        assert head + codec.VERSION.to_bytes(2, "big") in frame

@@ -1,6 +1,6 @@
 """Write values of the library as plain lists, texts and numbers.
 
-Invariant: equal values are written once, and default values are left out. `kvspec.protocol.decode`
+Invariant: equal values are written once, and default values are left out. `kvspec.wire.decode`
 reads an equal value back. A class that a user added is written by its registered name.
 """
 
@@ -89,7 +89,7 @@ class Encoder:
             return ["map", *(self.encode(inner) for item in value.items() for inner in item)]
         if KINDS.get(type(value).__name__) is type(value):
             return ["object", self._number(value)]
-        wanted = "a plain value, or a class that was passed to kvspec.protocol.register"
+        wanted = "a plain value, or a class that was passed to kvspec.wire.register"
         raise SpecError("handshake", type(value).__name__, wanted)
 
     def _number(self, value: Any) -> int:  # noqa: ANN401

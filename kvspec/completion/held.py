@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvspec.protocol.messages import Key, Message, RankAddress
+from kvspec.wire.messages import Key, Message, RankAddress
 
 # A rank that reads, and its sample.
 Reader = tuple[RankAddress, int]
@@ -86,7 +86,7 @@ class Request:
         key: Its name.
         expires: When its lease ends.
         latest: The latest possible end of its lease.
-        state: State of `kvspec.protocol.states.PRODUCER`.
+        state: State of `kvspec.completion.states.PRODUCER`.
         expected: Number of readers of each incarnation, if the engine passed it.
         disputed: Whether readers disagreed.
         starts: Incarnations of reading engines.

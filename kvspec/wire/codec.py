@@ -20,15 +20,15 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.stripes import Stripe
 from kvspec.ownership.tokens import BlockCyclic
-from kvspec.protocol.compatibility import SIZE
-from kvspec.protocol.decode import MAX_TEXT, Decoder, refuse
-from kvspec.protocol.encode import Encoder
-from kvspec.protocol.extent import MAX_NAMES, Extent
-from kvspec.protocol.handshake import MAX_TRANSPORT, Handshake
-from kvspec.protocol.messages import SUM, Key, Message, RankAddress
-from kvspec.protocol.pushed import SUM as PUSHED_SUM
-from kvspec.protocol.pushed import Pushed
-from kvspec.protocol.regions import read_cache, read_memory, written_memory, written_regions
+from kvspec.wire.compatibility import SIZE
+from kvspec.wire.decode import MAX_TEXT, Decoder, refuse
+from kvspec.wire.encode import Encoder
+from kvspec.wire.extent import MAX_NAMES, Extent
+from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
+from kvspec.wire.messages import SUM, Key, Message, RankAddress
+from kvspec.wire.pushed import SUM as PUSHED_SUM
+from kvspec.wire.pushed import Pushed
+from kvspec.wire.regions import read_cache, read_memory, written_memory, written_regions
 
 VERSION = 6
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
@@ -60,7 +60,7 @@ Places = tuple[
 
 
 class HandshakeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A handshake as it is sent; *memory*, *regions* as `kvspec.protocol.regions` writes them."""
+    """A handshake as it is sent; *memory*, *regions* as `kvspec.wire.regions` writes them."""
 
     library: Text
     engine_id: Text

@@ -18,8 +18,8 @@ from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.replicas import ReplicaPolicy
 from kvspec.plan.mismatches import differing, mismatches
-from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.version import __version__
+from kvspec.wire.compatibility import compatibility_hash
 
 MAX_NAME = 255
 """Bytes of an engine's name, a model's, a revision's."""
@@ -98,7 +98,7 @@ class Handshake:
 
     @property
     def compatibility_hash(self) -> str:
-        """Hash of the meaning of its bytes. See `kvspec.protocol.compatibility`."""
+        """Hash of the meaning of its bytes. See `kvspec.wire.compatibility`."""
         return compatibility_hash(self.engine)
 
 

@@ -15,8 +15,8 @@ from kvspec.errors import SpecError
 from kvspec.inputs import Frozen, flag, instance, mapping, positive_int
 from kvspec.ownership.parallel import RankId
 from kvspec.plan.plan import TransferPlan
-from kvspec.protocol.handshake import is_name
-from kvspec.protocol.messages import MAX_READERS, Key
+from kvspec.wire.handshake import is_name
+from kvspec.wire.messages import MAX_READERS, Key
 
 Place = tuple[str, str]
 """A group and a layer of it."""

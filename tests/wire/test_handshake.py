@@ -15,10 +15,10 @@ from refused import refusal
 from shakes import caches, closed, handshakes, opened
 
 import kvspec
-from kvspec.protocol.encode import register
-from kvspec.protocol.handshake import Handshake, disagreements, one_engine
-from kvspec.protocol.wire import decode_handshake, encode_handshake
 from kvspec.testing import strategies
+from kvspec.wire.codec import decode_handshake, encode_handshake
+from kvspec.wire.encode import register
+from kvspec.wire.handshake import Handshake, disagreements, one_engine
 
 GOLDEN = Path(__file__).with_name("handshake_6.hex")
 
@@ -168,16 +168,16 @@ def keys_only() -> Handshake:
 
 def test_kinds_of_a_user_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered, they arrive; not registered, the sender and the receiver say so."""
-    monkeypatch.setattr("kvspec.protocol.encode.KINDS", dict(kvspec.protocol.encode.KINDS))
-    monkeypatch.setattr("kvspec.protocol.decode.KINDS", kvspec.protocol.encode.KINDS)
+    monkeypatch.setattr("kvspec.wire.encode.KINDS", dict(kvspec.wire.encode.KINDS))
+    monkeypatch.setattr("kvspec.wire.decode.KINDS", kvspec.wire.encode.KINDS)
     error = refusal(lambda: encode_handshake(keys_only()))
     assert "KeysOnlySpec" in str(error.value)
-    assert "kvspec.protocol.register" in str(error)
+    assert "kvspec.wire.register" in str(error)
     assert register(KeysOnlySpec) is register(KeysOnlySpec) is KeysOnlySpec
     register(Packing)
     data = encode_handshake(keys_only())
     assert keys_only() == decode_handshake(data)
-    del kvspec.protocol.encode.KINDS["KeysOnlySpec"]
+    del kvspec.wire.encode.KINDS["KeysOnlySpec"]
     error = refusal(lambda: decode_handshake(data), kvspec.WireError)
     assert ("objects[1].KeysOnlySpec", "KeysOnlySpec") == (error.path, error.value)
 
@@ -435,8 +435,8 @@ def test_kinds_that_are_not_read_back_as_they_were_are_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A constructor that changes what it is given, texts that are no UTF-8, too many parts."""
-    monkeypatch.setattr("kvspec.protocol.encode.KINDS", dict(kvspec.protocol.encode.KINDS))
-    monkeypatch.setattr("kvspec.protocol.decode.KINDS", kvspec.protocol.encode.KINDS)
+    monkeypatch.setattr("kvspec.wire.encode.KINDS", dict(kvspec.wire.encode.KINDS))
+    monkeypatch.setattr("kvspec.wire.decode.KINDS", kvspec.wire.encode.KINDS)
     for kind in (GrowingSpec, PickySpec):
         register(kind)
     growing = of_kind(GrowingSpec, extra_retained_tokens=3)

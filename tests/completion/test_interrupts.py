@@ -9,10 +9,11 @@ import pytest
 from lines import interrupted_at
 
 import kvspec
-from kvspec.protocol import consumer, load_plan, pending
-from kvspec.protocol.consumer import ConsumerLedger
-from kvspec.protocol.load_plan import LoadPlan
-from kvspec.protocol.messages import Key, Message, RankAddress, Tell
+from kvspec.completion import consumer, load_plan, pending
+from kvspec.completion.actions import Tell
+from kvspec.completion.consumer import ConsumerLedger
+from kvspec.completion.load_plan import LoadPlan
+from kvspec.wire.messages import Key, Message, RankAddress
 
 Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)

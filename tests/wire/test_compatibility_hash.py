@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from refused import refusal
 
 import kvspec
-from kvspec.protocol.compatibility import compatibility_hash
 from kvspec.specs.layer import LIVENESS_FIELDS
 from kvspec.testing import strategies
+from kvspec.wire.compatibility import compatibility_hash
 
 Engines = tuple[kvspec.EngineSpec, kvspec.EngineSpec]
 

@@ -17,8 +17,8 @@ from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, WireError
 from kvspec.inputs import MOST, Frozen
 from kvspec.ownership.parallel import ParallelConfig, RankId
-from kvspec.protocol.encode import KINDS, Plain
 from kvspec.specs import LayerSpec
+from kvspec.wire.encode import KINDS, Plain
 
 MAX_WORK = 1 << 22
 """Steps that reading one message may take: names, units, and parts of layers that it spells out."""
@@ -52,7 +52,7 @@ class Decoder:
             kind = KINDS.get(name)
             if kind is None:
                 raise WireError(
-                    where, name, "a known kind, or one that was passed to kvspec.protocol.register"
+                    where, name, "a known kind, or one that was passed to kvspec.wire.register"
                 )
             values = {key: self.value(f"{where}.{key[:64]}", one) for key, one in fields.items()}
             self.objects.append(self.build(where, kind, values))

@@ -10,22 +10,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from kvspec.completion.actions import Action, Free, Present, Refused, Tell
+from kvspec.completion.held import Request, Seen
+from kvspec.completion.states import PRODUCER
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
-from kvspec.protocol.held import Request, Seen
-from kvspec.protocol.messages import (
-    MAX_READERS,
-    READERS,
-    Action,
-    Free,
-    Key,
-    Message,
-    Present,
-    RankAddress,
-    Refused,
-    Tell,
-)
-from kvspec.protocol.states import PRODUCER
+from kvspec.wire.messages import MAX_READERS, READERS, Key, Message, RankAddress
 
 
 class ProducerLedger:

@@ -15,7 +15,7 @@ from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.stripes import WHOLE, Stripe
 from kvspec.ownership.tokens import BlockCyclic
-from kvspec.protocol.handshake import is_name
+from kvspec.wire.handshake import is_name
 
 MAX_NAMES = 4096
 """Bytes of the names in one extent; two of the longest fit."""

@@ -18,24 +18,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+from kvspec.completion.actions import Action, Closed, Failed, Present, Ready, Refused, Release, Tell
+from kvspec.completion.load_plan import Frontiers, LoadPlan, Name, Place
+from kvspec.completion.pending import Pending, Source, name_of, refusal_of
+from kvspec.completion.states import CONSUMER
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
-from kvspec.protocol.load_plan import Frontiers, LoadPlan, Name, Place
-from kvspec.protocol.messages import (
-    Action,
-    Closed,
-    Failed,
-    Message,
-    Present,
-    RankAddress,
-    Ready,
-    Refused,
-    Release,
-    Tell,
-)
-from kvspec.protocol.pending import Pending, Source, name_of, refusal_of
-from kvspec.protocol.states import CONSUMER
+from kvspec.wire.messages import Message, RankAddress
 
 T = TypeVar("T")
 

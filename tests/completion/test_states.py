@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvspec.protocol.states import CONSUMER, PRODUCER
+from kvspec.completion.states import CONSUMER, PRODUCER
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,1 @@
+"""The ledgers of producer and consumer: when blocks are free, and when data is valid."""

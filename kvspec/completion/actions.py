@@ -1,0 +1,93 @@
+"""What a ledger wants done, and which incarnations of engines are connected.
+
+Invariant: a ledger does nothing itself. It returns actions, and the session carries them out.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvspec.errors import TransferState
+from kvspec.inputs import positive_int
+from kvspec.wire.handshake import is_name
+from kvspec.wire.messages import Message
+
+
+@attrs.frozen
+class Tell:
+    """Action: send *message* to its receiver."""
+
+    message: Message
+
+
+@attrs.frozen
+class Refused:
+    """Action: a message changed nothing. *why* is the reason."""
+
+    message: Message
+    why: str
+
+
+@attrs.frozen
+class Free:
+    """Action: the producer may reuse the blocks of a request. *why* is sent, expired or aborted."""
+
+    request_id: str
+    why: str
+
+
+@attrs.frozen
+class Ready:
+    """Action: all data of a request arrived and was valid. It can be used."""
+
+    request_id: str
+
+
+@attrs.frozen
+class Failed:
+    """Action: a request has failed. Its blocks are still reserved.
+
+    *state* becomes the state of the `TransferError`.
+    """
+
+    request_id: str
+    why: str
+    state: TransferState
+
+
+@attrs.frozen
+class Release:
+    """Action: nothing can write the blocks of a failed request any more. They can be reused."""
+
+    request_id: str
+
+
+@attrs.frozen
+class Closed:
+    """Action: a request has ended. It sends and expects no message any more."""
+
+    request_id: str
+
+
+Action = Tell | Refused | Free | Ready | Failed | Release | Closed
+"""What a ledger wants done, in order."""
+
+
+class Present:
+    """The present start of each engine that was met; of an engine that was not, any may be."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[str, int] = {}
+
+    def connect(self, engine_id: str, epoch: int) -> None:
+        """Know a start of an engine; raise `SpecError` where *epoch* goes back."""
+        positive_int("epoch", epoch, least=self._epochs.get(is_name("engine_id", engine_id), 0))
+        self._epochs[engine_id] = epoch
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget an engine."""
+        self._epochs.pop(engine_id, None)
+
+    def past(self, engine_id: str, epoch: int) -> bool:
+        """Return whether another start than this one is the present one."""
+        return self._epochs.get(engine_id, epoch) != epoch

@@ -1,0 +1,9 @@
+"""The bytes that two engines exchange: handshakes, and messages about requests."""
+
+from kvspec.wire.codec import VERSION
+from kvspec.wire.encode import register
+
+__all__ = [
+    "VERSION",
+    "register",
+]
