@@ -257,6 +257,17 @@ def test_verify_names_missing_content_anywhere(place: tuple[str, str, int, int])
     assert expected == first_fault(with_rows(instead_of=right_row(*place)))
 
 
+def test_verify_finds_write_into_block_that_begins_at_the_end_of_the_request() -> None:
+    """Eight tokens fill two blocks. The table has a third block, into which nothing may move."""
+    request = attrs.evolve(REQUEST, num_tokens=2 * ROWS)
+    rows = [row for row in RIGHT_ROWS if row.token < 2 * ROWS]
+    assert first_fault(rows, request) is None
+    beyond = attrs.evolve(GOOD_ROW, target=target_address("b", "v", 2, 2 * ROWS + 2))
+    fault = first_fault([*rows, beyond], request)
+    assert fault is not None
+    assert ("unwanted", CONSUMER_BLOCKS[2]) == (fault.kind, fault.block)
+
+
 def test_verify_finds_row_that_is_one_byte_too_long() -> None:
     """The row writes into the next content, so the fault depends on what follows."""
     last = right_row("b", "v", 3, 8)
