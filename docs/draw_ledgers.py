@@ -34,7 +34,13 @@ def page() -> str:
     """Return the page."""
     sections = (
         HEAD,
-        rows(("message", "meaning"), [(f"`{kind}`", text) for kind, text in MESSAGES.items()]),
+        rows(
+            ("message", "meaning"),
+            [
+                (f"`{kind}`", (each.__doc__ or "").splitlines()[0])
+                for kind, each in MESSAGES.items()
+            ],
+        ),
         *section("Producer", PRODUCER, "unknown"),
         *section("Consumer", CONSUMER, "moving"),
     )

@@ -22,9 +22,22 @@ from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.codec import decode_message, encode_message
-from kvspec.wire.extent import Extent
-from kvspec.wire.messages import Key, Message, RankAddress
-from kvspec.wire.pushed import Pushed
+from kvspec.wire.messages import (
+    MESSAGES,
+    Checksum,
+    ChecksumRequest,
+    Extent,
+    Key,
+    LayerProgress,
+    Lease,
+    Message,
+    PushDone,
+    Pushed,
+    RankAddress,
+    ReaderStatus,
+    StopWriting,
+    Valid,
+)
 
 DRAWN = st.randoms(use_true_random=False)
 RANKS = [kvspec.RankId(tp=tp) for tp in range(3)]
@@ -32,7 +45,7 @@ P, D = ([RankAddress(name, 1, rank) for rank in RANKS] for name in ("prefill", "
 KEYS = [Key(f"request {n % 2}", bytes([n] * 8)) for n in range(4)]
 PLACE = ("full", "layers.0")
 EXTENT = Extent(layers=PLACE[1:], parts=("k", "v"), units=range(2), tokens=range(3, 9))
-TRUE = Message(kind="valid", key=KEYS[0], by=P[0], to=D[0])
+TRUE = Valid(key=KEYS[0], by=P[0], to=D[0])
 # The magic string and two bytes of the wire version. Every message begins with them.
 HEAD = encode_message(TRUE)[: len(b"kvspec-message\n") + 2]
 # Values at the edges of each wire type, and words that are valid in another field.
@@ -46,37 +59,26 @@ VALUES: tuple[Any, ...] = (
 
 def true_message(rng: random.Random) -> Message:
     """Return a valid message that a session could send."""
-    kind = rng.choice(
-        (
-            "heartbeat",
-            "done",
-            "lease",
-            "valid",
-            "gone",
-            "progress",
-            "checksum_request",
-            "checksum",
-            "pushed",
-        )
-    )
-    by, to = (D, P) if kind in ("heartbeat", "done", "checksum_request") else (P, D)
-    more: dict[str, Any] = {}
-    if kind in ("heartbeat", "done"):
-        more["expected"] = rng.choice((1, 2, 3))
-    if kind == "checksum_request":
-        more["extent"] = rng.choice((EXTENT, *(EXTENT.halves or ())))
-    if kind == "pushed":
-        more["pushed"] = Pushed(rng.randrange(9), 0, rng.randrange(2), bytes(16), bytes(16))
-    if kind == "checksum":
-        more["total"] = bytes(8)
-    if kind == "lease":
-        more["lease"] = rng.choice((0.0, 5.0, 10.0))
-    if kind == "progress":
-        more = {"group": PLACE[0], "layer": PLACE[1], "upto": rng.randrange(9)}
-    return Message(
-        kind=kind, key=rng.choice(KEYS), by=rng.choice(by), to=rng.choice(to[:1] * 3 + to),
+    kind = rng.choice(list(MESSAGES.values()))
+    reads = issubclass(kind, ReaderStatus | StopWriting | ChecksumRequest)
+    by, to = (D, P) if reads else (P, D)
+    own: dict[str, Any] = {}
+    if issubclass(kind, ReaderStatus):
+        own["expected"] = rng.choice((1, 2, 3))
+    if kind is ChecksumRequest:
+        own["extent"] = rng.choice((EXTENT, *(EXTENT.halves or ())))
+    if kind is PushDone:
+        own["pushed"] = Pushed(rng.randrange(9), 0, rng.randrange(2), bytes(16), bytes(16))
+    if kind is Checksum:
+        own["total"] = bytes(8)
+    if kind is Lease:
+        own["lease"] = rng.choice((0.0, 5.0, 10.0))
+    if kind is LayerProgress:
+        own = {"group": PLACE[0], "layer": PLACE[1], "upto": rng.randrange(9)}
+    return kind(
+        key=rng.choice(KEYS), by=rng.choice(by), to=rng.choice(to[:1] * 3 + to),
         attempt=rng.choice((0, 0, 1)), number=rng.randrange(9), sample=rng.choice((0, 0, 1)),
-        **more,
+        **own,
     )  # fmt: skip
 
 
@@ -93,8 +95,9 @@ def message_bytes(rng: random.Random) -> bytes:
         for _ in range(rng.choice((1, 1, 2))):
             at = rng.randrange(len(fields))
             holder, key = fields, at
-            while isinstance(holder[key], list) and holder[key] and rng.randrange(4):
-                holder, key = holder[key], rng.randrange(len(holder[key]))
+            while isinstance(holder[key], list | dict) and holder[key] and rng.randrange(4):
+                holder = holder[key]
+                key = rng.choice([*holder] if isinstance(holder, dict) else range(len(holder)))
             holder[key] = deepcopy(rng.choice(VALUES))
         return HEAD + msgspec.msgpack.encode(fields)
     if sort < 7:  # noqa: PLR2004

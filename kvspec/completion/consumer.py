@@ -25,7 +25,16 @@ from kvspec.completion.states import CONSUMER
 from kvspec.errors import SpecError, TransferState
 from kvspec.inputs import seconds
 from kvspec.ownership.parallel import RankId
-from kvspec.wire.messages import Message, RankAddress
+from kvspec.wire.messages import (
+    Done,
+    Heartbeat,
+    LayerProgress,
+    Lease,
+    Message,
+    RankAddress,
+    ReaderStatus,
+    Valid,
+)
 
 T = TypeVar("T")
 
@@ -108,7 +117,7 @@ class ConsumerLedger:
                 load.sources[rank] = Source(Frontiers(ends, partial=plan.partial))
         load.untold = set(plan.expected)
         self._due = min(self._due, load.due)
-        actions += self._tell(load, "heartbeat") if load.sources else []
+        actions += self._tell(load, Heartbeat) if load.sources else []
         return actions + self._moved(load)
 
     def readable(self, request_id: str) -> dict[RankId, dict[Place, int]]:
@@ -238,7 +247,7 @@ class ConsumerLedger:
         """Process a message of a producer. Return actions."""
         name = self._names.get(name_of(message), "")
         # A frontier grows in one line, so `progress`, which is frequent, needs no copy.
-        copied = None if message.kind == "progress" else name
+        copied = None if isinstance(message, LayerProgress) else name
         return self._whole(now, copied, lambda: self._receive(name, message, now))
 
     def _receive(self, name: str, message: Message, now: float) -> list[Action]:
@@ -248,14 +257,14 @@ class ConsumerLedger:
         if load is None or why is not None:
             return [*actions, Refused(message, why or "of no request that is open")]
         rank = message.by.rank
-        if message.kind == "progress":
+        if isinstance(message, LayerProgress):
             if rank in load.sources:
                 load.sources[rank].frontiers.record((message.group, message.layer), message.upto)
             return actions
         del load.asked[rank][message.number]
-        if message.kind != "lease":
+        if not isinstance(message, Lease):
             load.untold.discard(rank)
-            if message.kind == "valid":
+            if isinstance(message, Valid):
                 # Only questions asked after everything arrived have an answer in this state.
                 if load.state == "asking" and rank in load.sources:
                     load.sources[rank].valid = True
@@ -336,12 +345,14 @@ class ConsumerLedger:
                 actions += self._told(load)
             elif load.state != "draining" and self._now >= load.next_tell:
                 moves = load.state == "moving"
-                actions += self._tell(load, "heartbeat" if moves else "done", again=not moves)
+                actions += self._tell(load, Heartbeat if moves else Done, again=not moves)
         waiting = (load.due for load in self._loads.values() if load.state != "draining")
         self._due = min(waiting, default=math.inf)
         return actions
 
-    def _tell(self, load: Pending, kind: str, *, again: bool = False) -> list[Action]:
+    def _tell(
+        self, load: Pending, kind: type[ReaderStatus], *, again: bool = False
+    ) -> list[Action]:
         """Tell every producer rank that has not answered for good; *again*: by the same number."""
         if not again:
             self._numbers += 1
@@ -369,7 +380,7 @@ class ConsumerLedger:
         if load.state == "moving" and all(s.whole for s in load.sources.values()):
             load.state = CONSUMER["moving", "whole"].state
             load.asked.clear()
-            actions += self._tell(load, "done")
+            actions += self._tell(load, Done)
         if load.state == "asking" and all(source.sound for source in load.sources.values()):
             load.state = CONSUMER["asking", "sound"].state
             load.deadline = self._now + self.patience
@@ -395,7 +406,7 @@ class ConsumerLedger:
         load.asked.clear()
         if load.plan.again:
             load.untold.clear()
-        told = self._tell(load, "done")
+        told = self._tell(load, Done)
         return [Release(load.plan.request_id), *told, *self._told(load)]
 
     def _told(self, load: Pending) -> list[Action]:

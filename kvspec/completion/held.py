@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvspec.wire.messages import Key, Message, RankAddress
+from kvspec.wire.messages import Done, Gone, Key, Message, RankAddress, ReaderStatus
 
 # A rank that reads, and its sample.
 Reader = tuple[RankAddress, int]
@@ -48,9 +48,9 @@ MAX_STARTS = 16
 class Seen:
     """The last message of one reader, whether the reader is done, and the kind of the answer."""
 
-    message: Message
+    message: ReaderStatus
     done: bool = False
-    answer: str = "gone"
+    answer: type[Message] = Gone
 
     @property
     def said(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Request:
     expected: int | None = None
     disputed: bool = False
     starts: dict[tuple[str, int], Start] = attrs.field(factory=dict)
-    early: dict[Reader, Message] = attrs.field(factory=dict)
+    early: dict[Reader, ReaderStatus] = attrs.field(factory=dict)
     written: dict[tuple[str, str], int] = attrs.field(factory=dict)
 
     @property
@@ -110,22 +110,22 @@ class Request:
         known = bool(self.starts) and not self.disputed
         return known and all(start.complete for start in self.starts.values())
 
-    def seen(self, message: Message) -> Seen | None:
+    def seen(self, message: ReaderStatus) -> Seen | None:
         """Return the earlier message of the same sender, or None."""
         start = self.starts.get((message.by.engine_id, message.by.epoch))
         return start.readers.get((message.by, message.sample)) if start else None
 
-    def reading(self) -> list[Message]:
+    def reading(self) -> list[ReaderStatus]:
         """Return the last message of each reader that is not done."""
         starts = self.starts.values()
         return [s.message for start in starts for s in start.readers.values() if not s.done]
 
-    def note(self, message: Message, answer: str) -> None:
+    def note(self, message: ReaderStatus, answer: type[Message]) -> None:
         """Record the message of a reader, and the answer."""
         start = self.starts[message.by.engine_id, message.by.epoch]
-        start.readers[message.by, message.sample] = Seen(message, message.kind == "done", answer)
+        start.readers[message.by, message.sample] = Seen(message, isinstance(message, Done), answer)
 
-    def contradicts(self, message: Message) -> str | None:
+    def contradicts(self, message: ReaderStatus) -> str | None:
         """Return why *message* is refused, or None. Records attempts and disputes.
 
         See the module docstring for the cases.

@@ -10,8 +10,16 @@ import attrs
 
 from kvspec.completion.load_plan import Frontiers, LoadPlan, Name
 from kvspec.ownership.parallel import RankId
-from kvspec.wire.extent import Extent
-from kvspec.wire.messages import Message, RankAddress
+from kvspec.wire.messages import (
+    Gone,
+    Key,
+    LayerProgress,
+    Lease,
+    Message,
+    RankAddress,
+    ReaderStatus,
+    Valid,
+)
 
 
 @attrs.define(eq=False)
@@ -73,11 +81,10 @@ class Pending:
             del asked[old]
         asked[self.number] = now
 
-    def message(self, kind: str, by: RankAddress, rank: RankId) -> Message:
+    def message(self, kind: type[ReaderStatus], by: RankAddress, rank: RankId) -> ReaderStatus:
         """Return the next message to a producer *rank*."""
         plan = self.plan
-        return Message(
-            kind=kind,
+        return kind(
             key=plan.key,
             by=by,
             to=RankAddress(plan.engine_id, plan.epoch, rank),
@@ -93,28 +100,12 @@ def name_of(answer: Message) -> Name:
     return answer.key, answer.attempt, answer.sample, answer.by.engine_id, answer.by.epoch
 
 
-def message_of(
-    name: Name,
-    kind: str,
-    by: RankAddress,
-    rank: RankId,
-    *,
-    number: int = 0,
-    extent: Extent | None = None,
-) -> Message:
-    """Return a reader's message about the request of that *name*, to a producer *rank* of it."""
+def about(
+    name: Name, by: RankAddress, rank: RankId, number: int = 0
+) -> tuple[Key, RankAddress, RankAddress, int, int, int]:
+    """Return the fields of a reader's message about request *name*, to producer rank *rank*."""
     key, attempt, sample, engine_id, epoch = name
-    to = RankAddress(engine_id, epoch, rank)
-    return Message(
-        kind=kind,
-        key=key,
-        by=by,
-        to=to,
-        attempt=attempt,
-        number=number,
-        sample=sample,
-        extent=extent,
-    )
+    return key, by, RankAddress(engine_id, epoch, rank), attempt, number, sample
 
 
 def refusal_of(answer: Message, load: Pending | None, me: RankAddress) -> str | None:
@@ -123,9 +114,9 @@ def refusal_of(answer: Message, load: Pending | None, me: RankAddress) -> str | 
         return "it belongs to no open request of this rank"
     if answer.by.rank not in load.asked:
         return "its sender received no question"
-    if answer.kind == "progress":
+    if isinstance(answer, LayerProgress):
         return None
-    if answer.kind not in ("lease", "valid", "gone"):
+    if not isinstance(answer, Lease | Valid | Gone):
         return "only producers receive this kind"
     if answer.number not in load.asked[answer.by.rank]:
         return "the answer is a repetition, or late"

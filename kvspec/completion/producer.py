@@ -15,7 +15,17 @@ from kvspec.completion.held import Request, Seen
 from kvspec.completion.states import PRODUCER
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, seconds
-from kvspec.wire.messages import MAX_READERS, READERS, Key, Message, RankAddress
+from kvspec.wire.messages import (
+    MAX_READERS,
+    Gone,
+    Key,
+    LayerProgress,
+    Lease,
+    Message,
+    RankAddress,
+    ReaderStatus,
+    Valid,
+)
 
 
 class ProducerLedger:
@@ -116,7 +126,7 @@ class ProducerLedger:
     def receive(self, message: Message, now: float) -> list[Action]:
         """Process a message of a reader. Return actions."""
         actions = self.tick(now)
-        if message.kind not in READERS or message.to != self.me:
+        if not isinstance(message, ReaderStatus) or message.to != self.me:
             return [*actions, Refused(message, f"it is not a reader's message to {self.me}")]
         if self._present.past(message.by.engine_id, message.by.epoch):
             return [*actions, Refused(message, "it is from another incarnation of that engine")]
@@ -142,7 +152,7 @@ class ProducerLedger:
             raise SpecError("upto", upto, "at least the earlier progress")
         request.written[group, layer] = upto
         told = (
-            n.answer("progress", group=group, layer=layer, upto=upto) for n in request.reading()
+            n.answer(LayerProgress, group=group, layer=layer, upto=upto) for n in request.reading()
         )
         return actions + [Tell(message) for message in told]
 
@@ -195,7 +205,7 @@ class ProducerLedger:
         self._pushed += 1
         heapq.heappush(self._wake, (request.expires, self._pushed, request.key))
 
-    def _deliver(self, request: Request, message: Message) -> list[Action]:
+    def _deliver(self, request: Request, message: ReaderStatus) -> list[Action]:
         """Take a message about a request: count it, answer it, or refuse it."""
         if request.state == "unknown":
             return self._step(request, message.kind, message)
@@ -208,7 +218,9 @@ class ProducerLedger:
         actions = self._step(request, "again" if _again(seen, message) else message.kind, message)
         return actions + (self._step(request, "complete") if request.complete else [])
 
-    def _step(self, request: Request, event: str, message: Message | None = None) -> list[Action]:
+    def _step(
+        self, request: Request, event: str, message: ReaderStatus | None = None
+    ) -> list[Action]:
         """Take the row of the table for *event*, and do what it says."""
         row = PRODUCER[request.state, event]
         before, request.state = request.state, row.state
@@ -219,7 +231,7 @@ class ProducerLedger:
             del self._requests[request.key]
         return actions
 
-    def _keep(self, request: Request, message: Message, _: str) -> list[Action]:
+    def _keep(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
         """Keep an early message; of one reader, the last: it is done, or of a later attempt."""
         reader = (message.by, message.sample)
         old = request.early.get(reader)
@@ -235,40 +247,40 @@ class ProducerLedger:
             request.early[reader] = message
         return []
 
-    def _replay(self, request: Request, _: Message | None, __: str) -> list[Action]:
+    def _replay(self, request: Request, _: ReaderStatus | None, __: str) -> list[Action]:
         """Take the early messages of a request that is admitted now."""
         early = list(request.early.values())
         request.early.clear()
         self._kept -= len(early)
         return [action for message in early for action in self._deliver(request, message)]
 
-    def _lease(self, request: Request, message: Message, _: str) -> list[Action]:
+    def _lease(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
         """Give a reader time, and tell it what it can read."""
-        request.note(message, "lease")
+        request.note(message, Lease)
         request.expires = max(request.expires, min(self._now + self.lease, request.latest))
         told = (
-            Tell(message.answer("progress", group=group, layer=layer, upto=upto))
+            Tell(message.answer(LayerProgress, group=group, layer=layer, upto=upto))
             for (group, layer), upto in request.written.items()
         )
-        return [Tell(message.answer("lease", lease=request.expires - self._now)), *told]
+        return [Tell(message.answer(Lease, lease=request.expires - self._now)), *told]
 
-    def _valid(self, request: Request, message: Message, _: str) -> list[Action]:
-        request.note(message, "valid")
-        return [Tell(message.answer("valid"))]
+    def _valid(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
+        request.note(message, Valid)
+        return [Tell(message.answer(Valid))]
 
-    def _gone(self, request: Request, message: Message | None, before: str) -> list[Action]:
+    def _gone(self, request: Request, message: ReaderStatus | None, before: str) -> list[Action]:
         """Tell whoever asked that nothing is held; of an unknown request, all who asked."""
         if message is None:
-            return [Tell(early.answer("gone")) for early in request.early.values()]
+            return [Tell(early.answer(Gone)) for early in request.early.values()]
         if before == "fenced":
-            request.note(message, "gone")
-        return [Tell(message.answer("gone"))]
+            request.note(message, Gone)
+        return [Tell(message.answer(Gone))]
 
-    def _repeat(self, request: Request, message: Message, _: str) -> list[Action]:
+    def _repeat(self, request: Request, message: ReaderStatus, _: str) -> list[Action]:
         seen = request.seen(message)
-        return [Tell(message.answer(seen.answer if seen else "gone"))]
+        return [Tell(message.answer(seen.answer if seen else Gone))]
 
-    def _free(self, request: Request, _: Message | None, before: str) -> list[Action]:
+    def _free(self, request: Request, _: ReaderStatus | None, before: str) -> list[Action]:
         """Free a request, and remember its readers as long as a lease, for those who ask again."""
         del self._open[request.key.request_id]
         why = "sent" if request.complete else "expired"
@@ -276,7 +288,7 @@ class ProducerLedger:
         return [Free(request.key.request_id, "aborted" if before == "fenced" else why)]
 
 
-def _again(seen: Seen | None, message: Message) -> bool:
+def _again(seen: Seen | None, message: ReaderStatus) -> bool:
     """Return whether the reader said this before, or before it was done with this attempt.
 
     What it says after that, it says of another load: what was valid for the first may be gone.
@@ -286,7 +298,7 @@ def _again(seen: Seen | None, message: Message) -> bool:
     return seen.message.attempt == message.attempt and message.number <= seen.message.number
 
 
-def _order(message: Message) -> tuple[int, int]:
+def _order(message: ReaderStatus) -> tuple[int, int]:
     return message.attempt, message.number
 
 

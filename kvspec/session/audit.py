@@ -13,7 +13,7 @@ from collections.abc import Callable
 import attrs
 
 from kvspec.completion.load_plan import Name
-from kvspec.completion.pending import message_of
+from kvspec.completion.pending import about
 from kvspec.descriptors.request import TransferRequest
 from kvspec.errors import SpecError, TransferState
 from kvspec.memory.rank_cache import RankCache
@@ -22,8 +22,14 @@ from kvspec.ownership.parallel import RankId
 from kvspec.session.extents import extents_of, sums_of
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.summing import Work
-from kvspec.wire.extent import Extent
-from kvspec.wire.messages import Message, RankAddress
+from kvspec.wire.messages import (
+    Checksum,
+    ChecksumRequest,
+    ChecksumUnavailable,
+    Extent,
+    Message,
+    RankAddress,
+)
 
 _NUMBERS = itertools.count(1)
 """Of questions: an answer to one of an earlier load is none to a later one's."""
@@ -88,15 +94,8 @@ class Audit:
             for number, question in questions.items():
                 if question.answer is None and now >= question.again:
                     question.again = now + heartbeat
-                    asked = message_of(
-                        name,
-                        "checksum_request",
-                        self.me,
-                        question.rank,
-                        number=number,
-                        extent=question.extent,
-                    )
-                    self.tell(asked)
+                    asked = about(name, self.me, question.rank, number)
+                    self.tell(ChecksumRequest(*asked, extent=question.extent))
             for number, question in list(questions.items()):
                 before = question.work.seconds
                 summed = question.work.go_on(end)
@@ -111,12 +110,12 @@ class Audit:
             return str(error)
         return self._refused or (None if questions else self._equal())
 
-    def deliver(self, message: Message) -> bool:
+    def deliver(self, message: Checksum | ChecksumUnavailable) -> bool:
         """Take a producer's answer; return whether it was waited for."""
         question = (self._open or {}).get(message.number)
         if question is None or question.rank != message.by.rank:
             return False
-        if message.kind == "checksum":
+        if isinstance(message, Checksum):
             question.answer = int.from_bytes(message.total, "little")
         else:
             self._refused = f"{message.by} cannot sum it: `hold` it with `blocks`"

@@ -18,7 +18,7 @@ from kvspec.ownership.slices import TPTransferSlice
 from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 from kvspec.plan.plan import TransferPlan
-from kvspec.wire.extent import MAX_NAMES, Extent
+from kvspec.wire.messages import MAX_NAMES, Extent
 
 Names = tuple[str, ...]
 Alike = tuple[Names, Wanted]

@@ -27,8 +27,7 @@ from kvspec.ownership.parallel import RankId
 from kvspec.session.audit import Audit
 from kvspec.session.remote import RemoteEngine
 from kvspec.session.written import Blocks, blocks_of
-from kvspec.wire.messages import Message
-from kvspec.wire.pushed import Pushed
+from kvspec.wire.messages import PushDone, Pushed, PushStopped
 
 LoadState = Literal["moving", "done", "failed"]
 LOST = (TransferState.PEER_LOST, TransferState.STALE_PEER)
@@ -48,9 +47,9 @@ class InFlight:
     steps: tuple[int, ...]
     pushed: Pushed | None = None
 
-    def wrong(self, message: Message) -> str:
+    def wrong(self, message: PushDone | PushStopped) -> str:
         """Say what is wrong with what *message* says was pushed, if anything is."""
-        if message.pushed is None or self.pushed is None:
+        if isinstance(message, PushStopped) or self.pushed is None:
             return f"{message.by} stopped writing"
         differs = message.pushed.differs(self.pushed)
         return f"{message.by} pushed another request: {differs}" if differs else ""

@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable
 
 import attrs
+import msgspec
 
 from kvspec.completion.actions import Action, Closed, Failed, Ready, Refused, Release, Tell
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
-from kvspec.completion.pending import message_of, name_of
+from kvspec.completion.pending import about, name_of
 from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.inputs import flag, instance, seconds
 from kvspec.memory.rank_cache import RankCache
@@ -33,7 +34,15 @@ from kvspec.session.ledger import refusal
 from kvspec.session.load import LOST, InFlight, Load
 from kvspec.session.remote import ReadOptions
 from kvspec.session.written import BlockLocks, Blocks, pushed_of
-from kvspec.wire.messages import Message
+from kvspec.wire.messages import (
+    Checksum,
+    ChecksumUnavailable,
+    LayerProgress,
+    Message,
+    PushDone,
+    PushStopped,
+    StopWriting,
+)
 
 TURN = 0.02  # seconds in which transfers are moved on, before anything else has its turn
 
@@ -236,14 +245,16 @@ class Loading:
 
     def receive(self, message: Message) -> None:
         """Take a producer's message; its own groups may have other names than this engine's."""
-        if message.kind in ("pushed", "stopped"):
+        if isinstance(message, PushDone | PushStopped):
             self._written(message)
             return
-        if message.kind in ("checksum", "checksum_unavailable"):
+        if isinstance(message, Checksum | ChecksumUnavailable):
             self._checksum(message)
             return
-        if message.kind == "progress" and (home := self.cache.engine.homes.get(message.layer)):
-            message = attrs.evolve(message, group=home.name)
+        if isinstance(message, LayerProgress) and (
+            home := self.cache.engine.homes.get(message.layer)
+        ):
+            message = msgspec.structs.replace(message, group=home.name)
         self.recorded.extend(self.book.receive(message, self.now()))
         self.act()
 
@@ -269,13 +280,14 @@ class Loading:
                 self._turn += place + 1
                 break
 
-    def _written(self, message: Message) -> None:
+    def _written(self, message: PushDone | PushStopped) -> None:
         """Take from a producer that it writes no more: it has written all, or has given up."""
         rank = message.by.rank
         for load in self.loads.values():
             flight = load.in_flight.get(rank) if load.name == name_of(message) else None
             if flight is not None and flight.transfer is None:
-                state = TransferState.DIFFERS if message.pushed else TransferState.STOPPED
+                done = isinstance(message, PushDone)
+                state = TransferState.DIFFERS if done else TransferState.STOPPED
                 if why := flight.wrong(message):
                     load.fail(rank, why, state)
                 self._end(load, rank, why, state)
@@ -312,7 +324,7 @@ class Loading:
         """Ask the producers that push to stop, again and again until they answer."""
         load.asked = self.now() + self.book.heartbeat
         for flight in load.in_flight.values():
-            self.tell(message_of(load.name, "stop", self.book.me, flight.rank))
+            self.tell(StopWriting(*about(load.name, self.book.me, flight.rank)))
 
     def _settle(self, load: Load, key: RankId | int, flight: InFlight, transfer: Transfer) -> None:
         """Tell the ledger what became of one transfer, once nothing of it can move."""
@@ -384,7 +396,7 @@ class Loading:
         load.audit.cancel()
         self.act()
 
-    def _checksum(self, message: Message) -> None:
+    def _checksum(self, message: Checksum | ChecksumUnavailable) -> None:
         """Take a producer's sum, or that it has none."""
         audits = [one.audit for one in self.loads.values() if one.name == name_of(message)]
         if not any(audit.deliver(message) for audit in audits if audit is not None):

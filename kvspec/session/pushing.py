@@ -39,8 +39,20 @@ from kvspec.inputs import positive_int
 from kvspec.nixl import NixlRank, Transfer
 from kvspec.session.load import LOST, Push
 from kvspec.session.written import pushed_of
-from kvspec.wire.messages import MAX_READERS, Key, Message, RankAddress, key_of
-from kvspec.wire.pushed import Pushed
+from kvspec.wire.messages import (
+    MAX_READERS,
+    Done,
+    Heartbeat,
+    Key,
+    Message,
+    PushDone,
+    Pushed,
+    PushStopped,
+    RankAddress,
+    ReaderStatus,
+    StopWriting,
+    key_of,
+)
 
 # A request, attempt and sample, and the rank that reads it.
 Reader = tuple[Key, int, int, RankAddress]
@@ -122,7 +134,7 @@ class Pushing:
             if not self.book.holds(reader[0]):
                 del self.fences[reader]
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: ReaderStatus | StopWriting) -> None:
         """Handle a `heartbeat`, `done` or `stop` that a reader sent.
 
         Call this before the ledger receives the same message: `ProducerLedger.finished` must
@@ -130,17 +142,18 @@ class Pushing:
         """
         reader = message.key, message.attempt, message.sample, message.by
         each = self.writing.get(reader)
-        if each is None and (message.kind == "stop" or reader in self.fences):
-            if message.kind != "done":
+        stops = isinstance(message, StopWriting)
+        if each is None and (stops or reader in self.fences):
+            if not isinstance(message, Done):
                 self._fence(reader)
         elif each is not None and each.told:
-            if message.kind == "heartbeat" and self.book.finished(*reader):
+            if isinstance(message, Heartbeat) and self.book.finished(*reader):
                 # The reader was done, so this heartbeat comes from another load of the same
                 # attempt. That load may wait for other blocks, which were not written.
                 each.told = "stopped"
             # Answer every message: the outcome that was sent before may be lost.
             self._tell(reader, each.told, each)
-        elif each is not None and message.kind == "stop" and each.transfer is not None:
+        elif each is not None and stops and each.transfer is not None:
             with contextlib.suppress(TransferError):  # The NIXL rank may be closed.
                 each.transfer.stop(f"{message.by} gave it up", TransferState.STOPPED)
 
@@ -180,14 +193,8 @@ class Pushing:
 
     def _tell(self, reader: Reader, kind: str, each: Writing | None = None) -> None:
         key, attempt, sample, to = reader
-        self.tell(
-            Message(
-                kind=kind,
-                key=key,
-                by=self.book.me,
-                to=to,
-                attempt=attempt,
-                sample=sample,
-                pushed=each.pushed if each is not None and kind == "pushed" else None,
-            )
-        )
+        fields = key, self.book.me, to, attempt, 0, sample
+        if each is not None and kind == "pushed":
+            self.tell(PushDone(*fields, pushed=each.pushed))
+        else:
+            self.tell(PushStopped(*fields))

@@ -37,7 +37,13 @@ from kvspec.session.remotes import Remotes, judged
 from kvspec.session.stats import SessionStats, stats_of
 from kvspec.session.summing import Summing
 from kvspec.wire.handshake import Handshake
-from kvspec.wire.messages import READERS, Message, RankAddress
+from kvspec.wire.messages import (
+    ChecksumRequest,
+    Message,
+    RankAddress,
+    ReaderStatus,
+    StopWriting,
+)
 
 
 class Session:
@@ -423,11 +429,11 @@ class Session:
         """Give a message to whom it concerns."""
         if message.to != self.me:
             self._loading.note(f"{message.kind} of {message.by}: it is for {message.to}")
-        elif message.kind == "checksum_request":
+        elif isinstance(message, ChecksumRequest):
             self._summing.deliver(message)
-        elif message.kind in (*READERS, "stop"):
+        elif isinstance(message, ReaderStatus | StopWriting):
             self._pushing.deliver(message)
-            if message.kind != "stop":
+            if isinstance(message, ReaderStatus):
                 self._ledger.recorded.extend(self._book.receive(message, self._clock()))
                 self._ledger.act()
         else:

@@ -16,8 +16,15 @@ from kvspec.descriptors.request import BlockTable
 from kvspec.errors import SpecError
 from kvspec.memory.rank_cache import RankCache
 from kvspec.session.extents import sums_of
-from kvspec.wire.extent import Extent
-from kvspec.wire.messages import SUM, Key, Message
+from kvspec.wire.messages import (
+    SUM,
+    Checksum,
+    ChecksumRequest,
+    ChecksumUnavailable,
+    Extent,
+    Key,
+    Message,
+)
 
 TURN = 0.02  # seconds that a poll sums, and some hundred kilobytes more
 MAX_ASKED, MAX_KNOWN = 4096, 512
@@ -56,7 +63,7 @@ class Summing:
     tell: Callable[[Message], None]
     note: Callable[[str], None]
     tables: dict[Key, Mapping[str, BlockTable]] = attrs.field(factory=dict)
-    _asked: dict[Message, Work] = attrs.field(factory=dict)
+    _asked: dict[ChecksumRequest, Work] = attrs.field(factory=dict)
     _known: dict[Key, dict[Extent, bytes]] = attrs.field(factory=dict)
 
     @property
@@ -64,14 +71,14 @@ class Summing:
         """How many sums are asked for, and not told yet."""
         return len(self._asked)
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: ChecksumRequest) -> None:
         """Take a question; of a request that is not held yet, or no more, it is not answered."""
         extent, key = message.extent, message.key
-        if extent is None or not self.book.holds(key) or message in self._asked:
+        if not self.book.holds(key) or message in self._asked:
             return
         total = self._known.get(key, {}).get(extent)
         if total is not None:
-            self.tell(message.answer("checksum", total=total))
+            self.tell(message.answer(Checksum, total=total))
         elif len(self._asked) < MAX_ASKED:
             sums = sums_of(self.cache, self.tables.get(key, {}), extent)
             self._asked[message] = Work(sums)
@@ -90,16 +97,16 @@ class Summing:
                     self._sum(message, work.total.to_bytes(SUM, "little"))
                 except SpecError as error:
                     self.note(f"{message.kind} of {message.by}: {error}")
-                    self.tell(message.answer("checksum_unavailable"))
+                    self.tell(message.answer(ChecksumUnavailable))
             del self._asked[message]
             if time.monotonic() >= end:
                 return
 
-    def _sum(self, message: Message, total: bytes) -> None:
+    def _sum(self, message: ChecksumRequest, total: bytes) -> None:
         known = self._known.setdefault(message.key, {})
-        if message.extent is not None and len(known) < MAX_KNOWN:
+        if len(known) < MAX_KNOWN:
             known[message.extent] = total
-        self.tell(message.answer("checksum", total=total))
+        self.tell(message.answer(Checksum, total=total))
 
     def close(self) -> None:
         """Sum nothing any more, and let the memory go."""

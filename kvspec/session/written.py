@@ -19,7 +19,7 @@ from kvspec.errors import SpecError, TransferError, TransferState
 from kvspec.memory.rank_cache import RankCache
 from kvspec.plan.plan import TransferPlan
 from kvspec.specs import LayerSpec
-from kvspec.wire.pushed import SUM, Pushed
+from kvspec.wire.messages import DIGEST, Pushed
 
 Blocks = Mapping[str, Ids]
 """By group, the ids of blocks, in any order."""
@@ -89,7 +89,7 @@ def pushed_of(table: DescriptorTable, request: TransferRequest) -> Pushed:
     engine = plan.consumer
     groups = dict.fromkeys(edge.group for edge in plan.between(*ranks))
     request.check_groups([group.name for group in engine.groups])
-    cached, blocks, counts = blake2b(digest_size=SUM), blake2b(digest_size=SUM), {"prompt"}
+    cached, blocks, counts = blake2b(digest_size=DIGEST), blake2b(digest_size=DIGEST), {"prompt"}
     for group in map(engine.group, groups):
         for wanted, ids in placed(plan, group, request):
             cached.update(f"{group.name!r} {wanted.start};".encode())

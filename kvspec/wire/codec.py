@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-import attrs
 import msgspec
 from msgspec import Meta
 
@@ -18,19 +17,14 @@ from kvspec.errors import SpecError, WireError
 from kvspec.inputs import instance
 from kvspec.memory.rank_cache import RankCache
 from kvspec.ownership.parallel import RankId
-from kvspec.ownership.stripes import Stripe
-from kvspec.ownership.tokens import BlockCyclic
 from kvspec.wire.compatibility import SIZE
 from kvspec.wire.decode import MAX_TEXT, Decoder, refuse
 from kvspec.wire.encode import Encoder
-from kvspec.wire.extent import MAX_NAMES, Extent
 from kvspec.wire.handshake import MAX_TRANSPORT, Handshake
-from kvspec.wire.messages import SUM, Key, Message, RankAddress
-from kvspec.wire.pushed import SUM as PUSHED_SUM
-from kvspec.wire.pushed import Pushed
+from kvspec.wire.messages import AnyMessage, Message
 from kvspec.wire.regions import read_cache, read_memory, written_memory, written_regions
 
-VERSION = 6
+VERSION = 7
 """The version of the format; any change to it, or to what is meant by it, takes the next."""
 MAX_HANDSHAKE = (4 << 20) + MAX_TRANSPORT
 """Bytes of one handshake."""
@@ -77,50 +71,25 @@ class HandshakeFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     transport: Annotated[bytes, Meta(max_length=MAX_TRANSPORT)]
 
 
-Who = tuple[Text, Count, tuple[Index, Index, Index]]
+def _plain(value: object) -> object:
+    """Return *value* as lists and numbers. `msgspec` calls this for types that it does not know."""
+    if isinstance(value, range):
+        return value.start, value.stop
+    raise NotImplementedError
 
 
-Range = tuple[Count, Count]
-Asked = tuple[
-    Annotated[list[Text], Meta(max_length=MAX_NAMES)],
-    Annotated[list[Text], Meta(max_length=MAX_NAMES)],
-    Range, Range, Range,
-    tuple[Count, Count, Count], tuple[Count, Count, Count],
-    tuple[Count, Count], Count,
-]  # fmt: skip
+def _typed_value(kind: type, plain: object) -> object:
+    """Return the value of *kind* that `_plain` wrote."""
+    if kind is range:
+        return range(*msgspec.convert(plain, tuple[Count, Count]))
+    raise NotImplementedError
 
 
-Sum = Annotated[bytes, Meta(max_length=PUSHED_SUM)]
-Written = tuple[Count, Count, Count, Sum, Sum]
-
-
-class MessageFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, array_like=True):
-    """A message as it is sent."""
-
-    kind: Text
-    request_id: Text
-    nonce: Annotated[bytes, Meta(max_length=64)]
-    by: Who
-    to: Who
-    attempt: Count
-    number: Count
-    sample: Count
-    expected: Count
-    lease: float
-    group: Text
-    layer: Text
-    upto: Count
-    extent: Asked | None
-    total: Annotated[bytes, Meta(max_length=SUM)]
-    pushed: Written | None
-
-
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(HandshakeFields)
-_MESSAGES = msgspec.msgpack.Decoder(MessageFields)
-_SAME = (
-    "kind", "attempt", "number", "sample", "expected", "lease", "group", "layer", "upto", "total",
-)  # fmt: skip
+_MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(
+    AnyMessage, dec_hook=_typed_value
+)
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
@@ -221,6 +190,9 @@ def _typed(decoder: msgspec.msgpack.Decoder[S], data: bytes) -> S:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
+        # A value that checks itself raised SpecError, which has the field and its value.
+        if isinstance(error.__cause__, SpecError):
+            refuse("message", error.__cause__, "a message")
         problem, _, path = str(error).partition(" - at `")
         requirement, _, value = problem.partition(", got ")
         where = path.rstrip("`").removeprefix("$.") or "message"
@@ -244,20 +216,10 @@ def _cache(decoder: Decoder, engine: Any, fields: HandshakeFields) -> RankCache:
 
 def encode_message(message: Message) -> bytes:
     """Return *message* as bytes, at most `MAX_MESSAGE`."""
-    instance("message", message, Message)
-    fields = MessageFields(
-        request_id=message.key.request_id,
-        nonce=message.key.nonce,
-        by=_who(message.by),
-        to=_who(message.to),
-        extent=None if message.extent is None else _asked(message.extent),
-        pushed=None if message.pushed is None else attrs.astuple(message.pushed),
-        **{name: getattr(message, name) for name in _SAME},
-    )
-    return _MESSAGE + _ENCODER.encode(fields)
+    return _MESSAGE + _ENCODER.encode(message)
 
 
-def decode_message(data: bytes) -> Message:
+def decode_message(data: bytes) -> AnyMessage:
     """Return the message in *data*.
 
     Raises:
@@ -268,50 +230,4 @@ def decode_message(data: bytes) -> Message:
         raise WireError(
             "message", shown, f"bytes that encode_message of version {VERSION} returned"
         )
-    fields = _typed(_MESSAGES, data[len(_MESSAGE) :])
-    try:
-        return Message(
-            key=Key(fields.request_id, fields.nonce),
-            by=_address(fields.by),
-            to=_address(fields.to),
-            extent=None if fields.extent is None else _extent(*fields.extent),
-            pushed=None if fields.pushed is None else Pushed(*fields.pushed),
-            **{name: getattr(fields, name) for name in _SAME},
-        )
-    except SpecError as error:
-        refuse("message", error, "a message")
-
-
-def _who(address: RankAddress) -> Who:
-    return address.engine_id, address.epoch, (address.rank.pp, address.rank.pcp, address.rank.tp)
-
-
-def _address(who: Who) -> RankAddress:
-    engine_id, epoch, rank = who
-    return RankAddress(engine_id, epoch, RankId(*rank))
-
-
-def _asked(extent: Extent) -> Asked:
-    spans = extent.units, extent.tokens, extent.rows
-    units, tokens, rows = ((span.start, span.stop) for span in spans)
-    stripe = extent.stripe.first, extent.stripe.step
-    contexts = attrs.astuple(extent.producer), attrs.astuple(extent.consumer)
-    names = [*extent.layers], [*extent.parts]
-    return (*names, units, tokens, rows, *contexts, stripe, extent.block)
-
-
-def _extent(
-    layers: list[str], parts: list[str], units: Range, tokens: Range, rows: Range,
-    producer: tuple[int, int, int], consumer: tuple[int, int, int], stripe: Range, block: int,
-) -> Extent:  # fmt: skip
-    return Extent(
-        layers=tuple(layers),
-        parts=tuple(parts),
-        units=range(*units),
-        tokens=range(*tokens),
-        rows=range(*rows),
-        producer=BlockCyclic(*producer),
-        consumer=BlockCyclic(*consumer),
-        stripe=Stripe(*stripe),
-        block=block,
-    )
+    return _typed(_MESSAGES, data[len(_MESSAGE) :])

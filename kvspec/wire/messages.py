@@ -1,87 +1,92 @@
-"""The messages that two ranks exchange about one request.
+"""The messages that two ranks exchange about one request: each class is the value and its bytes.
 
 Invariant: a message contains the request's id, nonce and attempt, and the incarnations of sender
 and receiver. So it is never taken for a message of another request, attempt or incarnation. Each
 question of a reader has its own number, so a late answer is never taken for the answer to a later
 question.
+
+How it works:
+    The classes form a tagged union of `msgspec`: the tag is the first element of the array, and
+    selects the class. A message that arrives is checked against the types and bounds of its class.
+    A message that this process creates is not checked again, because its fields come from arguments
+    that public methods have checked. Only `Key`, `RankAddress` and
+    `Extent` check themselves, because their bounds are more than types.
+
+    A reader sends the questions, and a producer sends the answers:
+
+        question          answers
+        ----------------  --------------------------------
+        Heartbeat         Lease, Gone
+        Done              Valid, Gone
+        StopWriting       PushStopped, PushDone
+        ChecksumRequest   Checksum, ChecksumUnavailable
+
+    `LayerProgress` needs no question: the producer sends it to each reader that has not stopped.
 """
 
 from __future__ import annotations
 
 import secrets
+import sys
+from typing import Annotated, Any, NewType, TypeVar, get_args
 
-import attrs
+import msgspec
+from msgspec import Meta
 
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, positive_int, seconds
+from kvspec.inputs import instance, positive_int
+from kvspec.ownership.intervals import EMPTY
 from kvspec.ownership.parallel import RankId
-from kvspec.wire.extent import Extent
+from kvspec.ownership.stripes import WHOLE, Stripe
+from kvspec.ownership.tokens import BlockCyclic
 from kvspec.wire.handshake import is_name
-from kvspec.wire.pushed import Pushed
 
-MESSAGES = {
-    "heartbeat": "the reader is alive and reads, or will read: it requests more time",
-    "done": "the reader has stopped, with all data or not: it asks whether the data was valid",
-    "lease": "answer to heartbeat: nothing is freed for so many seconds",
-    "valid": "answer to done: the request was held until now, so all data was valid",
-    "gone": "answer to both: the blocks are freed or will be, so the data is void",
-    "stop": "the reader gives a push up: the answer comes when nothing of it can move",
-    "pushed": "the producer has written all its data for the reader, and describes the data",
-    "stopped": "the producer writes nothing more for the reader, and has not written all",
-    "progress": "the producer has written a layer up to a token: so far it can be read",
-    "checksum_request": "the reader has all data, and requests the producer's checksum",
-    "checksum": "answer to checksum_request: the checksum",
-    "checksum_unavailable": "answer to checksum_request: the producer does not know the blocks",
-}
-"""By kind. Readers send heartbeat, done, stop, checksum_request; producers send the others."""
-
-READERS = ("heartbeat", "done")
 MAX_REQUEST = 1024
 """Bytes of a request's id."""
+MAX_NAME = 1024
+"""Characters of the name of a group, a layer or a part."""
+MAX_NAMES = 4096
+"""Bytes of the names in one extent; two of the longest fit."""
+MAX_READERS = 2**20
+"""Readers of one request on one producer rank, all samples counted."""
+MAX_POSITION = 2**62
+"""Positions and sizes stay below this, so that sums of two of them fit into 64 bits."""
 NONCE = range(8, 65)
 """Bytes of a nonce."""
 NEW_NONCE = 16
-"""Bytes of the nonces that `new_remote_id` makes."""
-MAX_READERS = 2**20
+"""Bytes of the nonces that `new_remote_id` creates."""
 SUM = 8
-"""Bytes of a sum."""
-OWN = {
-    "lease": ("lease", 0.0),
-    "group": ("progress", ""),
-    "layer": ("progress", ""),
-    "upto": ("progress", 0),
-    "extent": ("checksum_request", None),
-    "total": ("checksum", b""),
-    "pushed": ("pushed", None),
-}
-"""Fields of one kind of message alone, and what they are of the others."""
+"""Bytes of a checksum of contents."""
+DIGEST = 16
+"""Bytes of each digest in `Pushed`."""
+
+RemoteId = NewType("RemoteId", str)
+"""Name of a request in both engines, as `new_remote_id` returns it."""
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Position = Annotated[int, Meta(ge=0, le=MAX_POSITION)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
+Total = Annotated[bytes, Meta(min_length=SUM, max_length=SUM)]
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Readers = Annotated[int, Meta(ge=1, le=MAX_READERS)]
+Sample = Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+
+M = TypeVar("M", bound="Message")
 
 
-def _request(_: object, at: attrs.Attribute[str], value: object) -> None:
-    is_name(at.name, value, MAX_REQUEST)
+class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the values that travel as an array of their fields, in the order of the class."""
 
 
-def _nonce(_: object, at: attrs.Attribute[bytes], value: object) -> None:
-    if not isinstance(value, bytes) or len(value) not in NONCE:
-        raise SpecError(at.name, value, f"{NONCE.start} to {NONCE.stop - 1} bytes")
-
-
-def _count(_: object, at: attrs.Attribute[int], value: object) -> None:
-    positive_int(at.name, value, least=0)
-
-
-@attrs.frozen
-class RankAddress:
+class RankAddress(WireStruct, frozen=True):
     """One rank of one incarnation of an engine."""
 
     engine_id: str
-    epoch: int
+    epoch: Count
     rank: RankId
 
-    def __attrs_post_init__(self) -> None:
+    def __post_init__(self) -> None:
         is_name("engine_id", self.engine_id)
-        positive_int("epoch", self.epoch, least=0)
-        instance("rank", self.rank, RankId)
         for name in ("pp", "pcp", "tp"):
             positive_int(f"rank.{name}", getattr(self.rank, name), least=0)
 
@@ -89,23 +94,132 @@ class RankAddress:
         return f"{self.engine_id} {self.rank}"
 
 
-@attrs.frozen
-class Key:
+class Key(WireStruct, frozen=True):
     """The name of one request of a producer: its id there, and a unique nonce.
 
     The producer makes the nonce when it admits the request, and sends both to the consumer.
     """
 
-    request_id: str = attrs.field(validator=_request)
-    nonce: bytes = attrs.field(validator=_nonce, repr=False)
+    request_id: str
+    nonce: bytes
+
+    def __post_init__(self) -> None:
+        is_name("request_id", self.request_id, MAX_REQUEST)
+        if len(instance("nonce", self.nonce, bytes)) not in NONCE:
+            raise SpecError("nonce", self.nonce, f"{NONCE.start} to {NONCE.stop - 1} bytes")
 
 
-@attrs.frozen(kw_only=True)
-class Message:
-    """One message about one request.
+class Extent(WireStruct, frozen=True, kw_only=True):
+    """Contents of a request whose checksums two ranks compare.
+
+    These are some units of some parts, at some tokens, or some rows of a state. Both ranks use the
+    same extent for the same contents, whatever their blocks, layouts and contexts are. Only the
+    tokens count that both context ranks own, and that the stripe contains.
 
     Attributes:
-        kind: A key of `MESSAGES`.
+        layers: Names of the layers.
+        parts: Names of the parts.
+        units: Units of the model.
+        tokens: Positions of tokens, in the count of the group. For a state, the last of them is the
+            token that it has seen.
+        rows: Rows of a state. Empty for tokens.
+        producer: Tokens that the producer's context rank owns.
+        consumer: Tokens that the consumer's context rank owns.
+        stripe: Blocks of this producer rank, if replicas share the work.
+        block: Tokens of one block of the stripe.
+    """
+
+    layers: tuple[str, ...]
+    parts: tuple[str, ...]
+    units: range
+    tokens: range
+    rows: range = EMPTY
+    producer: BlockCyclic = BlockCyclic()
+    consumer: BlockCyclic = BlockCyclic()
+    stripe: Stripe = WHOLE
+    block: Annotated[int, Meta(ge=1, le=MAX_POSITION)] = 1
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "parts"):
+            names = instance(field, getattr(self, field), tuple)
+            for name in names:
+                is_name(field, name, MAX_NAME)
+            if not names or len(set(names)) < len(names):
+                raise SpecError(field, names, "at least one name, each once")
+        if (total := sum(len(name.encode()) for name in self.layers + self.parts)) > MAX_NAMES:
+            raise SpecError("layers", f"{total} bytes", f"names of at most {MAX_NAMES} bytes")
+        for field, least in (("units", 1), ("tokens", 1), ("rows", 0)):
+            span = getattr(self, field)
+            if not 0 <= span.start <= span.stop - least <= MAX_POSITION or span.step != 1:
+                raise SpecError(field, span, f"a range of at least {least} below {MAX_POSITION}")
+        for side in ("producer", "consumer"):
+            for name, least in (("interleave", 1), ("size", 1), ("rank", 0)):
+                number = getattr(getattr(self, side), name)
+                positive_int(f"{side}.{name}", number, least=least, most=MAX_POSITION)
+
+    def __str__(self) -> str:
+        last = f" to {self.layers[-1]}" if len(self.layers) > 1 else ""
+        units = f"units {self.units.start}..{self.units.stop - 1}"
+        what = f"layers {self.layers[0]}{last}, {'+'.join(self.parts)} {units}"
+        if self.rows:
+            return f"{what}, rows {self.rows.start}..{self.rows.stop - 1}"
+        return f"{what}, tokens {self.tokens.start}..{self.tokens.stop - 1}"
+
+    @property
+    def halves(self) -> tuple[Extent, Extent] | None:
+        """Two extents that cover this one, or None for one token or row of one unit."""
+        for field in ("layers", "parts", "units", "rows" if self.rows else "tokens"):
+            whole = getattr(self, field)
+            if half := len(whole) // 2:
+                first, second = (
+                    msgspec.structs.replace(self, **{field: some})
+                    for some in (whole[:half], whole[half:])
+                )
+                return first, second
+        return None
+
+
+class Pushed(WireStruct, frozen=True):
+    """A short description of the data that one rank pushed to another, in the groups that it has.
+
+    The reader computes the description of its own request, and compares both. Two requests have
+    equal descriptions if they write the same tokens into the same blocks of the consumer.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        encoder_tokens: Tokens of the encoder, or 0 if none are written.
+        state_tokens: Tokens that a recurrent state has seen, or 0 if none is written.
+        cached: Digest of the first position of each group.
+        blocks: Digest of the blocks of each group.
+    """
+
+    num_tokens: Position
+    encoder_tokens: Position
+    state_tokens: Position
+    cached: Digest
+    blocks: Digest
+
+    def differs(self, wanted: Pushed) -> str:
+        """Return how *wanted* differs, or "".
+
+        The counts come first, because the rest depends on them.
+        """
+        counts = [
+            f"{name}={own}, expected {other}"
+            for name in ("num_tokens", "encoder_tokens", "state_tokens")
+            if (own := getattr(self, name)) != (other := getattr(wanted, name))
+        ]
+        if counts:
+            return ", ".join(counts)
+        if self.cached != wanted.cached:
+            return "cached_tokens differ from those of the reader"
+        return "" if self.blocks == wanted.blocks else "other consumer_blocks than the reader's"
+
+
+class Message(WireStruct, frozen=True):
+    """One message about one request. Each subclass is one kind.
+
+    Attributes:
         key: Name of the request.
         by: Sender.
         to: Receiver.
@@ -113,91 +227,139 @@ class Message:
         number: Number of the question, unique among all questions of a reader. A repeated question
             and its answer have the same number.
         sample: Which of several equal requests of a prompt reads.
-        expected: In messages of readers, how many readers *to* must expect in this attempt, all
-            samples counted.
-        lease: In a `lease`, its seconds.
-        group: In a `progress`, the group.
-        layer: In a `progress`, the layer.
-        upto: In a `progress`, the position behind the last written token.
-        extent: In a `checksum_request`, the contents.
-        total: In a `checksum`, its 8 bytes.
-        pushed: In messages about pushes, the written data.
     """
 
-    kind: str
     key: Key
     by: RankAddress
     to: RankAddress
-    attempt: int = attrs.field(default=0, validator=_count)
-    number: int = attrs.field(default=0, validator=_count)
-    sample: int = attrs.field(default=0, validator=_count)
-    expected: int = attrs.field(default=0, validator=_count)
-    lease: float = 0.0
-    group: str = ""
-    layer: str = ""
-    upto: int = attrs.field(default=0, validator=_count)
-    extent: Extent | None = None
-    total: bytes = attrs.field(default=b"", repr=False)
-    pushed: Pushed | None = None
+    attempt: Count = 0
+    number: Count = 0
+    sample: Sample = 0
 
-    def __attrs_post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in MESSAGES:
-            raise SpecError("kind", self.kind, f"one of {', '.join(MESSAGES)}")
-        for name, kind in (("key", Key), ("by", RankAddress), ("to", RankAddress)):
-            instance(name, getattr(self, name), kind)
-        least = int(self.kind in READERS)
-        positive_int("expected", self.expected, least=least, most=MAX_READERS * least)
-        if self.sample and self.sample >= MAX_READERS:
-            raise SpecError("sample", self.sample, f"less than {MAX_READERS}")
-        seconds("lease", self.lease)
-        for name, (owner, none) in OWN.items():
-            if self.kind != owner and getattr(self, name) != none:
-                raise SpecError(
-                    name, getattr(self, name), rule=f"only a {owner!r} message may carry {name}"
-                )
-        self._check_own()
+    @property
+    def kind(self) -> str:
+        """The tag of the class, a key of `MESSAGES`."""
+        return str(self.__struct_config__.tag)
 
-    def _check_own(self) -> None:
-        """Check what only this kind has."""
-        if self.kind == "progress":
-            for name in ("group", "layer"):
-                is_name(name, getattr(self, name), MAX_REQUEST)
-        elif self.kind == "checksum" and (
-            not isinstance(self.total, bytes) or len(self.total) != SUM
-        ):
-            raise SpecError("total", self.total, f"{SUM} bytes")
-        for name, kind in (("extent", Extent), ("pushed", Pushed)):
-            if self.kind == OWN[name][0]:
-                instance(name, getattr(self, name), kind)
-
-    def answer(
-        self,
-        kind: str,
-        *,
-        lease: float = 0.0,
-        group: str = "",
-        layer: str = "",
-        upto: int = 0,
-        total: bytes = b"",
-    ) -> Message:
+    def answer(self, kind: type[M], **own: Any) -> M:  # noqa: ANN401 - the fields of *kind* alone
         """Return the answer of *kind* to this message."""
-        return Message(
-            kind=kind,
-            key=self.key,
-            by=self.to,
-            to=self.by,
-            attempt=self.attempt,
-            number=self.number,
-            sample=self.sample,
-            lease=lease,
-            group=group,
-            layer=layer,
-            upto=upto,
-            total=total,
-        )
+        question = self.attempt, self.number, self.sample
+        return kind(self.key, self.to, self.by, *question, **own)
 
 
-def new_remote_id(request_id: str) -> str:
+class ReaderStatus(Message, frozen=True, kw_only=True):
+    """A question about the data that a reader reads.
+
+    Attributes:
+        expected: How many readers the receiver must expect in this attempt, all samples counted.
+    """
+
+    expected: Readers
+
+
+class Heartbeat(ReaderStatus, tag="heartbeat", frozen=True):
+    """The reader is alive and reads, or will read. It requests more time."""
+
+
+class Done(ReaderStatus, tag="done", frozen=True):
+    """The reader has stopped, with all data or not. It asks whether the data was valid."""
+
+
+class Lease(Message, tag="lease", frozen=True, kw_only=True):
+    """Answer to `heartbeat`: nothing is freed for so many seconds.
+
+    Attributes:
+        lease: Seconds, from when the heartbeat was sent.
+    """
+
+    lease: Seconds
+
+
+class Valid(Message, tag="valid", frozen=True):
+    """Answer to `done`: the request was held until now, so all data was valid."""
+
+
+class Gone(Message, tag="gone", frozen=True):
+    """Answer to both: the blocks are freed or will be, so the data is void."""
+
+
+class StopWriting(Message, tag="stop", frozen=True):
+    """The reader gives a push up. The answer is sent when nothing of the push can move."""
+
+
+class PushDone(Message, tag="pushed", frozen=True, kw_only=True):
+    """The producer has written all its data for the reader, and describes the data.
+
+    Attributes:
+        pushed: The written data.
+    """
+
+    pushed: Pushed
+
+
+class PushStopped(Message, tag="stopped", frozen=True):
+    """The producer writes nothing more for the reader, and has not written everything."""
+
+
+class LayerProgress(Message, tag="progress", frozen=True, kw_only=True):
+    """The producer has written a layer up to a token, which can be read so far.
+
+    Attributes:
+        group: A group of the producer. The consumer finds its own group by the layer.
+        layer: The layer.
+        upto: Position behind the last written token.
+    """
+
+    group: Name
+    layer: Name
+    upto: Count
+
+
+class ChecksumRequest(Message, tag="checksum_request", frozen=True, kw_only=True):
+    """The reader has all data, and requests the producer's checksum.
+
+    Attributes:
+        extent: The contents.
+    """
+
+    extent: Extent
+
+
+class Checksum(Message, tag="checksum", frozen=True, kw_only=True):
+    """Answer to `checksum_request`: the checksum.
+
+    Attributes:
+        total: The checksum, little-endian.
+    """
+
+    total: Total
+
+
+class ChecksumUnavailable(Message, tag="checksum_unavailable", frozen=True):
+    """Answer to `checksum_request`: the producer does not know the blocks."""
+
+
+AnyMessage = (
+    Heartbeat
+    | Done
+    | Lease
+    | Valid
+    | Gone
+    | StopWriting
+    | PushDone
+    | PushStopped
+    | LayerProgress
+    | ChecksumRequest
+    | Checksum
+    | ChecksumUnavailable
+)
+MESSAGES: dict[str, type[Message]] = {
+    kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)
+}
+"""Each kind of message by its tag."""
+
+
+def new_remote_id(request_id: str) -> RemoteId:
     """Return a new name of the producer's request *request_id*, for all ranks of both engines.
 
     The producer's engine calls this once for each request, and sends the name to its own ranks and
@@ -209,17 +371,24 @@ def new_remote_id(request_id: str) -> str:
     Returns:
         The name, of the form `id#digits`.
 
+    Raises:
+        SpecError: If *request_id* is not a text of 1 to 1024 bytes.
+
     >>> new_remote_id("request-1").split("#")[0]
     'request-1'
     """
     key = Key(request_id, secrets.token_bytes(NEW_NONCE))
-    return f"{key.request_id}#{key.nonce.hex()}"
+    return RemoteId(f"{key.request_id}#{key.nonce.hex()}")
 
 
 def key_of(remote_id: object) -> Key:
-    """Return the request that *remote_id* stands for."""
+    """Return the request that *remote_id* stands for.
+
+    Raises:
+        SpecError: If *remote_id* is not a name that `new_remote_id` returned.
+    """
     request_id, _, nonce = instance("remote_id", remote_id, str).rpartition("#")
     try:
         return Key(request_id, bytes.fromhex(nonce))
-    except ValueError:  # no hexadecimal digits; or a SpecError
+    except ValueError:  # The nonce has other digits, or `Key` raised SpecError.
         raise SpecError("remote_id", remote_id, "a str that new_remote_id returned") from None

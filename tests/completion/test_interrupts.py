@@ -13,7 +13,7 @@ from kvspec.completion import consumer, load_plan, pending
 from kvspec.completion.actions import Tell
 from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
-from kvspec.wire.messages import Key, Message, RankAddress
+from kvspec.wire.messages import MESSAGES, Key, Message, RankAddress
 
 Calls = list[Callable[[Any, list[Any]], Any]]
 RANK, OTHER = kvspec.RankId(), kvspec.RankId(tp=1)
@@ -29,7 +29,7 @@ def reads() -> LoadPlan:
 
 def answers(actions: list[Any], kind: str, **more: Any) -> list[Message]:
     """Return the answers to the messages among *actions*."""
-    return [a.message.answer(kind, **more) for a in actions if isinstance(a, Tell)]
+    return [a.message.answer(MESSAGES[kind], **more) for a in actions if isinstance(a, Tell)]
 
 
 DONE: Calls = [

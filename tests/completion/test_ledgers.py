@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from msgspec.structs import replace
 from two_engines import World
 
 import kvspec
@@ -26,7 +27,7 @@ from kvspec.completion.pending import name_of
 from kvspec.completion.producer import ProducerLedger
 from kvspec.completion.states import CONSUMER, PRODUCER
 from kvspec.testing import strategies
-from kvspec.wire.messages import Message
+from kvspec.wire.messages import Message, ReaderStatus, Valid
 
 AT = st.integers(0, 50)
 FORGED = ("nonce", "id", "epoch", "start", "number", "fewer", "more", "stranger")
@@ -240,11 +241,11 @@ class ByTotal(ProducerLedger):
     def receive(self, message: Any, now: float) -> Any:
         """Take each done as one reader's."""
         self.extra = getattr(self, "extra", 0) + 1
-        by = attrs.evolve(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
+        by = replace(message.by, rank=kvspec.RankId(tp=1000 + self.extra))
         request = self._requests.get(message.key)
         known = request and request.state == "held" and request.seen(message)
         if message.kind == "done" and known and known.done:
-            super().receive(attrs.evolve(message, by=by), now)
+            super().receive(replace(message, by=by), now)
         return super().receive(message, now)
 
 
@@ -254,7 +255,7 @@ class ByRequest(ProducerLedger):
     def receive(self, message: Any, now: float) -> Any:
         """Take whatever nonce for the right one."""
         key = self._open.get(message.key.request_id, message.key)
-        return super().receive(attrs.evolve(message, key=key), now)
+        return super().receive(replace(message, key=key), now)
 
 
 class OnAbort(ProducerLedger):
@@ -274,8 +275,8 @@ class FirstCount(ProducerLedger):
         """Replace every later count by the first."""
         request = self._requests.get(message.key)
         start = request and request.starts.get((message.by.engine_id, message.by.epoch))
-        if start and message.expected:
-            message = attrs.evolve(message, expected=start.expected)
+        if start and isinstance(message, ReaderStatus):
+            message = replace(message, expected=start.expected)
         return super().receive(message, now)
 
 
@@ -296,7 +297,7 @@ class NoFence(ProducerLedger):
 
     def _step(self, request: Any, event: str, message: Any = None) -> Any:
         if request.state == "freed" and event == "done":
-            return [Tell(message.answer("valid"))]
+            return [Tell(message.answer(Valid))]
         return super()._step(request, event, message)
 
 
@@ -328,7 +329,7 @@ class AnyStart(ProducerLedger):
     def receive(self, message: Any, now: float) -> Any:
         """Replace the epoch."""
         epoch = self._present._epochs.get(message.by.engine_id, message.by.epoch)
-        return super().receive(attrs.evolve(message, by=attrs.evolve(message.by, epoch=epoch)), now)
+        return super().receive(replace(message, by=replace(message.by, epoch=epoch)), now)
 
 
 class AnyRank(ProducerLedger):
@@ -336,8 +337,8 @@ class AnyRank(ProducerLedger):
 
     def receive(self, message: Any, now: float) -> Any:
         """Count all ranks as one, and all that come as it."""
-        by = attrs.evolve(message.by, rank=kvspec.RankId())
-        return super().receive(attrs.evolve(message, by=by, expected=min(message.expected, 1)), now)
+        by = replace(message.by, rank=kvspec.RankId())
+        return super().receive(replace(message, by=by, expected=min(message.expected, 1)), now)
 
 
 class Everlasting(ProducerLedger):
@@ -360,9 +361,9 @@ class ByAttempt(ProducerLedger):
         seen = request.seen(message) if request else None
         if seen is None or not seen.done or seen.message.attempt != message.attempt:
             return super().receive(message, now)
-        actions = super().receive(attrs.evolve(message, number=seen.message.number), now)
+        actions = super().receive(replace(message, number=seen.message.number), now)
         return [
-            Tell(attrs.evolve(action.message, number=message.number))
+            Tell(replace(action.message, number=message.number))
             if isinstance(action, Tell)
             else action
             for action in actions

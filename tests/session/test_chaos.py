@@ -12,11 +12,11 @@ import contextlib
 import random
 from typing import Any, Literal
 
-import attrs
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from msgspec.structs import replace
 from session_world import MODES, PAIRS, Mode, World
 
 from kvspec.completion.consumer import ConsumerLedger
@@ -30,8 +30,7 @@ from kvspec.session.ledger import Ledger
 from kvspec.session.loading import Loading
 from kvspec.session.pushing import Pushing
 from kvspec.testing import FakeNixl
-from kvspec.wire.messages import Message
-from kvspec.wire.pushed import Pushed
+from kvspec.wire.messages import Gone, LayerProgress, Message, Pushed, Valid
 from kvspec.wire.seal import MAC, Secret
 
 AT = st.integers(0, 50)
@@ -209,7 +208,7 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 
 def deceive(answer: Any) -> Any:
     """Return *answer*, which says valid for gone."""
-    return lambda self, kind, **more: answer(self, "valid" if kind == "gone" else kind, **more)
+    return lambda self, kind, **more: answer(self, Valid if kind is Gone else kind, **more)
 
 
 def remembering(patch: pytest.MonkeyPatch) -> None:
@@ -292,7 +291,7 @@ def back(patch: pytest.MonkeyPatch) -> None:
 
     def heard(self: Any, message: Message) -> None:
         for load in self.loads.values():
-            for rank, place in load.frontiers or () if message.kind == "progress" else ():
+            for rank, place in load.frontiers or () if isinstance(message, LayerProgress) else ():
                 if (rank, place[1]) == (message.by.rank, message.layer):
                     frontier = load.frontiers[rank, place]
                     load.frontiers[rank, place] = min(frontier, message.upto)
@@ -349,7 +348,7 @@ def ends_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         "kvspec.session.audit.extents_of",
         lambda *given: (
-            attrs.evolve(extent, tokens=extent.tokens[-1:]) for extent in extents_of(*given)
+            replace(extent, tokens=extent.tokens[-1:]) for extent in extents_of(*given)
         ),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from msgspec.structs import replace
 
 import kvspec
 from kvspec.errors import SpecError
@@ -22,8 +23,14 @@ from kvspec.session import Load
 from kvspec.session.extents import sums_of
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.fake_nixl import FakeFlight
-from kvspec.wire.extent import Extent
-from kvspec.wire.messages import Message, RankAddress, key_of
+from kvspec.wire.messages import (
+    Checksum,
+    ChecksumRequest,
+    Extent,
+    Message,
+    RankAddress,
+    key_of,
+)
 
 SIZES = {
     "two of four": (engine(4, state=True), engine(2, state=True)),
@@ -199,11 +206,11 @@ def test_what_cannot_be_summed_is_refused() -> None:
     cache, _storage = kvspec.allocate(spec, kvspec.RankId(), num_blocks=BLOCKS)
     tables = kvspec.BlockTable([1, 2]), kvspec.BlockTable([1, BLOCKS])
     whole: dict[str, Any] = {
-        "layers": ["l.0"], "parts": ["k"], "units": range(1), "tokens": range(8)
+        "layers": ("l.0",), "parts": ("k",), "units": range(1), "tokens": range(8)
     }  # fmt: skip
     for table, change, word in (
-        (tables[0], {"layers": ["l.0", "l.9"]}, "l.9"),
-        (tables[0], {"parts": ["conv"]}, "conv"),
+        (tables[0], {"layers": ("l.0", "l.9")}, "l.9"),
+        (tables[0], {"parts": ("conv",)}, "conv"),
         (tables[0], {"units": range(1, 2)}, "units"),
         (tables[0], {"tokens": range(9)}, "tokens"),
         (tables[0], {"tokens": range(2**62)}, "tokens"),
@@ -223,13 +230,13 @@ def test_rows_that_a_state_lacks_are_refused(parts: tuple[str, ...]) -> None:
     )
     group = kvspec.KVCacheGroup(name="s", layers=["s.0"], spec=spec)
     one = kvspec.EngineSpec(groups=[group], parallel=kvspec.ParallelConfig(tp_size=1))
-    extent = Extent(layers=["s.0"], parts=parts, units=range(1), tokens=range(8), rows=range(3))
+    extent = Extent(layers=("s.0",), parts=parts, units=range(1), tokens=range(8), rows=range(3))
     with FakeNixl(), Side("P", one, polled=False) as producer:
         (session,) = producer.sessions.values()
         remote_id = new_remote_id("r")
         session.hold(remote_id, blocks={"s": [1]})
-        question = Message(
-            kind="checksum_request", key=key_of(remote_id), by=RankAddress("D", 1, session.me.rank),
+        question = ChecksumRequest(
+            key=key_of(remote_id), by=RankAddress("D", 1, session.me.rank),
             to=session.me,
             extent=extent,
         )  # fmt: skip
@@ -310,7 +317,7 @@ def test_what_is_not_answered_is_asked_again_once_a_beat() -> None:
             counts.append(len(asked) // len(numbers))
         assert ([1, 1, 2, 2, 3], numbers * 3) == (counts, [message.number for message in asked])
         by = next(iter(producer.sessions.values())).me
-        session._deliver(attrs.evolve(asked[0].answer("checksum", total=bytes(8)), number=0, by=by))
+        session._deliver(replace(asked[0].answer(Checksum, total=bytes(8)), number=0, by=by))
         assert "no question is open for it" in session.settled().foreign[-1]
         load.audit.tell = tell
         now = 4.0

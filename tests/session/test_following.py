@@ -20,7 +20,7 @@ from sessions import BLOCKS, Side, engine, new_remote_id, request, until
 from kvspec.session import Load
 from kvspec.testing import FakeNixl, logical_views
 from kvspec.testing.positions import rows_of
-from kvspec.wire.messages import Message, key_of
+from kvspec.wire.messages import LayerProgress, key_of
 
 LAYERS = ("l.0", "l.1", "w.0")
 
@@ -280,7 +280,7 @@ def test_what_is_said_of_no_layer_moves_nothing(pair: tuple[Side, Side]) -> None
         by = next(iter(producer.sessions.values())).me
         more: dict[str, Any] = {"group": "full", "layer": "l.9", "upto": 14}
         key = key_of(prefill.remote_id)
-        session._loading.receive(Message(kind="progress", key=key, by=by, to=session.me, **more))
+        session._loading.receive(LayerProgress(key=key, by=by, to=session.me, **more))
         assert ("moving", {0}) == (load.poll(), {*(load.frontiers or {}).values()})
     prefill.compute(14, *LAYERS)
     assert {"done"} == set(ended(loads, *pair))

@@ -18,9 +18,15 @@ from kvspec.session.ledger import MAX_FOREIGN
 from kvspec.session.mailbox import ANSWER, CHALLENGE, MESSAGE, QUESTION
 from kvspec.testing import FakeNixl
 from kvspec.wire.codec import encode_message
-from kvspec.wire.extent import Extent
-from kvspec.wire.messages import MESSAGES, Key, Message, RankAddress, key_of
-from kvspec.wire.pushed import Pushed
+from kvspec.wire.messages import (
+    MESSAGES,
+    Extent,
+    Heartbeat,
+    Key,
+    Pushed,
+    RankAddress,
+    key_of,
+)
 from kvspec.wire.seal import Secret
 
 REMOTE_ID = new_remote_id("r")
@@ -58,8 +64,7 @@ def messages(draw: st.DrawFn) -> bytes:
         more["pushed"] = Pushed(draw(SMALL) % 2**62, 0, 0, bytes(16), bytes(16))
     if kind == "checksum":
         more["total"] = draw(st.binary(min_size=8, max_size=8))
-    message = Message(
-        kind=kind,
+    message = MESSAGES[kind](
         key=draw(KEYS),
         by=draw(PARTIES),
         to=draw(PARTIES),
@@ -273,9 +278,7 @@ def test_routes_are_remembered_of_who_was_heard_last(monkeypatch: pytest.MonkeyP
         def heartbeat(at: int) -> None:
             """Let one rank say that it lives, and not look for the answer."""
             by = RankAddress("D", 1, kvspec.RankId(tp=at))
-            message = Message(
-                kind="heartbeat", key=key_of(REMOTE_ID), by=by, to=session.me, expected=3
-            )
+            message = Heartbeat(key=key_of(REMOTE_ID), by=by, to=session.me, expected=3)
             ranks[at].send("P", session.nixl.secret.seal(MESSAGE, encode_message(message)))
             session.poll()
 

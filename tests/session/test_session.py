@@ -28,7 +28,7 @@ from kvspec.session.stats import SessionStats
 from kvspec.testing import FakeNixl
 from kvspec.testing.fake_nixl import FakeFlight
 from kvspec.wire.codec import encode_handshake
-from kvspec.wire.messages import Message, key_of
+from kvspec.wire.messages import MESSAGES, ChecksumUnavailable, key_of
 
 
 @contextlib.contextmanager
@@ -756,14 +756,12 @@ def test_what_nobody_waits_for_is_noted(pair: tuple[Side, Side]) -> None:
         ("checksum_unavailable", "no question is open for it"),
     ):
         key = key_of(new_remote_id("r"))
-        message = Message(kind=kind, key=key, by=by.me, to=session.me)
+        message = MESSAGES[kind](key=key, by=by.me, to=session.me)
         session._deliver(message)
         (told,) = session.settled().foreign
         assert (kind, True) == (told.split()[0], why in told)
     load = session.load(request(), remote_id=new_remote_id("r"), timeout=9.0)
-    session._deliver(
-        Message(kind="checksum_unavailable", key=load.name[0], by=by.me, to=session.me)
-    )
+    session._deliver(ChecksumUnavailable(key=load.name[0], by=by.me, to=session.me))
     assert "no question is open" in session.settled().foreign[-1]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+from msgspec.structs import replace
 
 import kvspec
 from kvspec.completion.actions import Closed, Failed, Free, Ready, Release, Tell
@@ -18,7 +19,7 @@ from kvspec.completion.consumer import ConsumerLedger
 from kvspec.completion.load_plan import LoadPlan
 from kvspec.completion.producer import ProducerLedger
 from kvspec.wire.codec import decode_message, encode_message
-from kvspec.wire.messages import Key, Message, RankAddress
+from kvspec.wire.messages import Done, Heartbeat, Key, Lease, Message, RankAddress, ReaderStatus
 
 # Seconds. Heartbeats fit three times into a lease, the consumer waits longer than a lease for an
 # answer, and `LONGEST` exceeds the timeout of a load.
@@ -280,7 +281,7 @@ class World:
             return
         mine = [r for r in self.requests if r.key == message.key and not r.lost]
         true = message.by.epoch == self.epochs["D"] and message.to == ledger.me
-        if mine and message.kind == "done" and true:
+        if mine and isinstance(message, Done) and true:
             reader = message.by.rank, message.sample
             mine[0].done.setdefault(message.to.rank, set()).add(reader)
         now = self.now if message.to.engine_id == "P" else self.reader_now
@@ -296,19 +297,24 @@ class World:
         if not self.sent:
             return
         message = decode_message(self.sent[at % len(self.sent)])
-        reader = message.kind in ("heartbeat", "done")
-        stranger = attrs.evolve(message.by, rank=Rank(tp=77))
+        reader = isinstance(message, ReaderStatus)
+
+        def heartbeat(**changes: Any) -> Message:
+            """Return a heartbeat of the same reader, with other fields."""
+            assert isinstance(message, ReaderStatus)
+            fields = {field: getattr(message, field) for field in Heartbeat.__struct_fields__}
+            return Heartbeat(**fields | changes)
+
+        stranger = replace(message.by, rank=Rank(tp=77))
         changes: dict[str, Callable[[], Message]] = {
-            "nonce": lambda: attrs.evolve(
-                message, key=Key(message.key.request_id, b"another nonce")
-            ),
-            "id": lambda: attrs.evolve(message, key=Key("another", message.key.nonce)),
-            "epoch": lambda: attrs.evolve(message, by=attrs.evolve(message.by, epoch=0)),
-            "start": lambda: attrs.evolve(message, to=attrs.evolve(message.to, epoch=0)),
-            "number": lambda: attrs.evolve(message, number=message.number + 1000),
-            "fewer": lambda: attrs.evolve(message, kind="heartbeat", expected=1),
-            "more": lambda: attrs.evolve(message, kind="heartbeat", expected=9),
-            "stranger": lambda: attrs.evolve(message, kind="heartbeat", by=stranger),
+            "nonce": lambda: replace(message, key=Key(message.key.request_id, b"another nonce")),
+            "id": lambda: replace(message, key=Key("another", message.key.nonce)),
+            "epoch": lambda: replace(message, by=replace(message.by, epoch=0)),
+            "start": lambda: replace(message, to=replace(message.to, epoch=0)),
+            "number": lambda: replace(message, number=message.number + 1000),
+            "fewer": lambda: heartbeat(expected=1),
+            "more": lambda: heartbeat(expected=9),
+            "stranger": lambda: heartbeat(by=stranger),
         }
         if how in ("fewer", "more", "stranger") and not reader:
             return
@@ -391,7 +397,7 @@ class World:
             if isinstance(action, Tell):
                 message = action.message
                 assert (name, rank) == (message.by.engine_id, message.by.rank)
-                if message.kind == "lease":
+                if isinstance(message, Lease):
                     self.promise(message)
                 self.net.append(encode_message(message))
                 self.sent = [*self.sent[-60:], self.net[-1]]

@@ -68,6 +68,7 @@ UNTYPED = {
     "kvspec.run.rank_client.ask": "the arguments of a command that another process runs",
     "kvspec.run.rank_client.tell": "the arguments of a command that another process runs",
     "kvspec.testing.kinds.build": "Hypothesis passes the fields that it drew",
+    "kvspec.wire.messages.answer": "the fields that only the class of the answer has",
 }
 """Functions that take ``**keywords`` of any type, and why."""
 

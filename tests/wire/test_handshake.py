@@ -20,7 +20,7 @@ from kvspec.wire.codec import decode_handshake, encode_handshake
 from kvspec.wire.encode import register
 from kvspec.wire.handshake import Handshake, disagreements, one_engine
 
-GOLDEN = Path(__file__).with_name("handshake_6.hex")
+GOLDEN = Path(__file__).with_name("handshake_7.hex")
 
 
 def engine(layers: int = 3, tp: int = 2, **more: Any) -> kvspec.EngineSpec:
@@ -108,7 +108,7 @@ def test_a_plain_rank_takes_little() -> None:
 
 
 def test_the_format_stands() -> None:
-    """A message of format 6 that was kept says what it always said; see `VERSION` if this fails."""
+    """A message of format 7 that was kept says what it always said; see `VERSION` if this fails."""
     kept = bytes.fromhex(GOLDEN.read_text(encoding="ascii"))
     assert golden() == decode_handshake(kept)
     assert kept == encode_handshake(golden())
@@ -395,7 +395,7 @@ def test_decode_handshake_rejects_impossible_fields(
         (b"", "handshake", b""),
         (DATA[:18], "handshake", DATA[:18]),
         (b"x" + DATA, "handshake", b"x" + DATA[:18]),
-        (DATA[:17] + b"\0\7" + DATA[19:], "version", 7),
+        (DATA[:17] + b"\0\6" + DATA[19:], "version", 6),
         (DATA[:-1], "message", "Input data was truncated"),
         (DATA + b"\0", "message", ...),
         (DATA[:19] + b"\x91" * 5000, "message", "`array`"),
