@@ -254,9 +254,8 @@ def _lines(
     request: TransferRequest | None,
 ) -> Iterator[str]:
     """Yield one line for each block of which *span* contains bytes: its part, units and rows."""
-    units = np.arange(region.units)[:, None, None] * region.unit_stride
-    rows = np.arange(region.states)[:, None] * region.state_stride
-    grid = region.base + units + rows + np.arange(region.chunks) * region.chunk_stride
+    grid = region.addresses()
+    _, units = table.consumer.part_of(region)
     stride = max(region.block_stride, 1)
     # `grid` has the addresses in block 0. Each content is in the span for one range of blocks,
     # because a block further on moves its address by the stride.
@@ -265,17 +264,9 @@ def _lines(
     ranges = zip(first_block.ravel().tolist(), last_block.ravel().tolist(), strict=True)
     for block in sorted({block for first, last in ranges for block in range(first, last + 1)}):
         unit, state, _ = np.nonzero((first_block <= block) & (block <= last_block))
-        names = _span("unit", unit + _first_unit(table, entry, region))
+        names = _span("unit", unit + units.start)
         place = f"  {region.layer} {region.part}: {names}, consumer block {block}"
         yield f"{place}, {_rows(table, entry, block, state, request)}"
-
-
-def _first_unit(table: DescriptorTable, entry: Entry, region: Region) -> int:
-    engine, rank = table.consumer.engine, table.consumer.rank
-    group = engine.group(entry.edge.group)
-    parts = group.spec.of_layer(region.layer).parts
-    part = next(part for part in parts if part.name == region.part)
-    return engine.units(group, part, rank).start
 
 
 def _rows(

@@ -169,10 +169,7 @@ def readable(cache: RankCache, region: Region) -> tuple[Part, range]:
     """Return the part and the model's units of a *region*. It must be in host memory."""
     if region.memory_type != "DRAM":
         raise SpecError("memory_type", region.memory_type, "DRAM: copy the blocks to it first")
-    group = cache.engine.group(region.group)
-    parts = group.spec.of_layer(region.layer).parts
-    part = next(part for part in parts if part.name == region.part)
-    return part, cache.engine.units(group, part, cache.rank)
+    return cache.part_of(region)
 
 
 def rows_of(

@@ -239,7 +239,5 @@ def covered(contents: list[Contents]) -> Coverage:
 
 def _first_block(region: Region, rows: int) -> Contents:
     """Return the contents of block 0 of *region*: the first *rows* of each unit."""
-    units = np.arange(region.units)[:, None] * region.unit_stride
-    chunks = np.arange(region.chunks)[:, None, None] * region.chunk_stride
-    start = (region.base + chunks + units + np.arange(rows) * region.state_stride).ravel()
+    start = region.addresses()[:, :rows].ravel()
     return start, np.full(len(start), region.chunk_bytes)

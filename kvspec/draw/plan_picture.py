@@ -4,8 +4,8 @@ Invariant: each rank is one box, and each slice of each edge is one curve betwee
 texts at both ends of a curve name its ranks, so the colour of the curve adds no fact.
 
 How it works:
-    `scene` selects the content of the picture: boxes, their lines, and the reads between them.
-    `plan_svg` then computes the places and draws. For TP 4 to TP 3 and 8 heads, `scene` returns:
+    `Scene.of` selects the content of the picture: boxes, their lines, and the reads between them.
+    `Column` computes the places, and `plan_svg` draws. For TP 4 to TP 3 and 8 heads, a scene has:
 
         producer box   line           consumer box   lines
         tp0            heads 0 1      tp0            heads 0 1  from tp0
@@ -27,41 +27,27 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 from kvspec.analysis.explanation import sizes
-from kvspec.draw.canvas import (
-    BAND,
-    DASH,
-    FAINT,
-    HOLLOW,
-    INK,
-    LARGE,
-    LINE,
-    LONGEST,
-    MARGIN,
-    MEDIUM,
-    PALETTE,
-    PAPER,
-    SHADE,
-    SMALL,
-    Canvas,
-    colour,
-    hatch,
-    note_svg,
-    shortened,
-    unit_noun,
-    width_of,
-)
+from kvspec.draw import style
+from kvspec.draw.canvas import Canvas, Point, note_svg
 from kvspec.engines.engine import EngineSpec
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
 from kvspec.ownership.parallel import RankId
 from kvspec.ownership.part import Part
 from kvspec.ownership.stripes import Stripe
 from kvspec.plan.plan import TransferPlan
-from kvspec.plan.replica_groups import ReplicaGroup
 
 # A line with more cells shows the range of its units as one cell. A line with more consumers
 # shows the first, the last and the number of them.
 _MOST_CELLS, _MOST_READERS = 8, 3
+# In pixels: the height of a line, the space around the lines of a box, the space between boxes,
+# and the height of a caption.
+_ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
+# In pixels: the space for the curves, and the least width of a box.
+_MIDDLE, _NARROWEST = 280.0, 180.0
+# The palette repeats after six producers. Each repetition has other dashes.
+_DASHES = ("", "7 3", "2 3", "10 3 2 3")
 
 
 @attrs.frozen
@@ -89,15 +75,7 @@ class PartGroup:
     @property
     def noun(self) -> str:
         """The noun for one unit: "head" or "unit"."""
-        heads = all(unit_noun(part) == "head" for part in self.name.split("+"))
-        return "head" if heads else "unit"
-
-    def labels(self, units: range) -> list[str]:
-        """Return the text of each cell: one head or group of channels, or the range of all."""
-        packs = range(units.start // self.granularity, units.stop // self.granularity)
-        if len(packs) <= _MOST_CELLS:
-            return [str(pack) for pack in packs]
-        return [f"{packs.start}{DASH}{packs.stop - 1}"]
+        return style.unit_noun(*self.name.split("+"))
 
 
 @attrs.frozen
@@ -132,85 +110,152 @@ class Line:
 
     Attributes:
         words: Text behind the cells of the units.
-        number: Number of the producer rank among all that are read. None if nothing is read.
-        reads: The reads that begin or end at this line.
+        reads: The reads that begin or end at this line. All of them have the same producer.
     """
 
     part_group: PartGroup
     units: range
     words: str
-    number: int | None
     reads: tuple[Read, ...]
 
+    @property
+    def labels(self) -> list[str]:
+        """The text of each cell: one head or group of channels, or the range of all."""
+        size = self.part_group.granularity
+        packs = range(self.units.start // size, self.units.stop // size)
+        return list(map(str, packs)) if len(packs) <= _MOST_CELLS else [style.span_text(packs)]
 
-@attrs.frozen(eq=False)
+
+@attrs.define(eq=False)
 class Box:
-    """One rank: its lines, and a note if it has nothing to do."""
+    """One rank: its lines, a note if it has nothing to do, and its upper edge in the picture."""
 
     rank: RankId
     lines: list[Line]
     note: str = ""
+    top: float = 0.0
+
+    @property
+    def height(self) -> float:
+        """Height in pixels."""
+        return _ROW * max(len(self.lines), 1) + 2 * _PAD
+
+    @property
+    def rows(self) -> list[tuple[Line, float]]:
+        """Each line with the height of its middle."""
+        return [(line, self.top + _PAD + (at + 0.5) * _ROW) for at, line in enumerate(self.lines)]
 
 
-@attrs.frozen
-class EngineColumn:
-    """One engine: its name and description, and its boxes in bands with captions."""
+@attrs.define(eq=False)
+class Column:
+    """One engine: its boxes, and their places in pixels. Its texts determine the widths.
+
+    Attributes:
+        caption: Description of the engine.
+        bands: The boxes of each pipeline stage and context rank, by the caption of the band.
+        cells: Distance from the left edge of a box to the cells of units.
+        words: Distance to the texts behind the cells.
+        width: Width of each box.
+        left: Left edge of the boxes.
+    """
 
     name: str
     caption: str
     bands: dict[str, list[Box]]
+    cells: float
+    words: float
+    width: float
+    left: float = style.MARGIN
 
     @property
     def boxes(self) -> list[Box]:
         """All boxes, from top to bottom."""
         return [box for boxes in self.bands.values() for box in boxes]
 
+    @property
+    def right(self) -> float:
+        """Right edge of the widest box or text."""
+        captions = (style.width_of(caption, style.SMALL) for caption in self.bands)
+        return self.left + max(self.width, style.width_of(self.caption), *captions)
+
+    def stack(self, y: float, gap: float = _GAP) -> float:
+        """Place the boxes from *y* down with *gap* between them. Return the lower edge."""
+        for caption, boxes in self.bands.items():
+            y += _CAPTION + _PAD if caption else 0
+            for box in boxes:
+                box.top = y
+                y += box.height + gap
+            y += _PAD + _GAP if caption else 0
+        return y - gap - (_GAP if caption else 0)
+
+    def spread(self, y: float, end: float) -> None:
+        """Place the boxes evenly from *y* to *end*."""
+        extra = (end - self.stack(y)) / len(self.boxes)
+        self.stack(y + extra / 2, _GAP + extra)
+
+    def frames(self, canvas: Canvas) -> None:
+        """Draw the bands with their captions behind the boxes."""
+        for caption, boxes in self.bands.items():
+            if caption:
+                top = boxes[0].top - _CAPTION - _PAD
+                end = boxes[-1].top + boxes[-1].height + _PAD
+                size = self.width + 2 * _GAP, end - top
+                canvas.box((self.left - _GAP, top), size, fill=style.BAND, rx=6)
+                canvas.text(self.left, top + 16, caption, size=style.SMALL, fill=style.FAINT)
+
 
 @attrs.frozen
 class Scene:
-    """The content of the picture of one plan, without places."""
+    """The content of the picture of one plan.
+
+    Attributes:
+        part_groups: All kinds of parts. Each has a pattern.
+        numbers: Number of each producer rank that is read. Each number has a colour and dashes.
+    """
 
     part_groups: list[PartGroup]
     reads: list[Read]
-    sides: tuple[EngineColumn, EngineColumn]
+    numbers: dict[RankId, int]
+    columns: tuple[Column, Column]
 
+    @staticmethod
+    def of(plan: TransferPlan, group: str | None) -> Scene:
+        """Return the content of the picture of *plan*, or of one group of the consumer.
 
-def scene(plan: TransferPlan, group: str | None) -> Scene:
-    """Return the content of the picture of *plan*, or of one group of the consumer.
-
-    Raises:
-        SpecError: If the consumer has no *group*, or the plan moves nothing of it.
-    """
-    if group is not None:
-        plan.consumer.group(group)
-    replica_groups = [
-        replica_group
-        for replica_group in plan.replica_groups
-        if group in (None, replica_group.pair.consumer.name)
-    ]
-    if not replica_groups:
-        raise SpecError("group", group, "a group that the plan transfers")
-    part_groups = list(
-        dict.fromkeys(PartGroup.of(replica_group.parts) for replica_group in replica_groups)
-    )
-    reads = sorted(
-        _reads(plan, group), key=lambda r: (part_groups.index(r.part_group), r.units.start)
-    )
-    numbers = {r: number for number, r in enumerate(sorted({read.producer for read in reads}))}
-    groups = {name for read in reads for name in read.groups}
-    homes = {pair.producer.name for pair in plan.pairs if pair.consumer.name in groups}
-    consumers: dict[RankId, list[Line]] = {rank: [] for rank in plan.consumer.parallel.ranks}
-    for read in reads:
-        line = Line(
-            read.part_group, read.units, _source(plan, read), numbers[read.producer], (read,)
+        Raises:
+            SpecError: If the consumer has no *group*, or the plan moves nothing of it.
+        """
+        if group is not None:
+            plan.consumer.group(group)
+        pairs = [pair for pair in plan.pairs if group in (None, pair.consumer.name)]
+        held = [
+            (PartGroup.of(replica_group.parts), replica_group.producer_sharding.ranges)
+            for replica_group in plan.replica_groups
+            if replica_group.pair in pairs
+        ]
+        if not held:
+            raise SpecError("group", group, "a group that the plan transfers")
+        part_groups = list(dict.fromkeys(part_group for part_group, _ in held))
+        reads = sorted(
+            _reads(plan, group), key=lambda r: (part_groups.index(r.part_group), r.units.start)
         )
-        consumers[read.consumer].append(line)
-    targets = [Box(rank, own, "" if own else "reads nothing") for rank, own in consumers.items()]
-    sides = (
-        _side("Producer", plan.producer, homes, _producers(plan, replica_groups, reads, numbers)),
-        _side("Consumer", plan.consumer, groups, targets),
-    )
-    return Scene(part_groups, reads, sides)
+        numbers = {rank: n for n, rank in enumerate(sorted({read.producer for read in reads}))}
+        sources = []
+        for index, rank in enumerate(plan.producer.parallel.ranks):
+            units = dict.fromkeys((part_group, ranges[index]) for part_group, ranges in held)
+            sources.append(_source(plan, rank, [r for r in reads if r.producer == rank], units))
+        targets = []
+        for rank in plan.consumer.parallel.ranks:
+            lines = [
+                Line(read.part_group, read.units, _arrival(plan, read), (read,))
+                for read in reads
+                if read.consumer == rank
+            ]
+            targets.append(Box(rank, lines, "" if lines else "reads nothing"))
+        left = _column("Producer", plan.producer, [pair.producer for pair in pairs], sources)
+        right = _column("Consumer", plan.consumer, [pair.consumer for pair in pairs], targets)
+        right.left += max(left.width + _MIDDLE, style.width_of(left.caption) + style.MARGIN)
+        return Scene(part_groups, reads, numbers, (left, right))
 
 
 def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
@@ -219,23 +264,16 @@ def _reads(plan: TransferPlan, group: str | None) -> Iterator[Read]:
     places = {}
     for edge in plan.edges:
         spec = plan.consumer.group(edge.group).spec
-        for transfer_slice in edge.slices if group in (None, edge.group) else ():
-            parts = spec.of_layer(transfer_slice.layers[0]).parts
-            part_group = PartGroup.of([part for part in parts if part.name in transfer_slice.parts])
-            key = (
-                edge.consumer,
-                edge.producer,
-                part_group,
-                transfer_slice.global_range,
-                transfer_slice.stripe,
-            )
-            for layer in transfer_slice.layers:
-                own = [p for p in spec.of_layer(layer).parts if p.name in transfer_slice.parts]
-                size = sum(map(_row_bytes, own)) * len(transfer_slice.global_range)
-                places.setdefault(key, []).append((edge.group, layer, size))
-    for key, place in places.items():
-        groups, layers, layer_sizes = zip(*place, strict=True)
-        yield Read(*key, tuple(dict.fromkeys(groups)), layers, sum(layer_sizes))
+        for piece in edge.slices if group in (None, edge.group) else ():
+            for layer in piece.layers:
+                parts = [part for part in spec.of_layer(layer).parts if part.name in piece.parts]
+                row_bytes = sum(map(_row_bytes, parts)) * len(piece.global_range)
+                ranks, units = (edge.consumer, edge.producer), piece.global_range
+                key = (*ranks, PartGroup.of(parts), units, piece.stripe)
+                places.setdefault(key, []).append((edge.group, layer, row_bytes))
+    for key, layers in places.items():
+        groups, names, layer_bytes = zip(*layers, strict=True)
+        yield Read(*key, tuple(dict.fromkeys(groups)), names, sum(layer_bytes))
 
 
 def _row_bytes(part: Part) -> float:
@@ -244,39 +282,34 @@ def _row_bytes(part: Part) -> float:
     return part.content_bytes * rows
 
 
-def _producers(
-    plan: TransferPlan,
-    replica_groups: list[ReplicaGroup],
-    reads: list[Read],
-    numbers: dict[RankId, int],
-) -> Iterator[Box]:
-    """Yield the box of each producer rank: its units and their consumer ranks."""
-    for index, rank in enumerate(plan.producer.parallel.ranks):
-        held = dict.fromkeys(
-            (PartGroup.of(s.parts), s.producer_sharding.ranges[index]) for s in replica_groups
-        )
-        rank_reads, lines = [read for read in reads if read.producer == rank], list[Line]()
-        for part_group, units in held:
-            line_reads = tuple(
-                r for r in rank_reads if r.part_group == part_group and r.units.start in units
-            )
-            words = _readers(line_reads) if line_reads else "not read here" if rank_reads else ""
-            number = numbers[rank] if line_reads else None
-            if units:
-                lines.append(Line(part_group, units, words, number, line_reads))
-        yield Box(rank, lines, "" if rank_reads else _unread(plan, rank))
+def _source(
+    plan: TransferPlan, rank: RankId, reads: list[Read], held: Iterable[tuple[PartGroup, range]]
+) -> Box:
+    """Return the box of a producer rank: the units that it holds, and their consumer ranks."""
+    lines: list[Line] = []
+    for part_group, units in held:
+        own = tuple(r for r in reads if r.part_group == part_group and r.units.start in units)
+        names = [str(consumer) for consumer in sorted({read.consumer for read in own})]
+        words = f"{part_group.name} → {', '.join(names)}"
+        if len(names) > _MOST_READERS:
+            words = f"{part_group.name} → {names[0]} … {names[-1]} ({len(names)})"
+        if not own:
+            words = f"{part_group.name}, not read here"
+        if units:
+            # A rank without reads has a note in place of the words.
+            lines.append(Line(part_group, units, words if reads else "", own))
+    if reads:
+        return Box(rank, lines)
+    if plan.targets(rank):
+        return Box(rank, lines, "read for other groups only")
+    notifiers = plan.notifiers(rank)
+    by = "every consumer rank" if len(notifiers) > 1 else str(notifiers[0])
+    return Box(rank, lines, f"not read; released by {by}")
 
 
-def _readers(reads: tuple[Read, ...]) -> str:
-    names = [str(rank) for rank in sorted({read.consumer for read in reads})]
-    if len(names) <= _MOST_READERS:
-        return f"→ {', '.join(names)}"
-    return f"→ {names[0]} … {names[-1]} ({len(names)})"
-
-
-def _source(plan: TransferPlan, read: Read) -> str:
+def _arrival(plan: TransferPlan, read: Read) -> str:
     """Return the text of *read*: its producer and size, and its blocks and layers if not all."""
-    words = [f"← {read.producer}", read.size]
+    words = [f"{read.part_group.name} ← {read.producer}", read.size]
     if not read.stripe.whole:
         words.append(str(read.stripe))
     producer, consumer = plan.producer, plan.consumer
@@ -290,16 +323,7 @@ def _source(plan: TransferPlan, read: Read) -> str:
     return ", ".join(words)
 
 
-def _unread(plan: TransferPlan, rank: RankId) -> str:
-    """Return the note of a producer rank without reads: the consumer rank that releases it."""
-    if plan.targets(rank):
-        return "read for other groups only"
-    notifiers = plan.notifiers(rank)
-    by = "every consumer rank" if len(notifiers) > 1 else str(notifiers[0])
-    return f"not read; released by {by}"
-
-
-def _side(name: str, engine: EngineSpec, groups: set[str], boxes: Iterable[Box]) -> EngineColumn:
+def _column(name: str, engine: EngineSpec, groups: list[KVCacheGroup], boxes: list[Box]) -> Column:
     """Return one engine, with a band for each pipeline stage and context rank."""
     bands: dict[str, list[Box]] = {}
     parallel, layers = engine.parallel, engine.by_stage(engine.stage_of)
@@ -313,22 +337,17 @@ def _side(name: str, engine: EngineSpec, groups: set[str], boxes: Iterable[Box])
             words.append(f"context {context.rank} of {context.size}, {tokens} at a time")
         # An engine with one stage and one context rank has one band without a caption.
         bands.setdefault(" · ".join(words), []).append(box)
-    own = [group for group in engine.groups if group.name in groups]
-    caption = [sizes(parallel), f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, own)))}"]
-    blocks = {g.spec.block_size for g in own if any(part.per_token for part in g.own_parts)}
+    caption = [sizes(parallel), f"layout {'/'.join(dict.fromkeys(map(engine.layout_of, groups)))}"]
+    blocks = {g.spec.block_size for g in groups if any(part.per_token for part in g.own_parts)}
     if blocks:
         caption.append(f"blocks of {'/'.join(map(str, sorted(blocks)))} tokens")
-    return EngineColumn(name, " · ".join(caption), bands)
-
-
-def excluded(plan: TransferPlan) -> list[str]:
-    """Return a text for each engine that excludes layers from the transfer."""
-    sides = (("producer", plan.producer), ("consumer", plan.consumer))
-    return [
-        f"excluded by the {side}: {_layers(engine.excluded)}"
-        for side, engine in sides
-        if engine.excluded
-    ]
+    lines = [line for box in boxes for line in box.lines]
+    texts = [*(line.words for line in lines), *(box.note for box in boxes)]
+    cells = _PAD + 16 + max(style.width_of(str(box.rank), bold=True) for box in boxes)
+    behind = cells + 8 + max((sum(map(_cell, line.labels)) for line in lines), default=0)
+    width = behind + max(style.width_of(text, style.SMALL) for text in texts) + 4 + _PAD
+    short = style.shortened(" · ".join(caption))
+    return Column(name, short, bands, cells, behind, max(width, _NARROWEST))
 
 
 def _layers(names: Iterable[str]) -> str:
@@ -338,19 +357,9 @@ def _layers(names: Iterable[str]) -> str:
         return "no layers"
     numbers = sorted({int(n.group()) for n in map(re.compile(r"\d+").search, layers) if n})
     if len(layers) == len(numbers) == numbers[-1] - numbers[0] + 1:
-        first, last = numbers[0], numbers[-1]
-        return f"layer {first}" if first == last else f"layers {first}{DASH}{last}"
+        noun = "layers" if layers[1:] else "layer"
+        return f"{noun} {style.span_text(range(numbers[0], numbers[-1] + 1))}"
     return f"{layers[0]} and {len(layers) - 1} more" if layers[1:] else layers[0]
-
-
-# In pixels: the height of a line, the space around the lines of a box, the space between boxes,
-# and the height of a caption.
-_ROW, _PAD, _GAP, _CAPTION = 26.0, 5.0, 8.0, 22.0
-# In pixels: the space for the curves, and the least width of a box.
-_MIDDLE, _NARROWEST = 280.0, 180.0
-# The palette repeats after six producers. Each repetition has other dashes.
-_DASHES = ("", "7 3", "2 3", "10 3 2 3")
-_COLOURS = "colour and dashes of a line: the producer rank"
 
 
 def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
@@ -383,222 +392,116 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
     instance("plan", plan, TransferPlan)
     title = " → ".join(sizes(engine.parallel) for engine in (plan.producer, plan.consumer))
     if group is None and not plan.replica_groups:
-        return note_svg("plan", title, ["nothing moves", *excluded(plan)])
-    shown = scene(plan, group)
-    columns = _columns(shown)
-    canvas, width = Canvas(), columns[1].right + MARGIN
-    canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
-    y = canvas.words(MARGIN + 36, _facts(shown, plan), width)
-    end = max(column.stack(y + 40) for column in columns)
+        engines = {"producer": plan.producer, "consumer": plan.consumer}.items()
+        excluded = [
+            f"excluded by the {side}: {_layers(engine.excluded)}"
+            for side, engine in engines
+            if engine.excluded
+        ]
+        return note_svg("plan", title, ["nothing moves", *excluded])
+    scene, canvas = Scene.of(plan, group), Canvas()
+    columns, width = scene.columns, scene.columns[1].right + style.MARGIN
+    canvas.text(style.MARGIN, style.MARGIN + 14, title, size=style.LARGE, bold=True)
+    top = canvas.words(style.MARGIN + 36, _facts(scene, plan), width) + 40
+    end = max(column.stack(top) for column in columns)
     for column in columns:
-        canvas.text(column.x, y + 8, column.side.name, size=MEDIUM, bold=True)
-        canvas.text(column.x, y + 25, shortened(column.side.caption, LONGEST), fill=FAINT)
-        column.spread(y + 40, end)
+        canvas.text(column.left, top - 32, column.name, size=style.MEDIUM, bold=True)
+        canvas.text(column.left, top - 15, column.caption, fill=style.FAINT)
+        column.spread(top, end)
         column.frames(canvas)
-    _curves(canvas, *columns)
+    _curves(canvas, scene)
     for column in columns:
-        for box in column.side.boxes:
-            _box(canvas, shown, column, box)
-    nouns = dict.fromkeys(_nouns(part_group) for part_group in shown.part_groups)
-    y = canvas.words(end + 32, [f"numbers: {', '.join(nouns)} of the model", _COLOURS], width)
-    if len(shown.part_groups) > 1:
-        keys = (
-            (HOLLOW, hatch(n), part_group.name) for n, part_group in enumerate(shown.part_groups)
-        )
-        y = canvas.keys(y - 8, keys, width)
+        for box in column.boxes:
+            _box(canvas, scene, column, box)
+    nouns = dict.fromkeys(f"{part_group.noun}s" for part_group in scene.part_groups)
+    keys = f"numbers: {', '.join(nouns)} of the model", "colours and dashes: producer ranks"
+    y = canvas.words(end + 32, keys, width)
     return canvas.svg(width, y + 8, f"kvspec plan: {title}")
-
-
-@attrs.define(eq=False)
-class _Column:
-    """The boxes of one engine with their places, in pixels.
-
-    Attributes:
-        x: Left edge of the boxes.
-        parts: Distance from the left edge to the names of parts, in each box.
-        cells: Distance to the cells of units.
-        words: Distance to the texts behind the cells.
-        width: Width of each box.
-        tops: Top edge of each box.
-    """
-
-    side: EngineColumn
-    x: float
-    parts: float
-    cells: float
-    words: float
-    width: float
-    tops: dict[Box, float] = attrs.field(factory=dict)
-
-    @property
-    def right(self) -> float:
-        """Right edge of the widest box or text."""
-        captions = [width_of(caption, SMALL) for caption in self.side.bands]
-        return self.x + max(self.width, width_of(self.side.caption), *captions)
-
-    def stack(self, y: float, gap: float = _GAP) -> float:
-        """Place the boxes from *y* down with *gap* between them. Return the lower edge."""
-        end = y
-        for caption, boxes in self.side.bands.items():
-            y += _CAPTION + _PAD if caption else 0
-            for box in boxes:
-                self.tops[box] = y
-                y += _height(box) + gap
-            end = y - gap + (_PAD if caption else 0)
-            y += _PAD + _GAP if caption else 0
-        return end
-
-    def spread(self, y: float, end: float) -> None:
-        """Place the boxes evenly from *y* to *end*."""
-        extra = (end - self.stack(y)) / len(self.side.boxes)
-        self.stack(y + extra / 2, _GAP + extra)
-
-    def frames(self, canvas: Canvas) -> None:
-        """Draw the bands with their captions behind the boxes."""
-        for caption, boxes in self.side.bands.items():
-            if caption:
-                top = self.tops[boxes[0]] - _CAPTION - _PAD
-                end = self.tops[boxes[-1]] + _height(boxes[-1]) + _PAD
-                size = self.width + 2 * _GAP, end - top
-                canvas.box((self.x - _GAP, top), size, fill=BAND, rx=6)
-                canvas.text(self.x, top + 16, caption, size=SMALL, fill=FAINT)
-
-    def row(self, box: Box, at: int) -> float:
-        """Return the vertical middle of line *at* of a box."""
-        return self.tops[box] + _PAD + (at + 0.5) * _ROW
-
-
-def _columns(shown: Scene) -> tuple[_Column, _Column]:
-    """Return the columns of both engines. The texts determine their widths."""
-    columns: list[_Column] = []
-    for side in shown.sides:
-        lines = [line for box in side.boxes for line in box.lines]
-        texts = [*(line.words for line in lines), *(box.note for box in side.boxes)]
-        parts = _PAD + 16 + max(width_of(str(box.rank), bold=True) for box in side.boxes)
-        cells = parts
-        if len(shown.part_groups) > 1:
-            cells += max((width_of(line.part_group.name, SMALL) for line in lines), default=0) + 10
-        words = cells + max((sum(map(_cell, _labels(line))) for line in lines), default=0) + 8
-        width = words + max(width_of(text, SMALL) for text in texts) + 4 + _PAD
-        x = MARGIN
-        if columns:
-            x += max(columns[0].width + _MIDDLE, width_of(columns[0].side.caption) + MARGIN)
-        columns.append(_Column(side, x, parts, cells, words, max(width, _NARROWEST)))
-    return columns[0], columns[1]
-
-
-def _height(box: Box) -> float:
-    return _ROW * max(len(box.lines), 1) + 2 * _PAD
-
-
-def _labels(line: Line) -> list[str]:
-    return line.part_group.labels(line.units)
 
 
 def _cell(label: str) -> float:
     """Return the width of the cell of *label*."""
-    return max(24.0, width_of(label) + 10)
+    return max(24.0, style.width_of(label) + 10)
 
 
-def _nouns(part_group: PartGroup) -> str:
-    """Return what the numbers of cells count, such as `heads` or `groups of 4 units`."""
-    if part_group.granularity > 1:
-        return f"groups of {part_group.granularity} {part_group.noun}s"
-    return f"{part_group.noun}s"
+def _facts(scene: Scene, plan: TransferPlan) -> Iterator[str]:
+    """Yield the facts below the title: parts, layers, replica policy and pairs of ranks."""
+    for part_group in scene.part_groups:
+        size, units = part_group.granularity, counted(part_group.units, part_group.noun)
+        yield f"{part_group.name}: {units}" + (f" in groups of {size}" if size > 1 else "")
+    layers = {layer for read in scene.reads for layer in read.layers}
+    names = dict.fromkeys(name for read in scene.reads for name in read.groups)
+    yield f"{counted(len(layers), 'layer')} of {style.shortened(', '.join(names))}"
+    yield f"replicas by “{plan.policy_name}”"
+    yield f"{counted(len({(r.producer, r.consumer) for r in scene.reads}), 'pair')} of ranks"
 
 
-def _facts(shown: Scene, plan: TransferPlan) -> list[str]:
-    """Return the facts below the title: parts, layers, replica policy and pairs of ranks."""
-    words = [
-        f"{part_group.name}: {counted(part_group.units, part_group.noun)}"
-        + (f" sharded {part_group.granularity} at a time" if part_group.granularity > 1 else "")
-        for part_group in shown.part_groups
-    ]
-    layers = len({layer for read in shown.reads for layer in read.layers})
-    names = dict.fromkeys(name for read in shown.reads for name in read.groups)
-    pairs = len({(read.producer, read.consumer) for read in shown.reads})
-    of_groups = f"{counted(layers, 'layer')} of {shortened(', '.join(names), LONGEST)}"
-    policy = f"replicas by “{plan.policy_name}”"
-    return [*words, of_groups, policy, f"{counted(pairs, 'pair')} of ranks"]
-
-
-def _curves(canvas: Canvas, producer: _Column, consumer: _Column) -> None:
+def _curves(canvas: Canvas, scene: Scene) -> None:
     """Draw a curve for each read. Curves that begin at the same line begin side by side."""
-    ends = {
-        read: consumer.row(box, at)
-        for box in consumer.side.boxes
-        for at, line in enumerate(box.lines)
-        for read in line.reads
-    }
-    for box in producer.side.boxes:
-        for at, line in enumerate(box.lines):
-            step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
-            y = producer.row(box, at) - (len(line.reads) - 1) / 2 * step
-            # In the order of their ends, the curves of one line do not cross.
-            for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
-                start = producer.x + producer.width, y + nth * step
-                _curve(canvas, read, line.number or 0, start, (consumer.x, ends[read]))
+    producer, consumer = scene.columns
+    ends = {read: y for box in consumer.boxes for line, y in box.rows for read in line.reads}
+    for line, middle in (row for box in producer.boxes for row in box.rows):
+        step = min(5.0, (_ROW - 6) / max(len(line.reads), 1))
+        y = middle - (len(line.reads) - 1) / 2 * step
+        # In the order of their ends, the curves of one line do not cross.
+        for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
+            start = producer.left + producer.width, y + nth * step
+            _curve(canvas, read, scene.numbers[read.producer], start, (consumer.left, ends[read]))
 
 
-def _curve(
-    canvas: Canvas, read: Read, number: int, start: tuple[float, float], stop: tuple[float, float]
-) -> None:
+def _curve(canvas: Canvas, read: Read, number: int, start: Point, stop: Point) -> None:
     name, noun = read.part_group.name, read.part_group.noun
     units = f"{name} {noun}s {read.units.start}..{read.units.stop - 1} of {', '.join(read.groups)}"
     canvas.curve(
         start,
         stop,
         f"{read.consumer} reads {units} from {read.producer}: {read.size}",
-        colour(number),
+        style.colour(number),
         stroke_width=1.8,
         stroke_opacity=0.9,
-        stroke_dasharray=_DASHES[number // len(PALETTE) % len(_DASHES)],
+        stroke_dasharray=_DASHES[number // len(style.PALETTE) % len(_DASHES)],
         data_producer=str(read.producer),
         data_consumer=str(read.consumer),
-        data_parts=read.part_group.name,
+        data_parts=name,
         data_units=f"{read.units.start}-{read.units.stop}",
         data_groups=" ".join(read.groups),
     )
 
 
-def _box(canvas: Canvas, shown: Scene, column: _Column, box: Box) -> None:
+def _box(canvas: Canvas, scene: Scene, column: Column, box: Box) -> None:
     """Draw the box of a rank and its lines."""
-    y, height, rank = column.tops[box], _height(box), str(box.rank)
     canvas.box(
-        (column.x, y),
-        (column.width, height),
-        fill=SHADE if box.note else PAPER,
-        stroke=LINE,
+        (column.left, box.top),
+        (column.width, box.height),
+        fill=style.SHADE if box.note else style.PAPER,
+        stroke=style.LINE,
         rx=5,
-        data_side=column.side.name.lower(),
-        data_rank=rank,
+        data_side=column.name.lower(),
+        data_rank=str(box.rank),
     )
-    base, ink = y + height / 2 + 4.5, FAINT if box.note else INK
-    canvas.text(column.x + _PAD + 4, base, rank, fill=ink, bold=True)
-    canvas.text(column.x + column.words, base, box.note, size=SMALL, fill=FAINT)
-    for at, line in enumerate(box.lines):
-        _line(canvas, shown, column, line, column.row(box, at))
-
-
-def _line(canvas: Canvas, shown: Scene, column: _Column, line: Line, y: float) -> None:
-    """Draw one line of a box: part names, cells of units, and the text behind them."""
-    read, name, x = line.number is not None, line.part_group.name, column.x + column.cells
-    ink, fill = (INK, colour(line.number or 0)) if read else (FAINT, HOLLOW)
-    if len(shown.part_groups) > 1:
-        canvas.text(column.x + column.parts, y + 4.2, name, size=SMALL, fill=FAINT)
-    for label in _labels(line):
-        width = _cell(label)
-        canvas.box(
-            (x + 1, y + 3 - _ROW / 2),
-            (width - 2, _ROW - 6),
-            hatch(shown.part_groups.index(line.part_group)),
-            fill=fill,
-            fill_opacity=0.32 if read else 0.6,
-            stroke=fill if read else LINE,
-            rx=2,
-            data_cell=label,
-            data_parts=name,
-        )
-        canvas.text(x + width / 2, y + 4.2, label, anchor="middle", fill=ink)
-        x += width
-    canvas.text(column.x + column.words, y + 4.2, line.words, size=SMALL, fill=ink)
+    base, ink = box.top + box.height / 2 + 4.5, style.FAINT if box.note else style.INK
+    words = column.left + column.words
+    canvas.text(column.left + _PAD + 4, base, str(box.rank), fill=ink, bold=True)
+    canvas.text(words, base, box.note, size=style.SMALL, fill=style.FAINT)
+    for line, y in box.rows:
+        name, x = line.part_group.name, column.left + column.cells
+        ink, fill, stroke, opacity = style.FAINT, style.HOLLOW, style.LINE, 0.6
+        if line.reads:
+            fill = stroke = style.colour(scene.numbers[line.reads[0].producer])
+            ink, opacity = style.INK, 0.32
+        for label in line.labels:
+            width = _cell(label)
+            canvas.box(
+                (x + 1, y + 3 - _ROW / 2),
+                (width - 2, _ROW - 6),
+                style.hatch(scene.part_groups.index(line.part_group)),
+                fill=fill,
+                fill_opacity=opacity,
+                stroke=stroke,
+                rx=2,
+                data_cell=label,
+                data_parts=name,
+            )
+            canvas.text(x + width / 2, y + 4, label, anchor="middle", fill=ink)
+            x += width
+        canvas.text(words, y + 4, line.words, size=style.SMALL, fill=ink)

@@ -8,7 +8,8 @@ How it works:
     2. `_windows` finds the two blocks of the first descriptor, and the drawn tokens in them.
     3. `Window.stretches` cuts each block into *stretches*: contiguous bytes of one part of one
        layer. `_fit` reduces tokens and layers until there are few enough stretches.
-    4. `Axis.of` places the stretches side by side. It replaces long gaps by a short mark.
+    4. `Axis.of` joins adjacent stretches to chunks and places the chunks side by side. A gap in
+       memory becomes a gap of fixed width.
     5. `Axis.cut` cuts the descriptors to the drawn bytes of each side. Each rest is a ribbon.
 
     Step 1 needs several attempts, because a full block may contain no live token. In this example
@@ -25,47 +26,33 @@ How it works:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, pairwise
 
 import attrs
 import numpy as np
 
-from kvspec.descriptors.request import BlockTable, TransferRequest
+from kvspec.descriptors.request import TransferRequest
 from kvspec.descriptors.table import DescriptorTable
-from kvspec.draw.canvas import (
-    DASH,
-    FADED,
-    FAINT,
-    GAP,
-    HOLLOW,
-    INK,
-    LARGE,
-    LINE,
-    MARGIN,
-    MEDIUM,
-    SMALL,
-    Canvas,
-    Key,
-    colour,
-    fitting,
-    hatch,
-    note_svg,
-    shortened,
-    unit_noun,
-    width_of,
-)
+from kvspec.draw import style
+from kvspec.draw.canvas import Canvas, Key, Look, Span, note_svg
+from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
 from kvspec.inputs import instance
 from kvspec.memory.rank_cache import Memory, RankCache, Region
-from kvspec.ownership.part import Part
-from kvspec.ownership.tokens import BlockCyclic, Ints
+from kvspec.ownership.tokens import Ints
 from kvspec.plan.edges import Edge
 
-# Width of an omitted gap, in pixels. Many omitted gaps are narrower: all of them together use at
-# most half of the axis.
-_OMITTED = 30.0
+# In pixels: the width and height of both bars, and the distance between them.
+_WIDTH, _BAR, _BETWEEN = 960.0, 34.0, 170.0
+# In pixels: the width of a gap, the least width of a stretch with an outline, and the least
+# distance between two ticks. All gaps together use at most half of the bar.
+_GAP, _OUTLINED, _APART = 30.0, 12.0, 92.0
+# `_first_blocks` searches at most so many tokens, and tries at most so many shorter requests.
+_MOST_TOKENS, _MOST_TRIED = 2**16, 8
+# More would be too narrow to distinguish, or too many for a browser.
+_MOST_STRETCHES, _MOST_LAYERS, _MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 200, 3, 256, 16, 12
 
 
 @attrs.frozen
@@ -88,16 +75,43 @@ class Stretch:
     part: str
     units: range
 
+    @property
+    def colour(self) -> str:
+        """The colour of one unit, or grey for several."""
+        return style.colour(self.units.start) if len(self.units) == 1 else style.HOLLOW
+
 
 @attrs.frozen
 class Window:
-    """A block of a cache, and the tokens of it that are drawn. A state is drawn whole."""
+    """A block of one side of the table, and the tokens of it that are drawn.
 
+    Attributes:
+        name: Name of the side.
+        cache: The cache of the side.
+        group: The group of the cache.
+        block: Number of the block in memory.
+        tokens: The drawn tokens of the block. Empty for a recurrent state, which is drawn whole.
+    """
+
+    name: str
     cache: RankCache
-    block: int
-    tokens: range
+    group: KVCacheGroup
+    block: int = 0
+    tokens: range = range(0)
 
-    def stretches(self, layers: Collection[str], *, by_unit: bool) -> list[Stretch]:
+    @property
+    def table_tokens(self) -> int:
+        """Tokens of one block of the request's block table."""
+        return self.cache.engine.virtual_block(self.group)
+
+    def usable_blocks(self) -> range:
+        """Return the longest range of ids of the block table without the null block."""
+        region = next(own for own in self.cache.regions if own.group == self.group.name)
+        count = region.num_blocks // self.group.kernel_blocks_per_block
+        null = self.cache.engine.null_block
+        return range(count) if null is None else max(range(null), range(null + 1, count), key=len)
+
+    def stretches(self, layers: Sequence[str], *, by_unit: bool) -> list[Stretch]:
         """Return the stretches of *layers*, by memory and address.
 
         If *by_unit* is true, a stretch contains the bytes of one unit only.
@@ -110,97 +124,87 @@ class Window:
             stretches += self._of(region, number, by_unit=by_unit)
         return sorted(stretches, key=lambda stretch: (stretch.memory, stretch.start))
 
-    def _of(self, region: Region, memory: int, *, by_unit: bool) -> list[Stretch]:
-        """Return the stretches of one region: its chunks of content, joined if they touch."""
-        part, first = self.part(region)
-        size = part.tokens_per_state
-        rows = np.arange(region.states)
+    def _of(self, region: Region, memory: int, *, by_unit: bool) -> Iterator[Stretch]:
+        """Yield the stretches of one region: its chunks of content, joined if they touch."""
+        part, units = self.cache.part_of(region)
+        grid = region.addresses()
         if part.per_token:
-            rows = rows[self.tokens.start // size : -(-self.tokens.stop // size)]
-        units = np.arange(region.units)
-        grid = units[:, None] * region.unit_stride + rows * region.state_stride
-        address = grid[..., None] + np.arange(region.chunks) * region.chunk_stride
-        address = (address + region.address(self.block, 0, 0)).ravel()
-        packs = np.repeat((units + first) // part.granularity, len(rows) * region.chunks)
+            size = part.tokens_per_state
+            grid = grid[:, self.tokens.start // size : -(-self.tokens.stop // size)]
+        address = grid.ravel() + self.block * region.block_stride
+        packs = np.repeat(np.array(units) // part.granularity, grid[0].size)
         order = np.argsort(address, kind="stable")
         separate = np.diff(address[order]) != region.chunk_bytes
         if by_unit:
             separate |= np.diff(packs[order]) != 0
-        return [
-            Stretch(
-                memory,
-                int(address[own[0]]),
-                int(address[own[-1]]) + region.chunk_bytes,
-                region.layer,
-                region.part,
-                range(int(packs[own].min()), int(packs[own].max()) + 1),
-            )
-            for own in np.split(order, np.flatnonzero(separate) + 1)
-        ]
-
-    def part(self, region: Region) -> tuple[Part, int]:
-        """Return the part that *region* contains, and the first unit of the model in it."""
-        engine = self.cache.engine
-        group = engine.group(region.group)
-        parts = group.spec.of_layer(region.layer).parts
-        part = next(part for part in parts if part.name == region.part)
-        return part, engine.units(group, part, self.cache.rank).start
+        for own in np.split(order, np.flatnonzero(separate) + 1):
+            start, stop = int(address[own[0]]), int(address[own[-1]]) + region.chunk_bytes
+            own_packs = range(int(packs[own].min()), int(packs[own].max()) + 1)
+            yield Stretch(memory, start, stop, region.layer, region.part, own_packs)
 
 
 @attrs.frozen(slots=False)
-class Axis:
-    """Stretches side by side.
-
-    Attributes:
-        lefts: Left edge of each stretch, in pixels.
-        scale: Pixels a byte.
-        omitted: For each stretch but the first, whether the gap before it is omitted.
-    """
+class Chunk:
+    """Contiguous bytes: adjacent stretches, and the left edge of the first one in pixels."""
 
     stretches: list[Stretch]
-    lefts: list[float]
+    left: float
     scale: float
-    omitted: list[bool]
 
-    @staticmethod
-    def of(stretches: list[Stretch], left: float, width: float) -> Axis:
-        """Place *stretches* on *width* pixels from *left*. Long gaps are omitted."""
-        starts, stops = np.array([(s.start, s.stop) for s in stretches], np.int64).T
-        sizes, gaps = stops - starts, starts[1:] - stops[:-1]
-        # The distance of two memories means nothing, so the gap between them is omitted as well.
-        omitted = np.diff([stretch.memory for stretch in stretches]) != 0
-        omitted |= gaps > sizes.sum() // 8
-        count = int(omitted.sum())
-        mark = min(_OMITTED, width / 2 / max(count, 1))
-        scale = float((width - mark * count) / (sizes.sum() + gaps[~omitted].sum()))
-        steps = sizes[:-1] * scale + np.where(omitted, mark, gaps * scale)
-        lefts = left + np.concatenate([[0.0], np.cumsum(steps)])
-        return Axis(stretches, lefts.tolist(), scale, omitted.tolist())
+    @property
+    def start(self) -> int:
+        """Address of the first byte."""
+        return self.stretches[0].start
 
-    def __iter__(self) -> Iterator[tuple[Stretch, float, float]]:
-        """Yield each stretch with its left and right edges in pixels."""
-        for stretch, left in zip(self.stretches, self.lefts, strict=True):
-            yield stretch, left, left + (stretch.stop - stretch.start) * self.scale
+    @property
+    def stop(self) -> int:
+        """Address behind the last byte."""
+        return self.stretches[-1].stop
 
-    def gaps(self) -> Iterator[tuple[float, float, bool]]:
-        """Yield the left and right edges of each gap in pixels, and whether it is omitted."""
-        for (_, _, end), (_, begin, _), omitted in zip(
-            self, islice(self, 1, None), self.omitted, strict=False
-        ):
-            if omitted or begin - end > self.scale / 2:
-                yield end, begin, omitted
+    def span(self, start: int, stop: int) -> Span:
+        """Return the left and right edges of the bytes from *start* to *stop*."""
+        left, right = ((at - self.start) * self.scale + self.left for at in (start, stop))
+        return left, right
 
     @cached_property
-    def chunks(self) -> list[tuple[Stretch, float]]:
-        """Contiguous bytes: adjacent stretches joined, each with its left edge in pixels."""
-        chunks: list[tuple[Stretch, float]] = []
-        for stretch, left, _ in self:
-            last, begin = chunks[-1] if chunks else (stretch, left)
-            if (last.memory, last.stop) == (stretch.memory, stretch.start):
-                chunks[-1] = attrs.evolve(last, stop=stretch.stop), begin
+    def placed(self) -> list[tuple[Stretch, Span]]:
+        """Each stretch with its left and right edges in pixels."""
+        return [(own, self.span(own.start, own.stop)) for own in self.stretches]
+
+
+@attrs.frozen
+class Axis:
+    """Chunks side by side, with one scale: pixels a byte."""
+
+    chunks: list[Chunk]
+    scale: float
+
+    @staticmethod
+    def of(stretches: list[Stretch]) -> Axis:
+        """Join adjacent *stretches* to chunks and place these."""
+        joined = [stretches[:1]]
+        for before, stretch in pairwise(stretches):
+            if (before.memory, before.stop) == (stretch.memory, stretch.start):
+                joined[-1].append(stretch)
             else:
-                chunks.append((stretch, left))
-        return chunks
+                joined.append([stretch])
+        sizes = [own[-1].stop - own[0].start for own in joined]
+        gap = min(_GAP, _WIDTH / 2 / len(joined))
+        scale = (_WIDTH - gap * (len(joined) - 1)) / sum(sizes)
+        chunks, left = list[Chunk](), style.MARGIN
+        for own, size in zip(joined, sizes, strict=True):
+            chunks.append(Chunk(own, left, scale))
+            left += size * scale + gap
+        return Axis(chunks, scale)
+
+    @property
+    def placed(self) -> list[tuple[Stretch, Span]]:
+        """Each stretch with its left and right edges in pixels."""
+        return [own for chunk in self.chunks for own in chunk.placed]
+
+    def chunk(self, address: int) -> Chunk:
+        """Return the chunk that contains *address*."""
+        return next(chunk for chunk in self.chunks if chunk.start <= address < chunk.stop)
 
     def cut(self, runs: Ints, column: int) -> Ints:
         """Return *runs* cut to the drawn bytes of this side.
@@ -209,163 +213,14 @@ class Axis:
             runs: Rows of (producer address, consumer address, length, number).
             column: The column with the addresses of this side.
         """
-        chunks = np.array(sorted((chunk.start, chunk.stop) for chunk, _ in self.chunks), np.int64)
-        begin, end = runs[:, column], runs[:, column] + runs[:, 2]
-        # Run i overlaps the chunks first[i], first[i] + 1, ... first[i] + count[i] - 1.
-        first = np.searchsorted(chunks[:, 1], begin, side="right")
-        count = np.searchsorted(chunks[:, 0], end, side="left") - first
-        row = np.repeat(np.arange(len(runs)), count)
-        chunk = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - first, count)
-        start = np.maximum(begin[row], chunks[chunk, 0])
-        length = np.minimum(end[row], chunks[chunk, 1]) - start
-        skip = start - begin[row]
-        return np.stack([runs[row, 0] + skip, runs[row, 1] + skip, length, runs[row, 3]], axis=1)
-
-    def span(self, start: int, length: int) -> tuple[float, float]:
-        """Return the left and right edges of *length* bytes, which lie in one chunk."""
-        chunk, begin = next(
-            (chunk, begin) for chunk, begin in self.chunks if chunk.start <= start < chunk.stop
-        )
-        left = begin + (start - chunk.start) * self.scale
-        return left, left + length * self.scale
-
-    def units(self, start: int, length: int) -> set[int]:
-        """Return the units of *length* bytes from address *start* on."""
-        inside = (s for s in self.stretches if s.start < start + length and start < s.stop)
-        return {unit for stretch in inside for unit in stretch.units}
-
-
-# Height of a bar, in pixels.
-BAR = 34.0
-# In pixels: the least width of a stretch with an outline, and of the distance between two ticks.
-_OUTLINED, _APART = 12.0, 92.0
-
-# A stretch with its left and right edges in pixels.
-Placed = tuple[Stretch, float, float]
-
-
-@attrs.frozen
-class Side:
-    """One side of the picture: a block of one group of a cache, and its places."""
-
-    name: str
-    window: Window
-    group: str
-    axis: Axis
-
-    def heading(self, canvas: Canvas, y: float) -> None:
-        """Write the rank, the block and its layout."""
-        cache, tokens = self.window.cache, self.window.tokens
-        group = cache.engine.group(self.group)
-        width = canvas.text(MARGIN, y, f"{self.name} {cache.rank}", size=MEDIUM, bold=True)
-        words = [f"block {self.window.block}", f"layout {cache.engine.layout_of(group)}"]
-        if tokens:
-            words.append(f"{group.memory_block_size} tokens a block")
-            if len(tokens) < group.memory_block_size:
-                words.append(f"tokens {tokens.start} to {tokens.stop - 1} drawn")
-        canvas.text(MARGIN + width + 10, y, " · ".join(words), fill=FAINT)
-
-    def bar(self, canvas: Canvas, y: float, parts: Sequence[str]) -> None:
-        """Draw the stretches with a pattern for each part, and their units."""
-        side = self.name.lower()
-        for left, right, omitted in self.axis.gaps():
-            if not omitted:
-                canvas.box((left, y + 6), (right - left, BAR - 12), GAP, fill="none")
-            elif right - left > width_of("…", SMALL):
-                canvas.text((left + right) / 2, y + BAR / 2 + 3, "…", anchor="middle")
-        for stretch, left, right in self.axis:
-            units, size = units_text(stretch.units), nbytes(stretch.stop - stretch.start)
-            canvas.box(
-                (left, y),
-                (right - left, BAR),
-                hatch(parts.index(stretch.part)),
-                f"{stretch.layer} {stretch.part}, {unit_noun(stretch.part)} {units}: {size}",
-                fill=units_colour(stretch.units),
-                fill_opacity=FADED,
-                stroke=INK if right - left > _OUTLINED else "none",
-                stroke_width=0.5,
-                data_side=side,
-                data_layer=stretch.layer,
-                data_part=stretch.part,
-                data_units=units,
-            )
-        for left, right, texts in _labels(list(self.axis)):
-            label = fitting(texts, right - left - 3)
-            canvas.text((left + right) / 2, y + BAR / 2 + 4, label, size=SMALL, anchor="middle")
-
-    def layers(self, canvas: Canvas, y: float) -> None:
-        """Write the name of each layer over or under its stretches."""
-        for layer, same_layer in groupby(self.axis, key=lambda placed: placed[0].layer):
-            placed = list(same_layer)
-            left, right = placed[0][1], placed[-1][2]
-            middle = (left + right) / 2
-            names = (shortened(layer, most) for most in (len(layer), 24, 16, 10, 6))
-            name = fitting(names, right - left - 8)
-            half = canvas.text(middle, y, name, size=SMALL, fill=FAINT, anchor="middle") / 2
-            half += 4 if name else 0
-            canvas.rule((left, y - 4), (middle - half, y - 4))
-            canvas.rule((middle + half, y - 4), (right, y - 4))
-
-    def distances(self, canvas: Canvas, y: float) -> None:
-        """Write the distance from the first drawn byte of each memory, if there is room."""
-        free, end = 0.0, max(right for _, _, right in self.axis)
-        for x, label in sorted(self._ticks()):
-            width = width_of(label, SMALL)
-            if free <= x <= end - width:
-                canvas.rule((x, y - 9), (x, y + 1))
-                canvas.text(x + 3, y, label, size=SMALL, fill=FAINT)
-                free = x + width + 11
-
-    def _ticks(self) -> Iterator[tuple[float, str]]:
-        """Yield a tick for the beginning of each chunk, and for round distances inside it."""
-        # Distances, not addresses: the same cache must give the same picture in each process.
-        origin: dict[int, int] = {}
-        step = 64
-        while step * self.axis.scale < _APART:
-            step *= 2
-        for chunk, left in self.axis.chunks:
-            first = origin.setdefault(chunk.memory, chunk.start)
-            start, stop = chunk.start - first, chunk.stop - first
-            name = f"memory {len(origin)}" if len(origin) > 1 else "0 B"
-            yield left, f"+{nbytes(start)}" if start else name
-            for place in range(start // step * step + step, stop, step):
-                yield left + (place - start) * self.axis.scale, f"+{nbytes(place)}"
-
-
-def units_text(units: range) -> str:
-    """Return the number of one unit, or the first and the last number of several."""
-    return str(units.start) if len(units) == 1 else f"{units.start}{DASH}{units.stop - 1}"
-
-
-def units_colour(units: range) -> str:
-    """Return the colour of one unit, or grey for several."""
-    return colour(units.start) if len(units) == 1 else HOLLOW
-
-
-def _labels(placed: Sequence[Placed]) -> Iterator[tuple[float, float, tuple[str, ...]]]:
-    """Yield labels: left edge, right edge, and texts from the longest to the shortest.
-
-    Narrow stretches of the same unit share a label if they touch.
-    """
-    for units, same_units in groupby(placed, key=lambda own: own[0].units):
-        group, text = list(same_units), units_text(units)
-        if all(right - left > width_of(text, SMALL) + 3 for _, left, right in group):
-            for stretch, left, right in group:
-                yield left, right, (f"{stretch.part} {text}", text)
-            continue
-        begin = group[0][1]
-        for (stretch, _, end), after in zip(group, [*group[1:], None], strict=True):
-            if after is None or after[1] > end:
-                yield begin, end, (f"{unit_noun(stretch.part)} {text}", text)
-                begin = after[1] if after else end
-
-
-# In pixels: the width of both bars, and the distance between them.
-_WIDTH, _BETWEEN = 960.0, 170.0
-# `_first_blocks` searches at most so many tokens, and tries at most so many shorter requests.
-_MOST_TOKENS, _MOST_TRIED = 2**16, 8
-# More would be too narrow to distinguish, or too many for a browser.
-_MOST_STRETCHES, _MOST_LAYERS, _MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 200, 3, 256, 16, 12
+        rests = [runs[:0]]
+        for chunk in self.chunks:
+            start = np.maximum(runs[:, column], chunk.start)
+            length = np.minimum(runs[:, column] + runs[:, 2], chunk.stop) - start
+            skip = start - runs[:, column]
+            rest = np.stack([runs[:, 0] + skip, runs[:, 1] + skip, length, runs[:, 3]], axis=1)
+            rests.append(rest[length > 0])
+        return np.concatenate(rests)
 
 
 def table_svg(
@@ -406,127 +261,83 @@ def table_svg(
     if group is None and not table.entries:
         title = f"{table.producer.rank} → {table.consumer.rank}"
         return note_svg("table", title, ["these two ranks exchange nothing"])
-    edge = _edge(table, group)
+    edges = [entry.edge for entry in table.entries if group in (None, entry.edge.group)]
+    if not edges:
+        moved = sorted({entry.edge.group for entry in table.entries}) or "nothing"
+        raise SpecError("group", group, f"a group that these two ranks exchange: {moved}")
+    edge = edges[0]
     of_edge = attrs.evolve(table, entries=tuple(e for e in table.entries if e.edge is edge))
-    requests = _first_blocks(of_edge, edge) if request is None else iter((request,))
+    groups = (
+        table.producer.engine.group(edge.producer_group),
+        table.consumer.engine.group(edge.group),
+    )
+    windows = (
+        Window("Producer", table.producer, groups[0]),
+        Window("Consumer", table.consumer, groups[1]),
+    )
+    requests = _first_blocks(edge, *windows) if request is None else iter((request,))
     attempts = (of_edge.descriptors(attempt).astype(np.int64) for attempt in requests)
     runs = next((rows for rows in attempts if len(rows)), np.empty((0, 3), np.int64))
-    windows, layers, by_unit = _fit(edge, _windows(of_edge, edge, runs))
-    axes = [Axis.of(w.stretches(layers, by_unit=by_unit), MARGIN, _WIDTH) for w in windows]
-    producer = Side("Producer", windows[0], edge.producer_group, axes[0])
-    consumer = Side("Consumer", windows[1], edge.group, axes[1])
     subject = "one block" if request is None else "the whole request"
     facts = f"{_lengths(runs)}, {nbytes(int(runs[:, 2].sum()))} in all"
     if request is None and not len(runs):
         facts = "nothing of it moves"
     facts = f"{subject} of {counted(len(edge.layers), 'layer')}: {facts}"
-    return _draw(edge, (producer, consumer), layers, runs, facts)
+    return _draw(edge, _windows(edge, windows, runs), runs, facts)
 
 
-def _edge(table: DescriptorTable, group: str | None) -> Edge:
-    edges = [entry.edge for entry in table.entries if group in (None, entry.edge.group)]
-    if not edges:
-        moved = sorted({entry.edge.group for entry in table.entries}) or "nothing"
-        raise SpecError("group", group, f"a group that these two ranks exchange: {moved}")
-    return edges[0]
+def _per_token(edge: Edge, group: KVCacheGroup) -> bool:
+    return any(part.per_token for part in group.spec.of_layer(edge.layers[0]).parts)
 
 
-def _has_tokens(table: DescriptorTable, edge: Edge) -> bool:
-    parts = table.consumer.engine.group(edge.group).spec.of_layer(edge.layers[0]).parts
-    return any(part.per_token for part in parts)
-
-
-@attrs.frozen
-class _Pool:
-    """The blocks of one group of one rank that a request may use.
-
-    Attributes:
-        block_size: Tokens of one block of the request's table.
-        blocks: The longest range of block ids without the null block.
-        context: The tokens that the rank owns.
-    """
-
-    block_size: int
-    blocks: range
-    context: BlockCyclic
-
-    @staticmethod
-    def of(cache: RankCache, name: str) -> _Pool:
-        """Return the pool of group *name*."""
-        engine, group = cache.engine, cache.engine.group(name)
-        region = next(region for region in cache.regions if region.group == name)
-        count, null = region.num_blocks // group.kernel_blocks_per_block, engine.null_block
-        usable = (range(count),) if null is None else (range(null), range(null + 1, count))
-        context = engine.context(group, cache.rank)
-        return _Pool(engine.virtual_block(group), max(usable, key=len), context)
-
-
-def _first_blocks(table: DescriptorTable, edge: Edge) -> Iterator[TransferRequest]:
+def _first_blocks(edge: Edge, producer: Window, consumer: Window) -> Iterator[TransferRequest]:
     """Yield the requests to try, from the longest to the shortest. See the module docstring."""
-    pools = _Pool.of(table.producer, edge.producer_group), _Pool.of(table.consumer, edge.group)
-    if not all(pool.blocks for pool in pools):
+    stripe, sides = edge.slices[0].stripe, (producer, consumer)
+    if not all(side.usable_blocks() for side in sides):
         return  # One pool contains only the null block.
-    per_token = _has_tokens(table, edge)
-    # A recurrent state has one block for all tokens, so one token is enough.
-    counts = _token_counts(edge, *pools) if per_token else [_first_token(edge, pools[1]) + 1]
+    first = stripe.first * consumer.table_tokens
+    if per_token := _per_token(edge, consumer.group):
+        longest = first + max(side.table_tokens for side in sides)
+        longest = min(longest, *(len(own.usable_blocks()) * own.table_tokens for own in sides))
+        tokens = np.arange(max(first, longest - _MOST_TOKENS), longest)
+        owned = stripe.holds(tokens // consumer.table_tokens)
+        for side in sides:
+            owned &= side.cache.engine.context(side.group, side.cache.rank).owns(tokens)
+        counts = [longest, *(tokens[owned][::-1][:_MOST_TRIED] + 1).tolist()]
+    else:
+        counts = [first + 1]  # A recurrent state has one block for all tokens.
     for count in counts:
-        producer, consumer = (
-            BlockTable(pool.blocks[: -(-count // pool.block_size) if per_token else 1])
-            for pool in pools
-        )
+        needed = [-(-count // side.table_tokens) if per_token else 1 for side in sides]
         yield TransferRequest(
             request_id="first block",
             num_tokens=count,
             encoder_tokens=count,
-            producer_blocks={edge.producer_group: producer},
-            consumer_blocks={edge.group: consumer},
+            producer_blocks={producer.group.name: producer.usable_blocks()[: needed[0]]},
+            consumer_blocks={consumer.group.name: consumer.usable_blocks()[: needed[1]]},
         )
 
 
-def _first_token(edge: Edge, consumer: _Pool) -> int:
-    """Return the first token of the first block that this producer rank serves."""
-    return edge.slices[0].stripe.first * consumer.block_size
-
-
-def _token_counts(edge: Edge, producer: _Pool, consumer: _Pool) -> Iterator[int]:
-    """Yield numbers of tokens: the larger block, then requests that end with an owned token."""
-    first, pools = _first_token(edge, consumer), (producer, consumer)
-    longest = first + max(pool.block_size for pool in pools)
-    longest = min(longest, *(pool.block_size * len(pool.blocks) for pool in pools))
-    yield longest
-    tokens = np.arange(max(first, longest - _MOST_TOKENS), longest)
-    owned = producer.context.owns(tokens) & consumer.context.owns(tokens)
-    owned &= edge.slices[0].stripe.holds(tokens // consumer.block_size)
-    yield from (tokens[owned][::-1][:_MOST_TRIED] + 1).tolist()
-
-
-def _windows(table: DescriptorTable, edge: Edge, runs: Ints) -> list[Window]:
+def _windows(edge: Edge, sides: Sequence[Window], runs: Ints) -> list[Window]:
     """Return the blocks of both sides that contain the first run, from its first token on."""
-    moved = {name for transfer_slice in edge.slices for name in transfer_slice.parts}
-    windows: list[Window] = []
-    for column, cache in enumerate((table.producer, table.consumer)):
-        window = Window(cache, 0, range(0))
-        for region in cache.regions:
+    moved = {name for piece in edge.slices for name in piece.parts}
+    windows, firsts = list(sides), [0, 0]
+    for column, window in enumerate(sides):
+        for region in window.cache.regions:
             place = region.locate(int(runs[0, column])) if len(runs) else None
             if place and region.layer in edge.layers and region.part in moved:
-                first = place[2] * window.part(region)[0].tokens_per_state
-                window = Window(cache, place[0], range(first, first))
+                firsts[column] = place[2] * window.cache.part_of(region)[0].tokens_per_state
+                windows[column] = attrs.evolve(window, block=place[0])
                 break
-        windows.append(window)
-    if not _has_tokens(table, edge):
+    if not _per_token(edge, windows[1].group):
         return windows
-    groups = edge.producer_group, edge.group
-    count = min(
-        window.cache.engine.group(name).memory_block_size - window.tokens.start
-        for window, name in zip(windows, groups, strict=True)
-    )
-    return [_of_tokens(window, count) for window in windows]
+    sizes = [window.group.memory_block_size for window in windows]
+    return _of_tokens(windows, firsts, min(sizes[0] - firsts[0], sizes[1] - firsts[1]))
 
 
-def _of_tokens(window: Window, count: int) -> Window:
-    """Return *window* reduced to its first *count* tokens."""
-    start = window.tokens.start
-    return attrs.evolve(window, tokens=range(start, start + count))
+def _of_tokens(windows: list[Window], firsts: Sequence[int], count: int) -> list[Window]:
+    """Return *windows* with *count* tokens each."""
+    tokens = (range(first, first + count) for first in firsts)
+    return [attrs.evolve(w, tokens=own) for w, own in zip(windows, tokens, strict=True)]
 
 
 def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ...], bool]:
@@ -543,40 +354,146 @@ def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ..
 
     while not (by_unit := fits(1, by_unit=True)) and len(windows[0].tokens) > 2:  # noqa: PLR2004 - two tokens show the order
         half = -(-len(windows[0].tokens) // 2)
-        windows = [_of_tokens(window, half) for window in windows]
+        windows = _of_tokens(windows, [window.tokens.start for window in windows], half)
     count = min(_MOST_LAYERS, len(edge.layers))
     while count > 1 and not fits(count, by_unit=by_unit):
         count -= 1
     return windows, edge.layers[:count], by_unit
 
 
-def _draw(
-    edge: Edge, sides: tuple[Side, Side], layers: Sequence[str], runs: Ints, facts: str
-) -> str:
+def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
+    windows, layers, by_unit = _fit(edge, windows)
+    axes = [Axis.of(window.stretches(layers, by_unit=by_unit)) for window in windows]
+    stretches = [stretch for axis in axes for stretch, _ in axis.placed]
+    parts = list(dict.fromkeys(stretch.part for stretch in stretches))
     canvas, title = Canvas(), f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
-    canvas.text(MARGIN, MARGIN + 14, title, size=LARGE, bold=True)
-    canvas.text(MARGIN, MARGIN + 36, facts, fill=FAINT)
-    hidden = len(edge.layers) - len(layers)
-    if hidden:
+    right = style.MARGIN + _WIDTH
+    canvas.text(style.MARGIN, style.MARGIN + 14, title, size=style.LARGE, bold=True)
+    canvas.text(style.MARGIN, style.MARGIN + 36, facts, fill=style.FAINT)
+    if hidden := len(edge.layers) - len(layers):
         drawn = f"{counted(len(layers), 'layer')} drawn, … and {hidden} more"
-        canvas.text(MARGIN + _WIDTH, MARGIN + 36, drawn, fill=FAINT, anchor="end")
-    top = MARGIN + 120
-    bottom = top + BAR + _BETWEEN
-    drawn = _ribbons(canvas, sides, runs, (top + BAR, bottom))
-    parts = list(dict.fromkeys(s.part for side in sides for s in side.axis.stretches))
-    for side, y, (heading, distances, names) in (
-        (sides[0], top, (-54, -26, -9)),
-        (sides[1], bottom, (BAR + 58, BAR + 32, BAR + 15)),
+        canvas.text(right, style.MARGIN + 36, drawn, fill=style.FAINT, anchor="end")
+    top = style.MARGIN + 120
+    bottom = top + _BAR + _BETWEEN
+    drawn = _ribbons(canvas, axes, runs, (top + _BAR, bottom))
+    # Distances from the bar: of the heading, the ticks and the names of the layers.
+    rows = (-54, -26, -9), (_BAR + 58, _BAR + 32, _BAR + 15)
+    for window, axis, y, (heading, ticks, names) in zip(
+        windows, axes, (top, bottom), rows, strict=True
     ):
-        side.heading(canvas, y + heading)
-        side.distances(canvas, y + distances)
-        side.layers(canvas, y + names)
-        side.bar(canvas, y, parts)
-    y, width = bottom + BAR + 86, _WIDTH + 2 * MARGIN
-    nouns = f"{_noun(parts)}s of the model"
-    canvas.text(MARGIN, y, f"{drawn} · colours and numbers: {nouns}", fill=FAINT)
-    y = canvas.keys(y + 12, _keys(sides, parts), width)
-    return canvas.svg(width, y + 12, f"kvspec table: {title}")
+        _heading(canvas, window, y + heading)
+        _ticks(canvas, axis, y + ticks)
+        _layers(canvas, axis, y + names)
+        _bar(canvas, window.name, axis, y, parts)
+    noun = style.unit_noun(*parts)
+    y = bottom + _BAR + 86
+    canvas.text(
+        style.MARGIN, y, f"{drawn} · colours and numbers: {noun}s of the model", fill=style.FAINT
+    )
+    keys: list[Key] = [(style.HOLLOW, style.hatch(at), part) for at, part in enumerate(parts)]
+    units = sorted({own.units.start for own in stretches if len(own.units) == 1})
+    if len(units) <= _MOST_KEYS:
+        keys += [(style.colour(unit), "", f"{noun} {unit}") for unit in units]
+    y = canvas.keys(y + 12, keys, right + style.MARGIN)
+    return canvas.svg(right + style.MARGIN, y + 12, f"kvspec table: {title}")
+
+
+def _heading(canvas: Canvas, window: Window, y: float) -> None:
+    """Write the rank, the block and its layout."""
+    cache, tokens, group = window.cache, window.tokens, window.group
+    name = f"{window.name} {cache.rank}"
+    width = canvas.text(style.MARGIN, y, name, size=style.MEDIUM, bold=True)
+    words = [f"block {window.block}", f"layout {cache.engine.layout_of(group)}"]
+    if tokens:
+        words.append(f"{group.memory_block_size} tokens a block")
+        if len(tokens) < group.memory_block_size:
+            words.append(f"tokens {tokens.start} to {tokens.stop - 1} drawn")
+    canvas.text(style.MARGIN + width + 10, y, " · ".join(words), fill=style.FAINT)
+
+
+def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) -> None:
+    """Draw the stretches with a pattern for each part, and their units."""
+    for before, after in pairwise(axis.chunks):
+        end = before.placed[-1][1][1]
+        dots = style.fitting(["…"], after.left - end)
+        canvas.text((end + after.left) / 2, y + _BAR / 2 + 3, dots, anchor="middle")
+    for stretch, (left, right) in axis.placed:
+        units, size = style.span_text(stretch.units), nbytes(stretch.stop - stretch.start)
+        canvas.box(
+            (left, y),
+            (right - left, _BAR),
+            style.hatch(parts.index(stretch.part)),
+            f"{stretch.layer} {stretch.part}, {style.unit_noun(stretch.part)} {units}: {size}",
+            fill=stretch.colour,
+            fill_opacity=style.FADED,
+            stroke=style.INK if right - left > _OUTLINED else "none",
+            stroke_width=0.5,
+            data_side=side.lower(),
+            data_layer=stretch.layer,
+            data_part=stretch.part,
+            data_units=units,
+        )
+    for left, right, texts in _labels(axis):
+        label = style.fitting(texts, right - left - 3)
+        middle = (left + right) / 2
+        canvas.text(middle, y + _BAR / 2 + 4, label, size=style.SMALL, anchor="middle")
+
+
+def _labels(axis: Axis) -> Iterator[tuple[float, float, tuple[str, str]]]:
+    """Yield labels: left edge, right edge, and texts from the longest to the shortest.
+
+    Narrow stretches of the same unit share a label if they touch.
+    """
+    for chunk in axis.chunks:
+        for units, same_units in groupby(chunk.placed, key=lambda own: own[0].units):
+            group, text = list(same_units), style.span_text(units)
+            room = style.width_of(text, style.SMALL) + 3
+            if all(right - left > room for _, (left, right) in group):
+                for stretch, (left, right) in group:
+                    yield left, right, (f"{stretch.part} {text}", text)
+            else:
+                noun = style.unit_noun(group[0][0].part)
+                yield group[0][1][0], group[-1][1][1], (f"{noun} {text}", text)
+
+
+def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
+    """Write the name of each layer over or under its stretches."""
+    for layer, same_layer in groupby(axis.placed, key=lambda placed: placed[0].layer):
+        spans = [span for _, span in same_layer]
+        left, right = spans[0][0], spans[-1][1]
+        middle = (left + right) / 2
+        names = (style.shortened(layer, most) for most in (len(layer), 24, 16, 10, 6))
+        name = style.fitting(names, right - left - 8)
+        half = canvas.text(middle, y, name, size=style.SMALL, fill=style.FAINT, anchor="middle") / 2
+        half += 4 if name else 0
+        canvas.rule((left, y - 4), (middle - half, y - 4))
+        canvas.rule((middle + half, y - 4), (right, y - 4))
+
+
+def _ticks(canvas: Canvas, axis: Axis, y: float) -> None:
+    """Write distances at the beginning of each chunk and at round distances inside, if they fit.
+
+    Distances begin at the first drawn byte of each memory. Addresses would be different in each
+    process.
+    """
+    origin: dict[int, int] = {}
+    step = 64
+    while step * axis.scale < _APART:
+        step *= 2
+    free, end = 0.0, style.MARGIN + _WIDTH
+    for chunk in axis.chunks:
+        first = origin.setdefault(chunk.stretches[0].memory, chunk.start)
+        begin, stop = chunk.start - first, chunk.stop - first
+        for place in (begin, *range(begin // step * step + step, stop, step)):
+            x, _ = chunk.span(first + place, stop)
+            label = f"+{nbytes(place)}" if place else "0 B"
+            if not place and len(origin) > 1:
+                label = f"memory {len(origin)}"
+            width = style.width_of(label, style.SMALL)
+            if free <= x <= end - width:
+                canvas.rule((x, y - 9), (x, y + 1))
+                canvas.text(x + 3, y, label, size=style.SMALL, fill=style.FAINT)
+                free = x + width + 11
 
 
 def _lengths(runs: Ints) -> str:
@@ -588,54 +505,29 @@ def _lengths(runs: Ints) -> str:
     return f"{counted(len(runs), 'run')} of {size}"
 
 
-def _ribbons(
-    canvas: Canvas, sides: tuple[Side, Side], runs: Ints, rows: tuple[float, float]
-) -> str:
+def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float, float]) -> str:
     """Draw the runs between the blocks. Return a text with their number and lengths."""
-    source, target = (side.axis for side in sides)
     # The number of its run stays with each ribbon: a run may be cut into several.
     drawn = np.column_stack([runs, np.arange(len(runs))])
-    for column, axis in enumerate((source, target)):
+    for column, axis in enumerate(axes):
         drawn = axis.cut(drawn, column)
     numbers = np.unique(drawn[:, 3])
     step = -(-len(numbers) // _MOST_RIBBONS) or 1
-    labels: list[tuple[float, str]] = []
-    for upper_start, lower_start, length, number in drawn[
-        np.isin(drawn[:, 3], numbers[::step])
-    ].tolist():
-        size, units = int(runs[number, 2]), target.units(lower_start, length)
-        fill = colour(units.pop()) if len(units) == 1 else LINE
-        upper, lower = source.span(upper_start, length), target.span(lower_start, length)
-        canvas.ribbon(
-            upper,
-            lower,
-            rows,
-            f"a run of {nbytes(size)}",
-            fill=fill,
-            fill_opacity=0.38,
-            stroke=fill,
-            stroke_width=0.5,
-            data_length=size,
-        )
-        room = min(upper[1] - upper[0], lower[1] - lower[0])
-        labels.append((sum((*upper, *lower)) / 4, fitting([nbytes(size)], room - 4)))
-    for x, label in labels if len(numbers) <= _MOST_LABELS else ():
-        canvas.text(x, sum(rows) / 2 + 4, label, size=SMALL, anchor="middle")
+    for *starts, length, number in drawn[np.isin(drawn[:, 3], numbers[::step])].tolist():
+        size = int(runs[number, 2])
+        chunks = [axis.chunk(start) for axis, start in zip(axes, starts, strict=True)]
+        upper, lower = (c.span(at, at + length) for c, at in zip(chunks, starts, strict=True))
+        inside = chunks[1].stretches
+        begin, end = starts[1], starts[1] + length
+        units = {u for s in inside if s.start < end and begin < s.stop for u in s.units}
+        fill = style.colour(units.pop()) if len(units) == 1 else style.LINE
+        look: dict[str, Look] = {"fill": fill, "fill_opacity": 0.38, "stroke": fill}
+        look |= {"stroke_width": 0.5, "data_length": size}
+        canvas.ribbon(upper, lower, rows, f"a run of {nbytes(size)}", **look)
+        if len(numbers) <= _MOST_LABELS:
+            room = min(upper[1] - upper[0], lower[1] - lower[0])
+            label = style.fitting([nbytes(size)], room - 4)
+            x, y = sum((*upper, *lower)) / 4, sum(rows) / 2 + 4
+            canvas.text(x, y, label, size=style.SMALL, anchor="middle")
     every = f", 1 of {step} drawn" if step > 1 else ""
     return f"{_lengths(runs[numbers])} between the drawn bytes{every}"
-
-
-def _noun(parts: Sequence[str]) -> str:
-    """Return "head" if the units of all *parts* are heads, else "unit"."""
-    return "head" if all(unit_noun(part) == "head" for part in parts) else "unit"
-
-
-def _keys(sides: tuple[Side, Side], parts: Sequence[str]) -> Iterator[Key]:
-    """Yield the legend: a pattern for each part, and a colour for each unit."""
-    for number, part in enumerate(parts):
-        yield HOLLOW, hatch(number), part
-    drawn = [stretch.units for side in sides for stretch in side.axis.stretches]
-    units = sorted({own.start for own in drawn if len(own) == 1})
-    if len(units) <= _MOST_KEYS:
-        for unit in units:
-            yield units_colour(range(unit, unit + 1)), "", f"{_noun(parts)} {unit}"

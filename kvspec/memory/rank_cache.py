@@ -20,6 +20,7 @@ from kvspec.memory.aliasing import check_separate
 from kvspec.memory.from_tensors import read
 from kvspec.memory.region import MEMORY_TYPES, Memory, Region
 from kvspec.ownership.parallel import RankId
+from kvspec.ownership.part import Part
 
 __all__ = ["MEMORY_TYPES", "Memory", "RankCache", "Region"]
 
@@ -198,6 +199,13 @@ class RankCache:
         if region is None:
             raise SpecError("region", f"{layer}.{part}", f"a part of a layer that {self.rank} has")
         return region
+
+    def part_of(self, region: Region) -> tuple[Part, range]:
+        """Return the part that *region* contains, and the units of the model that it holds."""
+        group = self.engine.group(region.group)
+        parts = group.spec.of_layer(region.layer).parts
+        part = next(part for part in parts if part.name == region.part)
+        return part, self.engine.units(group, part, self.rank)
 
     @staticmethod
     def from_tensors(

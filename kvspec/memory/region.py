@@ -6,10 +6,11 @@ Invariant: a `Region` has a base address, the bytes of a content, four strides a
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import gcd
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvspec.errors import SpecError
 from kvspec.inputs import MOST, positive_int
@@ -109,12 +110,11 @@ class Region:
         block, unit, state, chunk = indices
         return block, unit, state, chunk * self.chunk_bytes + rest
 
-    @cached_property
-    def shape(self) -> tuple[object, ...]:
-        """All fields that affect descriptor rows, except the base address and the units."""
-        strides = (self.num_blocks, self.block_stride, self.unit_stride, self.state_stride)
-        sizes = (self.content_bytes, self.states, self.chunks, self.chunk_stride)
-        return (*strides, *sizes, self.memory_type, self.device)
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Return the addresses of all chunks of block 0, by unit, state and chunk."""
+        units = np.arange(self.units)[:, None, None] * self.unit_stride
+        states = np.arange(self.states)[:, None] * self.state_stride
+        return self.base + units + states + np.arange(self.chunks) * self.chunk_stride
 
     @property
     def extent(self) -> range:

@@ -20,7 +20,7 @@ from refused import check_rejected, has_in_order, refusal
 
 import kvspec
 from kvspec.draw import plan_svg, table_svg
-from kvspec.draw.canvas import (
+from kvspec.draw.style import (
     BAND,
     FAINT,
     HOLLOW,
