@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 import numpy as np
@@ -214,26 +214,6 @@ def differing(producers: Iterable[Sums], consumers: Iterable[Sums]) -> list[tupl
     sent, received = _totals("producers", producers), _totals("consumers", consumers)
     keys = sent.keys() | received.keys()
     return sorted(key for key in keys if sent.get(key) is None or sent[key] != received.get(key))
-
-
-def first_difference(equal: Callable[[range], bool], tokens: range) -> int | None:
-    """Return the first of *tokens* whose content differs, or None if all are equal.
-
-    Args:
-        equal: Returns whether both sides have the same digest of a range of tokens. It is called
-            about log2(tokens) times.
-        tokens: The token positions to search.
-
-    >>> first_difference(lambda tokens: 37 not in tokens, range(100))
-    37
-    """
-    if not tokens or equal(tokens):
-        return None
-    while len(tokens) > 1:
-        half = tokens.start + len(tokens) // 2
-        first = range(tokens.start, half)
-        tokens = range(half, tokens.stop) if equal(first) else first
-    return tokens.start
 
 
 def _totals(field: str, digests: Iterable[Sums]) -> dict[tuple[str, str, int], int | None]:

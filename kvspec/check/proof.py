@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
+from kvspec.check.counting import shard_units
 from kvspec.errors import SpecError
 from kvspec.inputs import positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig
@@ -169,22 +170,10 @@ def _prove_heads(
 def owned_heads(heads: int, tp_size: int) -> Owned:
     """Return the heads of every rank as (start, stop), counted out one by one.
 
-    If there are fewer heads than ranks, several ranks hold the same head.
-
     >>> owned_heads(3, 2), owned_heads(2, 4)
     (((0, 1), (1, 3)), ((0, 1), (0, 1), (1, 2), (1, 2)))
     """
-    if heads < tp_size:
-        return tuple(
-            (rank * heads // tp_size, rank * heads // tp_size + 1) for rank in range(tp_size)
-        )
-    shares: list[list[int]] = [[] for _ in range(tp_size)]
-    rank = 0
-    for head in range(heads):
-        while rank + 1 < tp_size and (rank + 1) * heads < (head + 1) * tp_size:
-            rank += 1
-        shares[rank].append(head)
-    return tuple((share[0], share[-1] + 1) for share in shares)
+    return tuple((own[0], own[-1] + 1) for own in shard_units(heads, tp_size))
 
 
 def _fault(

@@ -74,7 +74,7 @@ REPLICA_POLICY = engine_option(
 RANKS_PER_NODE = typer.Option(
     None,
     help="Number of ranks of each engine on one node. Required by the policy "
-    + ", ".join(name for name, policy in POLICIES.items() if policy.topology)
+    + ", ".join(name for name, policy in POLICIES.items() if policy.needs_topology)
     + ".",
 )
 AS_JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
@@ -207,7 +207,7 @@ def topology_of(
     """Return the nodes of all ranks, or None without ``--ranks-per-node``."""
     if ranks_per_node is None:
         for name in replica_policy:
-            if name in POLICIES and POLICIES[name].topology:
+            if name in POLICIES and POLICIES[name].needs_topology:
                 rule = f"--replica-policy {name} needs --ranks-per-node"
                 raise SpecError("ranks_per_node", None, rule=rule)
         return None

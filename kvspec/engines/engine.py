@@ -33,7 +33,7 @@ from kvspec.errors import SpecError
 from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig, RankId
 from kvspec.ownership.part import Part
-from kvspec.ownership.sharding import Sharding, check_whole, explicit_sharding
+from kvspec.ownership.sharding import Sharding, check_granularity, explicit_sharding
 from kvspec.ownership.tokens import BlockCyclic
 from kvspec.specs.layer import padded_page
 
@@ -155,7 +155,7 @@ class EngineSpec:
         if key not in self._checked_shardings:
             field = f"groups[{group.name!r}].shardings[{part.name!r}]"
             sharded = explicit_sharding(field, part.units, explicit, self.parallel.tp_size)
-            self._checked_shardings[key] = check_whole(field, sharded, part.granularity)
+            self._checked_shardings[key] = check_granularity(field, sharded, part.granularity)
         return self._checked_shardings[key]
 
     def units(self, group: KVCacheGroup, part: Part, rank: RankId) -> range:

@@ -33,7 +33,7 @@ from kvspec.inputs import instance, positive_int, sequence
 from kvspec.ownership.sharding import (
     Ranges,
     Sharding,
-    check_whole,
+    check_granularity,
     even_sharding,
     explicit_sharding,
     explicit_shardings,
@@ -227,4 +227,4 @@ class ParallelConfig:
         explicit = self._checked_shardings.get(units)
         if explicit is None:
             return even_sharding(units, self.tp_size, granularity)
-        return check_whole(f"shardings[{units}]", explicit, granularity)
+        return check_granularity(f"shardings[{units}]", explicit, granularity)

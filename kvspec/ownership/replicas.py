@@ -93,19 +93,19 @@ class PolicyRule:
             Readers with equal candidates are spread together: the numbers of readers of two
             candidates differ by at most one.
         striped: Whether each reader reads all its candidates in turns of blocks.
-        topology: Whether the policy needs the nodes of the ranks.
+        needs_topology: Whether the policy needs the nodes of the ranks.
     """
 
     candidates: Candidates | None = None
     striped: bool = False
-    topology: bool = False
+    needs_topology: bool = False
 
 
 POLICIES: dict[ReplicaPolicyName, PolicyRule] = {
     "spread": PolicyRule(),
     "first": PolicyRule(lambda _reader, replica_class, _nodes: replica_class.replicas[:1]),
     "stripe": PolicyRule(striped=True),
-    "nearest": PolicyRule(_nearest, topology=True),
+    "nearest": PolicyRule(_nearest, needs_topology=True),
 }
 
 
@@ -116,7 +116,9 @@ def known_policies(topology: Topology | None) -> tuple[ReplicaPolicyName, ...]:
     ('spread', 'first', 'stripe')
     """
     return tuple(
-        name for name, policy in POLICIES.items() if topology is not None or not policy.topology
+        name
+        for name, policy in POLICIES.items()
+        if topology is not None or not policy.needs_topology
     )
 
 
@@ -213,7 +215,7 @@ class ReplicaPolicy:
         positive_int("salt", self.salt, least=0)
         if self.topology is not None:
             instance("topology", self.topology, Topology)
-        elif POLICIES[self.name].topology:
+        elif POLICIES[self.name].needs_topology:
             raise SpecError("topology", None, f"a Topology, for {self.name!r}")
 
     @staticmethod

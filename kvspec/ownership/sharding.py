@@ -168,7 +168,7 @@ def explicit_sharding(field: str, units: int, ranges: object, tp_size: int) -> S
     return sharding
 
 
-def check_whole(field: str, sharding: Sharding, granularity: int) -> Sharding:
+def check_granularity(field: str, sharding: Sharding, granularity: int) -> Sharding:
     """Return *sharding* if each range starts and stops at a multiple of *granularity*."""
     for own in sharding.owned:
         if own.start % granularity or own.stop % granularity:

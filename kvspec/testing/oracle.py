@@ -243,6 +243,7 @@ def check(
     seed: int = 0,
     limit: int = 20,
     source: EngineSpec | None = None,
+    right: tuple[Storage, Storage] | None = None,
 ) -> list[str]:
     """Compare the storage of a consumer rank with `expected`, byte by byte.
 
@@ -257,31 +258,16 @@ def check(
         seed: The seed of `fill`.
         limit: The maximum number of lines.
         source: The producer. Layers that it excludes must not change.
+        right: The result of `expected`, if it is known already.
 
     Returns:
         A line for each wrong byte, which names rank, group, layer, part, unit, token, block and
-        byte, and both values. Empty if the storage is right.
+        byte, and both values. Empty if the storage is right. The rows of the request come first,
+        then other rows. Bytes that no part holds, such as padding, come last.
     """
-    right = expected(engine, rank, before, num_blocks, tables, request, seed=seed, source=source)
-    return compare(
-        engine, rank, right, after, num_blocks, tables, request, limit=limit, source=source
+    must, may = right or expected(
+        engine, rank, before, num_blocks, tables, request, seed=seed, source=source
     )
-
-
-def compare(
-    engine: EngineSpec,
-    rank: RankId,
-    right: tuple[Storage, Storage],
-    after: Storage,
-    num_blocks: Blocks | ViewsOf,
-    tables: Tables,
-    request: TransferRequest,
-    *,
-    limit: int = 20,
-    source: EngineSpec | None = None,
-) -> list[str]:
-    """Return the lines of `check`, for the result *right* of `expected`."""
-    must, may = right
     wrong: dict[str, Bytes] = {}
     by_array: dict[int, Bytes] = {}
     for name, dead in may.items():
@@ -289,30 +275,23 @@ def compare(
         wrong[name] = by_array.setdefault(id(dead), faults)
     if not any(flat.any() for flat in wrong.values()):
         return []
-    lines = _differences(engine, rank, must, after, wrong, num_blocks, tables, request, source)
+    rows = list(rows_of(engine, rank, tables, request, source=source))
+    views = [_views(engine, rank, storage, num_blocks) for storage in (wrong, must, after)]
+    lines = _differences(rank, rows, views, wrong, must, after)
     return list(islice(lines, limit))
 
 
 def _differences(
-    engine: EngineSpec,
-    rank: RankId,
-    must: Storage,
-    after: Storage,
-    wrong: Storage,
-    num_blocks: Blocks | ViewsOf,
-    tables: Tables,
-    request: TransferRequest,
-    source: EngineSpec | None,
+    rank: RankId, rows_of_parts: list[Rows], views: list[Views], *flats: Storage
 ) -> Iterator[str]:
-    """Yield a line for each byte that is *wrong* (1): first the rows of the request, then others.
+    """Yield a line for each wrong byte. *views* and *flats*: which are wrong, right and present.
 
-    Bytes that no part holds, such as padding, come last. The bytes of *wrong* are cleared.
+    The marks of the bytes that are wrong (1) are cleared.
     """
-    left = _views(engine, rank, wrong, num_blocks)
-    must_views = _views(engine, rank, must, num_blocks)
-    after_views = _views(engine, rank, after, num_blocks)
+    left, must_views, after_views = views
+    wrong, must, after = flats
     for only_request in (True, False):
-        for rows in rows_of(engine, rank, tables, request, source=source):
+        for rows in rows_of_parts:
             group, layer, part = rows.key
             request_rows = {
                 (int(block), int(row)): (

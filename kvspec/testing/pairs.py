@@ -1,9 +1,8 @@
 """Draw pairs of engines that serve one model.
 
 The two engines of a pair have the same layers with the same content. All else may differ: groups,
-ranks, shardings, blocks, layouts and draft layers. The module also draws pairs for special cases:
-content that spans heads, context ranks whose turns begin inside of a block in memory, and conv
-states of unequal length.
+ranks, shardings, blocks, layouts and draft layers. The module also draws conv states of unequal
+length.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
-from kvspec.ownership.parallel import ParallelConfig
 from kvspec.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -27,13 +25,9 @@ from kvspec.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvspec.testing.carve import rank_units
-from kvspec.testing.engines import engines, groups, laid_out
+from kvspec.testing.engines import engines, groups
 from kvspec.testing.kinds import KINDS
-from kvspec.testing.parallels import explicit_shardings, sample, shapes
-
-# Pairs are filtered for equal ranges of heads. Larger engines rarely agree.
-_SPANNING_RANKS = 4
+from kvspec.testing.parallels import sample, shapes
 
 
 @st.composite
@@ -153,92 +147,6 @@ def engine_pairs(
     sides = [draw(_drafted(draw(_regrouped(draw(_kept(model)), side)))) for side in "PD"]
     producer = draw(engines(sides[0], largest, shape=of_producer))
     return producer, draw(engines(sides[1], largest, shape=of_consumer))
-
-
-@st.composite
-def spanning_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines with a group whose packed content or opaque page spans the heads of a rank.
-
-    Such content cannot be divided by head, so each range of heads exists on both sides.
-    """
-    drawn: Any = draw(KINDS["full, opaque"])
-    row, block = drawn.tokens_per_state, drawn.block_size
-    pages = [size for size in range(row, block, row) if block % size == 0]
-    opaque = {"page_format": "opaque:drawn"}
-    spans: Any = ({"spans_heads": True}, opaque, *({**opaque, "page_block_size": p} for p in pages))
-    explicit = draw(st.sampled_from((True, False, False)))
-    # Explicit shardings of packed content are the rarest case, so they are drawn more often.
-    choices = (spans[0],) * 4 + spans if explicit else spans
-    spec: LayerSpec = attrs.evolve(drawn, **draw(st.sampled_from(choices)))
-    packed = KVCacheGroup(name="packed", layers=("packed.0", "packed.1"), spec=spec)
-    model = draw(st.sampled_from(((), draw(groups(("MLA",))))))
-    if explicit:
-        part = packed.spec.parts[0]
-        sides = draw(_same_sharding(part.units, part.granularity, _SPANNING_RANKS))
-        producer, consumer = (
-            draw(laid_out(EngineSpec(groups=(packed, *model), parallel=parallel)))
-            for parallel in sides
-        )
-        return producer, consumer
-    any_engine = engines((packed, *model), _SPANNING_RANKS)
-    producer = draw(any_engine)
-    return producer, draw(any_engine.filter(lambda engine: _same_ranges(producer, engine, packed)))
-
-
-@st.composite
-def _same_sharding(
-    draw: st.DrawFn, units: int, granularity: int, largest: int
-) -> tuple[ParallelConfig, ParallelConfig]:
-    """Draw two explicit shardings with the same ranges of units, for equal or unequal TP sizes."""
-    # With one rank there is only one range, so two ranks are the smallest size if they can differ.
-    least = min(2, units // granularity)
-    sizes = [draw(st.integers(least, largest)) for _ in range(2)]
-    ranges = draw(explicit_shardings(units, granularity, min(sizes)))
-    owned = sorted({units for units in ranges if units}, key=lambda units: units.start)
-    sides = []
-    for size in sizes:
-        more = [draw(st.sampled_from((*owned, range(0)))) for _ in range(size - len(owned))]
-        sharded = tuple(draw(st.permutations([*owned, *more])))
-        sides.append(ParallelConfig(tp_size=size, shardings={units: sharded}))
-    return sides[0], sides[1]
-
-
-@st.composite
-def interleaved_pairs(draw: st.DrawFn) -> tuple[EngineSpec, EngineSpec]:
-    """Draw engines with equal context ranks, whose turns may begin inside of a block in memory.
-
-    A block has 12 or 24 tokens, a block in memory has 4 or 12, and a turn has 6. So a prefix or a
-    prompt may end inside of a block in memory on one rank, and between two on another.
-    """
-    drawn: Any = draw(KINDS[draw(sample("full", "sliding window", "MLA"))])
-    heads = draw(st.integers(1, 3)) if hasattr(drawn, "total_num_kv_heads") else 0
-    fields = {"total_num_kv_heads": heads} if heads else {}
-    size = draw(st.integers(2, 3))
-    sharded = {heads: (range(heads),) * size} if heads > 1 else {}
-    parallel = ParallelConfig(tp_size=size, dcp_size=size, interleave_size=6, shardings=sharded)
-    sides = []
-    for _ in range(2):
-        block = draw(sample(12, 24))
-        spec: LayerSpec = attrs.evolve(drawn, block_size=block, tokens_per_state=1, **fields)
-        group = KVCacheGroup(name="dealt", layers=("dealt.0", "dealt.1"), spec=spec)
-        engine = draw(laid_out(EngineSpec(groups=(group,), parallel=parallel)))
-        group = engine.groups[0]
-        # Padded pages cannot be cut into smaller blocks.
-        if group.spec.page_size_padded is None:
-            group = attrs.evolve(group, kernel_block_size=draw(sample(4, 4, 4, 12)))
-        sides.append(attrs.evolve(engine, groups=(group,)))
-    return sides[0], sides[1]
-
-
-def _same_ranges(producer: EngineSpec, consumer: EngineSpec, group: KVCacheGroup) -> bool:
-    """Return whether the ranks of both engines hold the same ranges of the units of *group*."""
-    ranges = []
-    for engine in (producer, consumer):
-        own = engine.group(group.name)  # The group of this engine: it may have its own shardings.
-        part = own.spec.parts[0]
-        sharded = {tuple(rank_units(engine, rank, part, own)) for rank in engine.parallel.ranks}
-        ranges.append(sharded - {()})
-    return ranges[0] == ranges[1]
 
 
 @st.composite

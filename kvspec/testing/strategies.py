@@ -43,7 +43,7 @@ from kvspec.ownership.replicas import ReplicaPolicy, ReplicaPolicyName, Topology
 from kvspec.testing.case import Case
 from kvspec.testing.engines import engines, groups, sharing_engines
 from kvspec.testing.kinds import KINDS, specs
-from kvspec.testing.pairs import engine_pairs, interleaved_pairs, spanning_pairs, with_own_rows
+from kvspec.testing.pairs import engine_pairs, with_own_rows
 from kvspec.testing.requests import of_one_pool, requests, tables
 
 __all__ = [
@@ -62,7 +62,7 @@ STATES = ("mamba1", "mamba2", "gated delta net", "short conv")
 
 
 @st.composite
-def _case(
+def case_of(
     draw: st.DrawFn, pair: tuple[EngineSpec, EngineSpec], *, common_states: bool = False
 ) -> Case:
     """Draw a transfer between a *pair* of engines."""
@@ -182,38 +182,7 @@ def cases(kinds: Sequence[str] = tuple(KINDS), largest: int = 6) -> st.SearchStr
     ...     assert case.producer.parallel.tp_size <= 4
     >>> test_engines_are_small()
     """
-    return engine_pairs(kinds, largest).flatmap(_case)
-
-
-def spanning_cases() -> st.SearchStrategy[Case]:
-    """Draw a transfer with content that spans all heads of a rank.
-
-    Both sides shard the heads equally, because such content cannot be divided.
-
-    >>> from hypothesis import given, settings
-    >>> @settings(max_examples=2)
-    ... @given(spanning_cases())
-    ... def test_one_group_is_packed(case: Case) -> None:
-    ...     assert case.producer.group("packed").layers == ("packed.0", "packed.1")
-    >>> test_one_group_is_packed()
-    """
-    return spanning_pairs().flatmap(_case)
-
-
-def interleaved_cases() -> st.SearchStrategy[Case]:
-    """Draw a transfer between engines with equal context ranks and an interleave of 6 tokens.
-
-    Blocks in memory have 4 or 12 tokens. So the 6 tokens of one turn of a rank may begin inside of
-    a block.
-
-    >>> from hypothesis import given, settings
-    >>> @settings(max_examples=2)
-    ... @given(interleaved_cases())
-    ... def test_interleave_is_6(case: Case) -> None:
-    ...     assert case.producer.parallel.interleave_size == 6
-    >>> test_interleave_is_6()
-    """
-    return interleaved_pairs().flatmap(_case)
+    return engine_pairs(kinds, largest).flatmap(case_of)
 
 
 @st.composite
@@ -231,7 +200,7 @@ def common_cases(draw: st.DrawFn) -> Case:
     """
     model = draw(groups(STATES))
     producer, consumer = (draw(engines(draw(with_own_rows(model)), 4)) for _ in range(2))
-    return draw(_case((producer, consumer), common_states=True))
+    return draw(case_of((producer, consumer), common_states=True))
 
 
 @st.composite
@@ -250,7 +219,7 @@ def sharing_cases(draw: st.DrawFn) -> Case:
     # The layers of a uniform-type group have pages of different sizes. Shared pages are equal.
     kinds = [kind for kind in KINDS if not kind.startswith("uniform")]
     model = draw(groups(kinds).filter(lambda drawn: len(drawn) > 1))
-    case = draw(_case((draw(sharing_engines(model)), draw(sharing_engines(model)))))
+    case = draw(case_of((draw(sharing_engines(model)), draw(sharing_engines(model)))))
     (producer_blocks, producer_pool), (consumer_blocks, consumer_pool) = (
         draw(of_one_pool(tables, engine.null_block))
         for engine, tables in (

@@ -249,12 +249,17 @@ class World:
 
     def differences(self) -> list[str]:
         """Return a line for each wrong byte of each consumer rank. See `oracle.check`."""
-        source = self.case.producer
         return [
             line
             for rank, (_, after) in self.consumers.items()
-            for line in oracle.compare(
-                self.case.consumer, rank, self.right(rank), after, *self._consumer(), source=source
+            for line in oracle.check(
+                self.case.consumer,
+                rank,
+                self.before[rank],
+                after,
+                *self._consumer(),
+                source=self.case.producer,
+                right=self.right(rank),
             )
         ]
 

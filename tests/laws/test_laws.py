@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import special_cases
 from builders import case, engine, gqa, request
 from hypothesis import given, settings
 
@@ -42,9 +43,9 @@ def test_bytes_keep_the_laws(twins: tuple[Case, Case]) -> None:
 @settings(max_examples=2 * settings.default.max_examples)
 @given(
     strategies.sharing_cases()
-    | strategies.spanning_cases()
+    | special_cases.spanning_cases()
     | strategies.common_cases()
-    | strategies.interleaved_cases()
+    | special_cases.interleaved_cases()
 )
 def test_special_memories_keep_law_1(case: Case) -> None:
     """Groups share memory, content spans heads, or the sides have states of different rows."""

@@ -12,6 +12,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, given, settings
+from special_cases import interleaved_cases, spanning_cases
 
 import kvspec
 from kvspec.descriptors.paging import RowKind, TokenSplit
@@ -23,7 +24,7 @@ from kvspec.testing.kinds import KINDS
 from kvspec.testing.parallels import is_state, parts_of
 from kvspec.testing.positions import cached_tokens_of, context_of, live_positions, own_positions
 from kvspec.testing.requests import length_of, needed
-from kvspec.testing.strategies import cases, interleaved_cases, sharing_cases, spanning_cases
+from kvspec.testing.strategies import cases, sharing_cases
 from kvspec.testing.world import plan_of
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ import pytest
 from builders import engine, request
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from typed_tensors import raw_pages, typed_tensors
 
 import kvspec
 from kvspec import RankId
 from kvspec.adapters import vllm
 from kvspec.testing import strategies
 from kvspec.testing.carve import logical_views
-from kvspec.testing.typed import raw_pages, typed_tensors
 from tests.support.refused import refusal
 
 CHOICES = ("whole", "torch", "typed", "folded", "by group")

@@ -11,6 +11,7 @@ import builders
 import numpy as np
 import numpy.typing as npt
 import pytest
+import special_cases
 from builders import engine, mla, request
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def test_verify_accepts_the_descriptors_of_the_library(case: strategies.Case) ->
 
 
 @HALF
-@given(strategies.sharing_cases() | strategies.spanning_cases())
+@given(strategies.sharing_cases() | special_cases.spanning_cases())
 def test_verify_accepts_shared_memory_and_spanning_content(case: strategies.Case) -> None:
     """Groups share their memory, or content spans heads."""
     here = world(case)

@@ -12,13 +12,13 @@ from typing import Any
 
 import builders
 import pytest
+from typed_tensors import raw_pages
 
 import kvspec
 from kvspec.adapters import vllm
 from kvspec.nixl import NixlRank
 from kvspec.run import Job, run_transfer
 from kvspec.testing.carve import logical_views
-from kvspec.testing.typed import raw_pages
 from kvspec.testing.world import World, world
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")

@@ -177,7 +177,7 @@ def _of_layer(parts: Mapping[Part, Bytes], axes: Mapping[str, str], choose: Choo
     return tensors
 
 
-def _in_chunks(part: Part, array: Any) -> _Array:  # noqa: ANN401
+def _in_chunks(part: Part, array: Any) -> _Array:
     """Return a part of shape (block, unit, chunk, row, bytes). Uncut rows have one chunk."""
     if not isinstance(array, Ordered):
         return part.name, "BHPNC", array[:, :, None], part.dtype
@@ -215,7 +215,7 @@ def _strided(first: Bytes, shape: Sequence[int], strides: Sequence[int]) -> Byte
     return array
 
 
-def _typed(array: Bytes, dtype: str | None, choose: Choose) -> Any:  # noqa: ANN401
+def _typed(array: Bytes, dtype: str | None, choose: Choose) -> Any:
     """Return the bytes as an array or tensor. It has elements of *dtype* if they are aligned."""
     size = 1 if dtype is None else _itemsize(dtype)
     aligned = all(step % size == 0 for step in (array.ctypes.data, *array.strides[:-1]))
