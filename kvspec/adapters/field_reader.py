@@ -10,7 +10,7 @@ field is None. `get` returns it. The methods that convert it raise, unless they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ import attrs
 
 from kvspec.dtypes import dtype_name
 from kvspec.errors import SpecError
-from kvspec.inputs import positive_int, sequence
+from kvspec.inputs import flag, positive_int, sequence
+from kvspec.ownership.parallel import ParallelConfig
 
 
 @attrs.frozen
@@ -41,24 +42,24 @@ class FieldReader:
 
     def get(self, name: str) -> FieldReader:
         """Return the field called *name*. Its value is None if the field is missing."""
+        # `getattr` also returns None if a property of the engine raises AttributeError.
         path = f"{self.path}.{name}" if self.path else name
-        try:
-            # `getattr` also returns None if a property of the engine raises AttributeError.
-            return FieldReader(path, getattr(self.value, name, None))
-        except Exception as error:  # A property of the engine may raise anything.
-            message = f"{type(error).__name__}: {error}"
-            raise SpecError(path, message, "a value, not an error") from error
+        return _read(path, lambda: getattr(self.value, name, None))
+
+    def item(self, number: int) -> FieldReader:
+        """Return the member at index *number*."""
+        return _read(f"{self.path}[{number}]", lambda: self.value[number])
 
     def call(self, name: str) -> FieldReader:
         """Call the method *name* without arguments and return its result."""
         method = self.get(name)
         if not callable(method.value):
             raise SpecError(method.path, method.value, "a method")
-        try:
-            return FieldReader(f"{method.path}()", method.value())
-        except Exception as error:  # A method of the engine may raise anything.
-            message = f"{type(error).__name__}: {error}"
-            raise SpecError(f"{method.path}()", message, "a value, not an error") from error
+        return _read(f"{method.path}()", method.value)
+
+    def flag(self, *, default: bool) -> bool:
+        """Return the value as a bool, or *default* if the field is missing."""
+        return default if self.value is None else flag(self.path, self.value)
 
     def size(self, default: int | None = None, least: int = 1) -> int:
         """Return the value as an int of at least *least*.
@@ -103,6 +104,63 @@ class FieldReader:
         except SpecError as error:
             field = f"{self.path}.{error.field}"
             raise SpecError(field, error.value, error.expected, rule=error.rule) from None
+
+
+def _read(path: str, read: Callable[[], Any]) -> FieldReader:
+    try:
+        return FieldReader(path, read())
+    except Exception as error:  # A property or method of the engine may raise anything.
+        message = f"{type(error).__name__}: {error}"
+        raise SpecError(path, message, "a value, not an error") from error
+
+
+def chosen(values: Any, key: str) -> Any:  # noqa: ANN401
+    """Return the value of *key* if *values* is a mapping, or else *values* itself.
+
+    >>> chosen({"layers.0": 4}, "layers.0"), chosen({"layers.0": 4}, "layers.1"), chosen(2, "any")
+    (4, None, 2)
+    """
+    return values.get(key) if isinstance(values, Mapping) else values
+
+
+def check_tp_rank(tp_rank: object, tp_size: int) -> None:
+    """Raise `SpecError` unless *tp_rank* is the number of a TP rank."""
+    if positive_int("tp_rank", tp_rank, least=0) >= tp_size:
+        raise SpecError("tp_rank", tp_rank, f"less than tp_size={tp_size}")
+
+
+def model_heads(
+    heads: Any,  # noqa: ANN401
+    key: str,
+    local: FieldReader,
+    parallel: ParallelConfig,
+    tp_rank: int,
+) -> int:
+    """Return the KV heads of the model, of which the rank *tp_rank* holds the number *local*.
+
+    Args:
+        heads: One number, or a number for each layer or group.
+        key: Name of the layer or group.
+        local: The number of a rank's heads, as the engine reports it.
+        parallel: The parallel sizes of the engine.
+        tp_rank: The TP rank.
+
+    Raises:
+        SpecError: If the number is required, or contradicts *local*.
+    """
+    # Multiplying the heads of a rank by TP counts replicated heads several times (sglang#19086).
+    total, own = chosen(heads, key), local.size()
+    if total is None and parallel.tp_size == 1:
+        total = own
+    if total is None:
+        wanted = f"the KV heads of {key!r} in the model: the engine reports those of a rank"
+        raise SpecError("total_num_kv_heads", heads, wanted)
+    total = positive_int("total_num_kv_heads", total)
+    units = len(parallel.sharding(total).ranges[tp_rank])
+    if units != own:
+        wanted = f"{units}: rank {tp_rank} of {parallel.tp_size} has {units} of the model's {total}"
+        raise SpecError(local.path, own, f"{wanted} (total_num_kv_heads) in {key!r}")
+    return total
 
 
 def layer_names(field: str, names: tuple[Any, ...]) -> tuple[str, ...]:

@@ -81,11 +81,10 @@ def _not_required(pair: Pair, request: TransferRequest) -> Iterator[tuple[Ints, 
         region = pair.consumer.region(layer, part.name)
         rows = _token_rows if part.per_token else _state_rows
         block, row = rows(pair, request, edge, tp_slice, part)
-        first = region.address(0, tp_slice.local_range.start, 0)
-        units = np.arange(len(tp_slice.local_range)) * region.unit_stride
-        address = first + block * region.block_stride + row * region.state_stride
-        chunks = np.arange(region.chunks) * region.chunk_stride
-        yield (address[:, None, None] + units[:, None] + chunks).ravel(), region.chunk_bytes
+        local = tp_slice.local_range
+        first_rows = region.addresses()[local.start : local.stop, 0]
+        moved = block * region.block_stride + row * region.state_stride
+        yield (moved[:, None, None] + first_rows).ravel(), region.chunk_bytes
 
 
 def _parts(pair: Pair) -> Iterator[tuple[Edge, TPTransferSlice, str, Part]]:

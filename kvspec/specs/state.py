@@ -132,7 +132,6 @@ class MambaSpec(LayerSpec):
         ssm_dtype: str | None = None,
         num_speculative_tokens: int = 0,
         block_size: int = 1,
-        page_size_padded: int | None = None,
     ) -> MambaSpec:
         """Return the state of a Mamba1 layer.
 
@@ -146,7 +145,6 @@ class MambaSpec(LayerSpec):
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
             block_size: Tokens of one block. A table may also contain only the id of the last state.
-            page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
             SpecError: If a size or a dtype is not valid.
@@ -163,13 +161,7 @@ class MambaSpec(LayerSpec):
             _conv("conv_x", "intermediate_size", intermediate_size, 1, rows, dtype),
             _ssm("intermediate_size", intermediate_size, state_size, ssm_dtype),
         )
-        return cls(
-            block_size=block_size,
-            page_size_padded=page_size_padded,
-            state_parts=parts,
-            dtype=dtype,
-            ssm_dtype=ssm_dtype,
-        )
+        return cls(block_size=block_size, state_parts=parts, dtype=dtype, ssm_dtype=ssm_dtype)
 
     @classmethod
     def mamba2(
@@ -184,7 +176,6 @@ class MambaSpec(LayerSpec):
         ssm_dtype: str | None = None,
         num_speculative_tokens: int = 0,
         block_size: int = 1,
-        page_size_padded: int | None = None,
     ) -> MambaSpec:
         """Return the state of a Mamba2 layer.
 
@@ -202,7 +193,6 @@ class MambaSpec(LayerSpec):
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
             block_size: Tokens of one block. A table may also contain only the id of the last state.
-            page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
             SpecError: If a size or a dtype is not valid.
@@ -217,13 +207,7 @@ class MambaSpec(LayerSpec):
             _conv("conv_c", "n_groups", n_groups, state_size, rows, dtype),
             _ssm("num_heads", num_heads, head_dim * state_size, ssm_dtype),
         )
-        return cls(
-            block_size=block_size,
-            page_size_padded=page_size_padded,
-            state_parts=parts,
-            dtype=dtype,
-            ssm_dtype=ssm_dtype,
-        )
+        return cls(block_size=block_size, state_parts=parts, dtype=dtype, ssm_dtype=ssm_dtype)
 
     @classmethod
     def gated_delta_net(
@@ -238,7 +222,6 @@ class MambaSpec(LayerSpec):
         ssm_dtype: str | None = None,
         num_speculative_tokens: int = 0,
         block_size: int = 1,
-        page_size_padded: int | None = None,
     ) -> MambaSpec:
         """Return the state of a gated delta net, as in Qwen3-Next.
 
@@ -254,7 +237,6 @@ class MambaSpec(LayerSpec):
             ssm_dtype: Type of the temporal state. By default, *dtype*.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
             block_size: Tokens of one block. A table may also contain only the id of the last state.
-            page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
             SpecError: If a size or a dtype is not valid.
@@ -275,13 +257,7 @@ class MambaSpec(LayerSpec):
             _conv("conv_v", "num_v_heads", num_v_heads, head_v_dim, rows, dtype),
             _ssm("num_v_heads", num_v_heads, head_k_dim * head_v_dim, ssm_dtype),
         )
-        return cls(
-            block_size=block_size,
-            page_size_padded=page_size_padded,
-            state_parts=parts,
-            dtype=dtype,
-            ssm_dtype=ssm_dtype,
-        )
+        return cls(block_size=block_size, state_parts=parts, dtype=dtype, ssm_dtype=ssm_dtype)
 
     @classmethod
     def short_conv(
@@ -292,7 +268,6 @@ class MambaSpec(LayerSpec):
         dtype: str,
         num_speculative_tokens: int = 0,
         block_size: int = 1,
-        page_size_padded: int | None = None,
     ) -> MambaSpec:
         """Return the state of a short convolution, as in LFM2. It has no temporal state.
 
@@ -302,7 +277,6 @@ class MambaSpec(LayerSpec):
             dtype: Type of the conv state.
             num_speculative_tokens: Speculative tokens, which add rows to the conv state.
             block_size: Tokens of one block. A table may also contain only the id of the last state.
-            page_size_padded: Bytes to which a page is padded, or None.
 
         Raises:
             SpecError: If a size or a dtype is not valid.
@@ -313,12 +287,7 @@ class MambaSpec(LayerSpec):
         """
         rows = _conv_rows(conv_kernel, num_speculative_tokens)
         parts = (_conv("conv_x", "conv_dim", conv_dim, 1, rows, dtype),)
-        return cls(
-            block_size=block_size,
-            page_size_padded=page_size_padded,
-            state_parts=parts,
-            dtype=dtype,
-        )
+        return cls(block_size=block_size, state_parts=parts, dtype=dtype)
 
     @classmethod
     def replicated_state(cls, *, state_bytes: int) -> MambaSpec:
@@ -328,17 +297,9 @@ class MambaSpec(LayerSpec):
         100
         """
         positive_int("state_bytes", state_bytes)
-        parts = (
-            Part(
-                name="state",
-                units=1,
-                states=1,
-                content_bytes=state_bytes,
-                tokens_per_state=0,
-                tensor="state",
-            ),
-        )
-        return cls(state_parts=parts)
+        sizes: dict[str, int] = {"units": 1, "states": 1, "tokens_per_state": 0}
+        part = Part(name="state", content_bytes=state_bytes, tensor="state", **sizes)
+        return cls(state_parts=(part,))
 
 
 def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:

@@ -122,7 +122,7 @@ def pp_and_dcp() -> Faults:
 
 def pp_and_states() -> Faults:
     """Move padded GDN pages from 2 stages of TP 2 to TP 4."""
-    specs = gqa(2), gdn(page_size_padded=600)
+    specs = gqa(2), attrs.evolve(gdn(), page_size_padded=600)
     return moves(engine(*specs, tp=2, pp_size=2), engine(*specs, tp=4), 40)
 
 

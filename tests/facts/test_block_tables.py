@@ -297,9 +297,8 @@ def test_freed_block_may_be_in_table_of_another_group() -> None:
 
 def test_slot_of_state_must_not_be_block_of_another_group() -> None:
     """The state is in its group's only slot, or in the last of several blocks."""
-    state = kvspec.MambaSpec.short_conv(
-        conv_dim=4, conv_kernel=2, dtype="bfloat16", block_size=4, page_size_padded=256
-    )
+    state = kvspec.MambaSpec.short_conv(conv_dim=4, conv_kernel=2, dtype="bfloat16", block_size=4)
+    state = attrs.evolve(state, page_size_padded=256)
     both = engine(a=attrs.evolve(FULL, page_size_padded=256), s=state)
     pair, valid = Pair.of(both, both, shared=True), {"a": [1, 2, 3], "s": [4]}
     for slot in ([2], [5, 6, 3]):

@@ -48,8 +48,8 @@ def state_of(arguments: dict[str, Any]) -> kvspec.MambaSpec:
     sizes = dict(STATES[str(arguments["shapes"])])
     make = getattr(kvspec.MambaSpec, sizes.pop("kind"))
     conv, ssm = arguments["dtypes"]
-    spec: kvspec.MambaSpec = make(**sizes, dtype=conv, ssm_dtype=ssm, page_size_padded=padded)
-    return spec
+    spec: kvspec.MambaSpec = make(**sizes, dtype=conv, ssm_dtype=ssm)
+    return attrs.evolve(spec, page_size_padded=padded)
 
 
 def attention_of(cls: str, arguments: dict[str, Any]) -> kvspec.LayerSpec:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import attrs
 import builders
 import pytest
 from typed_tensors import raw_pages
@@ -165,7 +166,9 @@ def test_nvfp4_of_four_ranks_to_one(mode: str) -> None:
 
 HYBRID = [
     builders.group(builders.gqa(4), "a.0", name="rows"),
-    builders.group(builders.mamba2(page_size_padded=200), "s.0", "s.1", name="states"),
+    builders.group(
+        attrs.evolve(builders.mamba2(), page_size_padded=200), "s.0", "s.1", name="states"
+    ),
 ]
 
 

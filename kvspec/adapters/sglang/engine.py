@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.field_reader import FieldReader, check_tp_rank, model_heads
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
@@ -103,8 +103,7 @@ def worker_rank(
     (2, RankId(pp=0, pcp=0, tp=1))
     """
     size = _attention_tp(tp_size, attn_dp_size)
-    if positive_int("tp_rank", tp_rank, least=0) >= tp_size:
-        raise SpecError("tp_rank", tp_rank, f"less than tp_size={tp_size}")
+    check_tp_rank(tp_rank, tp_size)
     engine, own = divmod(tp_rank, size)
     return engine, RankId(pp=positive_int("pp_rank", pp_rank, least=0), tp=own)
 
@@ -166,8 +165,7 @@ def engine_spec(
     """
     parallel = instance("parallel", ParallelConfig() if parallel is None else parallel,
                         ParallelConfig)  # fmt: skip
-    if positive_int("tp_rank", tp_rank, least=0) >= parallel.tp_size:
-        raise SpecError("tp_rank", tp_rank, f"less than tp_size={parallel.tp_size}")
+    check_tp_rank(tp_rank, parallel.tp_size)
     stages = stages_of("pools", pools, lambda path, pool: read_pools(path, pool, FULL))
     if len(stages) != parallel.pp_size:
         wanted = f"one pool for each of the {parallel.pp_size} pipeline stages"
@@ -249,9 +247,12 @@ class _Reader:
         slots, heads, size = pool.shape("k")
         if (slots, heads) != pool.shape("v")[:2]:
             raise SpecError(f"{pool.path}.v_buffer", pool.shape("v"), f"[{slots}, {heads}, size]")
+        local = FieldReader(f"{pool.path}.head_num", heads)
         sizes: dict[str, Any] = {
             "block_size": pool.page_size,
-            "total_num_kv_heads": self._total(pool, heads),
+            "total_num_kv_heads": model_heads(
+                self.heads, pool.group, local, self.parallel, self.tp_rank
+            ),
             "head_size": size,
             "head_size_v": pool.shape("v")[2],
             "dtype": pool.dtype,
@@ -261,22 +262,6 @@ class _Reader:
         return SlidingWindowSpec(
             **sizes, sliding_window=positive_int("sliding_window", self.window)
         )
-
-    def _total(self, pool: TokenPool, local: int) -> int:
-        """Return the KV heads of the model. *local* is the number on the pool's rank."""
-        # Multiplying *local* by TP counts replicated heads several times (sglang#19086).
-        heads = self.heads.get(pool.group) if isinstance(self.heads, Mapping) else self.heads
-        if heads is None and self.parallel.tp_size == 1:
-            heads = local
-        if heads is None:
-            wanted = f"the model's KV heads in group {pool.group!r}: a pool has those of a rank"
-            raise SpecError("total_num_kv_heads", self.heads, wanted)
-        total = positive_int("total_num_kv_heads", heads)
-        own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
-        if own_units != local:
-            wanted = f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has {own_units} "
-            raise SpecError(f"{pool.path}.head_num", local, f"{wanted}of the model's {total}")
-        return total
 
 
 @attrs.frozen

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.adapters.field_reader import chosen
 from kvspec.adapters.sglang.engine import WINDOW
 from kvspec.descriptors.request import BlockTable
 from kvspec.engines.engine import EngineSpec
@@ -65,9 +66,8 @@ def block_tables(engine: EngineSpec, slots: Any) -> dict[str, BlockTable]:  # no
     tables: dict[str, BlockTable] = {}
     counts: dict[str, int] = {}
     for group in engine.groups:
-        group_slots = slots.get(group.name) if isinstance(slots, Mapping) else slots
         field = f"slots[{group.name!r}]"
-        own = _array(field, group_slots)
+        own = _array(field, chosen(slots, group.name))
         counts[group.name] = len(own)
         tables[group.name] = _table(field, own, engine.virtual_block(group))
     # A list without the slots that a window has passed would put its tokens at wrong places.

@@ -27,7 +27,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.field_reader import FieldReader, chosen
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
 from kvspec.specs.formats import is_opaque
@@ -127,7 +127,7 @@ class Backends:
     def format_of(self, layer: str, spec: FieldReader) -> str:
         """Return the page format of *layer*, whose spec is *spec*."""
         field = f"backends[{layer!r}]"
-        name = full_name(field, self._of(self.by_layer, layer))
+        name = full_name(field, chosen(self.by_layer, layer))
         form = FORMATS.get(name)
         if form is None:
             raise SpecError(field, name, f"{_EXPECTED} (kvspec.adapters.vllm.FORMATS)")
@@ -139,7 +139,7 @@ class Backends:
 
     def _variant(self, layer: str, name: str, known: Mapping[str, str]) -> str:
         """Return the format for the caller's variant of the backend called *name*."""
-        variant = self._of(self.variants, layer)
+        variant = chosen(self.variants, layer)
         if not isinstance(variant, str) or variant not in known:
             wanted = f"one of {', '.join(known)}: the variants of {name.rpartition('.')[2]}"
             raise SpecError(f"variants[{layer!r}]", variant, wanted)
@@ -151,9 +151,6 @@ class Backends:
         if device is not None and not isinstance(device, str):
             raise SpecError(f"variants[{layer!r}]", device, "a type of device, such as cuda or cpu")
         return device
-
-    def _of(self, values: Any, layer: str) -> Any:  # noqa: ANN401
-        return values.get(layer) if isinstance(values, Mapping) else values
 
 
 def full_name(field: str, backend: Any) -> str:  # noqa: ANN401 - vLLM's class, not imported

@@ -13,7 +13,7 @@ import attrs
 
 from kvspec.adapters.field_reader import FieldReader, layer_names
 from kvspec.errors import SpecError
-from kvspec.inputs import flag, mapping, positive_int, sequence
+from kvspec.inputs import mapping, positive_int, sequence
 from kvspec.ownership.parallel import ParallelConfig
 
 # The class of vLLM that gives each layer of a group a spec of its own.
@@ -120,8 +120,7 @@ def read_configs(config: Any, parallel: ParallelConfig) -> tuple[Config, ...]:  
 def _group(fields: FieldReader) -> Group:
     layers = fields.get("layer_names").names()
     # Older versions of vLLM transfer every group and have no such field.
-    transferred = fields.get("enable_kv_transfer")
-    moves = transferred.value is None or flag(transferred.path, transferred.value)
+    moves = fields.get("enable_kv_transfer").flag(default=True)
     eagle = fields.get("is_eagle_group").value is True
     return Group(layers, fields.get("kv_cache_spec"), moves, eagle)
 

@@ -93,8 +93,7 @@ def _count(
     local = spec.get("num_kv_heads").size()
     # Some versions of vLLM have a config for each layer, reached by index.
     if hasattr(type(by_layer.value), "__getitem__") and number is not None:
-        own = FieldReader(f"{by_layer.path}[{number}]", _item(by_layer, number))
-        count = own.get("total_num_kv_heads").size()
+        count = by_layer.item(number).get("total_num_kv_heads").size()
         if by_layer.get("per_layer_overrides").value:
             return count
         # Without overrides, the entries just repeat the one number of the model.
@@ -141,14 +140,6 @@ def _numbers(path: str, value: object, depth: int = 5) -> Iterator[tuple[str, in
             yield here, member
         elif isinstance(member, (list, tuple, Mapping)) or hasattr(member, "__dict__"):
             yield from _numbers(here, member, depth - 1)
-
-
-def _item(place: FieldReader, number: int) -> object:
-    try:
-        return place.value[number]
-    except Exception as error:  # A method of the engine may raise anything.
-        message = f"{type(error).__name__}: {error}"
-        raise SpecError(f"{place.path}[{number}]", message, "a value, not an error") from error
 
 
 def _models_of(

@@ -40,7 +40,6 @@ import attrs
 from kvspec.adapters.field_reader import FieldReader
 from kvspec.dtypes import itemsize
 from kvspec.errors import SpecError
-from kvspec.inputs import flag
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import MambaSpec
@@ -212,8 +211,7 @@ def read_state(
     name = str(getattr(kind, "name", kind)).upper()
     if name not in TYPES:
         raise SpecError(f"{rank_spec.path}.mamba_type", kind, f"one of {', '.join(TYPES)}")
-    replicated = rank_spec.get("tp_replicated")
-    whole = replicated.value is not None and flag(replicated.path, replicated.value)
+    whole = rank_spec.get("tp_replicated").flag(default=False)
     # A replicated state has the sizes of the model on each rank, as in an engine without TP.
     own = (ParallelConfig(), 0, None) if whole else (parallel, tp_rank, n_groups)
     state = _state(rank_spec, *own)

@@ -26,7 +26,7 @@ from typing import Any
 
 import attrs
 
-from kvspec.adapters.field_reader import FieldReader
+from kvspec.adapters.field_reader import FieldReader, check_tp_rank, chosen, model_heads
 from kvspec.adapters.vllm.backends import (
     ROWS,
     Backends,
@@ -39,7 +39,7 @@ from kvspec.adapters.vllm.backends import (
 from kvspec.adapters.vllm.recurrent import read_state
 from kvspec.dtypes import dtype_name, itemsize
 from kvspec.errors import SpecError
-from kvspec.inputs import flag, positive_int
+from kvspec.inputs import positive_int
 from kvspec.ownership.parallel import ParallelConfig
 from kvspec.ownership.part import Part
 from kvspec.specs import (
@@ -117,8 +117,7 @@ class RankSpecs:
     fp8_dtype: str | Mapping[str, str] | None = None
 
     def __attrs_post_init__(self) -> None:
-        if positive_int("tp_rank", self.tp_rank, least=0) >= self.parallel.tp_size:
-            raise SpecError("tp_rank", self.tp_rank, f"less than tp_size={self.parallel.tp_size}")
+        check_tp_rank(self.tp_rank, self.parallel.tp_size)
         sizes = self.kernel_block_size
         for size in sizes.values() if isinstance(sizes, Mapping) else (sizes,):
             if size is not None:
@@ -189,8 +188,7 @@ class RankSpecs:
 
     def _kernel_block(self, layer: str, block_size: int) -> int | None:
         """Return the tokens of a block in memory, or None if not fewer than *block_size*."""
-        sizes = self.kernel_block_size
-        size = sizes.get(layer) if isinstance(sizes, Mapping) else sizes
+        size: int | None = chosen(self.kernel_block_size, layer)
         return size if size is not None and size < block_size else None
 
     def _latent(
@@ -222,13 +220,8 @@ class RankSpecs:
         """Return the spec of a layer with KV heads."""
         kind, more = KINDS[name]
         fields = self._common(layer, rank_spec, more)
-        local = rank_spec.get("num_kv_heads").size()
-        total = self._total(layer, local)
-        own_units = len(self.parallel.sharding(total).ranges[self.tp_rank])
-        if own_units != local:
-            wanted = f"{own_units}: rank {self.tp_rank} of {self.parallel.tp_size} has {own_units} "
-            wanted += f"of the model's {total} (total_num_kv_heads) in {layer!r}"
-            raise SpecError(f"{rank_spec.path}.num_kv_heads", local, wanted)
+        local = rank_spec.get("num_kv_heads")
+        total = model_heads(self.heads, layer, local, self.parallel, self.tp_rank)
         fields["total_num_kv_heads"] = total
         fields["head_size_v"] = rank_spec.get("head_size_v").size_or_none()
         fields |= packing(rank_spec, page_format)
@@ -252,23 +245,12 @@ class RankSpecs:
         dtype = rank_spec.get("dtype").dtype()
         if dtype != "uint8" or not quantization(rank_spec).startswith("FP8"):
             return dtype
-        dtypes, field = self.fp8_dtype, f"fp8_dtype[{layer!r}]"
-        value = dtypes.get(layer) if isinstance(dtypes, Mapping) else dtypes
+        value, field = chosen(self.fp8_dtype, layer), f"fp8_dtype[{layer!r}]"
         name = None if value is None else dtype_name(value, field)
         if name is None or not name.startswith("float8_e"):
             wanted = f"the fp8 type of the layer's elements: {rank_spec.path} contains only 'fp8'"
             raise SpecError(field, value, wanted)
         return name
-
-    def _total(self, layer: str, local: int) -> int:
-        """Return the KV heads of *layer* in the model."""
-        total = self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
-        if total is None and self.parallel.tp_size == 1:
-            total = local
-        if total is None:
-            wanted = f"the KV heads of {layer!r} in the model: vLLM's specs contain those of a rank"
-            raise SpecError("total_num_kv_heads", self.heads, wanted)
-        return total
 
     def _paged(self, spec: LayerSpec, rank_spec: FieldReader) -> LayerSpec:
         """Return *spec* with vLLM's padding. Raise if vLLM's page has another size."""
@@ -296,7 +278,4 @@ def _context_sharded(spec: LayerSpec, rank_spec: FieldReader) -> bool:
     # Older versions of vLLM shard every layer and have no such field. In newer ones, a draft model
     # may run whole while its target is sharded. A recurrent state has no tokens to
     # shard, and gets the default.
-    sharded = rank_spec.get("dcp_sharded")
-    if sharded.value is None or not spec.parts[0].per_token:
-        return True
-    return flag(sharded.path, sharded.value)
+    return not spec.parts[0].per_token or rank_spec.get("dcp_sharded").flag(default=True)
