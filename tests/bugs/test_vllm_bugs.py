@@ -167,7 +167,7 @@ def test_bug_4_keys_and_values_as_two_head_slots_are_moved(
         for rank in spec.parallel.ranks:
             flat, tensors = packed(2 // size, layout)[1]
             kept.append(flat)
-            caches[-1][rank] = vllm.rank_cache(spec, rank, tensors, config.num_blocks)
+            caches[-1][rank] = vllm.rank_cache(spec, rank, tensors)
             views[-1][rank] = tensors
     ids, others = [2, 3], [1, 3]
     _paint(views[0], ids, 2 // sizes[0], check=False)

@@ -89,7 +89,7 @@ def side_of(row: dict[str, Any], side: str) -> Side:
             max(tensor.offset + tensor.size for tensor in config.kv_cache_tensors), np.uint8
         )
         tensors = tensors_of(config, layout_of(row, side), flat)
-        caches[rank] = vllm.rank_cache(engine, rank, tensors, config.num_blocks)
+        caches[rank] = vllm.rank_cache(engine, rank, tensors)
     return engine, caches, buffers
 
 

@@ -36,7 +36,7 @@ from kvspec.adapters.vllm.config import Config, Tensor, read_config
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError
-from kvspec.inputs import instance, positive_int
+from kvspec.inputs import instance
 from kvspec.memory.aliasing import meetings
 from kvspec.memory.from_tensors import check_layers, check_tensor
 from kvspec.memory.rank_cache import RankCache
@@ -60,7 +60,6 @@ def rank_cache(
     engine: EngineSpec,
     rank: RankId,
     tensors: Mapping[str, Any],
-    num_blocks: int | None = None,
     *,
     config: Any = None,  # noqa: ANN401 - vLLM's class, not imported
 ) -> RankCache:
@@ -83,7 +82,6 @@ def rank_cache(
 
             Layers that the engine excludes may be missing. A layer without a cache of its own may
             be present if its tensor is the tensor of another layer.
-        num_blocks: The expected number of blocks, counted in blocks of the block table.
         config: The rank's own `KVCacheConfig`. If passed, the tensors must have its number of
             blocks, and must lie in memory as its `kv_cache_tensors` describe.
 
@@ -108,32 +106,20 @@ def rank_cache(
     tensors = owned(engine, tensors)
     check_layers(engine, rank, tensors)
     own_config = None if config is None else read_config(FieldReader("config", config))
-    num_blocks = _blocks(num_blocks, own_config)
+    count = None if own_config is None else own_config.fields.get("num_blocks").size()
     views = {}
     for group in engine.groups:
         for layer in engine.layers_at(group, rank.pp):
             if layer not in tensors:
                 continue
             views[layer] = dict(_Layer(engine, group, rank, layer).views(tensors[layer]))
-            if num_blocks is not None:
-                _check_blocks(layer, views[layer], num_blocks * group.kernel_blocks_per_block)
+            if count is not None:
+                _check_blocks(layer, views[layer], count * group.kernel_blocks_per_block)
     axes = {name: _AXES[view.ndim] for named in views.values() for name, view in named.items()}
     cache = RankCache.from_tensors(engine, rank, views, axes)
     if own_config is not None:
         check_places(cache, own_config)
     return cache
-
-
-def _blocks(num_blocks: int | None, config: Config | None) -> int | None:
-    """Return the blocks of the block table, from the caller or the config. None if unknown."""
-    if num_blocks is not None:
-        positive_int("num_blocks", num_blocks)
-    if config is None:
-        return num_blocks
-    count = config.fields.get("num_blocks").size()
-    if num_blocks not in (None, count):
-        raise SpecError("num_blocks", num_blocks, f"{count}, as the config has")
-    return count
 
 
 def _check_blocks(layer: str, views: Mapping[str, Any], blocks: int) -> None:
