@@ -1,14 +1,12 @@
 """Write SVG: the shapes and texts of a picture.
 
-Invariant: no other module writes SVG. All texts pass through `Canvas.text`, which escapes them and
-never makes them smaller than `style.SMALL`.
+Invariant: no other module writes SVG. All texts pass through `Canvas.text`, which escapes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
-from typing import Literal
 
 import attrs
 
@@ -56,22 +54,13 @@ class Canvas:
         self.elements.append(element(name, inside, **look))
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        *,
-        size: float = style.NORMAL,
-        fill: str = style.INK,
-        anchor: Literal["", "middle", "end"] = "",
-        bold: bool = False,
+        self, x: float, y: float, text: str, size: float = style.NORMAL, **look: Look
     ) -> float:
         """Write *text* with its baseline at *y*. Return an upper bound of its width."""
         if text:
-            look: dict[str, Look] = {"x": x, "y": y, "font_size": max(size, style.SMALL)}
-            look |= {"fill": fill, "font_weight": "bold" if bold else None, "text_anchor": anchor}
-            self.elements.append(element("text", _escaped(text), **look))
-        return style.width_of(text, size, bold=bold)
+            place: dict[str, Look] = {"x": x, "y": y, "font_size": size, "fill": style.INK}
+            self.elements.append(element("text", _escaped(text), **place | look))
+        return style.width_of(text, size, bold="font_weight" in look)
 
     def words(self, y: float, words: Iterable[str], width: float) -> float:
         """Write *words* with dots between them. Start a new line if *width* is used up.
@@ -104,7 +93,7 @@ class Canvas:
             self.box(
                 (x, y), (26, 14), pattern, fill=fill, fill_opacity=faded, stroke=style.LINE, rx=2
             )
-            self.text(x + 34, y + 11, meaning, size=style.SMALL)
+            self.text(x + 34, y + 11, meaning, style.SMALL)
             x += room
         return y + 20 if x > style.MARGIN else y
 
@@ -163,7 +152,7 @@ class Canvas:
 def note_svg(kind: str, title: str, words: Iterable[str]) -> str:
     """Return a small picture of texts, for a plan or table that moves nothing."""
     canvas, y = Canvas(), style.MARGIN + 14
-    width = canvas.text(style.MARGIN, y, title, size=style.LARGE, bold=True)
+    width = canvas.text(style.MARGIN, y, title, style.LARGE, font_weight="bold")
     for word in words:
         y += 22
         width = max(width, canvas.text(style.MARGIN, y, style.shortened(word), fill=style.FAINT))

@@ -28,7 +28,7 @@ import attrs
 
 from kvspec.analysis.explanation import sizes
 from kvspec.draw import style
-from kvspec.draw.canvas import Canvas, Point, note_svg
+from kvspec.draw.canvas import Canvas, note_svg
 from kvspec.engines.engine import EngineSpec
 from kvspec.engines.group import KVCacheGroup
 from kvspec.errors import SpecError, counted, nbytes
@@ -201,7 +201,7 @@ class Column:
                 end = boxes[-1].top + boxes[-1].height + _PAD
                 size = self.width + 2 * _GAP, end - top
                 canvas.box((self.left - _GAP, top), size, fill=style.BAND, rx=6)
-                canvas.text(self.left, top + 16, caption, size=style.SMALL, fill=style.FAINT)
+                canvas.text(self.left, top + 16, caption, style.SMALL, fill=style.FAINT)
 
 
 @attrs.frozen
@@ -401,11 +401,11 @@ def plan_svg(plan: TransferPlan, group: str | None = None) -> str:
         return note_svg("plan", title, ["nothing moves", *excluded])
     scene, canvas = Scene.of(plan, group), Canvas()
     columns, width = scene.columns, scene.columns[1].right + style.MARGIN
-    canvas.text(style.MARGIN, style.MARGIN + 14, title, size=style.LARGE, bold=True)
+    canvas.text(style.MARGIN, style.MARGIN + 14, title, style.LARGE, font_weight="bold")
     top = canvas.words(style.MARGIN + 36, _facts(scene, plan), width) + 40
     end = max(column.stack(top) for column in columns)
     for column in columns:
-        canvas.text(column.left, top - 32, column.name, size=style.MEDIUM, bold=True)
+        canvas.text(column.left, top - 32, column.name, style.MEDIUM, font_weight="bold")
         canvas.text(column.left, top - 15, column.caption, fill=style.FAINT)
         column.spread(top, end)
         column.frames(canvas)
@@ -445,27 +445,22 @@ def _curves(canvas: Canvas, scene: Scene) -> None:
         y = middle - (len(line.reads) - 1) / 2 * step
         # In the order of their ends, the curves of one line do not cross.
         for nth, read in enumerate(sorted(line.reads, key=ends.__getitem__)):
-            start = producer.left + producer.width, y + nth * step
-            _curve(canvas, read, scene.numbers[read.producer], start, (consumer.left, ends[read]))
-
-
-def _curve(canvas: Canvas, read: Read, number: int, start: Point, stop: Point) -> None:
-    name, noun = read.part_group.name, read.part_group.noun
-    units = f"{name} {noun}s {read.units.start}..{read.units.stop - 1} of {', '.join(read.groups)}"
-    canvas.curve(
-        start,
-        stop,
-        f"{read.consumer} reads {units} from {read.producer}: {read.size}",
-        style.colour(number),
-        stroke_width=1.8,
-        stroke_opacity=0.9,
-        stroke_dasharray=_DASHES[number // len(style.PALETTE) % len(_DASHES)],
-        data_producer=str(read.producer),
-        data_consumer=str(read.consumer),
-        data_parts=name,
-        data_units=f"{read.units.start}-{read.units.stop}",
-        data_groups=" ".join(read.groups),
-    )
+            number, parts = scene.numbers[read.producer], read.part_group
+            units = f"{parts.noun}s {read.units.start}..{read.units.stop - 1}"
+            fact = f"{read.consumer} reads {parts.name} {units} of {', '.join(read.groups)} from "
+            canvas.curve(
+                (producer.left + producer.width, y + nth * step),
+                (consumer.left, ends[read]),
+                f"{fact}{read.producer}: {read.size}",
+                style.colour(number),
+                stroke_width=1.8,
+                stroke_dasharray=_DASHES[number // len(style.PALETTE) % len(_DASHES)],
+                data_producer=str(read.producer),
+                data_consumer=str(read.consumer),
+                data_parts=parts.name,
+                data_units=f"{read.units.start}-{read.units.stop}",
+                data_groups=" ".join(read.groups),
+            )
 
 
 def _box(canvas: Canvas, scene: Scene, column: Column, box: Box) -> None:
@@ -481,8 +476,8 @@ def _box(canvas: Canvas, scene: Scene, column: Column, box: Box) -> None:
     )
     base, ink = box.top + box.height / 2 + 4.5, style.FAINT if box.note else style.INK
     words = column.left + column.words
-    canvas.text(column.left + _PAD + 4, base, str(box.rank), fill=ink, bold=True)
-    canvas.text(words, base, box.note, size=style.SMALL, fill=style.FAINT)
+    canvas.text(column.left + _PAD + 4, base, str(box.rank), fill=ink, font_weight="bold")
+    canvas.text(words, base, box.note, style.SMALL, fill=style.FAINT)
     for line, y in box.rows:
         name, x = line.part_group.name, column.left + column.cells
         ink, fill, stroke, opacity = style.FAINT, style.HOLLOW, style.LINE, 0.6
@@ -502,6 +497,6 @@ def _box(canvas: Canvas, scene: Scene, column: Column, box: Box) -> None:
                 data_cell=label,
                 data_parts=name,
             )
-            canvas.text(x + width / 2, y + 4, label, anchor="middle", fill=ink)
+            canvas.text(x + width / 2, y + 4, label, text_anchor="middle", fill=ink)
             x += width
-        canvas.text(words, y + 4, line.words, size=style.SMALL, fill=ink)
+        canvas.text(words, y + 4, line.words, style.SMALL, fill=ink)

@@ -52,7 +52,8 @@ _GAP, _OUTLINED, _APART = 30.0, 12.0, 92.0
 # `_first_blocks` searches at most so many tokens, and tries at most so many shorter requests.
 _MOST_TOKENS, _MOST_TRIED = 2**16, 8
 # More would be too narrow to distinguish, or too many for a browser.
-_MOST_STRETCHES, _MOST_LAYERS, _MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 200, 3, 256, 16, 12
+_MOST_STRETCHES, _MOST_UNITS, _MOST_LAYERS = 200, 64, 3
+_MOST_RIBBONS, _MOST_LABELS, _MOST_KEYS = 256, 16, 12
 
 
 @attrs.frozen
@@ -111,21 +112,21 @@ class Window:
         null = self.cache.engine.null_block
         return range(count) if null is None else max(range(null), range(null + 1, count), key=len)
 
-    def stretches(self, layers: Sequence[str], *, by_unit: bool) -> list[Stretch]:
-        """Return the stretches of *layers*, by memory and address.
-
-        If *by_unit* is true, a stretch contains the bytes of one unit only.
-        """
+    def stretches(self, layers: Sequence[str]) -> list[Stretch]:
+        """Return the stretches of *layers*, by memory and address."""
         memories: dict[Memory, int] = {}
         stretches: list[Stretch] = []
         for region in (region for region in self.cache.regions if region.layer in layers):
             home = next(m for m in self.cache.memory if 0 <= region.base - m.address < m.length)
             number = memories.setdefault(home, len(memories))
-            stretches += self._of(region, number, by_unit=by_unit)
+            stretches += self._of(region, number)
         return sorted(stretches, key=lambda stretch: (stretch.memory, stretch.start))
 
-    def _of(self, region: Region, memory: int, *, by_unit: bool) -> Iterator[Stretch]:
-        """Yield the stretches of one region: its chunks of content, joined if they touch."""
+    def _of(self, region: Region, memory: int) -> Iterator[Stretch]:
+        """Yield the stretches of one region: its chunks of content, joined if they touch.
+
+        A stretch has one unit, unless the region has many.
+        """
         part, units = self.cache.part_of(region)
         grid = region.addresses()
         if part.per_token:
@@ -135,7 +136,7 @@ class Window:
         packs = np.repeat(np.array(units) // part.granularity, grid[0].size)
         order = np.argsort(address, kind="stable")
         separate = np.diff(address[order]) != region.chunk_bytes
-        if by_unit:
+        if region.units <= _MOST_UNITS:
             separate |= np.diff(packs[order]) != 0
         for own in np.split(order, np.flatnonzero(separate) + 1):
             start, stop = int(address[own[0]]), int(address[own[-1]]) + region.chunk_bytes
@@ -340,39 +341,35 @@ def _of_tokens(windows: list[Window], firsts: Sequence[int], count: int) -> list
     return [attrs.evolve(w, tokens=own) for w, own in zip(windows, tokens, strict=True)]
 
 
-def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ...], bool]:
-    """Reduce tokens, then layers, until the stretches are wide enough to distinguish.
+def _fit(edge: Edge, windows: list[Window]) -> tuple[list[Window], tuple[str, ...]]:
+    """Reduce tokens, then layers, until the stretches are wide enough to distinguish."""
 
-    Returns:
-        The windows, the drawn layers, and whether each stretch shows one unit only.
-    """
+    def too_many(layers: int) -> bool:
+        counts = (len(window.stretches(edge.layers[:layers])) for window in windows)
+        return max(counts) > _MOST_STRETCHES
 
-    def fits(count: int, *, by_unit: bool) -> bool:
-        layers = edge.layers[:count]
-        most = max(len(window.stretches(layers, by_unit=by_unit)) for window in windows)
-        return most <= _MOST_STRETCHES
-
-    while not (by_unit := fits(1, by_unit=True)) and len(windows[0].tokens) > 2:  # noqa: PLR2004 - two tokens show the order
+    # Two tokens are enough to show the order of tokens and units.
+    while too_many(1) and len(windows[0].tokens) > 2:  # noqa: PLR2004
         half = -(-len(windows[0].tokens) // 2)
         windows = _of_tokens(windows, [window.tokens.start for window in windows], half)
     count = min(_MOST_LAYERS, len(edge.layers))
-    while count > 1 and not fits(count, by_unit=by_unit):
+    while count > 1 and too_many(count):
         count -= 1
-    return windows, edge.layers[:count], by_unit
+    return windows, edge.layers[:count]
 
 
 def _draw(edge: Edge, windows: list[Window], runs: Ints, facts: str) -> str:
-    windows, layers, by_unit = _fit(edge, windows)
-    axes = [Axis.of(window.stretches(layers, by_unit=by_unit)) for window in windows]
+    windows, layers = _fit(edge, windows)
+    axes = [Axis.of(window.stretches(layers)) for window in windows]
     stretches = [stretch for axis in axes for stretch, _ in axis.placed]
     parts = list(dict.fromkeys(stretch.part for stretch in stretches))
     canvas, title = Canvas(), f"One block of {edge.group}: {edge.producer} → {edge.consumer}"
     right = style.MARGIN + _WIDTH
-    canvas.text(style.MARGIN, style.MARGIN + 14, title, size=style.LARGE, bold=True)
+    canvas.text(style.MARGIN, style.MARGIN + 14, title, style.LARGE, font_weight="bold")
     canvas.text(style.MARGIN, style.MARGIN + 36, facts, fill=style.FAINT)
     if hidden := len(edge.layers) - len(layers):
         drawn = f"{counted(len(layers), 'layer')} drawn, … and {hidden} more"
-        canvas.text(right, style.MARGIN + 36, drawn, fill=style.FAINT, anchor="end")
+        canvas.text(right, style.MARGIN + 36, drawn, fill=style.FAINT, text_anchor="end")
     top = style.MARGIN + 120
     bottom = top + _BAR + _BETWEEN
     drawn = _ribbons(canvas, axes, runs, (top + _BAR, bottom))
@@ -402,7 +399,7 @@ def _heading(canvas: Canvas, window: Window, y: float) -> None:
     """Write the rank, the block and its layout."""
     cache, tokens, group = window.cache, window.tokens, window.group
     name = f"{window.name} {cache.rank}"
-    width = canvas.text(style.MARGIN, y, name, size=style.MEDIUM, bold=True)
+    width = canvas.text(style.MARGIN, y, name, style.MEDIUM, font_weight="bold")
     words = [f"block {window.block}", f"layout {cache.engine.layout_of(group)}"]
     if tokens:
         words.append(f"{group.memory_block_size} tokens a block")
@@ -416,7 +413,7 @@ def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) 
     for before, after in pairwise(axis.chunks):
         end = before.placed[-1][1][1]
         dots = style.fitting(["…"], after.left - end)
-        canvas.text((end + after.left) / 2, y + _BAR / 2 + 3, dots, anchor="middle")
+        canvas.text((end + after.left) / 2, y + _BAR / 2 + 3, dots, text_anchor="middle")
     for stretch, (left, right) in axis.placed:
         units, size = style.span_text(stretch.units), nbytes(stretch.stop - stretch.start)
         canvas.box(
@@ -436,7 +433,7 @@ def _bar(canvas: Canvas, side: str, axis: Axis, y: float, parts: Sequence[str]) 
     for left, right, texts in _labels(axis):
         label = style.fitting(texts, right - left - 3)
         middle = (left + right) / 2
-        canvas.text(middle, y + _BAR / 2 + 4, label, size=style.SMALL, anchor="middle")
+        canvas.text(middle, y + _BAR / 2 + 4, label, style.SMALL, text_anchor="middle")
 
 
 def _labels(axis: Axis) -> Iterator[tuple[float, float, tuple[str, str]]]:
@@ -464,7 +461,7 @@ def _layers(canvas: Canvas, axis: Axis, y: float) -> None:
         middle = (left + right) / 2
         names = (style.shortened(layer, most) for most in (len(layer), 24, 16, 10, 6))
         name = style.fitting(names, right - left - 8)
-        half = canvas.text(middle, y, name, size=style.SMALL, fill=style.FAINT, anchor="middle") / 2
+        half = canvas.text(middle, y, name, style.SMALL, fill=style.FAINT, text_anchor="middle") / 2
         half += 4 if name else 0
         canvas.rule((left, y - 4), (middle - half, y - 4))
         canvas.rule((middle + half, y - 4), (right, y - 4))
@@ -492,7 +489,7 @@ def _ticks(canvas: Canvas, axis: Axis, y: float) -> None:
             width = style.width_of(label, style.SMALL)
             if free <= x <= end - width:
                 canvas.rule((x, y - 9), (x, y + 1))
-                canvas.text(x + 3, y, label, size=style.SMALL, fill=style.FAINT)
+                canvas.text(x + 3, y, label, style.SMALL, fill=style.FAINT)
                 free = x + width + 11
 
 
@@ -528,6 +525,6 @@ def _ribbons(canvas: Canvas, axes: Sequence[Axis], runs: Ints, rows: tuple[float
             room = min(upper[1] - upper[0], lower[1] - lower[0])
             label = style.fitting([nbytes(size)], room - 4)
             x, y = sum((*upper, *lower)) / 4, sum(rows) / 2 + 4
-            canvas.text(x, y, label, size=style.SMALL, anchor="middle")
+            canvas.text(x, y, label, style.SMALL, text_anchor="middle")
     every = f", 1 of {step} drawn" if step > 1 else ""
     return f"{_lengths(runs[numbers])} between the drawn bytes{every}"

@@ -297,9 +297,8 @@ class MambaSpec(LayerSpec):
         100
         """
         positive_int("state_bytes", state_bytes)
-        sizes: dict[str, int] = {"units": 1, "states": 1, "tokens_per_state": 0}
-        part = Part(name="state", content_bytes=state_bytes, tensor="state", **sizes)
-        return cls(state_parts=(part,))
+        part = Part(name="state", units=1, states=1, content_bytes=state_bytes, tokens_per_state=0)
+        return cls(state_parts=(attrs.evolve(part, tensor="state"),))
 
 
 def common_rows(spec: LayerSpec, other: LayerSpec) -> LayerSpec:
