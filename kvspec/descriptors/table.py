@@ -30,6 +30,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvspec.descriptors.complete import complete_blocks
 from kvspec.descriptors.paging import BlockLayout
 from kvspec.descriptors.request import BlockTable, Ids, TransferRequest
 from kvspec.descriptors.runs import coalesce, row_sets
@@ -319,6 +320,28 @@ class DescriptorTable:
         """
         pair = Pair(self.plan, self.producer, self.consumer, self.layers)
         return unwritten_ranges(pair, request, self.descriptors(request))
+
+    def complete_blocks(self, request: TransferRequest) -> dict[str, Ids]:
+        """Return the consumer's blocks that a prefix cache may contain after *request* was loaded.
+
+        They depend on the plan and the request alone, so each table of the plan returns the same
+        blocks. They are valid only after the loads of all ranks are done. Keep all other blocks of
+        the request out of a prefix cache, even if they are full: they may contain tokens that were
+        never moved, such as those before a sliding window.
+
+        Args:
+            request: The request.
+
+        Returns:
+            By group of the consumer: block ids in token order, int64. They include blocks whose
+            tokens were all cached before. Blocks before the first live token are not included,
+            because they may belong to another request by now. Layers that either engine excludes
+            do not count, and groups that do not move have no entry.
+
+        Raises:
+            SpecError: If the request lacks a table or encoder tokens, or names an unknown group.
+        """
+        return complete_blocks(self.plan, request)
 
     @cached_property
     def _groups(self) -> tuple[str, ...]:
