@@ -48,6 +48,7 @@ def allocate(
         The cache, and its storage by group name. A group without layers on the rank has no storage.
         The storage of a group is a flat array of zeroed bytes: numpy ``uint8`` on ``"cpu"``, a
         torch ``uint8`` tensor on a GPU. If the memory is shared, all groups have the same array.
+        The cache keeps a reference to the storage.
 
     Raises:
         SpecError: If the memory cannot be allocated, or the groups cannot share memory.
@@ -68,7 +69,7 @@ def allocate(
         return memory
 
     flag("shared", shared)
-    cache, groups = _make_cache(engine, rank, num_blocks, obtain, shared=shared)
+    cache, groups = _make_cache(engine, rank, num_blocks, obtain, shared=shared, owner=arrays)
     group_arrays = arrays * len(groups) if shared else arrays
     return cache, dict(zip(groups, group_arrays, strict=True))
 
@@ -133,8 +134,9 @@ def _make_cache(
     obtain: Callable[[int], Memory],
     *,
     shared: bool,
+    owner: object = None,
 ) -> tuple[RankCache, list[str]]:
-    """Return a rank's cache and the names of its groups.
+    """Return a rank's cache, which keeps *owner* alive, and the names of its groups.
 
     *obtain* receives a number of bytes and returns memory of that size. It is called once for each
     group, or once in total if *shared*.
@@ -154,7 +156,7 @@ def _make_cache(
             for placement in placed.placements
             if placement.units
         )
-    cache = RankCache(engine, rank, tuple(regions), tuple(memory))
+    cache = RankCache(engine, rank, tuple(regions), tuple(memory), owner=owner)
     return cache, [placed.group.name for placed in placed_groups]
 
 

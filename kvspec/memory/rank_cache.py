@@ -74,6 +74,28 @@ def _memories(value: object) -> tuple[Memory, ...]:
     return tuple(instance("memory", member, Memory) for member in members)
 
 
+class Owners(tuple[object, ...]):
+    """Objects that own the memory of a cache. A reference keeps the memory allocated.
+
+    A copy refers to the same objects. A pickle is empty: addresses mean nothing in another process,
+    and the objects may be tensors of many GB.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[Owners], tuple[()]]:
+        return Owners, ()
+
+    def __deepcopy__(self, memo: object) -> Owners:
+        return self
+
+
+def _owners(value: object) -> Owners:
+    if isinstance(value, Owners):
+        return value
+    return Owners(() if value is None else (value,))
+
+
 @attrs.frozen
 class RankCache:
     """The KV cache of one rank.
@@ -86,6 +108,9 @@ class RankCache:
         rank: The rank.
         regions: One region for each part of each layer that the rank holds.
         memory: The memory that contains the regions. This is what the transport registers.
+        owner: The object that owns the memory, such as a list of tensors, in a tuple. The cache
+            keeps a reference to it, so the memory is not freed before the cache. Owners are not
+            compared, and a pickle has none.
 
     Raises:
         SpecError: If a region is missing, contradicts the engine or lies outside the memory. Also
@@ -106,6 +131,7 @@ class RankCache:
     rank: RankId
     regions: tuple[Region, ...] = attrs.field(converter=_regions)
     memory: tuple[Memory, ...] = attrs.field(converter=_memories)
+    owner: Owners = attrs.field(default=None, converter=_owners, kw_only=True, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         instance("engine", self.engine, EngineSpec).parallel.check_rank(self.rank)
@@ -216,7 +242,8 @@ class RankCache:
     ) -> RankCache:
         """Return the cache that consists of an engine's own tensors.
 
-        Nothing is copied. The caller keeps the tensors alive as long as the cache is used.
+        Nothing is copied. The cache keeps a reference to each tensor. A memory that the tensor
+        itself only borrows, such as a GPU allocation of another library, must stay allocated.
 
         Args:
             engine: The engine.
@@ -253,4 +280,5 @@ class RankCache:
         10
         """
         regions, memory = read(engine, rank, tensors, axes)
-        return RankCache(engine, rank, regions, memory)
+        owner = [tuple(t.values()) if isinstance(t, Mapping) else t for t in tensors.values()]
+        return RankCache(engine, rank, regions, memory, owner=owner)

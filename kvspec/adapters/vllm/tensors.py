@@ -65,7 +65,7 @@ def rank_cache(
 ) -> RankCache:
     """Return the memory of vLLM's *tensors* on one rank.
 
-    The caller must keep the tensors: the result contains only addresses.
+    The result keeps a reference to the tensors.
 
     Args:
         engine: The engine, from `engine_spec` or `from_vllm`.
