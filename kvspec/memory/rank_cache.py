@@ -74,7 +74,7 @@ def _memories(value: object) -> tuple[Memory, ...]:
     return tuple(instance("memory", member, Memory) for member in members)
 
 
-class Owners(tuple[object, ...]):
+class MemoryOwners(tuple[object, ...]):
     """Objects that own the memory of a cache. A reference keeps the memory allocated.
 
     A copy refers to the same objects. A pickle is empty: addresses mean nothing in another process,
@@ -83,17 +83,17 @@ class Owners(tuple[object, ...]):
 
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[type[Owners], tuple[()]]:
-        return Owners, ()
+    def __reduce__(self) -> tuple[type[MemoryOwners], tuple[()]]:
+        return MemoryOwners, ()
 
-    def __deepcopy__(self, memo: object) -> Owners:
+    def __deepcopy__(self, memo: object) -> MemoryOwners:
         return self
 
 
-def _owners(value: object) -> Owners:
-    if isinstance(value, Owners):
+def _owners(value: object) -> MemoryOwners:
+    if isinstance(value, MemoryOwners):
         return value
-    return Owners(() if value is None else (value,))
+    return MemoryOwners(() if value is None else (value,))
 
 
 @attrs.frozen
@@ -109,7 +109,7 @@ class RankCache:
         regions: One region for each part of each layer that the rank holds.
         memory: The memory that contains the regions. This is what the transport registers.
         owner: The object that owns the memory, such as a list of tensors, in a tuple. The cache
-            keeps a reference to it, so the memory is not freed before the cache. Owners are not
+            keeps a reference to it, so the memory is not freed before the cache. The owner is not
             compared, and a pickle has none.
 
     Raises:
@@ -131,7 +131,9 @@ class RankCache:
     rank: RankId
     regions: tuple[Region, ...] = attrs.field(converter=_regions)
     memory: tuple[Memory, ...] = attrs.field(converter=_memories)
-    owner: Owners = attrs.field(default=None, converter=_owners, kw_only=True, eq=False, repr=False)
+    owner: MemoryOwners = attrs.field(
+        default=None, converter=_owners, kw_only=True, eq=False, repr=False
+    )
 
     def __attrs_post_init__(self) -> None:
         instance("engine", self.engine, EngineSpec).parallel.check_rank(self.rank)

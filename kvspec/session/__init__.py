@@ -1,5 +1,6 @@
 """Sessions connect engines and move requests. Connectors are built on them."""
 
+from kvspec.session.agreement import RankAgreement
 from kvspec.session.channel import Channel, TcpChannel
 from kvspec.session.load import Load
 from kvspec.session.prompts import Prompts
@@ -12,6 +13,7 @@ __all__ = [
     "Load",
     "PrefillTicket",
     "Prompts",
+    "RankAgreement",
     "Session",
     "TcpChannel",
     "content_of",

@@ -50,7 +50,7 @@ PROVISIONAL = """
     kvspec.models.catalogue config names
     kvspec.nixl Costs explain_cost
     kvspec.wire register
-    kvspec.session Prompts content_of
+    kvspec.session Prompts RankAgreement content_of
     kvspec.testing Case FakeNixl fill logical_views
     kvspec.testing.laws KVSPEC LAWS Move PreparedLists System broken
     kvspec.testing.strategies KINDS cases engine_pairs engines requests specs

@@ -1,0 +1,121 @@
+"""A scheduler learns when the loads of all ranks of an engine agree."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvspec
+from kvspec.session import RankAgreement
+
+RANKS = ("tp0", "tp1", "tp2")
+
+
+class Report(NamedTuple):
+    """One call of `report`."""
+
+    rank: str
+    start: int
+    state: Any
+    blocks: dict[str, tuple[int, ...]]
+
+
+def agreed(reports: list[Report]) -> RankAgreement[str]:
+    """Return an agreement that has received *reports*."""
+    agreement = RankAgreement(RANKS)
+    for rank, start, state, blocks in reports:
+        agreement.report(rank, state, start=start, undefined_blocks=blocks)
+    return agreement
+
+
+def outcome(agreement: RankAgreement[Any]) -> tuple[object, ...]:
+    """Return all that an agreement answers."""
+    return agreement.state, agreement.to_cancel, agreement.undefined_blocks
+
+
+def model(reports: list[Report]) -> tuple[object, ...]:
+    """Compute the answers from the whole list of reports, without any state."""
+    words: dict[str, set[str]] = {}
+    blocks: dict[str, set[int]] = {}
+    for rank in RANKS:
+        own = [report for report in reports if report.rank == rank]
+        newest = [each for each in own if each.start == max(other.start for other in own)]
+        words[rank] = {report.state for report in newest}
+        for report in newest:
+            for group, ids in report.blocks.items():
+                if report.state == "failed" and ids:
+                    blocks.setdefault(group, set()).update(ids)
+    failed = any("failed" in word for word in words.values())
+    moving = tuple(rank for rank, word in words.items() if not word & {"done", "failed"})
+    state = "moving" if moving else "failed" if failed else "done"
+    found = {group: tuple(sorted(blocks[group])) for group in sorted(blocks)}
+    return state, moving if failed else (), found
+
+
+REPORTS = st.lists(
+    st.builds(
+        Report,
+        rank=st.sampled_from((*RANKS, "tp9")),
+        start=st.integers(0, 2),
+        state=st.sampled_from(("moving", "done", "done", "failed")),
+        blocks=st.dictionaries(
+            st.sampled_from(("full", "window")),
+            st.lists(st.integers(0, 5), max_size=3).map(tuple),
+            max_size=2,
+        ),
+    ),
+    max_size=12,
+)
+
+
+@given(REPORTS, st.integers(0, 99))
+def test_agreement_equals_the_model_in_any_order(reports: list[Report], seed: int) -> None:
+    """Reports may be late, repeated, of another start or of another engine's rank."""
+    assert model(reports) == outcome(agreed(reports))
+    shuffled = [*reports, *reports[:3]]
+    random.Random(seed).shuffle(shuffled)
+    assert model(reports) == outcome(agreed(shuffled))
+
+
+def test_agreement_is_done_after_the_last_rank() -> None:
+    """A rank that has reported nothing may still move."""
+    agreement = RankAgreement(range(2))
+    for rank in (0, 1):
+        assert ("moving", (), {}) == outcome(agreement)
+        agreement.report(rank, "done")
+    assert ("done", (), {}) == outcome(agreement)
+
+
+def test_agreement_fails_after_the_last_rank_has_stopped() -> None:
+    """Until then its blocks may still be written."""
+    agreement = agreed([Report("tp0", 0, "failed", {"full": (3,)}), Report("tp1", 0, "done", {})])
+    assert ("moving", ("tp2",)) == (agreement.state, agreement.to_cancel)
+    agreement.report("tp2", "failed", undefined_blocks={"full": [1, 3]})
+    assert ("failed", (), {"full": (1, 3)}) == outcome(agreement)
+
+
+def test_rank_that_restarts_must_report_again() -> None:
+    """Its memory is gone, so its earlier "done" counts no more, even if it arrives late."""
+    agreement = agreed([Report(rank, 1, "done", {}) for rank in RANKS])
+    agreement.report("tp1", "moving", start=2)
+    agreement.report("tp1", "done", start=1)
+    assert ("moving", (), {}) == outcome(agreement)
+    agreement.report("tp1", "done", start=2)
+    assert ("done", (), {}) == outcome(agreement)
+
+
+def test_agreement_rejects_wrong_arguments() -> None:
+    """The errors name the argument. An unknown rank is no error."""
+    for ranks, report, field in (
+        ([], {}, "ranks"),
+        (RANKS, {"state": "connecting"}, "state"),
+        (RANKS, {"state": "done", "start": -1}, "start"),
+        (RANKS, {"state": "done", "start": "1"}, "start"),
+    ):
+        with pytest.raises(kvspec.SpecError) as caught:
+            RankAgreement(ranks).report("tp0", **report)
+        assert field == caught.value.field
