@@ -10,7 +10,7 @@ Three kinds of text come from the code:
 - Output blocks. The blocks marked `python` of a page run one after the other, in one process for
   each page. The output of a block is in the block marked `text` that follows it. If a block prints
   and no such block follows, one is inserted.
-- Lists: the states of a `TransferError` in faults.md, the laws in CONTRIBUTING.md, and ledgers.md.
+- Lists: the states of a `TransferError` in limits.md, the laws in CONTRIBUTING.md, and ledgers.md.
 - Pictures: the files `*.svg`.
 """
 
@@ -87,8 +87,8 @@ def _execute(page: Path, result: Path) -> None:
         result.write_text(executed(page), encoding="utf-8")
 
 
-def faults_page(text: str) -> str:
-    """Return faults.md with the present states of a `TransferError`."""
+def limits_page(text: str) -> str:
+    """Return limits.md with the present states of a `TransferError`."""
     from kvspec import TransferState  # noqa: PLC0415 - see `_execute`
 
     rows = [f"| `{state}` | {state.meaning} | {state.remedy} |" for state in TransferState]
@@ -122,7 +122,7 @@ def generated() -> dict[Path, str]:
     pictures = _script("draw_pictures").pictures()
     files |= {DOCS / name: f"{picture}\n" for name, picture in pictures.items()}
     edits: dict[Path, Callable[[str], str]] = {
-        DOCS / "faults.md": faults_page,
+        DOCS / "limits.md": limits_page,
         ROOT / "CONTRIBUTING.md": laws_page,
     }
     return files | {path: edit(path.read_text(encoding="utf-8")) for path, edit in edits.items()}

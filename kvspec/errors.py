@@ -201,7 +201,7 @@ def _with_rule(
 class TransferState(enum.StrEnum):
     """The state in which a `TransferError` leaves a transfer.
 
-    A member equals its plain string. `docs/faults.md` lists all members.
+    A member equals its plain string. `docs/limits.md` lists all members.
 
     Attributes:
         meaning: The facts that are known about the transfer.

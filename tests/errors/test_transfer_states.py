@@ -13,10 +13,10 @@ from kvspec import TransferState
 from kvspec.nixl import nixl_errors
 
 PACKAGE = Path(kvspec.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "faults.md"
+PAGE = PACKAGE.parent / "docs" / "limits.md"
 
 
-def test_faults_page_lists_every_transfer_state() -> None:
+def test_limits_page_lists_every_transfer_state() -> None:
     """The table has each state, its meaning and what the caller does, in order."""
     section = PAGE.read_text(encoding="utf-8").partition("## States of a `TransferError`")[2]
     rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
