@@ -1,0 +1,176 @@
+"""Record which ranges are busy: bytes of transfers in flight, or blocks of loads.
+
+Invariant: no exclusive claim overlaps another claim of the same place. Shared claims may overlap
+each other, as two transfers may read the same bytes.
+
+This module only computes with numbers. It has no lock: the caller holds one. Each change of a place
+is one assignment, so an interrupt leaves the old state or the new one.
+
+How it works:
+    A *place* is a space of numbers, such as the memory of one peer or the blocks of one pool. An
+    *owner* claims half-open ranges of a place, and releases all its claims at once. Both may be any
+    hashable objects.
+
+    >>> busy = BusyRanges()
+    >>> busy.claim("a", "pool", np.array([7, 3]), np.array([9, 4]))  # 3, 7 and 8
+    >>> busy.claim("b", "pool", np.array([4]), np.array([7]))  # 4, 5 and 6
+    >>> busy.claim("c", "pool", np.array([0, 8]), np.array([1, 12]))  # 0, and 8 to 11
+    Conflict(owner='a', start=8)
+    >>> busy.release("a")
+    >>> busy.claim("c", "pool", np.array([0, 8]), np.array([1, 12]))
+
+    All ranges of a place are kept as two sorted arrays, the starts and the ends. The number of
+    ranges that overlap [s, e) is the number of starts below e minus the number of ends up to s.
+    So a claim needs two bisections for each of its ranges, however many owners there are, and the
+    rule holds for ranges that overlap each other as well. The owner in conflict is searched for
+    only if there is a conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+class Conflict(NamedTuple, Generic[Owner]):
+    """A claim that was refused.
+
+    Attributes:
+        owner: Owner of the other claim.
+        start: A number that both claims contain.
+    """
+
+    owner: Owner
+    start: int
+
+
+class _Ranges(NamedTuple):
+    """Non-empty ranges, which may overlap. Both arrays are sorted on their own."""
+
+    starts: Ints
+    ends: Ints
+
+    def overlaps(self, other: _Ranges) -> NDArray[np.bool_]:
+        """Return for each range of *other* whether it overlaps one of these."""
+        below = self.starts.searchsorted(other.ends, side="left")
+        return np.asarray(below > self.ends.searchsorted(other.starts, side="right"))
+
+    def plus(self, other: _Ranges) -> _Ranges:
+        """Return these ranges and those of *other*."""
+        return _Ranges(
+            np.insert(self.starts, self.starts.searchsorted(other.starts), other.starts),
+            np.insert(self.ends, self.ends.searchsorted(other.ends), other.ends),
+        )
+
+    def minus(self, other: _Ranges) -> _Ranges:
+        """Return these ranges without those of *other*, which were added before."""
+        return _Ranges(
+            np.delete(self.starts, self.starts.searchsorted(other.starts)),
+            np.delete(self.ends, self.ends.searchsorted(other.ends)),
+        )
+
+
+_NONE = _Ranges(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def _united(starts: Ints, ends: Ints) -> _Ranges:
+    """Return non-empty ranges in any order as disjoint ranges that do not touch."""
+    if (starts[1:] < starts[:-1]).any():
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], ends[order]
+    reach = np.maximum.accumulate(ends)
+    begins = np.flatnonzero(starts[1:] > reach[:-1]) + 1
+    return _Ranges(starts[np.append(0, begins)], np.append(reach[begins - 1], reach[-1]))
+
+
+class _Place(NamedTuple, Generic[Owner]):
+    """All claims of one place. It is never changed, only replaced.
+
+    Attributes:
+        claims: For each owner, pairs of ranges and whether they are shared.
+        kept: The ranges of all exclusive claims, and of all shared claims.
+    """
+
+    claims: Mapping[Owner, tuple[tuple[_Ranges, bool], ...]]
+    kept: tuple[_Ranges, _Ranges]
+
+    def conflict(self, start: int, end: int, *, shared: bool) -> Conflict[Owner]:
+        """Return the first claim that overlaps the busy range from *start* to *end*."""
+        wanted = _Ranges(np.array([start]), np.array([end]))
+        owner, ranges = next(
+            (owner, ranges)
+            for owner, claimed in self.claims.items()
+            for ranges, is_shared in claimed
+            if not (shared and is_shared) and ranges.overlaps(wanted).any()
+        )
+        # The ranges of one claim are disjoint, so both arrays have the same order.
+        number = ranges.ends.searchsorted(start, side="right")
+        return Conflict(owner, max(int(ranges.starts[number]), start))
+
+
+class BusyRanges(Generic[Owner]):
+    """Claimed ranges by place and owner."""
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, _Place[Owner]] = {}
+
+    def claim(
+        self, owner: Owner, place: Hashable, starts: Ints, ends: Ints, *, shared: bool = False
+    ) -> Conflict[Owner] | None:
+        """Claim ranges for *owner*, unless one is busy.
+
+        Args:
+            owner: Owner of the claim. It may claim several places, and one place several times.
+            place: Place of the ranges.
+            starts: First number of each range, in any order.
+            ends: Number after each range. No range is empty. Ranges may overlap each other.
+            shared: Whether other shared claims may overlap this one.
+
+        Returns:
+            None if the ranges are claimed. Otherwise a conflict, and nothing is claimed. The
+            owner's own earlier claims can be in conflict as well.
+        """
+        if not len(starts):
+            return None
+        ranges = _united(starts, ends)
+        known = self._places.get(place) or _Place({}, (_NONE, _NONE))
+        for kept in known.kept[:1] if shared else known.kept:
+            busy = kept.overlaps(ranges)
+            if busy.any():
+                first = int(busy.argmax())
+                start, end = int(ranges.starts[first]), int(ranges.ends[first])
+                return known.conflict(start, end, shared=shared)
+        claims = {**known.claims, owner: (*known.claims.get(owner, ()), (ranges, shared))}
+        self._places[place] = _Place(claims, _changed(known.kept, _Ranges.plus, ranges, shared))
+        return None
+
+    def release(self, owner: Owner) -> None:
+        """Release all claims of *owner*. Do nothing if it has none."""
+        for place, (claims, kept) in tuple(self._places.items()):
+            if owner not in claims:
+                continue
+            rest = kept
+            for ranges, shared in claims[owner]:
+                rest = _changed(rest, _Ranges.minus, ranges, shared)
+            others = {other: claimed for other, claimed in claims.items() if other != owner}
+            if others:
+                self._places[place] = _Place(others, rest)
+            else:
+                del self._places[place]
+
+
+def _changed(
+    kept: tuple[_Ranges, _Ranges],
+    change: Callable[[_Ranges, _Ranges], _Ranges],
+    ranges: _Ranges,
+    shared: bool,  # noqa: FBT001 - it is an index
+) -> tuple[_Ranges, _Ranges]:
+    """Return *kept* after *change* by *ranges* to its exclusive or shared part."""
+    exclusive, others = kept
+    return (exclusive, change(others, ranges)) if shared else (change(exclusive, ranges), others)
